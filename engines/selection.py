@@ -5,7 +5,7 @@ were copied from are sent the places of the rows, not the rows.
 Promises: a source is remembered weakly and beside the tensors: it keeps neither of the two alive,
 is no part of a batch, and is not pickled. It holds for this very tensor: a column that is added to
 a selection has none, nor has a tensor that was written to since, or whose source was.
-Does not promise: to notice writes past torch, through a numpy array of the same memory.
+Does not promise: to notice writes past torch: through a numpy array of the same memory, or `.data`.
 Letters: B sequences, N rows of a tensor.
 """
 
@@ -98,7 +98,7 @@ class RowSelection:
     def of(self, whole: Tensor) -> Tensor:
         """The rows of one tensor: a copy."""
         part = whole[self._index_N]
-        if self._spans_B2 is not None and whole.is_cpu:
+        if self._spans_B2 is not None and whole.is_cpu and not whole.is_inference():
             source = source_of(whole, self._spans_B2)
             # Tensors of one source share their spans, which are then pickled once.
             key = id(source.spans_B2)
@@ -110,7 +110,7 @@ class RowSelection:
 
 
 def version_of(tensor: Tensor) -> int:
-    """A number that every write in place changes; of a tensor of inference mode always 0."""
+    """A number that every write in place changes; 0 of a tensor of inference mode, without one."""
     return 0 if tensor.is_inference() else tensor._version
 
 

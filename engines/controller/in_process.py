@@ -8,6 +8,7 @@ from typing import Any, Concatenate, Protocol
 
 from engines.controller.dispatch import dispatch_mode
 from engines.controller.worker_group import P, R
+from engines.types import TokenBatch
 
 
 class Closable(Protocol):
@@ -41,6 +42,10 @@ class InProcessGroup:
         if self._worker is None:
             raise RuntimeError(f"{method.__name__} was called on a closed group")
         return method(self._worker, *args, **kwargs)
+
+    def place(self, batch: TokenBatch) -> TokenBatch:
+        """The rank reads the caller's memory: nothing is moved."""
+        return batch
 
     def close(self) -> None:
         """Close the worker once."""

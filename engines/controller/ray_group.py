@@ -106,6 +106,10 @@ class RayWorkerGroup:
         first_ranks = [places.index(place) for place in range(len(parts))]
         return collect(whole, parts, [results[rank] for rank in first_ranks])
 
+    def place(self, batch: TokenBatch) -> TokenBatch:
+        """Put a batch into the object store, and read it from there; see `WorkerGroup`."""
+        return self._tensors.placed(batch)
+
     def close(self) -> None:
         """Let every rank free its resources, then end the actors."""
         if not self._actors:

@@ -10,6 +10,8 @@ caller's process; `ray_group.RayWorkerGroup` is many, each a Ray actor.
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from engines.types import TokenBatch
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -35,6 +37,21 @@ class WorkerGroup(Protocol):
 
         Raises:
             WorkerError: a rank died or did not answer before its deadline.
+        """
+        ...
+
+    def place(self, batch: TokenBatch) -> TokenBatch:
+        """Put a batch where the ranks of this node read it, so that the node holds it once.
+
+        Args:
+            batch: on the CPU.
+
+        Returns:
+            The same batch. Its ids and columns may lie in memory that is read-only: who writes
+            there ends the process; write to a copy.
+
+        Raises:
+            DeadlineError: the memory could not be had in time.
         """
         ...
 

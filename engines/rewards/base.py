@@ -103,7 +103,7 @@ class Unscored:
 class Judging(Protocol):
     """What judges the requests of one batch while they come, in this process or in others.
 
-    For one thread; a batch ends with `results` or `close`, and nothing is added behind that.
+    For one thread; a batch ends with `results` or `close`, and nothing is added after that.
     """
 
     def add(self, request: ScoreRequest) -> int:
@@ -115,7 +115,7 @@ class Judging(Protocol):
         ...
 
     def close(self) -> None:
-        """Give up what is not judged. Harmless when repeated, or behind `results`."""
+        """Give up what is not judged. Harmless when repeated, or after `results`."""
         ...
 
 

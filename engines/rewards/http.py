@@ -4,8 +4,8 @@ The server gets an object of `data_source`, `solution_str`, `ground_truth` and `
 answers with what a reward function returns: a number, or an object with `score` and more numbers.
 Promises: a server that is slow, broken or gone leaves samples unscored, by name, and never 0; a
 request that failed on the way, or was answered 429 or 5xx, is repeated with growing pauses within
-the sample's deadline (`rl.reward.timeout_s`). `rl.reward.num_workers` requests are under way at
-once.
+the sample's deadline (`rl.reward.timeout_s`). At most `rl.reward.num_workers` requests are
+under way at once, by default one for each core and at most 16: a server that takes one needs 1.
 Does not promise: one request a sample, so the server's answer may not depend on their number.
 """
 

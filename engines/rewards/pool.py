@@ -9,6 +9,7 @@ Does not promise: several batches at once, or calls from several threads.
 Not a sandbox: no protection against code that means harm (a child in a new session survives).
 """
 
+import logging
 import os
 import selectors
 import threading
@@ -21,6 +22,8 @@ from engines.rewards.base import Score, ScoreRequest, Unscored
 from engines.rewards.forms import Form
 from engines.rewards.process import ScoringProcess, WorkerSetup
 from infra.errors import DeadlineError
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _THREAD_DEADLINE_S = 60.0
@@ -35,7 +38,8 @@ class ScoringPool:
     Args:
         setup: the function and its limits.
         max_workers: processes.
-        min_workers: of them, those that start at once; the others as they pay. None: all.
+        min_workers: of them, those that start at once; others start when the time that they save
+            is worth it. None: all.
     """
 
     def __init__(
@@ -43,13 +47,14 @@ class ScoringPool:
     ) -> None:
         self._setup = setup
         self._max_workers = max_workers
+        self._min_workers = max_workers if min_workers is None else min_workers
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._processes: list[ScoringProcess] = []
         self._open: PoolBatch | None = None
         self._finalizer = weakref.finalize(self, _end, self._processes, self._selector, self._wake)
-        for _ in range(max_workers if min_workers is None else min_workers):
+        for _ in range(self._min_workers):
             self._processes.append(ScoringProcess(setup, self._selector))
 
     def batch(self) -> "PoolBatch":
@@ -83,14 +88,16 @@ class ScoringPool:
         self._finalizer()
 
     def _turn(self, batch: "PoolBatch") -> None:
-        """Hand out work, wait a moment, take in what happened."""
+        """Replace what failed, hand out work, wait a moment, take in what was answered."""
+        for place, process in reversed(list(enumerate(self._processes))):
+            failure = process.failure()
+            batch.found.update(process.take_results())
+            if failure is not None:
+                self._replace(place, failure, batch)
         for process in self._processes:
             if process.is_idle and batch.waiting:
                 process.submit(*batch.waiting.popleft())
-        while len(self._processes) < self._max_workers and another_pays(
-            self._processes, len(batch.waiting)
-        ):
-            self._processes.append(ScoringProcess(self._setup, self._selector))
+        self._start_more(len(batch.waiting))
         wait_s = min(process.seconds_left() for process in self._processes)
         for key, events in self._selector.select(max(0.0, min(wait_s, _POLL_S))):
             process: ScoringProcess | None = key.data
@@ -101,14 +108,31 @@ class ScoringPool:
                 process.write()
             if events & selectors.EVENT_READ:
                 process.read()
-        for place, process in enumerate(self._processes):
-            failure = process.failure()
+        for process in self._processes:
             batch.found.update(process.take_results())
-            if failure is not None:
-                self._replace(place, failure, batch)
+
+    def _start_more(self, num_waiting: int) -> None:
+        """Start further processes while they are worth it; one that cannot start is the last."""
+        while len(self._processes) < self._max_workers and worth_another(
+            self._processes, num_waiting
+        ):
+            try:
+                self._processes.append(ScoringProcess(self._setup, self._selector))
+            except OSError as error:
+                self._go_on_without(str(error))
+
+    def _go_on_without(self, failure: str) -> None:
+        """Ask for no more processes than there are: a further one only saves time."""
+        self._max_workers = len(self._processes)
+        logger.warning("scoring processes: going on with %d; %s", self._max_workers, failure)
 
     def _replace(self, place: int, failure: str, batch: "PoolBatch") -> None:
         process = self._processes[place]
+        if not process.was_ready and place >= self._min_workers:
+            process.kill()
+            del self._processes[place]
+            self._go_on_without(f"a further one did not start: {failure}")
+            return
         if not process.was_ready:
             raise RewardError(f"the reward function cannot be loaded: {failure}")
         if process.index is not None:
@@ -158,7 +182,7 @@ class PoolBatch:
         self._num_added += 1
         self.waiting.append((number, request))
         if self._thread is None:
-            # A daemon: a batch that nobody ends must not keep a job alive.
+            # A daemon: a batch that is never ended must not keep a job alive.
             self._thread = threading.Thread(target=self._work, name="scoring", daemon=True)
             self._thread.start()
         os.eventfd_write(self._pool._wake, 1)
@@ -221,8 +245,8 @@ class PoolBatch:
                 raise DeadlineError("the scoring thread to end", _THREAD_DEADLINE_S)
 
 
-def another_pays(processes: Sequence[ScoringProcess], num_waiting: int) -> bool:
-    """Whether a further process is worth its start.
+def worth_another(processes: Sequence[ScoringProcess], num_waiting: int) -> bool:
+    """Whether the time that a further process saves is worth its start.
 
     Args:
         processes: that there are, those that start included.

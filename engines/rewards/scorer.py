@@ -2,8 +2,8 @@
 
 Promises: one result per sample, in order; a sample that could not be scored is `Unscored` with a
 reason and never 0; too many of those stop the run; a batch is judged while its samples come.
-`exact` costs microseconds a sample, in this process; every other function runs in processes of its
-own, under a deadline per sample.
+Functions that cost microseconds a sample run in this process; every other one runs in processes of
+its own, under a deadline per sample.
 """
 
 import os

@@ -49,7 +49,7 @@ class Arrivals:
     """Finished samples on their way from the event loop to the thread that waits for their batch.
 
     Args:
-        receive: is called once for each of them, in that thread; None: nobody asks.
+        receive: is called once for each of them, in that thread; None: they are not passed on.
         news: wakes that thread.
 
     Attributes:
@@ -64,13 +64,13 @@ class Arrivals:
         self.over = threading.Event()
 
     def note(self, completion: Completion) -> None:
-        """Take in a sample, in the event loop; one that was aborted is nobody's."""
+        """Take in a sample, in the event loop; one that was aborted is not passed on."""
         if self._receive is not None and completion.finish_reason != "abort":
             self._arrived.append(completion)
             self._news()
 
     def hand_over(self) -> None:
-        """Pass on what was noted, in the thread that waits; what `receive` raises, it raises."""
+        """Pass on what was noted, in the thread that waits; raises what `receive` raises."""
         while self._receive is not None and self._arrived:
             try:
                 self._receive(self._arrived.popleft())

@@ -79,7 +79,7 @@ def assemble(config: RLRoundStageConfig, inputs: RoundInputs) -> RLRound:
         num_steps=rl.num_steps_per_round,
         start=LoopState.at_start(rl, config.round, inputs.before),
         workers=workers,
-        sampler=Sampler(config, inputs.rollout, prompts, inputs.scorer, probe),
+        sampler=Sampler(config, inputs.rollout, prompts, inputs.scorer, probe, workers.place),
         preparer=Preparer(rl, workers.run, prompts.seed, inputs.vocab_size, inputs.teacher),
         objective=RoundObjective(rl, prompts.seed),
         updater=Updater(rl, workers, gate, guard),

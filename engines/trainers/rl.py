@@ -78,15 +78,21 @@ def train_round(round: RLRound) -> TrainedSteps:
     with round.progress.clock("train"):
         round.sampler.publish(state.version)
     for step in round.steps_after(state):
-        collected = round.sampler.take(step, state.version)
-        batch = round.preparer.fill(step, collected.experience())
-        batch = round.objective.advantages(step, batch, state)
-        round.recorder.keep(step, collected, batch)
-        updates = round.updater.train(step, batch, state)
-        kl_coef = round.objective.next_kl_coef(batch, state)
-        state = state.after(updates, trains=batch.trains, kl_coef=kl_coef)
-        num_sync_bytes = round.sampler.publish(state.version, step)
-        round.recorder.record(step, collected, batch, updates, state, num_sync_bytes)
-        round.checkpoint(state)
+        state = _train_step(round, step, state)
     round.progress.adopt_average(round.workers)
     return state.trained_steps(with_kl_coef=round.objective.has_kl_in_reward)
+
+
+def _train_step(round: RLRound, step: LoopStep, state: LoopState) -> LoopState:
+    """One step; a function of its own, so that its batch is freed before the next one begins."""
+    collected = round.sampler.take(step, state.version)
+    batch = round.preparer.fill(step, collected.experience())
+    batch = round.objective.advantages(step, batch, state)
+    round.recorder.keep(step, collected, batch)
+    updates = round.updater.train(step, batch, state)
+    kl_coef = round.objective.next_kl_coef(batch, state)
+    state = state.after(updates, trains=batch.trains, kl_coef=kl_coef)
+    num_sync_bytes = round.sampler.publish(state.version, step)
+    round.recorder.record(step, collected, batch, updates, state, num_sync_bytes)
+    round.checkpoint(state)
+    return state

@@ -5,7 +5,7 @@ everything behind it is what a round has: decoding, the reward `math` in its pro
 advantages, mini-batches, and two ranks in processes of their own, which note when their first
 mini-batch is there and compute nothing. Beside the seconds it prints what an answer costs on the
 wire and what the driver holds while the ranks train, both in bytes a token. Nothing of it has a
-peer: the goals are those of `docs/benchmarks.md`.
+peer; the goals stand below.
 
 Run: python tests/benchmarks/bench_driver_step.py [--repeats N] [--prompts 64] [--samples 16]
          [--tokens 8192] [--generation-s 20]

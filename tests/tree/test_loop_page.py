@@ -38,6 +38,7 @@ def test_the_loop_is_a_page() -> None:
 def test_a_part_is_short_and_says_in_one_sentence_what_it_does(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert text.count("\n") <= MAX_PART_LINES
-    said = (ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0]
+    first = (ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0]
+    said = " ".join(first.split())
     assert said.endswith(".")
     assert said.count(". ") == 0

@@ -4,15 +4,16 @@ A tensor is put once while it lives, however many calls name it: as itself, or a
 was selected from. A call then carries references and the rows of each sequence.
 Promises: a share is bitwise what `dispatch.take` gives; a rank reads memory that the processes of
 its node share, and copies its own rows alone; an object goes with its tensor, or with the group.
-Does not promise: to notice writes past torch (see `engines.selection`); that all rows of what a
-batch was selected from are read by somebody. Small tensors go the same way: a put costs less than
+Does not promise: to notice writes past torch (see `engines.selection`); that each row of what a
+batch was selected from is read. Small tensors go the same way: a put costs less than
 a millisecond, once, and a second path would have to be held equal to this one.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +25,10 @@ from engines.images import ImagePatches
 from engines.selection import Spans, source_of, spans_of, version_of
 from engines.training.step.micro_batches import shortest_unit, untrained
 from engines.types import TokenBatch
+from infra.errors import DeadlineError
+
+GET_DEADLINE_S = 300.0
+"""Of a tensor that this process has put; a store that is full writes others to disk first."""
 
 Array = NDArray[np.uint8]
 """(bytes,) of a tensor, its rows end to end: any dtype, whether numpy knows it or not."""
@@ -138,25 +143,65 @@ class Share:
         return made if self.trains else untrained(made)
 
 
-def put_in_ray(array: Array) -> Any:
-    """Copy an array into Ray's object store; returns its reference."""
-    import ray
+class ObjectStore(Protocol):
+    """Where arrays are put."""
 
-    return ray.put(array)
+    def put(self, array: Array) -> Any:
+        """Copy an array; returns a reference. The copy is freed when the reference is deleted."""
+        ...
+
+    def get(self, reference: Any) -> Array:
+        """The copy itself, read-only; it lives as long as what is returned."""
+        ...
+
+
+class RayObjectStore:
+    """That of Ray."""
+
+    def put(self, array: Array) -> Any:
+        """See `ObjectStore`."""
+        import ray
+
+        return ray.put(array)
+
+    def get(self, reference: Any) -> Array:
+        """See `ObjectStore`."""
+        import ray
+        from ray.exceptions import GetTimeoutError
+
+        try:
+            return ray.get(reference, timeout=GET_DEADLINE_S)
+        except GetTimeoutError as error:
+            raise DeadlineError("a tensor that was put into Ray", GET_DEADLINE_S) from error
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What is known of a tensor.
+
+    Attributes:
+        version: at which it was put.
+        reference: of its bytes.
+        is_view: its memory is that of the store.
+    """
+
+    version: int
+    reference: Any
+    is_view: bool = False
 
 
 class TensorStore:
     """What a group holds in the object store, by tensor.
 
     Args:
-        put: copies an array into the store and returns a reference, at whose end it is freed.
+        store: holds the bytes.
 
     Attributes:
         num_bytes_put: so far.
     """
 
-    def __init__(self, put: Callable[[Array], Any] = put_in_ray) -> None:
-        self._put = put
+    def __init__(self, store: ObjectStore | None = None) -> None:
+        self._store = store or RayObjectStore()
         self._held = WeakTensorKeyDictionary()
         self.num_bytes_put = 0
 
@@ -199,6 +244,30 @@ class TensorStore:
             found.append((replace(share, images=images), own))
         return found
 
+    def placed(self, batch: TokenBatch) -> TokenBatch:
+        """The same batch, its ids and columns read from the store.
+
+        What was selected from a tensor that lives stays as it is: ranks read that tensor.
+
+        Args:
+            batch: on the CPU.
+
+        Returns:
+            Its ids and columns are read-only.
+
+        Raises:
+            DeadlineError: the store does not answer.
+        """
+        tokens_B2 = spans_of(batch.cu_seqlens)
+
+        def of(tensor: Tensor) -> Tensor:
+            return (
+                tensor if source_of(tensor, tokens_B2).whole is not tensor else self._view(tensor)
+            )
+
+        columns = {name: of(column) for name, column in batch.columns.items()}
+        return replace(batch, input_ids_T=of(batch.input_ids_T), columns=columns)
+
     def clear(self) -> None:
         """Free everything."""
         self._held.clear()
@@ -217,13 +286,30 @@ class TensorStore:
         refs.append(self._reference(source.whole))
         return PlacedRows(len(refs) - 1, tensor.dtype, tuple(tensor.shape[1:]), source.spans_B2)
 
+    def _view(self, tensor: Tensor) -> Tensor:
+        """A tensor of equal values whose memory is the store's."""
+        held = self._put(tensor)
+        if held.is_view:
+            return tensor
+        array = self._store.get(held.reference)
+        with warnings.catch_warnings():
+            # Torch knows no read-only tensors, and says so once.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            view = torch.from_numpy(array).view(tensor.dtype).reshape(tensor.shape)
+        self._held[view] = _Held(version_of(view), held.reference, is_view=True)
+        return view
+
     def _reference(self, tensor: Tensor) -> Any:
-        held: tuple[int, Any] | None = self._held.get(tensor)
-        if held is None or held[0] != version_of(tensor):
-            held = version_of(tensor), self._put(_bytes_of(tensor))
-            self._held[tensor] = held
+        return self._put(tensor).reference
+
+    def _put(self, tensor: Tensor) -> _Held:
+        held: _Held | None = self._held.get(tensor)
+        if held is None or held.version != version_of(tensor):
+            held = _Held(version_of(tensor), self._store.put(_bytes_of(tensor)))
+            if not tensor.is_inference():  # no write to it would show
+                self._held[tensor] = held
             self.num_bytes_put += tensor.nbytes
-        return held[1]
+        return held
 
 
 def _bytes_of(tensor: Tensor) -> Array:

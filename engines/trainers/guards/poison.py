@@ -30,7 +30,7 @@ class PoisonGuard:
         workers: whose roles are trained.
         limit: how many may be left out.
         setting: names the limit, for error lines.
-        say: tells a line to whoever watches.
+        say: writes a line into the journal.
     """
 
     def __init__(

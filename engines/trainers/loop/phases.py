@@ -8,6 +8,16 @@ PHASE_NOTE = "in phase "
 """Begins the note that says in which phase an error was raised; the innermost comes first."""
 
 
+@contextmanager
+def errors_in(phase: str) -> Iterator[None]:
+    """Note on what is raised inside the `with` block that it was in `phase`."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"{PHASE_NOTE}{phase}")
+        raise
+
+
 class PhaseClock:
     """Wall seconds by phase; phases may repeat and must not nest."""
 
@@ -20,10 +30,8 @@ class PhaseClock:
         """Count the time inside the `with` block as `phase`, an error's too, which notes it."""
         start = time.perf_counter()
         try:
-            yield
-        except Exception as error:
-            error.add_note(f"{PHASE_NOTE}{phase}")
-            raise
+            with errors_in(phase):
+                yield
         finally:
             self.add(phase, time.perf_counter() - start)
 

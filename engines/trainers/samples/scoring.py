@@ -2,8 +2,9 @@
 
 Promises: a completion that was aborted or could not be scored is counted and left out; the score
 stays what the reward function said, and shaping (the overlong punishment) is added beside it. A
-batch that is scored while others of its samples are generated becomes what it would behind them,
-whatever came first. A reward is a function of one sample; none waits for the rest of its group.
+batch that is scored during generation has the same result as one that is scored after it, in
+whatever order its samples finish. A reward is a function of one sample; none waits for the rest of
+its group.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from engines.data.read.tokenizer import ChatTokenizer
 from engines.rewards.base import SampledTokens, Score, ScoreRequest
 from engines.rewards.scorer import RewardScorer, ScoringBatch
 from engines.trainers.judges.asking import NO_JUDGES, Judges
+from engines.trainers.loop.phases import errors_in
 from engines.trainers.samples.prompts import PromptBatch
 from engines.trainers.samples.scored import ScoredBatch, ScoredSample
 from engines.trajectory import Prompt, Trajectory
@@ -192,9 +194,11 @@ class ArrivingScores:
         self._taken: dict[Place, tuple[Completion, ScoreRequest]] = {}
 
     def accept(self, completion: Completion) -> None:
-        """Take a completion before the others are there; one that was aborted counts nothing."""
+        """Take a completion before the others are there; one that was aborted is ignored."""
         if completion.finish_reason != "abort":
-            self._take(self._places[completion.request_id, completion.sample_index], completion)
+            place = self._places[completion.request_id, completion.sample_index]
+            with errors_in("reward"):
+                self._take(place, completion)
 
     def scores(self, completions: Completions) -> Scores:
         """Score what was not accepted, wait for all of it, and end.

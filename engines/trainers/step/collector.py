@@ -15,7 +15,7 @@ from engines.config.algorithm import FilterGroupsConfig
 from engines.trainers.samples.packing import See, pack, viewed
 from engines.trainers.samples.prompts import GREEDY_SCORES
 from engines.trainers.samples.scored import ScoredBatch, ScoredSample
-from engines.trainers.step.experience import Experience
+from engines.trainers.step.experience import Experience, Place, as_it_is
 from engines.types import TokenBatch
 
 
@@ -26,14 +26,20 @@ class Collector:
         num_groups: prompts that the step trains on.
         filter_groups: dynamic sampling; switched off, the first batch fills the step.
         see: makes patches of the samples' images; None: they show none.
+        place: puts what is trained on where the ranks read it: `WorkerGroup.place`.
     """
 
     def __init__(
-        self, num_groups: int, filter_groups: FilterGroupsConfig, see: See | None = None
+        self,
+        num_groups: int,
+        filter_groups: FilterGroupsConfig,
+        see: See | None = None,
+        place: Place = as_it_is,
     ) -> None:
         self._wanted = num_groups
         self._filter = filter_groups
         self._see = see
+        self._place = place
         self._kept: list[list[ScoredSample]] = []
         self.batches: list[ScoredBatch] = []
         self.num_evicted = 0
@@ -78,14 +84,15 @@ class Collector:
         chosen = self._kept[: self._wanted]
         samples = tuple(sample for group in chosen for sample in group)
         index = [place for place, group in enumerate(chosen) for _ in group]
-        batch = _packed(samples, self._see)
+        batch = self._place(_packed(samples, self._see))
         trajectories = viewed([sample.trajectory for sample in samples], batch)
         views = tuple(
             replace(sample, trajectory=trajectory)
             for sample, trajectory in zip(samples, trajectories, strict=True)
         )
         self._hold(dict(zip(map(id, samples), views, strict=True)))
-        return Experience(views, torch.tensor(index, dtype=torch.int64), batch)
+        index_B = torch.tensor(index, dtype=torch.int64)
+        return Experience(views, index_B, batch, place=self._place)
 
     def _hold(self, views: Mapping[int, ScoredSample]) -> None:
         """Hold these in place of the samples of the same id."""

@@ -5,7 +5,7 @@ Letters: B samples, K of them kept, T tokens, G groups (prompts).
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -24,6 +24,13 @@ from engines.types import TokenBatch
 
 KL_IN_REWARD = "actor/reward_kl_penalty"
 
+Place = Callable[[TokenBatch], TokenBatch]
+
+
+def as_it_is(batch: TokenBatch) -> TokenBatch:
+    """A `Place` where there is one process."""
+    return batch
+
 
 @dataclass(frozen=True)
 class Experience:
@@ -32,10 +39,11 @@ class Experience:
     Attributes:
         samples: B samples, groups together.
         group_index_B: (B,) int64 in [0, G).
-        batch: columns `loss_mask` (1 on sampled tokens) and `rollout_logprobs`, later
-            `advantages`, `old_logprobs`, `ref_logprobs`.
+        batch: narrow, see `TokenBatch.widened`, with the columns `loss_mask` (bool: sampled tokens)
+            and `rollout_logprobs`, later `advantages`, `old_logprobs`, `ref_logprobs`.
         metrics: what the estimator says of the step.
         kept_B: (B,) bool: samples that are trained on; None: all.
+        place: puts the batch where the ranks read it: `WorkerGroup.place`.
     """
 
     samples: tuple[ScoredSample, ...]
@@ -43,6 +51,7 @@ class Experience:
     batch: TokenBatch
     metrics: Mapping[str, float] = field(default_factory=dict)
     kept_B: Tensor | None = None
+    place: Place = as_it_is
 
     @property
     def trains(self) -> bool:
@@ -71,7 +80,7 @@ class Experience:
 
     def with_columns(self, **columns: Tensor) -> "Experience":
         """The same samples with per-token columns added."""
-        return replace(self, batch=self.batch.with_columns(**columns))
+        return replace(self, batch=self.place(self.batch.with_columns(**columns)))
 
     def with_rows(self, **rows: Tensor) -> "Experience":
         """The same samples with values of whole samples added."""
@@ -139,7 +148,7 @@ class Experience:
             kl_metrics = {KL_IN_REWARD: kl, f"{KL_IN_REWARD}_coeff": kl_coef}
         found = advantages(
             algorithm,
-            self.batch.widened(),
+            self._own_batch(),
             rewards_T,
             self.group_index_B,
             scores_BR=self.scores_BR,
@@ -147,9 +156,14 @@ class Experience:
             truncated_B=self.truncated_B,
         )
         returns = {} if found.returns_T is None else {"returns": found.returns_T}
-        batch = self.batch.with_columns(advantages=found.advantages_T, **returns)
+        batch = self.place(self.batch.with_columns(advantages=found.advantages_T, **returns))
         metrics = {**self.metrics, **kl_metrics, **found.metrics}
         return replace(self, batch=batch, metrics=metrics, kept_B=found.kept_B)
+
+    def _own_batch(self) -> TokenBatch:
+        """As estimators read it, and may write to it."""
+        wide = self.batch.widened()
+        return wide.with_columns(**{name: each.clone() for name, each in wide.columns.items()})
 
     def take(self, samples: Sequence[int]) -> "Experience":
         """The named samples, some perhaps more than once; groups keep their numbers."""

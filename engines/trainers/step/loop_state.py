@@ -95,7 +95,7 @@ class LoopState:
         Args:
             updates: of the step.
             trains: whether the step had a sample to train on.
-            kl_coef: for the step behind it.
+            kl_coef: for the step after it.
 
         Returns:
             One step further.

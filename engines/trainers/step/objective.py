@@ -58,7 +58,7 @@ class RoundObjective:
             return experience.take(chosen_B.tolist())
 
     def next_kl_coef(self, experience: Experience, state: LoopState) -> float:
-        """The coefficient of the KL in the reward for the step behind this one.
+        """The coefficient of the KL in the reward for the step after this one.
 
         Args:
             experience: of this step, with its advantages.

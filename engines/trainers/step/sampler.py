@@ -15,6 +15,7 @@ from engines.trainers.loop.loop_step import LoopStep
 from engines.trainers.samples.prompts import PromptSource
 from engines.trainers.samples.scoring import CompletionScorer
 from engines.trainers.step.collector import Collector
+from engines.trainers.step.experience import Place
 
 
 class Sampler:
@@ -26,6 +27,7 @@ class Sampler:
         prompts: what is sampled in each step.
         scorer: turns completions into scored samples.
         probe: what each engine must pass after a sync, before it serves.
+        place: puts a batch where the ranks read it: `WorkerGroup.place`.
     """
 
     def __init__(
@@ -35,10 +37,11 @@ class Sampler:
         prompts: PromptSource,
         scorer: CompletionScorer,
         probe: Probe,
+        place: Place,
     ) -> None:
         self._config, self._timeout_s = config.rl, config.rollout.timeout_s
         self._rollout, self._prompts, self._scorer = rollout, prompts, scorer
-        self._probe = probe
+        self._probe, self._place = probe, place
         self._is_serving = False
         self._see = prompts.images.processor.of_sequences if prompts.images else None
 
@@ -60,7 +63,9 @@ class Sampler:
             RewardError: the reward function is broken, or left too many samples unscored.
         """
         config = self._config
-        collector = Collector(config.batch_size_prompts, config.algorithm.filter_groups, self._see)
+        collector = Collector(
+            config.batch_size_prompts, config.algorithm.filter_groups, self._see, self._place
+        )
         for prompts in self._prompts.generation_batches(step.global_number):
             with self._scorer.begin(prompts) as scoring:
                 with step.clock("gen"):
@@ -68,7 +73,8 @@ class Sampler:
                 check_versions(completions, version)
                 check_aborted(completions, config.max_aborted_frac, self._timeout_s)
                 with step.clock("reward"):
-                    collector.add(scoring.finish(completions))
+                    scored = scoring.finish(completions)
+            collector.add(scored)
             if collector.full:
                 break
         if collector.num_groups:

@@ -21,7 +21,7 @@ from engines.types import Readouts, TokenBatch
 
 
 class Teacher(Protocol):
-    """Whoever is asked."""
+    """What is asked, wherever the model is."""
 
     def columns(self, batch: TokenBatch) -> dict[str, Tensor]:
         """Ask.
@@ -90,7 +90,7 @@ class ServedTeacher:
             taught = mask_T[start:end].nonzero().flatten()
             if not len(taught):
                 continue
-            # What stands before and behind what is taught nobody needs to hear of.
+            # Nothing is asked about tokens before the first and after the last that is taught.
             first, last = int(taught[0]), int(taught[-1])
             ids = tuple(batch.input_ids_T[start : start + last + 1].tolist())
             name = f"teacher/{len(requests)}"

@@ -193,8 +193,7 @@ def train_supervised(stage: SupervisedStage) -> Trained:
     state = stage.resumed()
     while not stage.is_last(state):
         step = LoopStep(state.step + 1, state.step + 1)
-        batch = stage.batch(step)
-        update = stage.train(step, batch, state)
+        update = stage.train(step, stage.batch(step), state)
         state = state.after(update)
         stage.record(step, update, state)
         stage.checkpoint(state)

@@ -36,6 +36,16 @@ class Held:
         self.array.setflags(write=False)
 
 
+class Lender:
+    """A store of them."""
+
+    def put(self, array: Array) -> Held:
+        return Held(array)
+
+    def get(self, reference: Held) -> Array:
+        return reference.array
+
+
 def received(store: TensorStore, batch: TokenBatch, num_ranks: int) -> list[TokenBatch]:
     """What each rank would make of its call, which is pickled."""
     sent = store.shares(batch, split_plan(batch, num_ranks))
@@ -127,7 +137,7 @@ def test_a_rank_makes_what_it_would_have_been_sent(
 ) -> None:
     random.seed(seed := chance.randrange(2**32))
     torch.manual_seed(seed)
-    chain, store = [batch_of(lengths, units=units, images=images)], TensorStore(Held)
+    chain, store = [batch_of(lengths, units=units, images=images)], TensorStore(Lender())
     for _ in range(depth):
         part = selected(chain[-1])
         chain.append(part.with_columns(late=torch.rand(part.num_tokens)))
@@ -145,7 +155,9 @@ def test_columns_without_numbers_and_sequences_without_tokens() -> None:
         {"x": torch.zeros(0, dtype=torch.bfloat16)},
         rows={"nothing": torch.zeros(2, 0)},
     )
-    for ours, theirs in zip(received(TensorStore(Held), batch, 3), by_value(batch, 3), strict=True):
+    for ours, theirs in zip(
+        received(TensorStore(Lender()), batch, 3), by_value(batch, 3), strict=True
+    ):
         assert_same(ours, theirs)
 
 
@@ -177,12 +189,12 @@ def a_step(call: Callable[[TokenBatch], object], bytes_put: Callable[[], int]) -
 
 
 def test_a_step_puts_each_tensor_once() -> None:
-    store = TensorStore(Held)
+    store = TensorStore(Lender())
     a_step(lambda batch: received(store, batch, 2), lambda: store.num_bytes_put)
 
 
 def test_an_object_goes_with_its_tensor_or_with_the_store() -> None:
-    store, held = TensorStore(Held), weakref.WeakSet[Held]()
+    store, held = TensorStore(Lender()), weakref.WeakSet[Held]()
 
     def put(batch: TokenBatch) -> None:
         for _, refs in store.shares(batch, [[0], [1]]):
@@ -205,8 +217,42 @@ def test_an_object_goes_with_its_tensor_or_with_the_store() -> None:
     assert not held
 
 
+def test_a_placed_batch_is_the_same_and_the_process_holds_no_copy_of_it() -> None:
+    store = TensorStore(Lender())
+    for _ in range(20):
+        batch = batch_of([3, 0, 5, 1])
+        wanted = by_value(batch, 2)
+        placed = store.placed(batch)
+        bytes_put = store.num_bytes_put
+        for name, tensor in tensors_of(batch).items():
+            mine = tensors_of(placed)[name]
+            assert mine.dtype == tensor.dtype
+            flat = [each.contiguous().flatten().view(torch.uint8) for each in (mine, tensor)]
+            assert torch.equal(*flat), name
+        again = store.placed(placed)
+        assert again.input_ids_T is placed.input_ids_T
+        del batch, tensor, flat
+        for ours, theirs in zip(received(store, placed, 2), wanted, strict=True):
+            assert_same(ours, theirs)
+        rows = sum(each.nbytes for each in placed.rows.values())
+        assert store.num_bytes_put == bytes_put + rows  # what ranks read is what was placed
+        part = placed.select([2, 0])
+        assert store.placed(part).input_ids_T is part.input_ids_T  # ranks read `placed`
+
+
+def test_what_was_made_in_inference_mode_is_put_at_each_call() -> None:
+    store = TensorStore(Lender())
+    with torch.inference_mode():
+        x = torch.zeros(3)
+    batch = TokenBatch.from_sequences([[1, 2], [3]]).with_columns(x=x)
+    for _ in range(2):
+        assert_same(received(store, batch, 1)[0], by_value(batch, 1)[0])
+        with torch.inference_mode():
+            x.add_(1)
+
+
 def test_what_was_written_to_is_put_again() -> None:
-    store = TensorStore(Held)
+    store = TensorStore(Lender())
     batch = TokenBatch.from_sequences([[1, 2], [3]], x=[[0, 1], [0]])
     part = batch.select([0])
     for written in (batch.columns["x"], part.columns["x"], batch.columns["x"]):
@@ -221,7 +267,7 @@ def test_a_rank_is_sent_the_images_of_its_own_sequences() -> None:
     first, second = (torch.rand(2, 3), (1, 1, 2)), (torch.rand(4, 3), (1, 2, 2))
     images = ImagePatches.from_sequences([[first], [second, first], []])
     batch = replace(TokenBatch.from_sequences([[1, 2], [3, 4], [5]]), images=images)
-    sent = TensorStore(Held).shares(batch, [[0], [1], [2]])
+    sent = TensorStore(Lender()).shares(batch, [[0], [1], [2]])
     assert [len(refs) - 1 for _, refs in sent] == [1, 2, 0]
 
 
@@ -229,7 +275,7 @@ def test_a_batch_on_a_device_is_refused() -> None:
     batch = TokenBatch.from_sequences([[1, 2], [3]])
     away = replace(batch, input_ids_T=batch.input_ids_T.to("meta"))
     with pytest.raises(ValueError, match=r"is on meta; need the CPU; send batch.to\('cpu'\)"):
-        TensorStore(Held).shares(away, [[0, 1]])
+        TensorStore(Lender()).shares(away, [[0, 1]])
 
 
 def comes_from(part: Tensor, whole: Tensor, lengths: Sequence[int]) -> bool:
@@ -308,6 +354,14 @@ def test_ranks_read_their_shares_from_rays_store(group: RayWorkerGroup) -> None:
 
     store = group._tensors
     a_step(call, lambda: store.num_bytes_put)
+    gc.collect()
+    assert not len(store._held)
+    placed = group.place(batch_of([40_000, 2, 30_000]))
+    with pytest.raises(ValueError, match="read-only"):
+        store._store.get(store._reference(placed.input_ids_T))[0] = 0
+    call(placed)
+    call(placed.select([2, 0]))
+    del placed
     gc.collect()
     assert not len(store._held)
     call(lone := batch_of([4, 2]).select([1]))

@@ -16,7 +16,7 @@ import pytest
 
 from engines.errors import RewardError
 from engines.rewards.base import Score, ScoreRequest, Unscored
-from engines.rewards.pool import ScoringPool, another_pays
+from engines.rewards.pool import ScoringPool, worth_another
 from engines.rewards.process import ScoringProcess, WorkerSetup
 from infra.waiting import wait_for
 
@@ -298,6 +298,40 @@ def test_a_further_process_starts_when_samples_wait(file: Path, tmp_path: Path) 
         assert 2 <= len(children() - before) <= 3
 
 
+def test_a_further_process_that_does_not_start_is_done_without(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its file lets one process load it; the function itself is slow enough to ask for more."""
+    (tmp_path / "once.py").write_text(
+        "import os, time\n"
+        f"os.mkdir({str(tmp_path / 'taken')!r})\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    time.sleep(float(solution_str))\n"
+        "    return 1.0\n",
+        encoding="utf-8",
+    )
+    setup = WorkerSetup(f"{tmp_path / 'once.py'}:compute_score", {}, PATIENT_S, None)
+    with closing(ScoringPool(setup, 2, 1)) as pool:
+        solutions = ["0", "3", *["0.01"] * 40]
+        assert score(pool, ask(*solutions)) == [Score(1.0)] * len(solutions)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("scoring processes: going on with 1; a further one did not start: ")
+
+
+def test_a_process_that_died_between_two_batches_costs_no_sample(file: Path) -> None:
+    before = children()
+    with closing(make_pool(file)) as pool:
+        assert score(pool, ask("ok")) == [Score(1.0, {"length": 2.0})]
+        (process,) = children() - before
+        os.kill(process, signal.SIGKILL)
+        wait_for(
+            lambda: not psutil.pid_exists(process) or psutil.Process(process).status() == "zombie",
+            "its end",
+            PATIENT_S,
+        )
+        assert score(pool, ask("ok")) == [Score(1.0, {"length": 2.0})]
+
+
 @pytest.mark.parametrize(
     ("processes", "num_waiting", "pays"),
     [
@@ -314,7 +348,7 @@ def test_further_processes_start_as_they_pay(
 ) -> None:
     named: Callable[..., ScoringProcess] = SimpleNamespace  # pyright: ignore[reportAssignmentType]
     made = [named(start_s=start, num_judged=num, timed_s=s) for start, num, s in processes]
-    assert another_pays(made, num_waiting) is pays
+    assert worth_another(made, num_waiting) is pays
 
 
 def busy_s(pids: Sequence[int]) -> float:

@@ -1,7 +1,9 @@
 """The RL loop in the cases where a division by nothing lurks."""
 
+import gc
 import itertools
 import math
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -11,10 +13,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from engines.controller.rollout import ServedRollout
 from engines.errors import NothingToTrainOnError, RewardError, RolloutError, WeightSyncError
+from engines.jobs.process.causes import phase_of
+from engines.rewards.scorer import ScoringBatch
 from engines.rollout.transformers.engine import TransformersEngine
 from engines.trainers.guards.mismatch import LOGPROB_MEAN
 from engines.trainers.guards.probe import WeightProbe
+from engines.trainers.loop.loop_step import LoopStep
 from engines.trainers.samples.scoring import BatchScoring
+from engines.trainers.step.collector import Collector
+from engines.trainers.step.sampler import Sampler
 from engines.types import Completion
 from engines.weight_sync.base import SyncReport
 from infra.tracking.journal import read_records
@@ -313,3 +320,36 @@ def test_mini_batches_and_epochs_are_updates_of_their_own(run_round) -> None:
     assert metrics["actor/num_updates"] == 4
     assert metrics["actor/ppo_kl"] != 0
     assert metrics["mismatch/logprob_abs_max"] <= 1e-4
+
+
+def test_the_batch_of_a_step_is_freed_before_the_next_one_begins(
+    run_round, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[weakref.ref] = []
+    take = Sampler.take
+
+    def spy(sampler: Sampler, step: LoopStep, version: int) -> Collector:
+        assert not [each for each in held if each() is not None]
+        collected = take(sampler, step, version)
+        held.append(weakref.ref(collected))
+        return collected
+
+    monkeypatch.setattr(Sampler, "take", spy)
+    gc.disable()  # no cycle holds it either
+    try:
+        run_round("odd_length")
+    finally:
+        gc.enable()
+    assert len(held) == 2
+
+
+def test_a_reward_that_is_broken_while_others_are_sampled_is_an_error_of_scoring(
+    run_round, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(batch: ScoringBatch, key: object, sample: object) -> None:
+        raise RewardError("the reward function cannot be loaded")
+
+    monkeypatch.setattr(ScoringBatch, "add", broken)
+    with pytest.raises(RewardError) as told:
+        run_round("odd_length")
+    assert phase_of(told.value) == "reward"
