@@ -161,9 +161,10 @@ class Experience:
         return replace(self, batch=batch, metrics=metrics, kept_B=found.kept_B)
 
     def _own_batch(self) -> TokenBatch:
-        """As estimators read it, and may write to it."""
-        wide = self.batch.widened()
-        return wide.with_columns(**{name: each.clone() for name, each in wide.columns.items()})
+        """As estimators read it, and may write to it: the mask is float32; the ids stay narrow."""
+        columns = {name: column.clone() for name, column in self.batch.columns.items()}
+        columns["loss_mask"] = columns["loss_mask"].float()
+        return self.batch.with_columns(**columns)
 
     def take(self, samples: Sequence[int]) -> "Experience":
         """The named samples, some perhaps more than once; groups keep their numbers."""
