@@ -211,6 +211,8 @@ class Readouts:
 
     Attributes:
         entropy: of each predicting distribution, in nats.
+        entropy_gradient: with gradient, which costs a part of the backward pass; False where the
+            loss only reports entropies.
         sum_pi_squared: sum of its squared probabilities, without gradient.
         last_values: of a value model, the value behind the last token of each sequence.
         logprobs_of: a column of the batch, (T, K) int64: log-probabilities of these tokens too,
@@ -225,6 +227,7 @@ class Readouts:
     """
 
     entropy: bool = False
+    entropy_gradient: bool = True
     sum_pi_squared: bool = False
     last_values: bool = False
     logprobs_of: str | None = None

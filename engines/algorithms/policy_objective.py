@@ -25,7 +25,6 @@ from engines.config.algorithm import AlgorithmConfig
 from engines.config.rows.algorithm import POLICY_LOSSES
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, Readouts, TokenBatch
 
-WITH_ENTROPY = Readouts(entropy=True)
 _NUM_POSITIVE = "num_positive_tokens"
 
 
@@ -39,13 +38,18 @@ class PolicyObjective:
     Attributes:
         algorithm: the configuration.
         max_new_tokens: default divisor of `seq-mean-token-sum-norm`.
-        readouts: entropy is measured in every step, with coefficient 0 too: its collapse is
-            the first sign of a failing run.
     """
 
     algorithm: AlgorithmConfig
     max_new_tokens: int
-    readouts: Readouts = WITH_ENTROPY
+
+    @property
+    def readouts(self) -> Readouts:
+        """Entropy is measured in every step: its collapse is the first sign of a failing run.
+
+        It has a gradient only where the loss rewards it.
+        """
+        return Readouts(entropy=True, entropy_gradient=bool(self.algorithm.entropy_coeff))
 
     @property
     def required_columns(self) -> frozenset[str]:

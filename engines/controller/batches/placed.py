@@ -283,7 +283,7 @@ class TensorStore:
     def _placed(self, tensor: Tensor, spans_B2: Spans, refs: list[Any]) -> PlacedRows:
         """A tensor's rows of all sequences; adds the reference to `refs`."""
         source = source_of(tensor, spans_B2)
-        refs.append(self._reference(source.whole))
+        refs.append(self._put(source.whole).reference)
         return PlacedRows(len(refs) - 1, tensor.dtype, tuple(tensor.shape[1:]), source.spans_B2)
 
     def _view(self, tensor: Tensor) -> Tensor:
@@ -298,9 +298,6 @@ class TensorStore:
             view = torch.from_numpy(array).view(tensor.dtype).reshape(tensor.shape)
         self._held[view] = _Held(version_of(view), held.reference, is_view=True)
         return view
-
-    def _reference(self, tensor: Tensor) -> Any:
-        return self._put(tensor).reference
 
     def _put(self, tensor: Tensor) -> _Held:
         held: _Held | None = self._held.get(tensor)

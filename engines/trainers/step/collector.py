@@ -83,7 +83,7 @@ class Collector:
         """
         chosen = self._kept[: self._wanted]
         samples = tuple(sample for group in chosen for sample in group)
-        index = [place for place, group in enumerate(chosen) for _ in group]
+        index_B = torch.tensor([at for at, group in enumerate(chosen) for _ in group]).long()
         batch = self._place(_packed(samples, self._see))
         trajectories = viewed([sample.trajectory for sample in samples], batch)
         views = tuple(
@@ -91,7 +91,6 @@ class Collector:
             for sample, trajectory in zip(samples, trajectories, strict=True)
         )
         self._hold(dict(zip(map(id, samples), views, strict=True)))
-        index_B = torch.tensor(index, dtype=torch.int64)
         return Experience(views, index_B, batch, place=self._place)
 
     def _hold(self, views: Mapping[int, ScoredSample]) -> None:

@@ -358,7 +358,7 @@ def test_ranks_read_their_shares_from_rays_store(group: RayWorkerGroup) -> None:
     assert not len(store._held)
     placed = group.place(batch_of([40_000, 2, 30_000]))
     with pytest.raises(ValueError, match="read-only"):
-        store._store.get(store._reference(placed.input_ids_T))[0] = 0
+        store._store.get(store._put(placed.input_ids_T).reference)[0] = 0
     call(placed)
     call(placed.select([2, 0]))
     del placed

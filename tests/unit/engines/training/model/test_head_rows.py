@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from engines.errors import EngineError
-from engines.training.model import linear_tiles
+from engines.training.model import linear_logprobs, linear_tiles
 from engines.training.model.head_rows import head_rows, targets_of
 from engines.training.outputs import (
     from_columns,
@@ -110,3 +110,31 @@ def test_what_is_refused() -> None:
         num_columns(Readouts(logprobs_of="loss_mask"), "language_model", BATCH)
     with pytest.raises(EngineError, match=r"gave 1 numbers of each token; .* needs 7"):
         model_outputs(torch.zeros(1, 9), BATCH, Readouts(num_top=3), "language_model")
+
+
+def test_entropies_that_are_only_reported_cost_no_backward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The gradients of the logprobs are bitwise those of a loss that gives entropies 0."""
+    slopes: list[bool] = []
+    of_tiles = linear_logprobs.LogitSlopes
+
+    def spy(*values: Tensor | None) -> object:
+        slopes.append(values[-1] is not None)
+        return of_tiles(*values)
+
+    monkeypatch.setattr(linear_logprobs, "LogitSlopes", spy)
+    gradients = []
+    for readouts in (Readouts(entropy=True), Readouts(entropy=True, entropy_gradient=False)):
+        hidden, weight = draw()
+        outputs = outputs_of(hidden, weight, BATCH, readouts)
+        assert outputs.entropy_T is not None
+        assert torch.equal(outputs.entropy_T.detach() > 0, BATCH.columns["loss_mask"] > 0)
+        outputs.logprobs_T.square().sum().backward()
+        gradients.append((hidden.grad, weight.grad, all(slopes)))
+        assert slopes
+        slopes.clear()
+    (*first, with_slopes), (*second, without) = gradients
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert with_slopes
+    assert not without
