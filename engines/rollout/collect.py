@@ -50,15 +50,14 @@ class Arrivals:
 
     Args:
         receive: is called once for each of them, in that thread; None: they are not passed on.
-        news: wakes that thread.
 
     Attributes:
         refused: `receive` raised an error.
         over: the event loop works on the batch no more.
     """
 
-    def __init__(self, receive: Receive | None, news: Callable[[], None]) -> None:
-        self._receive, self._news = receive, news
+    def __init__(self, receive: Receive | None) -> None:
+        self._receive = receive
         self._arrived: deque[Completion] = deque()
         self.refused = False
         self.over = threading.Event()
@@ -67,7 +66,6 @@ class Arrivals:
         """Take in a sample, in the event loop; one that was aborted is not passed on."""
         if self._receive is not None and completion.finish_reason != "abort":
             self._arrived.append(completion)
-            self._news()
 
     def hand_over(self) -> None:
         """Pass on what was noted, in the thread that waits; raises what `receive` raises."""

@@ -40,6 +40,8 @@ from infra.errors import DeadlineError, PipelineError
 
 T = TypeVar("T")
 
+HAND_OVER_S = 0.25
+
 
 class RolloutService:
     """See the module.
@@ -98,7 +100,7 @@ class RolloutService:
                 doubled a sample; or one was lost and no other may start.
             DeadlineError: not one sample was finished at the deadline.
         """
-        arrivals = Arrivals(on_completion, self._news.set)
+        arrivals = Arrivals(on_completion)
         ledger = SampleLedger(requests, arrivals.note)
         deadline_s = self.timeout_s + 2 * ABORT_DEADLINE_S + ANSWER_DEADLINE_S
         what = f"{len(requests)} requests to be sampled"
@@ -209,7 +211,8 @@ class RolloutService:
     ) -> None:
         """Wait for work of the replicas, and give those that come up meanwhile their weights.
 
-        What they have made is handed over whenever there are news.
+        What they have made is handed over every `HAND_OVER_S`: a thread that each sample wakes
+        would take turns at the interpreter with engines of this process.
         """
         if self._publisher.published is None:
             raise RolloutError("the replicas have no confirmed weights; send them first")
@@ -221,7 +224,8 @@ class RolloutService:
                 # Here, not in the loop: the trainer sends, whose thread this is.
                 self._publisher.renew()
                 hand_over()
-                if not self._news.wait(max(0.0, end - time.monotonic())):
+                left_s = end - time.monotonic()
+                if not self._news.wait(max(0.0, min(left_s, HAND_OVER_S))) and left_s < HAND_OVER_S:
                     raise DeadlineError(what, deadline_s)
                 self._news.clear()
             working.result()
