@@ -77,7 +77,7 @@ def test_a_batch_gives_the_results_that_it_is_asked_for_in_that_order(function: 
                 for text, sample in samples.items():
                     batch.add(text, sample)
                 batch.add("first", samples["1"])
-                # Nobody asks for it, so that it does not count as unscored.
+                # Its key is not among those of `results`, so it does not count as unscored.
                 batch.add("stale", ScoreRequest("d", "1", {"no": "text"}))
                 keys = ["3", "first", "2", "3"]
                 assert batch.results(keys) == [Score(1.0), Score(0.0), Score(0.0), Score(1.0)]
