@@ -78,12 +78,10 @@ class Segment:
         Raises:
             ValueError: another number of logprobs, or of versions that are known, than of tokens.
         """
-        versions_N = np.asarray(versions, np.int64)
-        first = np.flatnonzero(np.diff(versions_N, prepend=versions_N[:1] - 1))
-        counts = np.diff(first, append=len(versions_N))
-        runs = zip(versions_N[first].tolist(), counts.tolist(), strict=True)
         return Segment(
-            np.asarray(token_ids, np.int32), np.asarray(logprobs, np.float32), tuple(runs)
+            np.asarray(token_ids, np.int32),
+            np.asarray(logprobs, np.float32),
+            _runs(np.asarray(versions, np.int64)),
         )
 
     @staticmethod
@@ -120,3 +118,15 @@ class Segment:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         columns = values.pop("columns")
         return values | {f"columns.{name}": column for name, column in columns.items()}
+
+
+def _runs(versions_N: Int64Array) -> tuple[tuple[int, int], ...]:
+    """Each version and the number of consecutive tokens that have it."""
+    if not len(versions_N):
+        return ()
+    first = int(versions_N[0])
+    if (versions_N == first).all():  # nearly every sample; the rest costs ten times as much
+        return ((first, len(versions_N)),)
+    starts = np.flatnonzero(np.diff(versions_N, prepend=first - 1))
+    counts = np.diff(starts, append=len(versions_N))
+    return tuple(zip(versions_N[starts].tolist(), counts.tolist(), strict=True))

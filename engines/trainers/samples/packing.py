@@ -8,7 +8,8 @@ Letters: B trajectories, T tokens of all of them, S segments, prompts among them
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,9 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engines.images import ImagePatches
-from engines.segments import Segment
-from engines.trajectory import Trajectory
+from engines.segments import Float32Array, Segment
+from engines.trajectory import Prompt, Trajectory
 from engines.types import TokenBatch
+
+Part = TypeVar("Part")
 
 See = Callable[[Sequence[Sequence[bytes]]], ImagePatches | None]
 """Patches of the images of sequences, given as files."""
@@ -36,23 +39,24 @@ def pack(trajectories: Sequence[Trajectory], see: See | None = None) -> TokenBat
         that are trained on). Beside it `rollout_logprobs` and the columns of the segments, float32;
         0 on prompts, and in segments without such a column.
     """
-    segments = [part for each in trajectories for part in _parts(each)]
-    lengths_B = torch.tensor(
-        [0, *(len(each.prompt.token_ids_P) + each.num_sampled for each in trajectories)]
-    )
-    ends_B = lengths_B.cumsum(0)
-    trained_T = _joined([np.full(part.num_tokens, part.trained) for part in segments])
+    ids = _laid_out(trajectories, lambda prompt: prompt.token_ids_P, lambda part: part.token_ids_N)
+    trained = _laid_out(trajectories, lambda _: False, lambda part: part.trained)
+    ends = np.cumsum([0, *map(len, ids)])
+    ends_B = ends[np.cumsum([0, *(1 + len(each.segments) for each in trajectories)])]
+    trained_T = np.repeat(np.array(trained, bool), np.diff(ends))
     for each, start in zip(trajectories, ends_B.tolist(), strict=False):
         behind = start + len(each.prompt.token_ids_P)
         trained_T[behind : behind + each.branch_point] = False
-    names = sorted({name for part in segments for name in part.columns})
+    named = sorted({n for each in trajectories for part in each.segments for n in part.columns})
+    longest = max(map(len, ids), default=0)
+    column = partial(_column, trajectories, longest)
     return TokenBatch(
-        _joined([part.token_ids_N for part in segments]),
-        ends_B.to(torch.int32),
+        _joined(ids),
+        torch.from_numpy(ends_B.astype(np.int32)),
         {
-            "loss_mask": trained_T,
-            "rollout_logprobs": _joined([part.logprobs_N for part in segments]),
-            **{name: _joined(_column(segments, name)) for name in names},
+            "loss_mask": torch.from_numpy(trained_T),
+            "rollout_logprobs": column(lambda part: part.logprobs_N),
+            **{name: column(partial(_named, name)) for name in named},
         },
         see([each.images for each in trajectories]) if see else None,
     )
@@ -108,15 +112,40 @@ def segment_rewards_T(trajectories: Sequence[Trajectory], batch: TokenBatch) -> 
     return rewards_T
 
 
-def _parts(trajectory: Trajectory) -> tuple[Segment, ...]:
-    return (Segment.given(trajectory.prompt.token_ids_P), *trajectory.segments)
-
-
-def _column(segments: Sequence[Segment], name: str) -> list[NDArray[Any]]:
-    width = next(part.columns[name].shape[1:] for part in segments if name in part.columns)
+def _laid_out(
+    trajectories: Sequence[Trajectory],
+    of_prompt: Callable[[Prompt], Part],
+    of_segment: Callable[[Segment], Part],
+) -> list[Part]:
+    """Something of each prompt and of the segments behind it, in the order of their tokens."""
     return [
-        part.columns.get(name, np.zeros((part.num_tokens, *width), np.float32)) for part in segments
+        part
+        for each in trajectories
+        for part in (of_prompt(each.prompt), *map(of_segment, each.segments))
     ]
+
+
+def _column(
+    trajectories: Sequence[Trajectory],
+    longest: int,
+    values: Callable[[Segment], Float32Array | None],
+) -> Tensor:
+    """Values of the tokens of all segments; 0 on prompts, and where a segment has none."""
+    found = (values(part) for each in trajectories for part in each.segments)
+    width = next((array.shape[1:] for array in found if array is not None), ())
+    zeros = np.zeros((longest, *width), np.float32)
+
+    def of_segment(segment: Segment) -> Float32Array:
+        array = values(segment)
+        return zeros[: segment.num_tokens] if array is None else array
+
+    return _joined(
+        _laid_out(trajectories, lambda prompt: zeros[: len(prompt.token_ids_P)], of_segment)
+    )
+
+
+def _named(name: str, segment: Segment) -> Float32Array | None:
+    return segment.columns.get(name)
 
 
 def _joined(arrays: Sequence[NDArray[Any]]) -> Tensor:

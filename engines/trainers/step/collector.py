@@ -5,7 +5,7 @@ scored 0; with dynamic sampling, groups that teach nothing are left out too. The
 is the order of the prompts and their samples.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -17,6 +17,9 @@ from engines.trainers.samples.prompts import GREEDY_SCORES
 from engines.trainers.samples.scored import ScoredBatch, ScoredSample
 from engines.trainers.step.experience import Experience, Place, as_it_is
 from engines.types import TokenBatch
+
+MIN_SHARED_TOKENS = 1 << 20
+"""Below it making views takes more time than their 8 bytes a token are worth."""
 
 
 class Collector:
@@ -79,27 +82,32 @@ class Collector:
     def experience(self) -> Experience:
         """The first `num_groups` groups that were kept; it may be empty.
 
-        From here on their tokens are held once, in the batch.
+        From here on the tokens of a step of `MIN_SHARED_TOKENS` are held once, in the batch.
         """
         chosen = self._kept[: self._wanted]
         samples = tuple(sample for group in chosen for sample in group)
         index_B = torch.tensor([at for at, group in enumerate(chosen) for _ in group]).long()
         batch = self._place(_packed(samples, self._see))
+        if batch.num_tokens >= MIN_SHARED_TOKENS:
+            samples = self._shared(samples, batch)
+        return Experience(samples, index_B, batch, place=self._place)
+
+    def _shared(
+        self, samples: tuple[ScoredSample, ...], batch: TokenBatch
+    ) -> tuple[ScoredSample, ...]:
+        """These samples as views of their batch, held in their place from here on."""
         trajectories = viewed([sample.trajectory for sample in samples], batch)
         views = tuple(
             replace(sample, trajectory=trajectory)
             for sample, trajectory in zip(samples, trajectories, strict=True)
         )
-        self._hold(dict(zip(map(id, samples), views, strict=True)))
-        return Experience(views, index_B, batch, place=self._place)
-
-    def _hold(self, views: Mapping[int, ScoredSample]) -> None:
-        """Hold these in place of the samples of the same id."""
-        self._kept = [[views.get(id(each), each) for each in group] for group in self._kept]
+        view_of = dict(zip(map(id, samples), views, strict=True))
+        self._kept = [[view_of.get(id(each), each) for each in group] for group in self._kept]
         self.batches = [
-            replace(each, samples=tuple(views.get(id(sample), sample) for sample in each.samples))
+            replace(each, samples=tuple(view_of.get(id(sample), sample) for sample in each.samples))
             for each in self.batches
         ]
+        return views
 
     def scored(self) -> Experience:
         """Everything that was scored, kept or not."""

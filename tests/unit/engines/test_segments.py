@@ -16,7 +16,7 @@ from engines.config.algorithm import FilterGroupsConfig
 from engines.segments import Segment
 from engines.trainers.samples.packing import pack
 from engines.trainers.samples.scored import ScoredBatch, ScoredSample
-from engines.trainers.step.collector import Collector
+from engines.trainers.step.collector import MIN_SHARED_TOKENS, Collector
 from engines.trajectory import Prompt, Trajectory
 from engines.types import Completion, RolloutRequest, SamplingParams
 
@@ -96,7 +96,7 @@ def test_a_driver_holds_a_token_of_a_step_once_in_nine_bytes() -> None:
     prompt = Prompt("prompt=0", np.arange(4, dtype=np.int32))
     samples = tuple(
         ScoredSample(0, Trajectory(prompt, index, (answer,), "stop"), 1.0, 1.0)
-        for index in range(8)
+        for index in range(MIN_SHARED_TOKENS // NUM_TOKENS)
         for answer in [Segment.sampled(np.arange(NUM_TOKENS), np.zeros(NUM_TOKENS), [])]
     )
     collector = Collector(1, FilterGroupsConfig())

@@ -11,7 +11,6 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.client.schemas.objects import FlowRun
 from prefect.flows import Flow
-from prefect.testing.utilities import prefect_test_harness
 
 from flows import nightly_recipes as module
 from flows.nightly.night import last_night
@@ -19,10 +18,10 @@ from flows.nightly_recipes import NotReproducedError, nightly_recipes
 from flows.recipe.recipe import Recipe
 from infra import env
 from infra.errors import ConfigError, JobFailedError
+from tests.unit.flows.prefect_api import prefect_api
 
 pytestmark = pytest.mark.slow
 
-START_DEADLINE_S = 120
 RECIPE = """
 name: {name}
 model: {{init: random}}
@@ -32,8 +31,8 @@ hardware: {{platform: cpu, device_kind: {machine}}}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _server() -> Iterator[None]:
-    with prefect_test_harness(server_startup_timeout=START_DEADLINE_S):
+def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with prefect_api(tmp_path_factory.mktemp("server")):
         yield
 
 

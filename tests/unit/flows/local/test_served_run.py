@@ -8,14 +8,12 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.states import Cancelled, Crashed, exception_to_failed_state
-from prefect.testing.utilities import prefect_test_harness
 from rich.console import Console
 
 from flows.local.served_run import FAILED, failure_of, find_or_hint
 from infra.errors import ConfigError, JobFailedError, PipelineError, UnknownPluginError
 from infra.services.commands import WORK_POOL
-
-START_DEADLINE_S = 120
+from tests.unit.flows.prefect_api import prefect_api
 
 
 @pytest.mark.parametrize(
@@ -51,7 +49,7 @@ def test_a_server_without_our_deployment_is_told_how_to_get_it(tmp_path: Path) -
     said = StringIO()
     console = Console(file=said, width=500)
     with (
-        prefect_test_harness(server_startup_timeout=START_DEADLINE_S),
+        prefect_api(tmp_path),
         get_client(sync_client=True) as client,
     ):
         assert find_or_hint(console, tmp_path) is None

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from prefect import flow
-from prefect.testing.utilities import prefect_test_harness
 
 from flows.recipe.recipe import LocationConfig, Recipe, load_recipe
 from flows.run.lazy_cluster import LazyCluster
@@ -22,6 +21,7 @@ from infra.store.work_channel import JobProblem
 from tasks.runner.identity import StageRequest
 from tasks.runner.recorder import Recorder
 from tasks.runner.run import StageResult
+from tests.unit.flows.prefect_api import prefect_api
 from tests.unit.flows.run.test_round_gate import Training
 from tests.unit.flows.test_plan import RUN, Stages
 
@@ -30,7 +30,6 @@ REJECTED = (
     "and answers still differ in score: it explores no more; "
     "what follows takes the policy of rl_round_1"
 )
-START_DEADLINE_S = 120
 
 
 class Heard(SilentObserver):
@@ -174,13 +173,13 @@ def test_a_rejected_round_is_told_before_the_next_stage_begins(
 
 @pytest.mark.slow
 def test_a_rejected_round_is_told_in_the_log_of_the_flow_run(
-    recipe: Recipe, caplog: pytest.LogCaptureFixture
+    recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rejecting_flow = flow(rejecting)
     logger = logging.getLogger("prefect.flow_runs")
     logger.addHandler(caplog.handler)
     try:
-        with prefect_test_harness(server_startup_timeout=START_DEADLINE_S):
+        with prefect_api(tmp_path):
             rejecting_flow(recipe)
     finally:
         logger.removeHandler(caplog.handler)
