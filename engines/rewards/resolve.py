@@ -18,6 +18,7 @@ from engines.config.options import check_reward, check_reward_function
 from engines.config.plugins import REWARDS, RewardRow
 from engines.rewards.base import ComputeScore
 from infra.errors import ConfigError
+from infra.identity.syntax import parsed_file
 from infra.plugins import load_target
 
 _FIELD = REWARDS.setting
@@ -108,7 +109,7 @@ def load(target: str) -> ComputeScore:
 def _check_file(path: Path, name: str) -> Path:
     file = path.expanduser().absolute()
     try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
+        tree = parsed_file(file)
     except (SyntaxError, ValueError) as error:
         raise ConfigError(_FIELD, f"{path} is not Python ({error})") from None
     defined = sorted(set(_names_defined(tree)))

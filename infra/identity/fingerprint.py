@@ -19,6 +19,7 @@ from platform import python_version_tuple
 from typing import Any
 
 from infra.errors import ConfigError
+from infra.identity.syntax import parsed_file
 from infra.job_environments import installed_distributions
 from infra.plugins import Row, external_modules, import_external_modules, outside_rows
 from infra.store.canonical import sha256_file, sha256_json
@@ -414,7 +415,7 @@ def _parsed_imports(source: _Source, mtime_ns: int, size_bytes: int) -> tuple[st
     `mtime_ns` and `size_bytes` only make an edited file a new key.
     """
     try:
-        tree = ast.parse(source.path.read_bytes(), filename=str(source.path))
+        tree = parsed_file(source.path)
     except (SyntaxError, ValueError) as error:
         raise ConfigError(str(source.path), f"not Python: {error}") from error
     names: set[str] = set()

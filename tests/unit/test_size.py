@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("flows", "tasks", "engines", "hardware", "infra")
 SOURCES = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-MAX_STATEMENTS = 36_212
+MAX_STATEMENTS = 36_223
 """Of all floors together; docstrings do not count. 16,317 were 110 % of the 14,834 of commit
 2867af7; 1,233 more came with rollout engines in processes of their own: the service before them,
 shared memory, and vLLM; 900 with what such processes need: replacing one that is lost, routing,
