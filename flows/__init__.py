@@ -1,1 +1,1 @@
-"""What happens, in order: the pipeline, its recipe, and the command line."""
+"""The pipeline, its recipe, and the command line."""

@@ -3,7 +3,7 @@
 They hold for runs with the tag `self-healing`: `prefect.yaml` gives it to its deployment, beside
 the rate of heartbeats that `SILENCE_S` counts on, and `rlhf run` to its runs.
 
-    Running -> (silence) -> Crashed -> (nobody came) -> Stranded -> AwaitingRetry -> Running
+    Running -> (silence) -> Crashed -> (not picked up) -> Stranded -> AwaitingRetry -> Running
 
 *Stranded* is Prefect's type *Crashed* under another name. A worker reports a crash twice, the
 second time after it looked for hooks: a run that is started again at once would be called crashed
@@ -72,7 +72,6 @@ class Applied:
         name: on the server.
         change: `created`, `changed` or `unchanged`.
         enabled: whether it works; somebody may have paused it.
-        description: what it does.
     """
 
     name: str
@@ -101,11 +100,11 @@ def automations() -> list[AutomationCore]:
             name="rlhf-cancelled-runs",
             description=f"a run that is being cancelled for {CANCEL_S} s is Cancelled",
             trigger=_silence({f"{_RUN}.Cancelling", f"{_ASKED}.CANCELLING"}, set(), CANCEL_S),
-            actions=[_change(StateType.CANCELLED, f"nobody ended it within {CANCEL_S} s")],
+            actions=[_change(StateType.CANCELLED, f"it did not end within {CANCEL_S} s")],
         ),
         AutomationCore(
             name="rlhf-stranded-runs",
-            description=f"a crashed run that nobody came for within {STRANDED_S} s is Stranded",
+            description=f"a crashed run that was not picked up within {STRANDED_S} s is Stranded",
             trigger=_silence({_CRASHED}, {_BEAT, *_STARTS}, STRANDED_S),
             actions=[
                 _change(
@@ -131,11 +130,8 @@ def automations() -> list[AutomationCore]:
 def apply_automations() -> list[Applied]:
     """Bring the server's automations to what they should be, and ask who is alive.
 
-    A run that died while nobody watched, before there were automations or while the server was
+    A run that died unobserved, before there were automations or while the server was
     away as well, is found by its silence after that question.
-
-    Returns:
-        Each automation.
 
     Raises:
         ServiceError: the server refuses them.

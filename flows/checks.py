@@ -1,4 +1,4 @@
-"""What `rlhf doctor` looks at: versions, devices, plugins, services, storage, engines, names.
+"""The checks of `rlhf doctor`: versions, devices, plugins, services, storage, engines, names.
 
 Promises: every check says what it found; none raises, and none starts anything lasting.
 Libraries that must not be loaded here (torch, plugins) are asked in a child process.
@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 from engines.config.backends import ENGINES
 from engines.config.plugins import ROLLOUT_ENGINES, TABLES
-from flows.platform_probe import platform_of, survey_machine
+from flows.preflight.platform import platform_of, survey_machine
 from infra import env
 from infra.errors import ConfigError, PipelineError
 from infra.plugins import external_modules, import_external_modules
@@ -39,7 +39,6 @@ class Check:
     """One finding.
 
     Attributes:
-        name: what was looked at.
         status: `error` means the pipeline cannot run.
         detail: what was found, and what to do about it.
     """
@@ -79,7 +78,7 @@ def _python() -> Check:
 
 
 def _distributions() -> Iterator[Check]:
-    """What the project declares, against what is installed; some newer versions are broken."""
+    """Compare installed versions with the declared ranges; some newer versions are broken."""
     try:
         declared = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:

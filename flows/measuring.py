@@ -34,7 +34,7 @@ CURVES = ("critic/score/mean", "train/loss")
 SPEED, MEMORY = "perf/throughput", "perf/max_memory_allocated_gb"
 SOURCE_DIGITS = 16
 WHOLE_RUN = "the run"
-"""Where a run stopped if that was at none of its stages."""
+"""Stands for a stage where a run stopped outside of its stages."""
 
 
 class StoppedError(PipelineError):
@@ -42,15 +42,11 @@ class StoppedError(PipelineError):
 
 
 def measure(recipe: Recipe, night: str, problem: str = "") -> Measurement:
-    """What a recipe's run left in its store.
+    """Read from the store what the run of a recipe yielded.
 
     Args:
         recipe: as it ran, in a store of its own.
-        night: name of the run.
         problem: why the run ended before its end; empty if it did not.
-
-    Returns:
-        The measurement.
     """
     history = StageHistory(open_storage(recipe.store_uri))
     reader, gate = _Reader(history, recipe.seed), RoundGate(recipe.diagnosis, history)
@@ -76,7 +72,7 @@ def measure(recipe: Recipe, night: str, problem: str = "") -> Measurement:
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
-    """What a recipe sets that can change a number, as the stages that it plans count it."""
+    """Return the settings of a recipe that can change a number."""
     values = {k: v for k, v in recipe.identity_values().items() if k not in NOT_IDENTITY}
     if recipe.rl.num_rounds:  # what misses the deadline does not train, so it counts in a round
         values["rollout"] = {**values["rollout"], "timeout_s": recipe.rollout.timeout_s}
@@ -152,7 +148,7 @@ class _Reader:
 
 
 def _file(module: str) -> str:
-    """A module's file, as this project's people know it; of other people's the module."""
+    """Path of a module within the project; for other modules their name."""
     path = module_file(module)
     inside = path is not None and path.is_relative_to(ROOT)
     return str(path.relative_to(ROOT)) if path is not None and inside else module
@@ -162,11 +158,7 @@ def observed(record: CommitRecord, journal: Sequence[JournalRecord]) -> Observed
     """The figures of a stage.
 
     Args:
-        record: of its commit.
         journal: of the attempts that led to it.
-
-    Returns:
-        What it has of them.
     """
 
     def values(name: str) -> list[float]:

@@ -101,7 +101,7 @@ def _tell(verdict: Verdict) -> None:
 
 
 def _name() -> str:
-    """By the flow run: when it was created and a part of its id, so that a retry has the same."""
+    """Name of a night: time of creation and a part of the flow run's id; a retry has the same."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None or context.flow_run.created is None:
         raise RuntimeError("a night is a flow run; call nightly_recipes()")

@@ -1,4 +1,4 @@
-"""What a run would do, without doing it: each stage with its fingerprint, and whether it is done.
+"""What a run would do: each stage with its fingerprint, and if it would be reused.
 
 A `tasks.runner.run.StageRunner` that only looks. Below a stage that is to run, fingerprints are
 unknown, because they depend on what that stage will yield. What is likely is told as such: where
@@ -8,12 +8,19 @@ what follows is reused; where its configuration or its inputs are new, it will n
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Literal
 
-from infra.errors import ArtifactCorruptError
+from engines.config.recipe import Recipe
+from flows.run.registry import Registry, open_tracker
+from flows.run.round_gate import RoundGate
+from flows.stage_order import run_stages
+from infra.errors import ArtifactCorruptError, ConfigError
+from infra.names import unknown_name
 from infra.store.stage_log import latest_commit
 from infra.store.stage_spec import Artifact, CommitRecord
-from infra.store.storage import Storage
+from infra.store.storage import Storage, open_storage
+from infra.tracking.history import StageHistory
 from tasks.runner.adoption import find_adoptable, half_trained, own_step
 from tasks.runner.differences import DIGITS, EarlierRuns
 from tasks.runner.identity import StageRequest
@@ -30,7 +37,6 @@ class PlannedStage:
     """One stage of a plan.
 
     Attributes:
-        label: name within the run.
         status: `hit` is reused, `miss` would run; below a stage that is to run nothing is certain.
         fingerprint: empty while it is unknown.
         inputs: digest by name, empty where it is unknown.
@@ -53,7 +59,7 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class _Expected:
-    """What a stage that is no hit is likely to yield.
+    """Likely output of a stage that is no hit.
 
     Attributes:
         output: that it yielded before; None: something new.
@@ -69,7 +75,6 @@ class Planner:
 
     Args:
         storage: the store that would be used.
-        seed: of the run.
         force: by stage label, a token: only a commit that was made for it is a hit.
         adopt: labels of stages that must find something to adopt if they are no hits.
     """
@@ -90,24 +95,20 @@ class Planner:
 
     @property
     def all_hit(self) -> bool:
-        """Whether nothing would run."""
+        """True if nothing would run."""
         return all(stage.status == "hit" for stage in self.stages)
 
     def run(self, request: StageRequest) -> StageResult:
         """Look one stage up; the result of a stage that is not done is a stand-in.
-
-        Args:
-            request: the stage.
-
-        Returns:
-            What is known of its result.
 
         Raises:
             ConfigError: the stage is to adopt something, and there is nothing that it may.
         """
         label, inputs = request.label, request.inputs
         known = all(each.digest for each in inputs.values())
-        likely = replace(request, inputs={name: self.likely(inputs[name]) for name in inputs})
+        likely = replace(
+            request, given={name: self.likely(each) for name, each in request.given.items()}
+        )
         found = self._lookup(likely, known)
         hit = found if known else None
         status: Status = "hit" if found else "miss"
@@ -165,7 +166,7 @@ class Planner:
         except ArtifactCorruptError:
             if known:
                 raise
-            return None  # perhaps nobody will ask for it
+            return None  # the run may not need it
 
     def _expect(
         self, request: StageRequest, likely: StageRequest, found: CommitRecord | None
@@ -173,9 +174,7 @@ class Planner:
         """Remember what a stage that is no hit is likely to yield.
 
         Args:
-            request: the stage.
             likely: with the inputs that are expected.
-            found: what is committed for those.
 
         Returns:
             Why it runs, or on what its reuse depends.
@@ -204,13 +203,95 @@ class Planner:
         return f"runs unless {_again({label: inputs[name].digest for name, label in new.items()})}"
 
     def _adoption(self, request: StageRequest, record: CommitRecord | None) -> str:
-        """What there is to say about half-trained work, in words."""
+        """Describe half-trained work that the stage continues or could adopt."""
         if record is not None:
             return f"adopted {record.adopted}" if record.adopted else ""
         if request.label in self._adopt:
             find_adoptable(self._storage, request)
         found = half_trained(self._storage, request)
         return found[0].offer(request.label) if found else ""
+
+
+def plan_run(
+    recipe: Recipe,
+    force: Mapping[str, str],
+    adopt: Collection[str] = (),
+    start_from: str | None = None,
+) -> Planner:
+    """Look every stage of a recipe up.
+
+    Args:
+        force: by stage label, a token that makes the stage run anew.
+        adopt: labels of stages that continue half-trained work of another fingerprint.
+        start_from: label of a stage before which everything has to be done; None: of none.
+
+    Raises:
+        ConfigError: the recipe has no stage of such a label, one has nothing to adopt, or one
+            before `start_from` is not done.
+    """
+    storage = open_storage(recipe.store_uri)
+    planner = Planner(storage, recipe.seed, force, adopt)
+    registry = Registry(recipe.promote, open_tracker(recipe.location), storage)
+    # A model that is likely to be the champion again is no rival of itself.
+    gate = RoundGate(recipe.diagnosis, StageHistory(storage), planner.reject)
+    run_stages(
+        recipe,
+        planner,
+        lambda model: registry.incumbent(planner.likely(model)),
+        gate.accepts,
+    )
+    labels = [stage.label for stage in planner.stages]
+    started = [] if start_from is None else [start_from]
+    for option, named in (("--from", started), ("--force", force), ("--adopt", adopt)):
+        for label in named:
+            if label not in labels:
+                raise ConfigError(option, unknown_name(label, labels))
+    for stage in planner.stages[: labels.index(start_from) if start_from else 0]:
+        if stage.status != "hit":
+            raise ConfigError(
+                "--from",
+                f"got {start_from!r}; need every stage before it done, and {stage.label} is not; "
+                f"run --from {stage.label}, or without --from",
+            )
+    return planner
+
+
+@dataclass(frozen=True)
+class AskedRun:
+    """A requested run that was planned without an error.
+
+    Attributes:
+        force: by label of a stage to run again, the token that asks for it.
+        adopt: labels of stages.
+        start_from: label of the stage before which everything is done, if one was named.
+        is_done: whether every stage would be reused.
+    """
+
+    recipe: Recipe
+    force: dict[str, str]
+    adopt: list[str]
+    start_from: str | None
+    is_done: bool
+
+
+def ask(
+    recipe: Recipe, force: Collection[str], adopt: Collection[str], start_from: str | None
+) -> AskedRun:
+    """Ask for a run, before anything is started for it.
+
+    Args:
+        recipe: as of `plan_run`, as are all others.
+        force: labels of stages to run again.
+        start_from: label of a stage.
+
+    Raises:
+        ConfigError: of `plan_run`.
+    """
+    # A new token for every run: the same one would find the stage committed under it.
+    token = datetime.now(UTC).isoformat(timespec="microseconds")
+    tokens = dict.fromkeys(filter(None, (*force, start_from)), token)
+    planner = plan_run(recipe, tokens, adopt, start_from)
+    return AskedRun(recipe, tokens, [*adopt], start_from, planner.all_hit)
 
 
 def _again(digests: Mapping[str, str]) -> str:

@@ -23,11 +23,7 @@ def setup_environment(*, ctx: Any) -> None:  # noqa: ARG001  (Prefect's hook sig
 
 
 def complete_deployment_name(argv: MutableSequence[str]) -> None:
-    """Write `NAME/NAME` for the `NAME` of `prefect ... deployment run NAME`, in place.
-
-    Args:
-        argv: the command line, program first.
-    """
+    """Write `NAME/NAME` for the `NAME` of `prefect ... deployment run NAME`, in place."""
     if Path(argv[0] if argv else "").name not in _PROGRAMS:
         return
     for at in range(1, len(argv) - 2):

@@ -14,7 +14,7 @@ from prefect.flows import Flow
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 
-from flows.asked_run import plan_run
+from flows.plan import plan_run
 from flows.preflight import preflight
 from flows.recipe.recipe import Recipe, load_recipe, prepare_recipe
 from flows.report.report import Report
@@ -64,14 +64,13 @@ def rlhf_pipeline(
     Returns:
         What ran, what came out, where the time went.
     """
-    recipe = prepare_recipe(recipe)
     for broken in import_external_modules():
         get_run_logger().warning("%s", broken)
     tokens = dict(force or {})
     if start_from is not None:  # a retry of the flow run has its id: what is done is not repeated
         tokens.setdefault(start_from, str(flow_run.id))
-    if not is_watched():  # else whoever watches has looked before
-        recipe = preflight(recipe, tokens)
+    if not is_watched():  # the command that watches has prepared the recipe
+        recipe = preflight(prepare_recipe(recipe), tokens)
         if tokens or adopt:
             plan_run(recipe, tokens, adopt or [], start_from)
     labels = {f"recipe:{recipe.name}", f"platform:{recipe.hardware.platform}"}

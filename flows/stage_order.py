@@ -1,58 +1,106 @@
-"""What comes after what.
+"""The order of the stages.
 
 [suites], preprocess, [SFT], [reward model], [preference, with self-play in iterations], RL rounds,
 merge, [soup], evaluate, [harness], [compare], promote. A recipe that trains nothing has its model
 evaluated.
 
-Knows no Prefect: a plan asks for the same stages as the flow, and costs no import of it.
+Prefect is not imported: `rlhf plan` walks the same order without its cost.
 """
 
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from engines.config.stages.final import EvaluateStageConfig
-from flows.recipe.recipe import Recipe
+from engines.config.recipe import Recipe
+from engines.config.stages.base import StageConfig
+from engines.config.stages.data import HELD_OUT, PreprocessStageConfig
+from engines.config.stages.final import (
+    CompareStageConfig,
+    EvaluateStageConfig,
+    MergeStageConfig,
+    PromoteStageConfig,
+    SoupStageConfig,
+)
+from engines.config.stages.harness import HarnessStageConfig
+from engines.config.stages.inputs import REWARD_MODEL
+from engines.config.stages.rl import RLRoundStageConfig
+from engines.config.stages.serving import SelfPlayStageConfig
+from engines.config.stages.supervised import (
+    PreferenceStageConfig,
+    RewardModelStageConfig,
+    SFTStageConfig,
+)
 from infra.errors import ServiceError, SickRunError
 from infra.store.stage_spec import Artifact
-from tasks.runner.run import StageResult, StageRunner
-from tasks.stages import (
-    NOTHING_HELD_OUT,
-    compare,
-    evaluate,
-    harness,
-    merge,
-    preference,
-    preprocess,
-    promote,
-    reward_model,
-    rl_round,
-    self_play,
-    sft,
-    soup,
-)
+from tasks.runner.identity import StageRequest, stage_request
+from tasks.runner.run import StageResult, StageRunner, run_stage
 
 _log = logging.getLogger(__name__)
 
 
 def accept_all(trained: StageResult, evaluated: StageResult) -> bool:  # noqa: ARG001  (any of them)
-    """A gate that stands open."""
+    """Accept every policy."""
     return True
+
+
+class DryRun:
+    """A `StageRunner` that runs nothing and remembers which stages were asked for."""
+
+    seed = 0
+
+    def __init__(self) -> None:
+        self.stages: list[StageConfig] = []
+
+    def run(self, request: StageRequest) -> StageResult:
+        """Remember a stage; its output is a stand-in."""
+        self.stages.append(request.config)
+        return StageResult(
+            label=request.label,
+            fingerprint="",
+            artifact=Artifact(kind="not made", uri=request.label, digest=""),
+            reused=False,
+            wall_s=0.0,
+            metrics={},
+            job_seconds={},
+        )
+
+
+def stages_of(recipe: Recipe) -> list[StageConfig]:
+    """Return the stages of a run in order, if every round is accepted and no incumbent exists."""
+    dry_run = DryRun()
+    run_stages(recipe, dry_run, lambda _: None)
+    return dry_run.stages
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What training came to.
+    """Result of training.
 
     Attributes:
-        dataset: the recipe's own.
-        policies: by the stage that made them, in order; a rejected round has none.
-        judge: the reward model that the run trained, if answers are judged by it.
+        policies: by label of the stage that made them, in order; a rejected round is left out.
+        judge: the reward model that the run trained, if it scores answers.
     """
 
     dataset: Artifact
     policies: Mapping[str, Artifact]
     judge: Artifact | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An evaluation of the final model.
+
+    Attributes:
+        given: its problems, and the reward model that scored the answers if the run trained one.
+    """
+
+    stage: EvaluateStageConfig
+    given: Mapping[str, Artifact | None]
+    scores: Artifact
+
+
+OWN = ""
+"""Stands for a suite's name where the recipe's own problems are meant."""
 
 
 def run_stages(
@@ -61,168 +109,192 @@ def run_stages(
     find_incumbent: Callable[[Artifact], Artifact | None],
     accepts: Callable[[StageResult, StageResult], bool] = accept_all,
 ) -> None:
-    """Every stage in order; each is skipped if its output exists.
+    """Run every stage in order; a stage whose output exists is skipped.
 
     Args:
-        recipe: what to run.
-        run: runs each stage, or plans it.
-        find_incumbent: whom the model has to beat (`flows.run.registry`).
-        accepts: whether what follows takes the policy of a stage, by its evaluation too
-            (`flows.run.round_gate`); else it takes the one before.
+        run: runs each stage, or only plans it.
+        find_incumbent: finds the registered model that the given one has to beat
+            (`flows.run.registry`).
+        accepts: decides from a training stage and its evaluation if the next stages take its
+            policy or the one before (`flows.run.round_gate`).
     """
-    # First of all: what a suite's rows lack is found before anything trains.
-    suites = {
-        name: preprocess(run, recipe.preprocess_suite_stage(name)).artifact
-        for name in recipe.data_suites
-    }
-    data = None
-    if recipe.data:
-        held_out = suites if recipe.trains else NOTHING_HELD_OUT
-        data = preprocess(run, recipe.preprocess_stage(), held_out).artifact
-    if data is None or not recipe.trains:
-        _measure(recipe, run, data, suites)
-        return
-    trained = _train(recipe, run, data, accepts)
-    model = _final_model(recipe, run, trained)
-    measured = _measure(recipe, run, data, suites, model, trained.judge)
-    _promote(recipe, run, model, measured[recipe.promote.suite or OWN], find_incumbent)
-
-
-def _train(
-    recipe: Recipe,
-    run: StageRunner,
-    data: Artifact,
-    accepts: Callable[[StageResult, StageResult], bool],
-) -> Trained:
-    """SFT, the reward model, preferences and rounds, with an evaluation of each policy."""
-    policy = judge = tuned = None
-    policies: dict[str, Artifact] = {}
-    if recipe.sft:
-        scores = recipe.evaluate_stage("sft")
-        # An evaluation that asks the reward model waits for it.
-        after = None if recipe.asks_reward_model else scores
-        tuned = sft(run, recipe.sft_stage(), dataset=data, then=after)
-        policy = policies["sft"] = tuned.artifact
-    if recipe.reward_model:
-        made = reward_model(run, recipe.reward_model_stage(), dataset=data, policy=policy).artifact
-        judge = made if recipe.asks_reward_model else None
-    given = {"dataset": data, "reward_model": judge}
-    if tuned:
-        accepts(tuned, evaluate(run, recipe.evaluate_stage("sft"), policy=policy, **given))
-    for iteration in recipe.preference_iterations:
-        pairs = None
-        if iteration and policy:
-            pairs = self_play(run, recipe.self_play_stage(iteration), policy=policy, **given)
-        stage = recipe.preference_stage(iteration)
-        scores, made = recipe.evaluate_stage(stage.label), pairs.artifact if pairs else None
-        tuned = preference(run, stage, policy=policy, pairs=made, then=scores, **given)
-        policy = policies[stage.label] = tuned.artifact
-        accepts(tuned, evaluate(run, scores, policy=policy, **given))
-    reference = policy
-    for number in range(1, recipe.rl.num_rounds + 1):
-        stage = recipe.rl_round_stage(number)
-        scores = recipe.evaluate_stage(stage.label)
-        tuned = rl_round(run, stage, policy=policy, reference=reference, then=scores, **given)
-        if accepts(tuned, evaluate(run, scores, policy=tuned.artifact, **given)):
-            policy = policies[stage.label] = tuned.artifact
-    if not policies:
-        raise SickRunError("every round was rejected (diagnosis.reject_round): nothing is trained")
-    return Trained(data, policies, judge)
-
-
-def _final_model(recipe: Recipe, run: StageRunner, trained: Trained) -> Artifact:
-    """The last policy, or the mean of several, as a user would load it."""
-    given = {"dataset": trained.dataset, "reward_model": trained.judge}
-    policies = list(trained.policies.items())
-    if not recipe.soup:
-        final = recipe.evaluate_stage()
-        _, last = policies[-1]
-        return merge(run, recipe.merge_stage(), policy=last, then=final, **given).artifact
-    merges = [
-        (recipe.merge_stage(label), policy)
-        for label, policy in policies[-recipe.soup.num_policies :]
-    ]
-    models = [merge(run, stage, policy=policy, **given).artifact for stage, policy in merges]
-    return soup(run, recipe.soup_stage(len(models)), models).artifact
+    StageOrder(recipe, run, find_incumbent, accepts).run_all()
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What a model was measured on, and what came of it.
+class StageOrder:
+    """The order of a recipe's stages; the arguments are those of `run_stages`."""
 
-    Attributes:
-        asked: the stage that measured.
-        problems: held out.
-        judge: the reward model that judged the answers, if the run trained one.
-        scores: the evaluation.
-    """
+    recipe: Recipe
+    run: StageRunner
+    find_incumbent: Callable[[Artifact], Artifact | None]
+    accepts: Callable[[StageResult, StageResult], bool]
 
-    asked: EvaluateStageConfig
-    problems: Artifact
-    judge: Artifact | None
-    scores: Artifact
+    def run_all(self) -> None:
+        """Run every stage."""
+        recipe = self.recipe
+        # First of all: what a suite's rows lack is found before anything trains.
+        suites = {
+            name: run_stage(self.run, PreprocessStageConfig.of_suite(recipe, name)).artifact
+            for name in recipe.data_suites
+        }
+        data = None
+        if recipe.data:
+            held_out = {f"{HELD_OUT}{name}": rows for name, rows in suites.items()}
+            given = held_out if recipe.trains else {}
+            data = run_stage(self.run, PreprocessStageConfig.from_recipe(recipe), **given).artifact
+        if data is None or not recipe.trains:
+            self.measure(data, suites)
+            return
+        trained = self.train(data)
+        model = self.final_model(trained)
+        measured = self.measure(data, suites, model, trained.judge)
+        self.promote(model, measured[recipe.promote.suite or OWN])
+
+    def train(self, data: Artifact) -> Trained:
+        """SFT, the reward model, preferences and rounds, with an evaluation of each policy.
+
+        Raises:
+            SickRunError: no stage left a policy.
+        """
+        policies: dict[str, Artifact] = {}
+        given: dict[str, Artifact | None] = {"dataset": data}
+        judge = given[REWARD_MODEL] = self._fine_tune(given, policies)
+        for iteration in self.recipe.preference_iterations:
+            self._prefer(iteration, given, policies)
+        self._reinforce(given, policies)
+        if not policies:
+            raise SickRunError(
+                "every round was rejected (diagnosis.reject_round): nothing is trained"
+            )
+        return Trained(data, policies, judge)
+
+    def _fine_tune(
+        self, given: Mapping[str, Artifact | None], policies: dict[str, Artifact]
+    ) -> Artifact | None:
+        """SFT and the reward model; returns the latter if it scores answers."""
+        recipe, run = self.recipe, self.run
+        scores = EvaluateStageConfig.from_recipe(recipe, "sft")
+        tuned = judge = None
+        if recipe.sft:
+            # An evaluation that asks the reward model waits for it.
+            after = None if recipe.asks_reward_model else stage_request(scores, run.seed, **given)
+            tuned = run_stage(run, SFTStageConfig.from_recipe(recipe), after, **given)
+            policies["sft"] = tuned.artifact
+        policy = _newest(policies)
+        if recipe.reward_model:
+            stage = RewardModelStageConfig.from_recipe(recipe)
+            made = run_stage(run, stage, policy=policy, **given).artifact
+            judge = made if recipe.asks_reward_model else None
+        if tuned:
+            judged = {**given, REWARD_MODEL: judge}
+            self.accepts(tuned, run_stage(run, scores, policy=policy, **judged))
+        return judge
+
+    def _prefer(
+        self,
+        iteration: int | None,
+        given: Mapping[str, Artifact | None],
+        policies: dict[str, Artifact],
+    ) -> None:
+        """Preferences, after self-play if it is an iteration of that."""
+        recipe, run, policy, pairs = self.recipe, self.run, _newest(policies), None
+        if iteration and policy:
+            play = SelfPlayStageConfig.from_recipe(recipe, iteration)
+            pairs = run_stage(run, play, policy=policy, **given).artifact
+        stage = PreferenceStageConfig.from_recipe(recipe, iteration)
+        scores = EvaluateStageConfig.from_recipe(recipe, stage.label)
+        after = stage_request(scores, run.seed, **given)
+        tuned = run_stage(run, stage, after, policy=policy, pairs=pairs, **given)
+        policies[stage.label] = tuned.artifact
+        self.accepts(tuned, run_stage(run, scores, policy=tuned.artifact, **given))
+
+    def _reinforce(
+        self, given: Mapping[str, Artifact | None], policies: dict[str, Artifact]
+    ) -> None:
+        """Rounds of RL; the policy before them is their reference."""
+        recipe, run, reference = self.recipe, self.run, _newest(policies)
+        for number in range(1, recipe.rl.num_rounds + 1):
+            stage = RLRoundStageConfig.from_recipe(recipe, number)
+            scores = EvaluateStageConfig.from_recipe(recipe, stage.label)
+            after = stage_request(scores, run.seed, **given)
+            asked = {**given, "policy": _newest(policies), "reference": reference}
+            tuned = run_stage(run, stage, after, **asked)
+            if self.accepts(tuned, run_stage(run, scores, policy=tuned.artifact, **given)):
+                policies[stage.label] = tuned.artifact
+
+    def final_model(self, trained: Trained) -> Artifact:
+        """Merge the last policy, or the mean of several, into a Hugging Face directory."""
+        recipe, policies = self.recipe, list(trained.policies.items())
+        if not recipe.soup:
+            given = {"dataset": trained.dataset, REWARD_MODEL: trained.judge}
+            scores = EvaluateStageConfig.from_recipe(recipe)
+            after = stage_request(scores, self.run.seed, **given)
+            _, last = policies[-1]
+            stage = MergeStageConfig.from_recipe(recipe)
+            return run_stage(self.run, stage, after, policy=last).artifact
+        models = [
+            run_stage(self.run, MergeStageConfig.from_recipe(recipe, label), policy=each).artifact
+            for label, each in policies[-recipe.soup.num_policies :]
+        ]
+        soup = SoupStageConfig.from_recipe(recipe, len(models))
+        named = {soup.input_name(place): model for place, model in enumerate(models)}
+        return run_stage(self.run, soup, **named).artifact
+
+    def measure(
+        self,
+        data: Artifact | None,
+        suites: Mapping[str, Artifact],
+        model: Artifact | None = None,
+        judge: Artifact | None = None,
+    ) -> dict[str, Measured]:
+        """Evaluate the final model, or else the recipe's own; returns scores by suite."""
+        recipe, run = self.recipe, self.run
+        asked = [(OWN, EvaluateStageConfig.from_recipe(recipe), data, judge)] if data else []
+        for name, problems in suites.items():
+            scorer = None if recipe.suites[name].reward else judge
+            asked.append((name, EvaluateStageConfig.of_suite(recipe, name), problems, scorer))
+        found = {}
+        for name, stage, problems, scorer in asked:
+            given = {"dataset": problems, REWARD_MODEL: scorer}
+            scores = run_stage(run, stage, model=model, **given).artifact
+            found[name] = Measured(stage, given, scores)
+            if recipe.against:
+                other = run_stage(run, stage.against(recipe.against), **given).artifact
+                self.compare(name, scores, other)
+        for name in recipe.harness_suites:
+            tasks = HarnessStageConfig.from_recipe(recipe, name)
+            scores = run_stage(run, tasks, model=model).artifact
+            if recipe.against:
+                tasks = HarnessStageConfig.from_recipe(recipe, name, is_against=True)
+                self.compare(name, scores, run_stage(run, tasks).artifact)
+        return found
+
+    def compare(self, suite: str, scores: Artifact, against: Artifact) -> None:
+        """Compare two evaluations of the same problems."""
+        stage = CompareStageConfig.from_recipe(self.recipe, suite)
+        run_stage(self.run, stage, evaluation=scores, against=against)
+
+    def promote(self, model: Artifact, measured: Measured) -> None:
+        """Compare the model with the incumbent, and register it if it is better."""
+        try:
+            incumbent = self.find_incumbent(model)
+        except ServiceError as error:  # without a comparison nothing is promoted; the rest stands
+            _log.warning("promote: %s", error)
+            return
+        scores = None
+        if incumbent:
+            stage = measured.stage.model_copy(update={"of": "incumbent"})
+            scores = run_stage(self.run, stage, model=incumbent, **measured.given).artifact
+        run_stage(
+            self.run,
+            PromoteStageConfig.from_recipe(self.recipe),
+            evaluation=measured.scores,
+            model=model,
+            incumbent=incumbent,
+            incumbent_evaluation=scores,
+        )
 
 
-OWN = ""
-"""In place of a suite's name: the recipe's own problems."""
-
-
-def _measure(
-    recipe: Recipe,
-    run: StageRunner,
-    data: Artifact | None,
-    suites: Mapping[str, Artifact],
-    model: Artifact | None = None,
-    judge: Artifact | None = None,
-) -> dict[str, Measured]:
-    """The final model, or else the recipe's own, on everything; by suite, but for a harness's."""
-    asked = [(OWN, recipe.evaluate_stage(), data, judge)] if data else []
-    for name, problems in suites.items():
-        of_suite = None if recipe.suites[name].reward else judge
-        asked.append((name, recipe.evaluate_suite_stage(name), problems, of_suite))
-    found = {}
-    for name, stage, problems, of_suite in asked:
-        given = {"dataset": problems, "reward_model": of_suite}
-        scores = evaluate(run, stage, model=model, **given).artifact
-        found[name] = Measured(stage, problems, of_suite, scores)
-        if recipe.against:
-            theirs = evaluate(run, recipe.against_stage(stage), **given).artifact
-            compare(run, recipe.compare_stage(name), evaluation=scores, against=theirs)
-    for name in recipe.harness_suites:
-        scores = harness(run, recipe.harness_stage(name), model).artifact
-        if recipe.against:
-            theirs = harness(run, recipe.harness_stage(name, is_against=True)).artifact
-            compare(run, recipe.compare_stage(name), evaluation=scores, against=theirs)
-    return found
-
-
-def _promote(
-    recipe: Recipe,
-    run: StageRunner,
-    model: Artifact,
-    measured: Measured,
-    find_incumbent: Callable[[Artifact], Artifact | None],
-) -> None:
-    """Compare the model with the incumbent, by the evaluation that decides."""
-    try:
-        incumbent = find_incumbent(model)
-    except ServiceError as error:  # without a comparison nothing is promoted; the rest stands
-        _log.warning("promote: %s", error)
-        return
-    scores = None
-    if incumbent:
-        scores = evaluate(
-            run,
-            measured.asked.model_copy(update={"of": "incumbent"}),
-            dataset=measured.problems,
-            model=incumbent,
-            reward_model=measured.judge,
-        ).artifact
-    promote(
-        run,
-        recipe.promote_stage(),
-        evaluation=measured.scores,
-        model=model,
-        incumbent=incumbent,
-        incumbent_evaluation=scores,
-    )
+def _newest(policies: Mapping[str, Artifact]) -> Artifact | None:
+    return [*policies.values()][-1] if policies else None

@@ -97,7 +97,7 @@ class AlgorithmConfig(StrictModel):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether logprobs of the reference are read anywhere."""
+        """True if a part reads logprobs of the reference."""
         return self.use_kl_loss or self.use_kl_in_reward
 
     @model_validator(mode="after")
@@ -121,7 +121,7 @@ class MismatchConfig(StrictModel):
     mean: float | None = Field(default=None, gt=0)
     """Over the sampled tokens of a step; null is 1e-4 in float32 and 0.1 in bfloat16."""
     max: float | None = Field(default=None, gt=0)
-    """Of one token; null is 0.01 in float32 and 10 in bfloat16, which rounds single tokens away."""
+    """Largest logprob difference of one token; null: 0.01 in float32, 10 in bfloat16."""
 
 
 class RewardFunction(StrictModel):
@@ -153,7 +153,7 @@ class RewardFunction(StrictModel):
         return name if path.endswith(_PYTHON) else "compute_score"
 
     def identity_values(self) -> dict[str, Any]:
-        """Of a file, the name of the function in it."""
+        """Values of the fingerprint; of a file only the name of the function, not the path."""
         function = self.function_in_file if self.file else self.function
         return {**super().identity_values(), "function": function}
 
@@ -162,7 +162,7 @@ class RewardComponent(RewardFunction):
     """One of the functions of a mixture."""
 
     weight: float = 1.0
-    """Of its score in the sum."""
+    """Weight of its score in the sum."""
 
 
 class RewardConfig(RewardFunction):
@@ -214,7 +214,7 @@ class RewardConfig(RewardFunction):
 
     @property
     def functions(self) -> tuple[str, ...]:
-        """What the parts are called, and the mixture itself."""
+        """Names of the parts and of the mixture."""
         parts = (part.function for part in self.parts.values())
         return tuple(dict.fromkeys((self.function, *parts)))
 

@@ -214,7 +214,7 @@ BACKENDS: Mapping[str, Backend] = {
 
 
 def engine_name(backend: str, model_type: str) -> str:
-    """What the table calls the engine of a backend for a model type."""
+    """Key of the table for a backend and a model type."""
     return backend if model_type == "language_model" else f"{backend}.{model_type}"
 
 
@@ -243,14 +243,13 @@ def job_interpreter(backend: str, path: str) -> Path | None:
     """The Python that jobs of a backend need, if its libraries clash with the project's own.
 
     Args:
-        backend: its name.
         path: where the name stands in the configuration, for the error line.
 
     Returns:
         None where this Python serves: the backend has no environment of its own, or this is it.
 
     Raises:
-        ConfigError: nobody has it, two have, or its extra or its job environment is missing.
+        ConfigError: no plugin or two plugins have the name, or its extra or environment is missing.
     """
     return ENGINES.interpreter(backend, path)
 
@@ -296,14 +295,10 @@ def check_layout(training: TrainingConfig) -> None:
 
 
 def excluded_by(backend: str, used: Collection[str]) -> frozenset[str]:
-    """What a backend has, but not beside what is used.
+    """Capabilities of a backend that cannot be combined with those in use.
 
     Args:
-        backend: its name.
         used: dimensions of parallelism and features.
-
-    Returns:
-        Dimensions and features.
     """
     entry = BACKENDS.get(backend)
     pairs = entry.not_together if entry is not None else ()

@@ -37,7 +37,7 @@ class Change(NamedTuple):
     before: Any
     now: Any
     is_execution: bool
-    """Whether it is marked `Execution`."""
+    """True if the field is marked `Execution`."""
 
     def __str__(self) -> str:
         return f"{self.field} {self.before} -> {self.now}"
@@ -65,7 +65,7 @@ class StrictModel(BaseModel):
         return values
 
     def identity_values(self) -> dict[str, Any]:
-        """What counts of this configuration, as plain JSON values.
+        """Values that are part of the fingerprint, as plain JSON values.
 
         All of it but the fields marked `NotIdentity`. A model with a path to something of the
         user's leaves the path out: the bytes it leads to count, as the digest of an input.
@@ -77,7 +77,7 @@ class StrictModel(BaseModel):
         }
 
     def changes(self, before: "StrictModel", path: str = "") -> Iterator[Change]:
-        """What counts and is not as it was.
+        """Yield the values of the fingerprint that differ.
 
         Args:
             before: another configuration of this type.
@@ -99,7 +99,7 @@ class StrictModel(BaseModel):
 
 
 def _is_number(annotation: Any) -> bool:
-    """Whether a field takes numbers and no truth values."""
+    """True if a field takes numbers and no booleans."""
     kinds = {annotation, *get_args(annotation)}
     return bool(kinds & {int, float}) and bool not in kinds
 

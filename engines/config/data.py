@@ -1,4 +1,4 @@
-"""Where the rows come from and how they are cut into splits.
+"""Sources of rows and how they are split.
 
 The row schema after preprocessing (parquet): `data_source`, `prompt` (messages), `ability`,
 `reward_model.style`, `reward_model.ground_truth`, `extra_info`; supervised rows: `messages`.
@@ -25,7 +25,7 @@ SOURCE_SPLITS = ("sft", "rl", "evaluation", "preference", "preference_evaluation
 
 
 def unpacked_suffix(path: Path) -> str:
-    """What a file's name says that it holds (`.jsonl` of `train.JSONL.gz`)."""
+    """Return the suffix of a file without compression (`.jsonl` of `train.JSONL.gz`)."""
     return Path(path.name.lower().removesuffix(PACKED_SUFFIX)).suffix
 
 
@@ -113,9 +113,9 @@ class DataConfig(StrictModel):
     beside the weights says for its size. For a model without `tokenizer.json` nothing is counted
     when data are made; the stage that reads the prompts refuses those that do not fit."""
     on_overlong: Literal["error", "drop"] = "error"
-    """What happens to a prompt longer than `max_prompt_length`; dropped ones are counted."""
+    """Treatment of prompts longer than `max_prompt_length`; dropped ones are counted."""
     on_bad_row: Literal["error", "drop"] = "error"
-    """What happens to a row that breaks the schema; dropped ones are counted."""
+    """Treatment of rows that break the schema; dropped ones are counted."""
     allow_overlap: bool = False
     """Permit evaluation prompts that also occur in the training splits."""
     decontamination: DecontaminationConfig | None = None
@@ -157,7 +157,7 @@ class OrderConfig(StrictModel):
     """Key of `extra_info` that holds a number, in RL rows; null: tokens of the prompt or
     conversation."""
     bands: tuple[BandConfig, ...] = ()
-    """Of `banded`, from easy to difficult."""
+    """Bands of `banded`, from easy to difficult."""
     weights: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Share of each `data_source` in what `shuffled` visits; a small source with a large weight
     repeats. Empty: by size."""

@@ -42,9 +42,9 @@ class DistillationConfig(NamedModelConfig):
     """Where the teacher is: in rollout engines of its own, which need the capability
     `prompt_logprobs`; null: on the training ranks, in the policy's layout."""
     weight: float = Field(default=1.0, gt=0)
-    """Of the teacher's loss."""
+    """Weight of the teacher's loss."""
     policy_weight: float = Field(default=0.0, ge=0)
-    """Of the algorithm's own loss beside it, which learns from rewards; 0: rewards only measure."""
+    """Weight of the algorithm's own loss, which uses rewards; 0: rewards are only metrics."""
 
     @model_validator(mode="after")
     def _check_path(self) -> "DistillationConfig":

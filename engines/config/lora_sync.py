@@ -1,4 +1,4 @@
-"""Whether a trained adapter travels to the rollout engines alone. Neither torch nor an engine."""
+"""Decides if a sync sends the LoRA adapter alone; imports neither torch nor an engine."""
 
 from engines.config.backends import BACKENDS
 from engines.config.plugins import ROLLOUT_ENGINES
@@ -14,11 +14,7 @@ ADAPTERS = "adapters"
 
 
 def adapter_travels(training: TrainingConfig, rollout: RolloutConfig) -> bool:
-    """Whether the engines get the adapter alone; else it is merged into the weights of each sync.
-
-    Args:
-        training: of the policy.
-        rollout: of the engines.
+    """True if a sync sends the adapter alone; else it merges the adapter into the weights.
 
     Returns:
         False where `rollout.lora_sync` says so, or where one of the two sides cannot.

@@ -57,6 +57,16 @@ class ModelConfig(StrictModel):
     chat_template: str | None = None
     """Jinja template that replaces the tokenizer's own."""
 
+    @property
+    def measured(self) -> "ModelConfig":
+        """Return the model without settings that only training needs.
+
+        A random model stays as it is; rules refuse it there.
+        """
+        if self.init == "random":
+            return self
+        return ModelConfig(path=self.path, revision=self.revision, chat_template=self.chat_template)
+
     def identity_values(self) -> dict[str, Any]:
         """A hub id counts, with its commit; a local path does not."""
         values = super().identity_values()

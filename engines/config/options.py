@@ -24,7 +24,7 @@ from infra.names import unknown_name
 from infra.plugins import Row, load_row
 
 CODE = "code"
-"""What a reward is called that runs what a model wrote."""
+"""Name of the reward that executes code of the model."""
 
 
 class NoOptions(StrictModel):
@@ -35,13 +35,9 @@ def own_options(options: Mapping[str, Any], row: Row, path: str) -> StrictModel:
     """A part's share of the options that it has in common with others, validated.
 
     Args:
-        options: what the user wrote.
         row: of the part. One of others that names no schema gets none here: it reads what the
             user wrote by itself.
         path: where the options stand, for the error text.
-
-    Returns:
-        An object of the part's schema.
 
     Raises:
         ConfigError: a value is missing or bad, or the schema of another's part does not load.
@@ -58,7 +54,6 @@ def check_options(options: Mapping[str, Any], rows: Sequence[Row], path: str) ->
     """Refuse options that the parts they are meant for do not take.
 
     Args:
-        options: what the user wrote.
         rows: of the parts that share them; every key must belong to one. Where one of others names
             no schema, any key may be its.
         path: where the options stand, for the error text.
@@ -81,7 +76,6 @@ def check_options_somewhere(options: Mapping[str, Any], rows: Sequence[Row], pat
     """Refuse options that a part takes on none of its devices; the job knows on which it is.
 
     Args:
-        options: what the user wrote.
         rows: of the part, one for each place.
         path: where the options stand, for the error text.
 
@@ -102,11 +96,7 @@ def schema_of(row: Row, path: str) -> type[StrictModel] | None:
     """The schema of a part's options; None where others did not name one.
 
     Args:
-        row: of the part.
         path: where the options stand, for the error text.
-
-    Returns:
-        The class.
 
     Raises:
         ConfigError: another's schema does not load.
@@ -162,10 +152,6 @@ def check_reward_function(part: RewardFunction, path: str) -> RewardRow | None:
 
     Args:
         part: the reward, or a component of it.
-        path: its place in the configuration.
-
-    Returns:
-        The row.
 
     Raises:
         ConfigError: names the setting.
@@ -187,7 +173,7 @@ def check_reward_function(part: RewardFunction, path: str) -> RewardRow | None:
 
 
 def check_preprocessors(data: DataConfig) -> None:
-    """Refuse layouts that nobody has, and options that they do not take."""
+    """Refuse unknown layouts and options that they do not have."""
     for split in SOURCE_SPLITS:
         for place, source in enumerate(getattr(data, split)):
             field = f"data.{split}.{place}"
@@ -206,9 +192,6 @@ def check_preprocessor(source: SourceConfig, field: str) -> Row:
     Args:
         source: its `format` and `options`.
         field: the source's place in the configuration (`data.rl.0`).
-
-    Returns:
-        The row.
     """
     row = PREPROCESSORS.find(source.format, f"{field}.format")
     check_options(source.options, [row], f"{field}.options")

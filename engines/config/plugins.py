@@ -62,7 +62,7 @@ class RewardRow(Row):
 
     @property
     def counted(self) -> str:
-        """And the memory limit: beyond it a sample is unscored."""
+        """Target and memory limit: a sample that needs more memory has no score."""
         return f"{self.target} {self.memory_limit_bytes}"
 
 
@@ -95,7 +95,6 @@ class LayoutRow(Row):
 
     Attributes:
         recognised: `auto` may find it; it has columns of its own, and needs no option.
-        images: its rows show images.
         ground_truth: its RL rows have one.
     """
 
@@ -397,7 +396,7 @@ def register_plugin(kind: PluginKind, name: str, target: str, **facts: Any) -> N
 
 
 def recognised_layouts() -> list[str]:
-    """Names of the layouts that `auto` may find, other people's behind this project's."""
+    """Names of the layouts that `auto` recognises; those of external plugins come last."""
     rows = (*PREPROCESSORS.rows, *PREPROCESSORS.outside())
     return [row.name for row in rows if row.recognised]
 
@@ -467,7 +466,7 @@ def plugin_modules(
 
 
 def is_embedded(rollout: RolloutConfig) -> bool:
-    """Whether a rollout engine lives in the process that uses it, and not in its own.
+    """True if the rollout engine runs in the process that uses it.
 
     Args:
         rollout: names the engine and its place.

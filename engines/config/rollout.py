@@ -76,7 +76,7 @@ class RolloutConfig(StrictModel):
     max_num_sequences: Annotated[int, Execution] = Field(default=256, ge=1)
     """Sequences decoded together."""
     placement: Annotated[Literal["colocated", "disaggregated"], Execution] = "colocated"
-    """Where the engines run: on the devices of the training ranks, or on others."""
+    """Placement of the engines: on the devices of the training ranks, or on others."""
     num_replicas: Annotated[int, Execution] = Field(default=1, ge=1)
     """Engines on devices of their own; `colocated` has one for each rank."""
     transport: Annotated[TransportName, NotIdentity] = "auto"

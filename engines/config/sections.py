@@ -32,7 +32,7 @@ class CheckpointConfig(StrictModel):
 
 
 class SupervisedConfig(StrictModel):
-    """What the loop over given answers asks of every such section."""
+    """Base of sections that train on given answers."""
 
     num_steps: int = Field(default=200, ge=1)
     target_loss: float | None = Field(default=None, gt=0)
@@ -52,7 +52,7 @@ class SFTConfig(SupervisedConfig):
 
 
 class PairsConfig(SupervisedConfig):
-    """What the stages share that train on pairs of answers."""
+    """Base of sections that train on pairs of answers."""
 
     batch_size_pairs: int = Field(default=64, ge=1)
     """Pairs of one optimizer step, over all ranks."""
@@ -132,9 +132,9 @@ class KeepSamplesConfig(StrictModel):
     """Samples of a round that are kept for people; `rlhf show` makes a page of them."""
 
     num_per_step: int = Field(default=16, ge=0)
-    """Of the first prompts of a step; 0 keeps none."""
+    """Number of prompts of a step whose samples are kept; 0 keeps none."""
     every_num_steps: int = Field(default=10, ge=1)
-    """Of these steps, and of the first and the last of a round."""
+    """Keep samples every this many steps, and of the first and last step of a round."""
 
 
 class RLConfig(StrictModel):
@@ -191,18 +191,18 @@ class RLConfig(StrictModel):
 
     @property
     def optimizers(self) -> dict[str, OptimizerConfig]:
-        """Of every role that a round trains, by its setting in a recipe."""
+        """Optimizer of every role that a round trains, by its path in a recipe."""
         critic = {"rl.critic.optimizer": self.critic.optimizer} if self.critic else {}
         return {"rl.optimizer": self.optimizer, **critic}
 
     @property
     def learns_from_rewards(self) -> bool:
-        """Whether the algorithm's own loss counts, or only measures."""
+        """True if the algorithm's own loss is part of the gradient."""
         return self.distillation is None or self.distillation.policy_weight > 0
 
     @property
     def several_updates(self) -> bool:
-        """Whether a batch is trained on after the policy that sampled it has changed."""
+        """True if a step updates the policy more than once on samples of one policy version."""
         return self.batch_size_prompts > self.prompts_per_update or self.num_epochs > 1
 
     @property
@@ -232,7 +232,7 @@ class EvaluationConfig(StrictModel):
     """Values of k; each at least 1 and at most `num_samples`."""
     temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Of the sampled part, as are `temperature` and `top_k`."""
+    """Nucleus of the sampled answers, as `temperature` and `top_k` are of them."""
     top_k: int = Field(default=0, ge=0)
     """0 switches it off."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
@@ -252,7 +252,7 @@ class EvaluationConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check_sampled(self) -> "EvaluationConfig":
-        """What is said of samples is for nothing where nobody asks for any."""
+        """Refuse sampling options when `num_samples` is 0."""
         if self.num_samples or "num_samples" in self.model_fields_set:
             return self
         for name in ("pass_at", "temperature", "top_p", "top_k"):
@@ -306,7 +306,7 @@ class PromoteConfig(StrictModel):
     min_value: float = Field(default=0.0)
     """The metric of the final evaluation must reach this, else nothing is registered."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
-    """Of the interval, two-sided, that the gain over the incumbent has to lie beyond."""
+    """Two-sided confidence level of the interval of the gain over the incumbent."""
 
     @model_validator(mode="after")
     def _check_reachable(self) -> "PromoteConfig":

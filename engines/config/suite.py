@@ -32,10 +32,7 @@ HARNESSES = PluginTable(
 
 
 def suite_sections(name: str) -> dict[str, str]:
-    """What the sections of a recipe are called where a suite has them.
-
-    Args:
-        name: of the suite.
+    """Return the paths of recipe sections within a suite, by the path in a recipe.
 
     Returns:
         By the recipe's name, the suite's.
@@ -66,9 +63,9 @@ class HarnessConfig(StrictModel):
     system_instruction: str | None = None
     """Text before every prompt."""
     max_new_tokens: int = Field(default=256, ge=1)
-    """Of an answer, where the task does not say."""
+    """Longest answer, in tokens, for tasks that set no limit."""
     fewshot_seed: int = Field(default=1234, ge=0)
-    """Of the choice of examples. The default is the harness's: published numbers have it."""
+    """Seed that chooses few-shot examples; published numbers use the default."""
     bootstrap_iters: int = Field(default=100_000, ge=0)
     """Resamples for standard errors that have no formula; 0 has no standard errors at all."""
 

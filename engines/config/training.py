@@ -17,7 +17,7 @@ class EmaConfig(StrictModel):
     """
 
     decay: float = Field(default=0.999, gt=0, lt=1)
-    """What stays of the average in each optimizer step; the weights are the rest."""
+    """Decay: the part of the average that each optimizer step keeps."""
     use_warmup: bool = True
     """The decay of step t is at most (1 + t) / (10 + t), as in TensorFlow: a stage of few steps
     forgets the weights that it starts with."""
@@ -71,7 +71,7 @@ _SIZES = (
 
 
 class TrainingConfig(StrictModel):
-    """What every training stage shares: the backend, its layout and its numerics."""
+    """Backend, layout and numerics of every training stage."""
 
     backend: str = "fsdp2"
     """Name of a training backend (`rlhf engines`); a backend's own switches stand in `options`."""
@@ -81,7 +81,7 @@ class TrainingConfig(StrictModel):
     tensor_parallel_size: Annotated[int, Execution] = Field(default=1, ge=1)
     """Ranks that share each layer's matrices."""
     sequence_parallel: Annotated[bool, Execution] = True
-    """With tensor parallelism: also cut activations between the matrices along the tokens."""
+    """With tensor parallelism: also shard activations between the matrices along the tokens."""
     pipeline_parallel_size: Annotated[int, Execution] = Field(default=1, ge=1)
     """Ranks that hold consecutive layers."""
     virtual_pipeline_parallel_size: Annotated[int, Execution] = Field(default=1, ge=1)

@@ -1,1 +1,1 @@
-"""The mains of the stages: `python -m engines.jobs.<stage> STORE FINGERPRINT ATTEMPT`."""
+"""Main functions of the stages: `python -m engines.jobs.<stage> STORE FINGERPRINT ATTEMPT`."""

@@ -1,4 +1,4 @@
-"""Job `compare`: is one model better than another on the same problems? Imports no torch."""
+"""Job `compare`: compares two models on the same problems. Imports no torch."""
 
 import json
 
@@ -16,17 +16,7 @@ COMPARISON_NAME = "comparison.json"
 
 
 def compare(context: JobContext[CompareStageConfig]) -> JobOutput:
-    """Compare every metric that some problem has in both evaluations; write `comparison.json`.
-
-    Args:
-        context: of the job.
-
-    Returns:
-        A `comparison`; of each metric the gain, the margin of chance and which way is better.
-
-    Raises:
-        ConfigError: the evaluations are of other problems.
-    """
+    """Write gain and confidence margin of all metrics that both evaluations have."""
     ours, theirs = context.input("evaluation"), context.input("against")
     found = [
         metric_gain(ours, theirs, metric, context.config.confidence, context.spec.seed)

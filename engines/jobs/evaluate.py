@@ -1,6 +1,6 @@
-"""Job `evaluate`: a policy or a model, and the held-out rows, to scores.
+"""Job `evaluate`: scores a policy or a model on held-out rows.
 
-Promises: answers that another evaluation of the same model kept are judged, not sampled again.
+Promises: answers that another evaluation of the same model stored are reused, not sampled again.
 """
 
 from contextlib import ExitStack, closing
@@ -28,11 +28,11 @@ from engines.vision.processor import prompt_images
 from infra.section_names import renamed_sections
 
 EVALUATION_DEADLINE_S = 7200.0
-"""An evaluation that answered nothing for so long hangs."""
+"""Time without an answer after which an evaluation counts as hanging."""
 
 
 def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
-    """Have every problem answered, unless it was before, and judge the answers."""
+    """Sample answers to every problem, unless they are stored, and score them."""
     config = context.config
     with renamed_sections(config.sections), ExitStack() as stack:
         rewards = stack.enter_context(RewardScorer(local_reward(context, config.reward)))
@@ -72,7 +72,7 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
 
 
 def _run(context: JobContext, generate: Generate, evaluator: Evaluator) -> Evaluation:
-    """Evaluate what is being served, with the time counted and the result told."""
+    """Evaluate with timing and progress, and log the result."""
     context.heartbeat.enter("evaluate", EVALUATION_DEADLINE_S)
 
     def report(done: int, total: int) -> None:

@@ -1,6 +1,6 @@
-"""Job `harness`: a model as a user would load it, to the metrics of lm-evaluation-harness.
+"""Job `harness`: runs lm-evaluation-harness on a Hugging Face model.
 
-Runs in the job environment of the harness. One rank computes the log-likelihoods of given texts,
+Runs in the job environment of the harness. One rank computes log-likelihoods of given texts, and
 rollout engines sample answers; both have the same weights.
 """
 
@@ -21,22 +21,12 @@ from engines.training.roles import POLICY, ModelSource, RoleSpec
 from engines.types import ModelOutputs, Readouts, TokenBatch
 
 HARNESS_DEADLINE_S = 7200.0
-"""A measurement that answered nothing for so long hangs."""
+"""Time without an answer after which a measurement counts as hanging."""
 _LIKELIEST = Readouts(num_top=1)
 
 
 def harness(context: JobContext[HarnessStageConfig]) -> JobOutput:
-    """Have the harness ask the model, and write what it found.
-
-    Args:
-        context: of the job.
-
-    Returns:
-        An `evaluation`.
-
-    Raises:
-        ConfigError: the model or a task cannot be used.
-    """
+    """Run the harness tasks and write their metrics and documents."""
     config = context.config
     with ExitStack() as stack:
         with context.clock("load"):
@@ -57,7 +47,7 @@ def harness(context: JobContext[HarnessStageConfig]) -> JobOutput:
 
 
 def _model(context: JobContext[HarnessStageConfig], stack: ExitStack) -> HarnessModel:
-    """What the harness asks; engines start with the first question."""
+    """Make the model that the harness queries; engines start with the first query."""
     config, spec = context.config, context.spec
     served = load_served(context, config.model)
     if served.weights_dir is None:

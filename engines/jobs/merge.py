@@ -1,4 +1,4 @@
-"""Job `merge`: sharded policy checkpoint to a Hugging Face directory."""
+"""Job `merge`: converts a sharded policy checkpoint into a Hugging Face directory."""
 
 from engines.checkpoint.engine_state import read_scalars
 from engines.checkpoint.step_store import CHECKPOINT_DIR
@@ -10,13 +10,13 @@ from engines.training.backends.merging import extract_adapter, merge_checkpoint
 from infra.errors import ConfigError
 
 MERGE_DEADLINE_S = 7200.0
-"""Merging that takes so long hangs."""
+"""Time after which a merge counts as hanging."""
 
 
 def merge(context: JobContext[MergeStageConfig]) -> JobOutput:
-    """Write the policy's weights, or its adapter alone, as safetensors and configuration."""
+    """Write the policy's weights, or only its adapter, as safetensors with configuration."""
     config = context.config
-    # No device is asked: the same on every machine.
+    # Without a device, so that the result is the same on every machine.
     prepare_torch(HardwareConfig(platform="cpu"), 1, context.journal.log)
     policy_dir = context.input("policy")
     written_by = read_scalars(policy_dir / CHECKPOINT_DIR).backend

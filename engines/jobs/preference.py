@@ -1,9 +1,8 @@
-"""Job `preference`: dataset and policy to a policy, by a loss over pairs (DPO and its family).
+"""Job `preference`: trains a policy with a loss over pairs (DPO and related losses).
 
-With the input `pairs`, of self-play, it trains on them instead of the dataset's.
-
-The reference is the policy that the stage starts with, and is loaded only for a loss that reads
-it; under an adapter it is the policy without it.
+With the input `pairs`, from self-play, it trains on them instead of the dataset's pairs. The
+reference is the policy that the stage starts with, loaded only if the loss needs it; with an
+adapter it is the policy without the adapter.
 """
 
 from contextlib import ExitStack
@@ -23,7 +22,7 @@ from engines.training.roles import POLICY, REFERENCE, RoleName, RoleSpec
 
 
 def preference(context: JobContext[PreferenceStageConfig]) -> JobOutput:
-    """Train the policy on the preference rows."""
+    """Train the policy on preference pairs."""
     config, section = context.config, context.config.preference
     with ExitStack() as stack:
         with context.clock("load"):
@@ -59,19 +58,7 @@ def preference(context: JobContext[PreferenceStageConfig]) -> JobOutput:
 def training_set(
     config: PreferenceStageConfig, start: Start, made: Path | None = None
 ) -> PolicyPairs:
-    """The pairs that are trained on, tokenized.
-
-    Args:
-        config: of the stage.
-        start: of the stage.
-        made: pairs of self-play; None: those of the data.
-
-    Returns:
-        Held-out pairs are those of the data.
-
-    Raises:
-        ConfigError: there are none, or one is too long.
-    """
+    """Tokenize the training pairs (`made` by self-play, else the data's) and the held-out pairs."""
     limit, held_out = config.model.max_length, start.dataset.preference_evaluation_rows()
     pairs = (
         training_pairs(start)

@@ -1,4 +1,4 @@
-"""Job `preprocess`: raw data to checked rows. Imports no torch."""
+"""Job `preprocess`: turns raw data into checked rows. Imports no torch."""
 
 from functools import partial
 
@@ -14,23 +14,11 @@ from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.vision.sizes import find_image_length
 
 PREPROCESS_DEADLINE_S = 6 * 3600.0
-"""Data that is read and checked for so long hangs."""
+"""Time after which preprocessing counts as hanging."""
 
 
 def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
-    """Generate or read the rows, check them, and write the dataset's files.
-
-    Args:
-        context: of the job.
-
-    Returns:
-        A `dataset`.
-
-    Raises:
-        ArtifactCorruptError: a source's files are others than were planned, or changed while they
-            were read.
-        ConfigError: the data or the model cannot be used.
-    """
+    """Generate or read the rows, check them, and write the dataset."""
     config, spec = context.config, context.spec
     context.heartbeat.enter("preprocess", PREPROCESS_DEADLINE_S)
     tokenizer = image_length = None
@@ -39,7 +27,7 @@ def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
         with context.clock("load"):
             model_dir = context.optional_input("model") or resolve_model(model, model.max_length)
             check_model_directory(model_dir, max_length=model.max_length)
-            # A model without tokenizer.json needs transformers; the training stage counts then.
+            # Without tokenizer.json transformers is needed; the training stage counts tokens then.
             if (model_dir / "tokenizer.json").exists():
                 tokenizer = DirectoryTokenizer.load(model_dir, model.chat_template)
                 image_length = partial(find_image_length, model_dir)
@@ -70,7 +58,7 @@ def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
 
 
 def _tell_passed_over(context: JobContext[PreprocessStageConfig], summary: DatasetSummary) -> None:
-    """A file that somebody meant to be read is not missed in silence."""
+    """Log files of a source that were not read."""
     for split in SOURCE_SPLITS:
         part = getattr(summary, split)
         for place, report in enumerate(part.sources if part else ()):
@@ -81,7 +69,7 @@ def _tell_passed_over(context: JobContext[PreprocessStageConfig], summary: Datas
 
 
 def suites(context: JobContext[PreprocessStageConfig]) -> dict[str, tuple[RLRow, ...]]:
-    """The problems of the recipe's suites, by the section that has their data."""
+    """Return the problems of the recipe's suites by the configuration path of their data."""
     return {
         f"suites.{name.removeprefix(HELD_OUT)}.data": tuple(
             load_dataset(context.input(name)).evaluation_rows()

@@ -1,6 +1,6 @@
-"""Job `promote`: whether the evaluated model may bear the alias. Imports no torch.
+"""Job `promote`: decides if the evaluated model may get the alias. Imports no torch.
 
-The decision is data; who sees it committed registers the model and moves the alias.
+The decision is data; the process that sees it committed registers the model and moves the alias.
 """
 
 from pathlib import Path
@@ -14,17 +14,7 @@ from infra.tracking.promotion import INCUMBENT, PROMOTION, Comparison, Decision
 
 
 def promote(context: JobContext[PromoteStageConfig]) -> JobOutput:
-    """Compare the asked metric with its bar and with the incumbent, and write `decision.json`.
-
-    Args:
-        context: of the job.
-
-    Returns:
-        A `promotion`.
-
-    Raises:
-        ConfigError: an evaluation has no metric of that name, or they are of other problems.
-    """
+    """Compare a metric with its threshold and with the incumbent, and write `decision.json`."""
     gate = context.config.promote
     value = metric_of(context.input("evaluation"), gate.metric)
     reached, comparison = value >= gate.min_value, compare(context)
@@ -56,7 +46,7 @@ def promote(context: JobContext[PromoteStageConfig]) -> JobOutput:
 
 
 def compare(context: JobContext[PromoteStageConfig]) -> Comparison | None:
-    """The model beside the incumbent; None without one."""
+    """Compare the model with the incumbent; None if there is none."""
     gate = context.config.promote
     theirs = context.optional_input("incumbent_evaluation")
     if theirs is None:
@@ -78,7 +68,7 @@ def compare(context: JobContext[PromoteStageConfig]) -> Comparison | None:
 
 
 def metric_of(evaluation: Path, metric: str) -> float:
-    """What an evaluation found of the metric that decides."""
+    """Return the deciding metric of an evaluation."""
     metrics = metrics_of(evaluation)
     value = metrics.get(metric)
     if value is None:

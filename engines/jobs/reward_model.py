@@ -1,7 +1,7 @@
-"""Job `reward_model`: dataset and model to a sequence classification model of one output.
+"""Job `reward_model`: trains a sequence classification model with one output on pairs.
 
-It starts from a policy's weights where it is given one, under a head of 0. The head's bias stays
-at 0: a comparison says nothing of it, and transformers' models have none.
+It starts from a policy's weights if one is given, with a head of zeros. The head's bias stays 0:
+comparisons do not depend on it, and transformers' models have none.
 """
 
 import shutil
@@ -30,7 +30,7 @@ KIND = "reward_model"
 
 
 def reward_model(context: JobContext[RewardModelStageConfig]) -> JobOutput:
-    """Train a reward model on the preference rows."""
+    """Train a reward model on preference pairs."""
     config, section = context.config, context.config.reward_model
     config_dir = context.attempt_dir / KIND
     with ExitStack() as stack:
@@ -72,13 +72,13 @@ def reward_model(context: JobContext[RewardModelStageConfig]) -> JobOutput:
 def _pairs(
     context: JobContext[RewardModelStageConfig], start: Start, rows: Iterable[PreferenceRow]
 ) -> Pairs:
-    """Tokenized as the model will read them; none of none."""
+    """Tokenize rows as the model reads them."""
     max_length = context.config.model.max_length
     return read_pairs(rows, start.tokenizer, max_length, as_reward_model)
 
 
 def _first_weights(context: JobContext[RewardModelStageConfig], start: Start) -> ModelSource:
-    """A policy's checkpoint has no head, and may be of any layout: it is written out once."""
+    """Return the first weights; a policy's checkpoint, of any layout, is exported once."""
     before = context.optional_input("policy")
     if before is None:
         return start.source

@@ -1,7 +1,7 @@
-"""Job `rl_round`: one round of RL, policy to policy.
+"""Job `rl_round`: one round of RL, from policy to policy.
 
-Round 1 starts a fresh optimizer from the policy it is given; a later round continues the
-optimizer of the round before, and its critic's. The reference is loaded only for a KL.
+Round 1 starts with a new optimizer; a later round continues the optimizers of policy and critic.
+The reference is loaded only for a KL term.
 """
 
 from contextlib import ExitStack, closing
@@ -104,7 +104,7 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
 
 
 def _worker_spec(context: JobContext[RLRoundStageConfig]) -> WorkerSpec:
-    """What each rank builds; writes what is served of the policy beside its weights."""
+    """Return what each rank builds; writes the policy's configuration and tokenizer for serving."""
     config, roles = context.config, _roles(context)
     hf_dir = context.attempt_dir / HF_DIR
     write_hf_files(roles[POLICY].source.hf_dir, hf_dir, config.model.chat_template)
@@ -125,7 +125,7 @@ def _prompts(
     hf_dir: Path,
     tokenizer: ChatTokenizer,
 ) -> PromptSource:
-    """What is asked: it fits, and everyone who is told of it sees it; the stack closes the rows."""
+    """Return the prompts, checked for length and for models that cannot see their images."""
     config, rl = context.config, context.config.rl
     dataset = load_dataset(context.input("dataset"))
     rows = MappedRows(dataset.rl_rows(), context.attempt_dir)
@@ -145,14 +145,7 @@ def _prompts(
 
 @dataclass(frozen=True)
 class _Launched:
-    """What a round asks.
-
-    Attributes:
-        workers: the ranks.
-        rollout: samples from the policy.
-        judges: the models that judge.
-        teacher: that stands in engines of its own; None: there is none, or the ranks hold it.
-    """
+    """What a round queries; `teacher` is None unless engines of its own serve one."""
 
     workers: WorkerGroup
     rollout: Rollout
@@ -195,10 +188,10 @@ def _launch(
 
 
 def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
-    """The policy, and what the recipe asks for beside it: critic, reward, reference, teacher."""
+    """Return the policy and the configured critic, reward model, reference and teacher."""
     config, rl = context.config, context.config.rl
     before = context.optional_input("policy")
-    # After a rejected round it may be SFT's policy, whose optimizer is none of RL.
+    # After a rejected round this may be SFT's policy, whose optimizer state does not fit RL.
     restore = before is not None and trained_steps(before).stage == "rl_round"
     policy, reference = _sources(context)
     roles: dict[RoleName, RoleSpec] = {
@@ -222,7 +215,7 @@ def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
     if rl.distillation is not None and rl.distillation.served is None:
         given, limit = context.optional_input("teacher"), config.model.max_length
         teacher = teacher_source(rl.distillation, given, policy, limit, config.rollout.engine)
-        # An adapter is the policy's.
+        # An adapter belongs to the policy.
         frozen = config.training.model_copy(update={"lora": None})
         roles[TEACHER] = RoleSpec(teacher, frozen)
     return roles
@@ -231,7 +224,7 @@ def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
 def _critic(
     config: RLRoundStageConfig, critic: CriticConfig, source: ModelSource, policy: RoleSpec
 ) -> RoleSpec:
-    """A critic beside a policy, which goes on with its optimizer where the policy does."""
+    """Return the critic's role; its optimizer continues if the policy's does."""
     if policy.restore_optimizer and source.checkpoint_dir is None:
         raise ConfigError(
             "rl.critic",
@@ -240,7 +233,7 @@ def _critic(
         )
     return RoleSpec(
         source=source,
-        # An adapter is the policy's: all of a critic is trained.
+        # An adapter belongs to the policy; a critic is trained in full.
         training=config.training.model_copy(update={"lora": None}),
         optimizer=critic.optimizer,
         model_type="value_model",
@@ -249,7 +242,7 @@ def _critic(
 
 
 def _sources(context: JobContext[RLRoundStageConfig]) -> tuple[ModelSource, ModelSource | None]:
-    """Weights of the policy, and of the reference where a KL needs one."""
+    """Return the weights of the policy, and of the reference if a KL term needs one."""
     config, spec = context.config, context.spec
     inputs = spec.inputs
 

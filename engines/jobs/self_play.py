@@ -1,10 +1,10 @@
-"""Job `self_play`: a policy, and rows of a dataset, to pairs of answers.
+"""Job `self_play`: samples answers of a policy to rows of a dataset and makes pairs of them.
 
 preference.parquet   the pairs
-summary.json         how many rows made one, and how many did not, and why
+summary.json         counts of pairs and of prompts without one
 
-Promises: preference training over the same context takes every pair; a pair is in memory until its
-call's are on the disk.
+Promises: preference training with the same context accepts every pair; pairs are in memory only
+until those of their call are written.
 """
 
 import json
@@ -45,21 +45,14 @@ from infra.errors import ConfigError
 
 KIND = "pairs"
 SAMPLING_DEADLINE_S = 7200.0
-"""A policy that answered no call for so long hangs."""
+"""Time without an answered call after which sampling counts as hanging."""
 PROMPTS_PER_CALL = 256
-"""Of one call, whose answers are kept together."""
+"""Prompts of one call, whose answers are stored together."""
 
 
 @dataclass
 class PairCounts:
-    """What became of the prompts of an iteration; each is in one of the counts.
-
-    Attributes:
-        num_pairs: that were kept.
-        num_unpaired: whose answers made no pair.
-        num_overlong_pairs: whose pair has a side that is too long to be trained on.
-        num_overlong_prompts: that leave no room for an answer.
-    """
+    """Counts of an iteration's prompts: kept pairs, no pair, pair too long, prompt too long."""
 
     num_pairs: int = 0
     num_unpaired: int = 0
@@ -68,7 +61,7 @@ class PairCounts:
 
 
 def self_play(context: JobContext[SelfPlayStageConfig]) -> JobOutput:
-    """Have the policy answer, and pair the answers."""
+    """Sample answers of the policy and pair them."""
     with ExitStack() as stack:
         rewards = stack.enter_context(RewardScorer(local_reward(context, context.config.reward)))
         with context.clock("load"):
@@ -76,7 +69,7 @@ def self_play(context: JobContext[SelfPlayStageConfig]) -> JobOutput:
             prompts, num_overlong = _prompts(context, stack, policy_tokenizer(served.hf_dir))
             counts = PairCounts(num_overlong_prompts=num_overlong)
             serving = serve(context, stack, served, rewards)
-            # Kept call by call: one that was killed does not answer again.
+            # Stored call by call, so that a restarted job does not sample again.
             answers = KeptAnswers(context, serving.generate)
         context.heartbeat.enter("evaluate", SAMPLING_DEADLINE_S)
         with context.clock("gen"):
@@ -95,7 +88,7 @@ def self_play(context: JobContext[SelfPlayStageConfig]) -> JobOutput:
 def _prompts(
     context: JobContext[SelfPlayStageConfig], stack: ExitStack, tokenizer: ChatTokenizer
 ) -> tuple[RLPrompts, int]:
-    """What is asked, and how many rows are too long to be; the stack closes the rows."""
+    """Return the prompts and the number of rows too long to be asked; the stack closes the rows."""
     config = context.config
     dataset = load_dataset(context.input("dataset"))
     rows = asked_rows(config, dataset, context.spec.seed, stack, context.attempt_dir)
@@ -106,7 +99,7 @@ def _prompts(
         config.max_length,
         config.sampling.max_new_tokens,
         "preference.self_play.sampling.max_new_tokens",
-        # Of conversations the data limit the whole, so their prompts may leave too little.
+        # The data limit only whole conversations, so their prompts may leave no room for an answer.
         on_overlong="error" if by_reward else "drop",
     )
     if by_reward:
@@ -115,7 +108,7 @@ def _prompts(
 
 
 def _check_made(counts: PairCounts, config: SelfPlayStageConfig) -> None:
-    """Some pair can be trained on."""
+    """Raise an error if no pair can be trained on."""
     if counts.num_pairs:
         return
     if counts.num_overlong_pairs:
@@ -139,18 +132,7 @@ def kept_pairs(
     prompts: RLPrompts,
     counts: PairCounts,
 ) -> Iterator[PreferenceRow]:
-    """The pairs of an iteration, sampled call by call while they are taken.
-
-    Args:
-        context: of the job; is told how far it is.
-        scorer: decodes, and scores where a reward decides.
-        generate: answers.
-        prompts: of the iteration.
-        counts: what they become is added.
-
-    Yields:
-        PreferenceRow: in the order of the prompts; each fits into the context.
-    """
+    """Yield the pairs that fit into the context, in prompt order; sampled lazily by call."""
     for start in range(0, len(prompts), PROMPTS_PER_CALL):
         asked = prompts[start : start + PROMPTS_PER_CALL]
         made = made_pairs(context, scorer, generate, asked)
@@ -168,18 +150,10 @@ def kept_pairs(
 def asked_rows(
     config: SelfPlayStageConfig, dataset: Dataset, seed: int, stack: ExitStack, scratch_dir: Path
 ) -> Sequence[RLRow]:
-    """The prompts of an iteration, each read when it is asked for.
+    """Return the prompts of an iteration, read lazily: of `data.sft` for `spin`, else `data.rl`.
 
-    Args:
-        config: of the stage.
-        dataset: its input.
-        seed: of the run.
-        stack: closes the rows.
-        scratch_dir: on a disk with room for their text.
-
-    Returns:
-        Of `data.sft` for `spin`, else of `data.rl`. Taking one raises `ConfigError` where no text
-        can be in a pair with it: its first answer calls tools, or it shows images.
+    Reading a row that no text answer can be paired with (its first answer calls tools, or it shows
+    images) raises `ConfigError`.
     """
     section = config.self_play
     rows = (
@@ -212,17 +186,7 @@ def made_pairs(
     generate: Generate,
     prompts: Sequence[RLPrompt],
 ) -> list[PreferenceRow]:
-    """The pairs that some prompts make.
-
-    Args:
-        context: of the job.
-        scorer: decodes, and scores where a reward decides.
-        generate: answers.
-        prompts: some of the iteration.
-
-    Returns:
-        In the order of the prompts; not of every one.
-    """
+    """Return the pairs made from some prompts, in prompt order; not every prompt makes one."""
     config, section = context.config, context.config.self_play
     num_samples, seed = section.samples_per_prompt, context.spec.seed
     requests = requests_of(prompts, config.sampling, num_samples, seed, config.iteration)

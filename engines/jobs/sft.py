@@ -1,4 +1,4 @@
-"""Job `sft`: dataset and model to a policy, by supervised fine-tuning."""
+"""Job `sft`: trains a policy by supervised fine-tuning."""
 
 from engines.config.stages.supervised import SFTStageConfig
 from engines.data.read.examples import sft_examples

@@ -1,4 +1,4 @@
-"""Job `soup`: several models to one, whose weights are their mean."""
+"""Job `soup`: averages the weights of several models."""
 
 from engines.checkpoint.models.export import write_model
 from engines.checkpoint.models.soup import mean_tensors
@@ -11,9 +11,9 @@ from engines.jobs.process.torch_setup import prepare_torch
 
 
 def soup(context: JobContext[SoupStageConfig]) -> JobOutput:
-    """Average the weights of the models that the stage is given."""
+    """Average the weights of the input models."""
     config = context.config
-    # No device is asked: the same on every machine.
+    # Without a device, so that the result is the same on every machine.
     prepare_torch(HardwareConfig(platform="cpu"), 1, context.journal.log)
     models = [context.input(config.input_name(place)) for place in range(config.num_models)]
     hf_dir = context.attempt_dir / "hf"

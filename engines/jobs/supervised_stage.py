@@ -1,4 +1,4 @@
-"""What the jobs share that train on given answers: where they start, their ranks, the whole job."""
+"""Shared parts of jobs that train on given answers: start, ranks, the whole job."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
@@ -33,9 +33,8 @@ class Start:
     """What a stage begins with.
 
     Attributes:
-        dataset: its input.
-        source: weights of the policy that it is given, or of the pipeline's model.
-        hf_dir: their configuration and tokenizer, in the attempt's own directory.
+        source: weights of the input policy, or of the pipeline's model.
+        hf_dir: configuration and tokenizer in the attempt's directory.
         tokenizer: with the recipe's chat template.
     """
 
@@ -46,17 +45,7 @@ class Start:
 
 
 def start_of(context: JobContext[Config]) -> Start:
-    """Set torch up, and find data and weights.
-
-    Args:
-        context: of a job with the input `dataset`, and perhaps `policy`.
-
-    Returns:
-        Everything that needs no rank.
-
-    Raises:
-        ConfigError: the data or the model cannot be used.
-    """
+    """Set up torch and find data and weights; starts no rank."""
     config = context.config
     prepare_torch(
         config.hardware,
@@ -83,17 +72,7 @@ def start_of(context: JobContext[Config]) -> Start:
 
 
 def training_pairs(start: Start) -> RowFile[PreferenceRow]:
-    """The pairs to train on.
-
-    Args:
-        start: of a stage that needs some.
-
-    Returns:
-        At least one.
-
-    Raises:
-        ConfigError: the data have none.
-    """
+    """Return the pairs to train on; raise ConfigError if there are none."""
     rows = start.dataset.preference_rows()
     if not rows:
         raise ConfigError("data.preference", "got 0 pairs; the stage trains on them; add a source")
@@ -107,20 +86,9 @@ def launched(
     roles: Mapping[RoleName, RoleSpec],
     training_set: TrainingSet,
 ) -> WorkerGroup:
-    """Start the ranks of a stage that samples nothing.
+    """Start the ranks of a stage without sampling; the stack closes them.
 
-    Args:
-        context: of the job.
-        stack: closes them.
-        hf_dir: configuration and tokenizer.
-        roles: that every rank holds.
-        training_set: that they will see.
-
-    Returns:
-        The group, its models loaded.
-
-    Raises:
-        ConfigError: no micro-batch has room for what has to stay together in it.
+    Raise ConfigError if the largest unit of `training_set` does not fit into a micro-batch.
     """
     config = context.config
     config.training.check_unit(training_set.largest_unit, "the longest conversation or pair")
@@ -143,19 +111,11 @@ def train_policy(
     rows_per_step: int,
     training_set: Callable[[Start], TrainingSet],
 ) -> JobOutput:
-    """The whole job of a stage that trains a policy and needs no other model.
+    """Run the whole job of a stage that trains a policy and needs no other model.
 
     Args:
-        context: of the job.
-        section: of the stage.
         rows_per_step: rows of one optimizer step, over all ranks.
-        training_set: makes what is trained on of the data.
-
-    Returns:
-        A `policy`, with what held-out rows said before and after.
-
-    Raises:
-        ConfigError: the data or the model cannot be used.
+        training_set: makes the training set from the start.
     """
     config = context.config
     with ExitStack() as stack:

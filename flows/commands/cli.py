@@ -24,7 +24,7 @@ from infra.waiting import FULL_DISK
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
 MODULES = dict.fromkeys(("up", "down", "status", "automations"), "services")
-"""Of commands that have none of their own name."""
+"""Modules of commands that are not named like their module."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,9 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Args:
         argv: arguments without the program's name; None takes those of the process.
-
-    Returns:
-        The exit code.
     """
     in_own_process = argv is None
     debug = False
@@ -62,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PipelineError as error:
         return _fail(error, EXIT_FAILURE, debug)
     except BrokenPipeError:
-        # `rlhf doctor | head`: nobody reads on. Python would complain once more at exit.
+        # `rlhf doctor | head` closes the pipe. Python would report that again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILURE
     except OSError as error:
@@ -98,10 +95,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("down", "stop every server of this home that no living run uses")
     add("status", "show the servers of this home, and who works on which stage", _add_store)
     add("show", "write a page of what a run's policy wrote, step by step", _add_show, _add_store)
-    does = "say what ails a run, and what to try next"
+    does = "diagnose a run: findings, and what to try next"
     add("diagnose", does, _add_diagnose, _add_json, _add_store)
     add("automations", "have a Prefect server pick up runs whose process was killed")
-    add("gc", "show what nobody needs any more of a store, and remove it if asked", _add_gc)
+    add("gc", "show what a store holds without need; --delete removes it", _add_gc)
     does = "compute recipes afresh and say of each whether it was reproduced"
     add("nightly", does, _add_nightly)
     add("evaluate", "measure a model on suites, by itself or with another", _add_evaluate)

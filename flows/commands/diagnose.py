@@ -1,4 +1,4 @@
-"""`rlhf diagnose`: what ails a run, in the order resources, communication, algorithm.
+"""`rlhf diagnose`: findings about a run, in the order resources, communication, algorithm.
 
 A run that goes on is looked at as far as it is. The thresholds are those of its recipe.
 """
@@ -9,11 +9,11 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from engines.config.diagnosis import DiagnosisConfig
 from flows.commands.show import find_run
 from flows.diagnosis.diagnosis import diagnose
 from flows.diagnosis.evidence import run_views
 from flows.diagnosis.page import text, write_diagnosis
-from flows.recipe.diagnosis import DiagnosisConfig
 from flows.report.report import RECIPE_JSON
 from infra import env
 from infra.errors import ConfigError
@@ -23,7 +23,7 @@ from infra.tracking.history import StageHistory
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write the page and say what is in it; the exit code is 0 if nothing ails the run."""
+    """Write the page and print its findings; the exit code is 0 without any."""
     home = env.home()
     history = StageHistory(open_storage(arguments.store or str(home / "store")))
     run, only = find_run(history.storage, home, arguments.run, "RUN")
@@ -43,7 +43,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _thresholds(directory: Path) -> DiagnosisConfig:
-    """Of the run's recipe; those by default where no run of this home left one."""
+    """Thresholds of the run's recipe; the defaults if this home has no such run."""
     try:
         recipe = json.loads((directory / RECIPE_JSON).read_bytes())
     except FileNotFoundError:

@@ -82,9 +82,6 @@ def _print_table(console: Console, rows: list[MatrixRow]) -> None:
 def folded(rows: list[MatrixRow]) -> list[MatrixRow]:
     """The rows, those that differ in nothing but the model type as one.
 
-    Args:
-        rows: of the matrix.
-
     Returns:
         In the order of their first ones; a joined `model_type` lists all.
     """

@@ -22,7 +22,7 @@ from infra.errors import ConfigError
 
 MAX_NAME = 48
 POLICY_PARTS = ("checkpoint", "trainer.json")
-"""What a policy's directory holds and a model's does not."""
+"""File that only the directory of a policy checkpoint has."""
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -53,12 +53,8 @@ def evaluation_recipe(
     Args:
         model: a directory, a hub id or `models:/NAME@ALIAS`.
         suites: names of shipped ones, or YAML files.
-        against: another model.
         overrides: `path.to.key=value`.
         seed: of the run; None takes the default.
-
-    Returns:
-        A recipe without training.
 
     Raises:
         ConfigError: one line about what is wrong.
@@ -82,7 +78,7 @@ def evaluation_recipe(
 
 
 def suite_name(suite: str) -> str:
-    """What a suite is called in a run: the name of its file."""
+    """Name of a suite in a run: that of its file."""
     return re.sub(r"[^a-z0-9_-]+", "_", Path(suite).stem.lower()).strip("_-") or "suite"
 
 

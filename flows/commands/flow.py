@@ -1,4 +1,4 @@
-"""`rlhf flow`: a pipeline in an order of one's own, from a Python file.
+"""`rlhf flow`: run a flow from a Python file.
 
 In this process, and with the Prefect server that `rlhf run` would use.
 """

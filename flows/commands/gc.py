@@ -1,4 +1,4 @@
-"""`rlhf gc`: what nobody needs any more of a store; a dry run unless `--delete` is given.
+"""`rlhf gc`: artifacts and work files that nothing refers to; `--delete` removes them.
 
 Promises: what an alias of the registry points to stays, so a registry that cannot be asked ends the
 command before anything is removed; one that never was is asked nothing.
@@ -72,9 +72,7 @@ def keep(runs: Runs, name: str, *, kept: bool) -> None:
     """Keep what the runs of a name used, or keep it no longer.
 
     Args:
-        runs: of a store.
         name: of a run, as `rlhf run` prints it.
-        kept: which of the two.
 
     Raises:
         ConfigError: the store knows no such run.
@@ -90,13 +88,7 @@ def keep(runs: Runs, name: str, *, kept: bool) -> None:
 
 
 def aliased(home: Path) -> Mapping[str, str]:
-    """What aliases of the registry point to, by digest.
-
-    Args:
-        home: whose registry is asked.
-
-    Returns:
-        Why each artifact stays.
+    """Return the models that have an alias in the registry, by digest.
 
     Raises:
         ServiceError: the registry does not answer, so nothing is known of it.
@@ -132,7 +124,7 @@ def as_text(found: Survey, done: Collected | None) -> Iterator[str]:
         goes = f"{size_text(found.freed_bytes)} {total} would go"
         yield f"{goes}; add --delete to remove it" if found.freed_bytes else f"nothing {total} goes"
         return
-    yield from (f"spared, since somebody needs it now: {place}" for place in done.spared)
+    yield from (f"kept, since it is needed now: {place}" for place in done.spared)
     yield from (f"could not be removed: {problem}" for problem in done.problems)
     yield f"{size_text(done.freed_bytes)} {total} removed"
 

@@ -45,10 +45,6 @@ def main(arguments: argparse.Namespace) -> int:
 def check_paths(checkpoint: Path, out: Path) -> None:
     """Refuse what is no published policy, and a target that exists.
 
-    Args:
-        checkpoint: to be merged.
-        out: the target.
-
     Raises:
         ConfigError: names the argument.
     """
@@ -72,13 +68,8 @@ def run_merge(
     """Run the job and return its output, still inside `scratch`.
 
     Args:
-        checkpoint: to be merged.
         scratch: an empty directory.
-        dtype: of the weights.
         adapter_only: write the adapter alone.
-
-    Returns:
-        The published artifact.
 
     Raises:
         JobFailedError: the job failed; its own lines are on stderr already.

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.table import Table
 
-from flows.asked_run import plan_run
 from flows.broken_modules import tell_broken_modules
-from flows.plan import PlannedStage, Status
+from flows.plan import PlannedStage, Status, plan_run
 from flows.preflight import preflight
 from flows.recipe.recipe import load_recipe
 from tasks.runner.differences import DIGITS

@@ -12,9 +12,9 @@ from typing import Any
 
 from rich.console import Console
 
-from flows.asked_run import ask
 from flows.broken_modules import tell_broken_modules
 from flows.local.embedded_prefect import prefect_server, use_prefect
+from flows.plan import ask
 from flows.preflight import preflight
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.report.report import Report
@@ -33,13 +33,9 @@ def run(recipe: Recipe, console: Console, arguments: argparse.Namespace) -> Repo
     """Run a recipe where the command says, and print what came out.
 
     Args:
-        recipe: what to run.
         console: where the run is shown.
         arguments: of a command: `local`, `debug` and, if it has them, `force`, `adopt` and
             `start_from`.
-
-    Returns:
-        The report of the run.
 
     Raises:
         ConfigError: one line about what is wrong.

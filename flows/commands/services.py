@@ -89,12 +89,7 @@ def automations(home: Path) -> int:
 
 
 def print_automations(home: Path, api_url: str) -> None:
-    """Create or repair the automations of a server, and print each.
-
-    Args:
-        home: of the services.
-        api_url: of the server.
-    """
+    """Create or repair the automations of a server, and print each."""
     use_prefect(home, api_url, quiet=True)
     # Prefect reads those settings when it is imported: not before now.
     module: Any = importlib.import_module("flows.automations")

@@ -59,7 +59,6 @@ def find_run(
     """The run that a person means.
 
     Args:
-        storage: whose runs they are.
         home: whose trackers may have called it otherwise.
         asked: name of a run, id of its Prefect flow run, id of it or of a stage of it on a
             tracker, or the beginning of a stage's fingerprint; None: the latest.

@@ -1,1 +1,1 @@
-"""What ails a run, from what its stages wrote down."""
+"""Diagnosis of a run, from the journals and commits of its stages."""

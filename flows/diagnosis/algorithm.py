@@ -1,4 +1,4 @@
-"""What the curves of training say: named symptoms of RL, and of a loss that runs away.
+"""Findings from training curves: named symptoms of RL, and a diverging loss.
 
 Promises: a pure function of what the stages committed and of thresholds. A symptom compares means
 over windows; a curve of fewer than two windows, or without the metric, says nothing.
@@ -7,6 +7,7 @@ Does not promise that a curve without a symptom is a good one.
 
 from collections.abc import Callable, Mapping, Sequence
 
+from engines.config.diagnosis import DiagnosisConfig, RoundSymptom
 from flows.diagnosis.findings import (
     Evidence,
     Finding,
@@ -16,7 +17,6 @@ from flows.diagnosis.findings import (
     points,
     windows,
 )
-from flows.recipe.diagnosis import DiagnosisConfig, RoundSymptom
 
 SCORE, BEST_SCORE = "critic/score/mean", "critic/score/max"
 ENTROPY, LENGTH, CUT = "actor/entropy", "response_length/mean", "response_length/clip_ratio"
@@ -50,7 +50,6 @@ def round_findings(
     Args:
         rounds: in order, from the first; the last may go on.
         evaluations: of policies, by the label of the stage that trained them.
-        thresholds: of the recipe.
 
     Returns:
         What was found, each of the last round.
@@ -63,7 +62,7 @@ def round_findings(
 
 
 def loss_findings(stage: StageView, thresholds: DiagnosisConfig) -> list[Finding]:
-    """What a supervised stage shows."""
+    """Findings of a supervised stage."""
     _, curve = points([stage], LOSS)
     means = windows(curve, thresholds.window_num_steps)
     if len(means) < 2 or means[-1] <= LOSS_GROWTH * min(means):

@@ -1,11 +1,11 @@
-"""Where the time of steps went: what dominates, weights on their way, waiting."""
+"""Findings about the time of steps: dominant phase, weight sync, waiting."""
 
 from collections.abc import Mapping
 from math import isfinite
 from statistics import median
 
+from engines.config.diagnosis import DiagnosisConfig
 from flows.diagnosis.findings import Evidence, Finding, StageView
-from flows.recipe.diagnosis import DiagnosisConfig
 
 STEP, SYNC, PREFIX = "timing_s/step", "timing_s/update_weights", "timing_s/"
 NEXT = {
@@ -21,14 +21,11 @@ NEXT = {
     "reward": ("rl.reward.num_workers", "rl.reward.timeout_s"),
     "update_weights": ("rollout.transport", "rollout.lora_sync", "rollout.placement"),
 }
-"""What makes a phase shorter, by its name."""
+"""Advice that makes a phase shorter, by phase."""
 
 
 def step_times(stage: StageView) -> dict[str, float]:
     """Seconds of the median step by phase; what no phase names is `other`.
-
-    Args:
-        stage: that trains.
 
     Returns:
         The longest first; empty without a step that was timed, and where steps have no phases.
@@ -51,7 +48,7 @@ def _times(found: Mapping[str, float]) -> dict[str, float]:
 
 
 def time_findings(stage: StageView, thresholds: DiagnosisConfig) -> list[Finding]:
-    """What dominates a step, and what of it is no work."""
+    """Findings about the dominant phase and about waiting."""
     times = step_times(stage)
     whole = sum(times.values())
     if not whole:

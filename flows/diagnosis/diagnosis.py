@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from engines.config.diagnosis import DiagnosisConfig
 from engines.config.stages.final import EvaluateStageConfig
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.config.stages.supervised import SFTStageConfig
@@ -15,7 +16,6 @@ from flows.diagnosis.algorithm import loss_findings, poisoned_findings, round_fi
 from flows.diagnosis.communication import time_findings
 from flows.diagnosis.findings import Finding, StageView
 from flows.diagnosis.resources import resource_findings
-from flows.recipe.diagnosis import DiagnosisConfig
 
 AREAS = ("resources", "communication", "algorithm")
 _SEVERITIES = ("failed", "sick", "note")
@@ -23,10 +23,9 @@ _SEVERITIES = ("failed", "sick", "note")
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What ails a run.
+    """Findings about a run.
 
     Attributes:
-        run: its name.
         stages: that were looked at, in order.
         findings: by area in the order of `AREAS`, the gravest first.
     """
@@ -37,7 +36,7 @@ class Diagnosis:
 
     @property
     def ills(self) -> list[Finding]:
-        """What is more than a note."""
+        """Findings that are more than a note."""
         return [finding for finding in self.findings if finding.severity != "note"]
 
     @property
@@ -47,19 +46,14 @@ class Diagnosis:
         for finding in self.ills:
             places.setdefault(finding.symptom, {})[finding.place] = None
         names = [f"{symptom} ({', '.join(found)})" for symptom, found in places.items()]
-        return f"{self.run}: {', '.join(names) or 'nothing ails it'}"
+        return f"{self.run}: {', '.join(names) or 'no findings'}"
 
 
 def diagnose(run: str, stages: Sequence[StageView], thresholds: DiagnosisConfig) -> Diagnosis:
-    """Look at a run, whether it ended or goes on.
+    """Diagnose a run, finished or not.
 
     Args:
-        run: its name.
         stages: in order.
-        thresholds: of its recipe.
-
-    Returns:
-        The diagnosis.
     """
     found: list[Finding] = []
     for stage in stages:
@@ -77,7 +71,7 @@ def diagnose(run: str, stages: Sequence[StageView], thresholds: DiagnosisConfig)
 
 
 def _of_rounds(stages: Sequence[StageView], thresholds: DiagnosisConfig) -> list[Finding]:
-    """What each round shows; a rejected one counts for none after it."""
+    """Findings of each round; later rounds are compared with accepted ones alone."""
     found: list[Finding] = []
     accepted: list[StageView] = []
     evaluations = _evaluations(stages)
@@ -95,11 +89,10 @@ def _of_rounds(stages: Sequence[StageView], thresholds: DiagnosisConfig) -> list
 
 
 def rejecting(found: Sequence[Finding], thresholds: DiagnosisConfig) -> list[Finding]:
-    """Those of a round's findings for which what follows takes the policy before it.
+    """Return the findings for which a round is rejected.
 
     Args:
         found: of `symptoms`.
-        thresholds: of the recipe.
 
     Returns:
         In the order in which the recipe names their symptoms; of a round that counts, none.
@@ -111,15 +104,11 @@ def rejecting(found: Sequence[Finding], thresholds: DiagnosisConfig) -> list[Fin
 def symptoms(
     rounds: Sequence[StageView], stages: Sequence[StageView], thresholds: DiagnosisConfig
 ) -> list[Finding]:
-    """What the last of some rounds shows, with the rounds before and their evaluations.
+    """Return the findings of the last round, seen with earlier rounds and evaluations.
 
     Args:
         rounds: in order.
         stages: all of the run, among which their evaluations are.
-        thresholds: of the recipe.
-
-    Returns:
-        What was found.
     """
     known = {"sft", *(each.label for each in rounds)}
     evaluations = {

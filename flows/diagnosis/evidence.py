@@ -1,4 +1,4 @@
-"""What the store knows of a run's stages, as a diagnosis reads it."""
+"""Reads the stages of a run from the store for a diagnosis."""
 
 from collections.abc import Iterable
 
@@ -48,8 +48,6 @@ def run_views(history: StageHistory, run: KnownRun, only: str = "") -> list[Stag
     """The stages of a run, in the order in which it last asked for them.
 
     Args:
-        history: of the stages.
-        run: that asked for them.
         only: fingerprint of the one stage that is meant; empty: all.
 
     Returns:
@@ -63,7 +61,6 @@ def stage_views(history: StageHistory, fingerprints: Iterable[str]) -> list[Stag
     """Some stages.
 
     Args:
-        history: of the stages.
         fingerprints: in order.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What a diagnosis is made from, and what it is made of. No input, no output."""
+"""Inputs and findings of a diagnosis, as plain values; nothing here reads or writes files."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,10 +50,8 @@ class Finding:
 
     Attributes:
         area: where it belongs.
-        symptom: its name.
         stage: label of the stage that shows it.
         text: what was found, in words.
-        evidence: the numbers.
         next: what to try first, and then.
         severity: `failed` ended the stage, `sick` crosses a threshold, `note` is only told.
         rejected: whether the stage is a round from which nothing follows.
@@ -76,11 +74,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class StageView:
-    """What a stage has written down so far.
+    """Journal and commit of a stage, as far as it has come.
 
     Attributes:
         label: within the run.
-        config: of the stage.
         steps: metrics by step.
         messages: lines for people, oldest first.
         problem: why its newest attempt ended without a commit; None: it did not say so.
@@ -109,7 +106,7 @@ class StageView:
 
 
 Points = Sequence[tuple[int, float]]
-"""Of one metric: step and value, ascending, all finite."""
+"""Values of one metric: (step, value), ascending, all finite."""
 
 
 def points(views: Sequence[StageView], *names: str) -> tuple[str, Points]:
@@ -133,10 +130,6 @@ def points(views: Sequence[StageView], *names: str) -> tuple[str, Points]:
 def windows(curve: Points, num_steps: int) -> list[float]:
     """Means over windows that do not overlap, aligned to the end of a curve.
 
-    Args:
-        curve: of one metric.
-        num_steps: of a window.
-
     Returns:
         Oldest first; fewer than two say nothing.
     """
@@ -151,7 +144,6 @@ def compared(views: Sequence[StageView], metric: str, num_steps: int, earlier: i
     Args:
         views: in order.
         metric: of the curve, which has two windows or more.
-        num_steps: of a window.
         earlier: index of the other window, oldest first.
 
     Returns:

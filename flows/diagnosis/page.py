@@ -44,15 +44,7 @@ article span, article li { color: #475569; font-size: 13px; } p { margin: 4px 0;
 
 
 def write_diagnosis(diagnosis: Diagnosis, directory: Path) -> Path:
-    """Write the page, and `diagnosis.md` if something ails the run.
-
-    Args:
-        diagnosis: of a run.
-        directory: of the run; exists.
-
-    Returns:
-        The page.
-    """
+    """Write the page, and `diagnosis.md` if there are findings."""
     path, told = directory / DIAGNOSIS_PAGE, directory / DIAGNOSIS_MD
     atomic_write_bytes(path, html_page(diagnosis).encode())
     if diagnosis.ills:
@@ -63,11 +55,7 @@ def write_diagnosis(diagnosis: Diagnosis, directory: Path) -> Path:
 
 
 def told_verdict(run: str, directory: Path) -> str:
-    """What the last diagnosis that was written found, in words.
-
-    Args:
-        run: its name.
-        directory: of the run.
+    """Read the last diagnosis that was written, as text.
 
     Returns:
         Each symptom with its stages.
@@ -75,7 +63,7 @@ def told_verdict(run: str, directory: Path) -> str:
     try:
         first = (directory / DIAGNOSIS_MD).read_text("utf-8").partition("\n")[0]
     except FileNotFoundError:
-        return "nothing ails it"
+        return "no findings"
     return first.removeprefix(f"# {run}: ")
 
 
@@ -100,10 +88,9 @@ def html_page(diagnosis: Diagnosis) -> str:
 
 
 def markdown(diagnosis: Diagnosis, path: Path) -> str:
-    """What a run page shows of it.
+    """Return the diagnosis as the run page shows it.
 
     Args:
-        diagnosis: of the run.
         path: where the page is.
 
     Returns:
@@ -124,7 +111,7 @@ def markdown(diagnosis: Diagnosis, path: Path) -> str:
 
 
 def text(diagnosis: Diagnosis) -> str:
-    """What a terminal shows of it."""
+    """Return the diagnosis as the terminal shows it."""
     lines = [diagnosis.verdict]
     for area, found in _areas(diagnosis):
         lines += ["", area]

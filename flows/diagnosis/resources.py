@@ -1,7 +1,7 @@
-"""What a stage lacked: memory, room on a disk, its processes; and how its memory went."""
+"""Findings about memory, disk space and processes of a stage."""
 
+from engines.config.diagnosis import DiagnosisConfig
 from flows.diagnosis.findings import Evidence, Finding, StageView, compared, points, windows
-from flows.recipe.diagnosis import DiagnosisConfig
 from tasks.runner.memory_knobs import memory_knobs
 
 PEAK_MEMORY = "perf/max_memory_allocated_gb"
@@ -11,7 +11,7 @@ NEXT = {
         "free space there; the same command resumes",
         "location.store or location.home on a larger disk",
         "checkpoint.num_keep and checkpoint.every_num_steps",
-        "`rlhf gc` shows what nobody needs any more",
+        "`rlhf gc` shows what can be removed",
     ),
     "dead_rank": (
         "the end of that rank's log, in the error",
@@ -29,7 +29,7 @@ NEXT = {
         "training.dtype float32",
     ),
 }
-"""By cause of a failure; what to try where memory ran out depends on the stage."""
+"""Advice by cause of a failure; out of memory depends on the stage and has its own."""
 ANY_NEXT = ("the error and the end of the job's log", "the same command resumes")
 
 

@@ -97,9 +97,6 @@ def embedded_prefect(home: Path) -> Iterator[PrefectServer]:
 def check_answers(api_url: str) -> None:
     """Refuse a configured server that is not there, before anything is started.
 
-    Args:
-        api_url: as PREFECT_API_URL has it.
-
     Raises:
         ServiceError: nothing answers.
     """
@@ -116,7 +113,7 @@ def check_answers(api_url: str) -> None:
 
 
 def server_command(home: Path) -> ServerCommand:
-    """What `prefect server start` runs, without its own start-up, under guard.
+    """Command of the Prefect server, without the start-up of `prefect server start`.
 
     Args:
         home: its database is in `<home>/prefect`.
@@ -153,7 +150,6 @@ def use_prefect(home: Path, api_url: str, *, quiet: bool) -> None:
 
     Args:
         home: results are kept in `<home>/prefect`.
-        api_url: the server to talk to.
         quiet: keep Prefect's lines off the terminal; they still reach the run page.
     """
     settings = {

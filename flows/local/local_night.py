@@ -23,12 +23,8 @@ def run_night(
 
     Args:
         recipes: shipped names or YAML files; empty for the shipped matrix.
-        baselines: their directory.
         console: where the runs are shown.
         prefect: the server that keeps the history.
-
-    Returns:
-        What the night found.
     """
     home = env.home()
     display = TerminalDisplay(console)
@@ -51,8 +47,6 @@ def print_night(night: Night, directory: Path, console: Console) -> None:
     """One line for each recipe, and where the report is.
 
     Args:
-        night: what it found.
-        directory: of the night.
         console: where to print.
     """
     console.print()

@@ -18,10 +18,10 @@ from prefect.logging.handlers import APILogWorker
 from prefect.states import Crashed
 from rich.console import Console
 
-from flows.asked_run import AskedRun
 from flows.automations import TAG
 from flows.local.display import TerminalDisplay, summary_table
 from flows.local.embedded_prefect import PrefectServer
+from flows.plan import AskedRun
 from flows.recipe.recipe import Recipe
 from flows.report.report import REPORT_MD, Report
 from flows.rlhf_pipeline import rlhf_pipeline
@@ -38,12 +38,8 @@ def run_locally(asked: AskedRun, console: Console, prefect: PrefectServer) -> Re
     """Run the flow here; Ray starts beside Prefect if some stage has to run.
 
     Args:
-        asked: what to run, and how.
         console: where the run is shown.
         prefect: the server that keeps the history.
-
-    Returns:
-        The report of the run.
 
     Raises:
         ConfigError: a job refused its input.
@@ -57,7 +53,7 @@ def run_locally(asked: AskedRun, console: Console, prefect: PrefectServer) -> Re
 
 @contextmanager
 def watched(cluster: LazyCluster, console: Console, prefect: PrefectServer) -> Iterator[None]:
-    """What a flow of this process needs that is watched from a terminal.
+    """Show a flow of this process in the terminal.
 
     Args:
         cluster: its Ray; released at the end.
@@ -84,7 +80,7 @@ def watched(cluster: LazyCluster, console: Console, prefect: PrefectServer) -> I
 
 
 def crash_dead_runs() -> None:
-    """Mark what an earlier server's history calls running: nobody lived to end it there."""
+    """Mark flow runs as crashed that a stopped server left in a running state."""
     running = FlowRunFilterState(type=FlowRunFilterStateType(any_=UNFINISHED))
     with get_client(sync_client=True) as client:
         for run in client.read_flow_runs(flow_run_filter=FlowRunFilter(state=running)):
@@ -128,11 +124,9 @@ def drain_prefect() -> None:
 def print_outcome(
     report: Report, recipe: Recipe, prefect_url: str | None, console: Console
 ) -> None:
-    """What came out, and where else to look.
+    """Print the outcome and where to find more.
 
     Args:
-        report: of the finished run.
-        recipe: what was run.
         prefect_url: API address of a server that is still there; None if it was for this run.
         console: where to print.
     """
@@ -149,8 +143,6 @@ def print_report(report: Report, home: Path, console: Console) -> None:
     """The table of stages, the accuracies, and where the report is.
 
     Args:
-        report: of the finished run.
-        home: of the run.
         console: where to print.
     """
     console.print()
@@ -168,7 +160,7 @@ def print_report(report: Report, home: Path, console: Console) -> None:
 
 def mlflow_hint(recipe: Recipe) -> str:
     """How to look at the run in MLflow."""
-    uri = tracking_uri(recipe)
+    uri = tracking_uri(recipe.location)
     return uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
 
 

@@ -1,4 +1,4 @@
-"""A flow of one's own: found in a Python file, run in this process, watched from a terminal.
+"""Run a flow from a Python file in this process, and show it in the terminal.
 
 Promises: the file is executed once, as Prefect's worker executes it for a deployment; what it can
 import is what `python FILE` could. Does not promise that the flow uses our stages.
@@ -29,7 +29,6 @@ def run_own_flow(
     Args:
         entrypoint: a Python file, or `FILE:FLOW`.
         overrides: what the flow is called with; with none it is called without arguments.
-        home: of the run.
         console: where the run is shown.
         prefect: the server that keeps the history.
 
@@ -48,9 +47,6 @@ def load_own_flow(entrypoint: str) -> Flow[..., Any]:
 
     Args:
         entrypoint: a Python file with one flow, or `FILE:FLOW`.
-
-    Returns:
-        The flow.
 
     Raises:
         ConfigError: there is no such file or flow.

@@ -29,9 +29,9 @@ from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelling
 from rich.console import Console
 
-from flows.asked_run import AskedRun
 from flows.automations import STRANDED_S
 from flows.local.display import LABEL_WIDTH
+from flows.plan import AskedRun
 from flows.report.report import REPORT_JSON, Report
 from infra.errors import ConfigError, PipelineError, ServiceError, UnknownPluginError
 from infra.redact import redact
@@ -48,12 +48,12 @@ HINT = (
     "Retry; `PREFECT_API_URL={url} prefect --no-prompt deploy --all` in {checkout} registers one"
 )
 GIVEN_UP_S = STRANDED_S + 25
-"""Who crashed and was not started again for so long stays so."""
+"""A crashed run that was not restarted for this long is given up."""
 LATE = timedelta(seconds=10)
 """A line may reach the server so long after one that was written later."""
 PAGE = 200
 SHOWN_LOGGERS = frozenset({"prefect.flow_runs", "prefect.task_runs"})
-"""Of the flow and its stages; the worker tells of processes and directories."""
+"""Loggers whose lines are shown: the flow and its stages, not the worker."""
 FAILED = "Flow run encountered an exception: "
 """How Prefect begins to tell of an error, before its type and text."""
 OF_THE_USER = {kind.__name__ for kind in (ConfigError, UnknownPluginError)}
@@ -79,7 +79,7 @@ def find_deployment(checkout: Path = CHECKOUT) -> UUID | None:
 
 
 def find_or_hint(console: Console, checkout: Path = CHECKOUT) -> UUID | None:
-    """As `find_deployment`; where there is none, one line says how to have one.
+    """Find the deployment; without one, print how to make it.
 
     Args:
         console: where to say it.
@@ -99,12 +99,7 @@ def run_served(asked: AskedRun, deployment: UUID, console: Console) -> Report:
     """Ask the worker for a run, and follow it to its end.
 
     Args:
-        asked: what to run, and how.
-        deployment: its id.
         console: where the run is shown.
-
-    Returns:
-        The report of the run.
 
     Raises:
         ConfigError: a job refused its input.
@@ -137,13 +132,10 @@ def run_served(asked: AskedRun, deployment: UUID, console: Console) -> Report:
 
 
 def failure_of(state: State) -> PipelineError:
-    """What ended a run, as the error that it was in the worker.
+    """Return the error that ended the run in the worker.
 
     Args:
         state: in which the run ended, not completed.
-
-    Returns:
-        The error.
     """
     message = state.message or ""
     kind, _, told = message.removeprefix(FAILED).partition(": ")
@@ -171,11 +163,9 @@ def _follow(client: SyncPrefectClient, run: FlowRun, console: Console) -> State:
 
 
 class _Shown:
-    """What of a flow run was shown.
+    """The part of a flow run that was shown.
 
     Args:
-        client: of its server.
-        run: its id.
         console: where to show it.
     """
 

@@ -1,1 +1,1 @@
-"""What a night measures, how it is judged, and how it is shown."""
+"""Nightly reproduction: measurements, verdicts and pages."""

@@ -1,4 +1,4 @@
-"""What came out of a recipe, from what and where: one night's, or those that a baseline is made of.
+"""Measurements of a recipe: those of one night, and those of a baseline.
 
 A baseline is a measurement of several runs, under version control as `<baselines>/<recipe>.json`:
 digests and what they were made from are those of its newest run, the figures are of all of them.
@@ -17,16 +17,16 @@ from infra.frozen_model import FrozenModel
 from infra.store.atomic import atomic_write_bytes
 
 MAX_RUNS = 10
-"""Of a baseline; older ones go."""
+"""Runs that a baseline keeps; older ones are dropped."""
 
 
 class Machine(FrozenModel):
-    """Where a run was computed, as far as it may change what comes out or how fast."""
+    """Machine of a run, as far as it can change numbers or speed."""
 
     platform: str
     device_kind: str
     processor: str
-    """Of the host that asks: on a cluster that of its nodes is not looked at."""
+    """Processor of the host that asks; nodes of a cluster are not looked at."""
     num_cores: int
     memory_gib: int
     system: str
@@ -34,7 +34,7 @@ class Machine(FrozenModel):
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """What has to be equal where digests are compared."""
+        """Values that must be equal for digests to be compared."""
         return (self.platform, self.device_kind, self.processor, self.system)
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class Machine(FrozenModel):
 
 
 class Made(FrozenModel):
-    """What a stage yielded, and what it was made from besides the outputs of others."""
+    """Output of a stage, and what it was made from besides outputs of other stages."""
 
     digest: str
     settings: str
@@ -85,9 +85,9 @@ class Measurement(FrozenModel):
     recipe: str
     machine: Machine
     settings: dict[str, Any]
-    """Those of the recipe that count, by dotted path."""
+    """Settings that can change a number, by dotted path."""
     stages: dict[str, Made]
-    """In order; the digest of one that did not end is empty."""
+    """Stages in order; the digest of an unfinished one is empty."""
     sources: dict[str, dict[str, str]]
     """sha256 (16 digits) by file, of what each stage reaches."""
     runs: tuple[Run, ...]
@@ -99,11 +99,7 @@ class Measurement(FrozenModel):
 
 
 def read_baseline(directory: Path, recipe: str) -> Measurement | None:
-    """What is stored of a recipe.
-
-    Args:
-        directory: of the baselines.
-        recipe: its name.
+    """Stored measurements of a recipe.
 
     Returns:
         The baseline; None if there is none.
@@ -123,15 +119,7 @@ def read_baseline(directory: Path, recipe: str) -> Measurement | None:
 
 
 def write_baseline(directory: Path, measurement: Measurement) -> Path:
-    """Store what the next nights are compared with.
-
-    Args:
-        directory: of the baselines.
-        measurement: of a recipe.
-
-    Returns:
-        The file.
-    """
+    """Store what the next nights are compared with."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{measurement.recipe}.json"
     atomic_write_bytes(path, json.dumps(measurement.model_dump(mode="json"), indent=1).encode())
@@ -139,7 +127,7 @@ def write_baseline(directory: Path, measurement: Measurement) -> Path:
 
 
 def accepted(baseline: Measurement | None, tonight: Measurement) -> Measurement:
-    """The baseline after somebody took a night's result for right.
+    """Return the baseline after a night's result was accepted.
 
     Earlier runs stay part of the spread while the settings, the data and the machine are the same:
     figures of others say nothing about these.
@@ -147,9 +135,6 @@ def accepted(baseline: Measurement | None, tonight: Measurement) -> Measurement:
     Args:
         baseline: before; None is none.
         tonight: a night that came to its end.
-
-    Returns:
-        The new baseline.
     """
     if baseline is None or not _is_alike(baseline, tonight):
         return tonight

@@ -30,7 +30,7 @@ _NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}")
 
 
 class Outcome(FrozenModel):
-    """What a night found of one recipe."""
+    """Measurement and verdict of one recipe in a night."""
 
     measurement: Measurement
     verdict: Verdict
@@ -54,9 +54,6 @@ def load_matrix(recipes: Sequence[str]) -> list[Recipe]:
     Args:
         recipes: shipped names, or YAML files.
 
-    Returns:
-        Each of them, valid.
-
     Raises:
         ConfigError: one is not, or two have one name.
     """
@@ -69,7 +66,7 @@ def load_matrix(recipes: Sequence[str]) -> list[Recipe]:
 
 
 def nights_of(home: Path) -> Path:
-    """Where the nights of a home are."""
+    """Directory of the nights of a home."""
     return home / "nightly"
 
 
@@ -77,7 +74,6 @@ def afresh(recipe: Recipe, night: Path) -> Recipe:
     """A recipe that finds nothing where it runs.
 
     Args:
-        recipe: of the matrix.
         night: directory of the night.
 
     Returns:
@@ -98,11 +94,7 @@ def open_night(home: Path, name: str) -> Path:
     """Make a night's directory, and remove those of nights long gone.
 
     Args:
-        home: of the ordinary runs.
         name: time and a part of the flow run's id: a retry goes on with its night.
-
-    Returns:
-        The directory.
     """
     nights = nights_of(home)
     (nights / name).mkdir(parents=True, exist_ok=True)
@@ -118,12 +110,6 @@ def keep_night(directory: Path, night: Night) -> None:
 
 def last_night(home: Path) -> Night:
     """The newest night that finished a recipe; of one that was ended early, those it finished.
-
-    Args:
-        home: of the ordinary runs.
-
-    Returns:
-        What it found.
 
     Raises:
         ConfigError: there is none, or it is damaged.
@@ -141,12 +127,7 @@ def accept(night: Night, recipes: Sequence[str], baselines: Path) -> list[Path]:
     """Take a night's results for right.
 
     Args:
-        night: what it found.
         recipes: names; empty for all of the night.
-        baselines: their directory.
-
-    Returns:
-        The files that were written.
 
     Raises:
         ConfigError: a recipe is not of the night, or did not come to its end.

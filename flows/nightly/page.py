@@ -26,9 +26,7 @@ def write_night(night: Night, stored: Mapping[str, Measurement | None], director
     """Write the page and its plots.
 
     Args:
-        night: what it found.
         stored: by recipe, what it was compared with.
-        directory: of the night.
     """
     draw_ratios(night, stored, directory / "ratios.svg")
     for each in night.outcomes:
@@ -41,9 +39,7 @@ def show_night(night: Night, stored: Mapping[str, Measurement | None], directory
     """Create the artifact of a night that was written.
 
     Args:
-        night: what it found.
         stored: by recipe, what it was compared with.
-        directory: of the night.
     """
     page = markdown(night, stored, directory, embed=True)
     if len(page) > MAX_PAGE_BYTES:
@@ -60,13 +56,8 @@ def markdown(
     """The page of a night.
 
     Args:
-        night: what it found.
         stored: baseline by recipe.
-        directory: holds the plots.
         embed: put the plots into the text itself.
-
-    Returns:
-        Markdown.
     """
     words = [each.verdict.word for each in night.outcomes]
     counts = ", ".join(f"{words.count(word)} {mark}" for word, mark in MARKS.items())
@@ -102,14 +93,14 @@ def _row(outcome: Outcome, stored: Measurement | None) -> str:
 
 
 def _accuracy(measurement: Measurement | None) -> str:
-    """Of the newest run's last stage that has one."""
+    """Accuracy of the newest run's last evaluated stage, as text; empty without any."""
     stages = measurement.runs[-1].stages.values() if measurement else ()
     values = [stage.accuracy for stage in stages if stage.accuracy is not None]
     return f"{values[-1]:.1%}" if values else ""
 
 
 def _findings(outcome: Outcome) -> Iterator[str]:
-    """What there is to say of a recipe besides its row."""
+    """Details of a recipe below its row."""
     verdict = outcome.verdict
     if not (verdict.problems or verdict.drifted or verdict.notes):
         return

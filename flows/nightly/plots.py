@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 def ratios(tonight: Measurement, stored: Measurement) -> dict[str, float]:
     """Tonight's speed and memory over the median of the stored runs, over all stages.
 
-    Args:
-        tonight: one run.
-        stored: the baseline.
-
     Returns:
         `speed` and `memory`, each if both have it.
     """
@@ -51,7 +47,6 @@ def draw_curve(outcome: Outcome, stored: Measurement | None, path: Path) -> None
 
     Args:
         outcome: what the night found of a recipe.
-        stored: its baseline.
         path: of the SVG; a PNG is written beside it.
     """
     tonight, verdict = outcome.measurement.runs[-1], outcome.verdict
@@ -105,7 +100,6 @@ def draw_ratios(night: Night, stored: Mapping[str, Measurement | None], path: Pa
     """Speed and memory of each recipe over its stored median.
 
     Args:
-        night: what it found.
         stored: baseline by recipe.
         path: of the SVG; a PNG is written beside it.
     """

@@ -1,4 +1,4 @@
-"""Whether a night reproduced what is stored: pass, drift or fail, and where and why.
+"""Compare a night with its baseline: pass, drift or fail, where and why.
 
 * A stage whose digest is the stored one is reproduced, whatever the clock says. If all are, the
   recipe passes.
@@ -28,11 +28,11 @@ Word = Literal["pass", "drift", "fail"]
 
 MIN_ACCURACY_ROOM = 0.01
 CURVE_ROOM = 0.02
-"""Of the largest value of a curve, or of 1 where all are smaller."""
+"""Share of the largest value of a curve, or of 1 if all are smaller."""
 NUM_NOISES = 3.0
 """How many standard deviations of a stretch's mean a curve has room for."""
 NUM_STRETCHES = 4
-"""Of a curve, compared by their means."""
+"""Stretches of a curve, which are compared by their means."""
 SPEED_ROOM, MEMORY_ROOM = 0.25, 0.10
 MIN_RUNS = 3
 """Fewer tell nothing about how much speed and memory vary."""
@@ -40,7 +40,7 @@ NOTHING_DIFFERS = "nothing that is recorded differs: the stage does not repeat"
 
 
 class Verdict(FrozenModel):
-    """What is said of a recipe."""
+    """Verdict on a recipe."""
 
     recipe: str
     word: Word
@@ -49,9 +49,9 @@ class Verdict(FrozenModel):
     drifted: str = ""
     """The first with another digest than the stored one."""
     causes: tuple[str, ...] = ()
-    """What differs of what that one was made from."""
+    """Differences in what the stage was made from."""
     problems: tuple[str, ...] = ()
-    """What failed."""
+    """Failures."""
     notes: tuple[str, ...] = ()
 
 
@@ -60,10 +60,6 @@ def judge(baseline: Measurement | None, tonight: Measurement) -> Verdict:
 
     Args:
         baseline: of the recipe; None if nothing is stored.
-        tonight: one run.
-
-    Returns:
-        The verdict.
     """
     stopped = (f"{tonight.stopped_at}: {tonight.problem}",) if tonight.problem else ()
     if baseline is None:
@@ -112,8 +108,6 @@ def _compared(
     """Problems by stage, and notes; of the stages that are not `changed` not by their figures.
 
     Args:
-        baseline: what is stored.
-        tonight: one run.
         changed: stages with another digest; None where digests say nothing.
 
     Returns:
@@ -177,7 +171,7 @@ def _stretches(curve: Sequence[float]) -> list[float]:
 
 
 def _curve_room(curve: Sequence[float]) -> float:
-    """What a stretch's mean may differ for reasons of sampling alone.
+    """Difference of the mean of a stretch that sampling alone explains.
 
     The noise of a step is taken from second differences, which a slope does not enlarge: the
     variance of x[i] - 2 x[i+1] + x[i+2] is six times that of x.
@@ -195,7 +189,7 @@ def _span(values: Sequence[float], form: str = ".4g") -> str:
 
 
 def _causes(baseline: Measurement, tonight: Measurement, label: str) -> list[str]:
-    """What differs of what a stage was made from."""
+    """List differences in what a stage was made from."""
     before, now = baseline.stages.get(label), tonight.stages.get(label)
     settings = differences(baseline.settings, tonight.settings)
     if before is None or now is None:

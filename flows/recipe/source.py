@@ -64,9 +64,6 @@ def find_recipe(name_or_path: str) -> Path:
     Args:
         name_or_path: a shipped name, or anything with a suffix or a directory.
 
-    Returns:
-        An existing file.
-
     Raises:
         ConfigError: neither a shipped name nor a file.
     """
@@ -106,11 +103,7 @@ def with_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, 
     """A recipe as plain data, with overlays on top.
 
     Args:
-        data: of a recipe.
         overrides: of `read_recipe`.
-
-    Returns:
-        The data with them.
 
     Raises:
         ConfigError: an overlay cannot be read, or a suite that it names.
@@ -152,7 +145,6 @@ def parse_yaml(text: str, name: str) -> Any:
     """Parse one YAML document into plain data.
 
     Args:
-        text: the document.
         name: how error lines call it.
 
     Returns:
@@ -225,12 +217,8 @@ def _read_with_bases(
     """A file as plain data, with what it extends below it.
 
     Args:
-        path: of the file.
         find: the file of a base that is not beside it.
         seen: files that lead here.
-
-    Returns:
-        The data.
 
     Raises:
         ConfigError: a file cannot be read, or the chain has no end.
@@ -280,12 +268,7 @@ def _with_value(level: Any, keys: Sequence[str], value: Any, path: str) -> Any:
 
     Args:
         level: what stands at `path`.
-        keys: the way from there.
         value: merged into a mapping, but an entry of a list is replaced.
-        path: for the error line.
-
-    Returns:
-        The copy.
 
     Raises:
         ConfigError: a list has no entry of that number.

@@ -5,12 +5,11 @@ imports torch or reads more of a file than its name.
 Does not promise: the content of files, or devices; `flows.preflight` looks at those.
 """
 
-from __future__ import annotations
-
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from engines.config.base import StrictModel
 from engines.config.data import DATA_SUFFIXES, SOURCE_SPLITS, DataConfig, unpacked_suffix
 from engines.config.options import (
     check_backend,
@@ -20,20 +19,21 @@ from engines.config.options import (
     check_rollout,
 )
 from engines.config.plugins import TRACKERS
+from engines.config.recipe import Recipe
 from engines.config.rules.sizes import check_answer_length
 from engines.config.sections import EvaluationConfig
+from engines.config.stages.base import StageConfig
 from engines.config.suite import SuiteConfig
-from flows.recipe.measuring import check_measuring
-from flows.recipe.model_paths import model_paths, registered_model
+from flows.recipe.paths import registered_model
+from flows.stage_order import stages_of
 from infra.errors import ConfigError
 from infra.names import unknown_name
 
-if TYPE_CHECKING:
-    from flows.recipe.recipe import Recipe
-
 NUM_SIMILAR_FILES = 3
+_OF_TASKS = "the tasks of a harness say how they are asked and judged; remove it"
+_NOT_TRAINED = "nothing is trained here; remove it"
 MEASURED = re.compile(r"sft|preference(_\d+)?|rl_round_\d+|incumbent|final|(.*_)?against")
-"""What an evaluation may be called after, beside a suite."""
+"""Labels that evaluations may have; a suite must not have one of these names."""
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -48,14 +48,12 @@ def check_recipe(recipe: Recipe) -> None:
     _check_plugins(recipe)
     _check_lengths(recipe)
     _check_warmup(recipe)
-    for stage in recipe.stages():
-        stage.check()
     _check_data(recipe)
-    for setting, path in model_paths(recipe):
+    for setting, path in recipe.models():
         if registered_model(setting, path) is None:
             _check_path(setting, path)
     if not recipe.trains:
-        check_measuring(recipe)
+        _check_measured_alone(recipe)
     if recipe.preference and recipe.preference.self_play and recipe.sft is None:
         raise ConfigError(
             "preference.self_play",
@@ -87,6 +85,41 @@ def check_recipe(recipe: Recipe) -> None:
             "missing, and no stage trains a reward model; need a model directory or a hub id; set "
             "it, or give the recipe a section reward_model",
         )
+    stages = stages_of(recipe)  # last: the order of stages relies on the rules above
+    _check_options(recipe.stages, stages)
+    _check_rows(recipe.data, stages)
+    for stage in stages:
+        stage.check()
+
+
+def _check_options(options: Iterable[str], stages: Sequence[StageConfig]) -> None:
+    """Each entry of `stages` is one that a stage of the run reads."""
+    read = {stage.stage for stage in stages if stage.options}
+    for name in options:
+        if name not in read:
+            known = f"need {' or '.join(sorted(read))}" if read else "none has settings here"
+            raise ConfigError(
+                f"stages.{name}", f"no stage of this run reads it; {known}; remove it"
+            )
+
+
+def _check_rows(data: DataConfig | None, stages: Sequence[StageConfig]) -> None:
+    """The recipe's data has the rows that its stages read."""
+    if data is None:
+        return
+    for name in sorted({name for stage in stages for name in stage.rows}):
+        if data.arithmetic is None and not getattr(data, name):
+            only_sft = [stage.stage for stage in stages if name in stage.rows] == ["sft"]
+            or_none = ", or set sft: null" if only_sft else ""
+            raise ConfigError(
+                f"data.{name}",
+                f"missing; the recipe has a stage that reads it; add a source{or_none}",
+            )
+        if data.arithmetic and name != "evaluation" and not getattr(data.arithmetic, f"num_{name}"):
+            raise ConfigError(
+                f"data.arithmetic.num_{name}",
+                "got 0; the recipe has a stage that trains on these rows; need 1 or more; raise it",
+            )
 
 
 def _check_promotion(recipe: Recipe) -> None:
@@ -138,9 +171,9 @@ def _check_warmup(recipe: Recipe) -> None:
 
 
 def _check_lengths(recipe: Recipe) -> None:
-    """As the stages do, with room for the longest prompt that the data may have.
+    """Check that the longest prompt and answer fit into the context.
 
-    Those of `spin` begin conversations, of which nothing limits the prompt.
+    Prompts of `spin` are beginnings of conversations, whose length is unlimited.
     """
     if recipe.data is None or not recipe.trains:
         return
@@ -176,37 +209,17 @@ def _check_data(recipe: Recipe) -> None:
         return
     section = recipe.preference
     plays = section.self_play.source if section and section.self_play else None
-    needs = {
-        "sft": recipe.sft is not None or plays == "spin",
-        "rl": recipe.rl.num_rounds > 0 or plays == "best_worst",
-        "evaluation": True,
-        "preference": (section is not None and plays is None) or recipe.reward_model is not None,
-    }
     if plays and recipe.reward_model is None and data.preference:
         raise ConfigError(
             "data.preference",
             "got a source, which nothing reads beside preference.self_play; remove one of them",
         )
-    for name, needed in needs.items():
-        if not needed or (data.arithmetic and name == "evaluation"):
-            continue
-        if data.arithmetic is None and not getattr(data, name):
-            or_none = ", or set sft: null" if name == "sft" and plays != "spin" else ""
-            raise ConfigError(
-                f"data.{name}",
-                f"missing; the recipe has a stage that reads it; add a source{or_none}",
-            )
-        if data.arithmetic and not getattr(data.arithmetic, f"num_{name}"):
-            raise ConfigError(
-                f"data.arithmetic.num_{name}",
-                "got 0; the recipe has a stage that trains on these rows; need 1 or more; raise it",
-            )
     _check_paths(data, "data")
     _check_num_problems(data, recipe.evaluation, "")
 
 
 def _check_harness(suite: SuiteConfig, setting: str) -> None:
-    """Tasks of one's own are in a directory that is there."""
+    """Check that the directory of the user's tasks exists."""
     directory = suite.harness.include if suite.harness else None
     if directory and not Path(directory).expanduser().is_dir():
         raise ConfigError(
@@ -232,7 +245,7 @@ def _check_num_problems(data: DataConfig, evaluation: EvaluationConfig, section:
 
 
 def _check_path(setting: str, text: str) -> None:
-    """What is written as a path must be one; anything else may be a hub id."""
+    """Refuse a text that can only be a path and is none; anything else may be a hub id."""
     path = Path(text).expanduser()
     if looks_like_path(text) and not path.exists():
         near = sorted(
@@ -243,10 +256,61 @@ def _check_path(setting: str, text: str) -> None:
 
 
 def looks_like_path(text: str) -> bool:
-    """Whether a text can only be a path: a hub id is `owner/name`, without a suffix or dots."""
+    """True if a text can only be a path: a hub id is `owner/name`, without suffix or dots."""
     path = Path(text)
     return (
         text.startswith(("/", "./", "../", "~"))
         or unpacked_suffix(path) in DATA_SUFFIXES
         or len(path.parts) > 2
     )
+
+
+def _check_measured_alone(recipe: Recipe) -> None:
+    """A recipe that trains nothing measures something, and sets nothing that no stage reads."""
+    if recipe.model.init == "random":
+        raise ConfigError(
+            "rl.num_rounds",
+            "got 0 with sft: null; nothing would be trained; add one, or name a model to measure "
+            "(model.path)",
+        )
+    if recipe.reward_model is not None:
+        raise ConfigError(
+            "reward_model", "got a section, and nothing is trained by it; remove it, or add rl"
+        )
+    if recipe.data is None and not recipe.suites:
+        raise ConfigError("data", "missing, and there are no suites to measure; add one of them")
+    if recipe.data is None:
+        _check_suites_alone(recipe)
+
+
+def _check_suites_alone(recipe: Recipe) -> None:
+    """The suites say how they are answered and judged; the recipe's own sections do not."""
+    some = next(iter(recipe.data_suites), None)
+    why_evaluation = why_reward = _OF_TASKS
+    if some is not None:
+        why_evaluation = (
+            "the recipe has no data of its own, and this changes no suite; need it of a suite; set "
+            f"suites.{some}.evaluation.{{}}"
+        )
+        why_reward = (
+            "every suite has a reward of its own; need it of a suite; set "
+            f"suites.{some}.reward.{{}}"
+        )
+    confidence = {"confidence"} if recipe.harness_suites else set[str]()
+    _refuse("evaluation", recipe.evaluation, confidence, why_evaluation)
+    if all(recipe.suites[name].reward for name in recipe.data_suites):
+        _refuse("rl.reward", recipe.rl.reward, set(), why_reward)
+    _refuse("rl.sampling", recipe.rl.sampling, {"max_new_tokens", "stop", "stop_token_ids"},
+            _NOT_TRAINED)  # fmt: skip
+    _refuse("rl", recipe.rl, {"num_rounds", "sampling", "reward"}, _NOT_TRAINED)
+    for name in ("promote", "checkpoint", "merge"):
+        _refuse(name, getattr(recipe, name), set(), _NOT_TRAINED)
+
+
+def _refuse(path: str, section: StrictModel, used: set[str], why: str) -> None:
+    """Raise where a field that is not used has another value than its default."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if name not in used and value != field.get_default(call_default_factory=True):
+            shown = "other values" if isinstance(value, StrictModel) else repr(value)
+            raise ConfigError(f"{path}.{name}", f"got {shown}; {why.format(name)}")

@@ -1,1 +1,1 @@
-"""What a finished run shows: report, plots, page."""
+"""Report, plots and page of a finished run."""

@@ -15,7 +15,7 @@ STEP_PHASES = (
     "gen", "reward", "old_log_prob", "ref", "teacher", "values", "adv", "update_critic",
     "update_actor", "update_weights",
 )  # fmt: skip
-"""Of `timing_s/*`, in the order of the loop."""
+"""Phases of `timing_s/*`, in the order of the loop."""
 IDLE_S = 5e-5
 """A phase that takes less had nothing to do."""
 HELD_OUT = f"val-core/{PAIR_ACCURACY}"
@@ -31,7 +31,6 @@ def run_on(journals: Sequence[Journal], metric: str) -> Curve:
     Args:
         journals: of rounds, in order. A round counts its steps anew, or goes on from the round
             before: both read the same.
-        metric: its name.
 
     Returns:
         Without points where no step has the metric.
@@ -50,7 +49,7 @@ def run_on(journals: Sequence[Journal], metric: str) -> Curve:
 
 
 def pair_curves(journals: Sequence[Journal], trainer: str) -> PairCurves:
-    """What stages that train on pairs recorded, laid end to end.
+    """Join the curves of stages that train on pairs.
 
     Args:
         journals: one, or those of the iterations of self-play, in order; each counts from step 1.
@@ -85,10 +84,7 @@ def _stage_by_stage(journals: Sequence[Journal], metric: str) -> list[Curve]:
 
 
 def median_step(journals: Iterable[Journal]) -> dict[str, float]:
-    """Where the time of a step goes.
-
-    Args:
-        journals: of rounds.
+    """Return the time of a step by phase.
 
     Returns:
         Seconds of each phase of a step that trained, and of what lies between them as `other`;

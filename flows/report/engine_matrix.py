@@ -38,7 +38,6 @@ class MatrixRow:
         model_type: `language_model` or `value_model`.
         device: torch device type, and whether a test runs on it.
         parallelism: dimensions, grouped by how they are tested.
-        features: the same of features.
         needs: what has to be installed, if it is not, and what the backend cannot do.
     """
 

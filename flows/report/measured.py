@@ -1,4 +1,4 @@
-"""What a run measured, side by side, as tables of the report.
+"""Tables of the report with the measurements of a run.
 
 Promises: only what the stages' commit records say. A run with one final evaluation, and nothing
 that it is compared with, has no such table.
@@ -26,9 +26,6 @@ def measured_tables(stages: Mapping[str, Mapping[str, float]]) -> list[str]:
 
     Args:
         stages: metrics by label, of a run.
-
-    Returns:
-        Lines of Markdown.
     """
     evaluations = {each: found for each, found in stages.items() if each.startswith(EVALUATION)}
     comparisons = {each: found for each, found in stages.items() if each.startswith(COMPARISON)}

@@ -1,4 +1,4 @@
-"""The report on the Prefect run page: a table of the stages, the plots, samples, what ails it.
+"""The report on the Prefect run page: stages, plots, samples and diagnosis.
 
 Promises: nothing here can fail a run that has its results already.
 """
@@ -19,12 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def show_report(report: Report, directory: Path) -> None:
-    """Create the artifacts of a finished run.
-
-    Args:
-        report: the run's report.
-        directory: holds its plots.
-    """
+    """Create the artifacts of a finished run."""
     key = _key(report.recipe)
     rows = [
         {
@@ -56,11 +51,9 @@ def show_report(report: Report, directory: Path) -> None:
 
 
 def show_diagnosis(recipe: str, run: str, directory: Path) -> None:
-    """Create the artifact of a run that something ails, whether it ended well or not.
+    """Create the artifact that shows the diagnosis of a run.
 
     Args:
-        recipe: its name.
-        run: the run's name.
         directory: of the run; holds the diagnosis, if there is one to show.
     """
     path = directory / DIAGNOSIS_MD

@@ -1,4 +1,4 @@
-"""What the plots of a report show."""
+"""Values of the plots of a report."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class PairCurves:
-    """Training on pairs of answers: curves of each stage, none of what nobody recorded.
+    """Curves of stages that train on pairs of answers; a metric without records has none.
 
     Attributes:
         accuracy: share of a step's pairs whose chosen answer has the larger reward, as the loss
@@ -47,7 +47,6 @@ class Bar:
     """One measured share with its interval.
 
     Attributes:
-        label: name of the stage.
         value: in [0, 1].
         low: lower end of the interval, or None.
         high: upper end of the interval, or None.
@@ -65,7 +64,6 @@ class PlotData:
 
     Attributes:
         loss: supervised loss per step.
-        reward_model: of its training.
         preference: of training on preferences, in all iterations of self-play.
         reward: mean reward per RL step.
         distillation: loss per RL step of what a teacher says.

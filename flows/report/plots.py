@@ -48,10 +48,6 @@ Drawing = tuple[str, Callable[["Axes"], None]]
 def draw_plots(data: PlotData, directory: Path) -> list[Path]:
     """Write `<name>.svg` and `<name>.png` for every part that has data.
 
-    Args:
-        data: what to draw.
-        directory: exists.
-
     Returns:
         The SVG files, in the order of a report.
     """
@@ -76,15 +72,7 @@ def draw_plots(data: PlotData, directory: Path) -> list[Path]:
 
 
 def save_figure(path: Path, draw: Callable[[Axes], None]) -> Path:
-    """Draw one plot as SVG, and as PNG beside it.
-
-    Args:
-        path: of the SVG.
-        draw: fills the axes.
-
-    Returns:
-        The path.
-    """
+    """Draw one plot as SVG, and as PNG beside it."""
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -100,7 +88,7 @@ def save_figure(path: Path, draw: Callable[[Axes], None]) -> Path:
 
 
 def _pair_drawings(name: str, title: str, pairs: PairCurves) -> Iterator[Drawing]:
-    """Of one trainer: pair accuracy, loss and margin."""
+    """Plots of one trainer: pair accuracy, loss and margin."""
     if pairs.accuracy or pairs.held_out:
         yield (
             f"{name}_accuracy",

@@ -3,7 +3,7 @@
 `<home>/runs/<run name>/` holds `report.json` (for machines), `report.md` (for people), the plots
 as SVG and PNG, `samples.html`, `diagnosis.html`, and `recipe.json`, the resolved recipe, which is
 there from the beginning of the run.
-Promises: times are those of the work itself, whoever did it; a run that reuses every stage
+Promises: times are those of the work itself, whichever run did it; a run that reuses every stage
 leaves the report of the run that did the work as it is.
 """
 
@@ -65,13 +65,13 @@ class StageReport(BaseModel, frozen=True):
     job_seconds: dict[str, float]
     """Seconds of the job's phases when it was computed."""
     adopted: Adoption | None = None
-    """Whose half-trained work it continues."""
+    """Half-trained work that the stage continued; None: it began by itself."""
     rejected: str = ""
     """The symptom for which what follows took the policy before it; empty: it counts."""
 
     @property
     def state(self) -> str:
-        """What became of it, in a word for tables."""
+        """Outcome, one word for tables."""
         return "rejected" if self.rejected else "reused" if self.reused else "ran"
 
 
@@ -93,7 +93,7 @@ class Report(BaseModel, frozen=True):
 
     @property
     def outputs(self) -> list[tuple[str, str, str]]:
-        """What the plots were drawn from, and what counts of it."""
+        """Fingerprint, digest and rejection of each stage, which the plots depend on."""
         return [(stage.fingerprint, stage.digest, stage.rejected) for stage in self.stages]
 
 
@@ -102,9 +102,6 @@ def run_directory(recipe: Recipe) -> Path:
 
     Args:
         recipe: of the run; its home holds the directory.
-
-    Returns:
-        The directory.
     """
     directory = recipe.home / "runs" / recipe.run_name
     make_directories(directory)
@@ -121,13 +118,9 @@ def build_report(
     """Sum up a finished run.
 
     Args:
-        recipe: what was run.
         results: its stages, in order.
         seconds: wall seconds of the run.
         rejected: symptom by label of a round from which nothing followed.
-
-    Returns:
-        The report.
     """
     names = distinct_names([result.label for result in results])
     return Report(
@@ -160,13 +153,10 @@ def build_report(
 
 
 def distinct_names(labels: Sequence[str]) -> list[str]:
-    """Labels, of which a flow of one's own may have several alike: `sft`, `sft_2`, `sft_3`.
+    """Number equal labels, which a flow of the user's may have: `sft`, `sft_2`, `sft_3`.
 
     Args:
         labels: of stages, in order.
-
-    Returns:
-        A name for each; all differ.
     """
     names: list[str] = []
     for label in labels:
@@ -180,7 +170,7 @@ def _work_seconds(result: StageResult) -> float:
 
 
 def evaluated_name(label: str) -> str:
-    """What an evaluation speaks of: `sft` for `evaluate_sft`, `final` for `evaluate`."""
+    """Name of what an evaluation measured: `sft` for `evaluate_sft`, `final` for `evaluate`."""
     return label.removeprefix("evaluate").removeprefix("_") or "final"
 
 
@@ -188,12 +178,8 @@ def write_report(report: Report, recipe: Recipe, history: StageHistory) -> Path:
     """Write the report's files, unless this run did nothing that they do not tell.
 
     Args:
-        report: what to write.
         recipe: stored beside it; its home holds the run directories.
         history: has the stages' journals.
-
-    Returns:
-        The run directory.
     """
     directory = run_directory(recipe)
     if all(stage.reused for stage in report.stages) and _is_told(report, directory):
@@ -211,7 +197,7 @@ def write_report(report: Report, recipe: Recipe, history: StageHistory) -> Path:
 
 
 def _is_told(report: Report, directory: Path) -> bool:
-    """Whether the last report here speaks of the same stages."""
+    """True if the last report in the directory has the same stages."""
     try:
         last = Report.model_validate_json((directory / REPORT_JSON).read_bytes())
     except (FileNotFoundError, ValidationError):
@@ -220,7 +206,7 @@ def _is_told(report: Report, directory: Path) -> bool:
 
 
 def plot_data(report: Report, history: StageHistory) -> PlotData:
-    """What the journals and commit records say, ready to be drawn."""
+    """Read the values of the plots from journals and commit records."""
     journals = {stage.name: history.records(stage.fingerprint, "")[0] for stage in report.stages}
 
     def of(label: str) -> list[Sequence[JournalRecord]]:
@@ -264,12 +250,7 @@ def markdown(report: Report, directory: Path, *, embed: bool = False) -> str:
     """The report for people.
 
     Args:
-        report: what to show.
-        directory: holds the plots.
         embed: put the plots into the text itself, for a page that cannot reach the files.
-
-    Returns:
-        Markdown.
     """
     lines = [
         f"# {report.run}",

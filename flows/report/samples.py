@@ -30,7 +30,6 @@ class ShownRun:
     """A run as the page shows it.
 
     Attributes:
-        name: of the run.
         curves: `[step, value]` by title of the plot.
         steps: samples by step.
         num_steps: that kept samples; `steps` may be fewer, for the size of the page.
@@ -43,15 +42,10 @@ class ShownRun:
 
 
 def shown_run(name: str, rounds: Sequence[str], history: StageHistory) -> ShownRun:
-    """What the store keeps of a run's rounds, as far as they have come.
+    """Samples of a run's rounds that the store has, finished or not.
 
     Args:
-        name: of the run.
         rounds: fingerprints of its RL rounds.
-        history: of the stages.
-
-    Returns:
-        The run.
     """
     values: dict[int, Mapping[str, float]] = {}
     steps: dict[int, Sequence[KeptSample]] = {}
@@ -74,9 +68,6 @@ def samples_page(runs: Sequence[ShownRun]) -> str:
 
     Args:
         runs: one, or two that are compared.
-
-    Returns:
-        HTML.
     """
     page = files("flows.report").joinpath("samples.html").read_text("utf-8")
     script = page.partition("<script>")[2].partition("</script>")[0]
@@ -87,7 +78,7 @@ def samples_page(runs: Sequence[ShownRun]) -> str:
 
 
 def samples_markdown(page: str, path: Path) -> str:
-    """What a page that cannot run a script shows of one that is: a few samples of its last step.
+    """Return a few samples of the last step, for pages without scripts.
 
     Args:
         page: from `samples_page`, of one run.

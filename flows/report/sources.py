@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 PREFIX = "source/"
-"""Of `source/<name>/<metric>`; the name may hold a `/`, the metric holds none."""
+"""Pattern of `source/<name>/<metric>`; the name may contain a `/`, the metric must not."""
 BOUNDS = ("_low", "_high")
 """Behind the name of a metric: the ends of its interval."""
 
@@ -17,7 +17,6 @@ def source_table(stage: str, metrics: Mapping[str, float]) -> list[str]:
 
     Args:
         stage: label of the evaluation.
-        metrics: of the stage.
 
     Returns:
         Lines of Markdown; none without sources.
@@ -49,7 +48,7 @@ def source_table(stage: str, metrics: Mapping[str, float]) -> list[str]:
 
 
 def is_shown(metric: str) -> bool:
-    """Whether a metric has a column of its own: the accuracy, and those at k."""
+    """True if a metric has a column of its own: the accuracy, and those at k."""
     return metric == "accuracy" or ("@" in metric and not metric.endswith(BOUNDS))
 
 

@@ -1,1 +1,1 @@
-"""What a pipeline run stands on."""
+"""Resources of a pipeline run."""

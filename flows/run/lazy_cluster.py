@@ -28,10 +28,7 @@ class LazyCluster:
         self._starting: Future[Cluster] | None = None
 
     def jobs(self) -> RayJobs:
-        """The job client of the running cluster; starts the cluster if nobody did.
-
-        Returns:
-            The client.
+        """Return the job client of the cluster, which is started if it is not running.
 
         Raises:
             ServiceError: the cluster could not be started.
@@ -40,7 +37,7 @@ class LazyCluster:
         return RayJobs(_result(self.start()))
 
     def release(self, besides: Collection[str] = ()) -> None:
-        """End the cluster if nobody else uses it and no job runs on it; twice is as good as once.
+        """End the cluster if it has no other user and no job; may be called twice.
 
         A start that is under way is given up.
 
@@ -53,11 +50,11 @@ class LazyCluster:
         try:
             _result(self._starting).release(besides)
         except (PipelineError, OSError) as error:
-            # Whoever needed it was told. If its end failed, its guard tries again.
+            # A failed start was reported to its user. A failed end is retried by the guard.
             _log.debug("the cluster was not released: %s", error)
 
     def start(self) -> Future[Cluster]:
-        """Begin to start it, if nobody did; returns at once."""
+        """Start the cluster in the background, if it is not running."""
         with self._lock:
             if self._starting is None:
                 self._starting = Future()

@@ -1,7 +1,7 @@
-"""What a pipeline run stands on: its home, store, cluster, tracking and display.
+"""Home, store, cluster, tracking and display of a pipeline run.
 
-Promises: the Ray cluster is started only if some stage has to run, by whoever needs it first,
-and ended by its last user; a run that ends while its job runs on leaves both to the next run, if
+Promises: the Ray cluster is started by the first stage that has to run, and ended by its last
+user; a run that ends while its job runs on leaves both to the next run, if
 it was not cancelled or interrupted.
 """
 
@@ -24,13 +24,13 @@ from flows.recipe.recipe import NOT_IDENTITY, Recipe
 from flows.report.page import show_diagnosis, show_report
 from flows.report.report import Report, build_report, run_directory, write_report
 from flows.run.lazy_cluster import LazyCluster
-from flows.run.registered_models import stored_models
 from flows.run.registry import Registry, open_mirrors, open_tracker
 from flows.run.round_gate import RoundGate
 from infra.errors import PipelineError
 from infra.ray.cluster import living_cluster
 from infra.ray.jobs import RayJobs
 from infra.redact import redact
+from infra.store.artifacts import digest_in_path
 from infra.store.canonical import sha256_json
 from infra.store.storage import open_storage
 from infra.tracking.history import StageHistory
@@ -49,7 +49,7 @@ NOTHING_FORCED: Mapping[str, str] = {}
 
 
 class SilentObserver:
-    """Sees stages and says nothing: the run page shows everything already."""
+    """An observer that does nothing: the Prefect run page shows everything."""
 
     def stage_started(self, label: str, fingerprint: str) -> None:
         """A stage is looked up."""
@@ -66,7 +66,7 @@ class SilentObserver:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the command line brings to a flow that it runs in its own process.
+    """Observer and cluster that a command gives to a flow in its own process.
 
     Attributes:
         observer: sees stages while they run.
@@ -78,11 +78,11 @@ class Surroundings:
 
 
 SURROUNDINGS: ContextVar[Surroundings | None] = ContextVar("SURROUNDINGS", default=None)
-"""Set by whoever runs the flow in its own process and wants to watch it."""
+"""Set by a command that runs the flow in its own process."""
 
 
 def is_watched() -> bool:
-    """Whether somebody set them; asked here, as what a flow names itself has to be picklable."""
+    """True if a command watches the flow; a function, since globals of a flow must be picklable."""
     return SURROUNDINGS.get() is not None
 
 
@@ -90,13 +90,8 @@ class PipelineRun:
     """One run of the pipeline.
 
     Args:
-        recipe: what is run.
-        history: of its stages.
-        stages: runs the stages.
-        recorder: keeps the lineage.
         observer: sees the stages while they run.
         orchestrated: whether Prefect shows the run.
-        directory: of its report.
     """
 
     def __init__(
@@ -107,17 +102,17 @@ class PipelineRun:
         recorder: Recorder,
         observer: StageObserver,
         orchestrated: bool,
-        directory: Path,
     ) -> None:
         self.stages = stages
-        self.registry = Registry(recipe, history.storage)
+        tracker = open_tracker(recipe.location)
+        self.registry = Registry(recipe.promote, tracker, history.storage)
         self.gate = RoundGate(recipe.diagnosis, history, self._warn)
         self._observer = observer
         self._recipe = recipe
         self._history = history
         self._recorder = recorder
         self._orchestrated = orchestrated
-        self._directory = directory
+        self._directory = run_directory(recipe)
         self._started = time.monotonic()
 
     def finish(self) -> Report:
@@ -133,7 +128,7 @@ class PipelineRun:
         return report
 
     def fail(self, error: BaseException) -> None:
-        """Record how the run ended; of one that failed say what ails it, and show it likewise."""
+        """Record how the run ended; diagnose a failed run and show the diagnosis."""
         self._recorder.run_ended(end_status(error))
         if not isinstance(error, Exception):
             return
@@ -145,11 +140,11 @@ class PipelineRun:
             show_diagnosis(recipe.name, recipe.run_name, self._directory)
 
     def close(self) -> None:
-        """Have the trackers told what they were not told yet."""
+        """Send the trackers what they did not get yet."""
         self._recorder.close()
 
     def _warn(self, label: str, text: str) -> None:
-        """A line for whoever watches, and one of the run's log."""
+        """Tell the observer and the log of the run."""
         self._observer.message(label, f"warning: {text}")
         logger = get_run_logger() if self._orchestrated else _log
         logger.warning("%s  %s", label, redact(text))
@@ -162,12 +157,8 @@ def open_run(
     """Everything a run needs, for as long as it runs.
 
     Args:
-        recipe: what is run.
         force: by stage label, a token that makes the stage run anew.
         adopt: labels of stages that continue what was half-trained under another fingerprint.
-
-    Yields:
-        PipelineRun: the run.
     """
     surroundings = SURROUNDINGS.get() or Surroundings()
     cluster = surroundings.cluster or LazyCluster(recipe.home)
@@ -186,7 +177,7 @@ def open_run(
         raise
     finally:
         try:
-            # First the cluster: whoever waits for the end of the run waits for this.
+            # First the cluster: its end takes longest.
             cluster.release(stopped)
         finally:
             run.close()
@@ -223,15 +214,15 @@ def _begun(
         run_key=recorder.run_key,
     )
     history.storage.runs.begin(recorder.run_key, recipe.run_name)
-    for digest in stored_models(recipe):  # else an alias that moves on leaves them to `rlhf gc`
-        history.storage.runs.read(recorder.run_key, digest)
-    return PipelineRun(
-        recipe, history, stages, recorder, observer, flow_run is not None, run_directory(recipe)
-    )
+    for _, path in recipe.models():
+        digest = digest_in_path(path)
+        if digest is not None:  # else `rlhf gc` may take a model whose alias has moved
+            history.storage.runs.read(recorder.run_key, digest)
+    return PipelineRun(recipe, history, stages, recorder, observer, flow_run is not None)
 
 
 def _diagnosed(recipe: Recipe, history: StageHistory, run_key: str, directory: Path) -> str:
-    """What ails a run that failed, in one line, perhaps nothing; writes the page, if it can be."""
+    """Diagnose a failed run and write the page; returns one line, empty without a finding."""
     try:
         runs = [run for run in history.storage.runs.known() if run.key == run_key]
         views = [view for run in runs for view in run_views(history, run)]
@@ -250,9 +241,9 @@ def _recorder(recipe: Recipe, history: StageHistory, flow_run: Mapping[str, str]
         ledger = Ledger(recipe.home, tracker.address, recipe.store_uri)
         return Shipper(ledger, tracker, history)
 
-    mirrors = [shipper(mirror) for mirror in open_mirrors(recipe)]
+    mirrors = [shipper(mirror) for mirror in open_mirrors(recipe.location)]
     return Recorder(
-        FanOut(shipper(open_tracker(recipe)), mirrors),
+        FanOut(shipper(open_tracker(recipe.location)), mirrors),
         identity=flow_run or {"home": str(recipe.home), "recipe": sha256_json(params)},
         name=recipe.run_name,
         params=params,
@@ -262,12 +253,10 @@ def _recorder(recipe: Recipe, history: StageHistory, flow_run: Mapping[str, str]
 
 
 def stop_jobs_of(flow_run_id: str, home: Path, store_uri: str) -> None:
-    """Stop every job that a flow run followed and nobody else does.
+    """Stop every job that only this flow run follows.
 
     Args:
         flow_run_id: as it joined the followers of its stages.
-        home: of the run.
-        store_uri: of the run.
     """
     try:
         cluster = living_cluster(home)

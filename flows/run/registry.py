@@ -1,8 +1,8 @@
-"""Who bears the alias that a recipe's model is to win, as the registry of its tracker says.
+"""The registered model that has the alias which the run's model competes for.
 
-Promises: asked once a run, when the model is there to be compared; a model that bears the alias
-already is compared with what it took it from, so a run that is repeated asks for the same stages.
-Does not promise that the answer still holds when the decision is told: whoever tells it looks
+Promises: the registry is asked once per run. A model that already has the alias is compared with
+its predecessor, so a repeated run asks for the same stages.
+Does not promise: that the answer still holds when the decision is recorded; the tracker checks it
 again.
 """
 
@@ -10,7 +10,8 @@ from dataclasses import replace
 from functools import cached_property
 
 from engines.config.plugins import TRACKERS
-from flows.recipe.recipe import Recipe
+from engines.config.recipe import LocationConfig
+from engines.config.sections import PromoteConfig
 from infra.errors import ArtifactError, ConfigError, ServiceError
 from infra.redact import redact
 from infra.services.stack import tracking_address
@@ -19,38 +20,36 @@ from infra.store.storage import Storage
 from infra.tracking.tracker import Incumbent, Tracker, TrackerSettings
 
 
-def tracking_uri(recipe: Recipe) -> str:
-    """The MLflow of a run: asked for, or started by `rlhf up`, or a database in the home."""
-    return recipe.location.tracking_uri or tracking_address(recipe.home)
+def tracking_uri(location: LocationConfig) -> str:
+    """Return the MLflow of a run: the configured one, that of `rlhf up`, or the home's database."""
+    return location.tracking_uri or tracking_address(location.home_directory)
 
 
-def open_tracker(recipe: Recipe) -> Tracker:
-    """The tracker of a recipe; nothing is opened or asked yet."""
-    return TRACKERS.load(recipe.location.tracker)(_settings(recipe))
+def open_tracker(location: LocationConfig) -> Tracker:
+    """Make the tracker of a run; it connects when it is first used."""
+    return TRACKERS.load(location.tracker)(_settings(location))
 
 
-def open_mirrors(recipe: Recipe) -> list[Tracker]:
-    """What is told the same as the tracker, each in a place of its own; nothing is opened yet."""
-    # The address is that of the tracker.
-    settings = replace(_settings(recipe), uri=None)
-    return [TRACKERS.load(name)(settings) for name in recipe.location.mirrors]
+def open_mirrors(location: LocationConfig) -> list[Tracker]:
+    """Make the mirrors of a run, which are told what the tracker is told."""
+    settings = replace(_settings(location), uri=None)  # the URI is that of the tracker alone
+    return [TRACKERS.load(name)(settings) for name in location.mirrors]
 
 
-def _settings(recipe: Recipe) -> TrackerSettings:
-    return TrackerSettings(recipe.home, tracking_uri(recipe), recipe.location.experiment)
+def _settings(location: LocationConfig) -> TrackerSettings:
+    return TrackerSettings(location.home_directory, tracking_uri(location), location.experiment)
 
 
 class Registry:
-    """Where a recipe's model would be registered.
+    """The registered model that a run's model has to beat.
 
     Args:
-        recipe: names the model, the alias and the tracker.
-        storage: of the run.
+        promote: names the registered model and the alias.
+        storage: store of the run.
     """
 
-    def __init__(self, recipe: Recipe, storage: Storage) -> None:
-        self._gate, self._tracker = recipe.promote, open_tracker(recipe)
-        self._storage = storage
+    def __init__(self, promote: PromoteConfig, tracker: Tracker, storage: Storage) -> None:
+        self._gate, self._tracker, self._storage = promote, tracker, storage
 
     def incumbent(self, candidate: Artifact) -> Artifact | None:
         """The model that a candidate has to beat.

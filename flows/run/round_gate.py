@@ -1,4 +1,4 @@
-"""What a finished round of RL has to show before what follows takes its policy.
+"""The gate that accepts or rejects the policy of a finished RL round.
 
 Promises: the decision is a pure function of what stages committed and of the recipe's thresholds,
 so a repetition decides alike and trains nothing; a rejected round stays committed, and what follows
@@ -8,26 +8,24 @@ Other thresholds may decide otherwise: then only what was given another policy r
 
 from collections.abc import Callable, Sequence
 
+from engines.config.diagnosis import DiagnosisConfig
 from engines.config.stages.rl import RLRoundStageConfig
 from flows.diagnosis.diagnosis import rejecting, symptoms
 from flows.diagnosis.evidence import stage_views
 from flows.diagnosis.findings import Finding
-from flows.recipe.diagnosis import DiagnosisConfig
 from infra.errors import SickRunError
 from infra.tracking.history import StageHistory
 from tasks.runner.run import StageResult
 
 
 def say_nothing(label: str, text: str) -> None:
-    """For whoever only looks."""
+    """Ignore a warning."""
 
 
 class RoundGate:
-    """Judges rounds in their order.
+    """Accepts or rejects rounds, in order.
 
     Args:
-        thresholds: of the recipe.
-        history: of the stages.
         warn: is told at once, by label of a round, why it is rejected and what follows from that.
 
     Attributes:
@@ -45,11 +43,10 @@ class RoundGate:
         self.rejected: dict[str, str] = {}
 
     def accepts(self, trained: StageResult, evaluated: StageResult) -> bool:
-        """Whether what follows takes a stage's policy.
+        """True if the next stages take the policy of a stage.
 
         Args:
             trained: SFT, which always counts, or a round.
-            evaluated: of its policy.
 
         Returns:
             False if the round is rejected; a stage that is only planned is taken for healthy.

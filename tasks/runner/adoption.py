@@ -31,10 +31,9 @@ from tasks.runner.identity import StageRequest
 
 @dataclass(frozen=True)
 class HalfTrained:
-    """Work on a stage that another fingerprint has, and nobody committed.
+    """Uncommitted work on a stage under another fingerprint.
 
     Attributes:
-        fingerprint: of the work.
         generation: number of its first attempt.
         root: holds its checkpoints.
         step: its newest checkpoint, counted within the stage; nothing was verified.
@@ -53,7 +52,7 @@ class HalfTrained:
         return f"step {self.step} of {self.fingerprint[:DIGITS]}"
 
     def offer(self, label: str) -> str:
-        """Whether it can be adopted by a stage, in words; empty if it was given other inputs."""
+        """Describe how a stage can adopt it; empty if it was given other inputs."""
         fields = [change.field for change in self.refused]
         if not fields:
             return (
@@ -71,7 +70,6 @@ def half_trained(storage: Storage, request: StageRequest) -> list[HalfTrained]:
 
     Args:
         storage: where the work is; no checkpoint is read.
-        request: the stage.
 
     Returns:
         One for each other fingerprint: first what may be adopted, then the most steps.
@@ -93,11 +91,10 @@ def own_step(storage: Storage, request: StageRequest) -> int:
 
 
 def find_adoptable(storage: Storage, request: StageRequest) -> HalfTrained | None:
-    """What `--adopt` continues.
+    """Find the half-trained work that `--adopt` continues.
 
     Args:
         storage: where the work is.
-        request: the stage.
 
     Returns:
         The work; None where the stage's own is as far, after an earlier adoption for one.
@@ -131,7 +128,6 @@ def link_adopted(work: HalfTrained, storage: Storage, fingerprint: str, attempt:
     One of a step that the work's journal lacks is left aside: its metrics could not be told.
 
     Args:
-        work: what is adopted.
         storage: where both are.
         fingerprint: of the stage that goes on.
         attempt: that would begin a generation with it; need not be held.
@@ -171,7 +167,6 @@ def copy_adopted_steps(storage: Storage, request: StageRequest, attempt: int) ->
 
     Args:
         storage: where both journals are.
-        request: the stage.
         attempt: is held, and has no job yet.
 
     Returns:
@@ -213,7 +208,7 @@ def _work(storage: Storage, fingerprint: str, request: StageRequest) -> HalfTrai
 
 
 def _told_steps(storage: Storage, fingerprint: str, number: int, root: Path) -> list[int]:
-    """Those of a generation's step checkpoints that may be continued, unread."""
+    """Step checkpoints of a generation that may be continued; they are not read."""
     steps = storage.channel(fingerprint).step_numbers(root)
     last = _num_told(storage, fingerprint, number) if steps else 0
     return [step for step in steps if step <= last]

@@ -1,4 +1,4 @@
-"""Whether the run that is being ended was cancelled, and what a cancelled run leaves behind."""
+"""Detects a cancelled flow run, and stops its jobs."""
 
 import logging
 
@@ -16,13 +16,10 @@ _log = logging.getLogger(__name__)
 
 
 def run_is_cancelled(error: BaseException) -> bool:
-    """Whether a SIGTERM means that someone cancelled the flow run.
+    """True if a SIGTERM means that the flow run was cancelled.
 
     Prefect sends the same signal when a worker shuts down; only the state of the flow run on
     the server tells the two apart.
-
-    Args:
-        error: what ended the task.
 
     Returns:
         True if the flow run is cancelled or being cancelled. False outside a flow run, and when
@@ -45,9 +42,7 @@ def stop_followed(storage: Storage, jobs: RayJobs, follower: str) -> None:
     """End what a cancelled run followed and could not end itself, unless others follow it too.
 
     Args:
-        storage: of the run.
         jobs: of the cluster that runs its jobs.
-        follower: the run, as it joined.
 
     Raises:
         JobError: Ray cannot be reached.
@@ -65,7 +60,7 @@ def stop_followed(storage: Storage, jobs: RayJobs, follower: str) -> None:
 
 
 def _left_alone(storage: Storage, fingerprint: str, follower: str) -> str | None:
-    """Leave a stage: the job that makes it, if nobody else waits for it."""
+    """Stop following a stage; its job is stopped if it has no other follower."""
     log = storage.attempts.entries(fingerprint)
     if storage.attempts.leave(fingerprint, follower) or not log or log[-1].kind != "held":
         return None

@@ -1,4 +1,4 @@
-"""In what a stage differs from what was run before, told field by field.
+"""Differences between a stage and earlier runs, field by field.
 
 Promises: everything that the specification of an earlier run keeps is compared: configuration,
 seed, digests of inputs, modules of source, libraries. Only specifications are read.
@@ -30,11 +30,10 @@ MAX_NUM_EARLIER = 256
 
 @dataclass(frozen=True)
 class Differences:
-    """What an earlier run of a stage had, and a request has not.
+    """Differences between an earlier run of a stage and a request.
 
     Attributes:
         changes: fields of the configuration, the seed and digests of inputs.
-        sources: modules.
         libraries: distributions with both versions.
     """
 
@@ -58,9 +57,6 @@ def differences(spec: StageSpec, request: StageRequest) -> Differences:
     Args:
         spec: of an attempt on a stage of the same kind.
         request: the stage; an input of no digest is not compared.
-
-    Returns:
-        What differs, the earlier value first.
     """
     libraries = _differing(spec.libraries, request.libraries)
     return Differences(
@@ -71,7 +67,7 @@ def differences(spec: StageSpec, request: StageRequest) -> Differences:
 
 
 def specification(storage: Storage, fingerprint: str) -> StageSpec | None:
-    """What the attempts of a stage's newest generation were to do; None if none can be read."""
+    """Specification of the stage's newest generation; None if none can be read."""
     for entry in generation(storage.attempts.entries(fingerprint)):
         try:
             return storage.channel(fingerprint).read_specification(entry.number)
@@ -87,7 +83,6 @@ class EarlierRun:
     Attributes:
         spec: what it was to do.
         output: what was committed; None: it is half-trained.
-        differs: the request from it.
     """
 
     spec: StageSpec
@@ -139,7 +134,7 @@ class EarlierRuns:
         half_trained = {*self._storage.with_steps()}
         known = []
         for fingerprint in nlargest(MAX_NUM_EARLIER, used_at, key=used_at.__getitem__):
-            with suppress(ArtifactError):  # whoever asks for that stage is told
+            with suppress(ArtifactError):  # a lookup of that stage reports it
                 record = latest_commit(self._storage.attempts.entries(fingerprint))
                 spec = specification(self._storage, fingerprint)
                 if spec is not None and (record is not None or fingerprint in half_trained):
@@ -153,7 +148,7 @@ def _distance(run: EarlierRun) -> tuple[int, bool, int]:
 
 
 def _changes(spec: StageSpec, request: StageRequest) -> Iterator[Change]:
-    """Where a specification and a request differ, but for code and libraries."""
+    """Fields in which a specification and a request differ, without code and libraries."""
     before = _values(spec.schema_version, spec.seed, spec.inputs)
     now = _values(STAGE_SCHEMA_VERSION, request.seed, request.inputs)
     for name, (old, new) in _differing(before, now).items():

@@ -1,11 +1,10 @@
 """Following a stage's job from its claim to its commit.
 
-Promises: the stage's log alone says who works on the stage and that it is done; Ray's status and
-the job's beats only say whether it still makes sense to wait. Silence is time by this process's
-own clock in which it could read and write the channel. A store that fails is asked again for
-`STORE_AWAY_S`, and told once. Leaving on a cancellation stops the job if nobody else is known to
-wait for it, the store being away or not; leaving for any other reason leaves it running, for the
-next run.
+Promises: the stage log alone says which attempt owns the stage, and that it is done. Ray's status
+and the heartbeat only decide how long to wait. Silence is measured by this process's clock while
+it can read and write the channel. A store that fails is retried for `STORE_AWAY_S`, with one
+message. A cancelled run stops the job if no other follower is known; a run that ends otherwise
+leaves the job to the next run.
 """
 
 import logging
@@ -57,10 +56,10 @@ STORE_AWAY_S = 600.0
 """How long the store may fail at a stretch before the run ends; the job goes on without it."""
 QUEUED_TOLD_S = 15.0
 EXIT_KILLED = {128 + signal.SIGKILL, -signal.SIGKILL}
-"""As a shell tells it, and as Ray does."""
+"""Exit status of a killed process: as a shell and as Ray report it."""
 MEMORY = "out of memory?"
 NUM_KNOBS = 4
-"""Of those that are told in an error; `rlhf diagnose` tells all."""
+"""Number of settings that an error suggests; `rlhf diagnose` names all."""
 COMMIT_GRACE_S = 5.0
 """A job that Ray calls finished may have committed after our last look at the store."""
 
@@ -71,13 +70,13 @@ _log = logging.getLogger(__name__)
 
 
 class _Verdict(Enum):
-    """What is known of an attempt that has not committed."""
+    """State of an attempt that has not committed."""
 
     ALIVE = auto()
     ENDED = auto()
     SILENT = auto()
     PASSED = auto()
-    """The log has an entry behind it: its commit, or an attempt of somebody else."""
+    """The log has an entry behind the attempt: its commit, or another attempt."""
 
 
 def _no_beat() -> BeatWatch:
@@ -94,7 +93,7 @@ class _Job:
     attached: bool
     watch: BeatWatch
     is_here: bool
-    """Whether its cluster is ours: another's jobs are not unknown to Ray because they are lost."""
+    """True if the attempt runs on our cluster: Ray does not know jobs of another one."""
     lost: BeatWatch = field(default_factory=_no_beat)
     """How long Ray has not known it."""
     judged_at: float = field(default_factory=lambda: time.monotonic())
@@ -102,25 +101,20 @@ class _Job:
     queued: BeatWatch = field(default_factory=_no_beat)
     """How long it has waited for what it needs of the cluster."""
     is_told: bool = False
-    """Whether that was said."""
+    """True if it was already reported."""
 
 
 class JobFollower:
     """Brings one stage's job to its commit.
 
     Args:
-        label: name of the stage.
-        fingerprint: what the job commits.
-        force: token of the generation that is wanted; empty: any commit will do.
-        follower: names who waits, in the store.
-        submission: makes new attempts.
-        storage: where the log is.
-        page: where a person looks.
-        say: tells whoever watches the run what happens to the job.
-        on_stand: called with the attempt that stands for the work, before it is waited for; it may
-            be committed by then.
-        ours: whether a job that this run followed began the stage: what it did so far is news, its
-            failure too.
+        force: token of the wanted generation; empty accepts any commit.
+        follower: name of this process among the followers of the stage.
+        say: called with one line whenever something happens to the job.
+        on_stand: called with the number of the attempt that owns the stage, before the wait for it;
+            it may be committed by then.
+        ours: true if a job that this run followed began the stage: its records and its failure so
+            far are reported.
     """
 
     def __init__(
@@ -152,22 +146,18 @@ class JobFollower:
         self.ray_job = ""
         """Name of the job that was waited for last."""
         self.others_wait = False
-        """Whether a cancelled job goes on because someone else follows it."""
+        """True if a cancelled job continues because it has another follower."""
 
     def follow(self, jobs: RayJobs, on_record: OnRecord) -> CommitRecord:
         """Submit or attach, then wait for the commit.
 
         Args:
-            jobs: the job client.
             on_record: gets every journal record written from now on.
-
-        Returns:
-            The commit record.
 
         Raises:
             ConfigError: the job refused its configuration or input.
             JobFailedError: the job ended, or fell silent, without a commit.
-            OSError: the store failed at the first question, or for `STORE_AWAY_S`.
+            OSError: the store failed at the first request, or for `STORE_AWAY_S`.
         """
         self._storage.attempts.join(self._fingerprint, self._follower)
         try:
@@ -207,7 +197,7 @@ class JobFollower:
         return self._storage.attempts.entries(self._fingerprint)
 
     def _leave(self) -> int:
-        """How many others wait, as far as is known: nothing here keeps a run from its end."""
+        """Leave, and return the known number of other followers; a failing store is only logged."""
         try:
             return self._storage.attempts.leave(self._fingerprint, self._follower)
         except (ArtifactError, OSError) as error:
@@ -215,7 +205,7 @@ class JobFollower:
             return 0
 
     def _stand(self, jobs: RayJobs) -> _Job | None:
-        """The attempt that stands for the work now, or a new one of ours; None: it is done."""
+        """Return the attempt that owns the stage, a new one of ours if needed; None: it is done."""
         while True:
             log = self._ask(self._log)
             if latest_commit(log, self._force) is not None:
@@ -239,7 +229,7 @@ class JobFollower:
             return _Job(attempt, self.ray_job, attached, self._watch(attempt), is_here)
 
     def _is_over(self, jobs: RayJobs, held: LogEntry) -> bool:
-        """Whether an attempt is certainly over, without waiting for silence."""
+        """True if an attempt is certainly over, without waiting for silence."""
         problem = self._channel.read_error(held.number)
         if problem is not None:
             # A failure of this run's own job is told, not tried again; its being stopped is none.
@@ -252,13 +242,13 @@ class JobFollower:
         except JobError:
             return False
         if status is None:
-            # It never came to a submission, if whoever was about to submit it is gone.
+            # If the holder is dead, the attempt was never submitted.
             is_here = held.holder.cluster == jobs.cluster_id
             return is_here and beat is None and is_dead(held.holder.process)
         return status.is_terminal
 
     def _wait(self, jobs: RayJobs, job: _Job, on_record: OnRecord) -> CommitRecord | None:
-        """Wait for the commit; None if somebody has to stand for the work anew."""
+        """Wait for the commit; None if the work needs a new attempt."""
         while True:
             verdict = self._ask(partial(self._turn, jobs, job))
             self._show(on_record)
@@ -291,7 +281,7 @@ class JobFollower:
         return verdict
 
     def _watch(self, attempt: int) -> BeatWatch:
-        """Listens to an attempt: who cannot write and read the channel does not hear it."""
+        """Watch the heartbeat of an attempt, as long as the channel can be written and read."""
 
         def look() -> Beat | None:
             self._storage.attempts.join(self._fingerprint, self._follower)
@@ -300,7 +290,7 @@ class JobFollower:
         return BeatWatch(look)
 
     def _judge(self, jobs: RayJobs, job: _Job) -> _Verdict:
-        """Whether the job ended or fell silent."""
+        """Tell from Ray's status and the heartbeat if the job ended or fell silent."""
         beat = job.watch.beat
         if self._channel.read_error(job.attempt) or (beat is not None and is_dead(beat.process)):
             return _Verdict.ENDED
@@ -332,7 +322,7 @@ class JobFollower:
             self._say(f"{job.name} waits until the cluster has room for it ({needs})")
 
     def _give_up(self, jobs: RayJobs, job: _Job) -> None:
-        """End a silent job; whoever only found it takes over, whoever made it is told."""
+        """End a silent job. A follower takes the stage over; for its submitter it is an error."""
         silence_s = max(job.watch.silence_s, job.lost.silence_s)
         message = f"gave no sign of life for {silence_s:.0f} s"
         problem = JobProblem(type="SilentJobError", message=message, exit_code=1)
@@ -356,7 +346,7 @@ class JobFollower:
             self._say(f"earlier attempts reached step {max(steps)}")
 
     def _read(self, attempt: int) -> None:
-        """What the journal has of an attempt that was not read yet."""
+        """New records of an attempt's journal."""
         records, self._positions = read_journal(
             self._storage, self._fingerprint, self._positions, attempt
         )

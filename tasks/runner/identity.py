@@ -1,4 +1,4 @@
-"""What makes a stage the stage it is: the request, and the fingerprint computed from it.
+"""The request of a stage, and the fingerprint computed from it.
 
 Promises: two requests have one fingerprint exactly when stage, configuration, input digests,
 seed, reachable sources, installed libraries, installed plugins and what a user's file imports are
@@ -45,17 +45,33 @@ class StageRequest:
     """One stage to be run, before it is known whether its output exists.
 
     Attributes:
-        config: the stage.
-        inputs: artifacts by the name the job knows them by.
-        seed: the run's seed.
+        given: artifacts of other stages by the name the job knows them by.
         then: a stage that waits for nothing but this one's output, which it knows by its kind; not
             part of what this stage is.
     """
 
     config: StageConfig
-    inputs: Mapping[str, Artifact]
+    given: Mapping[str, Artifact]
     seed: int
     then: "StageRequest | None" = None
+
+    @cached_property
+    def inputs(self) -> Mapping[str, Artifact]:
+        """Given artifacts and external inputs, by name.
+
+        Returns:
+            Artifacts, those from outside by their bytes.
+
+        Raises:
+            ConfigError: something from outside is not there.
+        """
+        outside = {
+            name: (script_artifact if source.is_script else external_artifact)(
+                source.path, source.setting
+            )
+            for name, source in self.config.external_inputs(self.given.keys()).items()
+        }
+        return {**self.given, **outside}
 
     @property
     def label(self) -> str:
@@ -80,7 +96,7 @@ class StageRequest:
 
     @cached_property
     def _imported(self) -> ImportedCode:
-        """What scripts import of other people's; of a job environment all counts that is there."""
+        """Third-party code that scripts import; a job environment counts as a whole."""
         return imported_code(() if self.interpreter else self._scripts)
 
     @cached_property
@@ -97,7 +113,7 @@ class StageRequest:
 
     @cached_property
     def environment(self) -> str:
-        """Digest of the libraries and of other people's code that the job would run."""
+        """Digest of libraries and third-party code that the job would run."""
         named, config = frozenset(self.config.plugins()), self.config
         imported = self._imported.distributions
         return environment_of(named, config.interpreter, config.rollout_interpreter, imported)
@@ -148,27 +164,13 @@ def environment_of(
 
 
 def stage_request(
-    config: StageConfig, seed: int, then: StageRequest | None = None, /, **inputs: Artifact | None
+    config: StageConfig, seed: int, then: StageRequest | None = None, /, **given: Artifact | None
 ) -> StageRequest:
-    """A stage with its inputs: what other stages made, and what it reads from outside.
+    """A stage with what other stages made for it.
 
     Args:
-        config: the stage.
-        seed: the run's seed.
         then: what waits for nothing but its output.
-        **inputs: artifacts by the name the job knows them by; None is no input.
-
-    Returns:
-        The request.
-
-    Raises:
-        ConfigError: something from outside is not there.
+        **given: artifacts of a flow by name, of which the stage takes its inputs; None is none.
     """
-    given = {name: artifact for name, artifact in inputs.items() if artifact is not None}
-    outside = {
-        name: (script_artifact if source.is_script else external_artifact)(
-            source.path, source.setting
-        )
-        for name, source in config.external_inputs(given.keys()).items()
-    }
-    return StageRequest(config, {**given, **outside}, seed, then)
+    there = {name: artifact for name, artifact in given.items() if artifact is not None}
+    return StageRequest(config, config.inputs(there), seed, then)

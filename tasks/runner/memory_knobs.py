@@ -2,7 +2,7 @@
 
 Promises: only settings that the stage has and that are not at their smallest, each with the value
 to try. First come those that change no result but its rounding.
-Does not promise that one of them suffices: nobody measured it.
+Does not promise: that one of them suffices.
 """
 
 from engines.config.stages.base import StageConfig, TrainingStageConfig
@@ -17,10 +17,9 @@ SWITCHES = ("gradient_checkpointing", "optimizer_offload", "param_offload", "act
 
 
 def memory_knobs(config: StageConfig, phase: str = "") -> list[str]:
-    """What to try.
+    """Return settings to try.
 
     Args:
-        config: of the stage.
         phase: in which memory ran out; empty: not known.
 
     Returns:

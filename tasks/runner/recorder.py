@@ -1,4 +1,4 @@
-"""What a pipeline run and its stages have to say, put into the tracking ledger.
+"""Writes what a pipeline run and its stages report into the tracking ledger.
 
 Promises: nothing here waits for a tracker; one run per pipeline run, a retry and a repetition
 included; a stage's run stays below the pipeline run that computed it, and later ones carry its
@@ -20,9 +20,9 @@ CLOSE_DEADLINE_S = 60.0
 """For a run that succeeded; begins anew while a report or a model moves, `UPLOAD_DEADLINE_S` at
 most."""
 UPLOAD_DEADLINE_S = 3600.0
-"""In all: 2 GiB, the largest model that is uploaded, at 0.6 MB a second."""
+"""Deadline of all uploads: 2 GiB, the largest model that is uploaded, at 0.6 MB/s."""
 CLOSE_IN_HASTE_S = 5.0
-"""For a run that somebody ended, or that failed: what is not told is told by the next."""
+"""Deadline for a failed or cancelled run; the next run sends what is missing."""
 
 EndStatus = Literal["FAILED", "KILLED"]
 
@@ -31,9 +31,7 @@ class Recorder:
     """One pipeline run in the tracker: a parent run, and a child for each stage it computes.
 
     Args:
-        shipper: tells the trackers.
         identity: what makes this pipeline run this one; the same continues its run.
-        name: of the parent run.
         params: settings of the parent run.
         tags: tags of the parent run.
         store_uri: of the stages; equal stages of two stores are two runs.
@@ -107,7 +105,6 @@ class Recorder:
         """The run has its results.
 
         Args:
-            directory: of its report.
             metrics: headline numbers of the whole run.
         """
         self._run = self._run.model_copy(
@@ -127,7 +124,7 @@ class Recorder:
             self._shipper.put(self._run.model_copy(update={"state": status}))
 
     def close(self) -> None:
-        """Wait until everything is told, but not for ever; in haste once somebody ends it."""
+        """Wait until everything is sent, or until a deadline; ending the run shortens it."""
         try:
             self._shipper.close(self._close_deadline_s, self._upload_deadline_s)
         except (KeyboardInterrupt, SystemExit):

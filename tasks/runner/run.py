@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Protocol
 
+from engines.config.stages.base import StageConfig
 from infra.frozen_model import FrozenModel
 from infra.store.stage_spec import Adoption, Artifact
 from infra.tracking.comparison import BEFORE, GAIN, MARGIN, PAIR_ACCURACY, verdicts
-from tasks.runner.identity import StageRequest
+from tasks.runner.identity import StageRequest, stage_request
 
 COUNT_METRICS = ("num_rows", "num_rl", "num_sft", "num_eval", "num_steps", "size_bytes")
 
@@ -32,20 +33,20 @@ def headline_metric(metrics: Mapping[str, float]) -> str:
 
 
 class StageResult(FrozenModel):
-    """What a finished stage hands on."""
+    """Result of a finished stage."""
 
     label: str
     """Name of the stage within the run (`rl_round_2`)."""
     fingerprint: str
     artifact: Artifact
     reused: bool
-    """Whether the output was there before this run asked for it."""
+    """True if the output existed before this run asked for it."""
     wall_s: float
     """Seconds this run spent on the stage, looking it up included."""
     metrics: dict[str, float]
     """Headline metrics from the commit record."""
     adopted: Adoption | None = None
-    """Whose half-trained work the result continues."""
+    """Half-trained work that the result continues; None: it began by itself."""
     job_seconds: dict[str, float]
     """Wall seconds of the job's phases, from the commit record."""
 
@@ -66,3 +67,30 @@ class StageRunner(Protocol):
     def run(self, request: StageRequest) -> StageResult:
         """Run one stage, or find that it is done."""
         ...
+
+
+def run_stage(
+    run: StageRunner,
+    config: StageConfig,
+    then: StageRequest | None = None,
+    /,
+    **given: Artifact | None,
+) -> StageResult:
+    """Run one stage on those of a flow's artifacts that it reads.
+
+    Args:
+        run: runs it, or plans it.
+        then: waits for nothing but its output; the process that makes it runs this next.
+        **given: artifacts by name; None is none.
+
+    Returns:
+        The result, whose artifact other stages are given.
+
+    Raises:
+        ValueError: an artifact is missing that the stage needs.
+    """
+    request = stage_request(config, run.seed, then, **given)
+    absent = [name for name in config.needs if name not in request.given]
+    if absent:
+        raise ValueError(f"stage {config.label}: got {sorted(given)}; need {', '.join(absent)}")
+    return run.run(request)

@@ -1,4 +1,4 @@
-"""What a stage shows on its Prefect run page while it runs: log lines and a progress ring.
+"""Log lines and progress of a stage on its Prefect run page.
 
 Promises: outside a Prefect run everything here goes to the plain logger instead; a Prefect server
 that is slow or gone costs a stage one warning and no work.

@@ -36,7 +36,7 @@ from tasks.runner.submission import Submission
 
 
 class StageObserver(Protocol):
-    """Whoever wants to see stages while they run: a terminal, a test."""
+    """Sees stages while they run: a terminal, a test."""
 
     def stage_started(self, label: str, fingerprint: str) -> None:
         """A stage is looked up."""
@@ -66,7 +66,6 @@ class StageContext:
         observer: sees stages while they run.
         runtime: what jobs need but does not change their output.
         orchestrated: whether each stage is to be a Prefect task run.
-        seed: of the run.
         force: by stage label, a token: only a commit that was made for it will do.
         adopt: labels of stages that continue what was half-trained under another fingerprint.
         metadata: travels with each Ray job (`flow_run_id`).
@@ -106,12 +105,6 @@ class StageContext:
     def run(self, request: StageRequest) -> StageResult:
         """Bring one stage to its result, in a Prefect task run if the run is orchestrated.
 
-        Args:
-            request: the stage.
-
-        Returns:
-            Its output, computed or found.
-
         Raises:
             ConfigError: the job refused its configuration or its input, or nothing can be adopted.
             JobFailedError: the job ended without committing; carries the tail of its log.
@@ -141,7 +134,7 @@ class StageContext:
         return cast(StageResult, outcome.result() if isinstance(outcome, State) else outcome)
 
     def stop_jobs(self) -> None:
-        """Stop jobs that this run still follows and nobody else does.
+        """Stop jobs that only this run follows.
 
         The job of a stage may have begun the next one, before anybody here asked for it.
 
@@ -156,7 +149,7 @@ class StageContext:
         started = time.monotonic()
         force = self._force.get(request.label, "")
         self._observer.stage_started(request.label, request.fingerprint)
-        # Before it is looked up: then nobody takes it away in between.
+        # Before the lookup, so that `rlhf gc` does not remove it in between.
         self._storage.runs.use(self._run_key, request.fingerprint)
         log = self._storage.attempts.entries(request.fingerprint)
         # A job that this run followed may have gone on with this stage, even to its commit.
@@ -242,10 +235,9 @@ class StageContext:
         return record
 
     def _tell_end(self, request: StageRequest, of: int, status: EndStatus) -> None:
-        """Tell that nobody here waits any more, or of a commit that nobody here saw.
+        """Record that this run waits no longer, or report a commit that it did not see.
 
         Args:
-            request: the stage.
             of: number of the first attempt of the generation that was waited for.
             status: of a stage without a commit.
         """
@@ -259,11 +251,7 @@ class StageContext:
         """Number of the first attempt of a generation, and what that adopted.
 
         Args:
-            request: the stage.
             attempt: one of the generation, which may be committed.
-
-        Returns:
-            Both.
         """
         log = self._storage.attempts.entries(request.fingerprint)
         of = current_generation(log[: attempt + 1])

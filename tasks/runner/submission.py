@@ -1,7 +1,7 @@
 """One stage as a Ray job: how an attempt is claimed in the store, and submitted.
 
-Promises: whoever holds an attempt in the stage's log submits it, nobody else; a submission that
-fails is told in the stage's channel, so that nobody waits for its job.
+Promises: only the holder of an attempt in the stage's log submits it; a failed submission is
+recorded in the stage's channel, so that no follower waits for its job.
 """
 
 import sys
@@ -31,11 +31,9 @@ class Submission:
     """A stage's attempts.
 
     Args:
-        request: the stage.
         storage: where its log is, and where the job publishes.
         runtime: what the job needs but does not change its output.
         metadata: travels with the Ray job.
-        follower: who waits for the stage.
         run_key: of the run that uses it, as the store knows it.
         adopts: work that the next entry of the log begins with, unless someone else makes it.
     """
@@ -62,19 +60,18 @@ class Submission:
 
     @property
     def config(self) -> StageConfig:
-        """Of the stage."""
+        """Label of the stage."""
         return self._request.config
 
     @property
     def resources(self) -> Mapping[str, Any]:
-        """What Ray keeps free for the job's own process."""
+        """Resources that Ray reserves for the job's driver."""
         return self._request.config.driver_resources
 
     def submission_id(self, attempt: int, holder: str) -> str:
         """Ray's name of an attempt's job; who follows it reads the name in the stage's log.
 
         Args:
-            attempt: its number.
             holder: id of who holds it. Numbers begin again with a log that was collected as
                 garbage, and a cluster keeps the names of finished jobs.
 
@@ -89,7 +86,6 @@ class Submission:
         """Claim an attempt, and submit its job.
 
         Args:
-            jobs: the job client.
             attempt: length of the stage's log as the caller saw it.
             force: token of a new generation.
 
@@ -158,7 +154,7 @@ class Submission:
 def forwarded_environment() -> dict[str, str]:
     """Variables of this process that a job needs although the cluster was started without them.
 
-    Secrets are not among them: whoever may list jobs can read a job's environment.
+    Secrets are left out: every client that can list jobs can read a job's environment.
     """
     forwarded = (
         env.AWS_ENDPOINT_URL,

@@ -13,6 +13,7 @@ import pytest
 from tiny_pipeline import Home, settings
 
 from engines.config.stages.data import PreprocessStageConfig
+from engines.config.stages.supervised import SFTStageConfig
 from flows.recipe.recipe import Recipe, load_recipe
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact, CommitRecord, StageSpec
@@ -128,14 +129,11 @@ def project(tmp_path: Path) -> Project:
 
 def add_a_stage(project: Project) -> None:
     """Every block of the guide, where it says."""
-    declaration, job, task, field, stage, line = blocks_of("add-a-stage.md")
+    declaration, job, line = blocks_of("add-a-stage.md")
     for number, (file, code, above) in enumerate(
         [
             ("engines/config/stages/count.py", declaration, ""),
             ("engines/jobs/count.py", job, ""),
-            ("tasks/stages.py", task, ""),
-            ("flows/recipe/recipe.py", field, "training: TrainingConfig"),
-            ("flows/recipe/stage_configs.py", stage, "if recipe.sft:"),
             ("flows/stage_order.py", line, "if data is None or not recipe.trains:"),
         ]
     ):
@@ -149,7 +147,7 @@ def add_a_stage(project: Project) -> None:
 def add_a_trainer(project: Project) -> None:
     """Every block of the guide, where it says."""
     training_set, declaration, job, *rest = blocks_of("add-a-trainer.md")
-    task, stage, yielded, section, method, rows, lines = rest
+    [lines] = rest
     for file, code in [
         ("engines/trainers/supervised/unlikelihood.py", training_set),
         ("engines/config/stages/unlikelihood.py", declaration),
@@ -157,28 +155,19 @@ def add_a_trainer(project: Project) -> None:
     ]:
         project.in_guide("add-a-trainer.md", file)
         project.write(file, code)
-    for file, code, above in [
-        ("tasks/stages.py", task, ""),
-        ("flows/recipe/stage_configs.py", stage, ""),
-        ("flows/recipe/stage_configs.py", yielded, "if recipe.rl.num_rounds:"),
-        ("flows/recipe/recipe.py", section, "rl: RLConfig"),
-        ("flows/recipe/recipe.py", method, "rl_round_stage ="),
-        ("flows/recipe/validation.py", rows, "if plays and recipe.reward_model is None"),
-        ("flows/stage_order.py", lines, "reference = policy"),
-    ]:
-        project.in_guide("add-a-trainer.md", file, above)
-        project.add(file, code, above)
+    file, above = "flows/stage_order.py", "self._reinforce(given, policies)"
+    project.in_guide("add-a-trainer.md", file, above)
+    project.add(file, lines, above)
 
 
-def test_a_stage_is_one_file_one_field_and_one_line(project: Project) -> None:
+def test_a_stage_is_one_file_and_one_line(project: Project) -> None:
     add_a_stage(project)
     assert project.planned()[:3] == ["preprocess", "count", "sft"]
-    assert "count.splits.0" in project.refused("count.splits=[nothing]")
-    recipe = f"load_recipe({str(project.home.recipe)!r})"
-    code = "from flows.recipe.recipe import load_recipe\n"
-    code += f"print([stage.label for stage in {recipe}.stages()][:3])"
-    checked = project.said([sys.executable, "-c", code])
-    assert checked.strip() == str(["preprocess", "count", "sft"])
+    assert project.planned("stages.count.splits=[rl]")[:3] == ["preprocess", "count", "sft"]
+    assert "stages.count.splits.0" in project.refused("stages.count.splits=[nothing]")
+    assert "stages.cuont: no stage of this run reads it; need count" in project.refused(
+        "stages.cuont.splits=[rl]"
+    )
 
     _, data = project.dataset()
     counted = project.run("count", {"count": {"splits": ["rl"]}}, dataset=data)
@@ -201,18 +190,20 @@ def test_both_guides_together_leave_a_tree_that_keeps_its_rules(project: Project
 
 def test_a_plan_refuses_what_a_trainer_could_not_train(project: Project) -> None:
     add_a_trainer(project)
-    example = re.search(r"^```yaml\nunlikelihood: (.*)\n```", guide_text("add-a-trainer.md"), re.M)
+    example = re.search(
+        r"^```yaml\nstages:\n  unlikelihood: (.*)\n```", guide_text("add-a-trainer.md"), re.M
+    )
     assert example is not None
-    on, pairs = f"unlikelihood={example[1]}", "data.arithmetic.num_preference=32"
+    on, pairs = f"stages.unlikelihood={example[1]}", "data.arithmetic.num_preference=32"
     assert project.planned()[:3] == ["preprocess", "sft", "evaluate_sft"]
     trained = ["unlikelihood", "evaluate_unlikelihood"]
     assert project.planned(on, pairs)[3:5] == trained
     assert project.planned(on, pairs, "sft=null")[1:3] == trained
     two = "training.num_workers=2"
     assert project.planned(on, pairs, two)[3:5] == trained
-    assert project.refused(on, pairs, two, "unlikelihood.batch_size_sequences=3").endswith(
-        "unlikelihood.batch_size_sequences: 3 is not a multiple of the 2 data-parallel ranks; "
-        "use 2 or 4"
+    size = "stages.unlikelihood.batch_size_sequences"
+    assert project.refused(on, pairs, two, f"{size}=3").endswith(
+        f"{size}: 3 is not a multiple of the 2 data-parallel ranks; use 2 or 4"
     )
     assert "data.arithmetic.num_preference: got 0" in project.refused(on)
 
@@ -220,7 +211,7 @@ def test_a_plan_refuses_what_a_trainer_could_not_train(project: Project) -> None
 def test_a_trainer_is_a_training_set_a_declaration_and_a_job_of_a_page(project: Project) -> None:
     add_a_trainer(project)
     recipe, data = project.dataset("data.arithmetic.num_preference=32")
-    config = recipe.sft_stage().model_dump(mode="json", exclude={"sft"})
+    config = SFTStageConfig.from_recipe(recipe).model_dump(mode="json", exclude={"sft"})
     optimizer = {"lr": 1e-2, "schedule": "constant"}
     section = {"num_steps": 8, "batch_size_sequences": 8, "optimizer": optimizer}
     given = {**config, "hardware": {"platform": "cpu"}, "unlikelihood": section}

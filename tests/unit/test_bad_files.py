@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.jobs.preflight.look import look
-from flows.preflight import look_of
+from engines.jobs.preflight.run import check_request
+from flows.preflight.request import request_of
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError
 
@@ -110,12 +110,12 @@ def test_a_directory_without_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     recipe = tmp_path / "r.yaml"
     recipe.write_text(DATA_RECIPE % {"sft": tmp_path / "empty"})
-    seen = look_of(load_recipe(str(recipe), ["sft=null", "data.sft=[]"]))
+    seen = request_of(load_recipe(str(recipe), ["sft=null", "data.sft=[]"]))
     assert seen is not None
     with pytest.raises(
         ConfigError, match=r"data.rl.0.path: no .parquet, .json, .jsonl, .csv, .*file"
     ):
-        look(seen)
+        check_request(seen)
 
 
 def test_a_split_that_a_stage_needs_is_asked_for(tmp_path: Path) -> None:
@@ -135,9 +135,9 @@ def test_a_split_that_a_stage_needs_is_asked_for(tmp_path: Path) -> None:
 
 
 def look_at(model: Path) -> None:
-    seen = look_of(load_recipe("quickstart", ["model.init=pretrained", f"model.path={model}"]))
+    seen = request_of(load_recipe("quickstart", ["model.init=pretrained", f"model.path={model}"]))
     assert seen is not None
-    look(seen)
+    check_request(seen)
 
 
 def model_error(path: Path) -> str:

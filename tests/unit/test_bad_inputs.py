@@ -155,8 +155,8 @@ OVERRIDES = [
     ),
     (
         ["evaluation.structured_output={choice: [a, b]}"],
-        "evaluation.structured_output: got a form with rollout.engine transformers, which cannot "
-        "keep answers to one; need null; set it to null, or rollout.engine to sglang or vllm",
+        "evaluation.structured_output: rollout.engine transformers does not support structured "
+        "output; set this to null, or rollout.engine to sglang or vllm",
     ),
     # Row 14: YAML that is no plain data.
     (

@@ -18,16 +18,18 @@ from safetensors.torch import load_file, save_file
 from engines.checkpoint.model_directory import check_finite, create_random_model, num_parameters
 from engines.checkpoint.sharded import load_sharded, save_sharded
 from engines.checkpoint.step_store import TRAINER_NAME, StepCheckpoints, TrainerState
-from engines.config.look import Look
 from engines.config.model import ArchitectureConfig, ModelConfig, TokenizerConfig
+from engines.config.preflight_request import PreflightRequest
 from engines.config.training import HardwareConfig, LoraConfig, TrainingConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.errors import CheckpointError
 from engines.jobs.policy.files import initial_source
 from engines.jobs.preflight.models import BYTES_PER_PARAMETER, checkpoint_bytes
-from flows import platform_probe
-from flows.platform_probe import check_devices, memory_shortage
-from flows.preflight import check_tracking_database, look_of, preflight
+from flows.preflight import platform as platform_probe
+from flows.preflight import preflight
+from flows.preflight.platform import check_devices, memory_shortage
+from flows.preflight.request import request_of
+from flows.preflight.storage import check_tracking_database
 from flows.recipe.recipe import load_recipe
 from flows.stage_order import run_stages
 from infra.errors import ArtifactError, ConfigError
@@ -114,10 +116,13 @@ def test_bad_input_row_43_too_little_room_for_checkpoints(
         f"has {(need - 1) / 1e9:.1f} GB free; free some, or name another place"
     )
     averaged = recipe_in(storage, *pretrained, "sft.optimizer.ema={}")
-    found = [checkpoint_bytes(each) for each in map(look_of, (asked, averaged)) if each]
+    found = [checkpoint_bytes(each) for each in map(request_of, (asked, averaged)) if each]
     assert [2 * (each or 0) for each in found] == [need, need * 16 // 12]
     adapted = TrainingConfig(lora=LoraConfig())
-    assert checkpoint_bytes(Look(model=asked.model, data=asked.data, training=adapted)) is None
+    assert (
+        checkpoint_bytes(PreflightRequest(model=asked.model, data=asked.data, training=adapted))
+        is None
+    )
 
 
 def test_only_a_stage_that_is_to_train_needs_room(

@@ -11,6 +11,7 @@ from engines.config.options import check_backend, check_parts, check_reward
 from engines.config.plugins import TABLES, named_rows, plugin_modules
 from engines.config.training import TrainingConfig
 from flows.recipe.recipe import load_recipe
+from flows.stage_order import stages_of
 from infra.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[1] / "plugin_example"
@@ -56,7 +57,7 @@ def test_a_part_of_each_kind_is_found_and_loads(kind) -> None:
 
 def test_a_recipe_names_them_all_and_their_options_are_validated() -> None:
     recipe = load_recipe("quickstart", [*RECIPE, "rl.algorithm.options.max_ratio=3"])
-    named = {row.name for stage in recipe.stages() for row in named_rows(stage.plugins())}
+    named = {row.name for stage in stages_of(recipe) for row in named_rows(stage.plugins())}
     assert set(NAMES.values()) - named == {"example_chip", "flashcards", "example_tracker"}
     with pytest.raises(ConfigError, match=r"options.max_ratio: got 1; need a finite number > 1"):
         load_recipe("quickstart", [*RECIPE, "rl.algorithm.options.max_ratio=1"])

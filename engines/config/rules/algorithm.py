@@ -133,7 +133,7 @@ def check_critic(rl: RLConfig) -> None:
 
 
 def _check_needs(rl: RLConfig) -> None:
-    """Refuse parts that read what nobody computes, and settings that a part would ignore."""
+    """Refuse parts whose inputs are not computed, and settings that a part would ignore."""
     algorithm = rl.algorithm
     _check_columns(rl)
     loss = POLICY_LOSSES.find(algorithm.loss_mode)

@@ -11,9 +11,7 @@ def check_structured_output(
     """Refuse a form of answers that the rollout engine cannot keep.
 
     Args:
-        path: the setting of the form.
         form: of the answers; None: any.
-        rollout: names the engine.
 
     Raises:
         ConfigError: names `path`, and the engines that can.
@@ -23,6 +21,6 @@ def check_structured_output(
     able = " or ".join(structured_output_engines())
     raise ConfigError(
         path,
-        f"got a form with rollout.engine {rollout.engine}, which cannot keep answers to one; need "
-        f"null; set it to null, or rollout.engine to {able}",
+        f"rollout.engine {rollout.engine} does not support structured output; set this to null, or "
+        f"rollout.engine to {able}",
     )

@@ -5,14 +5,13 @@ from engines.config.training import OptimizerConfig, TrainingConfig
 from infra.errors import ConfigError
 
 FEATURE = "ema"
-"""Of a training backend that keeps one."""
+"""Capability of a training backend that keeps a moving average of weights."""
 
 
 def check_average(path: str, optimizer: OptimizerConfig, training: TrainingConfig) -> None:
     """Refuse an average that the built-in backend does not keep.
 
     Args:
-        path: the setting of the optimizer.
         optimizer: of a role that is trained.
         training: names the backend; one of another distribution is asked when it is made.
 

@@ -96,7 +96,6 @@ def check_served_teacher(rl: RLConfig, rollout: RolloutConfig, max_length: int) 
 
     Args:
         rl: of a recipe or a round.
-        rollout: its engine serves the teacher.
         max_length: context of the policy.
 
     Raises:
@@ -135,7 +134,7 @@ def num_spare_tokens(section: DistillationConfig, rollout_engine: str | None) ->
 
     Args:
         section: says where it is.
-        rollout_engine: serves it, if engines do; None: nobody knows yet.
+        rollout_engine: engine that serves the teacher; None: not known yet.
 
     Returns:
         What an engine needs beside a sequence; 0 on the training ranks.

@@ -12,8 +12,6 @@ def check_seen_by_judges(
 
     Args:
         shown: who shows images, as the beginning of a sentence.
-        reward_model: of a reward.
-        judge: of a reward.
 
     Raises:
         ConfigError: there is one; names it below `rl.reward`.
@@ -57,6 +55,6 @@ def check_seen_by_teacher(shown: str, teacher: DistillationConfig | None) -> Non
         return
     raise ConfigError(
         "rl.distillation.served",
-        f"got engines; {shown}, which they are not shown; need a teacher on the training ranks; "
-        "set this to null, or leave out the source",
+        f"{shown}, which served teachers cannot see; need a teacher on the training ranks; set "
+        "this to null, or leave out the source",
     )

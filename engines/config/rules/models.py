@@ -18,7 +18,6 @@ def check_value_models(rl: RLConfig, training: TrainingConfig) -> None:
 
     Args:
         rl: of a recipe or a round.
-        training: names the backend.
 
     Raises:
         ConfigError: names the model's setting.
@@ -76,7 +75,7 @@ def check_reward_models(reward: RewardConfig) -> None:
                 f"got {path.rpartition('.')[2]}, whose function {row.name} does not say whether an "
                 f"answer is right; need a component with one of {right}, or a file; name it",
             )
-    # A function in a file may read it: nobody runs it to find out.
+    # A function in a file may read it, and is not run to find out.
     if len(parts) < len(reward.parts):
         return
     for name in sorted(reward.models.keys() - {row.reads for row in rows.values()}):
@@ -93,7 +92,6 @@ def check_judge(reward: RewardConfig, rollout: RolloutConfig) -> None:
 
     Args:
         reward: of a recipe or a stage.
-        rollout: its engine serves the judge.
 
     Raises:
         ConfigError: names the field below `rl.reward.judge`.

@@ -10,7 +10,6 @@ def check_order(path: str, order: OrderConfig) -> None:
 
     Args:
         path: of the section (`sft.order`).
-        order: of a stage.
 
     Raises:
         ConfigError: names the field.
@@ -70,7 +69,6 @@ def check_supervised_order(path: str, order: OrderConfig) -> None:
 
     Args:
         path: of the section (`sft.order`).
-        order: of training on given answers.
 
     Raises:
         ConfigError: names the field.

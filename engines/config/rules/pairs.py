@@ -11,7 +11,7 @@ from engines.config.training import TrainingConfig
 
 
 def check_preference(preference: PreferenceConfig, training: TrainingConfig) -> None:
-    """Refuse a loss that nobody has, options that it does not take, and batches that do not divide.
+    """Refuse an unknown loss, options that it does not have, and batches that do not divide.
 
     Args:
         preference: of a recipe or a stage.
@@ -32,7 +32,6 @@ def check_reward_training(reward: RewardTrainingConfig, training: TrainingConfig
 
     Args:
         reward: of a recipe or a stage.
-        training: names the backend.
 
     Raises:
         ConfigError: names the field.

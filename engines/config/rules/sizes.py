@@ -11,7 +11,6 @@ def check_answer_length(
 
     Args:
         path: the setting that limits the answer.
-        max_new_tokens: of an answer.
         max_length: of the context, `model.max_length`.
         max_prompt_length: of a prompt, `data.max_prompt_length`; None: it is not known, and a
             prompt has a token at least.
@@ -45,8 +44,6 @@ def check_divides(path: str, size: int, training: TrainingConfig) -> None:
     """Refuse a batch that the data-parallel ranks cannot share equally.
 
     Args:
-        path: the setting of the size.
-        size: of a batch.
         training: says how many ranks hold different data.
 
     Raises:

@@ -1,7 +1,7 @@
 """The stage that makes a dataset."""
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 from engines.config.base import NotIdentity, local_path
 from engines.config.data import AUTO, SOURCE_SPLITS, DataConfig
@@ -10,28 +10,48 @@ from engines.config.plugins import (
     PluginKind,
     recognised_layouts,
 )
-from engines.config.stages.base import StageConfig
+from engines.config.stages.base import InputT, StageConfig
 from engines.config.stages.inputs import ExternalInput, model_input
 
+if TYPE_CHECKING:
+    from engines.config.recipe import Recipe
+
 HELD_OUT = "held_out."
-"""In front of a suite's name: the input that is its dataset."""
+"""Prefix of the input that is the dataset of a suite."""
 SOURCE = "data."
-"""In front of a split and a number: the input that is a local source."""
+"""Prefix of the input that is a local source; a split and a number follow."""
 
 
 class PreprocessStageConfig(StageConfig):
-    """Raw data to rows, and the tokenizer of a model made from scratch."""
+    """Turns raw data into rows, and makes the tokenizer of a model that starts from scratch."""
 
     stage = "preprocess"
+
+    def inputs(self, given: Mapping[str, InputT]) -> dict[str, InputT]:
+        """The datasets of suites, whose problems are kept out of the training rows."""
+        return {name: given[name] for name in given if name.startswith(HELD_OUT)}
+
     of: Annotated[str, NotIdentity] = ""
-    """The suite whose rows they are; empty for the recipe's own."""
+    """Suite; empty for the recipe's own data."""
     data: DataConfig
     model: ModelConfig | None = None
-    """Whose tokens limit the rows' lengths; null: whoever reads the rows looks at their lengths."""
+    """Model whose tokenizer limits the length of rows; null: their reader checks lengths."""
+
+    @classmethod
+    def from_recipe(cls, recipe: "Recipe") -> Self:
+        """Preprocess the recipe's data; raises ValueError if it has none."""
+        if recipe.data is None:
+            raise ValueError("the recipe has no data")
+        return cls(data=recipe.data, model=recipe.model)
+
+    @classmethod
+    def of_suite(cls, recipe: "Recipe", name: str) -> Self:
+        """Preprocess the data of a suite, for any model."""
+        return cls(of=name, data=recipe.data_suites[name])
 
     @property
     def label(self) -> str:
-        """With the suite."""
+        """`preprocess`, with the suite."""
         return f"{self.stage}_{self.of}" if self.of else self.stage
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
@@ -43,7 +63,7 @@ class PreprocessStageConfig(StageConfig):
                     yield "preprocessor", name
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
-        """Every local source, and the model, for its tokenizer."""
+        """Local sources, and the model for its tokenizer."""
         del given
         section = f"suites.{self.of}.data" if self.of else "data"
         sources = {

@@ -1,26 +1,33 @@
 """The stages behind training: merge, soup, evaluate, compare, promote."""
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field
 
+from engines.config.algorithm import RewardConfig
 from engines.config.base import NotIdentity
 from engines.config.model import ModelConfig
 from engines.config.plugins import PluginKind
 from engines.config.rules.answers import check_structured_output
 from engines.config.sections import EvaluationConfig, PromoteConfig
-from engines.config.stages.base import StageConfig
-from engines.config.stages.inputs import ExternalInput, model_input
+from engines.config.stages.base import InputT, StageConfig
+from engines.config.stages.inputs import REWARD_MODEL, ExternalInput, model_input
 from engines.config.stages.serving import ServingStageConfig
 from engines.config.suite import suite_sections
 from infra.section_names import renamed_sections
+
+if TYPE_CHECKING:
+    from engines.config.recipe import Recipe
+
+AGAINST = "against"
 
 
 class MergeStageConfig(StageConfig):
     """Sharded policy checkpoint to a Hugging Face safetensors directory."""
 
     stage = "merge"
+    needs = ("policy",)
     of: Annotated[str, NotIdentity] = ""
     """Label of the stage whose policy it is, where several are merged; empty for the last."""
     backend: str
@@ -30,9 +37,20 @@ class MergeStageConfig(StageConfig):
     adapter_only: bool = False
     """Write the low-rank adapter alone, as PEFT loads it, instead of whole weights."""
 
+    @classmethod
+    def from_recipe(cls, recipe: "Recipe", of: str = "") -> Self:
+        """Merge the policy of stage `of`, or the last one if `of` is empty."""
+        return cls(
+            of=of,
+            backend=recipe.training.backend,
+            # A mean is taken of all digits, and rounded once.
+            dtype="float32" if of else recipe.merge.dtype,
+            max_shard_bytes=recipe.merge.max_shard_bytes,
+        )
+
     @property
     def label(self) -> str:
-        """With the label of the stage whose policy it is."""
+        """`merge`, with the label of the stage whose policy it is."""
         return f"{self.stage}_{self.of}" if self.of else self.stage
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
@@ -46,12 +64,25 @@ class SoupStageConfig(StageConfig):
     stage = "soup"
     num_models: int = Field(ge=1)
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """In a recipe `merge.dtype`, as is the next field."""
+    """In a recipe `merge.dtype`."""
     max_shard_bytes: int = Field(default=5_000_000_000, ge=1024)
+
+    @classmethod
+    def from_recipe(cls, recipe: "Recipe", num_models: int) -> Self:
+        """Average `num_models` models."""
+        return cls(
+            num_models=num_models,
+            dtype=recipe.merge.dtype,
+            max_shard_bytes=recipe.merge.max_shard_bytes,
+        )
+
+    def inputs(self, given: Mapping[str, InputT]) -> dict[str, InputT]:
+        """Every model, in order."""
+        return {name: given[name] for name in map(self.input_name, range(self.num_models))}
 
     @staticmethod
     def input_name(place: int) -> str:
-        """What one of the models is called among the inputs, counted from 0."""
+        """Name of the input that is the model at `place`, counted from 0."""
         return f"model_{place}"
 
 
@@ -59,28 +90,82 @@ class EvaluateStageConfig(ServingStageConfig):
     """A policy or a model, and the evaluation rows, to scores."""
 
     stage = "evaluate"
+    needs = ("dataset",)
+    takes = ("policy", "model", REWARD_MODEL)
     of: Annotated[str, NotIdentity] = ""
-    """Label of the stage whose policy it is, or the suite, with `against` behind it of the model
-    that the final one is compared with, or `incumbent`; empty for the final model and the recipe's
+    """Label of the stage whose policy is evaluated, or a suite, or `incumbent`. `against` behind it
+    stands for the model that the final one is compared with. Empty: the final model on the recipe's
     own problems."""
     suite: Annotated[str, NotIdentity] = ""
-    """Whose problems they are; empty for the recipe's own."""
+    """Suite that has the problems; empty for the recipe's own."""
     own_reward: Annotated[bool, NotIdentity] = False
-    """Whether the suite has a reward; else its answers are judged as those of RL."""
+    """True if the suite has a reward of its own; else that of RL scores its answers."""
     model: ModelConfig | None = None
-    """What is evaluated, where no stage made it."""
+    """Model to evaluate, where no stage made it."""
     model_section: Annotated[str, NotIdentity] = "model"
-    """Of the recipe, that names it."""
+    """Section of the recipe that names the model."""
     evaluation: EvaluationConfig
+
+    @classmethod
+    def from_recipe(cls, recipe: "Recipe", of: str = "") -> Self:
+        """Evaluate the policy of stage `of`, or the final model, on the recipe's own problems."""
+        backend = recipe.training.backend if of else None
+        return cls._asked(recipe, of, recipe.evaluation, recipe.rl.reward, backend)
+
+    @classmethod
+    def of_suite(cls, recipe: "Recipe", name: str) -> Self:
+        """Evaluate the final model on a suite."""
+        suite = recipe.suites[name]
+        stage = cls._asked(recipe, name, suite.evaluation, suite.reward or recipe.rl.reward, None)
+        return stage.model_copy(update={"suite": name, "own_reward": suite.reward is not None})
+
+    @classmethod
+    def _asked(
+        cls,
+        recipe: "Recipe",
+        of: str,
+        evaluation: EvaluationConfig,
+        reward: RewardConfig,
+        backend: str | None,
+    ) -> Self:
+        # A job sees no more of the recipe, so the length limit is spelled out.
+        sampling = recipe.rl.sampling
+        names = ("max_new_tokens", "stop", "stop_token_ids")
+        missing = {n: getattr(sampling, n) for n in names if getattr(evaluation, n) is None}
+        return cls(
+            of=of,
+            hardware=recipe.hardware,
+            num_threads=recipe.training.num_threads,
+            dtype=recipe.training.dtype,
+            backend=backend,
+            model=None if recipe.trains else recipe.model.measured,
+            evaluation=evaluation.model_copy(update=missing),
+            rollout=recipe.rollout,
+            reward=reward,
+        )
+
+    def against(self, model: ModelConfig) -> Self:
+        """Return the same evaluation of the model that the final one is compared with."""
+        found = {
+            "of": f"{self.of}_{AGAINST}".lstrip("_"),
+            "model": model.measured,
+            "model_section": AGAINST,
+        }
+        return self.model_copy(update=found)
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Problems, where it is of no suite."""
+        return () if self.suite else ("evaluation",)
 
     @property
     def label(self) -> str:
-        """With the label of the stage whose policy it is, or the suite."""
+        """`evaluate`, with the label of the stage whose policy it is, or with the suite."""
         return f"{self.stage}_{self.of}" if self.of else self.stage
 
     @property
     def sections(self) -> dict[str, str]:
-        """What the sections of a recipe that it reads are called in this one's."""
+        """New names of recipe sections in error messages, by old name."""
         sections = suite_sections(self.suite) if self.suite else {}
         if not self.own_reward:
             sections.pop("rl.reward", None)
@@ -92,7 +177,7 @@ class EvaluateStageConfig(ServingStageConfig):
         return f"{self.sections.get('evaluation', 'evaluation')}.max_new_tokens"
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
-        """And the model of nobody's making."""
+        """Also the model, where no stage made it."""
         with renamed_sections(self.sections):
             own = model_input(self.model) if self.model else {}
             return {**super().external_inputs(given), **own}
@@ -110,14 +195,23 @@ class CompareStageConfig(StageConfig):
     """Two evaluations of the same problems, to what one model is better by."""
 
     stage = "compare"
+    needs = ("evaluation", "against")
     of: Annotated[str, NotIdentity] = ""
     """The suite; empty for the recipe's own problems."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
-    """Of the interval, two-sided, that a gain has to lie beyond; in a recipe of the evaluation."""
+    """Two-sided confidence level of the interval; in a recipe `evaluation.confidence`."""
+
+    @classmethod
+    def from_recipe(cls, recipe: "Recipe", suite: str = "") -> Self:
+        """Compare on a suite, or on the recipe's own problems."""
+        # A harness has no evaluation of its own: its intervals are at the recipe's confidence too.
+        has_own = suite in recipe.data_suites
+        evaluation = recipe.suites[suite].evaluation if has_own else recipe.evaluation
+        return cls(of=suite, confidence=evaluation.confidence)
 
     @property
     def label(self) -> str:
-        """With the suite."""
+        """`compare`, with the suite."""
         return f"{self.stage}_{self.of}" if self.of else self.stage
 
 
@@ -125,4 +219,11 @@ class PromoteStageConfig(StageConfig):
     """Final scores, and the incumbent's on the same problems, to a decision."""
 
     stage = "promote"
+    needs = ("evaluation", "model")
+    takes = ("incumbent", "incumbent_evaluation")
     promote: PromoteConfig
+
+    @classmethod
+    def from_recipe(cls, recipe: "Recipe") -> Self:
+        """Read the section `promote`."""
+        return cls(promote=recipe.promote)

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field
 
@@ -14,48 +14,69 @@ from engines.config.stages.serving import AnsweringStageConfig
 from engines.config.suite import HARNESSES, LM_EVAL, HarnessConfig
 from engines.config.training import TrainingConfig
 
+if TYPE_CHECKING:
+    from engines.config.recipe import Recipe
+
 
 class HarnessStageConfig(BackendStageConfig, AnsweringStageConfig):
     """A model as a user would load it, to the metrics of the harness's tasks."""
 
     stage = "harness"
+    takes = ("model",)
     suite: Annotated[str, NotIdentity]
     """Its name."""
     is_against: Annotated[bool, NotIdentity] = False
-    """Whether it is the model `against` that is measured."""
+    """True if the model `against` is measured instead of the final one."""
     model: ModelConfig | None = None
-    """What is measured, where no stage made it."""
+    """Model to measure, where no stage made it."""
     harness: HarnessConfig
     confidence: float = Field(default=0.95, gt=0, lt=1)
-    """Of the intervals, two-sided; in a recipe of `evaluation`."""
+    """Two-sided confidence level of intervals; in a recipe `evaluation.confidence`."""
+
+    @classmethod
+    def from_recipe(cls, recipe: "Recipe", name: str, *, is_against: bool = False) -> Self:
+        """Measure the final model, or the one `against`, on a suite."""
+        own = None if recipe.trains else recipe.model
+        model = recipe.against if is_against else own
+        return cls(
+            suite=name,
+            is_against=is_against,
+            hardware=recipe.hardware,
+            num_threads=recipe.training.num_threads,
+            dtype=recipe.training.dtype,
+            rollout=recipe.rollout,
+            model=model.measured if model else None,
+            harness=recipe.harness_suites[name],
+            confidence=recipe.evaluation.confidence,
+        )
 
     @property
     def label(self) -> str:
-        """With the suite."""
+        """`harness`, with the suite."""
         return f"{self.stage}_{self.suite}" + ("_against" if self.is_against else "")
 
     @property
     def section(self) -> str:
-        """Where a recipe has the tasks, for error lines."""
+        """Path of the tasks in a recipe, for error messages."""
         return f"suites.{self.suite}.harness"
 
     @property
     def interpreter(self) -> Path | None:
-        """Of the harness."""
+        """Python of the harness's job environment."""
         return HARNESSES.interpreter(LM_EVAL, self.section)
 
     @property
     def training(self) -> TrainingConfig:
-        """Of the one rank that computes the log-likelihoods of given texts."""
+        """Backend of the rank that computes log-likelihoods of given texts."""
         return TrainingConfig(num_threads=self.num_threads, dtype=self.dtype)
 
     @property
     def training_backend(self) -> str:
-        """Of that rank."""
+        """True: that rank is the driver."""
         return self.training.backend
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
-        """The model of nobody's making, and the user's tasks."""
+        """The model, where no stage made it, and the user's tasks."""
         del given
         own = model_input(self.model) if self.model else {}
         if self.harness.include is None:

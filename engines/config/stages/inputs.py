@@ -8,6 +8,9 @@ from engines.config.base import local_path
 from engines.config.distillation import DistillationConfig
 from engines.config.model import ModelConfig
 
+REWARD_MODEL = "reward.model"
+"""The input by which a stage that scores knows the reward model, wherever it comes from."""
+
 
 @dataclass(frozen=True)
 class ExternalInput:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import Field
 
@@ -24,25 +24,62 @@ from engines.config.rules.sizes import check_answer_length, check_divides
 from engines.config.sections import (
     RLConfig,
 )
-from engines.config.stages.base import TrainingStageConfig, interpreter_of
-from engines.config.stages.inputs import ExternalInput, model_input, reward_inputs, teacher_input
+from engines.config.stages.base import InputT, TrainingStageConfig, interpreter_of
+from engines.config.stages.inputs import (
+    REWARD_MODEL,
+    ExternalInput,
+    model_input,
+    reward_inputs,
+    teacher_input,
+)
+
+if TYPE_CHECKING:
+    from engines.config.recipe import Recipe
 
 
 class RLRoundStageConfig(TrainingStageConfig):
     """Policy checkpoint to policy checkpoint."""
 
     stage = "rl_round"
+    needs = ("dataset",)
+    takes = ("policy", "reference", REWARD_MODEL)
     round: int = Field(ge=1)
     rollout: RolloutConfig
     rl: RLConfig
 
+    @classmethod
+    def from_recipe(cls, recipe: "Recipe", number: int) -> Self:
+        """Configure round `number`, counted from 1."""
+        return cls(
+            round=number,
+            model=recipe.model,
+            training=recipe.training,
+            rollout=recipe.rollout,
+            rl=recipe.rl,
+            checkpoint=recipe.checkpoint,
+            hardware=recipe.hardware,
+        )
+
+    def inputs(self, given: Mapping[str, InputT]) -> dict[str, InputT]:
+        """Keep the reference only if a KL term needs it.
+
+        It is the policy before the first round, or with `rl.refresh_reference` the policy that this
+        round starts from.
+        """
+        found = super().inputs(given)
+        found.pop("reference", None)
+        name = "policy" if self.rl.refresh_reference else "reference"
+        if self.rl.algorithm.needs_reference and name in given:
+            found["reference"] = given[name]
+        return found
+
     def identity_values(self) -> dict[str, Any]:
-        """And the deadline of sampling: a sample that misses it does not train."""
+        """Add the sampling deadline: a sample that misses it does not train."""
         values = super().identity_values()
         return {**values, "rollout": {**values["rollout"], "timeout_s": self.rollout.timeout_s}}
 
     def changes(self, before: StrictModel, path: str = "") -> Iterator[Change]:
-        """And the deadline, under another one of which a half-trained round goes on."""
+        """Add the sampling deadline; a half-trained round continues under another one."""
         yield from super().changes(before, path)
         assert isinstance(before, RLRoundStageConfig)  # noqa: S101 - configurations of one type
         old, new = before.rollout.timeout_s, self.rollout.timeout_s
@@ -50,27 +87,32 @@ class RLRoundStageConfig(TrainingStageConfig):
             yield Change(f"{path}rollout.timeout_s", old, new, is_execution=True)
 
     @property
+    def rows(self) -> tuple[str, ...]:
+        """Prompts."""
+        return ("rl",)
+
+    @property
     def label(self) -> str:
-        """With the round's number."""
+        """`rl_round`, with the number of the round."""
         return f"{self.stage}_{self.round}"
 
     @property
     def driver_computes(self) -> bool:
-        """Of one rank that has no replicas."""
+        """True for a single rank without replicas."""
         return super().driver_computes and is_embedded(self.rollout)
 
     @property
     def num_previous_steps(self) -> int:
-        """Of the rounds before."""
+        """Steps of the rounds before this one."""
         return self.rl.num_steps_before(self.round)
 
     @property
     def rollout_interpreter(self) -> Path | None:
-        """Of the rollout engine."""
+        """Python of the rollout engine's job environment."""
         return interpreter_of(self.rollout)
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """And the rollout engine, the reward and the parts of the algorithm."""
+        """Also the rollout engine, the reward and the parts of the algorithm."""
         algorithm = self.rl.algorithm
         yield from super().plugins()
         yield "rollout", self.rollout.engine
@@ -86,7 +128,7 @@ class RLRoundStageConfig(TrainingStageConfig):
             yield "kl_loss_type", taught.loss.removesuffix("+")
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
-        """What reward and teacher are, and the model where round or reference start from it."""
+        """Files of reward and teacher; the model, if policy or reference starts from it."""
         from_model = "policy" not in given or (
             self.rl.algorithm.needs_reference and "reference" not in given
         )
@@ -97,7 +139,7 @@ class RLRoundStageConfig(TrainingStageConfig):
         }
 
     def check(self) -> None:
-        """And the rules of RL."""
+        """Also the rules of RL."""
         super().check()
         check_structured_output(
             "rl.sampling.structured_output", self.rl.sampling.structured_output, self.rollout

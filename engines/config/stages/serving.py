@@ -1,8 +1,8 @@
-"""What the stages share that serve a model, and that judge its answers."""
+"""Bases of stages that serve a model and score its answers; self-play."""
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field
 
@@ -14,39 +14,47 @@ from engines.config.rules.answers import check_structured_output
 from engines.config.rules.models import check_judge, check_reward_models
 from engines.config.rules.sizes import check_answer_length
 from engines.config.sections import SelfPlayConfig
-from engines.config.stages.base import BackendStageConfig, ComputingStageConfig, interpreter_of
-from engines.config.stages.inputs import ExternalInput, reward_inputs
+from engines.config.stages.base import (
+    BackendStageConfig,
+    ComputingStageConfig,
+    InputT,
+    interpreter_of,
+)
+from engines.config.stages.inputs import REWARD_MODEL, ExternalInput, reward_inputs
 from infra.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engines.config.recipe import Recipe
 
 
 class AnsweringStageConfig(ComputingStageConfig):
-    """What the stages share that have rollout engines answer for a model."""
+    """Base of stages in which rollout engines serve a model."""
 
     num_threads: int = Field(default=1, ge=1)
     """CPU threads; in a recipe `training.num_threads`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of what reads beside the engines, and of the model unless `rollout.dtype` is given; in a
-    recipe `training.dtype`."""
+    """dtype of models beside the engines, and of the served model unless `rollout.dtype` is given;
+    in a recipe `training.dtype`."""
     rollout: RolloutConfig
 
     @property
     def driver_computes(self) -> bool:
-        """Unless replicas do."""
+        """True for the embedded engine; replicas have processes of their own."""
         return is_embedded(self.rollout)
 
     @property
     def rollout_interpreter(self) -> Path | None:
-        """Of the rollout engine."""
+        """Python of the rollout engine's job environment."""
         return interpreter_of(self.rollout)
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """And the rollout engine."""
+        """Also the rollout engine."""
         yield from super().plugins()
         yield "rollout", self.rollout.engine
 
 
 class ServingStageConfig(BackendStageConfig, AnsweringStageConfig):
-    """A policy or a model, served by rollout engines, and what scores its answers."""
+    """Base of stages that serve a policy or a model and score its answers."""
 
     backend: str | None = None
     """The training backend that wrote the policy's checkpoint; null for a merged model."""
@@ -54,41 +62,43 @@ class ServingStageConfig(BackendStageConfig, AnsweringStageConfig):
 
     @property
     def interpreter(self) -> Path | None:
-        """Of the training backend: where it ran, its checkpoint can be read."""
+        """Python of the training backend's job environment, which can read its checkpoints."""
         return job_interpreter(self.backend, "training.backend") if self.backend else None
 
     @property
     def training_backend(self) -> str | None:
-        """That of the checkpoint."""
+        """Backend that wrote the checkpoint; None for a merged model."""
         return self.backend
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """And the reward."""
+        """Also the reward."""
         yield from super().plugins()
         for name in self.reward.functions:
             yield "reward", name
 
     def serving_values(self) -> dict[str, Any]:
-        """What of `identity_values` says how the model is served; what judges it is left out."""
+        """Part of `identity_values` that says how the model is served, without the reward."""
         values = self.identity_values()
         names = ("hardware", "backend", "num_threads", "dtype", "rollout", "model")
         return {name: values[name] for name in names if name in values}
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
-        """What the reward reads."""
+        """Files and models of the reward."""
         del given
         return reward_inputs(self.reward)
 
     def check(self) -> None:
-        """The models that judge are there, and can be asked."""
+        """Check the models that score answers."""
         check_reward_models(self.reward)
         check_judge(self.reward, self.rollout)
 
 
 class SelfPlayStageConfig(ServingStageConfig):
-    """A policy and the rows of a dataset to pairs of answers, of which one is the policy's."""
+    """Makes pairs of answers from a policy and the rows of a dataset."""
 
     stage = "self_play"
+    needs = ("dataset", "policy")
+    takes = (REWARD_MODEL,)
     iteration: int = Field(ge=1)
     max_length: int = Field(ge=1)
     """Tokens of a prompt with its answer; in a recipe `model.max_length`."""
@@ -96,13 +106,44 @@ class SelfPlayStageConfig(ServingStageConfig):
     sampling: SamplingConfig
     """In a recipe `preference.self_play.sampling`, or `rl.sampling`."""
 
+    @classmethod
+    def from_recipe(cls, recipe: "Recipe", iteration: int) -> Self:
+        """Configure an iteration, counted from 1; raises ValueError without self-play."""
+        if recipe.preference is None or recipe.preference.self_play is None:
+            raise ValueError("the recipe has no self-play")
+        section = recipe.preference.self_play
+        return cls(
+            iteration=iteration,
+            max_length=recipe.model.max_length,
+            self_play=section,
+            sampling=section.sampling or recipe.rl.sampling,
+            backend=recipe.training.backend,
+            num_threads=recipe.training.num_threads,
+            dtype=recipe.training.dtype,
+            rollout=recipe.rollout,
+            reward=recipe.rl.reward if section.source == "best_worst" else RewardConfig(),
+            hardware=recipe.hardware,
+        )
+
+    def inputs(self, given: Mapping[str, InputT]) -> dict[str, InputT]:
+        """Keep the reward model only if pairs are made by reward."""
+        found = super().inputs(given)
+        if self.self_play.source != "best_worst":
+            found.pop(REWARD_MODEL, None)
+        return found
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Conversations for `spin`, else prompts."""
+        return ("sft",) if self.self_play.source == "spin" else ("rl",)
+
     @property
     def label(self) -> str:
-        """With the iteration's number."""
+        """`self_play`, with the number of the iteration."""
         return f"{self.stage}_{self.iteration}"
 
     def check(self) -> None:
-        """And an answer fits behind a prompt, in the form that is asked for."""
+        """Also check temperature, structured output and the length of answers."""
         super().check()
         path, sampling = "preference.self_play.sampling", self.sampling
         if sampling.temperature == 0 and self.self_play.samples_per_prompt > 1:

@@ -1,7 +1,7 @@
-"""The stages that train on given answers."""
+"""The stages that train on given answers: SFT, reward model, preferences."""
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field
 
@@ -21,12 +21,34 @@ from engines.config.sections import (
 from engines.config.stages.base import TrainingStageConfig
 from engines.config.stages.inputs import ExternalInput, model_input
 
+if TYPE_CHECKING:
+    from engines.config.recipe import Recipe
+
 
 class SFTStageConfig(TrainingStageConfig):
-    """Dataset to policy checkpoint."""
+    """Trains a policy on conversations."""
 
     stage = "sft"
+    needs = ("dataset",)
     sft: SFTConfig
+
+    @classmethod
+    def from_recipe(cls, recipe: "Recipe") -> Self:
+        """Read the section `sft`; raises ValueError if the recipe has none."""
+        if recipe.sft is None:
+            raise ValueError("the recipe has no SFT stage")
+        return cls(
+            model=recipe.model,
+            training=recipe.training,
+            sft=recipe.sft,
+            checkpoint=recipe.checkpoint,
+            hardware=recipe.hardware,
+        )
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Conversations."""
+        return ("sft",)
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """The model."""
@@ -34,7 +56,7 @@ class SFTStageConfig(TrainingStageConfig):
         return model_input(self.model)
 
     def check(self) -> None:
-        """And a batch divides among the ranks, and the order has what it reads."""
+        """Also check batch divisibility, weight averages and the columns of the order."""
         super().check()
         check_divides("sft.batch_size_sequences", self.sft.batch_size_sequences, self.training)
         check_average("sft.optimizer", self.sft.optimizer, self.training)
@@ -42,46 +64,90 @@ class SFTStageConfig(TrainingStageConfig):
 
 
 class RewardModelStageConfig(TrainingStageConfig):
-    """Dataset, and a policy to start from, to a sequence classification model of one output."""
+    """Trains a reward model (sequence classification with one output) on pairs of answers."""
 
     stage = "reward_model"
+    needs = ("dataset",)
+    takes = ("policy",)
     reward_model: RewardTrainingConfig
     max_shard_bytes: int = Field(default=5_000_000_000, ge=1024)
     """Largest size of one safetensors file of the model; in a recipe `merge.max_shard_bytes`."""
 
+    @classmethod
+    def from_recipe(cls, recipe: "Recipe") -> Self:
+        """Read the section `reward_model`; raises ValueError if the recipe has none."""
+        if recipe.reward_model is None:
+            raise ValueError("the recipe has no reward model stage")
+        return cls(
+            model=recipe.model,
+            # An adapter is the policy's: all of a reward model is trained.
+            training=recipe.training.model_copy(update={"lora": None}),
+            reward_model=recipe.reward_model,
+            max_shard_bytes=recipe.merge.max_shard_bytes,
+            checkpoint=recipe.checkpoint,
+            hardware=recipe.hardware,
+        )
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Pairs."""
+        return ("preference",)
+
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
-        """The model, where no stage before trained one."""
+        """The model, if no stage before this one trained a policy."""
         return {} if "policy" in given else model_input(self.model)
 
     def check(self) -> None:
-        """And the rules of reward models."""
+        """Also the rules of reward models."""
         super().check()
         check_reward_training(self.reward_model, self.training)
 
 
 class PreferenceStageConfig(TrainingStageConfig):
-    """Dataset and policy checkpoint to policy checkpoint."""
+    """Trains a policy on pairs of answers."""
 
     stage = "preference"
+    needs = ("dataset",)
+    takes = ("policy", "pairs")
     iteration: Annotated[int | None, NotIdentity] = Field(default=None, ge=1)
-    """Of self-play; null where there is none."""
+    """Iteration of self-play; null without self-play."""
     preference: PreferenceConfig
+
+    @classmethod
+    def from_recipe(cls, recipe: "Recipe", iteration: int | None = None) -> Self:
+        """Read the section `preference`; raises ValueError if the recipe has none."""
+        if recipe.preference is None:
+            raise ValueError("the recipe has no preference stage")
+        return cls(
+            iteration=iteration,
+            model=recipe.model,
+            training=recipe.training,
+            # What the pairs are made of counts for them.
+            preference=recipe.preference.model_copy(update={"self_play": None}),
+            checkpoint=recipe.checkpoint,
+            hardware=recipe.hardware,
+        )
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Pairs, where no self-play makes them."""
+        return () if self.iteration else ("preference",)
 
     @property
     def label(self) -> str:
-        """With the number of an iteration."""
+        """`preference`, with the number of the iteration."""
         return f"{self.stage}_{self.iteration}" if self.iteration else self.stage
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """And the loss."""
+        """Also the loss."""
         yield from super().plugins()
         yield "preference_loss", self.preference.loss
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
-        """The model, where no stage before trained one."""
+        """The model, if no stage before this one trained a policy."""
         return {} if "policy" in given else model_input(self.model)
 
     def check(self) -> None:
-        """And the rules of preferences."""
+        """Also the rules of preferences."""
         super().check()
         check_preference(self.preference, self.training)

@@ -1,1 +1,1 @@
-"""Where the files of a policy and of a critic come from, and where they go."""
+"""Files of a policy and of a critic: where they come from and where they go."""

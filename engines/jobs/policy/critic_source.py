@@ -1,4 +1,4 @@
-"""Where a critic's first weights come from. Only a round of RL reads this: SFT has no critic."""
+"""The first weights of a critic, in a round of RL."""
 
 import shutil
 from pathlib import Path
@@ -9,7 +9,7 @@ from engines.training.backends.merging import merge_checkpoint
 from engines.training.roles import CRITIC, ModelSource, role_checkpoint
 
 MAX_SHARD_BYTES = 2**30
-"""Of weights that are written out for a critic."""
+"""Maximum size of a file of weights written for a critic."""
 
 
 def critic_source(
@@ -18,27 +18,21 @@ def critic_source(
     work_dir: Path,
     reward_model: ModelSource | None = None,
 ) -> ModelSource:
-    """The first weights of a critic: those of the critic before, else a reward model's or policy's.
+    """Return the first weights of a critic: the last critic's, else a reward model's or policy's.
 
-    A policy's checkpoint has no head for values, and may be of any layout: its weights are written
-    out once, an adapter merged in, and the head that they lack begins at 0.
+    A policy's checkpoint has no value head and may have any layout: its weights are exported once,
+    with an adapter merged in, and the missing head starts at 0.
 
     Args:
-        policy: that the round starts with.
-        policy_dir: its artifact; None where it is a Hugging Face directory.
-        work_dir: where the weights are put; the same bytes in every attempt.
-        reward_model: what the critic of the first round starts as, with its head; None: the policy.
-
-    Returns:
-        A checkpoint of a critic, or a Hugging Face directory.
-
-    Raises:
-        ConfigError: the reward model's tokens are not the policy's.
+        policy_dir: artifact of the policy; None if it is a Hugging Face directory.
+        work_dir: directory for exported weights.
+        reward_model: first weights, with head, of the first round's critic; its tokens must be
+            those of the policy (ConfigError). None: the policy.
     """
     if policy_dir is not None:
         before = role_checkpoint(policy_dir / CHECKPOINT_DIR, CRITIC)
         if before.exists():
-            # The shape is that of the critic's own first weights.
+            # The critic has the shape of its own first weights.
             like = policy_dir / HF_DIR if reward_model is None else reward_model.hf_dir
             return ModelSource(like, before)
     if reward_model is not None:

@@ -1,11 +1,11 @@
-"""Where a policy's files come from and where they go: the `policy` artifact.
+"""Layout of the `policy` artifact and the files that it is made from.
 
-    checkpoint/    sharded weights and optimizer; below roles/ those of a critic
+    checkpoint/    sharded weights and optimizer; a critic's are below roles/
     hf/            config.json, generation_config.json, tokenizer; no weights
-    trainer.json   which stage made it, after how many steps, how many it skipped last
+    trainer.json   the stage that made it, its steps, and how many it skipped last
 
-Promises: `hf/` names every token that ends an answer, so a rollout stops where the chat template
-ends the assistant's turn, although the base model may know another end token.
+Promises: `hf/` names every token that ends an answer, including the one with which the chat
+template ends the assistant's turn, which the base model may not know as an end token.
 """
 
 import json
@@ -50,27 +50,19 @@ _HF_FILES = (
 
 
 def policy_source(policy_dir: Path) -> ModelSource:
-    """The weights of a `policy` artifact."""
+    """Return the weights of a `policy` artifact."""
     return ModelSource(policy_dir / HF_DIR, policy_dir / CHECKPOINT_DIR)
 
 
 def initial_source(
     model: ModelConfig, external: Path | None, dataset_dir: Path, seed: int, work_dir: Path
 ) -> ModelSource:
-    """The weights a pipeline starts from: found, downloaded, or made from scratch.
+    """Return the checked weights that a pipeline starts from: local, downloaded, or random.
 
     Args:
-        model: says which.
         external: the model as an input of the stage, if it is a local directory.
-        dataset_dir: holds the tokenizer of a model made from scratch.
-        seed: of a model made from scratch.
-        work_dir: where such a model is put; the same bytes in every attempt.
-
-    Returns:
-        A checked Hugging Face directory.
-
-    Raises:
-        ConfigError: the model cannot be used.
+        dataset_dir: holds the tokenizer for a random model.
+        work_dir: where a random model is written; every attempt writes the same bytes.
     """
     if model.init == "pretrained":
         if external is not None:
@@ -90,12 +82,7 @@ def initial_source(
 
 
 def copy_hf_files(source: Path, target: Path) -> None:
-    """Copy configuration and tokenizer as they are: all that a model needs which only reads.
-
-    Args:
-        source: a model directory.
-        target: created; replaced if it exists.
-    """
+    """Copy configuration and tokenizer unchanged; replaces `target`."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     for name in _HF_FILES:
@@ -105,15 +92,9 @@ def copy_hf_files(source: Path, target: Path) -> None:
 
 
 def write_hf_files(source: Path, target: Path, chat_template: str | None) -> None:
-    """Copy configuration and tokenizer, and complete the end tokens.
+    """Copy configuration and tokenizer and add missing end tokens; replaces `target`.
 
-    Args:
-        source: a model directory.
-        target: created; replaced if it exists.
-        chat_template: replaces the tokenizer's own.
-
-    Raises:
-        ConfigError: no token ends an answer.
+    A `chat_template` replaces the tokenizer's own. Raise ConfigError if no token ends an answer.
     """
     copy_hf_files(source, target)
     if chat_template is not None:
@@ -144,13 +125,9 @@ def write_policy(
     hf_dir: Path,
     steps: TrainedSteps,
 ) -> None:
-    """Lay out a `policy` artifact.
+    """Lay out a `policy` artifact in an empty directory on the checkpoint's file system.
 
-    Args:
-        output_dir: an empty directory on the file system of the checkpoint.
-        checkpoint: the last step's files; they are linked, not copied, since neither changes.
-        hf_dir: what `write_hf_files` wrote.
-        steps: what is behind it.
+    The files of the checkpoint are hard-linked, since they never change.
     """
     shutil.copytree(checkpoint, output_dir / CHECKPOINT_DIR, copy_function=_link)
     shutil.copytree(hf_dir, output_dir / HF_DIR, copy_function=shutil.copyfile)
@@ -158,7 +135,7 @@ def write_policy(
 
 
 def trained_steps(policy_dir: Path) -> TrainedSteps:
-    """What is behind a `policy` artifact, over all rounds."""
+    """Return the trained steps of a `policy` artifact over all rounds."""
     return TrainedSteps.model_validate_json((policy_dir / TRAINER_NAME).read_bytes())
 
 

@@ -1,4 +1,4 @@
-"""What stages that hold a policy share around their loop: tokenizer, prompts, progress, output."""
+"""Parts shared by stages with a policy: tokenizer, prompts, progress, output."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,22 +27,14 @@ NOTHING_MEASURED: Mapping[str, float] = MappingProxyType({})
 
 
 def policy_tokenizer(hf_dir: Path, chat_template: str | None = None) -> ChatTokenizer:
-    """The tokenizer of a model directory, without transformers where that is possible.
+    """Return the tokenizer of a model directory, without transformers if possible.
 
-    Args:
-        hf_dir: of the model.
-        chat_template: replaces its own.
-
-    Returns:
-        The tokenizer.
-
-    Raises:
-        ConfigError: it has more tokens than the model's vocabulary.
+    Raise ConfigError if it has more tokens than the model's vocabulary.
     """
     if (hf_dir / "tokenizer.json").exists():
         tokenizer: ChatTokenizer = DirectoryTokenizer.load(hf_dir, chat_template)
     else:
-        # transformers' fast tokenizers have what the protocol asks; their annotations say less.
+        # transformers' fast tokenizers implement the protocol, but their annotations do not say so.
         tokenizer = cast(ChatTokenizer, load_tokenizer(hf_dir, chat_template))
     check_vocabulary(hf_dir, len(tokenizer))
     return tokenizer
@@ -57,23 +49,16 @@ def prompts_within(
     images: PromptImages | None = None,
     on_overlong: OnOverlong = "error",
 ) -> RLPrompts:
-    """Tokenized prompts that leave room for a whole answer.
+    """Tokenize prompts that leave room for a whole answer, in row order.
 
     Args:
-        rows: of one split.
-        tokenizer: of the policy.
         max_length: context in tokens.
-        max_new_tokens: of an answer.
-        path: the setting that limits it.
-        images: of the rows; None: they show none.
-        on_overlong: `drop` leaves out those that leave none.
-
-    Returns:
-        In row order; the index of each is its place among the rows.
+        path: setting that limits `max_new_tokens`, for errors.
+        images: images of the rows; None: they have none.
+        on_overlong: `drop` leaves out prompts without room.
 
     Raises:
-        ConfigError: a prompt that must not be left out, or every one, exceeds the context with an
-            answer, or there is no row.
+        ConfigError: there are no rows, or a prompt (with `drop`: every prompt) leaves no room.
     """
     if not rows:
         raise ConfigError("data", "the split of this stage has 0 rows; add a source")
@@ -82,7 +67,7 @@ def prompts_within(
         kept = [place for place, n in enumerate(lengths) if n + max_new_tokens <= max_length]
         if len(kept) == len(lengths) or (kept and on_overlong == "drop"):
             return kept
-        # With room for the longest no prompt is refused, with room for the shortest one is left.
+        # If the longest fits, none is refused; with `drop`, one remains if the shortest fits.
         name, pick = ("shortest", min) if on_overlong == "drop" else ("longest", max)
         place = pick(range(len(lengths)), key=lengths.__getitem__)
         room = max_length - lengths[place]
@@ -99,9 +84,9 @@ def prompts_within(
 
 
 def local_reward(context: JobContext, reward: RewardConfig) -> RewardConfig:
-    """The reward with its files, if it has some, copied into the store as they were planned.
+    """Return the reward with its user files copied into the store as they were planned.
 
-    Scoring processes start at any time of the stage: they must not read what the user edits.
+    Scoring processes start at any time of the stage and must not read files that the user edits.
     """
     functions: dict[str, str] = {}
     for path, part in reward.parts.items():
@@ -116,7 +101,7 @@ def local_reward(context: JobContext, reward: RewardConfig) -> RewardConfig:
 
 
 def queueing(context: JobContext, hardware: HardwareConfig) -> Queueing:
-    """How a stage waits for room on the cluster: it is told in the journal, and is no stall."""
+    """Return how a stage waits for room: it logs to the journal, and the wait is no stall."""
     return Queueing(
         hardware.queue_timeout_s, say=context.journal.log, waiting=context.heartbeat.tick
     )
@@ -125,7 +110,7 @@ def queueing(context: JobContext, hardware: HardwareConfig) -> Queueing:
 def stage_progress(
     context: JobContext, checkpoint: CheckpointConfig, num_steps: int
 ) -> StageProgress:
-    """Journal, step checkpoints and clock of this stage."""
+    """Return journal, step checkpoints and clock of this stage."""
     return StageProgress(
         journal=context.journal,
         heartbeat=context.heartbeat,
@@ -146,22 +131,11 @@ def policy_output(
     steps: TrainedSteps,
     metrics: Mapping[str, float] = NOTHING_MEASURED,
 ) -> JobOutput:
-    """Write the `policy` artifact.
-
-    Args:
-        context: of the job.
-        progress: after the last step.
-        hf_dir: configuration and tokenizer.
-        steps: what is behind it.
-        metrics: of the policy, beside its steps.
-
-    Returns:
-        The `policy` output with its headline metrics.
-    """
+    """Write the `policy` artifact and return it with its metrics."""
     with context.clock("save"):
         checkpoint = progress.last_checkpoint()
         write_policy(context.output_dir, checkpoint, hf_dir, steps)
-        # The step checkpoint's files are the artifact's, under the same names: hashed already.
+        # These files come from the step checkpoint under the same names and are already hashed.
         hashed = read_manifest(checkpoint.parent).files
         prefix = f"{CHECKPOINT_DIR}/"
         digests = {name: f.sha256 for name, f in hashed.items() if name.startswith(prefix)}

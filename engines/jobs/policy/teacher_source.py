@@ -17,20 +17,9 @@ def teacher_source(
     max_length: int,
     rollout_engine: str,
 ) -> ModelSource:
-    """The teacher's weights.
+    """Return the directory of the teacher's weights; a ConfigError names the bad field.
 
-    Args:
-        config: names it.
-        given: its directory, where it was one of the user's; None: it is the hub's.
-        policy: that it teaches.
-        max_length: context of the policy.
-        rollout_engine: serves the teacher, if engines do.
-
-    Returns:
-        A Hugging Face directory.
-
-    Raises:
-        ConfigError: it cannot be used; names the field below `rl.distillation`.
+    `given` is a local directory, None for the hub. `max_length` is the policy's context.
     """
     with renamed_sections({"model": TEACHER_SECTION}):
         directory = given or resolve_model(config, max_length)

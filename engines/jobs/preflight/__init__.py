@@ -1,1 +1,1 @@
-"""What is looked at before a run."""
+"""Checks before a run."""

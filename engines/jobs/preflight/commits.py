@@ -1,7 +1,7 @@
-"""The commits of what a recipe names on the hub.
+"""Resolves the hub revisions that a recipe names to commits.
 
-Promises: one repository and revision is one commit in all of the answer, so that tokenizer and
-weights, and the splits of one data set, cannot be of two.
+Promises: each repository and revision has one commit in the whole answer, so tokenizer and weights,
+or the splits of one data set, cannot come from different commits.
 """
 
 from typing import TypeVar
@@ -9,8 +9,8 @@ from typing import TypeVar
 from engines.checkpoint.models.teacher import TEACHER_SECTION
 from engines.config.base import local_path
 from engines.config.data import SOURCE_SPLITS, DataConfig, SourceConfig
-from engines.config.look import Look
 from engines.config.model import ModelConfig, NamedModelConfig
+from engines.config.preflight_request import PreflightRequest
 from infra.identity.hub import RepoType, hub_commit
 
 OnHub = TypeVar("OnHub", bound=ModelConfig | NamedModelConfig | SourceConfig)
@@ -22,20 +22,13 @@ _MODELS = {
     "judge": "rl.reward.judge",
     "teacher": TEACHER_SECTION,
 }
-"""Field of a `Look` -> where a recipe has that model, for error lines."""
+"""Section of a recipe for each model field of a `PreflightRequest`, for errors."""
 
 
-def with_commits(at: Look) -> Look:
-    """Resolve what is on the hub.
+def with_commits(at: PreflightRequest) -> PreflightRequest:
+    """Return the request with a commit as the `revision` of every hub id.
 
-    Args:
-        at: what the recipe names; what is not here is on the hub.
-
-    Returns:
-        The same, where every `revision` of a hub id is a commit.
-
-    Raises:
-        ConfigError: one cannot be resolved; names the field.
+    A ConfigError names the field that cannot be resolved.
     """
     hub = _Hub()
     found: dict[str, object] = {"data": hub.of_data(at.data, "data") if at.data else None}
@@ -52,13 +45,13 @@ def with_commits(at: Look) -> Look:
 
 
 class _Hub:
-    """Asks for each repository and revision once."""
+    """Resolves each repository and revision once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, RepoType, str | None], str] = {}
 
     def resolved(self, config: OnHub, repo_type: RepoType, section: str) -> OnHub:
-        """With a commit for its revision, unless it is here."""
+        """Return the configuration with a commit as revision; a local path stays as it is."""
         if config.path is None or local_path(config.path):
             return config
         key = (config.path, repo_type, config.revision)
@@ -67,7 +60,7 @@ class _Hub:
         return config.model_copy(update={"revision": self._known[key]})
 
     def of_data(self, data: DataConfig, section: str) -> DataConfig:
-        """With commits for all of its sources."""
+        """Return the data configuration with commits for all sources."""
         sources = {
             split: tuple(
                 self.resolved(source, "dataset", f"{section}.{split}.{place}")

@@ -1,7 +1,7 @@
-"""Whether the engines that a recipe names compute its local models; asks `config.json` alone.
+"""Checks from `config.json` that the engines of a recipe support its local models.
 
 Promises: what is refused here the engine itself would refuse, by the same function, or compute
-wrongly. Does not promise that an engine has no more to refuse once it builds a model.
+wrongly. Does not promise that an engine accepts every other model.
 """
 
 from typing import Any
@@ -19,15 +19,9 @@ from infra.plugins import Row, load_row
 def look_at_training(
     path: str | None, training: TrainingConfig | None, *, values: bool = False
 ) -> None:
-    """Refuse a local model that the training backend would refuse, or compute wrongly.
+    """Raise a ConfigError if the training backend does not support a local model.
 
-    Args:
-        path: of the model; of a hub id nothing is known yet.
-        training: names the backend; None asks none.
-        values: whether its head says one number per token.
-
-    Raises:
-        ConfigError: names the model and what of it the backend lacks.
+    `training=None` and hub ids are not checked. `values` is True for a model with a value head.
     """
     directory = local_path(path)
     if directory is None or training is None:
@@ -39,15 +33,7 @@ def look_at_training(
 
 
 def look_at_rollout(path: str | None, rollout_engine: str | None) -> None:
-    """Refuse a local model that the rollout engine does not serve.
-
-    Args:
-        path: of the model; of a hub id nothing is known yet.
-        rollout_engine: its name; None asks none.
-
-    Raises:
-        ConfigError: names the engine and what of the model it lacks.
-    """
+    """Raise a ConfigError if the rollout engine does not serve a local model."""
     directory = local_path(path)
     if directory is None or rollout_engine is None:
         return
@@ -65,5 +51,5 @@ def look_at_rollout(path: str | None, rollout_engine: str | None) -> None:
 
 
 def _load(row: Row, target: str, setting: str) -> Any:
-    """A function that a row names beside its engine."""
+    """Load a function that a plugin row names beside its engine."""
     return load_row(Row(name=f"{row.name} (models)", target=target, owner=row.owner), setting)

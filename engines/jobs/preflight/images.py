@@ -1,7 +1,7 @@
-"""Who of a recipe sees the images that its data show; each who does not is refused by name.
+"""Refuses models and engines of a recipe that cannot see the images in its data.
 
-Promises: what passes here for a local model is not refused later for its architecture, its backend
-or its rollout engine. Of a model on the hub, what does not depend on it is looked at.
+Promises: a local model that passes is not refused later for its architecture, backend or rollout
+engine. For a model on the hub only its settings are checked.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from engines.checkpoint.models.teacher import TEACHER_SECTION
 from engines.config.backends import BACKENDS
 from engines.config.base import local_path
 from engines.config.distillation import DistillationConfig
-from engines.config.look import Look
 from engines.config.model import ModelConfig
 from engines.config.plugins import IMAGES, ROLLOUT_ENGINES, image_engines
+from engines.config.preflight_request import PreflightRequest
 from engines.config.rules.images import (
     check_not_self_played,
     check_seen_by_judges,
@@ -25,18 +25,14 @@ from infra.errors import ConfigError
 from infra.section_names import renamed_sections
 
 _TAUGHT = "data.rl."
-"""Where sources are that are trained on; by the others models are measured."""
+"""Prefix of sources that are trained on; models are evaluated on all others."""
 
 
-def look_at_images(at: Look, sources: Sequence[str]) -> None:
-    """Refuse what cannot see the images of some sources.
+def look_at_images(at: PreflightRequest, sources: Sequence[str]) -> None:
+    """Raise a ConfigError that names a setting which cannot handle images.
 
     Args:
-        at: what the recipe names.
-        sources: the places of those that show images.
-
-    Raises:
-        ConfigError: names the setting of who does not see, and who would.
+        sources: configuration paths of the sources with images.
     """
     if not sources:
         return

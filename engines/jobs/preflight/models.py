@@ -1,6 +1,6 @@
-"""The model that a recipe starts from: its files, its adapter, its vocabulary, its context.
+"""Checks the model that a recipe starts from: files, adapter, vocabulary, context.
 
-Promises: headers and JSON are read, no weight.
+Promises: only headers and JSON are read, no weights.
 """
 
 from engines.checkpoint.model_directory import (
@@ -10,8 +10,8 @@ from engines.checkpoint.model_directory import (
     stored_tensor_names,
 )
 from engines.config.base import local_path
-from engines.config.look import Look
 from engines.config.model import ModelConfig
+from engines.config.preflight_request import PreflightRequest
 from engines.config.training import LoraConfig
 from engines.data.read.tokenizer import DirectoryTokenizer, check_vocabulary, text_config
 from engines.jobs.preflight.engine_support import look_at_rollout, look_at_training
@@ -19,23 +19,13 @@ from infra.errors import ConfigError
 
 _LINEAR_SUFFIX = ".weight"
 BYTES_PER_PARAMETER = 12
-"""Of a checkpoint: the weight and two moments of the optimizer, each in float32."""
+"""Checkpoint bytes per parameter: weight and two optimizer moments in float32."""
 BYTES_OF_AVERAGE = 4
-"""What a moving average of the weights adds to each of them."""
+"""Additional bytes per parameter for a moving average of the weights."""
 
 
-def look_at_policy(at: Look) -> DirectoryTokenizer | None:
-    """Check the model, and that the engines compute it.
-
-    Args:
-        at: what the recipe names.
-
-    Returns:
-        Its tokenizer, as of `look_at_model`.
-
-    Raises:
-        ConfigError: names the setting.
-    """
+def look_at_policy(at: PreflightRequest) -> DirectoryTokenizer | None:
+    """Check that the engines support the model, and return its tokenizer as `look_at_model`."""
     training = at.training if at.trains else None
     lora = at.training.lora if at.training else None
     tokenizer = look_at_model(at.model, lora, trains=at.trains)
@@ -48,18 +38,14 @@ def look_at_policy(at: Look) -> DirectoryTokenizer | None:
 def look_at_model(
     model: ModelConfig, lora: LoraConfig | None, *, trains: bool = True
 ) -> DirectoryTokenizer | None:
-    """Check a local model directory by its headers.
+    """Check a local model directory by its headers and return its tokenizer.
 
     Args:
-        model: of the recipe.
-        lora: adapter that is to be trained, if any.
-        trains: whether the model has to have room for `model.max_length`.
+        lora: adapter to train, if any; its targets must exist.
+        trains: True if the model needs a context of `model.max_length`.
 
     Returns:
-        Its tokenizer; None for a hub id, a model made from scratch, or a slow tokenizer.
-
-    Raises:
-        ConfigError: a file is missing or damaged, or the adapter's targets match nothing.
+        None for a hub id, a random model or a tokenizer without `tokenizer.json`.
     """
     directory = local_path(model.path)
     if directory is None:
@@ -75,15 +61,8 @@ def look_at_model(
     return tokenizer
 
 
-def look_at_stop_tokens(at: Look) -> None:
-    """Refuse stop tokens that the vocabulary of a local model does not have.
-
-    Args:
-        at: what the recipe names.
-
-    Raises:
-        ConfigError: names the setting, the token and the vocabulary.
-    """
+def look_at_stop_tokens(at: PreflightRequest) -> None:
+    """Raise a ConfigError if a stop token is outside the vocabulary of a local model."""
     directory = local_path(at.model.path)
     size = text_config(directory).get("vocab_size") if directory else None
     for setting, ids in at.stop_token_ids.items():
@@ -95,15 +74,8 @@ def look_at_stop_tokens(at: Look) -> None:
             )
 
 
-def look_at_answers(at: Look) -> None:
-    """Refuse answers to a suite for which a model that is only measured has no room.
-
-    Args:
-        at: what the recipe names.
-
-    Raises:
-        ConfigError: names the setting.
-    """
+def look_at_answers(at: PreflightRequest) -> None:
+    """Raise a ConfigError if a model that is only evaluated has no room for a suite's answers."""
     measured = [at.against] if at.trains else [at.model, at.against]
     for model in measured:
         directory = local_path(model.path) if model else None
@@ -117,15 +89,10 @@ def look_at_answers(at: Look) -> None:
                 )
 
 
-def checkpoint_bytes(at: Look) -> int | None:
-    """How large a checkpoint of a local model is.
+def checkpoint_bytes(at: PreflightRequest) -> int | None:
+    """Return the checkpoint size of a local model in bytes.
 
-    Args:
-        at: what the recipe names.
-
-    Returns:
-        Bytes; None for a model that is not here or is not trained, and for an adapter, whose
-        checkpoints are small.
+    None for a hub id, an untrained model, and an adapter, whose checkpoints are small.
     """
     directory = local_path(at.model.path)
     has_adapter = at.training is not None and at.training.lora is not None

@@ -1,7 +1,6 @@
-"""The models that a recipe names beside the one that it trains: compared, judging, teaching.
+"""Checks the other models of a recipe: compared, reward, judge and teacher.
 
-Each is looked at by its headers, and its template by one prompt. Of one on the hub nothing is known
-yet.
+Each local model is checked by its headers, and its chat template with one prompt.
 """
 
 from collections.abc import Callable
@@ -11,12 +10,12 @@ from engines.checkpoint.model_directory import check_model_directory, check_rewa
 from engines.checkpoint.models.teacher import TEACHER_SECTION, check_teacher
 from engines.config.base import local_path
 from engines.config.distillation import DistillationConfig
-from engines.config.look import Look
 from engines.config.model import (
     JudgeConfig,
     ModelConfig,
     RewardModelConfig,
 )
+from engines.config.preflight_request import PreflightRequest
 from engines.config.rules.distillation import num_spare_tokens
 from engines.config.training import TrainingConfig
 from engines.data.read.rows import RLRow
@@ -31,18 +30,8 @@ from infra.section_names import renamed_sections
 REWARD_MODEL_SECTION, JUDGE_SECTION = "rl.reward.model", "rl.reward.judge"
 
 
-def look_at_against(at: Look) -> DirectoryTokenizer | None:
-    """Check the model that the trained one is compared with, and that the engine serves it.
-
-    Args:
-        at: what the recipe names.
-
-    Returns:
-        Its tokenizer, as of `look_at_model`; None where there is no such model.
-
-    Raises:
-        ConfigError: names the setting below `against`.
-    """
+def look_at_against(at: PreflightRequest) -> DirectoryTokenizer | None:
+    """Check the model to compare with and return its tokenizer; None if there is no such model."""
     if at.against is None:
         return None
     with renamed_sections({"model": "against"}):
@@ -54,32 +43,14 @@ def look_at_against(at: Look) -> DirectoryTokenizer | None:
 def look_at_reward_model(
     model: RewardModelConfig, training: TrainingConfig | None, row: RLRow | None
 ) -> None:
-    """Check a reward model, and that the ranks compute it.
-
-    Args:
-        model: of the recipe.
-        training: of the ranks; None asks none.
-        row: with a prompt; None checks no template.
-
-    Raises:
-        ConfigError: names the setting below `rl.reward.model`.
-    """
+    """Check a reward model and that the ranks support it; its template only if a row is given."""
     _look_at_judging(REWARD_MODEL_SECTION, check_reward_model, model, row)
     with renamed_sections({"model": REWARD_MODEL_SECTION}):
         look_at_training(model.path, training, values=True)
 
 
 def look_at_judge(judge: JudgeConfig, rollout_engine: str | None, row: RLRow | None) -> None:
-    """Check what a judge is asked, the judge, and that the engine serves it.
-
-    Args:
-        judge: of the recipe.
-        rollout_engine: has to serve it; None asks none.
-        row: what is asked about; None asks nothing.
-
-    Raises:
-        ConfigError: names the setting below `rl.reward.judge`.
-    """
+    """Check a judge, its question about `row`, and that the engine serves it."""
     if row is not None:
         question(judge.prompt, row.prompt, perfect_answer(row))
     _look_at_judging(JUDGE_SECTION, check_model_directory, judge, row)
@@ -92,16 +63,11 @@ def look_at_teacher(
     model: ModelConfig,
     rollout_engine: str | None,
 ) -> None:
-    """Check a teacher, its tokens against those of a local model, and what will compute it.
+    """Check a teacher, its tokens against a local policy's, and the engine or backend that runs it.
 
     Args:
-        teacher: of the recipe.
-        training: of the ranks, which hold a teacher that no engine serves; None asks none.
-        model: that it teaches; of one made from scratch the job compares.
-        rollout_engine: has to serve the teacher, where engines do; None asks none.
-
-    Raises:
-        ConfigError: names the setting below `rl.distillation`.
+        training: configuration of the ranks, which hold a teacher that no engine serves.
+        model: policy to teach; the job compares the tokens of a random one.
     """
     directory = local_path(teacher.path)
     if directory is not None:
@@ -120,7 +86,7 @@ def _look_at_judging(
     model: RewardModelConfig | JudgeConfig,
     row: RLRow | None,
 ) -> None:
-    """Headers, tokenizer and template of a model that judges; `check` takes its max_length."""
+    """Check headers, tokenizer and template of a model that scores answers."""
     directory = local_path(model.path)
     if directory is None:
         return

@@ -1,4 +1,4 @@
-"""A reward before anything trains: one of the user's is called once, a rule has what it reads."""
+"""Checks a reward before training: calls a user function once, and looks for the ground truth."""
 
 import json
 from collections.abc import Mapping
@@ -14,15 +14,7 @@ from infra.errors import ConfigError
 
 
 def look_at_reward(reward: RewardConfig, row: RLRow | None) -> None:
-    """Load the reward function and call it once.
-
-    Args:
-        reward: of the recipe.
-        row: judged with its own ground truth as the answer; None only loads the function.
-
-    Raises:
-        ConfigError: it cannot be loaded; or no model judges, and it raises or misses its deadline.
-    """
+    """Load the reward function and score the truth of `row`; raise ConfigError if it fails."""
     request = perfect_answer(row)
     alone = reward.model_copy(update={"num_workers": 1, "max_unscored_frac": 1.0})
     try:
@@ -30,7 +22,7 @@ def look_at_reward(reward: RewardConfig, row: RLRow | None) -> None:
             [result] = scorer.score([request])
     except RewardError as error:
         raise ConfigError("rl.reward.function", f"{reward.function}: {error}; repair it") from None
-    # What a model would say was invented, and a function may rightly find nothing in it.
+    # The request's model scores are made up, so a function that reads them may rightly fail.
     if isinstance(result, Unscored) and row is not None and not reward.models:
         raise ConfigError(
             "rl.reward.function",
@@ -41,15 +33,11 @@ def look_at_reward(reward: RewardConfig, row: RLRow | None) -> None:
 
 
 def look_at_truths(reward: RewardConfig, without: Mapping[str, RLRow | None]) -> None:
-    """Refuse a rule that compares answers with a ground truth which rows do not have.
+    """Refuse a rule that compares answers with a ground truth that rows do not have.
 
     Args:
-        reward: that judges answers to the rows.
-        without: by the place of a source without one, its first row; None: nobody read one, and
-            where there are routes, nobody knows which one it has.
-
-    Raises:
-        ConfigError: names the function.
+        without: first row of each source without ground truth, by configuration path; None if it
+            was not read, so that its route is not known.
     """
     for source, row in without.items():
         asked = tuple(reward.components)
@@ -69,14 +57,14 @@ def look_at_truths(reward: RewardConfig, without: Mapping[str, RLRow | None]) ->
 
 
 def perfect_answer(row: RLRow | None) -> ScoreRequest:
-    """The ground truth as the answer, of which every model said something."""
+    """Return a request whose answer is the ground truth, with made-up scores of the models."""
     truth = row.reward_model.ground_truth if row else ""
     return ScoreRequest(
         data_source=row.data_source if row else "preflight",
         solution_str=truth if isinstance(truth, str) else json.dumps(truth),
         ground_truth=truth,
         extra_info=row.extra_info if row else {},
-        # Its text was not sampled; a reward that reads tokens sees one of each.
+        # The text was not sampled: a reward that reads tokens gets one dummy token.
         tokens=SampledTokens((0,), (0,), (0.0,), "stop"),
         model_score=0.0,
         judgement="0",

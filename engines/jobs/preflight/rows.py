@@ -1,6 +1,6 @@
-"""The first rows of what a recipe reads: whether there are some, and what they ask of a model.
+"""Checks the first rows of the local sources of a recipe.
 
-Promises: no file is read beyond its first hundred rows; of a source on the hub nothing is read.
+Promises: at most the first hundred rows of a file are read; nothing is read of a source on the hub.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,18 +21,10 @@ _PROMPTS = ("rl", "evaluation")
 def first_rows(
     data: DataConfig, section: str, tokenizer: DirectoryTokenizer | None
 ) -> dict[str, RLRow]:
-    """Read the first usable row of every local source, and have the template write it.
+    """Read the first usable row of every local source and render it with the chat template.
 
-    Args:
-        data: of the recipe, or of a suite.
-        section: of it, for errors.
-        tokenizer: of the model; None looks at no template.
-
-    Returns:
-        Those of the RL split, then of the evaluation split, by the source's place.
-
-    Raises:
-        ConfigError: a column is absent, no row is usable, or the template cannot write one.
+    Returns rows of the RL split, then of the evaluation split, by configuration path. A ConfigError
+    if a column is missing, no row is usable or the template fails.
     """
     for path, place in _local(data, section, ("sft",)):
         row = first_sft_row(data.sft[place], path)
@@ -53,29 +45,12 @@ def first_rows(
 
 
 def first_row(data: DataConfig, rows: Mapping[str, RLRow]) -> RLRow | None:
-    """A row with a prompt, read or generated.
-
-    Args:
-        data: of a recipe or a suite.
-        rows: of `first_rows`.
-
-    Returns:
-        The row; None if all of the data is on the hub.
-    """
+    """Return a row with a prompt, read or generated; None if all data are on the hub."""
     return next(iter(rows.values()), None) or generated_row(data)
 
 
 def show_images(data: DataConfig, rows: Mapping[str, RLRow], section: str) -> list[str]:
-    """Which sources show images.
-
-    Args:
-        data: of a recipe or a suite.
-        rows: of `first_rows`.
-        section: of the data, for errors.
-
-    Returns:
-        The place of each whose first row or layout says so.
-    """
+    """Return configuration paths of the sources whose first row or layout has images."""
     shown = [path for path, row in rows.items() if row.images]
     known = layouts_with_images()
     for split in _PROMPTS:
@@ -88,16 +63,9 @@ def show_images(data: DataConfig, rows: Mapping[str, RLRow], section: str) -> li
 def without_truth(
     data: DataConfig, rows: Mapping[str, RLRow], section: str, splits: Sequence[str]
 ) -> dict[str, RLRow | None]:
-    """Which sources have no ground truth.
+    """Return the sources without ground truth in their first row or layout, by configuration path.
 
-    Args:
-        data: of a recipe or a suite.
-        rows: of `first_rows`.
-        section: of the data, for errors.
-        splits: those that are looked at.
-
-    Returns:
-        By the place of each whose first row or layout says so, that row; None where the hub has it.
+    The value is the first row, or None for a source on the hub.
     """
     known = layouts_without_truth()
     found: dict[str, RLRow | None] = {}
@@ -110,15 +78,7 @@ def without_truth(
 
 
 def look_at_prompt(row: RLRow, tokenizer: DirectoryTokenizer) -> None:
-    """Refuse a chat template that renders a prompt to nothing.
-
-    Args:
-        row: with a prompt.
-        tokenizer: with the template that will be used.
-
-    Raises:
-        ConfigError: the rendered prompt has no token.
-    """
+    """Raise a ConfigError if the chat template renders a prompt to no tokens."""
     if not render_prompts(tokenizer, [row.prompt])[0]:
         raise ConfigError(
             "model.chat_template",
@@ -128,7 +88,7 @@ def look_at_prompt(row: RLRow, tokenizer: DirectoryTokenizer) -> None:
 
 
 def generated_row(data: DataConfig) -> RLRow | None:
-    """One row of generated data; None where the rows are the hub's."""
+    """Return one row of generated data; None if none is generated."""
     if data.arithmetic is None:
         return None
     few = data.arithmetic.model_copy(update={"num_sft": 1, "num_rl": 1, "num_eval": 1})
@@ -136,7 +96,7 @@ def generated_row(data: DataConfig) -> RLRow | None:
 
 
 def _local(data: DataConfig, section: str, splits: tuple[str, ...]) -> list[tuple[str, int]]:
-    """Place in the configuration, and in its split, of the sources that are here."""
+    """Return (configuration path, index in its split) of the local sources."""
     return [
         (f"{section}.{split}.{place}", place)
         for split in splits

@@ -1,1 +1,1 @@
-"""The process of a job: how torch is set up in it, and why it failed."""
+"""The process of a job: setup of torch, runtime, and causes of failures."""

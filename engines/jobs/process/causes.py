@@ -1,7 +1,7 @@
-"""Why a job failed, in words that say what to do: memory, disk, a rank that died or hangs, NaN.
+"""Classifies why a job failed: memory, disk, a dead or hanging rank, NaN.
 
-Promises: whatever it was, the error's own text is in the message.
-Does not promise to know a rank's peak of memory: it is told of this process and its children.
+Promises: the error's own text is always in the message. Does not know the peak memory of ranks,
+only that of this process and its children.
 """
 
 import errno
@@ -23,15 +23,7 @@ _RANK_IS_LATE = re.compile(r" on rank \d")
 
 
 def job_problem(error: BaseException, exit_code: int) -> JobProblem:
-    """What a job leaves about its end.
-
-    Args:
-        error: that ended it.
-        exit_code: of its process.
-
-    Returns:
-        The problem; its message names cause, phase and the figures that there are.
-    """
+    """Return what a failed job reports: cause, phase and measured sizes."""
     cause, phase, said = _cause(error), phase_of(error), redact(str(error))
     at = f" in phase {phase}" if phase else ""
     if cause == "out_of_memory":
@@ -51,7 +43,7 @@ def job_problem(error: BaseException, exit_code: int) -> JobProblem:
 
 
 def phase_of(error: BaseException) -> str:
-    """The innermost phase that an error was raised in; empty where none was noted."""
+    """Return the innermost phase noted in an error; empty if none was noted."""
     notes = getattr(error, "__notes__", ())
     return next((n.removeprefix(PHASE_NOTE) for n in notes if n.startswith(PHASE_NOTE)), "")
 
@@ -64,7 +56,7 @@ def _cause(error: BaseException) -> Cause:
             return "disk_full"
         if isinstance(each, NonFiniteError):
             return "non_finite"
-        # By words, too: each device's library has an error of its own, and a rank's comes as text.
+        # Also by text: each device library has its own error class; a rank's error is text.
         if isinstance(each, MemoryError) or getattr(each, "errno", None) == errno.ENOMEM:
             return "out_of_memory"
         if isinstance(each, RuntimeError | WorkerError) and _MEMORY.search(str(each)):
@@ -77,14 +69,13 @@ def _cause(error: BaseException) -> Cause:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it was raised from."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def _free(error: BaseException) -> str:
-    """How much room the disk has now, where the error says which one."""
+    """Return a text about the free space of the disk of the error's file, if known."""
     named = getattr(error, "filename", None)
     place = next((p for p in Path(str(named)).parents if p.exists()), None) if named else None
     return f"; {shutil.disk_usage(place).free:,} bytes are free at {place}" if place else ""

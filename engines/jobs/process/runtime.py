@@ -1,17 +1,15 @@
-"""The frame of every job: specification in, published and committed artifact out.
+"""The frame of every job: from specification to published and committed artifact.
 
     python -m engines.jobs.<stage> STORE FINGERPRINT ATTEMPT
 
-Promises: the job itself publishes its files and commits the fingerprint, so a job whose flow
-died still finishes its stage; if another attempt took over, this one ends fenced, at its next step
-checkpoint at the latest, and publishes neither that nor a commit; a job that fails, or whose phase
-made no progress within its deadline, leaves its error in the stage's channel, and its exit code: 2
-with one line for a `ConfigError`, 143 after SIGTERM, 1 for anything else.
-A stage that waits for this one's output alone is claimed before that is committed, and run by
-this process afterwards: an attempt, an end and an error of its own, as from a process of its own.
-What cannot be claimed is left to such a process.
-Once committed, a stage's step checkpoints and working files are removed; what is told of it stays.
-Does not import torch: two of the six stages never need it.
+Promises: the job itself publishes its files and commits the fingerprint, so it finishes even if its
+flow died. If another attempt took over, this one is fenced at its next step checkpoint at the
+latest, and publishes neither that nor a commit. A job that fails or stalls leaves its error in the
+stage's channel and exits with 2 for a `ConfigError`, 143 after SIGTERM, and 1 otherwise.
+If a following stage waits only for this output, this process claims it before the commit and runs
+it afterwards as a separate attempt; a stage that cannot be claimed is left to a job of its own.
+After the commit the stage's step checkpoints and work files are removed; its logs stay.
+Does not import torch, which some stages never need.
 """
 
 import contextlib
@@ -70,7 +68,7 @@ from infra.waiting import when_there_is_room
 EXIT_FAILURE = 1
 LOAD_DEADLINE_S = 3600.0
 PUBLISH_DEADLINE_S = 7200.0
-"""Without progress for so long, loading or publishing hangs."""
+"""Time without progress after which publishing (or loading, above) counts as hanging."""
 
 Config = TypeVar("Config", bound=StageConfig)
 
@@ -82,14 +80,10 @@ class JobContext(Generic[Config]):
     """What a job's body works with.
 
     Attributes:
-        spec: the stage as the task described it.
-        config: its validated configuration.
-        runtime: what cannot change the output.
-        storage: the store of inputs and outputs.
-        journal: metrics and progress; knows what earlier attempts recorded.
-        heartbeat: tells step and phase to whoever watches.
-        clock: wall seconds by phase, for the commit record.
-        attempt_dir: this attempt's own local directory, for logs and files on the way.
+        runtime: settings that cannot change the output.
+        journal: metrics and progress, including those of earlier attempts.
+        clock: wall time in seconds by phase, for the commit record.
+        attempt_dir: this attempt's local directory for logs and intermediate files.
         steps_dir: step checkpoints, shared by the attempts of one generation.
     """
 
@@ -104,18 +98,7 @@ class JobContext(Generic[Config]):
     steps_dir: Path
 
     def input(self, name: str) -> Path:
-        """A verified local directory (or external file) of an input.
-
-        Args:
-            name: as the stage knows it (`dataset`, `policy`, ...).
-
-        Returns:
-            Where it is; the files belong to the store and are only read.
-
-        Raises:
-            ConfigError: the stage was given no input of that name.
-            ArtifactError: it is gone or damaged.
-        """
+        """Return the verified, read-only local path of an input; raise ConfigError if not given."""
         artifact = self.spec.inputs.get(name)
         if artifact is None:
             given = ", ".join(sorted(self.spec.inputs)) or "none"
@@ -123,14 +106,14 @@ class JobContext(Generic[Config]):
         return self.storage.local_copy(artifact)
 
     def optional_input(self, name: str) -> Path | None:
-        """As `input`, or None if the stage was given no such input."""
+        """Return the path of an input, or None if it was not given."""
         return self.input(name) if name in self.spec.inputs else None
 
     def check_held(self) -> None:
-        """Raise `FencedError` if another attempt took over; one listing of the stage's log.
+        """Raise `FencedError` if another attempt took over.
 
-        A store elsewhere that does not answer is no reason to end: a checkpoint is published on
-        this machine then, and the thread that ships it asks again.
+        A remote store that does not answer is ignored: the checkpoint is then published locally,
+        and the thread that uploads it checks again.
         """
         attempt = Attempt(self.spec.fingerprint, self.spec.attempt, self.spec.holder)
         try:
@@ -140,18 +123,10 @@ class JobContext(Generic[Config]):
 
     @contextlib.contextmanager
     def reading(self, names: Iterable[str]) -> Iterator[None]:
-        """Scope in which a body reads files that others may write to meanwhile.
+        """Check before and after the block that external inputs are as planned.
 
-        They are as planned before it and after it, so that what was made of them is too. A file
-        whose times are those of its last digest is not read again (`infra.store.digest_cache`).
-
-        Args:
-            names: of external inputs.
-
-        Raises:
-            ArtifactCorruptError: one was changed after the plan; also where the body fails by a
-                `ConfigError`, for then that is its cause.
-            ConfigError: one is gone.
+        Raise `ArtifactCorruptError` if one changed, also if the block fails with a `ConfigError`,
+        since the change is then the cause. Files with unchanged times are not hashed again.
         """
         artifacts = [self.spec.inputs[name] for name in names]
         _check_all_unchanged(artifacts)
@@ -164,7 +139,7 @@ class JobContext(Generic[Config]):
 
     @property
     def output_dir(self) -> Path:
-        """An empty directory at the start of the body; its files are published at the end."""
+        """Directory whose files are published at the end; empty at the start."""
         return self.attempt_dir / "output"
 
 
@@ -175,13 +150,7 @@ def _check_all_unchanged(artifacts: Iterable[Artifact]) -> None:
 
 @dataclass(frozen=True)
 class JobOutput:
-    """What a body reports.
-
-    Attributes:
-        kind: kind of the artifact in `output_dir`.
-        metrics: headline metrics of the stage.
-        digests: sha256 by name of those files in it that were hashed already.
-    """
+    """What a body reports; `digests` are known SHA-256 by name of files in `output_dir`."""
 
     kind: str
     metrics: dict[str, float]
@@ -192,20 +161,15 @@ Body = Callable[[JobContext[Config]], JobOutput]
 
 
 def run_job(config_type: type[Config], body: Body[Config]) -> NoReturn:
-    """Run one job and end the process with its exit code.
-
-    Args:
-        config_type: schema of `StageSpec.config`.
-        body: computes the output.
-    """
+    """Run one job, then a stage that it claimed, and end the process with the exit code."""
     signal.signal(signal.SIGTERM, _terminate)
     end_output = redact_output()
     _configure_logging()
     began_at = min(time.time(), psutil.Process().create_time())
     code, claimed = _run_attempt(sys.argv, began_at, (config_type, body))
     if claimed is not None:
-        gc.collect()  # the engines of the stage before
-        # What is saved is the imports: all else is as in a process of its own.
+        gc.collect()  # frees the engines of the previous stage
+        # Only the imports are shared; everything else is as in a new process.
         code, _ = _run_attempt(claimed.job_argv[2:], time.time())
     end_output()
     raise SystemExit(code)
@@ -214,7 +178,7 @@ def run_job(config_type: type[Config], body: Body[Config]) -> NoReturn:
 def _run_attempt(
     argv: list[str], began_at: float, job: tuple[type[Any], Body[Any]] | None = None
 ) -> tuple[int, StageSpec | None]:
-    """One attempt with its end told: its exit code, and the claimed stage that follows."""
+    """Run one attempt and record its error; return exit code and claimed next stage."""
     report: Callable[[JobProblem], None] | None = None
     try:
         storage, fingerprint, attempt = _read_arguments(argv)
@@ -247,7 +211,7 @@ def _run(
     body: Body[Config],
     began_at: float,
 ) -> StageSpec | None:
-    """The life of a job between reading its specification and committing its output."""
+    """Run a job from its specification to the commit of its output; return a claimed stage."""
     config = _validate(config_type, spec.config, "config")
     config.check()
     runtime = _validate(Runtime, spec.runtime, "runtime")
@@ -292,7 +256,7 @@ def _run(
 
 @contextlib.contextmanager
 def _noting_phase(heartbeat: Heartbeat) -> Iterator[None]:
-    """Note in an error what the job was doing; a phase of its clock says it closer."""
+    """Note the heartbeat's phase in an error; a phase of the clock is more specific."""
     try:
         yield
     except Exception as error:
@@ -302,9 +266,9 @@ def _noting_phase(heartbeat: Heartbeat) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fenced_before_failed(storage: Storage, attempt: Attempt) -> Iterator[None]:
-    """Tell a failure of an attempt that was replaced as what it is.
+    """Raise `FencedError` in place of an error if the attempt was replaced.
 
-    One that slept until a newer one committed finds no working files any more.
+    An attempt that slept until a newer one committed finds its work files removed.
     """
     try:
         yield
@@ -316,10 +280,10 @@ def _fenced_before_failed(storage: Storage, attempt: Attempt) -> Iterator[None]:
 def _claim(
     storage: Storage, stage: NextStage, before: Attempt, output: Artifact
 ) -> StageSpec | None:
-    """Hold the first attempt of the next stage, before anyone can see the output and ask for a job.
+    """Hold the first attempt of the next stage before the output is visible to others.
 
-    None where it is done, or another's, or needs other code than this process has, or where the
-    store fails: none of that may cost the output.
+    Returns None if the stage is done, held by another, needs other code, or if the store fails:
+    this must not fail the current stage.
     """
     fingerprint = next_fingerprint(stage, output)
     made = {output.kind: output.model_copy(update={"fingerprint": before.fingerprint})}
@@ -331,11 +295,11 @@ def _claim(
         storage.attempts.check(before)
         own = storage.attempts.entries(before.fingerprint)[before.number].holder
         holder = own.model_copy(update={"id": claimed.holder, "process": own_stamp()})
-        storage.runs.use(stage.run_key, fingerprint)  # whoever collects garbage has to see it
+        storage.runs.use(stage.run_key, fingerprint)  # protects it from garbage collection
         storage.attempts.hold(fingerprint, holder, claimed.attempt)
         storage.channel(fingerprint).write_specification(claimed)
         if before.fingerprint in storage.attempts.followed_by(stage.follower):
-            storage.attempts.join(fingerprint, stage.follower)  # until it does so itself
+            storage.attempts.join(fingerprint, stage.follower)  # until the follower joins itself
     except (PipelineError, OSError) as error:
         logger.info("stage %s is left to a job of its own: %s", claimed.stage, error)
         return None
@@ -343,7 +307,7 @@ def _claim(
 
 
 def _prune(storage: Storage, channel: WorkChannel, committed: Attempt) -> None:
-    """Free what the stage needed while it was not done; what fails costs disk and no result."""
+    """Remove a committed stage's step checkpoints and work files; errors are only logged."""
     *held, _ = generation(storage.attempts.entries(committed.fingerprint), committed.number)
     try:
         channel.prune(
@@ -362,7 +326,7 @@ def _open_context(
     runtime: Runtime,
     clock: PhaseClock,
 ) -> JobContext[Config]:
-    """The attempt's directory, heartbeat and journal; closed with the stack."""
+    """Open the attempt's directory, heartbeat and journal; the stack closes them."""
     directory = channel.local_dir(spec.attempt)
     stacks = stack.enter_context((directory / "stacks.txt").open("w", encoding="utf-8"))
     heartbeat = Heartbeat(
@@ -379,7 +343,7 @@ def _open_context(
     stack.callback(journal.close)
     steps_dir = channel.steps_dir(generation(entries)[0].number, spec.adopted)
     fence = partial(storage.attempts.check, Attempt(spec.fingerprint, spec.attempt, spec.holder))
-    fence()  # the journal that was read is what counts, so no step after it was another's
+    fence()  # checked after reading the journal, so no later step in it is from another attempt
     channel.share_steps(spec.attempt, steps_dir, journal.num_done, fence)
     context = JobContext(
         spec, config, runtime, storage, journal, heartbeat, clock, directory, steps_dir
@@ -390,7 +354,7 @@ def _open_context(
 
 
 def _end_stalled(channel: WorkChannel, attempt: int, stall: Stall) -> None:
-    """End a job that hangs; the thread that hangs could not do it."""
+    """End a job that hangs; called from the heartbeat's thread."""
     at = f" after step {stall.step}" if stall.step is not None else ""
     directory = channel.local_dir(attempt)
     with (
@@ -427,7 +391,6 @@ Model = TypeVar("Model", bound=StrictModel)
 
 
 def _validate(schema: type[Model], values: object, path: str) -> Model:
-    """The values as a model; the first violation becomes one line."""
     try:
         return schema.model_validate(values)
     except ValidationError as error:
@@ -435,8 +398,8 @@ def _validate(schema: type[Model], values: object, path: str) -> Model:
 
 
 def _terminate(signum: int, frame: object) -> NoReturn:
-    """End through every `finally`, so that children and files are left in order."""
-    # A second signal would interrupt that.
+    """Exit through every `finally`, so that children and files are cleaned up."""
+    # A second signal would interrupt the cleanup.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(EXIT_TERMINATED)
 

@@ -1,1 +1,1 @@
-"""Models that a stage serves and does not train: their engines, their answers, their judges."""
+"""Models that a stage serves without training them: engines, answers, judges."""

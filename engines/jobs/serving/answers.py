@@ -1,15 +1,11 @@
-"""The answers of a stage: sampled once, and kept for whoever judges them otherwise.
+"""Answers of a stage: sampled once and stored for other stages that score them differently.
 
-What they depend on is a part of the stage's identity, so they have a fingerprint of their own:
-the model, the requests, how they are sampled and served, the code that does it. The reward with its
-code, the models that judge, k and the confidence are no part of it, but for the distributions that
-a reward's file imports. They are an artifact of kind
-`answers`, one for each call, committed under that fingerprint as the output of a stage is.
-Promises: what was asked of an equal model is found, by any stage over the same store, a
-repetition of one that was killed included; answers that are not there, or damaged, are sampled; a
-store that cannot take them ends no stage.
-Does not promise to keep them for ever: nothing names them but their fingerprint, and `rlhf gc` goes
-by their age.
+Each call's answers are an artifact of kind `answers` with its own fingerprint: of the model, the
+requests, sampling and serving settings, and their code. Rewards, judges, k and the confidence are
+not part of it, except for distributions that a reward's file imports.
+Promises: a request to an equal model is found by any stage of the same store, including a retry;
+missing or damaged answers are sampled; a store that cannot take answers does not fail the stage.
+Does not promise to keep them: `rlhf gc` removes them by age.
 """
 
 import dataclasses
@@ -42,9 +38,9 @@ _FILE = "answers.parquet"
 _SCHEMA_VERSION = 1
 _JUDGES: tuple[PluginKind, ...] = ("reward",)
 _MODELS = ("policy", "model")
-"""Inputs of which one is evaluated."""
+"""Input names of the evaluated model."""
 SAMPLING_CODE = ("engines.jobs.serving.model", "engines.jobs.process.torch_setup")
-"""From them everything is reached that samples, but for what the configuration names."""
+"""Modules from which all sampling code is reached, except plugins."""
 _SCHEMA = pa.schema(
     [
         ("request_id", pa.string()),
@@ -63,14 +59,10 @@ _log = logging.getLogger(__name__)
 
 
 class KeptAnswers:
-    """Samples requests whose answers the store does not have.
+    """Samples requests whose answers are not in the store.
 
-    A stage that was asked for again samples them all again; and where others may join the batches
-    of its engine (`rollout.openai_endpoint`), nothing is found, nor kept.
-
-    Args:
-        context: of a stage that serves a model.
-        generate: samples; called only for what is not there.
+    A stage that is deliberately run again samples anew. With `rollout.openai_endpoint` nothing is
+    found or stored, because other clients may join the engine's batches.
     """
 
     def __init__(self, context: JobContext[Config], generate: Generate) -> None:
@@ -84,14 +76,7 @@ class KeptAnswers:
         self.num_found = self.num_sampled = 0
 
     def __call__(self, requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
-        """Answer every request.
-
-        Args:
-            requests: as `Generate` takes them.
-
-        Returns:
-            By request and seed.
-        """
+        """Return the completions by request and seed."""
         asked = [identity_values(request) for request in requests]
         fingerprint = sha256_json({**self._identity, "requests": sha256_json(asked)})
         found = None
@@ -117,13 +102,13 @@ class KeptAnswers:
         try:
             write_answers(answers, directory / _FILE)
             artifact = storage.publish(directory, ANSWERS)
-        finally:  # on a full disk they would take the room of what the stage itself writes
+        finally:  # frees the disk for the stage's own files
             shutil.rmtree(directory, ignore_errors=True)
         log = storage.attempts.entries(fingerprint)
         kept = latest_commit(log)
         if kept is not None and kept.artifact.digest == artifact.digest:
-            return  # by another meanwhile, or by whoever was asked for them before
-        # Whoever held them before died between two calls, or is about to commit the same.
+            return  # already stored by another attempt
+        # An earlier holder died between two calls, or is about to commit the same answers.
         holder = Holder(id=spec.holder, process=own_stamp())
         attempt = storage.attempts.hold(fingerprint, holder, len(log))
         record = CommitRecord(
@@ -137,7 +122,7 @@ class KeptAnswers:
 
 
 def identity_values(request: RolloutRequest) -> dict[str, Any]:
-    """What the answers to a request depend on, as plain JSON values; images by their digests."""
+    """Return what the answers to a request depend on as JSON values; images as SHA-256."""
     values = dataclasses.asdict(request)
     if not values.pop("images"):
         return values
@@ -145,14 +130,7 @@ def identity_values(request: RolloutRequest) -> dict[str, Any]:
 
 
 def sampling_identity(context: JobContext[Config]) -> dict[str, Any]:
-    """What the answers of a stage depend on, beside the requests.
-
-    Args:
-        context: of the stage.
-
-    Returns:
-        Plain JSON values.
-    """
+    """Return what the answers of a stage depend on, besides the requests, as JSON values."""
     spec, config = context.spec, context.config
     parts = [part for part in config.plugins() if part[0] not in _JUDGES]
     judging = plugin_modules([part for part in config.plugins() if part[0] in _JUDGES])
@@ -175,16 +153,7 @@ def sampling_identity(context: JobContext[Config]) -> dict[str, Any]:
 def find_answers(
     storage: Storage, fingerprint: str, requests: Sequence[RolloutRequest]
 ) -> list[list[Completion]] | None:
-    """Answers that were kept.
-
-    Args:
-        storage: that may have them.
-        fingerprint: theirs.
-        requests: that they answer.
-
-    Returns:
-        By request and seed; None where they are not there, or not whole.
-    """
+    """Return stored answers by request and seed; None if they are missing or incomplete."""
     try:
         record = storage.lookup(fingerprint)
         if record is None:
@@ -200,7 +169,7 @@ def find_answers(
 
 
 def write_answers(answers: Sequence[Sequence[Completion]], path: Path) -> None:
-    """Write completions as parquet; equal ones give equal bytes, for one version of pyarrow."""
+    """Write completions as parquet; equal completions give equal bytes per pyarrow version."""
     samples = [each for of_request in answers for each in of_request]
     columns = [
         [each.request_id for each in samples],
@@ -216,7 +185,7 @@ def write_answers(answers: Sequence[Sequence[Completion]], path: Path) -> None:
 
 
 def read_answers(path: Path) -> list[Completion]:
-    """The completions of a file of `write_answers`, in its order."""
+    """Return the completions of a file of `write_answers`, in order."""
     return [
         Completion(
             request_id=row["request_id"],

@@ -1,4 +1,4 @@
-"""A model that engines beside those of the policy serve, and whose weights never change."""
+"""A frozen model that engines beside those of the policy serve."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -14,29 +14,14 @@ from engines.rollout.service import RolloutService
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """Such a model on disk: a judge, a teacher.
-
-    Attributes:
-        replica: engines that serve it.
-        weights_dir: holds its weights.
-    """
+    """A judge or a teacher on disk."""
 
     replica: ReplicaSpec
     weights_dir: Path
 
     @contextmanager
     def served_by(self, engines: LaunchedEngines) -> Iterator[RolloutService]:
-        """Scope in which engines serve it; its weights are sent at the start.
-
-        Args:
-            engines: of `replica`, without weights.
-
-        Yields:
-            RolloutService: closed behind the scope, and the engines with it.
-
-        Raises:
-            WeightSyncError: an engine did not take them.
-        """
+        """Yield a service over `engines` with the weights sent; it closes the engines."""
         with closing(engines.service()) as service:
             service.sync(
                 engines.new_transport, lambda to: to.send(stored_tensors(self.weights_dir)), 0
@@ -52,17 +37,10 @@ def replica_beside(
     *,
     embedded: bool,
 ) -> ReplicaSpec:
-    """Engines of the kind that serves the policy, for another model.
+    """Return the spec of engines like the policy's for another model, on their own devices.
 
-    Args:
-        like: of the policy.
-        serving_dir: the model's configuration and tokenizer; gets the logs of the engines.
-        num_replicas: of those that are in processes of their own.
-        options: of the engine, instead of the policy's.
-        embedded: the policy's engine is in this process, and so is this one.
-
-    Returns:
-        On devices that no rank has.
+    `serving_dir` has the model's configuration and tokenizer and gets the engines' logs. `embedded`
+    is True if the policy's engine is in this process; the model's is then, too.
     """
     changes = {
         "placement": "colocated" if embedded else "disaggregated",

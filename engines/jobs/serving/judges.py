@@ -1,4 +1,4 @@
-"""The models that judge the answers of a stage: their weights, and what asks them."""
+"""The models that score the answers of a stage: reward model and judge."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -35,29 +35,17 @@ from engines.types import Readouts, TokenBatch
 from infra.section_names import renamed_sections
 
 JUDGE = "judge"
-"""What its engines are called among those beside the policy's."""
+"""Name of the judge among the engines beside the policy's."""
 JUDGE_DIR = "judge"
-"""Below the attempt: configuration and tokenizer of a judge, with every token that ends a text."""
+"""Directory below the attempt for the judge's configuration and tokenizer."""
 MAX_READ_TOKENS = 2048
-"""Of a conversation, by a reward model that nobody gave a length."""
+"""Default of the longest conversation, in tokens, that a reward model reads."""
 
 
 def reward_role(
     context: JobContext[Any], model: RewardModelConfig | None, training: TrainingConfig
 ) -> RoleSpec | None:
-    """The reward model, checked.
-
-    Args:
-        context: of a stage that may be given its directory.
-        model: of the stage; None where nothing asks for one.
-        training: backend, layout and numerics of the ranks that hold it.
-
-    Returns:
-        A frozen value model.
-
-    Raises:
-        ConfigError: the model cannot be used; names the field below `rl.reward.model`.
-    """
+    """Return the checked reward model as a frozen value model; None if none is configured."""
     if model is None:
         return None
     with renamed_sections({"model": "rl.reward.model"}):
@@ -65,7 +53,7 @@ def reward_role(
         check_reward_model(directory, max_length=model.max_length)
     return RoleSpec(
         ModelSource(directory),
-        # An adapter is the policy's.
+        # An adapter belongs to the policy.
         training.model_copy(update={"lora": None}),
         optimizer=None,
         model_type="value_model",
@@ -75,20 +63,7 @@ def reward_role(
 def judge_source(
     context: JobContext[Any], judge: JudgeConfig | None, like: ReplicaSpec, *, embedded: bool
 ) -> FrozenModel | None:
-    """The judge, checked, and engines of the kind that serves the policy.
-
-    Args:
-        context: of a stage that may be given its directory.
-        judge: of the stage; None where nothing asks for one.
-        like: of the policy.
-        embedded: the policy's engine is in this process, and so is the judge's.
-
-    Returns:
-        What to launch.
-
-    Raises:
-        ConfigError: the model cannot be used; names the field below `rl.reward.judge`.
-    """
+    """Return the checked judge with its engines; None if none is configured."""
     if judge is None:
         return None
     with renamed_sections({"model": "rl.reward.judge"}):
@@ -113,19 +88,7 @@ def asked_judges(
     judge: FrozenModel | None,
     engines: LaunchedEngines | None,
 ) -> Iterator[Judges]:
-    """Scope in which the judges can be asked; a judge's weights are sent at its start.
-
-    Args:
-        reward: of the stage.
-        seed: of the run.
-        role: of `reward_role`.
-        workers: ranks that hold it.
-        judge: of `judge_source`.
-        engines: that serve it.
-
-    Yields:
-        Judges: what the scorer asks.
-    """
+    """Yield the judges; a judge's weights are sent to its engines first."""
     with ExitStack() as stack:
         reward_model = generative = None
         if reward.model is not None and role is not None and workers is not None:
@@ -157,14 +120,9 @@ def _reward_model(
 
 
 def longest_read(model: RewardModelConfig, directory: Path) -> int:
-    """Tokens of the longest conversation that a reward model scores.
+    """Return the longest conversation in tokens that a reward model scores.
 
-    Args:
-        model: of the stage.
-        directory: its files.
-
-    Returns:
-        What the recipe says, else what the model was built for, at most `MAX_READ_TOKENS`.
+    This is the recipe's value, else the model's context but at most `MAX_READ_TOKENS`.
     """
     if model.max_length is not None:
         return model.max_length
@@ -172,5 +130,5 @@ def longest_read(model: RewardModelConfig, directory: Path) -> int:
 
 
 def question_seed(seed: int, text: str) -> int:
-    """Of what a judge is asked: the same whenever and beside whatever it is asked."""
+    """Return the seed of a question to a judge; it depends only on the run seed and the text."""
     return derive_seed(seed, f"judge/{text}")

@@ -1,4 +1,4 @@
-"""The first lines of a stage that serves: the device, and which model of its inputs it is."""
+"""Start of a stage that serves a model: sets up torch and finds the model."""
 
 from typing import TypeVar
 
@@ -18,17 +18,9 @@ Config = TypeVar("Config", bound=AnsweringStageConfig)
 
 
 def load_served(context: JobContext[Config], foreign: ModelConfig | None = None) -> ServedModel:
-    """Set torch up for a stage, and find what it serves.
+    """Return the input `policy`, else the `foreign` model, else the input `model`.
 
-    Args:
-        context: of the job.
-        foreign: of its configuration: a model that no stage made.
-
-    Returns:
-        The input `policy`; without one, the foreign model; without that, the input `model`.
-
-    Raises:
-        ConfigError: the planned platform is not here, or the model cannot be used.
+    A foreign model is one that no stage made.
     """
     config = context.config
     prepare_torch(

@@ -1,8 +1,7 @@
-"""A model that is served and not trained: where its weights are, and engines on first demand.
+"""A served model: its weights, and engines that start on first demand.
 
-Promises: a policy is read from its committed checkpoint, whatever backend and number of ranks
-wrote it, so it scores what the model merged from it scores; no weight is read before somebody asks
-for an answer, or for the models that judge.
+Promises: a policy is read from its committed checkpoint, with any backend and number of ranks, so
+it scores like the model merged from it; no weight is read before the first request.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,14 +31,13 @@ from infra.errors import ConfigError, DeadlineError
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What is served.
+    """A model to serve.
 
     Attributes:
-        hf_dir: its configuration and tokenizer.
-        weights: by hub name, streamed; called again for an engine that starts late.
-        weights_dir: Hugging Face directory that holds them; None of a policy, which has them in
-            its checkpoint.
-        num_steps: trainer steps behind it; 0 of a model directory, which does not say.
+        hf_dir: configuration and tokenizer.
+        weights: streams (hub name, tensor); called again for an engine that starts later.
+        weights_dir: Hugging Face directory with the weights; None for a policy's checkpoint.
+        num_steps: trained steps; 0 for a model directory, where they are not known.
     """
 
     hf_dir: Path
@@ -49,11 +47,7 @@ class ServedModel:
 
     @property
     def context_length(self) -> int:
-        """Tokens that the model was built for, prompt and answer together.
-
-        Raises:
-            ConfigError: its configuration does not say.
-        """
+        """Context in tokens, prompt and answer together; raises ConfigError if it is not stated."""
         length = stated_context(self.hf_dir)
         if length is None:
             raise ConfigError(
@@ -65,31 +59,22 @@ class ServedModel:
 
 
 def served_policy(policy_dir: Path) -> ServedModel:
-    """A `policy` artifact, read from its checkpoint whoever wrote it."""
+    """Return a `policy` artifact, read from its checkpoint."""
     weights = partial(policy_weights, policy_dir)
     num_steps = trained_steps(policy_dir).num_steps
     return ServedModel(policy_dir / HF_DIR, weights, num_steps=num_steps)
 
 
 def served_directory(model_dir: Path) -> ServedModel:
-    """A Hugging Face directory that a stage wrote; raises `ConfigError` where it is none."""
+    """Return a Hugging Face directory that a stage wrote."""
     check_model_directory(model_dir)
     return ServedModel(model_dir, partial(stored_tensors, model_dir), model_dir)
 
 
 def served_foreign(model: ModelConfig, given: Path | None, serving_dir: Path) -> ServedModel:
-    """A model that no stage made.
+    """Return a model that no stage made, `given` as a local directory or found on the hub.
 
-    Args:
-        model: names it.
-        given: its directory, where it is a local one.
-        serving_dir: gets its configuration and tokenizer, with every token that ends an answer.
-
-    Returns:
-        The model.
-
-    Raises:
-        ConfigError: it cannot be used.
+    `serving_dir` gets its configuration and tokenizer, with every token that ends an answer.
     """
     model_dir = given or resolve_model(model, max_length=None)
     check_model_directory(model_dir)
@@ -98,16 +83,7 @@ def served_foreign(model: ModelConfig, given: Path | None, serving_dir: Path) ->
 
 
 def replica_of(config: AnsweringStageConfig, served: ServedModel, log_dir: Path) -> ReplicaSpec:
-    """How the engines of a stage serve a model.
-
-    Args:
-        config: of the stage.
-        served: the model.
-        log_dir: of the engines.
-
-    Returns:
-        Of each engine.
-    """
+    """Return the spec of the engines that serve a model in a stage."""
     return ReplicaSpec(
         serving_dir=served.hf_dir,
         rollout=config.rollout,
@@ -120,13 +96,7 @@ def replica_of(config: AnsweringStageConfig, served: ServedModel, log_dir: Path)
 
 
 class ServedOnDemand:
-    """Engines that start, and get their weights, when they are asked for the first time.
-
-    Args:
-        served: the model.
-        launch: starts the engines, and with them what reads beside them.
-        stack: closes what was started.
-    """
+    """Engines that start and get their weights with the first request; `stack` closes them."""
 
     def __init__(
         self, served: ServedModel, launch: Callable[[], LaunchedModel], stack: ExitStack
@@ -135,7 +105,7 @@ class ServedOnDemand:
 
     @cached_property
     def launched(self) -> LaunchedModel:
-        """All that was started."""
+        """Everything that was started; starts it on first access."""
         launched = self._launch()
         self._stack.enter_context(closing(launched.pool))
         if launched.beside is not None:
@@ -150,16 +120,9 @@ class ServedOnDemand:
         return service
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
-        """Answers to every request.
+        """Return completions by request and seed.
 
-        Args:
-            requests: as the service takes them.
-
-        Returns:
-            By request and seed.
-
-        Raises:
-            DeadlineError: some did not come in time; an accuracy over the others would be another.
+        Raise DeadlineError if some are missing: an accuracy over the others would be biased.
         """
         rows = self._service.generate(requests)
         num_aborted = sum(each.finish_reason == "abort" for row in rows for each in row)

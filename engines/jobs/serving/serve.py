@@ -1,4 +1,4 @@
-"""Engines of a stage that trains nothing, with all that judges what they answer."""
+"""Engines of a stage without training, with everything that scores their answers."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -24,41 +24,26 @@ Config = TypeVar("Config", bound=ServingStageConfig)
 
 @dataclass(frozen=True)
 class Serving:
-    """Engines that answer, and what judges their answers.
-
-    Attributes:
-        engines: start when they are asked first.
-        scorer: with the models that judge.
-    """
+    """Engines that answer and the scorer of their answers."""
 
     engines: ServedOnDemand
     scorer: CompletionScorer
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
-        """As `ServedOnDemand.generate`."""
+        """Return completions as `ServedOnDemand.generate`."""
         return self.engines.generate(requests)
 
 
 def serve(
     context: JobContext[Config], stack: ExitStack, served: ServedModel, rewards: RewardScorer
 ) -> Serving:
-    """Engines for a model, and the models that judge, which start at once.
+    """Return engines for a model, started on demand, and the scorer; judges start at once.
 
-    Args:
-        context: of the job.
-        stack: closes all of it.
-        served: what answers.
-        rewards: the reward function, started before torch was set up.
-
-    Returns:
-        Ready to answer.
-
-    Raises:
-        ConfigError: an engine cannot serve the model, or a judge cannot be used.
+    `rewards` must have been started before torch was set up. `stack` closes everything.
     """
     config, seed = context.config, context.spec.seed
     replica = replica_of(config, served, context.attempt_dir)
-    # Held by one rank, whatever trained the policy.
+    # The reward model is on one rank, whatever layout trained the policy.
     alone = TrainingConfig(num_threads=config.num_threads, dtype=config.dtype)
     role = reward_role(context, config.reward.model, alone)
     judge = judge_source(context, config.reward.judge, replica, embedded=config.driver_computes)

@@ -1,4 +1,4 @@
-"""A teacher in rollout engines of its own: its weights, and how it is asked."""
+"""A teacher in its own rollout engines."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from engines.training.roles import ModelSource
 from engines.types import TokenBatch
 
 TEACHER_DIR = "teacher"
-"""Below the attempt: configuration and tokenizer of a teacher."""
+"""Directory below the attempt for the teacher's configuration and tokenizer."""
 
 
 def served_teacher(
@@ -29,21 +29,10 @@ def served_teacher(
     *,
     embedded: bool,
 ) -> FrozenModel | None:
-    """The teacher, checked, and engines of the kind that serves the policy.
+    """Return the checked teacher with its engines; None if no engine serves a teacher.
 
-    Args:
-        context: of a stage that may be given its directory.
-        config: of the stage; None where nothing teaches.
-        policy: that it teaches.
-        max_length: context of the policy.
-        like: of the policy.
-        embedded: the policy's engine is in this process, and so is the teacher's.
-
-    Returns:
-        What to launch; None where no engines serve a teacher.
-
-    Raises:
-        ConfigError: it cannot be used; names the field below `rl.distillation`.
+    `max_length` is the policy's context. `embedded` is True if the policy's engine is in this
+    process.
     """
     if config is None or config.served is None:
         return None
@@ -62,20 +51,7 @@ def served_teacher(
 def asked_teacher(
     rl: RLConfig, teacher: FrozenModel, engines: LaunchedEngines, vocab_size: int
 ) -> Iterator[ServedTeacher]:
-    """Scope in which a served teacher can be asked.
-
-    Args:
-        rl: with a teacher.
-        teacher: of `served_teacher`.
-        engines: that serve it.
-        vocab_size: of the policy.
-
-    Yields:
-        ServedTeacher: it has answered once, so what its engines refuse is told by now.
-
-    Raises:
-        RolloutError: its engines cannot answer.
-    """
+    """Yield a served teacher after a test query; raise RolloutError if it cannot answer."""
     if rl.distillation is None:
         raise ValueError("nothing is learned from a teacher")
     with teacher.served_by(engines) as service:

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from engines.config.stages.base import Runtime
-from flows import asked_run
-from flows.asked_run import plan_run
-from flows.plan import PlannedStage, Planner
+from flows import plan as planning
+from flows.plan import PlannedStage, Planner, plan_run
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.stage_order import run_stages
 from infra.errors import ConfigError
@@ -269,7 +268,7 @@ def test_a_model_that_is_likely_the_champion_again_is_no_rival_of_itself(
             return None
 
     merged = plan(storage)["merge"].digest
-    monkeypatch.setattr(asked_run, "Registry", Champion)
+    monkeypatch.setattr(planning, "Registry", Champion)
     found = plan(storage, force=["rl_round_1"])
     assert [each.digest for each in asked] == [merged]
     assert found["promote"].status == "likely_reuse"

@@ -12,7 +12,8 @@ from engines.checkpoint.model_directory import create_random_model
 from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.plugins import register_plugin
 from engines.data.prepare.tokenizer_training import train_tokenizer
-from flows.preflight import look_of, preflight
+from flows.preflight import preflight
+from flows.preflight.request import request_of
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError, PipelineError, StoreUnreachableError
 
@@ -51,7 +52,7 @@ def problem(directory: Path, *overrides: str) -> str:
 
 
 def test_a_recipe_that_makes_everything_itself_costs_no_process() -> None:
-    assert look_of(load_recipe("quickstart")) is None
+    assert request_of(load_recipe("quickstart")) is None
 
 
 @pytest.fixture(scope="module")

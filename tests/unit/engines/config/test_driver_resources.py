@@ -5,6 +5,10 @@ from typing import Any
 import pytest
 
 from engines.config.rollout import RolloutConfig
+from engines.config.stages.data import PreprocessStageConfig
+from engines.config.stages.final import EvaluateStageConfig
+from engines.config.stages.rl import RLRoundStageConfig
+from engines.config.stages.supervised import SFTStageConfig
 from flows.recipe.recipe import load_recipe
 
 DISAGGREGATED = "rollout.placement=disaggregated"
@@ -34,14 +38,21 @@ def test_a_driver_reserves_what_it_computes_on(
     overrides: list[str], sft: dict[str, Any], rl_round: dict[str, Any], evaluate: dict[str, Any]
 ) -> None:
     recipe = load_recipe("quickstart", overrides)
-    stages = recipe.sft_stage(), recipe.rl_round_stage(1), recipe.evaluate_stage()
+    stages = (
+        SFTStageConfig.from_recipe(recipe),
+        RLRoundStageConfig.from_recipe(recipe, 1),
+        EvaluateStageConfig.from_recipe(recipe),
+    )
     assert [stage.driver_resources for stage in stages] == [sft, rl_round, evaluate]
-    assert recipe.preprocess_stage().driver_resources == ONE_CPU
+    assert PreprocessStageConfig.from_recipe(recipe).driver_resources == ONE_CPU
 
 
 def test_what_samples_in_a_process_on_the_ranks_devices_is_reserved_with_them() -> None:
     recipe = load_recipe("quickstart", ["hardware.platform=nvidia"])
-    for stage in (recipe.rl_round_stage(1), recipe.evaluate_stage()):
+    for stage in (
+        RLRoundStageConfig.from_recipe(recipe, 1),
+        EvaluateStageConfig.from_recipe(recipe),
+    ):
         assert (
             stage.model_copy(update={"rollout": RolloutConfig(engine="vllm")}).driver_resources
             == {}

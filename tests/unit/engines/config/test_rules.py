@@ -12,7 +12,9 @@ from engines.config.rules.algorithm import check_sampling
 from engines.config.rules.answers import check_structured_output
 from engines.config.rules.order import check_order, check_rl_order, check_supervised_order
 from engines.config.sections import EvaluationConfig, RLConfig
+from engines.config.stages.final import EvaluateStageConfig
 from engines.config.stages.rl import RLRoundStageConfig
+from engines.config.stages.supervised import SFTStageConfig
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError
 
@@ -25,7 +27,7 @@ from infra.errors import ConfigError
         ("rl.sampling.temperature", 0, "greedy"),
         ("rl.sampling.top_p", 0.9, "got 0.9; need 1.0"),
         ("rl.sampling.top_k", 5, "got 5; need 0"),
-        ("rl.sampling.structured_output", {"regex": "a+"}, "cannot keep answers to one"),
+        ("rl.sampling.structured_output", {"regex": "a+"}, "does not support structured output"),
         ("rl.sampling.max_new_tokens", 64, "lower"),
         ("rl.batch_size_prompts", 63, "use 62 or 64"),
         ("rl.order", {"kind": "banded"}, "got 0 with kind banded; need at least 1"),
@@ -36,7 +38,7 @@ def test_recipe_and_job_refuse_with_one_rule(path: str, value: object, word: str
     changes = [f"{path}={value}".replace("True", "true"), "training.num_workers=2"]
     with pytest.raises(ConfigError, match=word) as early:
         load_recipe("quickstart", changes)
-    config = load_recipe("quickstart").rl_round_stage(1).model_dump(mode="json")
+    config = RLRoundStageConfig.from_recipe(load_recipe("quickstart"), 1).model_dump(mode="json")
     config["training"]["num_workers"] = 2
     level = config
     *above, last = path.split(".")
@@ -93,7 +95,7 @@ def test_a_form_of_answers_needs_an_engine_that_can() -> None:
     vllm = recipe.rollout.model_copy(update={"engine": "vllm"})
     check_structured_output("a.path", form, vllm)
     check_structured_output("a.path", None, recipe.rollout)
-    with pytest.raises(ConfigError, match=r"^a.path: got a form with rollout.engine transformers"):
+    with pytest.raises(ConfigError, match=r"^a.path: rollout.engine transformers does not support"):
         check_structured_output("a.path", form, recipe.rollout)
     with pytest.raises(ConfigError, match=r"^evaluation.structured_output: "):
         load_recipe("quickstart", ["evaluation.structured_output={regex: a}"])
@@ -123,7 +125,7 @@ def test_what_ends_an_answer_is_looked_at_closely(section, changes: dict[str, ob
 
 def test_evaluations_end_answers_as_rl_does_unless_they_say_otherwise() -> None:
     rl = ["rl.sampling.stop=['</answer>']", "rl.sampling.stop_token_ids=[5]"]
-    stage = load_recipe("quickstart", rl).evaluate_stage().evaluation
+    stage = EvaluateStageConfig.from_recipe(load_recipe("quickstart", rl)).evaluation
     assert (stage.stop, stage.stop_token_ids) == (("</answer>",), (5,))
     sampling = stage.sampling(greedy=True)
     assert (sampling.stop, sampling.stop_token_ids, sampling.temperature) == (
@@ -132,7 +134,7 @@ def test_evaluations_end_answers_as_rl_does_unless_they_say_otherwise() -> None:
         0,
     )
     own = load_recipe("quickstart", [*rl, "evaluation.stop=[]", "evaluation.stop_token_ids=[7]"])
-    stage = own.evaluate_stage().evaluation
+    stage = EvaluateStageConfig.from_recipe(own).evaluation
     assert (stage.stop, stage.stop_token_ids) == ((), (7,))
 
 
@@ -140,17 +142,22 @@ def test_evaluations_end_answers_as_rl_does_unless_they_say_otherwise() -> None:
 def test_what_ends_an_answer_counts_for_the_identity(change: str) -> None:
     plain, changed = (load_recipe("quickstart", over) for over in ([], [f"rl.sampling.{change}"]))
     for one, other in (
-        (plain.rl_round_stage(1), changed.rl_round_stage(1)),
-        (plain.evaluate_stage(), changed.evaluate_stage()),
+        (RLRoundStageConfig.from_recipe(plain, 1), RLRoundStageConfig.from_recipe(changed, 1)),
+        (EvaluateStageConfig.from_recipe(plain), EvaluateStageConfig.from_recipe(changed)),
     ):
         assert one.identity_values() != other.identity_values()
-    assert plain.sft_stage().identity_values() == changed.sft_stage().identity_values()
+    assert (
+        SFTStageConfig.from_recipe(plain).identity_values()
+        == SFTStageConfig.from_recipe(changed).identity_values()
+    )
 
 
 def test_evaluations_compute_as_training_does() -> None:
     """So a reward model says the same of the same answer in a round and in its evaluation."""
-    assert load_recipe("quickstart", []).evaluate_stage().dtype == "float32"
-    stage = load_recipe("quickstart", ["training.dtype=bfloat16"]).evaluate_stage("rl_round_1")
+    assert EvaluateStageConfig.from_recipe(load_recipe("quickstart", [])).dtype == "float32"
+    stage = EvaluateStageConfig.from_recipe(
+        load_recipe("quickstart", ["training.dtype=bfloat16"]), "rl_round_1"
+    )
     assert stage.dtype == "bfloat16"
 
 

@@ -8,6 +8,9 @@ import pytest
 from vision_cases import write_chat_model, write_geometry
 
 from engines.config.stages.base import StageConfig
+from engines.config.stages.data import PreprocessStageConfig
+from engines.config.stages.final import EvaluateStageConfig
+from engines.config.stages.rl import RLRoundStageConfig
 from flows.recipe.recipe import load_recipe
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact, CommitRecord, StageSpec
@@ -56,7 +59,7 @@ def test_the_first_stage_leaves_out_what_is_too_long_with_its_images(tmp_path: P
             f"model={{init: pretrained, path: {tmp_path}/model, max_length: 64}}",
         ],
     )
-    data = done(tmp_path / "store", recipe.preprocess_stage(), {})
+    data = done(tmp_path / "store", PreprocessStageConfig.from_recipe(recipe), {})
     assert (data.metrics["num_rl"], data.metrics["num_eval"]) == (4, 4)
 
 
@@ -90,10 +93,10 @@ def test_preprocess_then_a_round_then_an_evaluation(tmp_path: Path) -> None:
         ],
     )
     store = tmp_path / "store"
-    data = done(store, recipe.preprocess_stage(), {})
+    data = done(store, PreprocessStageConfig.from_recipe(recipe), {})
     assert (data.metrics["num_rl"], data.metrics["num_eval"]) == (8, 8)
-    policy = done(store, recipe.rl_round_stage(1), {"dataset": data.artifact})
+    policy = done(store, RLRoundStageConfig.from_recipe(recipe, 1), {"dataset": data.artifact})
     assert policy.metrics["num_steps"] == 2
     inputs = {"dataset": data.artifact, "policy": policy.artifact}
-    found = done(store, recipe.evaluate_stage("rl_round_1"), inputs)
+    found = done(store, EvaluateStageConfig.from_recipe(recipe, "rl_round_1"), inputs)
     assert (found.metrics["num_problems"], found.metrics["num_unscored"]) == (8, 0)

@@ -71,9 +71,9 @@ def test_engines_of_a_teacher_are_not_shown_them(model: Path, dataset: Path) -> 
     with pytest.raises(ConfigError) as found:
         asked(model, dataset, distillation={"path": str(model), **SERVED})
     assert str(found.value) == (
-        f"rl.distillation.served: got engines; {num_rows} of {num_rows} rows show images, which "
-        "they are not shown; need a teacher on the training ranks; set this to null, or leave out "
-        "the source"
+        f"rl.distillation.served: {num_rows} of {num_rows} rows show images, which served teachers "
+        "cannot see; need a teacher on the training ranks; set this to null, or leave out the "
+        "source"
     )
     asked(model, dataset, distillation={"path": str(model), "num_top": 4})
 

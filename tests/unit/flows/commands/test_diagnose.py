@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from engines.config.stages.rl import RLRoundStageConfig
 from flows.commands.cli import main
 from flows.recipe.recipe import LocationConfig, load_recipe
 from flows.report.report import build_report, run_directory, write_report
@@ -33,7 +34,7 @@ def stage(home: Path, fingerprint: str, number: int, entropy: Sequence[float]) -
             job_module="engines.jobs.rl_round",
             fingerprint=fingerprint,
             attempt=0,
-            config=RECIPE.rl_round_stage(number).model_dump(mode="json"),
+            config=RLRoundStageConfig.from_recipe(RECIPE, number).model_dump(mode="json"),
             inputs={},
             seed=0,
             store_uri=storage.uri,
@@ -57,7 +58,7 @@ def test_a_sick_run_by_its_name(home: Path, capsys: pytest.CaptureFixture[str]) 
     stage(home, ONE, 1, [0.5] * 4)
     run_directory(RECIPE.model_copy(update={"location": LocationConfig(home=str(home))}))
     assert main(["diagnose", RECIPE.run_name]) == 0
-    assert "nothing ails it" in capsys.readouterr().out
+    assert "no findings" in capsys.readouterr().out
     stage(home, TWO, 2, [0.01] * 4)
     assert main(["diagnose"]) == 1, "the latest run"
     said = capsys.readouterr().out
@@ -101,7 +102,7 @@ def test_a_run_of_which_nothing_is_known(home: Path, capsys: pytest.CaptureFixtu
     assert "early has no stage that said what it is" in capsys.readouterr().err
 
 
-def test_the_report_links_it_and_says_what_ails(home: Path) -> None:
+def test_the_report_links_the_diagnosis(home: Path) -> None:
     stage(home, ONE, 1, [0.5, 0.5, 0.01, 0.01])
     recipe = RECIPE.model_copy(update={"location": LocationConfig(home=str(home))})
     result = StageResult(

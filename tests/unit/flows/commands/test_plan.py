@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.platform_probe import resolve_hardware
+from engines.config.stages.data import PreprocessStageConfig
+from flows.preflight.platform import resolve_hardware
 from flows.recipe.recipe import load_recipe
 from infra import env
 from infra.store.stage_log import Holder
@@ -33,7 +34,7 @@ def commit_sparse_dataset(home: Path) -> None:
     """Finish the quickstart's first stage with a huge file that takes no room."""
     recipe = load_recipe("quickstart", ["rl.num_rounds=1"])
     assert resolve_hardware(recipe.hardware, home).platform  # the machine is known from now on
-    request = stage_request(recipe.preprocess_stage(), recipe.seed)
+    request = stage_request(PreprocessStageConfig.from_recipe(recipe), recipe.seed)
     store = LocalStorage(home / "store")
     made = home / "made"
     made.mkdir()

@@ -8,6 +8,7 @@ import pytest
 
 from engines.config.stages.base import StageConfig
 from engines.config.stages.final import EvaluateStageConfig
+from engines.config.stages.rl import RLRoundStageConfig
 from flows.diagnosis.findings import StageView
 from flows.recipe.recipe import Recipe, load_recipe
 
@@ -40,7 +41,7 @@ def round_view(recipe: Recipe) -> Callable[..., StageView]:
     def made(number: int = 1, first: int = 1, **columns: Sequence[float]) -> StageView:
         named = {name.replace("__", "/"): values for name, values in columns.items()}
         steps = columns_to_steps(named, first) if named else {}
-        config: StageConfig = recipe.rl_round_stage(number)
+        config: StageConfig = RLRoundStageConfig.from_recipe(recipe, number)
         return StageView(config.label, config, steps)
 
     return made
@@ -49,7 +50,7 @@ def round_view(recipe: Recipe) -> Callable[..., StageView]:
 @pytest.fixture
 def evaluation(recipe: Recipe) -> Callable[[str, float], StageView]:
     def made(of: str, accuracy: float) -> StageView:
-        config: EvaluateStageConfig = recipe.evaluate_stage(of)
+        config: EvaluateStageConfig = EvaluateStageConfig.from_recipe(recipe, of)
         return StageView(config.label, config, metrics={"accuracy": accuracy})
 
     return made
@@ -61,7 +62,7 @@ def healthy_rounds(recipe: Recipe) -> list[StageView]:
     steps = columns_to_steps(HEALTHY["quickstart"])
     views = []
     for number in range(1, 4):
-        config = recipe.rl_round_stage(number)
+        config = RLRoundStageConfig.from_recipe(recipe, number)
         own = {step: steps[step] for step in range(40 * number - 39, 40 * number + 1)}
         views.append(StageView(config.label, config, own))
     return views

@@ -12,13 +12,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
+from engines.config.diagnosis import DiagnosisConfig, RoundSymptom
+from engines.config.stages.rl import RLRoundStageConfig
+from engines.config.stages.supervised import SFTStageConfig
 from flows.diagnosis import algorithm, communication, resources
 from flows.diagnosis.algorithm import loss_findings, poisoned_findings
 from flows.diagnosis.diagnosis import diagnose, symptoms
 from flows.diagnosis.findings import Finding, StageView, windows
 from flows.diagnosis.page import html_page, markdown, text
-from flows.recipe.diagnosis import DiagnosisConfig, RoundSymptom
 from flows.recipe.recipe import Recipe
+from flows.stage_order import stages_of
 from tests.unit.flows.diagnosis.conftest import HEALTHY, columns_to_steps
 
 DEFAULTS = DiagnosisConfig()
@@ -174,7 +177,7 @@ def test_the_best_of_before_is_told_beside_what_fell(
 
 
 def test_a_loss_that_runs_away(recipe: Recipe) -> None:
-    config = recipe.sft_stage()
+    config = SFTStageConfig.from_recipe(recipe)
 
     def view(values: list[float]) -> StageView:
         return StageView("sft", config, columns_to_steps({"train/loss": values}))
@@ -202,8 +205,10 @@ def test_real_healthy_runs_have_no_symptom(
 ) -> None:
     scores = [evaluation("sft", 0.35), evaluation("rl_round_1", 0.58)]
     scores += [evaluation("rl_round_2", 0.65), evaluation("rl_round_3", 0.69)]
-    sft = StageView("sft", recipe.sft_stage(), columns_to_steps(HEALTHY["sft"]))
-    ppo = StageView("rl_round_1", recipe.rl_round_stage(1), columns_to_steps(HEALTHY["ppo"]))
+    sft = StageView("sft", SFTStageConfig.from_recipe(recipe), columns_to_steps(HEALTHY["sft"]))
+    ppo = StageView(
+        "rl_round_1", RLRoundStageConfig.from_recipe(recipe, 1), columns_to_steps(HEALTHY["ppo"])
+    )
     for views in ([sft, *healthy_rounds, *scores], [ppo]):
         assert diagnose("healthy", views, DEFAULTS).ills == []
 
@@ -223,7 +228,7 @@ def test_no_curve_is_too_odd(recipe: Recipe, values: list[float], window: int) -
     names += [algorithm.SCORE, algorithm.ENTROPY, algorithm.LENGTH, algorithm.MISMATCH]
     names += [algorithm.SKIPPED, algorithm.POISONED, resources.PEAK_MEMORY, communication.STEP]
     steps = {step: dict.fromkeys(names, value) for step, value in enumerate(values)}
-    view = StageView("rl_round_1", recipe.rl_round_stage(1), steps)
+    view = StageView("rl_round_1", RLRoundStageConfig.from_recipe(recipe, 1), steps)
     for finding in diagnose("odd", [view], DiagnosisConfig(window_num_steps=window)).findings:
         assert all(math.isfinite(each.value) for each in finding.evidence)
 
@@ -244,7 +249,7 @@ def test_a_gate_is_named_once_and_is_a_symptom() -> None:
 def test_no_threshold_changes_a_stage_or_the_name_of_a_run(recipe: Recipe) -> None:
     changed = recipe.model_copy(update={"diagnosis": DiagnosisConfig(max_kl=9, end_run=("drift",))})
     assert changed.run_name == recipe.run_name
-    for one, other in zip(recipe.stages(), changed.stages(), strict=True):
+    for one, other in zip(stages_of(recipe), stages_of(changed), strict=True):
         assert one.identity_values() == other.identity_values()
 
 

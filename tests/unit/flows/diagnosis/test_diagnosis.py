@@ -7,14 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from engines.config.diagnosis import DiagnosisConfig
 from engines.config.rollout import RolloutConfig
+from engines.config.stages.data import PreprocessStageConfig
+from engines.config.stages.final import MergeStageConfig
+from engines.config.stages.rl import RLRoundStageConfig
+from engines.config.stages.supervised import SFTStageConfig
 from engines.config.training import LoraConfig, TrainingConfig
 from flows.diagnosis.communication import step_times, time_findings
 from flows.diagnosis.diagnosis import diagnose
 from flows.diagnosis.findings import Finding, StageView
 from flows.diagnosis.page import DIAGNOSIS_MD, html_page, markdown, text, write_diagnosis
 from flows.diagnosis.resources import resource_findings
-from flows.recipe.diagnosis import DiagnosisConfig
 from flows.recipe.recipe import Recipe
 from infra.store.work_channel import Cause, JobProblem
 from tasks.runner.memory_knobs import memory_knobs
@@ -51,7 +55,7 @@ def test_a_cause_is_told_with_what_to_try(
 
 def test_knobs_are_those_of_the_phase_and_not_at_their_smallest(recipe: Recipe) -> None:
     training = TrainingConfig(max_tokens_per_micro_batch=4096, gradient_checkpointing=True)
-    config = recipe.rl_round_stage(1).model_copy(
+    config = RLRoundStageConfig.from_recipe(recipe, 1).model_copy(
         update={"training": training, "rollout": RolloutConfig(max_num_sequences=64)}
     )
     knobs = memory_knobs(config, "update_actor")
@@ -63,8 +67,8 @@ def test_knobs_are_those_of_the_phase_and_not_at_their_smallest(recipe: Recipe) 
     )
     least = memory_knobs(config.model_copy(update={"training": smallest}))
     assert not any("micro_batch" in knob or "lora" in knob for knob in least)
-    assert memory_knobs(recipe.merge_stage())[0].startswith("merge.max_shard_bytes")
-    assert memory_knobs(recipe.preprocess_stage()) == []
+    assert memory_knobs(MergeStageConfig.from_recipe(recipe))[0].startswith("merge.max_shard_bytes")
+    assert memory_knobs(PreprocessStageConfig.from_recipe(recipe)) == []
 
 
 def test_a_process_that_ended_without_a_word(round_view: RoundView) -> None:
@@ -130,7 +134,7 @@ def test_resources_come_before_communication_and_that_before_the_algorithm(sick:
     assert diagnosis.verdict == (
         "r: disk_full (rl_round_1), slow_sync (rl_round_1), entropy_collapse (rl_round_1)"
     )
-    assert diagnose("r", [], thresholds).verdict == "r: nothing ails it"
+    assert diagnose("r", [], thresholds).verdict == "r: no findings"
 
 
 def test_plots_of_rounds_and_of_sft_do_not_mix_their_steps(
@@ -138,7 +142,7 @@ def test_plots_of_rounds_and_of_sft_do_not_mix_their_steps(
 ) -> None:
     memory = "perf/max_memory_allocated_gb"
     steps = {step: {memory: 9.0, "train/loss": 2.0 / step} for step in range(1, 8)}
-    sft = StageView("sft", recipe.sft_stage(), steps)
+    sft = StageView("sft", SFTStageConfig.from_recipe(recipe), steps)
     rounds = round_view(perf__max_memory_allocated_gb=[1.0, 2.0, 3.0])
     page = html_page(diagnose("r", [sft, rounds], DEFAULTS))
     loss, memory = page.split("<b>")[1:3]
@@ -178,4 +182,4 @@ def test_only_what_ails_is_told_in_markdown(sick: StageView, tmp_path: Path) -> 
     assert (tmp_path / DIAGNOSIS_MD).exists()
     write_diagnosis(diagnose("r", [], DEFAULTS), tmp_path)
     assert not (tmp_path / DIAGNOSIS_MD).exists()
-    assert "nothing ails it" in path.read_text()
+    assert "no findings" in path.read_text()

@@ -123,7 +123,11 @@ def test_a_night_has_places_of_its_own(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://team:5000")
     recipe = load_recipe("quickstart", ["location.store=/team", "location.experiment=e"])
     moved = afresh(recipe, tmp_path)
-    places = (str(moved.home), moved.store_uri, tracking_uri(moved).removeprefix("sqlite:///"))
+    places = (
+        str(moved.home),
+        moved.store_uri,
+        tracking_uri(moved.location).removeprefix("sqlite:///"),
+    )
     assert all(place.startswith(str(tmp_path)) for place in places)
     assert afresh(load_recipe("grpo"), tmp_path).store_uri != moved.store_uri
     assert moved.run_name == recipe.run_name

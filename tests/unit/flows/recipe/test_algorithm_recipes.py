@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import yaml
 
+from engines.config.stages.data import PreprocessStageConfig
+from engines.config.stages.supervised import SFTStageConfig
 from engines.config.training import HardwareConfig
 from flows.plan import Planner
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.recipe.source import RECIPES_DIR, recipe_names
-from flows.stage_order import run_stages
+from flows.stage_order import run_stages, stages_of
 from infra.store.storage import LocalStorage
 
 CPU = (
@@ -222,9 +224,13 @@ def test_all_but_three_share_data_and_sft_with_the_quickstart() -> None:
     quickstart = load_recipe("quickstart")
     for name in CPU:
         recipe = load_recipe(name)
-        is_same = recipe.preprocess_stage() == quickstart.preprocess_stage()
+        is_same = PreprocessStageConfig.from_recipe(recipe) == PreprocessStageConfig.from_recipe(
+            quickstart
+        )
         assert is_same is (name not in {"ppo", "pf_ppo"})
-        assert (recipe.sft_stage() == quickstart.sft_stage()) is (name not in DIFFERENT_START)
+        assert (SFTStageConfig.from_recipe(recipe) == SFTStageConfig.from_recipe(quickstart)) is (
+            name not in DIFFERENT_START
+        )
         assert recipe.evaluation == quickstart.evaluation
 
 
@@ -241,4 +247,4 @@ def test_a_target_changes_neither_the_run_nor_a_stage() -> None:
     name = "ppo_qwen2.5_0.5b"
     recipe, other = load_recipe(name), load_recipe(name, ["target.value=0.6"])
     assert recipe.run_name == other.run_name
-    assert list(recipe.stages()) == list(other.stages())
+    assert stages_of(recipe) == stages_of(other)

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from engines.config.stages.final import CompareStageConfig
 from engines.config.stages.harness import HarnessStageConfig
 from engines.config.training import HardwareConfig
 from flows.plan import Planner
-from flows.preflight import look_of
+from flows.preflight.request import request_of
 from flows.recipe.recipe import Recipe, load_recipe, parse_recipe
 from flows.recipe.source import with_overrides
 from flows.report.measured import measured_tables
@@ -103,7 +104,7 @@ def test_names_and_places_do_not_count_and_what_is_asked_does(tmp_path: Path, py
 
 def test_the_look_reads_no_rows_of_it(python: Path) -> None:
     del python
-    look = look_of(only_measured(ARC))
+    look = request_of(only_measured(ARC))
     assert look is not None
     again = type(look).model_validate_json(look.model_dump_json())
     assert again.suites["arc"].harness == look.suites["arc"].harness
@@ -167,7 +168,9 @@ def test_the_tasks_directory_is_that_of_whoever_loads_the_recipe(
     del python
     (tmp_path / "own").mkdir()
     monkeypatch.chdir(tmp_path)
-    stage = only_measured("suites.x={harness: {tasks: [a], include: ./own}}").harness_stage("x")
+    stage = HarnessStageConfig.from_recipe(
+        only_measured("suites.x={harness: {tasks: [a], include: ./own}}"), "x"
+    )
     assert stage.harness.include == str(tmp_path / "own")
     assert isinstance(stage, HarnessStageConfig)
 
@@ -193,7 +196,10 @@ def test_intervals_and_comparisons_of_a_harness_are_at_the_recipe_s_confidence(
     python: Path,
 ) -> None:
     recipe = only_measured(ARC, "evaluation.confidence=0.8", "against.path=a/b")
-    found = (recipe.harness_stage("arc").confidence, recipe.compare_stage("arc").confidence)
+    found = (
+        HarnessStageConfig.from_recipe(recipe, "arc").confidence,
+        CompareStageConfig.from_recipe(recipe, "arc").confidence,
+    )
     assert found == (0.8, 0.8)
 
 

@@ -7,9 +7,9 @@ import pytest
 from vision_cases import write_chat_model, write_geometry
 
 from engines.config.training import HardwareConfig
-from engines.jobs.preflight.look import look
+from engines.jobs.preflight.run import check_request
 from flows.plan import Planner
-from flows.preflight import look_of
+from flows.preflight.request import request_of
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.stage_order import run_stages
 from infra.errors import ConfigError
@@ -102,9 +102,9 @@ def looked_at(model: Path, rows: Path, *changes: str) -> None:
         "rl.sampling.max_new_tokens=32",
         "hardware={platform: cpu, device_kind: x86_64}",
     )
-    found = look_of(load_recipe(NAME, [*small, *changes]))
+    found = request_of(load_recipe(NAME, [*small, *changes]))
     assert found is not None
-    look(found)
+    check_request(found)
 
 
 def test_a_look_at_it_in_small_finds_nothing(tmp_path: Path) -> None:

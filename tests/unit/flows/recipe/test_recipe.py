@@ -9,6 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.config.plugins import TRACKERS
+from engines.config.stages.final import EvaluateStageConfig
+from engines.config.stages.rl import RLRoundStageConfig
+from engines.config.stages.supervised import SFTStageConfig
 from flows.recipe.recipe import Recipe, load_recipe, parse_recipe
 from flows.recipe.source import RECIPES_DIR, overlay, parse_yaml, recipe_names
 from infra.errors import ConfigError
@@ -77,30 +80,37 @@ def test_the_run_name_is_the_recipe_not_the_place(tmp_path: Path) -> None:
 
 def test_rounds_do_not_know_how_many_they_are() -> None:
     few, many = load_recipe("quickstart"), load_recipe("quickstart", ["rl.num_rounds=9"])
-    first, second = (each.rl_round_stage(2).identity_values() for each in (few, many))
+    first, second = (
+        RLRoundStageConfig.from_recipe(each, 2).identity_values() for each in (few, many)
+    )
     assert first == second
-    assert few.sft_stage() == many.sft_stage()
-    assert few.rl_round_stage(1) != few.rl_round_stage(2)
+    assert SFTStageConfig.from_recipe(few) == SFTStageConfig.from_recipe(many)
+    assert RLRoundStageConfig.from_recipe(few, 1) != RLRoundStageConfig.from_recipe(few, 2)
 
 
 def test_the_deadline_of_sampling_counts_where_it_decides_what_trains() -> None:
     slow, quick = load_recipe("quickstart"), load_recipe("quickstart", ["rollout.timeout_s=9"])
-    first, second = slow.rl_round_stage(1), quick.rl_round_stage(1)
+    first, second = (
+        RLRoundStageConfig.from_recipe(slow, 1),
+        RLRoundStageConfig.from_recipe(quick, 1),
+    )
     assert first.identity_values() != second.identity_values()
     # A half-trained round goes on under another one.
     (change,) = second.changes(first)
     assert str(change) == "rollout.timeout_s 1800.0 -> 9.0"
     assert change.is_execution
-    measured = [each.evaluate_stage("").identity_values() for each in (slow, quick)]
+    measured = [
+        EvaluateStageConfig.from_recipe(each, "").identity_values() for each in (slow, quick)
+    ]
     assert measured[0] == measured[1], "an evaluation with an unfinished answer is an error"
 
 
 def test_defaults_that_depend_on_others_are_spelled_out_for_the_jobs() -> None:
     recipe = load_recipe("quickstart", ["rl.batch_size_prompts=8"])
-    stage = recipe.rl_round_stage(1)
+    stage = RLRoundStageConfig.from_recipe(recipe, 1)
     assert stage.rl.prompts_per_update == 8
     for of in ("sft", ""):
-        evaluation = recipe.evaluate_stage(of).evaluation
+        evaluation = EvaluateStageConfig.from_recipe(recipe, of).evaluation
         assert evaluation.max_new_tokens == recipe.rl.sampling.max_new_tokens
 
 
@@ -225,8 +235,10 @@ def test_mirrors_are_no_part_of_what_a_run_is() -> None:
 
 
 def test_samples_are_no_part_of_what_a_round_is() -> None:
-    plain = load_recipe("quickstart").rl_round_stage(1)
-    fewer = load_recipe("quickstart", ["rl.keep_samples.num_per_step=0"]).rl_round_stage(1)
+    plain = RLRoundStageConfig.from_recipe(load_recipe("quickstart"), 1)
+    fewer = RLRoundStageConfig.from_recipe(
+        load_recipe("quickstart", ["rl.keep_samples.num_per_step=0"]), 1
+    )
     assert fewer.identity_values() == plain.identity_values()
     assert fewer.rl.keep_samples.num_per_step == 0
 

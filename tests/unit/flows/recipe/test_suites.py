@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from engines.config.sections import EvaluationConfig
-from engines.config.stages.final import EvaluateStageConfig
+from engines.config.stages.final import CompareStageConfig, EvaluateStageConfig
 from engines.config.training import HardwareConfig
 from flows.plan import Planner
 from flows.recipe.recipe import Recipe, load_recipe, parse_recipe
@@ -74,7 +74,10 @@ def test_a_suite_s_own_confidence_is_that_of_its_comparison() -> None:
         "quickstart",
         [ADDITION, "suites.addition.evaluation.confidence=0.99", "against.path=owner/name"],
     )
-    found = (recipe.compare_stage("addition").confidence, recipe.compare_stage().confidence)
+    found = (
+        CompareStageConfig.from_recipe(recipe, "addition").confidence,
+        CompareStageConfig.from_recipe(recipe).confidence,
+    )
     assert found == (0.99, 0.95)
 
 
@@ -90,7 +93,7 @@ def test_a_judge_is_the_recipe_s_wherever_it_is_asked() -> None:
     judge = "rl.reward={function: judge, judge: {path: a/b, prompt: '{{ answer }}'}}"
     suites = "suites={own: {data: {arithmetic: {}}, reward: {function: exact}}, other: addition}"
     recipe = load_recipe("quickstart", [judge, suites, "suites.other.reward=null"])
-    own, other = (recipe.evaluate_suite_stage(name) for name in ("own", "other"))
+    own, other = (EvaluateStageConfig.of_suite(recipe, name) for name in ("own", "other"))
     assert said(own, "rl.reward.function") == "suites.own.reward.function"
     assert said(other, "rl.reward.judge") == "rl.reward.judge"
     assert said(other, "evaluation.stop") == "suites.other.evaluation.stop"
@@ -100,20 +103,22 @@ def test_a_suite_without_a_reward_of_its_own_speaks_of_the_recipe_s() -> None:
     suites = "suites={own: {data: {arithmetic: {}}, reward: {function: exact}}, other: addition}"
     recipe = load_recipe("quickstart", [suites, "suites.other.reward=null", "against.path=a/b"])
     for name, section in (("own", "suites.own.reward"), ("other", "rl.reward")):
-        stage = recipe.evaluate_suite_stage(name)
-        for each in (stage, recipe.against_stage(stage)):
+        stage = EvaluateStageConfig.of_suite(recipe, name)
+        for each in (stage, stage.against(recipe.against)):
             assert said(each, "rl.reward.routes") == f"{section}.routes"
             assert said(each, "data.evaluation") == f"suites.{name}.data.evaluation"
 
 
 def test_what_only_training_reads_of_a_model_does_not_count_for_its_evaluation() -> None:
     first, second = (
-        measured(ADDITION, f"model.max_length={length}").evaluate_suite_stage("addition")
+        EvaluateStageConfig.of_suite(measured(ADDITION, f"model.max_length={length}"), "addition")
         for length in (64, 128)
     )
     assert first.identity_values() == second.identity_values()
     other = measured(ADDITION, "model.chat_template='{{ messages }}'")
-    assert other.evaluate_suite_stage("addition").identity_values() != first.identity_values()
+    assert (
+        EvaluateStageConfig.of_suite(other, "addition").identity_values() != first.identity_values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,15 +154,15 @@ def test_a_setting_that_suites_alone_do_not_read_is_refused(
 
 def test_what_suites_alone_do_read_is_taken() -> None:
     own = measured(ADDITION, "suites.addition.reward=null", "rl.reward.function=math")
-    assert own.evaluate_suite_stage("addition").reward.function == "math"
+    assert EvaluateStageConfig.of_suite(own, "addition").reward.function == "math"
     short = measured("suites={a: {data: {arithmetic: {}}}}", "rl.sampling.max_new_tokens=3")
-    assert short.evaluate_suite_stage("a").evaluation.max_new_tokens == 3
+    assert EvaluateStageConfig.of_suite(short, "a").evaluation.max_new_tokens == 3
     data = measured(
         "data={arithmetic: {num_sft: 0, num_rl: 0}}",
         "evaluation.num_samples=8",
         "promote.min_value=1",
     )
-    assert data.evaluate_stage().evaluation.num_samples == 8
+    assert EvaluateStageConfig.from_recipe(data).evaluation.num_samples == 8
 
 
 @pytest.mark.parametrize(
@@ -276,7 +281,7 @@ def test_the_rows_of_a_suite_are_those_of_any_model(tmp_path: Path) -> None:
         ),
         (
             (ADDITION, "suites.addition.evaluation.structured_output={regex: '[0-9]+'}"),
-            "suites.addition.evaluation.structured_output: got",
+            "suites.addition.evaluation.structured_output: rollout.engine",
         ),
         (
             (ADDITION, "promote.suite=addition", "promote.metric=pass@8"),

@@ -8,9 +8,11 @@ import pytest
 
 from engines.config.rules.pairs import check_reward_training
 from engines.config.sections import RewardTrainingConfig
+from engines.config.stages.serving import SelfPlayStageConfig
+from engines.config.stages.supervised import PreferenceStageConfig
 from engines.config.training import HardwareConfig, TrainingConfig
 from flows.plan import Planner
-from flows.recipe.recipe import Recipe, load_recipe
+from flows.recipe.recipe import load_recipe
 from flows.stage_order import run_stages
 from infra.errors import ConfigError
 from infra.store.storage import LocalStorage
@@ -134,11 +136,13 @@ def test_another_iteration_repeats_none() -> None:
     )
     assert [*more.preference_iterations] == [1, 2, 3, 4]
     for iteration in few.preference_iterations:
-        for stage in (Recipe.self_play_stage, Recipe.preference_stage):
-            assert (
-                stage(few, iteration).identity_values() == stage(more, iteration).identity_values()
-            )
-    seeds = [few.self_play_stage(iteration).identity_values()["iteration"] for iteration in (1, 2)]
+        for stage in (SelfPlayStageConfig, PreferenceStageConfig):
+            first, second = (stage.from_recipe(each, iteration) for each in (few, more))
+            assert first.identity_values() == second.identity_values()
+    seeds = [
+        SelfPlayStageConfig.from_recipe(few, iteration).identity_values()["iteration"]
+        for iteration in (1, 2)
+    ]
     assert seeds == [1, 2], "whose answers differ where the policy does not"
 
 
@@ -146,11 +150,11 @@ def test_self_play_reads_no_pairs_of_the_data_and_only_its_own_reward(tmp_path: 
     recipe = load_recipe("quickstart", ["preference={self_play: {}}", "rl.reward.timeout_s=3"])
     assert recipe.data.arithmetic is not None
     assert recipe.data.arithmetic.num_preference == 0
-    assert recipe.self_play_stage(1).reward.timeout_s == 10
+    assert SelfPlayStageConfig.from_recipe(recipe, 1).reward.timeout_s == 10
     by_reward = load_recipe(
         "quickstart", ["preference={self_play: {source: best_worst}}", "rl.reward.timeout_s=3"]
     )
-    assert by_reward.self_play_stage(1).reward.timeout_s == 3
+    assert SelfPlayStageConfig.from_recipe(by_reward, 1).reward.timeout_s == 3
     asks = ("preference={self_play: {source: best_worst, num_iterations: 2}}", *ASKED)
     labels = [stage.label for stage in planned("quickstart", tmp_path, *asks)]
     assert labels[3:7] == ["evaluate_sft", "self_play_1", "preference_1", "evaluate_preference_1"]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from prefect import flow
 
+from engines.config.stages.data import PreprocessStageConfig
 from flows.recipe.recipe import LocationConfig, Recipe, load_recipe
 from flows.run.lazy_cluster import LazyCluster
 from flows.run.pipeline_run import SURROUNDINGS, SilentObserver, Surroundings, open_run
@@ -52,7 +53,7 @@ def recipe(tmp_path: Path) -> Recipe:
 
 def fail(recipe: Recipe, error: BaseException) -> None:
     """A run of one stage, whose job has no memory."""
-    request = StageRequest(recipe.preprocess_stage(), {}, 0)
+    request = StageRequest(PreprocessStageConfig.from_recipe(recipe), {}, 0)
     with open_run(recipe, {}, ()) as run:
         storage = LocalStorage(Path(recipe.store_uri))
         with pytest.raises(InterruptedError):

@@ -7,9 +7,10 @@ import pytest
 from rlhf.testing.json_lines_tracker import JsonLinesTracker
 
 from engines.config.plugins import register_plugin
-from flows.recipe.model_paths import SETTINGS, model_paths
+from engines.config.recipe import MODEL_SETTINGS
+from engines.config.stages.rl import RLRoundStageConfig
+from flows.preflight.registered_models import with_registered_models
 from flows.recipe.recipe import Recipe, load_recipe
-from flows.run.registered_models import stored_models, with_registered_models
 from flows.run.registry import open_tracker
 from infra.errors import ConfigError, ServiceError
 from infra.store.stage_spec import Artifact
@@ -33,7 +34,7 @@ def registered(recipe: Recipe, storage: LocalStorage, directory: Path) -> Artifa
     (directory / "made" / "config.json").write_text(json.dumps({"name": "made"}))
     artifact = storage.publish(directory / "made", "model")
     candidate = ModelCandidate("teacher", "champion", artifact, recipe.home, "", {}, None)
-    open_tracker(recipe).register(candidate)
+    open_tracker(recipe.location).register(candidate)
     return artifact
 
 
@@ -43,11 +44,9 @@ def test_an_alias_is_the_directory_of_what_bears_it(tmp_path: Path) -> None:
     found = with_registered_models(recipe, storage)
     assert found.rl.distillation is not None
     assert found.rl.distillation.path == str(storage.local_copy(artifact))
-    [given] = found.rl_round_stage(1).external_inputs(["policy"]).items()
+    [given] = RLRoundStageConfig.from_recipe(found, 1).external_inputs(["policy"]).items()
     assert (given[0], str(given[1].path)) == ("teacher", found.rl.distillation.path)
     assert found.rl.distillation.identity_values()["path"] is None, "its bytes count"
-    assert list(stored_models(found)) == [artifact.digest]
-    assert list(stored_models(taught(tmp_path, "org/model"))) == []
     assert found.rl.model_copy(update={"distillation": None}) == recipe.rl.model_copy(
         update={"distillation": None}
     )
@@ -101,4 +100,4 @@ def test_relative_paths_of_models_are_the_callers(
         "c: {function: exact}}, accuracy: [c], "
         f"model: {{path: {path}}}, judge: {judge}}}",
     )
-    assert dict(model_paths(recipe)) == dict.fromkeys(SETTINGS, str(tmp_path / "a" / "model"))
+    assert dict(recipe.models()) == dict.fromkeys(MODEL_SETTINGS, str(tmp_path / "a" / "model"))

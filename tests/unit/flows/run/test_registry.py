@@ -36,15 +36,19 @@ def model(storage: LocalStorage, directory: Path, name: str) -> Artifact:
 
 
 def register(recipe: Recipe, artifact: Artifact, beat: Artifact | None = None) -> None:
-    tracker = open_tracker(recipe)
+    tracker = open_tracker(recipe.location)
     candidate = ModelCandidate("quickstart", "best", artifact, recipe.home, "", {}, beat)
     tracker.register(candidate)
+
+
+def registry_of(recipe: Recipe, storage: LocalStorage) -> Registry:
+    return Registry(recipe.promote, open_tracker(recipe.location), storage)
 
 
 def test_without_an_incumbent_there_is_nobody_to_beat(
     recipe: Recipe, storage: LocalStorage, tmp_path: Path
 ) -> None:
-    assert Registry(recipe, storage).incumbent(model(storage, tmp_path, "a")) is None
+    assert registry_of(recipe, storage).incumbent(model(storage, tmp_path, "a")) is None
     assert not (tmp_path / "runs.jsonl").exists(), "asking makes nothing"
 
 
@@ -53,21 +57,23 @@ def test_the_bearer_is_to_be_beaten_and_a_bearer_has_beaten_the_one_before(
 ) -> None:
     first, second = model(storage, tmp_path, "a"), model(storage, tmp_path, "b")
     register(recipe, first)
-    assert Registry(recipe, storage).incumbent(second) == first
+    assert registry_of(recipe, storage).incumbent(second) == first
     unknown = Artifact(kind="unknown", uri="", digest="")
-    assert Registry(recipe, storage).incumbent(unknown) == first, "a plan asks before it is known"
-    assert Registry(recipe, storage).incumbent(first) is None
+    assert registry_of(recipe, storage).incumbent(unknown) == first, (
+        "a plan asks before it is known"
+    )
+    assert registry_of(recipe, storage).incumbent(first) is None
     register(recipe, second, beat=first)
-    assert Registry(recipe, storage).incumbent(first) == second
-    assert Registry(recipe, storage).incumbent(second) == first
+    assert registry_of(recipe, storage).incumbent(first) == second
+    assert registry_of(recipe, storage).incumbent(second) == first
     storage_without = LocalStorage(tmp_path / "other")
-    assert Registry(recipe, storage_without).incumbent(second) is None, "nothing is decided anew"
+    assert registry_of(recipe, storage_without).incumbent(second) is None, "nothing is decided anew"
 
 
 def test_one_run_has_one_answer(recipe: Recipe, storage: LocalStorage, tmp_path: Path) -> None:
     first, second, third = (model(storage, tmp_path, name) for name in "abc")
     register(recipe, first)
-    registry = Registry(recipe, storage)
+    registry = registry_of(recipe, storage)
     assert registry.incumbent(third) == first
     register(recipe, second)
     assert registry.incumbent(third) == first
@@ -79,7 +85,7 @@ def test_an_incumbent_that_this_store_does_not_have_is_told_in_one_line(
 ) -> None:
     register(recipe, Artifact(kind="model", uri="/elsewhere/e", digest=digest))
     with pytest.raises(ConfigError) as caught:
-        Registry(recipe, storage).incumbent(model(storage, tmp_path, "a"))
+        registry_of(recipe, storage).incumbent(model(storage, tmp_path, "a"))
     assert str(caught.value) == (
         "promote.alias: got 'best', which version 1 of quickstart bears (/elsewhere/e); need its "
         f"files in {storage.uri}, to compare with it; take the store that has them "
@@ -91,7 +97,7 @@ def test_a_registry_that_is_away_is_told_and_asked_again(
     recipe: Recipe, storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     candidate = model(storage, tmp_path, "a")
-    registry = Registry(recipe, storage)
+    registry = registry_of(recipe, storage)
 
     def away(*_: str) -> None:
         raise ConnectionError("refused\nby 127.0.0.1")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.asked_run import plan_run
+from flows.plan import plan_run
 from flows.recipe.recipe import Recipe
 from flows.report.report import build_report, markdown
 from flows.run.round_gate import RoundGate

@@ -24,11 +24,11 @@ def test_of_two_collectors_one_is_refused(store: Store) -> None:
     with first.inventory.exclusively():
         with pytest.raises(StoreError, match="another one collects"):
             store.collect(second)
-        with pytest.raises(NotExclusiveError, match="nobody collects"):
+        with pytest.raises(NotExclusiveError, match="no collector runs"):
             second.runs.forget(fp("a run"))
         first.inventory.take("stages/none", lambda _: False)
     assert store.collect(second).problems == ()
-    with pytest.raises(NotExclusiveError, match="nobody collects"):
+    with pytest.raises(NotExclusiveError, match="no collector runs"):
         first.inventory.take("stages/none", lambda _: False)
 
 

@@ -22,7 +22,7 @@ from tasks.runner.run_page import RunPage
 from tasks.runner.submission import Submission
 
 HOLDER = Holder(id="another", process="elsewhere")
-REQUEST = StageRequest(PromoteStageConfig(promote=PromoteConfig()), inputs={}, seed=0)
+REQUEST = StageRequest(PromoteStageConfig(promote=PromoteConfig()), given={}, seed=0)
 
 
 class Clock:

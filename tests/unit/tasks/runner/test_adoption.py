@@ -7,6 +7,8 @@ import pytest
 
 from engines.checkpoint.step_store import StepCheckpoints, TrainerState
 from engines.config.stages.base import Runtime
+from engines.config.stages.rl import RLRoundStageConfig
+from engines.config.stages.supervised import SFTStageConfig
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError
 from infra.ray.job_types import JobRequest
@@ -84,7 +86,11 @@ class Work:
 
 def request(*overrides: str, stage: str = "sft", dataset: str = "d", seed: int = 0) -> StageRequest:
     recipe = load_recipe("quickstart", overrides)
-    config = recipe.sft_stage() if stage == "sft" else recipe.rl_round_stage(int(stage))
+    config = (
+        SFTStageConfig.from_recipe(recipe)
+        if stage == "sft"
+        else RLRoundStageConfig.from_recipe(recipe, int(stage))
+    )
     artifact = Artifact(kind="dataset", uri="/x", digest=dataset * 64)
     return StageRequest(config, {"dataset": artifact}, seed)
 

@@ -17,6 +17,8 @@ import pytest
 from followed_stage import REQUEST, Jobs, Stage, after
 
 from engines.config.stages.base import StageConfig
+from engines.config.stages.rl import RLRoundStageConfig
+from engines.config.stages.supervised import SFTStageConfig
 from flows.recipe.recipe import load_recipe
 from infra import env, waiting
 from infra.errors import (
@@ -244,9 +246,9 @@ def test_a_job_without_memory_is_told_with_what_needs_less(
 
     recipe = load_recipe("quickstart")
     assert "X: m; no setting of it needs less" in failure(REQUEST.config, "publish")
-    said = failure(recipe.rl_round_stage(1), "gen")
+    said = failure(RLRoundStageConfig.from_recipe(recipe, 1), "gen")
     assert "X: m; to need less: rollout.max_num_sequences: 512 instead of 1024, rollout." in said
-    said = failure(recipe.sft_stage(), "train")
+    said = failure(SFTStageConfig.from_recipe(recipe), "train")
     assert "to need less: training.max_tokens_per_micro_batch: 1024 instead of 2048" in said
 
 

@@ -26,7 +26,7 @@ ARTIFACT = Artifact(kind="evaluation", uri="/x", digest="d" * 64)
 
 def request(label: str) -> StageRequest:
     kind = type(label, (PromoteStageConfig,), {"stage": label})
-    return StageRequest(kind(promote=PromoteConfig()), inputs={"evaluation": ARTIFACT}, seed=0)
+    return StageRequest(kind(promote=PromoteConfig()), given={"evaluation": ARTIFACT}, seed=0)
 
 
 def record(of: StageRequest) -> CommitRecord:

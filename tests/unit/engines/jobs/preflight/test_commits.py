@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from engines.config.look import Look
+from engines.config.preflight_request import PreflightRequest
 from engines.config.stages.data import PreprocessStageConfig
 from engines.jobs.preflight import commits
-from engines.jobs.preflight.look import look
-from flows.preflight import look_of
+from engines.jobs.preflight.run import check_request
+from flows.preflight.request import request_of
 from flows.recipe.recipe import load_recipe
 from tasks.runner.identity import stage_request
 from tests.unit.engines.jobs.preflight.test_other_models import taught, write_model
@@ -29,14 +29,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Questions:
     return asked
 
 
-def gsm8k() -> Look:
-    found = look_of(load_recipe("gsm8k_qwen2.5_0.5b"))
+def gsm8k() -> PreflightRequest:
+    found = request_of(load_recipe("gsm8k_qwen2.5_0.5b"))
     assert found is not None
     return found
 
 
 def test_each_repository_is_asked_for_once(asked: Questions) -> None:
-    seen = look(gsm8k())
+    seen = check_request(gsm8k())
     assert asked == [
         ("openai/gsm8k", "dataset", None, "data.sft.0"),
         ("Qwen/Qwen2.5-0.5B-Instruct", "model", None, "model"),
@@ -49,14 +49,14 @@ def test_each_repository_is_asked_for_once(asked: Questions) -> None:
 def test_a_moved_branch_is_another_stage(asked: Questions) -> None:
     planned = [
         stage_request(PreprocessStageConfig(data=seen.data, model=seen.model), 0).fingerprint
-        for seen in (look(gsm8k()) for _ in range(2))
+        for seen in (check_request(gsm8k()) for _ in range(2))
     ]
     assert len(set(planned)) == len(asked) / 2 == 2
 
 
 def test_a_teacher_of_the_hub_has_one_commit(asked: Questions, tmp_path: Path) -> None:
     student = write_model(tmp_path, "0123456789+= user assistant")
-    seen = look(taught(student, path="owner/teacher"))
+    seen = check_request(taught(student, path="owner/teacher"))
     assert asked == [("owner/teacher", "model", None, "rl.distillation")]
     assert seen.teacher is not None
     assert seen.teacher.revision == f"{1:040x}"

@@ -18,10 +18,10 @@ from engines.config.model import ModelConfig, TokenizerConfig
 from engines.config.training import TrainingConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.tokenizer import DirectoryTokenizer
-from engines.jobs.preflight.look import look
 from engines.jobs.preflight.rows import first_rows
+from engines.jobs.preflight.run import check_request
 from engines.vision.sizes import PROCESSOR_FILES
-from flows.preflight import look_of
+from flows.preflight.request import request_of
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError
 
@@ -52,9 +52,9 @@ def look_at(model: Path | str | None, data: Path | str, *changes: str, **asked: 
     ]
     if model is not None:
         base += ["model.init=pretrained", f"model.path={model}"]
-    of_recipe = look_of(load_recipe("quickstart", [*base, *changes]))
+    of_recipe = request_of(load_recipe("quickstart", [*base, *changes]))
     assert of_recipe is not None
-    look(of_recipe.model_copy(update=asked))
+    check_request(of_recipe.model_copy(update=asked))
 
 
 def error_of(*arguments: Any, **asked: Any) -> str:
@@ -135,8 +135,8 @@ def test_a_suite_of_its_own_judges(tmp_path: Path, model: Path, data: Path) -> N
 def test_a_teacher(tmp_path: Path, model: Path, data: Path) -> None:
     served = DistillationConfig.model_validate({"path": str(model), "served": {}})
     assert error_of(model, data, teacher=served) == (
-        f"rl.distillation.served: got engines; {SHOWN}, which they are not shown; need a teacher "
-        "on the training ranks; set this to null, or leave out the source"
+        f"rl.distillation.served: {SHOWN}, which served teachers cannot see; need a teacher on the "
+        "training ranks; set this to null, or leave out the source"
     )
     shutil.copytree(model, tmp_path / "blind")
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))

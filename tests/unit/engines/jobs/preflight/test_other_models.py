@@ -11,22 +11,22 @@ from vision_cases import write_chat_model
 
 from engines.checkpoint.model_directory import create_random_model
 from engines.config.distillation import DistillationConfig
-from engines.config.look import Look
 from engines.config.model import ArchitectureConfig, TokenizerConfig
+from engines.config.preflight_request import PreflightRequest
 from engines.data.prepare.tokenizer_training import train_tokenizer
-from engines.jobs.preflight.look import look
-from flows.preflight import look_of
+from engines.jobs.preflight.run import check_request
+from flows.preflight.request import request_of
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError
 
 
-def taught(model: Path, **teacher: object) -> Look:
+def taught(model: Path, **teacher: object) -> PreflightRequest:
     recipe = load_recipe(
         "quickstart",
         [f"model={{init: pretrained, path: {model}, max_length: 32}}", "data.max_prompt_length=16"],
     )
     section = DistillationConfig.model_validate({"num_top": 4, **teacher})
-    found = look_of(
+    found = request_of(
         recipe.model_copy(update={"rl": recipe.rl.model_copy(update={"distillation": section})})
     )
     assert found is not None
@@ -45,15 +45,15 @@ def test_a_teacher_of_other_tokens_is_refused_before_anything_runs(tmp_path: Pat
     student = write_model(tmp_path / "student", "0123456789+= user assistant")
     other = write_model(tmp_path / "teacher", "abcdefghij+= user assistant")
     with pytest.raises(ConfigError, match="a teacher whose tokenizer has .* need one") as found:
-        look(taught(student, path=str(other)))
+        check_request(taught(student, path=str(other)))
     assert found.value.path == "rl.distillation.path"
     with pytest.raises(ConfigError, match="got 1000; need at most the vocabulary") as found:
-        look(taught(student, path=str(student), num_top=1000))
+        check_request(taught(student, path=str(student), num_top=1000))
     assert found.value.path == "rl.distillation.num_top"
     with pytest.raises(ConfigError) as found:
-        look(taught(student, path=str(tmp_path)))
+        check_request(taught(student, path=str(tmp_path)))
     assert found.value.path.startswith("rl.distillation")
-    look(taught(student, path=str(student)))
+    check_request(taught(student, path=str(student)))
 
 
 def test_a_teacher_has_to_be_one_that_the_ranks_compute(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_teacher_has_to_be_one_that_the_ranks_compute(tmp_path: Path) -> None:
     config = json.loads((teacher / "config.json").read_text())
     (teacher / "config.json").write_text(json.dumps({**config, "model_type": "doge"}))
     with pytest.raises(ConfigError, match="a doge model with a mask") as found:
-        look(taught(student, path=str(teacher)))
+        check_request(taught(student, path=str(teacher)))
     assert found.value.path == "rl.distillation.path"
 
 
@@ -72,12 +72,12 @@ def test_a_teacher_that_its_engines_cannot_serve_is_refused_before_anything_runs
 ) -> None:
     student = write_model(tmp_path, "0123456789+= user assistant")
     asked = taught(student, path=str(student), served={})
-    look(asked)
+    check_request(asked)
     # It writes a token behind what it reads, for which a context of 32 has no room.
     with pytest.raises(ConfigError, match="need 33, for answers that fill .* 32") as found:
-        look(asked.model_copy(update={"rollout_engine": "vllm"}))
+        check_request(asked.model_copy(update={"rollout_engine": "vllm"}))
     assert found.value.path == "rl.distillation.served"
-    look(taught(student, path=str(student)).model_copy(update={"rollout_engine": "vllm"}))
+    check_request(taught(student, path=str(student)).model_copy(update={"rollout_engine": "vllm"}))
     soft = tmp_path / "soft"
     shutil.copytree(student, soft)
     config = json.loads((soft / "config.json").read_text(encoding="utf-8"))
@@ -85,7 +85,7 @@ def test_a_teacher_that_its_engines_cannot_serve_is_refused_before_anything_runs
     (soft / "config.json").write_text(json.dumps(config), encoding="utf-8")
     for served, path in (({}, "rollout.engine"), (None, "rl.distillation.path")):
         with pytest.raises(ConfigError, match="with a soft cap") as found:
-            look(taught(student, path=str(soft), served=served))
+            check_request(taught(student, path=str(soft), served=served))
         assert found.value.path == path
 
 
@@ -108,13 +108,13 @@ def test_a_reward_model_has_to_be_one_that_whoever_holds_it_computes(
     judging = write_reward_model(write_model(tmp_path, "0123456789+= user assistant"), "mistral")
     reward = f"rl.reward={{function: model, model: {{path: {judging}, max_length: 16}}}}"
     rounds = [f"rl.num_rounds={num_rounds}", "training.backend=megatron"]
-    found = look_of(load_recipe("quickstart", [reward, *rounds]))
+    found = request_of(load_recipe("quickstart", [reward, *rounds]))
     assert found is not None
     if not num_rounds:
-        look(found)
+        check_request(found)
         write_reward_model(judging, "doge")
     with pytest.raises(ConfigError, match=r"a (mistral|doge) model") as refused:
-        look(found)
+        check_request(found)
     assert refused.value.path == "rl.reward.model.path"
 
 
@@ -128,9 +128,9 @@ def test_no_model_of_values_starts_from_one_that_sees_images(tmp_path: Path, tra
         sources = ("preference", "rl", "evaluation")
         changes += ["sft=null", "data.arithmetic=null"]
         changes += [f"data.{split}=[{{path: owner/{split}}}]" for split in sources]
-    found = look_of(load_recipe("quickstart", changes))
+    found = request_of(load_recipe("quickstart", changes))
     assert found is not None
     with pytest.raises(ConfigError, match="sees images; a value model cannot") as refused:
-        look(found)
+        check_request(found)
     assert refused.value.path == "model.path"
-    look(found.model_copy(update={"trains_values": False, "data": None}))
+    check_request(found.model_copy(update={"trains_values": False, "data": None}))

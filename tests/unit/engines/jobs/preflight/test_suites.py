@@ -9,8 +9,8 @@ import pytest
 from PIL import Image as Pillow
 from vision_cases import write_chat_model
 
-from engines.jobs.preflight.look import look
-from flows.preflight import look_of
+from engines.jobs.preflight.run import check_request
+from flows.preflight.request import request_of
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError
 
@@ -36,13 +36,13 @@ def changes(tmp_path: Path) -> list[str]:
 
 
 def test_images_of_a_suite_are_seen_by_whoever_judges_it(changes: list[str]) -> None:
-    asked = look_of(load_recipe("quickstart", changes))
+    asked = request_of(load_recipe("quickstart", changes))
     assert asked is not None
     with pytest.raises(
         ConfigError, match=r"suites\.shown\.data\.evaluation\.0 .*not shown"
     ) as found:
-        look(asked)
+        check_request(asked)
     assert found.value.path == "rl.reward.judge"
-    ruled = look_of(load_recipe("quickstart", [*changes, "suites.shown.reward.function=math"]))
+    ruled = request_of(load_recipe("quickstart", [*changes, "suites.shown.reward.function=math"]))
     assert ruled is not None
-    look(ruled)
+    check_request(ruled)

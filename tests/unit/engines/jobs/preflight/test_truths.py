@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from vision_cases import write_chat_model
 
-from engines.jobs.preflight.look import look
-from flows.preflight import look_of
+from engines.jobs.preflight.run import check_request
+from flows.preflight.request import request_of
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError
 
@@ -32,9 +32,9 @@ def look_at(tmp_path: Path, rl: str, *changes: str) -> None:
         f"data.evaluation=[{{path: {evaluation}}}]",
         "sft=null",
     ]
-    asked = look_of(load_recipe("quickstart", [*base, *changes]))
+    asked = request_of(load_recipe("quickstart", [*base, *changes]))
     assert asked is not None
-    look(asked)
+    check_request(asked)
 
 
 def error_of(*arguments: Any) -> str:

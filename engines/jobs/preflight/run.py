@@ -1,17 +1,16 @@
-"""A look at what a recipe names, before anything trains.
+"""Checks the models, data and rewards that a recipe names, before anything trains.
 
-Called as `python -m engines.jobs.preflight.look < LOOK`. Reads a `Look` as JSON and answers with
-one JSON line: the first problem, or none. It opens the headers of safetensors files, the first row
-of each local source and the tokenizer, and calls a reward of the user's once with that row, in a
-process of its own.
-Promises: no weight is read, torch is not imported; what it refuses would have ended the run later,
-with the same field named. Does not promise that the rest of the rows is as good as the first.
+`python -m engines.jobs.preflight.run` reads a `PreflightRequest` as JSON from standard input and
+writes a `PreflightAnswer` as one line of JSON. It reads headers of safetensors files, the tokenizer
+and the first row of each local source, and calls a user's reward once in its own process.
+Promises: no weight is read, torch is not imported; what it refuses would have ended the run later
+with the same field named. Does not promise that later rows are valid.
 """
 
 import sys
 
 from engines.config.data import DataConfig
-from engines.config.look import Answer, Look
+from engines.config.preflight_request import PreflightAnswer, PreflightRequest
 from engines.config.suite import suite_sections
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
@@ -37,18 +36,8 @@ from infra.errors import ConfigError
 from infra.section_names import renamed_sections
 
 
-def look(at: Look) -> Look:
-    """Refuse what could not be trained on.
-
-    Args:
-        at: what the recipe names.
-
-    Returns:
-        The same, with the commit of everything on the hub, and the size of a checkpoint.
-
-    Raises:
-        ConfigError: names the field and what to do.
-    """
+def check_request(at: PreflightRequest) -> PreflightRequest:
+    """Return the request with hub commits and the checkpoint size, or raise a ConfigError."""
     tokenizer, of_other = look_at_policy(at), look_at_against(at)
     row = look_at_rows(at, at.data, "data", tokenizer) if at.data else None
     if of_other is not None and row is not None:
@@ -71,21 +60,12 @@ def look(at: Look) -> Look:
 
 
 def look_at_rows(
-    at: Look, data: DataConfig, section: str, tokenizer: DirectoryTokenizer | None
+    at: PreflightRequest, data: DataConfig, section: str, tokenizer: DirectoryTokenizer | None
 ) -> RLRow | None:
-    """Check the first rows of a recipe or a suite, who sees their images, and their ground truth.
+    """Check the first rows of a recipe or a suite: template, images and ground truth.
 
-    Args:
-        at: what the recipe names.
-        data: of it, or of a suite.
-        section: of the data, for errors.
-        tokenizer: of the model; None looks at no template.
-
-    Returns:
-        A row with a prompt; None if all of the data is on the hub.
-
-    Raises:
-        ConfigError: names the setting.
+    `section` is the data's configuration path. Returns a row with a prompt, or None if all data are
+    on the hub.
     """
     rows = first_rows(data, section, tokenizer)
     look_at_images(at, show_images(data, rows, section))
@@ -95,28 +75,16 @@ def look_at_rows(
 
 
 def look_at_suites(
-    at: Look, tokenizer: DirectoryTokenizer | None, row: RLRow | None
+    at: PreflightRequest, tokenizer: DirectoryTokenizer | None, row: RLRow | None
 ) -> RLRow | None:
-    """Check the rows and rewards of the suites that have rows.
-
-    Args:
-        at: what the recipe names.
-        tokenizer: of the model; None looks at no template.
-        row: of the recipe's own data.
-
-    Returns:
-        That row; without it, one of a suite.
-
-    Raises:
-        ConfigError: names the setting below `suites`.
-    """
+    """Check rows and rewards of the suites; return `row`, or a suite's row if that is None."""
     for name, suite in at.suites.items():
         if suite.data is None:
             continue
         sections = suite_sections(name)
         if suite.reward is None:
             of_suite = look_at_rows(at, suite.data, sections["data"], tokenizer)
-        else:  # of its own: one of functions, whoever judges
+        else:  # its own reward has functions only, no judges
             own = {"reward_model": None, "judge": None, "scoring": suite.reward}
             judged = at.model_copy(update=own)
             with renamed_sections({"rl.reward": sections["rl.reward"]}):
@@ -127,11 +95,12 @@ def look_at_suites(
 
 
 def main() -> int:
-    """Answer one look."""
+    """Read a request and write its answer."""
     try:
-        answer = Answer(look=look(Look.model_validate_json(sys.stdin.read())))
+        request = PreflightRequest.model_validate_json(sys.stdin.read())
+        answer = PreflightAnswer(found=check_request(request))
     except ConfigError as error:
-        answer = Answer(path=error.path, problem=error.problem)
+        answer = PreflightAnswer(path=error.path, problem=error.problem)
     sys.stdout.write(answer.model_dump_json() + "\n")
     return 0
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from engines.config.plugins import TABLES
 from engines.config.training import HardwareConfig
-from flows.child import ask
+from flows.preflight.child import ask
 from infra import env
 from infra.errors import ConfigError, JobSubmitError, ServiceError
 from infra.identity.fingerprint import outside_code, source_closure
@@ -32,7 +32,7 @@ _MEMORY_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-"""What a container may use: of both generations of control groups."""
+"""Memory limits of a container, in cgroup v2 and v1."""
 PROBE_DEADLINE_S = 120.0
 AUTO = "auto"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -45,9 +45,6 @@ def resolve_hardware(hardware: HardwareConfig, home: Path) -> HardwareConfig:
     Args:
         hardware: of the recipe; what it states in full is not asked for.
         home: where this machine's answer is kept.
-
-    Returns:
-        Both of them named.
 
     Raises:
         ConfigError: the platform is unknown or not available, or the devices are another machine's.
@@ -74,8 +71,6 @@ def check_devices(num_workers: int, hardware: HardwareConfig, home: Path) -> Non
     """Refuse more ranks than this machine has places for, unless a cluster was named.
 
     Args:
-        num_workers: the ranks.
-        hardware: resolved.
         home: where this machine's answer is kept.
 
     Raises:
@@ -98,12 +93,11 @@ def check_devices(num_workers: int, hardware: HardwareConfig, home: Path) -> Non
 
 
 def memory_shortage(checkpoint_bytes: int, hardware: HardwareConfig) -> str:
-    """Whether this machine cannot hold what is trained on its CPUs, however many ranks share it.
+    """Say why the memory of this machine cannot hold the training; empty if it can.
 
     Args:
         checkpoint_bytes: of the weights and of what the optimizer keeps of them; gradients and
             activations come on top.
-        hardware: resolved.
 
     Returns:
         What is needed and what there is, in words; empty if it may fit, if another device holds
@@ -122,7 +116,7 @@ def memory_shortage(checkpoint_bytes: int, hardware: HardwareConfig) -> str:
 
 
 def _is_elsewhere(address: str | None) -> bool:
-    """Whether jobs may run on other machines than this one, which may be a head without devices."""
+    """True if jobs may run on other machines than this one."""
     if not address:
         return False
     if urlsplit(address).hostname not in _LOOPBACK:
@@ -130,7 +124,7 @@ def _is_elsewhere(address: str | None) -> bool:
     try:
         return num_nodes(RayApi(address, existing_token())) > 1
     except (JobSubmitError, ConfigError):
-        return False  # whoever submits a job to it says what is wrong
+        return False  # submitting a job reports what is wrong
 
 
 def _surveyed(requested: str, home: Path) -> FoundPlatform:
@@ -161,9 +155,6 @@ def survey_machine(*requested: str) -> SurveyReport:
         *requested: a platform's name, or `auto`; nothing is `auto`, with what comes of loading
             every plugin.
 
-    Returns:
-        The report of a child process.
-
     Raises:
         ServiceError: torch does not start, or a plugin takes the process down.
     """
@@ -173,12 +164,6 @@ def survey_machine(*requested: str) -> SurveyReport:
 
 def platform_of(report: SurveyReport) -> FoundPlatform:
     """The platform of a report.
-
-    Args:
-        report: of a child process.
-
-    Returns:
-        Its platform.
 
     Raises:
         ConfigError: it has none; says why.

@@ -19,7 +19,7 @@ RoundSymptom = Literal[
     "reward_collapse",
     "reward_hacking",
 ]
-"""What the curves of RL rounds can show; each is a pure function of what the stages committed."""
+"""Symptoms of RL rounds; each is a pure function of what the stages committed."""
 
 
 class DiagnosisConfig(StrictModel):
@@ -50,7 +50,7 @@ class DiagnosisConfig(StrictModel):
     hacking_gain: float = Field(default=0.05, gt=0)
     """Gain in training score from which a fall of the held-out accuracy is reward hacking."""
     hacking_fall: float = Field(default=0.03, gt=0, lt=1)
-    """That fall, from the best evaluation before."""
+    """Fall of accuracy from the best evaluation before."""
     mismatch_growth: float = Field(default=3.0, gt=1)
     """Mismatch of sampler and trainer, last window over first."""
     mismatch_floor: float = Field(default=1e-5, gt=0)

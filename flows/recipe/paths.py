@@ -1,21 +1,55 @@
-"""The local paths of a recipe, made absolute: jobs run in directories of their own.
+"""The paths of a recipe: local ones made absolute, and aliases of registered models read.
 
-Promises: a path that exists is one of the directory of whoever loads the recipe; anything else,
-such as a hub id, stays as it is.
+A model is named by a directory, by a hub id, or by its alias in the registry of the recipe's
+tracker: `models:/NAME@ALIAS`.
+Promises: an existing path is made absolute, since jobs run in directories of their own; anything
+else, such as a hub id, stays as it is.
 """
 
-from __future__ import annotations
-
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from engines.config.algorithm import RewardConfig
 from engines.config.data import SOURCE_SPLITS, DataConfig
+from engines.config.recipe import Recipe
 from engines.config.suite import SuiteConfig
-from flows.recipe.model_paths import with_model_paths
+from infra.errors import ConfigError
 
-if TYPE_CHECKING:
-    from flows.recipe.recipe import Recipe
+_SCHEME = "models:"
+_FORM = re.compile(r"models:/(?P<name>[^/@]+)@(?P<alias>[^/@]+)")
+
+
+class RegisteredModel(NamedTuple):
+    """An alias in the model registry.
+
+    Attributes:
+        alias: of one of its versions.
+    """
+
+    name: str
+    alias: str
+
+
+def registered_model(setting: str, path: str) -> RegisteredModel | None:
+    """Read the name of a model in the registry.
+
+    Returns:
+        None where it is no such name.
+
+    Raises:
+        ConfigError: it begins as one and is none.
+    """
+    if not path.startswith(_SCHEME):
+        return None
+    found = _FORM.fullmatch(path)
+    if found is None:
+        raise ConfigError(
+            setting,
+            f"got {path!r}; need models:/NAME@ALIAS (models:/quickstart@champion); a version has "
+            "to bear an alias: give it one",
+        )
+    return RegisteredModel(found["name"], found["alias"])
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
@@ -23,11 +57,8 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 
     Args:
         recipe: with paths of the current directory.
-
-    Returns:
-        A copy.
     """
-    recipe = with_model_paths(recipe, lambda _, path: _absolute(path))
+    recipe = recipe.with_models(lambda _, path: _absolute(path))
     rl = recipe.rl.model_copy(update={"reward": _reward(recipe.rl.reward)})
     suites = {name: _suite(suite) for name, suite in recipe.suites.items()}
     data = _data(recipe.data) if recipe.data else None

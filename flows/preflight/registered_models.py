@@ -1,14 +1,12 @@
 """Models that a recipe names by their alias in the registry: looked up once, before a run."""
 
-from collections.abc import Iterator
 from functools import partial
 
-from flows.recipe.model_paths import model_paths, registered_model, with_model_paths
-from flows.recipe.recipe import Recipe
+from engines.config.recipe import Recipe
+from flows.recipe.paths import registered_model
 from flows.run.registry import open_tracker
 from infra.errors import ArtifactError, ConfigError, ServiceError
 from infra.redact import redact
-from infra.store.artifacts import digest_in_path
 from infra.store.storage import Storage
 from infra.tracking.tracker import Tracker
 
@@ -19,32 +17,13 @@ def with_registered_models(recipe: Recipe, storage: Storage) -> Recipe:
     What counts of it are its bytes: an alias that moves makes another run of it.
 
     Args:
-        recipe: whose models.
         storage: of the run, which has their files.
-
-    Returns:
-        The recipe that runs.
 
     Raises:
         ConfigError: nothing bears an alias, or the store does not have its files.
         ServiceError: the registry does not answer.
     """
-    return with_model_paths(recipe, partial(_directory, open_tracker(recipe), storage))
-
-
-def stored_models(recipe: Recipe) -> Iterator[str]:
-    """Digests of the models of a recipe whose files a store has: what its run reads of others.
-
-    Args:
-        recipe: that runs (`with_registered_models`).
-
-    Yields:
-        str: one for each such setting.
-    """
-    for _, path in model_paths(recipe):
-        digest = digest_in_path(path)
-        if digest is not None:
-            yield digest
+    return recipe.with_models(partial(_directory, open_tracker(recipe.location), storage))
 
 
 def _directory(tracker: Tracker, storage: Storage, setting: str, path: str) -> str:

@@ -1,4 +1,4 @@
-"""What travels between a plan and `engines.jobs.preflight`, the look at what its recipe names."""
+"""Request to `engines.jobs.preflight.run`, and its answer."""
 
 from engines.config.algorithm import RewardConfig
 from engines.config.base import StrictModel
@@ -10,8 +10,8 @@ from engines.config.suite import SuiteConfig
 from engines.config.training import TrainingConfig
 
 
-class Look(StrictModel):
-    """What is to be looked at."""
+class PreflightRequest(StrictModel):
+    """Parts of a recipe that the child process checks."""
 
     model: ModelConfig
     trains: bool = True
@@ -28,12 +28,12 @@ class Look(StrictModel):
     reward: RewardConfig | None = None
     """null for one of this project's own, which has tests."""
     scoring: RewardConfig | None = None
-    """Judges the answers to the rows of `scored`, whoever wrote it; null asks nothing of them."""
+    """Reward that scores the rows of `scored`; null checks no rows."""
     scored: tuple[str, ...] = ("evaluation",)
     """Splits whose rows are asked about."""
     reward_model: RewardModelConfig | None = None
     reward_training: TrainingConfig | None = None
-    """Of the ranks that hold it; null asks nothing of them."""
+    """Training section of the ranks that hold the reward model; null checks no layout."""
     judge: JudgeConfig | None = None
     teacher: DistillationConfig | None = None
     rollout_engine: str | None = None
@@ -44,17 +44,17 @@ class Look(StrictModel):
     trains_values: bool = False
     """One starts from it: a critic, or a reward model."""
     checkpoint_bytes: int | None = None
-    """Of one checkpoint of the model, which the look finds; null where no directory tells it."""
+    """Size of one checkpoint of the model; found by the preflight, null without a directory."""
     answer_lengths: dict[str, int] = {}
     """Setting to the longest answer that it allows, of what is only measured."""
     stop_token_ids: dict[str, tuple[int, ...]] = {}
     """Setting to the stop tokens that it names."""
 
 
-class Answer(StrictModel):
-    """The first problem; or, where there is none, what was looked at."""
+class PreflightAnswer(StrictModel):
+    """The first problem; or the request, if there is none."""
 
     path: str | None = None
     problem: str | None = None
-    look: Look | None = None
-    """With the commit of everything on the hub."""
+    found: PreflightRequest | None = None
+    """The request, with the commit of everything on the hub; None if there is a problem."""

@@ -24,12 +24,6 @@ def ask(
     Args:
         answer: what its last line is, as JSON.
         what: it does, for errors.
-        deadline_s: for all of it.
-        command: the module and its arguments.
-        text: its standard input.
-
-    Returns:
-        The answer.
 
     Raises:
         ServiceError: it gave none in time.
