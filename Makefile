@@ -46,9 +46,6 @@ $(STAMP): infra/locks/core.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --requirement infra/locks/core.lock || \
 	  $(BIN)/python -m pip install --quiet --extra-index-url $(TORCH_CPU_INDEX) \
 	    --requirement infra/locks/core.lock
-	@# pydoclint's fork of docstring-parser fills the same directory: it has to come last.
-	$(BIN)/python -m pip install --quiet --no-deps --force-reinstall \
-	  $$(grep -i '^docstring.parser.fork==' infra/locks/core.lock)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
@@ -135,7 +132,6 @@ lint: $(STAMP)  ## style, import contracts, docstrings, spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(BIN)/pydoclint --quiet infra tasks flows engines hardware
 	$(BIN)/codespell README.md docs infra tasks flows engines hardware tests
 
 types: $(STAMP)  ## static types

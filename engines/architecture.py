@@ -1,10 +1,10 @@
-"""What a transformers architecture must have before an engine of ours computes with it.
+"""Checks that a transformers architecture fits the engines that compute with it.
 
-An engine replaces the model's attention and hands it positions that count from 0 in each sequence.
-Promises: an architecture that would ignore the one or misread the other is named here, in words
-that continue a sentence about its directory. What its configuration alone tells is said by
-`engines.attention_needs`. Does not promise that every other one is computed: an attention function
-may learn what a layer wants of it only when it is called.
+An engine replaces the model's attention and passes positions that count from 0 in each sequence.
+Promises: an architecture that ignores the replaced attention or reads positions differently is
+refused, with words that continue a sentence about its directory; `engines.attention_needs` checks
+what the configuration alone tells.
+Does not promise that every other architecture works.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 
 def model_class(auto_class: Any, config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """The class that an auto class of transformers makes of a configuration, if it has one."""
+    """Return the class that a transformers auto class makes for a configuration, or None."""
     try:
         found = auto_class._model_mapping[type(config)]
     except KeyError:
@@ -23,16 +23,8 @@ def model_class(auto_class: Any, config: PretrainedConfig) -> type[PreTrainedMod
 
 
 def class_refusal(auto_class: Any, config: PretrainedConfig) -> str | None:
-    """Why no model is to be made of a configuration.
-
-    Args:
-        auto_class: of transformers, as `AutoModelForCausalLM`.
-        config: of the model.
-
-    Returns:
-        What is against it; None where nothing is known.
-    """
-    # Asked before the model is made: some of these look their attention up by name and find none.
+    """Return why an auto class of transformers can make no usable model, or None."""
+    # Checked before the model is made: some classes fail when they look their attention up by name.
     made = model_class(auto_class, config)
     if made is None:
         return f"is a {config.model_type}, of which transformers has no {auto_class.__name__}"
@@ -40,23 +32,23 @@ def class_refusal(auto_class: Any, config: PretrainedConfig) -> str | None:
 
 
 def text_settings(config: PretrainedConfig) -> dict[str, Any]:
-    """The fields that `config.json` has of a model, or of the text model in it."""
-    # Some configurations compute the types of their layers and keep them out of their dictionary.
+    """Return the `config.json` fields of a model, or of the text model inside it."""
+    # Some configurations compute `layer_types` and leave the field out of `to_dict`.
     text = config.get_text_config()
     return {**text.to_dict(), "layer_types": getattr(text, "layer_types", None)}
 
 
 def attention_refusal(made: type[PreTrainedModel]) -> str | None:
-    """As `class_refusal`, of a class: it must take its attention from transformers' interface."""
+    """Return why the attention of a model class cannot be replaced, or None."""
     if made._supports_attention_backend:
         return None
     return f"is a {made.__name__}, whose attention cannot be replaced"
 
 
 def position_refusal(model: PreTrainedModel) -> str | None:
-    """As `class_refusal`, of a model: its positions must count from 0.
+    """Return why the positions of a model do not count from 0, or None.
 
-    RoBERTa (arXiv:1907.11692) and its kin count from the padding token's id + 1 on.
+    RoBERTa (arXiv:1907.11692) and related models count from the padding token's id + 1.
     """
     for name, module in model.named_modules():
         if (

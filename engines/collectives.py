@@ -1,11 +1,15 @@
-"""Process groups and the few collectives of the engines, guarded against gloo's traps.
+"""Process groups and the few collectives of the engines, guarded against pitfalls of gloo.
 
-Promises: a tensor that is not contiguous is refused (gloo's all-reduce and broadcast silently
-corrupt it and its neighbours), and so is a dtype that not every backend carries; sums of counts
-and metrics are taken in float64 and in rank order, so every rank gets the same bits. Every group
-has a timeout, and an error says which group it was, which ranks are in it and what they did.
-Not covered: collectives inside of torch, Megatron-Core and the like; their groups have the same
-timeouts.
+Promises: a tensor that is not contiguous is refused with a ValueError (gloo's all-reduce and
+broadcast silently corrupt it and its neighbours), and so is a dtype that not every backend
+supports; counts and metrics are summed in float64 and in rank order, so every rank gets the same
+bits. Every group has a timeout; a failure is a `CollectiveError` that names the group, its ranks
+and the collective.
+Not covered: collectives inside torch, Megatron-Core and similar libraries; their groups have the
+same timeouts.
+
+`group=None` is the default group. `device` is where a collective runs. Tensors have the same shape
+and dtype on every rank.
 """
 
 import json
@@ -32,11 +36,11 @@ CARRIED_DTYPES = frozenset(
         torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
     }
 )  # fmt: skip
-"""Dtypes that gloo and NCCL both carry; anything else goes as a view of `torch.uint8`."""
+"""Dtypes that gloo and NCCL both support; others must be sent as a view of `torch.uint8`."""
 
 
 def init_single_process_group(platform: PlatformBase, timeout_s: float) -> None:
-    """A default process group of one process, without any socket."""
+    """Create a default process group of one process without any socket."""
     dist.init_process_group(
         platform.process_group_backend,
         store=HashStore(),
@@ -47,45 +51,32 @@ def init_single_process_group(platform: PlatformBase, timeout_s: float) -> None:
 
 
 def close_process_group() -> None:
-    """Leave the default process group, if there is one."""
+    """Destroy the default process group if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def world_size() -> int:
-    """Processes of the default group; 1 without one."""
+    """Return the size of the default group, or 1 if there is none."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Rank in the default group; 0 without one."""
+    """Return the rank in the default group, or 0 if there is none."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def make_mesh(
     device_name: str, sizes: tuple[int, ...], names: tuple[str, ...], timeout_s: float
 ) -> DeviceMesh:
-    """A mesh over all ranks whose groups are named and have a timeout.
-
-    Args:
-        device_name: torch device type.
-        sizes: ranks in each dimension.
-        names: of the dimensions; errors show them.
-        timeout_s: of each collective; torch's own default is half an hour.
-
-    Returns:
-        The mesh.
-    """
+    """Return a device mesh over all ranks with named groups and a timeout per collective."""
     mesh = init_device_mesh(device_name, sizes, mesh_dim_names=names)
     limit_waits(timeout_s)
     return mesh
 
 
 def limit_waits(timeout_s: float) -> None:
-    """Give every group of this process, whoever made it, a timeout for its next collectives.
-
-    Of gloo and NCCL; other backends keep the timeouts that their groups were made with.
-    """
+    """Set a timeout for the next collectives of all gloo and NCCL groups of this process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Set timeout is now only supported")
         for group in list(distributed_c10d._world.pg_map):
@@ -93,7 +84,7 @@ def limit_waits(timeout_s: float) -> None:
 
 
 def describe(group: dist.ProcessGroup | None) -> str:
-    """A group in words: its name, its ranks and which of them this process is."""
+    """Return a group's name, backend and ranks, and this process's rank, as text for errors."""
     found = group if group is not None else dist.group.WORLD
     if found is None:
         return "no group"
@@ -105,15 +96,7 @@ def describe(group: dist.ProcessGroup | None) -> str:
 
 @contextmanager
 def naming(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Scope of a collective.
-
-    Args:
-        what: the collective, and what it carries.
-        group: None is the default group.
-
-    Raises:
-        CollectiveError: torch says that it failed or that its deadline passed.
-    """
+    """Turn an error of torch inside the block into a `CollectiveError` that names the group."""
     try:
         yield
     except RuntimeError as error:
@@ -138,53 +121,21 @@ def all_reduce(
     group: dist.ProcessGroup | None = None,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> None:
-    """Reduce a contiguous tensor over the group, in place; without any group nothing is done.
-
-    Args:
-        tensor: of equal shape and dtype on every rank.
-        group: None is the default group.
-        op: sum, or maximum.
-
-    Raises:
-        ValueError: the tensor is not contiguous, or of a dtype that is not carried.
-        CollectiveError: the collective failed.
-    """
+    """Reduce a contiguous tensor over the group in place; a no-op if there is no group."""
     if group is not None or dist.is_initialized():
         with naming(_text("all_reduce", tensor), group):
             dist.all_reduce(_sendable(tensor), op, group=group)
 
 
 def broadcast(tensor: Tensor, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
-    """Copy a contiguous tensor from the global rank `src` to all, in place.
-
-    Args:
-        tensor: of equal shape and dtype on every rank.
-        src: global rank.
-        group: None is the default group.
-
-    Raises:
-        ValueError: the tensor is not contiguous, or of a dtype that is not carried.
-        CollectiveError: the collective failed.
-    """
+    """Copy a contiguous tensor from the global rank `src` to all ranks in place."""
     if group is not None or dist.is_initialized():
         with naming(_text("broadcast", tensor), group):
             dist.broadcast(_sendable(tensor), src=src, group=group)
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Every rank's tensor, in rank order, on every rank.
-
-    Args:
-        tensor: contiguous, of equal shape and dtype on every rank.
-        group: None is the default group, which must exist.
-
-    Returns:
-        As many as the group has ranks.
-
-    Raises:
-        ValueError: the tensor is not contiguous, or of a dtype that is not carried.
-        CollectiveError: the collective failed.
-    """
+    """Return the contiguous tensors of all ranks in rank order, on every rank."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     with naming(_text("all_gather", tensor), group):
         dist.all_gather(parts, _sendable(tensor), group=group)
@@ -192,19 +143,7 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[T
 
 
 def all_to_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send block i of the first dimension to rank i.
-
-    Args:
-        tensor: contiguous; its first dimension is divisible by the group's size.
-        group: all of it calls.
-
-    Returns:
-        The blocks that were received, in rank order, in the same shape.
-
-    Raises:
-        ValueError: the tensor is not contiguous, or of a dtype that is not carried.
-        CollectiveError: the collective failed.
-    """
+    """Send block i of the first dimension to rank i; return the received blocks in rank order."""
     received = torch.empty_like(tensor)
     with naming(_text("all_to_all", tensor), group):
         dist.all_to_all_single(received, _sendable(tensor), group=group)
@@ -212,7 +151,7 @@ def all_to_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_texts(text: str | None) -> list[str | None]:
-    """Every rank's text, in rank order, on every rank of the default group; alone, one's own."""
+    """Return the texts of all ranks of the default group in rank order, on every rank."""
     if not dist.is_initialized():
         return [text]
     texts: list[str | None] = [None] * dist.get_world_size()
@@ -222,15 +161,7 @@ def gather_texts(text: str | None) -> list[str | None]:
 
 
 def raise_together(problem: OSError | None, what: str) -> None:
-    """Let no rank go on, nor wait, where another could not write. Collective.
-
-    Args:
-        problem: of this rank, or None.
-        what: could not be done, in words.
-
-    Raises:
-        OSError: a rank has a problem; every rank says whose.
-    """
+    """Raise an OSError on every rank if one has a `problem`, so that none waits. Collective."""
     if problem is not None and world_size() == 1:
         raise problem
     for number, text in enumerate(gather_texts(problem and str(problem))):
@@ -239,11 +170,7 @@ def raise_together(problem: OSError | None, what: str) -> None:
 
 
 def barrier() -> None:
-    """Wait for all ranks of the default group, if there is one.
-
-    Raises:
-        CollectiveError: a rank did not come in time.
-    """
+    """Wait for all ranks of the default group, if there is one."""
     if dist.is_initialized():
         with naming("barrier", None):
             dist.barrier()
@@ -252,17 +179,7 @@ def barrier() -> None:
 def broadcast_json(
     value: Any, src: int, group: dist.ProcessGroup, device: torch.device
 ) -> Any:  # fmt: skip
-    """What one rank holds, on every rank of the group.
-
-    Args:
-        value: anything JSON can hold, floats bit for bit; only that of `src` is looked at.
-        src: rank within the group.
-        group: all of it calls.
-        device: where the collective runs.
-
-    Returns:
-        The value as JSON reads it back (a tuple becomes a list).
-    """
+    """Return the JSON value of the group's rank `src` on every rank; a tuple becomes a list."""
     text = json.dumps(value).encode() if dist.get_rank(group) == src else b""
     size = torch.tensor([len(text)], dtype=torch.int64, device=device)
     global_src = dist.get_global_rank(group, src)
@@ -275,38 +192,29 @@ def broadcast_json(
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Sum over a group whose ranks go on to compute the same loss from the result.
+    """Sum over a group whose ranks all compute the same loss from the result.
 
-    Each rank's gradient is that of the common loss; the rank's own share of the sum takes it as
-    it is, and the parameters' gradients are then summed over the ranks elsewhere.
+    The backward pass returns the gradient unchanged: every rank has the gradient of the common
+    loss, and the gradients of the parameters are summed over ranks elsewhere.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """`x` summed over the group."""
+        """Return `x` summed over the group."""
         total = x.contiguous().clone()
         all_reduce(total, group)
         return total
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        """The gradient, unchanged."""
+        """Return the gradient unchanged."""
         return grad_outputs[0], None
 
 
 def gather_rows(
     values: Sequence[float] | Tensor, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> list[list[float]]:
-    """Every rank's numbers, in rank order, on every rank.
-
-    Args:
-        values: as many on every rank; whole numbers are exact up to 2**53.
-        device: where the collective runs.
-        group: None is the default group.
-
-    Returns:
-        One list per rank.
-    """
+    """Return one list of numbers per rank in rank order; whole numbers are exact up to 2**53."""
     row = torch.as_tensor(values, dtype=torch.float64, device=device)
     there = group is not None or dist.is_initialized()
     size = dist.get_world_size(group) if there else 1
@@ -316,16 +224,7 @@ def gather_rows(
 def gather_ragged(
     values_N: Tensor, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Every rank's numbers, however many it has, in rank order, on every rank.
-
-    Args:
-        values_N: (N,) of any type; N may differ between ranks.
-        device: where the collectives run.
-        group: None is the default group.
-
-    Returns:
-        (sum of N,) float64, on the CPU.
-    """
+    """Return (N,) tensors of all ranks, with any N, as one float64 CPU tensor in rank order."""
     counts = [int(count) for (count,) in gather_rows([values_N.numel()], device, group)]
     padded = torch.zeros(max(counts), dtype=torch.float64, device=device)
     padded[: values_N.numel()] = values_N.to(padded)
@@ -337,12 +236,12 @@ def gather_ragged(
 
 
 def column_sums(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Sum over ranks of each number, in rank order."""
+    """Sum each column over ranks, in rank order."""
     return [sum(column) for column in zip(*rows, strict=True)]
 
 
 def column_maxima(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Largest over ranks of each number; NaN when any is NaN."""
+    """Return the maximum of each column over ranks; NaN if any value is NaN."""
     return [
         math.nan if any(map(math.isnan, column)) else max(column)
         for column in zip(*rows, strict=True)

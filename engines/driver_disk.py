@@ -1,11 +1,11 @@
-"""The files that a stage's driver and its processes on other machines exchange.
+"""Files that a stage's driver and its processes on other machines exchange.
 
-A path means a place on the driver's machine. A process that finds the driver's mark there has the
-same disk, and nothing is copied; any other asks an actor beside the driver. It brings a directory
-before it reads it, once for all processes of its machine, and delivers what it wrote.
-Promises: a directory is brought whole or not at all; when `deliver` returns, the driver has the
-files. What was brought goes with the last day that somebody used it.
-Does not promise: that only some of the bytes pass the driver's machine. All of them do.
+A path means a place on the driver's machine. A process that can read the driver's mark file shares
+its disk, and nothing is copied; any other process uses an actor on the driver's machine. It copies
+a directory before it reads it, once for all processes of its machine, and sends back what it wrote.
+Promises: a directory is copied whole or not at all; when `deliver` returns, the driver has the
+files. Copies are removed when they have not been used for a day.
+Does not promise to spare the driver's network: all bytes pass through its machine.
 """
 
 import functools
@@ -34,101 +34,96 @@ from infra.store.atomic import (
 
 PART_BYTES = 32 * 2**20
 ANSWER_DEADLINE_S = 600.0
-"""How long the driver's machine may take for one part of a file."""
+"""Deadline of one request to the driver's machine, at most one part of a file."""
 BRING_DEADLINE_S = 7200.0
-"""How long another process of this machine may take to bring the same directory."""
+"""How long to wait while another process of this machine copies the same directory."""
 MARK = "driver"
 _BROUGHT = "brought"
 _DIGITS = 16
 
 
 class Disk(Protocol):
-    """The driver's disk, as one process has it."""
+    """Access of one process to the driver's disk."""
 
     def local(self, path: Path) -> Path:
-        """Where this process has, or would have, what the driver has at a path."""
+        """Return the path on this machine that corresponds to a path of the driver."""
         ...
 
     def bring(self, path: Path) -> Path:
-        """A directory of the driver's that does not change any more, where it can be read."""
+        """Return a readable copy of an immutable directory of the driver."""
         ...
 
     def own(self, path: Path) -> Path:
-        """A directory in which this process writes its part of what belongs to a path."""
+        """Return a directory in which this process writes its part of `path`."""
         ...
 
     def deliver(self, own: Path, path: Path) -> None:
-        """Hand over all files of `own`, which is used up where it is not `path`."""
+        """Hand all files of `own` over to `path`; `own` is removed if it is another directory."""
         ...
 
     def put(self, path: Path, data: bytes) -> None:
-        """Replace a file of the driver's in one step."""
+        """Replace a file of the driver atomically."""
         ...
 
     def follow(self, path: Path, every_s: float) -> None:
-        """Let the driver have what this process writes to `local(path)`, a log or a heartbeat."""
+        """Copy `local(path)`, a log or a heartbeat, to the driver every `every_s` seconds."""
         ...
 
 
 class SameDisk:
-    """A `Disk` that this process has, too."""
+    """A `Disk` of a process that shares the driver's disk: paths are used directly."""
 
     def local(self, path: Path) -> Path:
-        """See `Disk`, as the rest."""
+        """Return `path`."""
         return path
 
     def bring(self, path: Path) -> Path:
-        """It is here."""
+        """Return `path`."""
         return path
 
     def own(self, path: Path) -> Path:
-        """It is the driver's."""
+        """Return `path`."""
         return path
 
     def deliver(self, own: Path, path: Path) -> None:
-        """They are there."""
+        """Do nothing: the files are already there."""
 
     def put(self, path: Path, data: bytes) -> None:
-        """See `Disk`."""
+        """Replace a file atomically."""
         _put(path, data)
 
     def follow(self, path: Path, every_s: float) -> None:
-        """The driver reads the file itself."""
+        """Do nothing: the driver reads the file itself."""
 
 
 class FileServer:
-    """The class of the Ray actor beside the driver."""
+    """Class of the Ray actor on the driver's machine."""
 
     def sizes(self, root: Path) -> dict[str, int]:
-        """Bytes of each file below a directory, by its name there."""
+        """Return the size in bytes of each file below a directory, by relative path."""
         files = (path for path in sorted(root.rglob("*")) if path.is_file())
         return {str(path.relative_to(root)): path.stat().st_size for path in files}
 
     def read(self, path: Path, start: int) -> bytes:
-        """A part of a file."""
+        """Return up to `PART_BYTES` of a file from byte `start`."""
         with path.open("rb") as file:
             file.seek(start)
             return file.read(PART_BYTES)
 
     def write(self, path: Path, start: int, data: bytes) -> None:
-        """Continue a file, or begin it."""
+        """Write `data` into a file at byte `start`; 0 starts the file anew."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("r+b" if start else "wb") as file:
             file.seek(start)
             file.write(data)
 
     def put(self, path: Path, data: bytes) -> None:
-        """Replace a file in one step."""
+        """Replace a file atomically."""
         _put(path, data)
 
 
 class OtherDisk:
-    """A `Disk` of another machine.
-
-    Args:
-        server: handle of a `FileServer`.
-        root: directory of this machine for what belongs to that driver.
-    """
+    """A `Disk` of a process on another machine; `root` holds its copies of this driver's files."""
 
     def __init__(self, server: Any, root: Path) -> None:
         self._server, self._root = server, root
@@ -138,13 +133,13 @@ class OtherDisk:
         make_directories(root)
 
     def local(self, path: Path) -> Path:
-        """See `Disk`, as the rest."""
+        """Return a path below `root` that depends on the parent directory of `path`."""
         place = hashlib.sha256(str(path.parent).encode()).hexdigest()[:_DIGITS]
         make_directories(self._root / place)
         return self._root / place / path.name
 
     def bring(self, path: Path) -> Path:
-        """See `Disk`."""
+        """Copy the directory once per machine and return the copy."""
         final = self.local(path)
         with file_lock(final.with_name(f".{final.name}.lock"), BRING_DEADLINE_S):
             if not final.exists():
@@ -156,27 +151,27 @@ class OtherDisk:
         return final
 
     def own(self, path: Path) -> Path:
-        """See `Disk`."""
+        """Return a new temporary directory."""
         own = temporary_sibling(self.local(path))
         own.mkdir()
         return own
 
     def deliver(self, own: Path, path: Path) -> None:
-        """See `Disk`."""
+        """Send all files of `own` to the driver and remove `own`."""
         for file in sorted(each for each in own.rglob("*") if each.is_file()):
             self._send(file, path / file.relative_to(own))
         remove_directory(own)
 
     def put(self, path: Path, data: bytes) -> None:
-        """See `Disk`."""
+        """Replace a file of the driver atomically."""
         self._ask("put", path, data)
 
     def follow(self, path: Path, every_s: float) -> None:
-        """See `Disk`. A file that does not grow is replaced."""
+        """Start a thread that sends what was appended; a file that did not grow is sent whole."""
         threading.Thread(target=self._follow, args=(path, every_s), daemon=True).start()
 
     def close(self) -> None:
-        """End what follows files; it ends with the process otherwise."""
+        """Stop the threads that follow files."""
         self._is_closed.set()
 
     def _follow(self, path: Path, every_s: float) -> None:
@@ -184,7 +179,7 @@ class OtherDisk:
 
         sent_bytes, changed_at, local = 0, 0, self.local(path)
         while not self._is_closed.wait(every_s):
-            # The driver notices that it hears nothing.
+            # A failed attempt is repeated; the driver notices a missing heartbeat by itself.
             with suppress(OSError, RayError, DeadlineError):
                 os.utime(self._root)
                 if (state := local.stat()).st_mtime_ns == changed_at:
@@ -228,13 +223,10 @@ class OtherDisk:
 
 @dataclass(frozen=True)
 class DiskAccess:
-    """How a process that a driver starts reaches its disk; travels to it.
+    """What a process needs to reach its driver's disk; picklable.
 
-    Attributes:
-        mark: a file of the driver's.
-        token: its content.
-        root: directory of another machine for what it brings.
-        server: handle of a `FileServer`.
+    The process shares the disk if it reads `token` in the file `mark`; otherwise `root` is its
+    directory for copies from `server`, a `FileServer`.
     """
 
     mark: Path
@@ -243,7 +235,7 @@ class DiskAccess:
     server: Any
 
     def disk(self) -> Disk:
-        """The driver's disk as this process has it."""
+        """Return the driver's disk as this process reaches it."""
         with suppress(OSError):
             if self.mark.read_text() == self.token:
                 return SameDisk()
@@ -251,7 +243,7 @@ class DiskAccess:
 
 
 def _put(path: Path, data: bytes) -> None:
-    """Nothing is made durable: whoever waits for the file may move its directory at once."""
+    """Replace a file atomically but not durably: a reader may move its directory at once."""
     temporary = temporary_sibling(path)
     temporary.write_bytes(data)
     temporary.replace(path)
@@ -261,27 +253,21 @@ _current: Disk = SameDisk()
 
 
 def current() -> Disk:
-    """The driver's disk as this process has it; without `use` it is that of the process."""
+    """Return the driver's disk as set by `use`; by default the disk of this process."""
     return _current
 
 
 def use(access: DiskAccess | None) -> Disk:
-    """Set `current` for this process; None: it runs on the driver's own machine."""
+    """Set `current` for this process; None means that it runs on the driver's machine."""
     global _current  # noqa: PLW0603  one per process, as its process group
     _current = SameDisk() if access is None else access.disk()
     return _current
 
 
 def access_for(nodes: Sequence[str], own_node: str, directory: Path) -> DiskAccess | None:
-    """What processes on some nodes need to reach this process's disk. Ray must be connected.
+    """Return what processes on `nodes` need to reach this disk; None if all are on `own_node`.
 
-    Args:
-        nodes: ids of theirs.
-        own_node: id of that of this process.
-        directory: of the stage; gets the mark.
-
-    Returns:
-        None where all of them are on this one.
+    The mark file is written to `directory`, that of the stage. Ray must be connected.
     """
     if set(nodes) <= {own_node}:
         return None
@@ -294,7 +280,7 @@ def access_for(nodes: Sequence[str], own_node: str, directory: Path) -> DiskAcce
 
 @functools.cache
 def _server(node: str, process: int) -> tuple[str, Any]:  # noqa: ARG001  (a fork has none)
-    """The one of this process: it serves all groups, and ends with the connection to Ray."""
+    """Start the file server of this process; it ends with the connection to Ray."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -5,12 +5,12 @@
     │   ├── NonFiniteError            NaN or inf before an optimizer step, on any rank
     │   ├── CheckpointError           a checkpoint is absent, incomplete or of another run
     │   ├── WeightSyncError           served weights are not the trained ones
-    │   ├── CollectiveError           ranks could not exchange something; names the group
+    │   ├── CollectiveError           a collective failed; names the group
     │   ├── WorkerError               a rank died or does not answer
-    │   ├── RolloutError              a rollout engine broke a promise of its interface
-    │   │   └── ReplicaLostError      it is of no use any more, and another may take its place
+    │   ├── RolloutError              a rollout engine broke the contract of its interface
+    │   │   └── ReplicaLostError      the replica is lost; another may replace it
     │   └── NothingToTrainOnError     too many RL steps in a row without a usable sample
-    └── RewardError                   a reward function itself is broken (not one sample)
+    └── RewardError                   a reward is broken, or too many samples have no score
 
 The rest of the tree is in `infra.errors`.
 """
@@ -19,7 +19,7 @@ from infra.errors import PipelineError
 
 
 class EngineError(PipelineError):
-    """Base of the errors of the engine library."""
+    """Base class of the errors of the engine library."""
 
 
 class NonFiniteError(EngineError):
@@ -31,11 +31,11 @@ class CheckpointError(EngineError):
 
 
 class WeightSyncError(EngineError):
-    """The weights a rollout engine serves are not the weights that were trained."""
+    """The weights that a rollout engine serves differ from the trained ones."""
 
 
 class CollectiveError(EngineError):
-    """A collective failed, or not all ranks came in time; the text names the process group."""
+    """A collective failed or a rank was late; the text names the process group."""
 
 
 class WorkerError(EngineError):
@@ -43,15 +43,15 @@ class WorkerError(EngineError):
 
 
 class RolloutError(EngineError):
-    """A rollout engine broke a promise of its interface."""
+    """A rollout engine violated its interface."""
 
 
 class ReplicaLostError(RolloutError):
-    """A rollout engine died or does not answer: another one may take its place."""
+    """A replica died or does not answer; another one may take its place."""
 
 
 class NothingToTrainOnError(EngineError):
-    """Too many RL steps in a row had no sample that teaches anything."""
+    """Too many RL steps in a row had no usable sample."""
 
 
 class RewardError(PipelineError):

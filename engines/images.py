@@ -1,12 +1,11 @@
-"""The images of a batch of sequences, cut into patches: frozen, with shapes.
+"""The images of a batch of sequences, cut into patches.
 
-Letters: B sequences, I places of all sequences where an image stands, in the order of their
-placeholder tokens, U images, each shown at one place or more, P patches, D values of a patch
+Letters: B sequences; I places where an image is shown, in the order of their placeholder tokens;
+U distinct images, each shown at one or more places; P patches; D values of a patch
 (channels x frames x height x width).
-Promises: an image is held once, however many samples of its prompt there are: what is selected
-refers to the same tensors, and sent elsewhere it is the images of these sequences, each once.
-Does not promise that the patches fit a model or the placeholder tokens of the sequences: the
-training engine checks that before each step.
+Promises: an image is held once, however many samples of its prompt there are; a selection refers to
+the same tensors, and only the images of the selected sequences are sent to other processes.
+Does not promise that patches match the model: the training engine checks this before each step.
 """
 
 from collections.abc import Sequence
@@ -18,14 +17,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ImagePatches:
-    """The images of B sequences; there is at least one, and none that no sequence shows.
+    """The images of B sequences: at least one image, and each is shown by some sequence.
 
     Attributes:
-        patches: of each of U images (P, D) float32, as the image processor of the model lays
-            patches out, where they were made. By `from_sequences` each has a storage of its own:
-            of a part of one, pickle writes the whole.
-        grid_thw_U3: (U, 3) int64, patches of each image along time, height and width.
-        image_index_I: (I,) int64, which image stands at each place.
+        patches: U tensors (P, D) float32 in the layout of the model's image processor, on the
+            device where they were made. `from_sequences` gives each its own storage, because
+            pickling a view writes the whole storage.
+        grid_thw_U3: (U, 3) int64, number of patches along time, height and width.
+        image_index_I: (I,) int64, the image shown at each place.
         num_images_B: (B,) int64, places of each sequence.
     """
 
@@ -63,14 +62,10 @@ class ImagePatches:
     def from_sequences(
         images: Sequence[Sequence[tuple[Tensor, tuple[int, int, int]]]],
     ) -> "ImagePatches | None":
-        """Lay the images of sequences end to end.
+        """Lay the images of sequences end to end; None if there are none.
 
-        Args:
-            images: of each sequence: (patches (t * h * w, D), its grid (t, h, w)) of each image.
-                A tensor that comes again is the same image, and held once.
-
-        Returns:
-            None when no sequence has an image.
+        An image is (patches (t * h * w, D), grid (t, h, w)); the same tensor given again is one
+        image.
         """
         flat = [image for sequence in images for image in sequence]
         if not flat:
@@ -91,16 +86,16 @@ class ImagePatches:
 
     @property
     def num_patches_I(self) -> Tensor:
-        """(I,) int64 patches of the image at each place."""
+        """(I,) int64 number of patches of the image at each place."""
         return self.grid_thw_I3.prod(1)
 
     @property
     def pixel_values_PD(self) -> Tensor:
-        """(P, D) float32, the patches of all places end to end: a copy, for a forward pass."""
+        """(P, D) float32 copy of the patches of all places end to end, for a forward pass."""
         return torch.cat([self.patches[image] for image in self.image_index_I.tolist()])
 
     def select(self, sequences: Sequence[int]) -> "ImagePatches | None":
-        """The images of the named sequences, in the given order; None when they have none."""
+        """Return the images of the given sequences in that order, or None if they have none."""
         of_sequences = self.image_index_I.split(self.num_images_B.tolist())
         shown = [image for b in sequences for image in of_sequences[b].tolist()]
         if not shown:
@@ -114,10 +109,7 @@ class ImagePatches:
         )
 
     def to(self, device: torch.device | str) -> "ImagePatches":
-        """The same images with their places on another device.
-
-        The patches stay: a forward pass alone needs them there, end to end.
-        """
+        """Return the images with their indices on another device; the patches are not copied."""
         return ImagePatches(
             self.patches,
             self.grid_thw_U3.to(device),
@@ -127,6 +119,6 @@ class ImagePatches:
 
 
 def _of_its_own(patches: Tensor) -> Tensor:
-    """As float32, in a storage that holds nothing else."""
+    """Return the patches as float32 in a storage of their own."""
     patches = patches.float()
     return patches if patches.untyped_storage().nbytes() == patches.nbytes else patches.clone()

@@ -1,9 +1,8 @@
-"""Torch's key-value store, through which processes find each other before they have a group.
+"""Torch's key-value store, through which processes find each other before they form a group.
 
-Promises: a server listens on one address alone, where torch by itself would open it on every
-interface, and on a port that the operating system chose, so that two never meet on one; a client
-of a server that is gone is told so within seconds.
-Does not promise anything against those who reach that address: the store knows no passwords.
+Promises: a server listens on one address only (torch by default opens it on every interface) and on
+a free port chosen by the operating system; connecting to a dead server fails within seconds.
+Does not promise security: the store has no passwords.
 """
 
 import socket
@@ -15,18 +14,9 @@ CONNECT_DEADLINE_S = 20.0
 
 
 def open_store(num_clients: int, timeout_s: float, host: str) -> TCPStore:
-    """A store of this process, listening on an address of this machine and a port that was free.
+    """Open a store of this process on a local IPv4 or IPv6 address and a free port.
 
-    Args:
-        num_clients: processes that use it.
-        timeout_s: how long one waits for another's key.
-        host: the address, IPv4 or IPv6.
-
-    Returns:
-        The store; it lives as long as this object.
-
-    Raises:
-        OSError: the address is not one of this machine.
+    `timeout_s` is how long a process waits for a key. Raise OSError if `host` is not local.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.create_server((host, 0), family=family)
@@ -38,19 +28,8 @@ def open_store(num_clients: int, timeout_s: float, host: str) -> TCPStore:
 
 
 def connect_store(host: str, port: int) -> tuple[TCPStore, str]:
-    """Another process's store, and the address at which this machine is seen from there.
-
-    Args:
-        host: of its server.
-        port: as well.
-
-    Returns:
-        The store, and the address of the interface that leads to it.
-
-    Raises:
-        OSError: nobody listens there any more.
-    """
-    # The store itself would try again and again until its deadline.
+    """Connect to a store; return it and the local address of the interface that leads to it."""
+    # TCPStore itself would retry until its deadline.
     with socket.create_connection((host, port), CONNECT_DEADLINE_S) as probe:
         own_address = str(probe.getsockname()[0])
     timeout = timedelta(seconds=CONNECT_DEADLINE_S)

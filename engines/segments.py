@@ -1,8 +1,6 @@
-"""Tokens of one origin, in arrays.
+"""Consecutive tokens of one origin, in arrays.
 
-Promises: no token of a segment is a Python object; lengths and types of its arrays are checked
-where it is made; two segments are equal where all their values are.
-Does not promise who made the tokens: engines, tools and environments all do.
+Promises: no token is a Python object; lengths and dtypes of the arrays are checked.
 Letters: N tokens of a segment, K further numbers for each.
 """
 
@@ -20,22 +18,17 @@ Float32Array = NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Consecutive tokens of one origin: the policy, or a tool, an environment, a user.
+    """Consecutive tokens of one origin: the policy, a tool, an environment or a user.
 
     Attributes:
-        token_ids_N: (N,) int32.
-        logprobs_N: (N,) float32, of each token under the distribution that it was sampled from; 0
-            where the policy did not sample it.
-        version_runs: version of the weights and number of consecutive tokens that they sampled, in
-            the order of the tokens; empty where the policy sampled none.
-        trained: the tokens are actions of the policy, and the loss is over them.
-        reward: what the segment earned, beside the score of the whole; None: nothing of its own.
-        images: files of the images in the segment, in their order.
-        routes: (N, layers, K) int16, the experts that each token went to; None: not recorded.
+        logprobs_N: (N,) float32 under the sampling distribution; 0 if the policy did not sample it.
+        version_runs: (version of the weights, number of consecutive tokens sampled from it), in
+            token order; empty if the policy sampled none or the versions are not known.
+        trained: the tokens are actions of the policy and enter the loss.
+        reward: reward of this segment, besides the score of the whole; None: no own reward.
+        images: files of the images in the segment, in order.
+        routes: (N, layers, K) int16, experts of each token; None: not recorded.
         columns: further values by name, each (N,) or (N, K) float32.
-
-    Raises:
-        ValueError: arrays of different lengths or other types, or runs of another number of tokens.
     """
 
     token_ids_N: Int32Array
@@ -65,18 +58,10 @@ class Segment:
 
     @staticmethod
     def sampled(token_ids: ArrayLike, logprobs: ArrayLike, versions: ArrayLike) -> "Segment":
-        """What a policy sampled.
+        """Return a trained segment of N tokens that a policy sampled.
 
         Args:
-            token_ids: of N tokens.
-            logprobs: of each.
-            versions: of the weights that sampled each; empty where they are not known.
-
-        Returns:
-            A trained segment.
-
-        Raises:
-            ValueError: another number of logprobs, or of versions that are known, than of tokens.
+            versions: version of the weights for each token; empty if not known.
         """
         return Segment(
             np.asarray(token_ids, np.int32),
@@ -86,18 +71,18 @@ class Segment:
 
     @staticmethod
     def given(token_ids: ArrayLike, images: tuple[bytes, ...] = ()) -> "Segment":
-        """What somebody else wrote; it is not trained on."""
+        """Return an untrained segment of tokens that the policy did not sample."""
         tokens_N = np.asarray(token_ids, np.int32)
         return Segment(tokens_N, np.zeros(len(tokens_N), np.float32), trained=False, images=images)
 
     @property
     def num_tokens(self) -> int:
-        """N."""
+        """Number of tokens N."""
         return len(self.token_ids_N)
 
     @property
     def versions_N(self) -> Int64Array:
-        """(N,) int64, of `version_runs`."""
+        """(N,) int64 version of each token, expanded from `version_runs`."""
         runs = np.array(self.version_runs, np.int64).reshape(-1, 2)
         return np.repeat(runs[:, 0], runs[:, 1])
 
@@ -121,11 +106,11 @@ class Segment:
 
 
 def _runs(versions_N: Int64Array) -> tuple[tuple[int, int], ...]:
-    """Each version and the number of consecutive tokens that have it."""
+    """Run-length encode the versions."""
     if not len(versions_N):
         return ()
     first = int(versions_N[0])
-    if (versions_N == first).all():  # nearly every sample; the rest costs ten times as much
+    if (versions_N == first).all():  # fast path for nearly every sample: 10x cheaper
         return ((first, len(versions_N)),)
     starts = np.flatnonzero(np.diff(versions_N, prepend=first - 1))
     counts = np.diff(starts, append=len(versions_N))

@@ -1,4 +1,4 @@
-"""What is trained on: a prompt and the segments that followed it, in arrays.
+"""Trajectories: a prompt and the segments after it, in arrays, as training reads them.
 
 Promises: no token of a trajectory is a Python object.
 Letters: P tokens of a prompt.
@@ -14,13 +14,7 @@ from engines.types import Completion, RolloutRequest
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """What several trajectories begin with.
-
-    Attributes:
-        name: of the prompt within the run, as in `RolloutRequest.request_id`.
-        token_ids_P: (P,) int32.
-        images: files of its images, in their order.
-    """
+    """Common beginning of several trajectories; `name` is a `RolloutRequest.request_id`."""
 
     name: str
     token_ids_P: Int32Array
@@ -28,26 +22,20 @@ class Prompt:
 
     @staticmethod
     def of(request: RolloutRequest) -> "Prompt":
-        """That of a request."""
+        """Return the prompt of a request."""
         ids_P = np.asarray(request.prompt_ids, np.int32)
         return Prompt(request.request_id, ids_P, request.images)
 
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """A prompt and everything that followed it.
+    """A prompt and everything after it.
 
     Attributes:
-        prompt: that it begins with.
-        sample: index of the trajectory among those of its prompt.
-        segments: behind the prompt, in their order.
+        sample: index among the trajectories of the prompt.
         finish: what ended it: `stop`, `length` or `abort`.
-        parent: index of the sample that it branched off; None: of none.
-        branch_point: number of tokens behind the prompt that are the parent's too; they are
-            trained on there.
-
-    Raises:
-        ValueError: a branch point without a parent, or behind the last token.
+        parent: index of the sample that it branched off; None if it did not.
+        branch_point: number of tokens after the prompt shared with the parent, which trains them.
     """
 
     prompt: Prompt
@@ -64,28 +52,28 @@ class Trajectory:
 
     @staticmethod
     def of(prompt: Prompt, completion: Completion) -> "Trajectory":
-        """A single answer: one trained segment."""
+        """Return the trajectory of a single answer: one trained segment."""
         segments = (completion.tokens,)
         return Trajectory(prompt, completion.sample_index, segments, completion.finish_reason)
 
     @property
     def name(self) -> str:
-        """What it is called in an error line."""
+        """Name for error texts."""
         return f"{self.prompt.name} sample {self.sample}"
 
     @property
     def num_sampled(self) -> int:
-        """Tokens behind the prompt, of all segments."""
+        """Number of tokens after the prompt, over all segments."""
         return sum(segment.num_tokens for segment in self.segments)
 
     @property
     def token_ids(self) -> Int32Array:
-        """(num_sampled,) int32, the tokens of all segments."""
+        """(num_sampled,) int32 tokens of all segments."""
         parts = [segment.token_ids_N for segment in self.segments]
         return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
     @property
     def images(self) -> tuple[bytes, ...]:
-        """Files of all its images, in the order in which they are shown."""
+        """Files of all images, in the order in which they are shown."""
         of_segments = (image for segment in self.segments for image in segment.images)
         return (*self.prompt.images, *of_segments)

@@ -1,11 +1,11 @@
-"""The data plane's boundary types: frozen, with shapes; those of sampling are of `requests`.
+"""Boundary types of the data plane; those of sampling are in `engines.requests`.
 
 Letters: B sequences, T tokens of all sequences laid end to end, K numbers for each, V vocabulary,
 D model width.
 
-Alignment, everywhere: the value of a per-token column at position t speaks of *predicting*
-token t from the tokens before it in its sequence. So `logprobs_T[t] = log p(id_t | ids_<t)`,
-and the first position of every sequence has no prediction: its logprob is 0 and its loss mask 0.
+Alignment: the value of a per-token column at position t is about *predicting* token t from the
+tokens before it in its sequence. So `logprobs_T[t] = log p(id_t | ids_<t)`, and the first position
+of every sequence has no prediction: its logprob and its loss mask are 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,17 +27,17 @@ class TokenBatch:
     """B sequences laid end to end, without padding.
 
     Attributes:
-        input_ids_T: (T,) int64, or int32 where nothing computes with it, see `widened`.
+        input_ids_T: (T,) int64, or int32 before `widened`.
         cu_seqlens: (B + 1,) int32, cumulative lengths; starts at 0, ends at T.
-        columns: per-token columns by name, each (T,) or (T, K), of any dtype; float32 unless said
-            otherwise. The names in use: `loss_mask` (1 where the token is trained on; bool in a
-            batch that is to be `widened`), `advantages`, `old_logprobs` (training engine, before
-            the update), `rollout_logprobs`, `ref_logprobs`.
-        images: of the sequences, for a model that sees; None when there are none. Their
-            placeholder tokens are in `input_ids_T`.
-        rows: values of whole sequences by name, each (B,) or (B, K), of any dtype.
-        unit_B: (B,) int64, which unit each sequence is of: a pair, a group. Those of one unit
-            stay together wherever the batch is cut; None: each is a unit of its own.
+        columns: per-token columns by name, each (T,) or (T, K), float32 unless said otherwise.
+            Names in use: `loss_mask` (1 where the token is trained on; bool before `widened`),
+            `advantages`, `old_logprobs` (training engine, before the update), `rollout_logprobs`,
+            `ref_logprobs`.
+        images: images of the sequences; None if there are none. Their placeholder tokens are in
+            `input_ids_T`.
+        rows: per-sequence values by name, each (B,) or (B, K), of any dtype.
+        unit_B: (B,) int64, the unit (a pair, a group) of each sequence. A unit is never split over
+            batches. None: each sequence is a unit.
     """
 
     input_ids_T: Tensor
@@ -72,7 +72,7 @@ class TokenBatch:
         images: ImagePatches | None = None,
         **columns: Sequence[Sequence[float]],
     ) -> "TokenBatch":
-        """Lay sequences end to end; each column holds one list per sequence, of its length."""
+        """Lay sequences end to end; a column holds one list per sequence, of its length."""
         lengths = [len(ids) for ids in input_ids]
         for name, rows in columns.items():
             if [len(row) for row in rows] != lengths:
@@ -89,12 +89,12 @@ class TokenBatch:
 
     @property
     def num_sequences(self) -> int:
-        """B."""
+        """Number of sequences B."""
         return self.cu_seqlens.numel() - 1
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens T."""
         return self.input_ids_T.numel()
 
     @property
@@ -104,19 +104,19 @@ class TokenBatch:
 
     @property
     def sequence_index_T(self) -> Tensor:
-        """(T,) int64: which sequence each token belongs to."""
+        """(T,) int64 sequence of each token."""
         index = torch.arange(self.num_sequences, device=self.input_ids_T.device)
         return index.repeat_interleave(self.lengths_B.to(torch.int64))
 
     @property
     def position_ids_T(self) -> Tensor:
-        """(T,) int64: position of each token inside its sequence."""
+        """(T,) int64 position of each token in its sequence."""
         starts_T = self.cu_seqlens[:-1].to(torch.int64)[self.sequence_index_T]
         return torch.arange(self.num_tokens, device=self.input_ids_T.device) - starts_T
 
     @property
     def units(self) -> list[list[int]]:
-        """The sequences of each unit, in the order in which the units first come."""
+        """Sequence indices of each unit, ordered by first occurrence."""
         if self.unit_B is None:
             return [[index] for index in range(self.num_sequences)]
         found: dict[int, list[int]] = {}
@@ -125,7 +125,7 @@ class TokenBatch:
         return list(found.values())
 
     def token_index_T(self, sequences: Sequence[int]) -> Tensor:
-        """(T,) int64: places of the tokens of the named sequences, in the given order."""
+        """Return the (T,) int64 indices of the tokens of the given sequences, in that order."""
         device = self.input_ids_T.device
         chosen = torch.tensor(list(sequences), dtype=torch.int64, device=device)
         lengths_B = self.lengths_B[chosen].to(torch.int64)
@@ -134,17 +134,7 @@ class TokenBatch:
         return torch.arange(num_tokens, device=device) + shift_B.repeat_interleave(lengths_B)
 
     def select(self, sequences: Sequence[int]) -> "TokenBatch":
-        """The named sequences, in the given order.
-
-        Args:
-            sequences: their indices; of a unit all or none.
-
-        Returns:
-            A batch of them, with all that belongs to them.
-
-        Raises:
-            ValueError: it takes a unit apart.
-        """
+        """Return the given sequences in that order; raise ValueError if a unit is split."""
         index_T = self.token_index_T(sequences)
         chosen = torch.tensor(list(sequences), dtype=torch.int64, device=self.input_ids_T.device)
         if self.unit_B is not None:
@@ -172,24 +162,24 @@ class TokenBatch:
             raise ValueError(f"units are taken apart or repeated: {sorted({*apart})[:5]}")
 
     def with_columns(self, **columns: Tensor) -> "TokenBatch":
-        """The same tokens with columns added or replaced."""
+        """Return the batch with columns added or replaced."""
         return replace(self, columns={**self.columns, **columns})
 
     def with_rows(self, **rows: Tensor) -> "TokenBatch":
-        """The same sequences with rows added or replaced."""
+        """Return the batch with rows added or replaced."""
         return replace(self, rows={**self.rows, **rows})
 
     def widened(self) -> "TokenBatch":
-        """The same batch as models and losses read it: ids int64, `loss_mask` float32.
+        """Return the batch as models and losses read it: ids int64, `loss_mask` float32.
 
-        A driver holds a step of some 10^8 tokens as int32 and bool, and each rank widens its share.
+        A driver holds a step of about 10^8 tokens as int32 and bool; each rank widens its share.
         """
         mask = self.columns.get("loss_mask")
         columns = {} if mask is None else {"loss_mask": mask.float()}
         return replace(self.with_columns(**columns), input_ids_T=self.input_ids_T.long())
 
     def to(self, device: torch.device | str) -> "TokenBatch":
-        """The same batch on another device."""
+        """Return the batch on another device."""
         return TokenBatch(
             self.input_ids_T.to(device),
             self.cu_seqlens.to(device),
@@ -207,23 +197,18 @@ def _check_first(what: str, values: Tensor, size: int) -> None:
 
 @dataclass(frozen=True)
 class Readouts:
-    """What is wanted of a model beside log-probabilities or values; never its logits.
+    """What to compute besides logprobs or values. Logits are never returned.
 
     Attributes:
-        entropy: of each predicting distribution, in nats.
-        entropy_gradient: with gradient, which costs a part of the backward pass; False where the
-            loss only reports entropies.
-        sum_pi_squared: sum of its squared probabilities, without gradient.
-        last_values: of a value model, the value behind the last token of each sequence.
-        logprobs_of: a column of the batch, (T, K) int64: log-probabilities of these tokens too,
-            each in the place of the token that was sampled, with gradient.
-        num_top: K of the most likely tokens of each predicting distribution, without gradient;
-            0: none.
-        top_below: of `num_top` only tokens below this id, those that another model has too; None:
-            of all. The distribution is that over all of them.
-
-    Raises:
-        ValueError: both `logprobs_of` and `num_top`.
+        entropy: entropy of each predicting distribution, in nats.
+        entropy_gradient: with gradient, which costs part of the backward pass.
+        sum_pi_squared: sum of squared probabilities, without gradient.
+        last_values: of a value model, the value after the last token of each sequence.
+        logprobs_of: name of a (T, K) int64 column; also return the logprobs of these tokens at each
+            position, with gradient. Excludes `num_top` (ValueError).
+        num_top: K most likely tokens of each predicting distribution, without gradient; 0: none.
+        top_below: consider only token ids below this for `num_top`, those that another model has
+            too; None: all. Logprobs are still normalized over all tokens.
     """
 
     entropy: bool = False
@@ -247,18 +232,18 @@ ONLY_LOGPROBS = Readouts()
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """What a forward pass yields for a `TokenBatch`; None for what was not asked for.
+    """Result of a forward pass over a `TokenBatch`; None for what was not asked for.
 
     Attributes:
-        logprobs_T: (T,) float32, with gradient while training; 0 at the first token of a sequence.
-        entropy_T: (T,) float32 of the predicting distribution.
-        values_T: (T,) float32 of a value model: of the state in which each token is chosen.
-        sum_pi_squared_T: (T,) float32 sum of squared probabilities, without gradient.
-        last_values_B: (B,) float32 of a value model: behind the last token of each sequence.
-        topk_logprobs_TK: (T, K) float32 of the tokens that `logprobs_of` names, with gradient
-            while training, or of the most likely ones; 0 where `logprobs_T` is.
-        topk_ids_TK: (T, K) int64, the most likely tokens, the likeliest first, of equals the
-            lowest id; 0 where nothing is predicted.
+        logprobs_T: (T,) float32, with gradient in training; 0 at the first token of a sequence.
+        entropy_T: (T,) float32 entropy of the predicting distribution.
+        values_T: (T,) float32, value of the state in which each token is chosen.
+        sum_pi_squared_T: (T,) float32, without gradient.
+        last_values_B: (B,) float32, value after the last token of each sequence.
+        topk_logprobs_TK: (T, K) float32 of the tokens of `Readouts.logprobs_of` (with gradient in
+            training) or of the most likely ones; 0 at the first token of a sequence.
+        topk_ids_TK: (T, K) int64, most likely tokens in descending order, ties by lowest id; 0 at
+            the first token of a sequence.
     """
 
     logprobs_T: Tensor
@@ -278,7 +263,7 @@ class GlobalCounts:
         num_tokens: tokens with loss mask 1.
         num_sequences: sequences with at least one such token.
         num_units: units with at least one such sequence.
-        extras: what the loss function's `extras` found in the whole step, by name.
+        extras: results of the loss function's `extras` over the whole step, by name.
     """
 
     num_tokens: int
@@ -289,14 +274,14 @@ class GlobalCounts:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """What a loss function returns for one micro-batch.
+    """Result of a loss function for one micro-batch.
 
     Attributes:
-        loss: scalar; this micro-batch's share of the global loss, i.e. a sum divided by a
-            *global* count. Summed over micro-batches and ranks it is the loss of the step.
-            The engine applies the backend's data-parallel factor; a loss function never does.
-        metrics: scalars that, like the loss, sum to their value over micro-batches and ranks.
-        maxima: scalars of which the largest over micro-batches and ranks is meant.
+        loss: scalar, this micro-batch's share of the global loss: a sum divided by a *global*
+            count. The sum over micro-batches and ranks is the loss of the step. The engine applies
+            the backend's data-parallel factor; a loss function never does.
+        metrics: scalars that are summed over micro-batches and ranks.
+        maxima: scalars that are reduced by maximum over micro-batches and ranks.
     """
 
     loss: Tensor
@@ -309,11 +294,9 @@ class TrainMetrics:
     """Result of one optimizer step, equal on every rank.
 
     Attributes:
-        loss: global loss.
         grad_norm: global L2 norm before clipping.
-        lr: learning rate of this step.
-        num_tokens: tokens processed (not only those in the loss).
-        metrics: everything the loss function reported, reduced.
+        num_tokens: tokens processed, not only those in the loss.
+        metrics: the loss function's metrics, reduced.
     """
 
     loss: float
@@ -325,10 +308,6 @@ class TrainMetrics:
 
 @dataclass(frozen=True)
 class PoisonedUpdate:
-    """An optimizer step that was not taken: the weights are as before. Equal on every rank.
-
-    Attributes:
-        reason: what was no finite number.
-    """
+    """A skipped optimizer step, equal on every rank; `reason` names what was not finite."""
 
     reason: str

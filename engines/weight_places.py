@@ -1,6 +1,6 @@
 """Rectangles of weights, as ranks hold them and senders name them.
 
-Promises: plain data; nothing of an engine or a transport is imported here.
+Promises: plain data; imports no engine and no transport.
 """
 
 import math
@@ -12,14 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class WeightPlace:
-    """A rectangle of a weight.
-
-    Attributes:
-        name: of the weight on the hub.
-        whole: shape of the weight.
-        offsets: of the rectangle in the weight.
-        shape: of the rectangle.
-    """
+    """A rectangle at `offsets` in a weight of shape `whole`; `name` is the weight's hub name."""
 
     name: str
     whole: tuple[int, ...]
@@ -28,7 +21,7 @@ class WeightPlace:
 
     @classmethod
     def of(cls, name: str, *numbers: Sequence[int]) -> "WeightPlace":
-        """The place as `astuple` gave it, also if JSON made lists of its tuples."""
+        """Rebuild a place from `astuple`, also after JSON turned its tuples into lists."""
         return cls(name, *(tuple(each) for each in numbers))
 
     @property
@@ -39,19 +32,15 @@ class WeightPlace:
 
     @property
     def num_values(self) -> int:
-        """Of the rectangle."""
+        """Number of values in the rectangle."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class WeightShard:
-    """A rectangle of a weight and its values.
+    """A rectangle of a weight and its values; the rank with `is_owner` owns it, others have copies.
 
-    Attributes:
-        place: where it belongs.
-        values: of `place.shape`, on the device; valid until the next shard is asked for, and not
-            to be changed.
-        is_owner: this is the rank that speaks for the rectangle; others hold copies of it.
+    `values` is read-only, on the device, and valid until the next shard is requested.
     """
 
     place: WeightPlace
@@ -60,6 +49,6 @@ class WeightShard:
 
 
 def whole_place(name: str, tensor: Tensor) -> WeightPlace:
-    """The place of a tensor that is no part of anything."""
+    """Return the place of a tensor that is not sharded."""
     shape = tuple(tensor.shape)
     return WeightPlace(name, shape, (0,) * len(shape), shape)

@@ -1,20 +1,20 @@
-"""The automations of a Prefect server by which a run whose process was killed goes on by itself.
+"""Prefect automations that restart a flow run after its process was killed.
 
-They hold for runs with the tag `self-healing`: `prefect.yaml` gives it to its deployment, beside
-the rate of heartbeats that `SILENCE_S` counts on, and `rlhf run` to its runs.
+They apply to runs with the tag `self-healing`. The deployment in `prefect.yaml` and `rlhf run` set
+it, and both send heartbeats at the rate that `SILENCE_S` assumes.
 
     Running -> (silence) -> Crashed -> (not picked up) -> Stranded -> AwaitingRetry -> Running
 
-*Stranded* is Prefect's type *Crashed* under another name. A worker reports a crash twice, the
-second time after it looked for hooks: a run that is started again at once would be called crashed
-by that, while it lives.
-Promises: a run that fell silent is *Crashed*, which frees its place in the deployment; a stranded
-one of a deployment is started again, once for each time that it began, up to `MAX_RESUMES` times,
-and then stays so with the reason. What failed, was cancelled or is being cancelled is never started
-again. An automation that is as it should be is not touched (the server would forget what it saw),
-and whether one is paused stays with the user.
-Does not promise: to tell a process that was stopped for longer from one that was killed. Should it
-wake up, both follow the one job.
+*Stranded* is Prefect's state type *Crashed* under another name. A worker reports a crash twice, the
+second time after it looked for hooks. A run that was restarted in between would be marked as
+crashed by the second report while it is alive.
+Promises: a silent run becomes *Crashed*, which frees its slot in the deployment. A stranded run of
+a deployment is restarted once for each time that it began, up to `MAX_RESUMES` times; then it stays
+stranded, with the reason. A run that failed, was cancelled or is being cancelled is not restarted.
+An unchanged automation is not updated, because an update makes the server forget the events that it
+saw. A paused automation stays paused.
+Does not promise: to distinguish a process that was suspended for long from one that was killed. If
+it wakes up, both processes follow the same job.
 """
 
 from collections.abc import Iterator
@@ -46,13 +46,13 @@ from infra.services.commands import HEARTBEAT_S
 TAG = "self-healing"
 SILENCE_S = 3 * HEARTBEAT_S
 START_S = 600
-"""How long a run that a worker took may take to its first sign of life."""
+"""Time limit from the moment a worker takes a run to the first heartbeat."""
 CANCEL_S = 120
 STRANDED_S = HEARTBEAT_S + 5
-"""If the process of a run that is called crashed lives, it says so within this time."""
+"""A run that is marked as crashed but is alive sends a heartbeat within this time."""
 MAX_RESUMES = 3
 SEEN = timedelta(days=30)
-"""How long the server remembers that it started a run again."""
+"""How long the server remembers that it restarted a run."""
 DRAIN_DEADLINE_S = 10.0
 
 _RUN = "prefect.flow-run"
@@ -61,18 +61,12 @@ _CRASHED, _STRANDED = f"{_RUN}.Crashed", "Stranded"
 _OTHER_ENDS = {f"{_RUN}.{name}" for name in ("Completed", "Failed", "Cancelled")}
 _STARTS = {f"{_RUN}.{name}" for name in ("AwaitingRetry", "Pending", "Running")}
 _ASKED = "rlhf.asked"
-"""Like a sign of life of that state: from it on, the next one is awaited."""
+"""Event that counts like the start of a state: the next heartbeat is expected after it."""
 
 
 @dataclass(frozen=True)
 class Applied:
-    """One automation, as the server has it now.
-
-    Attributes:
-        name: on the server.
-        change: `created`, `changed` or `unchanged`.
-        enabled: whether it works; somebody may have paused it.
-    """
+    """State of one automation; `change` is `created`, `changed` or `unchanged`."""
 
     name: str
     change: str
@@ -81,7 +75,7 @@ class Applied:
 
 
 def automations() -> list[AutomationCore]:
-    """All of them, as they should be."""
+    """Return the automations that the server should have."""
     dead = StateType.CRASHED
     return [
         AutomationCore(
@@ -128,10 +122,9 @@ def automations() -> list[AutomationCore]:
 
 
 def apply_automations() -> list[Applied]:
-    """Bring the server's automations to what they should be, and ask who is alive.
+    """Create or update the server's automations, and expect a heartbeat of every unfinished run.
 
-    A run that died unobserved, before there were automations or while the server was
-    away as well, is found by its silence after that question.
+    A run that died before the automations existed, or while the server was down, is found that way.
 
     Raises:
         ServiceError: the server refuses them.
@@ -161,7 +154,7 @@ def _applied() -> Iterator[Applied]:
 
 
 def _ask() -> None:
-    """From now on a sign of life is awaited of every run that has not ended."""
+    """Expect a heartbeat from now on from every run that has not ended."""
     unfinished = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
     of = FlowRunFilter(
         tags=FlowRunFilterTags(all_=[TAG]),
@@ -183,7 +176,7 @@ def _ask() -> None:
 
 
 def _silence(after: set[str], signs: set[str], within_s: int) -> EventTrigger:
-    """Fires when neither a sign nor another end follows an event in time."""
+    """Fire if neither a sign of `signs` nor another end follows an event of `after` in time."""
     return EventTrigger(
         match=ResourceSpecification({"prefect.resource.id": f"{_RUN}.*"}),
         match_related=_ours(),
@@ -197,7 +190,7 @@ def _silence(after: set[str], signs: set[str], within_s: int) -> EventTrigger:
 
 
 def _resumes() -> EventTrigger:
-    """Fires once for a run and the number of times that it began."""
+    """Fire once for each pair of a run and the number of times that it began."""
     began = [str(count) for count in range(MAX_RESUMES + 1)]
     return EventTrigger(
         match=ResourceSpecification(

@@ -1,7 +1,6 @@
-"""Tells at a terminal which modules of RLHF_USE_EXTERNAL_MODULES cannot be imported.
+"""Reports modules of RLHF_USE_EXTERNAL_MODULES that cannot be imported.
 
-Promises: one line each on stderr; what was asked for goes on without them, and stops by itself
-where it needs what one of them would have registered.
+The command goes on without them; it fails later if it needs a plugin that one would register.
 """
 
 import sys
@@ -10,6 +9,6 @@ from infra.plugins import import_external_modules
 
 
 def tell_broken_modules() -> None:
-    """Write one line for each to stderr."""
+    """Write one line to stderr for each module that cannot be imported."""
     for broken in import_external_modules():
         sys.stderr.write(f"{broken}\n")

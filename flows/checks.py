@@ -1,7 +1,7 @@
 """The checks of `rlhf doctor`: versions, devices, plugins, services, storage, engines, names.
 
-Promises: every check says what it found; none raises, and none starts anything lasting.
-Libraries that must not be loaded here (torch, plugins) are asked in a child process.
+Promises: every check reports what it found, none raises, and none starts a lasting process.
+Libraries that must not be loaded in this process (torch, plugins) are probed in a child process.
 """
 
 import importlib.util
@@ -36,12 +36,7 @@ HTTP_TIMEOUT_S = 3.0
 
 @dataclass(frozen=True)
 class Check:
-    """One finding.
-
-    Attributes:
-        status: `error` means the pipeline cannot run.
-        detail: what was found, and what to do about it.
-    """
+    """Result of one check; `error` means that the pipeline cannot run."""
 
     name: str
     status: Status
@@ -49,14 +44,7 @@ class Check:
 
 
 def all_checks(store: str | None = None) -> Iterator[Check]:
-    """Every check, in an order that puts causes before consequences.
-
-    Args:
-        store: address of a store besides the home; None: no other.
-
-    Yields:
-        Check: each as soon as it is made.
-    """
+    """Yield all checks, causes before consequences; `store` is checked besides the home."""
     yield _python()
     yield from _distributions()
     yield from _packages()
@@ -78,7 +66,6 @@ def _python() -> Check:
 
 
 def _distributions() -> Iterator[Check]:
-    """Compare installed versions with the declared ranges; some newer versions are broken."""
     try:
         declared = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -100,7 +87,7 @@ def _distribution(requirement: Requirement) -> Check:
 
 
 def _packages() -> Iterator[Check]:
-    """Our package names are common words: another distribution may stand in front of us."""
+    """Check that no other distribution shadows the packages here, whose names are common words."""
     root = Path(__file__).parents[1]
     for name in PROJECT_PACKAGES:
         spec = importlib.util.find_spec(name)
@@ -145,7 +132,7 @@ def _platform_and_plugins() -> Iterator[Check]:
 
 
 def _name_clashes() -> Iterator[Check]:
-    """Names that a plugin shares with another or with this project; a platform's are above."""
+    """Find names that more than one plugin or package registers; platforms are checked above."""
     for kind, table in TABLES.items():
         if kind != "platform":
             for name in sorted({row.name for row in table.outside()}):
@@ -188,7 +175,7 @@ def _service(name: str, url: str | None, path: str, otherwise: str) -> Check:
 
 
 def _engines() -> Iterator[Check]:
-    """A missing optional engine is news, not a fault."""
+    """Report a missing engine as a warning, because every engine is optional."""
     for table in (ENGINES, ROLLOUT_ENGINES):
         rows = {row.name: row for row in table.rows if "." not in row.name}
         for name, row in rows.items():

@@ -1,7 +1,7 @@
-"""Reads from a store what a recipe's stages yielded there; the flow has run, or stopped somewhere.
+"""Reads the results of a recipe's stages from a store, after its flow ended or stopped.
 
-Promises: what is told of a stage's sources, libraries and settings is what its fingerprint was made
-from: the same requests are made once more, by the process that ran them.
+Promises: the reported sources, libraries and settings of a stage are those of its fingerprint,
+because the process that ran the stages builds the same stage requests again.
 """
 
 import os
@@ -34,30 +34,30 @@ CURVES = ("critic/score/mean", "train/loss")
 SPEED, MEMORY = "perf/throughput", "perf/max_memory_allocated_gb"
 SOURCE_DIGITS = 16
 WHOLE_RUN = "the run"
-"""Stands for a stage where a run stopped outside of its stages."""
+"""Stage name for a run that stopped outside of its stages."""
 
 
 class StoppedError(PipelineError):
-    """A stage has no output: the run stopped there."""
+    """A stage has no output because the run stopped there."""
 
 
 def measure(recipe: Recipe, night: str, problem: str = "") -> Measurement:
-    """Read from the store what the run of a recipe yielded.
+    """Read from the store what the run of a recipe produced.
 
     Args:
-        recipe: as it ran, in a store of its own.
-        problem: why the run ended before its end; empty if it did not.
+        recipe: with a store of its own.
+        problem: why the run ended early; empty if it did not.
     """
     history = StageHistory(open_storage(recipe.store_uri))
     reader, gate = _Reader(history, recipe.seed), RoundGate(recipe.diagnosis, history)
     stopped_at = WHOLE_RUN if problem else ""
+
     try:
-        # A night has a registry of its own.
         run_stages(recipe, reader, lambda _: None, gate.accepts)
     except StoppedError as stopped:
         stopped_at, problem = str(stopped), problem or "it has no output in the store"
     except PipelineError:
-        if not problem:  # else what ended the run ends the reading, too
+        if not problem:  # else reading fails with the error that ended the run
             raise
     return Measurement(
         recipe=recipe.name,
@@ -72,15 +72,15 @@ def measure(recipe: Recipe, night: str, problem: str = "") -> Measurement:
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings of a recipe that can change a number."""
+    """Return the settings of a recipe that can change a result."""
     values = {k: v for k, v in recipe.identity_values().items() if k not in NOT_IDENTITY}
-    if recipe.rl.num_rounds:  # what misses the deadline does not train, so it counts in a round
+    if recipe.rl.num_rounds:  # in RL rounds, rollouts that miss the deadline are not trained on
         values["rollout"] = {**values["rollout"], "timeout_s": recipe.rollout.timeout_s}
     return values
 
 
 def this_machine(recipe: Recipe) -> Machine:
-    """The machine of this process, and the device that a recipe that was looked at computes on."""
+    """Return this machine and the device that a recipe computes on, as `preflight` resolved it."""
     cpuinfo, processor = Path("/proc/cpuinfo"), platform.processor() or platform.machine()
     if cpuinfo.is_file():
         lines = cpuinfo.read_text(encoding="utf-8").splitlines()
@@ -107,7 +107,11 @@ class _Reader:
         self.sources: dict[str, dict[str, str]] = {}
 
     def run(self, request: StageRequest) -> StageResult:
-        """Read one stage; raises StoppedError if it has no output."""
+        """Read one stage.
+
+        Raises:
+            StoppedError: the stage has no output.
+        """
         record = self._history.storage.lookup(request.fingerprint)
         self.made[request.label] = self._made(request, record)
         if record is None:
@@ -148,18 +152,13 @@ class _Reader:
 
 
 def _file(module: str) -> str:
-    """Path of a module within the project; for other modules their name."""
     path = module_file(module)
     inside = path is not None and path.is_relative_to(ROOT)
     return str(path.relative_to(ROOT)) if path is not None and inside else module
 
 
 def observed(record: CommitRecord, journal: Sequence[JournalRecord]) -> Observed:
-    """The figures of a stage.
-
-    Args:
-        journal: of the attempts that led to it.
-    """
+    """Return the measured values of a stage; `journal` has the records of all its attempts."""
 
     def values(name: str) -> list[float]:
         points = {

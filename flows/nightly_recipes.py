@@ -1,4 +1,4 @@
-"""Every night: a matrix of recipes, computed afresh and compared with what is stored of them.
+"""Nightly flow: recompute a matrix of recipes and compare the results with stored baselines.
 
 rlhf nightly                              this file, in this process
 prefect deployment run nightly-recipes    this file, in a worker; its schedule is in prefect.yaml
@@ -32,16 +32,16 @@ MATRIX = (
     "quickstart", "ppo", "grpo", "dr_grpo", "dapo", "vapo", "gspo", "rloo", "reinforce_plus_plus",
     "remax", "pf_ppo", "lora_grpo",
 )  # fmt: skip
-"""The recipes that take minutes on two cores."""
+"""Recipes that take minutes on two cores."""
 EVENTS = {"pass": "passed", "drift": "drifted", "fail": "failed"}
 
 
 class NotReproducedError(PipelineError):
-    """A recipe failed; the others were computed, too."""
+    """At least one recipe failed; the others were computed nevertheless."""
 
 
 def _on_cancellation(flow: Flow[..., None], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001  (Prefect's signature)
-    """A cancelled night leaves no job behind, whichever recipe it was at."""
+    """Stop the jobs of a cancelled night, whichever recipe is running."""
     below = FlowRunFilterParentFlowRunId(any_=[flow_run.id])
     with get_client(sync_client=True) as client:
         children = client.read_flow_runs(flow_run_filter=FlowRunFilter(parent_flow_run_id=below))
@@ -54,14 +54,14 @@ def nightly_recipes(
     recipes: list[str] = list(MATRIX),  # noqa: B006  never changed, and the UI's form shows it
     baselines: str = str(nights.BASELINES),
 ) -> None:
-    """Compute recipes afresh, and say of each whether it was reproduced.
+    """Compute recipes anew, and judge each against its baseline.
 
     Args:
         recipes: shipped names, or YAML files.
-        baselines: directory of what is stored of them.
+        baselines: directory of the stored measurements.
 
     Raises:
-        NotReproducedError: a recipe failed; what was found is in the night's directory.
+        NotReproducedError: a recipe failed; the results are in the night's directory.
     """
     matrix = nights.load_matrix(recipes)
     stored = {each.name: read_baseline(Path(baselines), each.name) for each in matrix}
@@ -81,18 +81,17 @@ def nightly_recipes(
 
 
 def _compute(recipe: Recipe, night: str) -> Measurement:
-    """Run one recipe to its end, or to where it stops."""
     problem = ""
     try:
         recipe = preflight(recipe)
         rlhf_pipeline(recipe)
-    except (PipelineError, OSError) as error:  # it may be this recipe's alone; the others go on
+    except (PipelineError, OSError) as error:  # other recipes may still succeed
         problem = redact(" ".join(str(error).split()))
     return measure(recipe, night, problem)
 
 
 def _tell(verdict: Verdict) -> None:
-    """Raise the event that automations listen to."""
+    """Emit the event that automations listen to."""
     resource = {
         "prefect.resource.id": f"rlhf.nightly.{verdict.recipe}",
         "prefect.resource.name": verdict.recipe,
@@ -101,7 +100,7 @@ def _tell(verdict: Verdict) -> None:
 
 
 def _name() -> str:
-    """Name of a night: time of creation and a part of the flow run's id; a retry has the same."""
+    """Return the night's name: creation time and part of the flow run's id; a retry keeps it."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None or context.flow_run.created is None:
         raise RuntimeError("a night is a flow run; call nightly_recipes()")

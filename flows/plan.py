@@ -1,9 +1,9 @@
-"""What a run would do: each stage with its fingerprint, and if it would be reused.
+"""Plans a run: each stage with its fingerprint, and whether its output would be reused.
 
-A `tasks.runner.run.StageRunner` that only looks. Below a stage that is to run, fingerprints are
-unknown, because they depend on what that stage will yield. What is likely is told as such: where
-a stage has nothing new but code, or is forced, it may well yield what it yielded before, and then
-what follows is reused; where its configuration or its inputs are new, it will not.
+The fingerprint of a stage after one that is to run is unknown, because it depends on that stage's
+output. The plan then estimates: a stage that is forced, or whose only change is code, is expected
+to produce its earlier output again, so the stages after it are likely reused. A stage with a new
+configuration or new inputs is expected to produce something new.
 """
 
 from collections.abc import Collection, Mapping
@@ -29,22 +29,20 @@ from tasks.runner.run import StageResult
 Status = Literal["hit", "miss", "likely_run", "likely_reuse"]
 
 _NOT_MADE = "not made"
-"""Kind of what stands for the output of a stage that is to run; its uri is the stage's label."""
+"""Kind of the placeholder for an output that does not exist yet; its uri is the stage's label."""
 
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """One stage of a plan.
+    """One stage of a plan; text fields without information are empty.
 
     Attributes:
-        status: `hit` is reused, `miss` would run; below a stage that is to run nothing is certain.
-        fingerprint: empty while it is unknown.
-        inputs: digest by name, empty where it is unknown.
-        digest: of the output of a hit, else empty.
-        adoption: whose half-trained work a hit continued, or a miss could; else empty.
-        why: a stage runs, or on what its reuse depends, in words; empty of a hit, and of a stage
-            that nothing before is like.
-        rejected: why a round that is reused counts for nothing after it, in words; else empty.
+        status: `hit` is reused, `miss` would run, `likely_*` is an estimate after a miss.
+        inputs: digest by input name; empty where it is unknown.
+        digest: of the output of a hit.
+        adoption: half-trained work that a hit continued or a miss could continue.
+        why: reason why the stage runs, or condition of its reuse.
+        rejected: reason why the policy of a reused round is rejected.
     """
 
     label: str
@@ -59,11 +57,9 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class _Expected:
-    """Likely output of a stage that is no hit.
+    """Expected output of a stage that is not a hit; `output` is None if it is something new.
 
-    Attributes:
-        output: that it yielded before; None: something new.
-        given: by stage that is to run, the digest that this depends on.
+    `given` has the digest that each stage which is to run must produce for this to hold.
     """
 
     output: Artifact | None
@@ -71,12 +67,11 @@ class _Expected:
 
 
 class Planner:
-    """Looks up every stage and remembers what it found.
+    """Stage runner that only looks up every stage and records what it found.
 
     Args:
-        storage: the store that would be used.
-        force: by stage label, a token: only a commit that was made for it is a hit.
-        adopt: labels of stages that must find something to adopt if they are no hits.
+        force: by stage label, a token; only a commit that was made under it is a hit.
+        adopt: labels of stages that must find something to adopt if they are not hits.
     """
 
     def __init__(
@@ -99,10 +94,11 @@ class Planner:
         return all(stage.status == "hit" for stage in self.stages)
 
     def run(self, request: StageRequest) -> StageResult:
-        """Look one stage up; the result of a stage that is not done is a stand-in.
+        """Look up one stage; if it is not done, its result holds a placeholder artifact.
 
         Raises:
-            ConfigError: the stage is to adopt something, and there is nothing that it may.
+            ConfigError: the stage is to adopt half-trained work, and there is none that it may
+                adopt.
         """
         label, inputs = request.label, request.inputs
         known = all(each.digest for each in inputs.values())
@@ -136,24 +132,12 @@ class Planner:
         )
 
     def reject(self, label: str, text: str) -> None:
-        """Note that a round which is done will be rejected again.
-
-        Args:
-            label: of the round, which was looked up.
-            text: why, and what follows takes.
-        """
+        """Note why the policy of the finished round `label` is rejected, and what replaces it."""
         at = [stage.label for stage in self.stages].index(label)
         self.stages[at] = replace(self.stages[at], rejected=text)
 
     def likely(self, artifact: Artifact) -> Artifact:
-        """An output, or what is expected in place of one that is to be made.
-
-        Args:
-            artifact: of a result of `run`.
-
-        Returns:
-            Of no digest if something new is expected.
-        """
+        """Return the artifact, or what is expected in its place; its digest is empty if new."""
         if artifact.kind != _NOT_MADE:
             return artifact
         return self._expected[artifact.uri].output or artifact
@@ -166,18 +150,14 @@ class Planner:
         except ArtifactCorruptError:
             if known:
                 raise
-            return None  # the run may not need it
+            return None  # with other inputs the run may not read it
 
     def _expect(
         self, request: StageRequest, likely: StageRequest, found: CommitRecord | None
     ) -> str:
-        """Remember what a stage that is no hit is likely to yield.
+        """Record the expected output of a stage that is not a hit; return why it runs or is reused.
 
-        Args:
-            likely: with the inputs that are expected.
-
-        Returns:
-            Why it runs, or on what its reuse depends.
+        `likely` has expected inputs in place of unknown ones.
         """
         unsure = {name: each.uri for name, each in request.inputs.items() if not each.digest}
         if found is not None:
@@ -203,7 +183,6 @@ class Planner:
         return f"runs unless {_again({label: inputs[name].digest for name, label in new.items()})}"
 
     def _adoption(self, request: StageRequest, record: CommitRecord | None) -> str:
-        """Describe half-trained work that the stage continues or could adopt."""
         if record is not None:
             return f"adopted {record.adopted}" if record.adopted else ""
         if request.label in self._adopt:
@@ -218,21 +197,20 @@ def plan_run(
     adopt: Collection[str] = (),
     start_from: str | None = None,
 ) -> Planner:
-    """Look every stage of a recipe up.
+    """Look up every stage of a recipe.
 
     Args:
         force: by stage label, a token that makes the stage run anew.
         adopt: labels of stages that continue half-trained work of another fingerprint.
-        start_from: label of a stage before which everything has to be done; None: of none.
+        start_from: label of a stage; all stages before it have to be done.
 
     Raises:
-        ConfigError: the recipe has no stage of such a label, one has nothing to adopt, or one
-            before `start_from` is not done.
+        ConfigError: a label is unknown, there is nothing to adopt, or a stage before is not done.
     """
     storage = open_storage(recipe.store_uri)
     planner = Planner(storage, recipe.seed, force, adopt)
     registry = Registry(recipe.promote, open_tracker(recipe.location), storage)
-    # A model that is likely to be the champion again is no rival of itself.
+    # A model that is expected to equal the incumbent is not compared with itself.
     gate = RoundGate(recipe.diagnosis, StageHistory(storage), planner.reject)
     run_stages(
         recipe,
@@ -258,14 +236,7 @@ def plan_run(
 
 @dataclass(frozen=True)
 class AskedRun:
-    """A requested run that was planned without an error.
-
-    Attributes:
-        force: by label of a stage to run again, the token that asks for it.
-        adopt: labels of stages.
-        start_from: label of the stage before which everything is done, if one was named.
-        is_done: whether every stage would be reused.
-    """
+    """A requested run that was planned without an error; `force` has a token by stage label."""
 
     recipe: Recipe
     force: dict[str, str]
@@ -277,17 +248,12 @@ class AskedRun:
 def ask(
     recipe: Recipe, force: Collection[str], adopt: Collection[str], start_from: str | None
 ) -> AskedRun:
-    """Ask for a run, before anything is started for it.
-
-    Args:
-        recipe: as of `plan_run`, as are all others.
-        force: labels of stages to run again.
-        start_from: label of a stage.
+    """Plan a run before anything is started for it; `force` are labels of stages to run again.
 
     Raises:
-        ConfigError: of `plan_run`.
+        ConfigError: raised by `plan_run`.
     """
-    # A new token for every run: the same one would find the stage committed under it.
+    # A new token for every run, because an old one would match the commit made under it.
     token = datetime.now(UTC).isoformat(timespec="microseconds")
     tokens = dict.fromkeys(filter(None, (*force, start_from)), token)
     planner = plan_run(recipe, tokens, adopt, start_from)

@@ -18,7 +18,7 @@ _COMMAND = ["deployment", "run"]
 
 @register_hook
 def setup_environment(*, ctx: Any) -> None:  # noqa: ARG001  (Prefect's hook signature)
-    """Prefect's start-up hook; it changes nothing but the short name."""
+    """Complete the short name; this is Prefect's start-up hook."""
     complete_deployment_name(sys.argv)
 
 

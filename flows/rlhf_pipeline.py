@@ -1,4 +1,4 @@
-"""The whole pipeline as a Prefect flow; its stages stand in `flows.stage_order`.
+"""The whole pipeline as a Prefect flow; `flows.stage_order` has the order of its stages.
 
 rlhf run quickstart                       this file, in this process
 prefect deployment run rlhf-pipeline      this file, in a worker
@@ -25,14 +25,14 @@ from infra.plugins import import_external_modules
 
 
 def stop_jobs(flow: Flow[..., Report], flow_run: FlowRun, state: State[Report]) -> None:  # noqa: ARG001  (Prefect's signature)
-    """A cancelled run leaves no job behind, even if its process could not stop it itself."""
+    """Stop the jobs of a cancelled run, in case its own process could not."""
     location = flow_run.parameters.get("recipe", {}).get("location", {})
     home = Path(location["home"]) if location.get("home") else env.home()
     stop_jobs_of(str(flow_run.id), home, location.get("store") or str(home / "store"))
 
 
 def label_run(labels: set[str]) -> None:
-    """Add tags by which the Prefect UI finds this flow run; known only while it runs."""
+    """Add tags to this flow run that are known only while it runs."""
     context = FlowRunContext.get()
     if context is not None and context.flow_run is not None:
         with get_client(sync_client=True) as client:
@@ -53,23 +53,20 @@ def rlhf_pipeline(
     adopt: list[str] | None = None,
     start_from: str | None = None,
 ) -> Report:
-    """From raw data to a promoted model.
+    """Run the pipeline from raw data to a promoted model.
 
     Args:
         recipe: the whole configuration; the form is filled with the quickstart.
-        force: by stage (`rl_round_2`), any new text: the stage runs again although it is done.
-        adopt: stages that continue what was half-trained before an edit or in another layout.
-        start_from: a stage that runs again although it is done; all before it has to be done.
-
-    Returns:
-        What ran, what came out, where the time went.
+        force: by stage (`rl_round_2`), any new text: the finished stage runs again.
+        adopt: stages that continue half-trained work from before an edit or a change of layout.
+        start_from: a finished stage that runs again; all stages before it have to be done.
     """
     for broken in import_external_modules():
         get_run_logger().warning("%s", broken)
     tokens = dict(force or {})
-    if start_from is not None:  # a retry of the flow run has its id: what is done is not repeated
+    if start_from is not None:  # a retry has the same id, so it reuses what is done
         tokens.setdefault(start_from, str(flow_run.id))
-    if not is_watched():  # the command that watches has prepared the recipe
+    if not is_watched():  # else the command has prepared the recipe
         recipe = preflight(prepare_recipe(recipe), tokens)
         if tokens or adopt:
             plan_run(recipe, tokens, adopt or [], start_from)

@@ -1,10 +1,9 @@
 """The order of the stages.
 
 [suites], preprocess, [SFT], [reward model], [preference, with self-play in iterations], RL rounds,
-merge, [soup], evaluate, [harness], [compare], promote. A recipe that trains nothing has its model
-evaluated.
+merge, [soup], evaluate, [harness], [compare], promote. A recipe without training only evaluates.
 
-Prefect is not imported: `rlhf plan` walks the same order without its cost.
+It does not import Prefect, so that `rlhf plan` can use it at low cost.
 """
 
 import logging
@@ -44,7 +43,7 @@ def accept_all(trained: StageResult, evaluated: StageResult) -> bool:  # noqa: A
 
 
 class DryRun:
-    """A `StageRunner` that runs nothing and remembers which stages were asked for."""
+    """A `StageRunner` that only records which stages are requested."""
 
     seed = 0
 
@@ -52,7 +51,7 @@ class DryRun:
         self.stages: list[StageConfig] = []
 
     def run(self, request: StageRequest) -> StageResult:
-        """Remember a stage; its output is a stand-in."""
+        """Record a stage; its output is a placeholder."""
         self.stages.append(request.config)
         return StageResult(
             label=request.label,
@@ -66,7 +65,7 @@ class DryRun:
 
 
 def stages_of(recipe: Recipe) -> list[StageConfig]:
-    """Return the stages of a run in order, if every round is accepted and no incumbent exists."""
+    """Return a run's stages in order, if every round is accepted and there is no incumbent."""
     dry_run = DryRun()
     run_stages(recipe, dry_run, lambda _: None)
     return dry_run.stages
@@ -77,7 +76,7 @@ class Trained:
     """Result of training.
 
     Attributes:
-        policies: by label of the stage that made them, in order; a rejected round is left out.
+        policies: by label of the stage that made them, in order, without rejected rounds.
         judge: the reward model that the run trained, if it scores answers.
     """
 
@@ -88,11 +87,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Measured:
-    """An evaluation of the final model.
-
-    Attributes:
-        given: its problems, and the reward model that scored the answers if the run trained one.
-    """
+    """An evaluation of the final model; `given` has its problems and the reward model it used."""
 
     stage: EvaluateStageConfig
     given: Mapping[str, Artifact | None]
@@ -100,7 +95,7 @@ class Measured:
 
 
 OWN = ""
-"""Stands for a suite's name where the recipe's own problems are meant."""
+"""Suite name of the recipe's own problems."""
 
 
 def run_stages(
@@ -112,18 +107,16 @@ def run_stages(
     """Run every stage in order; a stage whose output exists is skipped.
 
     Args:
-        run: runs each stage, or only plans it.
-        find_incumbent: finds the registered model that the given one has to beat
-            (`flows.run.registry`).
-        accepts: decides from a training stage and its evaluation if the next stages take its
-            policy or the one before (`flows.run.round_gate`).
+        find_incumbent: returns the registered model that the given one has to beat.
+        accepts: returns True if the next stages use the policy of a training stage, given the stage
+            and its evaluation.
     """
     StageOrder(recipe, run, find_incumbent, accepts).run_all()
 
 
 @dataclass(frozen=True)
 class StageOrder:
-    """The order of a recipe's stages; the arguments are those of `run_stages`."""
+    """The order of a recipe's stages; the fields are the arguments of `run_stages`."""
 
     recipe: Recipe
     run: StageRunner
@@ -133,7 +126,7 @@ class StageOrder:
     def run_all(self) -> None:
         """Run every stage."""
         recipe = self.recipe
-        # First of all: what a suite's rows lack is found before anything trains.
+        # First, so that faults in a suite's data are found before anything trains.
         suites = {
             name: run_stage(self.run, PreprocessStageConfig.of_suite(recipe, name)).artifact
             for name in recipe.data_suites
@@ -152,7 +145,7 @@ class StageOrder:
         self.promote(model, measured[recipe.promote.suite or OWN])
 
     def train(self, data: Artifact) -> Trained:
-        """SFT, the reward model, preferences and rounds, with an evaluation of each policy.
+        """Run SFT, the reward model, preferences and rounds, each followed by an evaluation.
 
         Raises:
             SickRunError: no stage left a policy.
@@ -172,12 +165,12 @@ class StageOrder:
     def _fine_tune(
         self, given: Mapping[str, Artifact | None], policies: dict[str, Artifact]
     ) -> Artifact | None:
-        """SFT and the reward model; returns the latter if it scores answers."""
+        """Run SFT and the reward model; return the latter if it scores answers."""
         recipe, run = self.recipe, self.run
         scores = EvaluateStageConfig.from_recipe(recipe, "sft")
         tuned = judge = None
         if recipe.sft:
-            # An evaluation that asks the reward model waits for it.
+            # An evaluation that uses the reward model has to wait for it.
             after = None if recipe.asks_reward_model else stage_request(scores, run.seed, **given)
             tuned = run_stage(run, SFTStageConfig.from_recipe(recipe), after, **given)
             policies["sft"] = tuned.artifact
@@ -197,7 +190,6 @@ class StageOrder:
         given: Mapping[str, Artifact | None],
         policies: dict[str, Artifact],
     ) -> None:
-        """Preferences, after self-play if it is an iteration of that."""
         recipe, run, policy, pairs = self.recipe, self.run, _newest(policies), None
         if iteration and policy:
             play = SelfPlayStageConfig.from_recipe(recipe, iteration)
@@ -212,7 +204,7 @@ class StageOrder:
     def _reinforce(
         self, given: Mapping[str, Artifact | None], policies: dict[str, Artifact]
     ) -> None:
-        """Rounds of RL; the policy before them is their reference."""
+        """Run the rounds of RL; the policy before the first is the reference of all."""
         recipe, run, reference = self.recipe, self.run, _newest(policies)
         for number in range(1, recipe.rl.num_rounds + 1):
             stage = RLRoundStageConfig.from_recipe(recipe, number)
@@ -248,7 +240,7 @@ class StageOrder:
         model: Artifact | None = None,
         judge: Artifact | None = None,
     ) -> dict[str, Measured]:
-        """Evaluate the final model, or else the recipe's own; returns scores by suite."""
+        """Evaluate the final model, or else the recipe's own model; return the results by suite."""
         recipe, run = self.recipe, self.run
         asked = [(OWN, EvaluateStageConfig.from_recipe(recipe), data, judge)] if data else []
         for name, problems in suites.items():
@@ -279,7 +271,7 @@ class StageOrder:
         """Compare the model with the incumbent, and register it if it is better."""
         try:
             incumbent = self.find_incumbent(model)
-        except ServiceError as error:  # without a comparison nothing is promoted; the rest stands
+        except ServiceError as error:  # nothing is promoted, but the run goes on
             _log.warning("promote: %s", error)
             return
         scores = None

@@ -1,1 +1,1 @@
-"""Every question about a device has one answer here: the platforms."""
+"""Platforms: the only code that knows differences between kinds of devices."""

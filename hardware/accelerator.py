@@ -1,8 +1,7 @@
-"""What every accelerator with a torch device module (`torch.cuda`, `torch.npu`, ...) has in common.
+"""Common base of accelerators with a torch device module (`torch.cuda`, `torch.npu`, ...).
 
-A vendor's file states facts: names, variables, peaks. Promises: a probe imports a vendor's
-package only if it is installed, starts no process, opens no device and never raises.
-Does not promise that a device which is counted also works; the first tensor shows that.
+Promises: a probe imports a vendor's package only if it is installed, starts no process, opens no
+device and never raises. A device that is counted may still not work.
 """
 
 import importlib
@@ -20,40 +19,32 @@ if TYPE_CHECKING:
     import torch
 
 PeakTable = Sequence[tuple[str, Mapping[str, float]]]
-"""Whole words of a product's name -> dtype -> dense FLOP/s; the first that occur win."""
+"""Words of a product name -> dtype -> dense FLOP/s; the first entry that occurs in the name wins.
+"""
 
 CPU_STATE = "cpu"
 
 
 class AcceleratorPlatform(PlatformBase):
-    """Devices behind a torch device module; one per process, chosen with `set_device`.
-
-    Attributes:
-        vendor_package: importable package that brings the device module; None: torch itself.
-        peaks: dense peak FLOP/s by product name and dtype.
-    """
+    """Devices behind a torch device module; `vendor_package` None means torch itself has it."""
 
     vendor_package: ClassVar[str | None] = None
     peaks: ClassVar[PeakTable] = ()
 
     @property
     def device_module(self) -> Any:
-        """The device module of torch; imports torch and the vendor's package.
-
-        Torch loads an installed vendor package by itself, unless TORCH_DEVICE_BACKEND_AUTOLOAD
-        is 0; then this does.
-        """
+        """The device module of torch; imports torch and the vendor's package."""
         torch = importlib.import_module("torch")
-        if self.vendor_package is not None:
+        if self.vendor_package is not None:  # torch skips it if TORCH_DEVICE_BACKEND_AUTOLOAD=0
             importlib.import_module(self.vendor_package)
         return getattr(torch, self.device_name)
 
     def build_problem(self, torch: ModuleType) -> str | None:
-        """Why the installed torch is not built for this vendor; None if it is."""
+        """Return why the installed torch is not built for this vendor; None if it is."""
         return None
 
     def is_available(self) -> Availability:
-        """Whether torch and the vendor's package are here, fit, and count a device."""
+        """Check that torch and the vendor's package are installed, fit, and count a device."""
         package = self.vendor_package
         if not is_installed("torch"):
             return Availability(False, "torch is not installed")
@@ -65,8 +56,8 @@ class AcceleratorPlatform(PlatformBase):
             if problem is not None:
                 return Availability(False, problem)
             module = self.device_module
-            # The count comes from the management library where there is one, which leaves the
-            # device alone; only then is the runtime asked, which also knows an old driver.
+            # device_count() uses the management library where there is one, which does not open
+            # the device; is_available() asks the runtime, which also detects an old driver.
             count = module.device_count()
             usable = count > 0 and module.is_available()
         except Exception as error:  # noqa: BLE001  vendor boundary: any reason is the answer
@@ -77,27 +68,27 @@ class AcceleratorPlatform(PlatformBase):
         return Availability(True, f"{count} x {self.vendor_name} {self.device_name}; {built}")
 
     def device_count(self) -> int:
-        """Devices this process can see."""
+        """Return the number of devices visible to this process."""
         return self.device_module.device_count()
 
     def device(self) -> "torch.device":
-        """The current device."""
+        """Return the current device."""
         import torch
 
         return torch.device(self.device_name, self.device_module.current_device())
 
     def device_label(self) -> str:
-        """What the driver calls the current device; opens it."""
+        """Return the driver's name of the current device; opens it."""
         return str(self.device_module.get_device_name())
 
     def device_uuid(self) -> str | None:
-        """The driver's identifier of the current device, if torch passes it on; opens it."""
+        """Return the driver's identifier of the current device, or None; opens the device."""
         module = self.device_module
         found = getattr(module.get_device_properties(module.current_device()), "uuid", None)
         return None if found is None else str(found)
 
     def peak_flops_per_s(self, dtype: str) -> float | None:
-        """From the table of the vendor's file, by the device's product name."""
+        """Look the device's product name up in `peaks`."""
         label = self.device_label()
         for words, by_dtype in self.peaks:
             if re.search(rf"\b{re.escape(words)}\b", label, re.IGNORECASE):
@@ -105,7 +96,7 @@ class AcceleratorPlatform(PlatformBase):
         return None
 
     def set_device(self, index: int) -> None:
-        """Make this the current device."""
+        """Make a device the current one."""
         self.device_module.set_device(index)
 
     def synchronize(self) -> None:
@@ -120,7 +111,7 @@ class AcceleratorPlatform(PlatformBase):
         self.device_module.manual_seed_all(seed)
 
     def rng_state(self) -> "Mapping[str, torch.Tensor]":
-        """The CPU generator as `cpu`, the current device's under its device type."""
+        """Return the CPU generator's state as `cpu`, the current device's under its device type."""
         import torch
 
         return {
@@ -150,29 +141,22 @@ class AcceleratorPlatform(PlatformBase):
         return self.device_module.max_memory_allocated()
 
     def ray_resource_options(self, num_devices: int) -> dict[str, object]:
-        """So many of `ray_resource`; Ray has a keyword of its own for `GPU`."""
+        """Request `ray_resource`; Ray has a keyword of its own for `GPU`."""
         if self.ray_resource == "GPU":
             return {"num_gpus": num_devices}
         return {"resources": {self.ray_resource: num_devices}}
 
 
 def is_installed(package: str) -> bool:
-    """Whether a top-level package can be imported, without importing it."""
+    """Return True if a top-level package can be imported, without importing it."""
     if package in sys.modules:
         return sys.modules[package] is not None
     return importlib.util.find_spec(package) is not None
 
 
 def torch_build(torch: ModuleType) -> str:
-    """What a torch was built for.
-
-    Args:
-        torch: the imported package.
-
-    Returns:
-        `maca`, `rocm`, `CUDA` or `xpu` with its version, else `cpu`. MetaX's build also states
-        a CUDA version, the one it is compatible with, so it is asked first.
-    """
+    """Return `maca`, `rocm`, `CUDA` or `xpu` with the version torch was built for, else `cpu`."""
+    # MetaX's build also states the CUDA version that it is compatible with: maca comes first.
     names = (("maca", "maca"), ("hip", "rocm"), ("cuda", "CUDA"), ("xpu", "xpu"))
     for attribute, name in names:
         version = getattr(torch.version, attribute, None)
@@ -182,14 +166,6 @@ def torch_build(torch: ModuleType) -> str:
 
 
 def cuda_build_problem(torch: ModuleType, wanted: str) -> str | None:
-    """Why a torch is not the build of one of the vendors that share the device type `cuda`.
-
-    Args:
-        torch: the imported package.
-        wanted: `CUDA`, `rocm` or `maca`.
-
-    Returns:
-        What it was built for instead; None if it fits.
-    """
+    """Return why torch is not the `wanted` build (`CUDA`, `rocm`, `maca`); None if it is."""
     built = torch_build(torch)
     return None if built.startswith(f"{wanted} ") else f"torch built for {built.split()[0]}"

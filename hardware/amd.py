@@ -1,4 +1,4 @@
-"""AMD GPUs through ROCm: torch calls them `cuda`, and RCCL answers to the name `nccl`."""
+"""AMD GPUs through ROCm, which torch calls `cuda`, and RCCL, which torch calls `nccl`."""
 
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -19,8 +19,8 @@ class AMDPlatform(AcceleratorPlatform):
     ray_noset_env = "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES"
     supports_ipc = True
 
-    # AMD Instinct data sheets, dense matrix figures. MI250 and MI250X show each of their two
-    # dies as a device of its own, so theirs are half of the card's.
+    # AMD Instinct data sheets, dense matrix figures. MI250 and MI250X expose each of their two
+    # dies as a device, so their figures are half of the card's.
     peaks = (
         ("MI355X", {"bfloat16": 2516.6e12, "float16": 2516.6e12, "float32": 157.3e12}),
         ("MI350X", {"bfloat16": 2306.9e12, "float16": 2306.9e12, "float32": 144.2e12}),
@@ -32,15 +32,11 @@ class AMDPlatform(AcceleratorPlatform):
     )
 
     def build_problem(self, torch: ModuleType) -> str | None:
-        """Needs a ROCm build."""
+        """Require a ROCm build."""
         return cuda_build_problem(torch, "rocm")
 
     def is_available(self) -> Availability:
-        """As every accelerator; and Ray's workers must be able to start.
-
-        Ray writes HIP_VISIBLE_DEVICES, and refuses to start a worker that finds
-        ROCR_VISIBLE_DEVICES instead.
-        """
+        """Check also that Ray, which refuses a lone ROCR_VISIBLE_DEVICES, can start workers."""
         found = super().is_available()
         if found.ok and env.ROCR_VISIBLE_DEVICES.get() and not env.HIP_VISIBLE_DEVICES.get():
             return Availability(
@@ -50,7 +46,7 @@ class AMDPlatform(AcceleratorPlatform):
         return found
 
     def profiler_range(self, name: str) -> AbstractContextManager[object]:
-        """A roctx range: a ROCm build puts it behind the NVTX interface."""
+        """Return a roctx range, which a ROCm build provides through the NVTX interface."""
         import torch
 
         return torch.cuda.nvtx.range(name)

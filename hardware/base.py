@@ -1,9 +1,7 @@
-"""Every question about a device has one answer: its platform.
+"""Interface of a platform; nothing outside `hardware/` branches on a device's name.
 
-Nothing outside `hardware/` branches on a device's name. Torch is imported by the platforms'
-own files when a method needs it, so platforms can be listed and named without it.
-To add one: a subclass (of `AcceleratorPlatform` where torch has a module for the device) and a
-name for it, see `docs/guides/add-a-platform.md`.
+Platforms import torch inside methods, so they can be listed without it. To add one, see
+`docs/guides/add-a-platform.md`.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Availability:
-    """Whether a platform can be used here, and why (not)."""
+    """Tells if a platform can be used here, and why or why not."""
 
     ok: bool
     reason: str
@@ -28,16 +26,13 @@ class PlatformBase(ABC):
     """One kind of accelerator, or the CPU.
 
     Attributes:
-        name: of its row in the table of platforms; set by whoever makes it.
-        device_name: torch's device type (`cpu`, `cuda`, `npu`, ...).
-        vendor_name: who makes it; two vendors may share a device type.
-        communication_backend: torch.distributed backend of its devices' collectives.
-        visible_devices_env: environment variable that limits what a process sees; None has none.
-        ray_resource: Ray's name of the resource.
+        name: name in the table of platforms; set by the code that creates the platform.
+        device_name: torch device type (`cpu`, `cuda`, `npu`, ...); vendors may share one.
+        visible_devices_env: environment variable that limits the visible devices; None has none.
         ray_noset_env: environment variable that, set to 1, keeps Ray from writing
             `visible_devices_env` in its workers. None: Ray never writes it, so every rank sees
-            all devices and has to choose its own with `set_device`.
-        supports_ipc: whether two processes can share one device allocation.
+            all devices and chooses its own with `set_device`.
+        supports_ipc: True if two processes can share one device allocation.
     """
 
     name: str = ""
@@ -51,58 +46,47 @@ class PlatformBase(ABC):
 
     @property
     def process_group_backend(self) -> str:
-        """What `torch.distributed.init_process_group` is told.
-
-        Tensors on the host have collectives too: shards that were offloaded are gathered there.
-        """
+        """Backend of the default process group; gloo for host tensors, such as offloaded shards."""
         if self.device_name == "cpu":
             return self.communication_backend
         return f"cpu:gloo,{self.device_name}:{self.communication_backend}"
 
     @property
     def is_assigned_by_ray(self) -> bool:
-        """Whether Ray gives each process a device of its own; CPUs it only counts."""
+        """True if Ray assigns each process its devices; Ray only counts CPUs."""
         return self.ray_resource != "CPU"
 
     @property
     def shows_all_devices(self) -> bool:
-        """Whether a process that Ray gave a device sees those of its whole node."""
+        """True if a process to which Ray assigned a device sees all devices of its node."""
         return self.is_assigned_by_ray and self.ray_noset_env is None
 
     @abstractmethod
     def is_available(self) -> Availability:
-        """Whether a device of this platform can be used by this process.
+        """Return whether this process can use a device of this platform, and why.
 
-        Starts no process, allocates nothing on a device, imports no vendor package that is not
-        installed, and does not raise: the reason is what the user reads.
+        Must not raise, start a process, allocate on a device, or import a package not installed.
         """
 
     @abstractmethod
     def device_count(self) -> int:
-        """Devices this process can see."""
+        """Return the number of devices visible to this process."""
 
     @abstractmethod
     def device(self) -> "torch.device":
-        """The device that this process computes on."""
+        """Return the device that this process computes on."""
 
     @abstractmethod
     def device_label(self) -> str:
-        """Product name of that device; an accelerator may have to be opened to tell."""
+        """Return the product name of that device; may open it."""
 
     @abstractmethod
     def device_uuid(self) -> str | None:
-        """What identifies that device on its host, whatever its index; None where nothing does."""
+        """Return an identifier of that device on its host, independent of its index, or None."""
 
     @abstractmethod
     def peak_flops_per_s(self, dtype: str) -> float | None:
-        """Dense peak of that device, the denominator of a model FLOPs utilisation.
-
-        Args:
-            dtype: name of torch's dtype of the operands (`bfloat16`, `float16`, `float32`).
-
-        Returns:
-            Floating-point operations per second without sparsity; None if unknown.
-        """
+        """Return the dense peak in FLOP/s for operands of a torch dtype name; None if unknown."""
 
     @abstractmethod
     def set_device(self, index: int) -> None:
@@ -110,19 +94,19 @@ class PlatformBase(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until the device has done everything queued so far."""
+        """Wait until all work queued on the device is done."""
 
     @abstractmethod
     def manual_seed(self, seed: int) -> None:
-        """Seed every random generator that tensor operations may draw from."""
+        """Seed every random generator that tensor operations may use."""
 
     @abstractmethod
     def rng_state(self) -> "Mapping[str, torch.Tensor]":
-        """State of those generators: name to uint8 tensor on the CPU."""
+        """Return the state of those generators: name to uint8 tensor on the CPU."""
 
     @abstractmethod
     def set_rng_state(self, state: "Mapping[str, torch.Tensor]") -> None:
-        """Undo to `rng_state`; names that the platform does not know are ignored."""
+        """Restore the result of `rng_state`; names unknown to the platform are ignored."""
 
     @abstractmethod
     def empty_cache(self) -> None:
@@ -130,36 +114,30 @@ class PlatformBase(ABC):
 
     @abstractmethod
     def memory_allocated_bytes(self) -> int:
-        """Memory in use now: by tensors on an accelerator, by the process on a CPU."""
+        """Return the memory in use: by tensors on an accelerator, by the process on a CPU."""
 
     @abstractmethod
     def max_memory_allocated_bytes(self) -> int:
-        """The largest value of `memory_allocated_bytes` since the process started."""
+        """Return the largest `memory_allocated_bytes` since the process started."""
 
     @abstractmethod
     def ray_resource_options(self, num_devices: int) -> dict[str, object]:
-        """Keyword arguments of a Ray actor or task that needs so many devices."""
+        """Return keyword arguments of a Ray actor or task that needs `num_devices` devices."""
 
     def rollout_env_vars(self) -> dict[str, str]:
-        """Environment variables that a rollout engine's process needs on this platform."""
+        """Return environment variables that a rollout engine's process needs on this platform."""
         return {}
 
     def profiler_range(self, name: str) -> AbstractContextManager[object]:
-        """Mark a span of work for torch's profiler, which vendors' profilers plug into."""
+        """Mark a span of work for torch's profiler; vendors override it with their own markers."""
         import torch
 
         return torch.profiler.record_function(name)
 
     def library_scope(self, library: str) -> AbstractContextManager[None]:
-        """Scope in which a training library that expects another device runs on this one.
-
-        Args:
-            library: top-level name of the library (`megatron`).
-
-        Returns:
-            To be entered before the library is first imported, and left when its engine is gone.
+        """Return a scope to import and run a library (`megatron`, `torchtitan`) on this device.
 
         Raises:
-            ConfigError: this device needs another package for that library, and it is missing.
+            ConfigError: this device needs a package for that library that is not installed.
         """
         return nullcontext()

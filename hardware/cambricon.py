@@ -1,14 +1,14 @@
 """Cambricon MLUs through torch_mlu and CNCL.
 
-Ray does not know them: a node offers them with ``ray start --resources '{"MLU": 8}'``, and Ray
-writes no MLU_VISIBLE_DEVICES, so each rank chooses its device by its rank on the host.
+Ray has no support for them: start a node with ``ray start --resources '{"MLU": 8}'``. Ray writes no
+MLU_VISIBLE_DEVICES, so each rank chooses its device by its rank on the host.
 """
 
 from hardware.accelerator import AcceleratorPlatform
 
 
 class CambriconPlatform(AcceleratorPlatform):
-    """MLU devices. Their peaks are not published in a form that could be cited here."""
+    """MLU devices; the vendor publishes no peaks that could be cited."""
 
     device_name = "mlu"
     vendor_name = "cambricon"

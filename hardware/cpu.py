@@ -1,7 +1,4 @@
-"""The CPU as a platform of its own: asked for or the last resort, and always said so.
-
-One "device" per process; parallelism between processes goes over gloo.
-"""
+"""The CPU as a platform: one "device" per process, collectives through gloo."""
 
 import platform
 import resource
@@ -27,36 +24,36 @@ class CPUPlatform(PlatformBase):
     supports_ipc = False
 
     def is_available(self) -> Availability:
-        """Always."""
+        """Always available."""
         return Availability(True, "a CPU is always there")
 
     def device_count(self) -> int:
-        """Always 1: a process computes on its host."""
+        """Return 1."""
         return 1
 
     def device(self) -> "torch.device":
-        """The CPU."""
+        """Return the CPU device."""
         import torch
 
         return torch.device("cpu")
 
     def device_label(self) -> str:
-        """The processor's architecture."""
+        """Return the processor's architecture."""
         return platform.machine() or "cpu"
 
     def device_uuid(self) -> str | None:
-        """None: ranks of one host share it."""
+        """Return None: ranks of one host share the CPU."""
         return None
 
     def peak_flops_per_s(self, dtype: str) -> float | None:
-        """None: it depends on clocks and cores that other processes share."""
+        """Return None: the peak depends on clocks and cores that other processes share."""
         return None
 
     def set_device(self, index: int) -> None:
-        """Accept every index: ranks on one host share the CPU."""
+        """Accept every index: ranks of one host share the CPU."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for; CPU operations are done when they return."""
+        """Do nothing: CPU operations are synchronous."""
 
     def manual_seed(self, seed: int) -> None:
         """Seed torch's default generator."""
@@ -65,7 +62,7 @@ class CPUPlatform(PlatformBase):
         torch.manual_seed(seed)
 
     def rng_state(self) -> "Mapping[str, torch.Tensor]":
-        """Torch's default generator as `cpu`."""
+        """Return torch's default generator as `cpu`."""
         import torch
 
         return {"cpu": torch.get_rng_state()}
@@ -78,28 +75,28 @@ class CPUPlatform(PlatformBase):
             torch.set_rng_state(state["cpu"])
 
     def empty_cache(self) -> None:
-        """Nothing is cached."""
+        """Do nothing: there is no cache."""
 
     def memory_allocated_bytes(self) -> int:
-        """Resident set size of this process."""
+        """Return the resident set size of this process."""
         import psutil
 
         return int(psutil.Process().memory_info().rss)
 
     def max_memory_allocated_bytes(self) -> int:
-        """Largest resident set size of this process so far (Linux counts it in KiB)."""
+        """Return the largest resident set size so far (Linux counts it in KiB)."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def ray_resource_options(self, num_devices: int) -> dict[str, object]:
-        """So many cores."""
+        """Request cores."""
         return {"num_cpus": num_devices}
 
     def rollout_env_vars(self) -> dict[str, str]:
-        """Threads go where the system puts them: training runs on the same cores."""
+        """Leave vLLM's threads unbound: training runs on the same cores."""
         return {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
     def library_scope(self, library: str) -> AbstractContextManager[None]:
-        """Megatron-Core and TorchTitan expect CUDA in places; on a CPU those are stood in for."""
+        """Replace what Megatron-Core and TorchTitan expect of CUDA."""
         if library == "megatron":
             from hardware.cpu_megatron import megatron_on_cpu
 

@@ -1,12 +1,11 @@
-"""What makes Megatron-Core run on a CPU with gloo: its calls of `torch.cuda` land on the host.
+"""Make Megatron-Core run on a CPU with gloo: its calls of `torch.cuda` run on the host.
 
-Megatron-Core names its device "cuda" in hundreds of places. Inside the scope, tensors asked for
-there are made on the host, streams and events are nothing, the device's random generator is the
-host's, and `torch.compile` leaves functions as they are. Outside of it nothing is changed, so the
-other libraries of the process neither slow down nor see a device that is not there.
-Promises: results equal those of the same arithmetic written in plain torch. Threads share the
-`torch.cuda` replacements while any scope is open; the device rewriting is the opening thread's.
-Megatron-Core must be imported inside the scope first: it compiles functions as it defines them.
+Megatron-Core names its device "cuda" in hundreds of places. Inside the scope, such tensors are made
+on the host, streams and events do nothing, the device's random generator is the host's, and
+`torch.compile` returns functions unchanged. Outside of it nothing is changed.
+Promises: results equal those of the same arithmetic in plain torch. Threads share the `torch.cuda`
+replacements while any scope is open; devices are rewritten only in the thread that opened it.
+Megatron-Core must first be imported inside the scope, since it compiles functions at import.
 Not covered: TransformerEngine, CUDA graphs, asynchronous activation offload.
 """
 
@@ -32,11 +31,7 @@ _open_scopes = 0
 
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
-    """Scope in which Megatron-Core is imported and used; may be nested.
-
-    Raises:
-        ImportError: Megatron-Core is not installed.
-    """
+    """Scope in which Megatron-Core is imported and used; may be nested."""
     global _open_scopes
     with ExitStack() as stack:
         if _open_scopes == 0:
@@ -58,7 +53,7 @@ def _enter(stack: ExitStack) -> None:
     stack.enter_context(_replaced(torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing}))
     stack.enter_context(_replaced(torch, {"compile": _uncompiled}))
     with warnings.catch_warnings():
-        # It announces every optional CUDA library that is absent.
+        # Megatron-Core warns about every optional CUDA library that is absent.
         warnings.simplefilter("ignore")
         names = (_JIT, _RANDOM, *_DISPATCHERS)
         jit, random, *dispatchers = (importlib.import_module(name) for name in names)
@@ -83,7 +78,7 @@ def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def _silenced(logger: logging.Logger) -> Iterator[None]:
-    """It warns that the host's generator moved with the device's: here they are one."""
+    """Silence warnings that the host's generator moved: here it is the device's as well."""
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
@@ -93,7 +88,7 @@ def _silenced(logger: logging.Logger) -> Iterator[None]:
 
 
 class _CudaOnHost(TorchFunctionMode):
-    """Rewrites "cuda" to the host in every torch call."""
+    """Rewrites the device "cuda" to the host in every torch call."""
 
     def __torch_function__(
         self,
@@ -105,7 +100,7 @@ class _CudaOnHost(TorchFunctionMode):
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # The optimizer tells dtypes by names such as torch.cuda.FloatTensor.
+            # The optimizer recognizes dtypes by names such as torch.cuda.FloatTensor.
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if func is torch.Tensor.to:
             args = tuple(_CPU if _is_cuda(value) else value for value in args)
@@ -126,7 +121,7 @@ def _is_cuda(value: Any) -> bool:
 
 
 class _Idle:
-    """A stream, an event, a device scope: the host has always finished."""
+    """Stands for streams, events and device scopes; all work is already done."""
 
     device = _CPU
 
@@ -140,15 +135,12 @@ class _Idle:
         pass
 
     def query(self) -> bool:
-        """Nothing is pending."""
         return True
 
     def elapsed_time(self, other: "_Idle") -> float:
-        """Milliseconds between two events."""
         return 0.0
 
     def record_event(self, event: "_Idle | None" = None) -> "_Idle":
-        """Mark what is queued so far."""
         return event or _Idle()
 
     def _wait(self, *args: Any) -> None:
@@ -178,7 +170,7 @@ def _uncompiled(model: Any = None, **kwargs: Any) -> Any:
 
 
 def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Counts of tokens for an uneven exchange; the original converts only tensors on CUDA."""
+    """Replace a function of Megatron-Core that converts only tensors on CUDA."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 

@@ -1,6 +1,6 @@
-"""TorchTitan on the CPU: it takes its device from the torch build, and knows no CPU.
+"""TorchTitan on the CPU, which it does not support: it takes its device from the torch build.
 
-Promises: nothing else of TorchTitan is replaced, and leaving the scope puts everything back.
+Promises: nothing else of TorchTitan is replaced, and leaving the scope restores everything.
 """
 
 import importlib
@@ -17,8 +17,7 @@ _DEVICE_NAMES = ("device_type", "device_module")
 def torchtitan_on_cpu() -> Iterator[None]:
     """Scope in which TorchTitan's device is the CPU.
 
-    Its modules copy the name of the device when they are imported; those that are there already
-    are changed too.
+    Modules of TorchTitan copy the device name at import, so imported ones are changed too.
     """
     import torch
 

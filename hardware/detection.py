@@ -1,10 +1,8 @@
-"""The one place that chooses among the platforms.
+"""Selection of the platform.
 
-The order of decision: `RLHF_PLATFORM`, then the setting, then (`auto`) a probe: platforms of
-other people first (a vendor's own package knows its device better than the lookalike here), then
-those of `hardware.platforms` in its order, the CPU last. The answer always says why.
-Promises: a platform asked for by name and not available is an error, never another platform; a
-name with two owners is refused; a plugin that does not load costs one line and nobody else.
+`RLHF_PLATFORM` comes first, then the setting. `auto` probes external platforms first (a vendor's
+package knows its device best), then `hardware.platforms` in order, the CPU last. A requested
+platform that is not available is an error, never another platform.
 """
 
 import re
@@ -23,23 +21,17 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 
 def names() -> list[str]:
-    """Every platform, in the order of probing: other people's first, the CPU last."""
+    """Return all platform names in probing order: external ones first, the CPU last."""
     outside = [row.name for row in PLATFORMS.outside()]
     ours = [row.name for row in PLATFORMS.rows if row.name not in outside]
     return sorted(dict.fromkeys((*outside, *ours)), key=lambda name: name == "cpu")
 
 
 def create(name: str) -> PlatformBase:
-    """Import a platform's class and make the platform.
-
-    Args:
-        name: of a row.
-
-    Returns:
-        The platform; whether it is available is not looked at.
+    """Import and create a platform, without checking that it is available.
 
     Raises:
-        ConfigError: nobody has the name, or two have, or another's does not load.
+        ConfigError: the name is unknown or has two owners, or an external platform does not load.
     """
     row = PLATFORMS.find(name)
     found = load_row(row, _SETTING)
@@ -55,14 +47,7 @@ def create(name: str) -> PlatformBase:
 
 
 def availability(name: str) -> Availability:
-    """Whether a platform can be used here; one that does not load cannot.
-
-    Args:
-        name: of a row.
-
-    Returns:
-        The platform's own answer, or why it could not be asked.
-    """
+    """Return whether a platform can be used here; one that does not load cannot."""
     try:
         platform = create(name)
     except ConfigError as error:
@@ -78,13 +63,7 @@ def availability(name: str) -> Availability:
 
 
 def detect(requested: str = "auto") -> tuple[PlatformBase, str]:
-    """Choose the platform of this process.
-
-    Args:
-        requested: a name, or `auto` to probe.
-
-    Returns:
-        The platform, and one line that says why it was chosen.
+    """Choose the platform of this process; return it and one line that says why.
 
     Raises:
         ConfigError: the name is unknown, that platform is not available here, or (`auto`) a name
@@ -108,31 +87,12 @@ def detect(requested: str = "auto") -> tuple[PlatformBase, str]:
 
 
 def planned(name: str) -> PlatformBase:
-    """The platform that other processes compute on, whatever this machine has.
-
-    Args:
-        name: of a row, or `auto`, for which this machine has to answer.
-
-    Returns:
-        The platform, for its facts; each process that computes on it looks for itself.
-
-    Raises:
-        ConfigError: as `create`, and as `detect` of `auto`.
-    """
+    """Return the platform that other processes compute on; only `auto` probes this machine."""
     return detect(name)[0] if name == "auto" else create(name)
 
 
 def check_planned(platform: PlatformBase, name: str, device_kind: str | None) -> None:
-    """Refuse to compute on another device than a stage was planned for, and so counts.
-
-    Args:
-        platform: of this process, its device chosen.
-        name: of the planned one.
-        device_kind: the planned device's; None, where nothing was planned, takes every one.
-
-    Raises:
-        ConfigError: the platform or the device is another one.
-    """
+    """Raise ConfigError unless this process has the planned device; `device_kind` None is any."""
     if device_kind is None:
         return
     found = platform.device_label()
@@ -145,7 +105,7 @@ def check_planned(platform: PlatformBase, name: str, device_kind: str | None) ->
 
 
 def processor() -> str:
-    """Model of the host's processor; its architecture where the system tells no more."""
+    """Return the model of the host's processor; the architecture if the model is unknown."""
     text = _CPU_INFO.read_text(encoding="utf-8") if _CPU_INFO.exists() else ""
     found = re.search(r"^model name\s*: (.+)", text, re.MULTILINE)
     return found[1] if found else machine()
@@ -171,7 +131,7 @@ def _exactly(name: str, source: str) -> tuple[PlatformBase, str]:
 
 
 def _not(refused: Mapping[str, str]) -> str:
-    """Why other platforms were passed over, those with one reason together."""
+    """Describe why platforms were rejected, grouped by reason."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in refused.items():
         by_reason.setdefault(reason, []).append(name)

@@ -1,7 +1,7 @@
 """Huawei Ascend NPUs through torch_npu, the Ascend toolkit and HCCL.
 
-Torch loads an installed torch_npu when it is imported itself; where the toolkit is missing that
-import fails, and TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch usable.
+Torch imports an installed torch_npu itself. Without the toolkit that import fails;
+TORCH_DEVICE_BACKEND_AUTOLOAD=0 then keeps torch usable.
 """
 
 import importlib
@@ -13,11 +13,7 @@ from infra.errors import ConfigError
 
 
 class HuaweiPlatform(AcceleratorPlatform):
-    """Ascend devices.
-
-    Sharing an allocation between processes needs a driver and a toolkit whose versions only a
-    command line tells, and a probe starts no process: it is taken as not supported.
-    """
+    """Ascend devices; IPC depends on versions that a probe cannot read, so it is off."""
 
     device_name = "npu"
     vendor_name = "huawei"
@@ -37,12 +33,12 @@ class HuaweiPlatform(AcceleratorPlatform):
     )
 
     def rollout_env_vars(self) -> dict[str, str]:
-        """Weights stay in the plain layout: reloading them into the blocked one is not possible."""
+        """Keep weights in the plain layout: they cannot be reloaded into the blocked one."""
         return {"VLLM_ASCEND_ENABLE_NZ": "0"}
 
     @contextmanager
     def profiler_range(self, name: str) -> Iterator[None]:
-        """A range of msTX, the marks that Ascend's profiler shows."""
+        """Open an msTX range, which Ascend's profiler shows."""
         marks = self.device_module.mstx
         started = marks.range_start(name)
         try:
@@ -51,7 +47,7 @@ class HuaweiPlatform(AcceleratorPlatform):
             marks.range_end(started)
 
     def library_scope(self, library: str) -> AbstractContextManager[None]:
-        """Megatron runs here through MindSpeed, which patches it when it is imported."""
+        """Import MindSpeed, which patches Megatron for this device."""
         if library == "megatron":
             if not is_installed("mindspeed"):
                 raise ConfigError(

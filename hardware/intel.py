@@ -7,7 +7,7 @@ from hardware.accelerator import AcceleratorPlatform
 
 
 class IntelPlatform(AcceleratorPlatform):
-    """XPU devices. oneCCL has no averaging reduction; sum and divide instead."""
+    """XPU devices. oneCCL has no averaging reduction; callers sum and divide instead."""
 
     device_name = "xpu"
     vendor_name = "intel"
@@ -17,7 +17,7 @@ class IntelPlatform(AcceleratorPlatform):
     ray_noset_env = "RAY_EXPERIMENTAL_NOSET_ZE_AFFINITY_MASK"
     supports_ipc = False
 
-    # Cores x 8 matrix engines x 512 FLOP per cycle x highest clock. Max 1550 shows each of its
+    # Cores x 8 matrix engines x 512 FLOP per cycle x highest clock. Max 1550 exposes each of its
     # two stacks of 64 cores (1.6 GHz) as a device; Max 1100 has one of 56 (1.55 GHz). Arc B580:
     # 20 cores x 2048 FLOP per cycle x 2.85 GHz.
     peaks = (
@@ -27,11 +27,11 @@ class IntelPlatform(AcceleratorPlatform):
     )
 
     def build_problem(self, torch: ModuleType) -> str | None:
-        """Needs a build with XPU."""
+        """Require a build with XPU."""
         return None if torch.xpu._is_compiled() else "torch built without xpu"
 
     def profiler_range(self, name: str) -> AbstractContextManager[object]:
-        """An ITT range, which VTune shows."""
+        """Return an ITT range, which VTune shows."""
         import torch
 
         return torch.profiler.itt.range(name)

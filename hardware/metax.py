@@ -1,7 +1,4 @@
-"""MetaX GPUs through MACA, whose torch calls them `cuda` and their collectives `nccl`.
-
-Its build states a CUDA version too; `torch.version.maca` tells it from NVIDIA's.
-"""
+"""MetaX GPUs through MACA; only `torch.version.maca` distinguishes its torch from NVIDIA's."""
 
 from types import ModuleType
 
@@ -9,7 +6,7 @@ from hardware.accelerator import AcceleratorPlatform, cuda_build_problem
 
 
 class MetaXPlatform(AcceleratorPlatform):
-    """MACA devices. Their peaks are not published in a form that could be cited here."""
+    """MACA devices; the vendor publishes no peaks that could be cited."""
 
     device_name = "cuda"
     vendor_name = "metax"
@@ -20,5 +17,5 @@ class MetaXPlatform(AcceleratorPlatform):
     supports_ipc = True
 
     def build_problem(self, torch: ModuleType) -> str | None:
-        """Needs a MACA build."""
+        """Require a MACA build."""
         return cuda_build_problem(torch, "maca")

@@ -1,7 +1,4 @@
-"""NVIDIA GPUs through CUDA and NCCL.
-
-A torch built for another vendor's CUDA lookalike (ROCm, MACA) is not this platform.
-"""
+"""NVIDIA GPUs through CUDA and NCCL; builds for CUDA lookalikes (ROCm, MACA) are excluded."""
 
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -20,8 +17,8 @@ class NvidiaPlatform(AcceleratorPlatform):
     ray_noset_env = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
     supports_ipc = True
 
-    # Vendor data sheets: dense tensor-core figures, half of those "with sparsity"; float32 is the
-    # rate outside the tensor cores, which is what torch uses unless TF32 is switched on.
+    # Vendor data sheets: dense tensor-core figures, half of those "with sparsity". float32 is the
+    # rate outside the tensor cores, which torch uses unless TF32 is on.
     peaks = (
         # Blackwell and Blackwell Ultra; the Grace boards clock higher.
         ("GB300", {"bfloat16": 2500e12, "float16": 2500e12, "float32": 80e12}),
@@ -42,7 +39,7 @@ class NvidiaPlatform(AcceleratorPlatform):
         ("A100", {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12}),
         ("A800", {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12}),
         ("A40", {"bfloat16": 149.7e12, "float16": 149.7e12, "float32": 37.4e12}),
-        # Ada, with float32 accumulation. The cut-down boards of the same name are others.
+        # Ada, with float32 accumulation. Reduced boards of the same name have other peaks.
         ("L40S", {"bfloat16": 362.05e12, "float16": 362.05e12, "float32": 91.6e12}),
         ("L40", {"bfloat16": 181.05e12, "float16": 181.05e12, "float32": 90.5e12}),
         ("RTX 4090 D", {}),
@@ -51,15 +48,15 @@ class NvidiaPlatform(AcceleratorPlatform):
     )
 
     def build_problem(self, torch: ModuleType) -> str | None:
-        """Needs a CUDA build."""
+        """Require a CUDA build."""
         return cuda_build_problem(torch, "CUDA")
 
     def rollout_env_vars(self) -> dict[str, str]:
-        """NCCL's cuMem allocator stays off: it clashes with engines that remap device memory."""
+        """Turn off NCCL's cuMem allocator: it conflicts with engines that remap device memory."""
         return {"NCCL_CUMEM_ENABLE": "0"}
 
     def profiler_range(self, name: str) -> AbstractContextManager[object]:
-        """An NVTX range."""
+        """Return an NVTX range."""
         import torch
 
         return torch.cuda.nvtx.range(name)

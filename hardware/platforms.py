@@ -11,9 +11,8 @@ from infra.plugins import Row
 class PlatformRow(Row):
     """A platform; its target takes no arguments.
 
-    Attributes:
-        also_called: device types that users write where a vendor is meant; several may share one.
-            The first is torch's; without any, torch calls the device as the platform.
+    `also_called` lists device types that users may write for it, torch's first; vendors may share
+    them. If it is empty, torch's device type is the platform's name.
     """
 
     also_called: tuple[str, ...] = ()
@@ -36,19 +35,11 @@ PLATFORMS = PluginTable(
     PlatformRow,
     other_forms=("auto",),
 )
-"""In the order of probing."""
+"""Built-in platforms in probing order."""
 
 
 def repair_modules(platform: str, library: str | None) -> tuple[str, ...]:
-    """The modules of this project that let a library run on a platform (`hardware.cpu_megatron`).
-
-    Args:
-        platform: name of a row.
-        library: training backend; None has no repairs.
-
-    Returns:
-        Module names; beside that of the platform itself.
-    """
+    """Return modules that make a training backend run on a platform (`hardware.cpu_megatron`)."""
     here = Path(__file__)
     names = [f"{row.module}_{library}" for row in PLATFORMS.rows if row.name == platform]
     return tuple(n for n in names if here.with_name(f"{n.partition('.')[2]}.py").exists())

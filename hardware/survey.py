@@ -1,10 +1,9 @@
-"""What this machine has, as one line of JSON for a parent process that must not import torch.
+"""Report this machine's devices as one line of JSON, for a parent that must not import torch.
 
-    python -m hardware.survey NAME     the platform that `NAME` (or `auto`) leads to, opened to
-                                       read its product name
-    python -m hardware.survey          the same for `auto`, and every plugin of other people, loaded
+    python -m hardware.survey NAME     the platform of `NAME` (or `auto`) and its product name
+    python -m hardware.survey          the same for `auto`, and every external plugin, loaded
 
-Promises: a plugin that does not load is reported, and nothing else suffers from it.
+Promises: a plugin that does not load is reported and affects nothing else.
 """
 
 import sys
@@ -26,14 +25,7 @@ def main() -> None:
 
 
 def find_platform(requested: str) -> SurveyReport:
-    """The platform that a job would choose here, and its device.
-
-    Args:
-        requested: a platform's name, or `auto`.
-
-    Returns:
-        The platform, or why there is none.
-    """
+    """Report the platform that a job would choose here and its device, or why there is none."""
     try:
         platform, reason = detect(requested)
     except ConfigError as error:
@@ -54,7 +46,7 @@ def find_platform(requested: str) -> SurveyReport:
 
 
 def survey() -> SurveyReport:
-    """The platform of this machine, and what comes of loading every plugin."""
+    """Report the platform of this machine, and the result of loading every plugin."""
     plugins = tuple(_look_at(kind, row) for kind, row in outside_rows())
     return find_platform("auto").model_copy(update={"plugins": plugins})
 

@@ -1,1 +1,1 @@
-"""The floor that stores, runs, records and names things; knows nothing of training."""
+"""The base layer: storage, job execution, tracking and naming. It contains no training code."""

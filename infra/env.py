@@ -1,9 +1,8 @@
-"""Every environment variable this project reads or sets, one line each.
+"""Every environment variable that this project reads or sets.
 
-Promises: no other module of ours touches the process environment (a test greps for it), so this
-file is the whole list. An unset and an empty variable are the same thing.
-Does not promise: that a library already imported sees a value set later. `set_for_process` is
-for the few variables that a library reads when it loads, and is called before that.
+Promises: this list is complete; no other module of the project accesses the process environment.
+An empty variable counts as unset.
+Does not promise: that a library that is already imported sees a value set later.
 """
 
 import os
@@ -19,13 +18,9 @@ _PLACES = frozenset({"PATH", "FILE", "DIR", "URL", "MODE"})
 
 @dataclass(frozen=True)
 class EnvVar:
-    """One environment variable.
+    """One environment variable with the default of `get` and a one-line description.
 
-    Attributes:
-        name: as the shell knows it.
-        default: what `get` answers when it is unset or empty; None has no default.
-        description: one line for `rlhf doctor` and the documentation.
-        secret: its value must never be printed.
+    The value of a `secret` variable must never be printed.
     """
 
     name: str
@@ -39,18 +34,11 @@ class EnvVar:
         _declared[self.name] = self
 
     def get(self) -> str | None:
-        """Its value now, or the default."""
+        """Return the current value, or the default."""
         return os.environ.get(self.name) or self.default
 
     def require(self) -> str:
-        """Its value where the program cannot go on without one.
-
-        Returns:
-            The value now, or the default.
-
-        Raises:
-            ConfigError: it is unset or empty and has no default.
-        """
+        """Return the value or the default; raises ConfigError if there is neither."""
         value = self.get()
         if value is None:
             raise ConfigError(
@@ -59,14 +47,7 @@ class EnvVar:
         return value
 
     def get_bool(self) -> bool:
-        """Its value as a switch: 1/true/yes/on, or 0/false/no/off.
-
-        Returns:
-            Whether it is on; unset is off.
-
-        Raises:
-            ConfigError: it is none of these.
-        """
+        """Parse 1/true/yes/on or 0/false/no/off, unset as False; raises ConfigError for others."""
         value = (self.get() or "0").strip().lower()
         if value in {"1", "true", "yes", "on"}:
             return True
@@ -75,7 +56,7 @@ class EnvVar:
         raise ConfigError(f"environment.{self.name}", f"got {value!r}; need 1 or 0")
 
 
-# Ours.
+# Variables of this project.
 RLHF_HOME = EnvVar("RLHF_HOME", ".rlhf", "directory of the store, work files and services")
 RLHF_PLATFORM = EnvVar("RLHF_PLATFORM", None, "hardware platform by name, before any probe")
 RLHF_ENGINE_DEVICE = EnvVar("RLHF_ENGINE_DEVICE", None, "device name that picks a training engine")
@@ -128,7 +109,7 @@ AWS_ENDPOINT_URL_S3 = EnvVar("AWS_ENDPOINT_URL_S3", None, "the same, before AWS_
 AWS_PROFILE = EnvVar("AWS_PROFILE", None, "profile of the AWS files that names the credentials")
 AWS_REGION = EnvVar("AWS_REGION", None, "region of the S3 service")
 
-# Read by libraries when they load; set by us for our own processes.
+# Read by libraries at import; this project sets them for its own processes.
 RAY_USAGE_STATS_ENABLED = EnvVar("RAY_USAGE_STATS_ENABLED", None, "0 keeps Ray from phoning home")
 RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER = EnvVar(
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None, "0 binds every server of a Ray head to loopback"
@@ -224,7 +205,7 @@ ROCR_VISIBLE_DEVICES = EnvVar(
     "ROCR_VISIBLE_DEVICES", None, "the same below HIP; Ray refuses it without HIP_VISIBLE_DEVICES"
 )
 
-# The rendezvous of torch.distributed.
+# Rendezvous of torch.distributed.
 RANK = EnvVar("RANK", None, "global rank of this process")
 LOCAL_RANK = EnvVar("LOCAL_RANK", None, "number of this process's device among those it sees")
 WORLD_SIZE = EnvVar("WORLD_SIZE", None, "number of ranks")
@@ -247,17 +228,10 @@ def home() -> Path:
 
 
 def absolute_home(setting: str, value: str) -> Path:
-    """A home or store that someone named.
-
-    Args:
-        setting: where it was named, for the error.
-        value: the directory.
-
-    Returns:
-        The directory; it may not exist yet.
+    """Return a home or store directory as a path; it may not exist yet.
 
     Raises:
-        ConfigError: it is relative: servers and results would be found from one directory only.
+        ConfigError: it is relative, so it would depend on the working directory; names `setting`.
     """
     path = Path(value).expanduser()
     if not path.is_absolute():
@@ -270,26 +244,15 @@ def absolute_home(setting: str, value: str) -> Path:
 
 
 def child_environment(**extra: str | None) -> dict[str, str]:
-    """A copy of this process's environment for a child process.
-
-    Args:
-        **extra: variables to set in the copy; None removes one.
-
-    Returns:
-        The copy; changing it changes nothing else.
-    """
+    """Return a copy of this process's environment with `extra` set; None removes a variable."""
     environment = {**os.environ, **extra}
     return {name: value for name, value in environment.items() if value is not None}
 
 
 def set_for_process(name: str, value: str | None) -> None:
-    """Set a variable of this process, and so of its later children; None unsets it.
+    """Set a variable declared here for this process and its later children; None unsets it.
 
-    For variables that a library reads when it loads: call it before the import.
-
-    Args:
-        name: must be declared in this file.
-        value: the new value.
+    For a variable that a library reads at import: call this before the import.
     """
     if name not in _declared:
         raise KeyError(f"{name} is not declared in infra/env.py; add its line")
@@ -300,33 +263,24 @@ def set_for_process(name: str, value: str | None) -> None:
 
 
 def set_for_rollout(variables: Mapping[str, str]) -> None:
-    """Set what a platform says that a rollout engine's process needs.
-
-    Args:
-        variables: `PlatformBase.rollout_env_vars`; another's platform may name undeclared ones.
-    """
+    """Set the `PlatformBase.rollout_env_vars`; a platform plugin may name undeclared variables."""
     os.environ.update(variables)
 
 
 def all_variables() -> tuple[EnvVar, ...]:
-    """Every declared variable, in the order of this file."""
+    """Return every declared variable, in the order of this file."""
     return tuple(_declared.values())
 
 
 def secrets(
     name_parts: Collection[str], looks_secret: Callable[[str], bool] = lambda _: False
 ) -> dict[str, str]:
-    """The variables of this process's environment that hold a secret, by name.
+    """Return the non-empty environment variables that hold a secret, by name.
 
-    Args:
-        name_parts: an undeclared variable holds one if its upper-case name has one of these
-            between underscores (``KEY`` is in ``AWS_SECRET_ACCESS_KEY``, not in ``KEYBOARD``) and
-            does not end like the name of a place (``_PATH``, ``_FILE``, ``_DIR``, ``_URL``).
-            A bare ``PWD`` is the working directory.
-        looks_secret: whether a value has the form of a secret, whatever its variable is called.
-
-    Returns:
-        Those that are not empty.
+    An undeclared variable is a secret if its upper-case name contains one of `name_parts` between
+    underscores (``KEY`` matches ``AWS_SECRET_ACCESS_KEY``, not ``KEYBOARD``) and does not end in
+    a word of `_PLACES`, or if `looks_secret` is true of its value. A bare ``PWD`` is the working
+    directory.
     """
     found = {}
     for name, value in os.environ.items():

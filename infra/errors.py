@@ -1,49 +1,45 @@
-"""The root of the exception tree, and the errors of the floor that stores and runs things.
+"""The root of the exception tree, and the errors of `infra`; `engines.errors` continues it.
 
-    PipelineError                     everything this project raises on purpose
-    ├── ConfigError                   the user's input is wrong: one line, exit code 2
-    │   └── UnknownPluginError        no part of that name; lists what there is
+    PipelineError                     every error that this project raises on purpose
+    ├── ConfigError                   invalid user input: one line, exit code 2
+    │   └── UnknownPluginError        no plugin of that name; lists the known names
     ├── ArtifactError
     │   ├── ArtifactNotFoundError     nothing was published under that name
-    │   └── ArtifactCorruptError      it was published, and does not verify now
-    ├── StoreError                    a store elsewhere refused, and says nothing of what it holds
-    │   ├── StoreDeniedError          it does not let us
-    │   └── StoreUnreachableError     no answer, or a failure of its own
-    ├── NotExclusiveError             another may be where only one may be
+    │   └── ArtifactCorruptError      the files do not match their manifest
+    ├── StoreError                    a remote store failed; says nothing about its content
+    │   ├── StoreDeniedError          permission denied
+    │   └── StoreUnreachableError     no answer, or an error of the service
+    ├── NotExclusiveError             exclusive access cannot be guaranteed
     ├── FencedError                   another attempt took over; this one must not commit
     ├── JournalError                  a journal is damaged before its last record
     ├── JobError
     │   ├── JobFailedError            the Ray job ended without its output
     │   └── JobSubmitError            Ray refused the job, or cannot be reached
-    ├── SickRunError                  a round shows what the recipe says ends the run
-    ├── ServiceError                  a server we start or need does not answer
-    └── DeadlineError                 a wait ran out; says what it waited for
+    ├── SickRunError                  a round has a symptom that ends the run (diagnosis.end_run)
+    ├── ServiceError                  a server that we start or need does not answer
+    └── DeadlineError                 a deadline passed; says what was waited for
 
-`engines.errors` continues the tree for the data plane. An `OSError` that is not
-"file not found" is never translated: a failing disk must not look like a missing file.
+An `OSError` other than "file not found" is never translated: a failing disk must not look like a
+missing file.
 """
 
 import signal
 
 EXIT_USER_ERROR = 2
-"""Exit code of every process that stops because of a `ConfigError`."""
+"""Exit code of a process that stops because of a `ConfigError`."""
 EXIT_TERMINATED = 128 + signal.SIGTERM
-"""Exit code of every process that was told to end and left in order."""
+"""Exit code of a process that shut down cleanly after SIGTERM."""
 
 
 class PipelineError(Exception):
-    """Base of every error this project raises on purpose."""
+    """Base of every error that this project raises on purpose."""
 
 
 class ConfigError(PipelineError):
-    """The user's input is wrong.
+    """Invalid user input; the process exits with code 2.
 
-    Its text is one line: ``path.to.field: got X; need Y; do Z``. The parts may be omitted
-    where they add nothing, the path may not.
-
-    Args:
-        path: where the value stands, as the user wrote it (``rl.group_size``, ``train.jsonl:7``).
-        problem: what is wrong and what to do about it.
+    The text is one line: ``path.to.field: got X; need Y; do Z``. All but the path may be omitted.
+    The path is as the user wrote it (``rl.group_size``, ``train.jsonl:7``).
     """
 
     def __init__(self, path: str, problem: str) -> None:
@@ -56,7 +52,7 @@ class ConfigError(PipelineError):
 
 
 class UnknownPluginError(ConfigError):
-    """No part of that name is in its table; the text lists those that are."""
+    """No plugin of that name exists; the text lists the known names."""
 
 
 class ArtifactError(PipelineError):
@@ -64,27 +60,27 @@ class ArtifactError(PipelineError):
 
 
 class ArtifactNotFoundError(ArtifactError):
-    """Nothing was published under that name."""
+    """No artifact was published under that name."""
 
 
 class ArtifactCorruptError(ArtifactError):
-    """A published artifact no longer verifies: names the file and both digests."""
+    """A published artifact fails verification; the text names the file and both digests."""
 
 
 class StoreError(PipelineError, OSError):
-    """A store elsewhere did not do what it was asked: as a failing disk, it is no absence."""
+    """A remote store failed an operation; this never means that an object is absent."""
 
 
 class StoreDeniedError(StoreError):
-    """The store does not let us, or does not know us; names the credentials' way."""
+    """The store rejected the credentials or the access; the text says how to set credentials."""
 
 
 class StoreUnreachableError(StoreError):
-    """The store gave no answer, or one that says that it failed; asking later may help."""
+    """The store did not answer or reported an internal failure; a retry may succeed."""
 
 
 class NotExclusiveError(PipelineError):
-    """Others may be at work where only one may be; what was done until then stands."""
+    """Exclusive access is not guaranteed; what was done before the error remains in effect."""
 
 
 class FencedError(PipelineError):
@@ -92,7 +88,7 @@ class FencedError(PipelineError):
 
 
 class JournalError(PipelineError):
-    """A journal is damaged where a killed writer cannot have damaged it; names the byte."""
+    """A journal has damage that a killed writer cannot cause; the text names the byte."""
 
 
 class JobError(PipelineError):
@@ -100,7 +96,7 @@ class JobError(PipelineError):
 
 
 class JobFailedError(JobError):
-    """A Ray job ended without publishing its output; carries the tail of its log."""
+    """A Ray job ended without publishing its output; the text holds the tail of its log."""
 
 
 class JobSubmitError(JobError):
@@ -108,20 +104,15 @@ class JobSubmitError(JobError):
 
 
 class SickRunError(PipelineError):
-    """A finished round shows a symptom that the recipe says ends the run; names it."""
+    """A finished round shows a symptom that the recipe declares fatal; the text names it."""
 
 
 class ServiceError(PipelineError):
-    """A server that we start or need does not answer."""
+    """A server that this project starts or needs does not answer."""
 
 
 class DeadlineError(PipelineError):
-    """A wait ran out of time.
-
-    Args:
-        waited_for: what did not happen, in words.
-        deadline_s: how long the wait was, in seconds.
-    """
+    """A wait for `waited_for` (in words) ran out of time."""
 
     def __init__(self, waited_for: str, deadline_s: float) -> None:
         super().__init__(f"gave up after {deadline_s:g} s waiting for {waited_for}")

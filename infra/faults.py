@@ -1,4 +1,4 @@
-"""Named places where a test may break a process, and nothing else may.
+"""Named points where a test can make a process fail.
 
 `fault(point)` does nothing unless the variable RLHF_FAULTS arms that point::
 
@@ -6,10 +6,10 @@
     RLHF_FAULTS="journal.after_write=kill@3"         at the third pass
     RLHF_FAULTS="a.b=sleep:2.5,c.d=enospc"           several at once
 
-Passes are counted since the variable got its value: another value begins again.
-Actions: kill, stop (SIGSTOP), exit, raise, eio, enospc, memory:BYTES (takes so many),
-sleep:SECONDS, and nan, which only makes `fault` return True: the caller then spoils its own value.
-Promise: `POINTS` is the list of all points; a test compares it with the source.
+Passes are counted per value of the variable: a new value starts the count again.
+Actions: kill, stop (SIGSTOP), exit, raise, eio, enospc, memory:BYTES (allocates that many),
+sleep:SECONDS, and nan, which only makes `fault` return True; the caller then corrupts its value.
+Promises: `POINTS` lists all points; a test compares it with the source.
 """
 
 import errno
@@ -39,7 +39,7 @@ POINTS: dict[str, str] = {
     "garbage.taken": "something lost its name in the store, and is not removed yet",
     "server.before_start": "a server's record is written, the server does not run yet",
     "server.before_record": "a server runs, its record does not name its process yet",
-    "server.recorded": "a server runs and is recorded, nobody knows whether it answers",
+    "server.recorded": "a server runs and is recorded; it may not answer yet",
     "server.ready": "the Ray head can take jobs, the starter has not returned yet",
     "journal.after_write": "a record is written and not yet durable",
     "rl.critic_updated": "the critic took its updates of a step, the policy none of its own",
@@ -54,26 +54,20 @@ _passes: Counter[tuple[str, str]] = Counter()
 
 
 class InjectedFaultError(PipelineError):
-    """What the action `raise` raises; never seen outside tests."""
+    """Raised by the action `raise`; never seen outside tests."""
 
 
 @dataclass(frozen=True)
 class _Armed:
-    """One point that is to fail: at its `at_pass`-th pass, by `action`."""
-
     action: str
     argument: str
     at_pass: int
 
 
 def fault(point: str) -> bool:
-    """Fail here if a test armed this point.
+    """Fail here if a test armed this point; True if the caller should corrupt its value (`nan`).
 
-    Args:
-        point: a name in `POINTS`, written as a literal.
-
-    Returns:
-        True if the caller is asked to spoil its value (action `nan`).
+    `point` is a name in `POINTS`, written as a literal.
     """
     setting = env.RLHF_FAULTS.get()
     if not setting:
@@ -89,7 +83,6 @@ def fault(point: str) -> bool:
 
 
 def _parse(setting: str) -> dict[str, _Armed]:
-    """The armed points of a setting; a ConfigError if it is not well-formed."""
     armed = {}
     for entry in filter(None, (part.strip() for part in setting.split(","))):
         point, _, rest = entry.partition("=")
@@ -111,7 +104,6 @@ def _parse(setting: str) -> dict[str, _Armed]:
 
 
 def _act(point: str, armed: _Armed) -> bool:
-    """Carry out the action; returns only where the caller goes on."""
     match armed.action:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""Validation errors as the one line a user can act on: `path.to.field: got X; need Y`.
+"""Converts validation errors to one actionable line: `path.to.field: got X; need Y`.
 
-Promises: the first error of the most telling kind becomes one `ConfigError`; an unknown key gets
-the nearest known one, a bad value gets the field's type and bounds. Rules of the models that
-start with ``field:`` extend the path.
+Promises: the most informative error becomes one `ConfigError`; an unknown key gets the nearest
+known one, a bad value gets the field's type and bounds. A validator message that starts with
+``field:`` extends the path.
 """
 
 import difflib
@@ -30,16 +30,7 @@ _TYPE_WORDS: Mapping[Any, str] = {
 
 
 def to_config_error(error: ValidationError, model: type[BaseModel], root: str = "") -> ConfigError:
-    """The first, most telling validation error as one line.
-
-    Args:
-        error: what pydantic found.
-        model: the model that was validated, to look up fields by their path.
-        root: where the model stands; empty is a whole recipe.
-
-    Returns:
-        The error to raise.
-    """
+    """Convert the most informative error to a `ConfigError`; `root` is the path of `model`."""
     found = error.errors(include_url=False)
     first = min(found, key=lambda each: _rank(each["type"]))
     path = ".".join(filter(None, (root, *(str(part) for part in first["loc"]))))
@@ -62,7 +53,7 @@ def _rank(kind: str) -> int:
 
 
 def _split_rule(path: str, text: str) -> tuple[str, str]:
-    """A model's rule may begin with the name of the field it is about."""
+    """Move a leading `field: ` of a validator's message into the path."""
     field, colon, problem = text.partition(": ")
     if colon and re.fullmatch(r"[a-z_][a-z0-9_.]*", field):
         return (f"{path}.{field}" if path else field), problem
@@ -82,7 +73,6 @@ def _unknown_field(name: str, owner: type[BaseModel] | None, root: type[BaseMode
 
 
 def _all_paths(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    """Dotted paths of all fields below a model."""
     for name, field in model.model_fields.items():
         yield prefix + name
         inner = _model_of(field.annotation)
@@ -110,7 +100,7 @@ def _echo(value: Any) -> str:
 
 
 def describe_field(field: FieldInfo) -> str:
-    """What a field accepts, in words: `an integer >= 1`, `one of cosine, constant`."""
+    """Describe what a field accepts: `an integer >= 1`, `one of cosine, constant`."""
     bounds = [
         f"{sign} {getattr(rule, name)}"
         for rule in field.metadata
@@ -141,7 +131,7 @@ def _describe(annotation: Any) -> str:
 def _resolve(
     model: type[BaseModel], location: Sequence[int | str]
 ) -> tuple[type[BaseModel] | None, FieldInfo | None]:
-    """The model that owns the last part of a location, and its field if there is one."""
+    """Return the model that owns the last part of a location, and its field if there is one."""
     owner: type[BaseModel] | None = model
     field: FieldInfo | None = None
     for part in location:
@@ -154,7 +144,6 @@ def _resolve(
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:
-    """The first model inside an annotation (through unions and sequences)."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for part in get_args(annotation):

@@ -1,9 +1,9 @@
-"""The base of everything that is written as JSON and read again, here or elsewhere."""
+"""Base class of models that are written as JSON and read again."""
 
 from pydantic import BaseModel, ConfigDict
 
 
 class FrozenModel(BaseModel):
-    """Values never change; a key that this code does not know is refused, not lost."""
+    """Immutable pydantic model that refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

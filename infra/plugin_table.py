@@ -1,10 +1,9 @@
-"""The parts of one kind by name: this project's rows and those that others add.
+"""Registry of the plugins of one kind: this project's rows and those of external packages.
 
-Promises: `names` and `find` import no part; a name that nobody has, that two claim, or whose
-extra or job environment is missing is one `ConfigError` with one wording, whatever the kind.
-Does not promise: that a part loads, or that a library it stands on works; `load` shows that.
-To add a part: one file that holds it and one row in the table of its kind
-(`engines.config.plugins`, `hardware.platforms`), or, from outside, what `infra.plugins` describes.
+Promises: `names` and `find` import no plugin; errors have the same wording for every kind.
+Does not promise: that a plugin or its libraries can be imported; `load` shows that.
+To add a plugin: write one file and one row in the table of its kind (`engines.config.plugins`,
+`hardware.platforms`), or register it externally as `infra.plugins` describes.
 """
 
 import importlib.util
@@ -25,17 +24,15 @@ RowT = TypeVar("RowT", bound=Row)
 
 
 class PluginTable(Generic[RowT]):
-    """One kind.
+    """The plugins of one kind, which is written as in entry points (`loss_mode`).
 
-    A name has one row, or one for each device and vendor it runs on (`Row.devices`). What follows
-    a dot in a name is a form of the part (`mine.value_model`).
+    A name has one row, or one for each device and vendor that it supports (`Row.devices`). The part
+    of a name after a dot is a form of the plugin (`mine.value_model`). The argument `path` of the
+    methods is the configuration field that holds the name, for error lines; None means `setting`.
 
     Args:
-        kind: as entry points write it (`loss_mode`).
-        setting: what names a part in a recipe, for error lines.
-        rows: this project's.
-        row_type: of the rows; a row of others without its facts has their defaults.
-        other_forms: what the setting takes beside names, for error lines.
+        row_type: row class of the table; external rows without its extra fields get the defaults.
+        other_forms: what the field accepts besides names, for error lines.
     """
 
     def __init__(
@@ -53,27 +50,19 @@ class PluginTable(Generic[RowT]):
         self._other_forms = other_forms
 
     def outside(self) -> tuple[RowT, ...]:
-        """Rows of other people."""
+        """Return the rows of external plugins."""
         return tuple(self._typed(row) for row in outside_plugins(self.kind))
 
     def names(self, form: str = "") -> list[str]:
-        """Every name of a form, sorted."""
+        """Return the sorted names of one form."""
         every = (row.name for row in (*self.rows, *self.outside()))
         return sorted({name for name in every if name.partition(".")[2] == form})
 
     def find_all(self, name: str, path: str | None = None) -> tuple[RowT, ...]:
-        """The rows of a name, one for each place it runs on.
-
-        Args:
-            name: what the configuration says.
-            path: where it says so; None: the table's setting.
-
-        Returns:
-            This project's first.
+        """Return the rows of a name, this project's first.
 
         Raises:
-            UnknownPluginError: nobody has it; names the nearest known one.
-            ConfigError: two claim it.
+            ConfigError: two rows claim the name, or none does (UnknownPluginError).
         """
         path = path or self.setting
         rows = tuple(row for row in (*self.rows, *self.outside()) if row.name == name)
@@ -94,20 +83,14 @@ class PluginTable(Generic[RowT]):
         device: str | None = None,
         vendor: str | None = None,
     ) -> RowT:
-        """The row of a name, whether or not what it requires is here; imports nothing.
+        """Return the row of a name without checking or importing what it requires.
 
-        Args:
-            name: what the configuration says.
-            path: where it says so; None: the table's setting.
-            device: torch device type it has to run on; None: any.
-            vendor: of that device.
-
-        Returns:
-            The row for (device, vendor), else for the device, else for any device.
+        A row for (device, vendor) is preferred to one for the torch device type, and that to one
+        for any. Without `device` the first row is returned.
 
         Raises:
-            UnknownPluginError: nobody has it, or not for that device; the text says what there is.
-            ConfigError: two claim it.
+            UnknownPluginError: the name is unknown, or does not support the device.
+            ConfigError: two rows claim the name.
         """
         rows = self.find_all(name, path)
         row = _best(rows, device, vendor)
@@ -125,20 +108,7 @@ class PluginTable(Generic[RowT]):
         device: str | None = None,
         vendor: str | None = None,
     ) -> RowT:
-        """The row of a name, if it can be used here; imports nothing.
-
-        Args:
-            name: what the configuration says.
-            path: where it says so; None: the table's setting.
-            device: as of `place`.
-            vendor: as of `place`.
-
-        Returns:
-            The row.
-
-        Raises:
-            ConfigError: as of `place`, or its extra or its job environment is missing.
-        """
+        """Return the row of `place`; raises ConfigError if its requirements are missing."""
         row = self.place(name, path, device=device, vendor=vendor)
         _interpreter(row, path or self.setting)
         return row
@@ -151,20 +121,14 @@ class PluginTable(Generic[RowT]):
         device: str | None = None,
         vendor: str | None = None,
     ) -> Any:
-        """Import a part: what the target of its row names. Arguments and errors as of `find`."""
+        """Import the object that the row's target names. Arguments and errors as of `find`."""
         row = self.find(name, path, device=device, vendor=vendor)
         return load_row(row, path or self.setting)
 
     def check_targets(self, name: str, path: str | None = None) -> None:
-        """Refuse a part of others that is not where its row says; imports nothing.
+        """Check that module and attribute of an external plugin exist; imports nothing.
 
-        Args:
-            name: what the configuration says.
-            path: where it says so; None: the table's setting.
-
-        Raises:
-            ConfigError: there is no such module, or the attribute's name is not in its file; or as
-                of `find_all`. What runs in a job environment is not looked for here.
+        Raises ConfigError if not. Plugins that run in a job environment are not checked.
         """
         for row in self.find_all(name, path):
             if not (row.is_ours or row.environment) and (problem := _absent(row.target)):
@@ -174,7 +138,7 @@ class PluginTable(Generic[RowT]):
                 )
 
     def interpreter(self, name: str, path: str | None = None) -> Path | None:
-        """The Python that jobs need for a part; None: this one. Arguments and errors of `find`."""
+        """Return the Python that jobs need for a plugin; None: this one. Errors as of `find`."""
         return _interpreter(self.find(name, path), path or self.setting)
 
     def _typed(self, row: Row) -> RowT:
@@ -188,7 +152,7 @@ def _absent(target: str) -> str | None:
     spec = _spec_of(module)
     if spec is None:
         return f"no module {module}"
-    # It may be defined in many ways, but hardly without its name.
+    # A text search: an attribute can be defined in many ways, but its name appears in the file.
     defined = rf"\b{re.escape(attribute.partition('.')[0])}\b|\bimport \*|\b__getattr__\b"
     file = Path(spec.origin or "")
     if file.suffix != ".py" or re.search(defined, file.read_text("utf-8", "replace")):
@@ -197,7 +161,7 @@ def _absent(target: str) -> str | None:
 
 
 def _spec_of(module: str) -> ModuleSpec | None:
-    """Of a module; unlike `importlib.util.find_spec` it imports no package on the way."""
+    """Return a module's spec; unlike `importlib.util.find_spec` it imports no parent package."""
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
     for part in rest:
@@ -223,7 +187,6 @@ def _places(row: Row) -> Iterator[str]:
 
 
 def _interpreter(row: Row, path: str) -> Path | None:
-    """The Python with what a row requires; None: this one, or an error that says what to make."""
     if row.requires is None or _installed(row.requires):
         return None
     if row.environment is not None:
@@ -238,5 +201,4 @@ def _interpreter(row: Row, path: str) -> Path | None:
 
 @cache
 def _installed(module: str) -> bool:
-    """Whether a top-level module of another distribution can be found; imports nothing."""
     return importlib.util.find_spec(module) is not None

@@ -1,15 +1,14 @@
-"""Rows of the plugin tables, and where other people's come from.
+"""Rows of the plugin tables, and the discovery of external plugins.
 
-A row says where a part is and what the plan must know of it without importing it. This project's
-rows stand in its tables (`infra.plugin_table`). Two ways lead other people's here: entry points
-of the group `rlhf.plugins` of an installed distribution, and `register_row`, called by a module
-while it is imported. An entry point ``<kind>.<name> = module:attribute`` is a row without facts;
-``module.<any> = module`` names a module to import, as RLHF_USE_EXTERNAL_MODULES does.
-Promises: listing imports no part, only those modules; whatever a part raises while it is loaded
-becomes one line that names its owner and the reason. A module that cannot be imported costs only
-whoever asks for what it would have registered; what it registered before it failed stays.
-Does not promise that a name has one owner: the table that is asked for it refuses a second one,
-so that a clash costs nobody else anything.
+A row says where a plugin is and what the planner must know about it without importing it. External
+rows come from entry points of the group `rlhf.plugins`, and from `register_row`, which a module
+calls while it is imported. An entry point ``<kind>.<name> = module:attribute`` is a row without
+further fields; ``module.<any> = module`` names a module to import, as RLHF_USE_EXTERNAL_MODULES
+does.
+Promises: listing imports only those modules. Any exception during an import becomes one line with
+owner and reason. A module that fails affects only users of its rows; rows registered before the
+failure stay.
+Does not promise: that a name has one owner; a table refuses a duplicate when it is looked up.
 """
 
 import importlib
@@ -35,21 +34,18 @@ RUN_TIME_OWNER = "registered at run time"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One part of one kind.
+    """One plugin of one kind.
 
     Attributes:
-        name: what the configuration calls it.
         target: ``module:attribute``.
-        requires: importable module that an extra or a job environment brings.
-        extra: name of that extra.
-        environment: name of the job environment (`make env-<name>`) that it runs in, if not the
-            project's own.
+        requires: importable module that the pip extra `extra` or `environment` provides.
+        environment: job environment (`make env-<name>`) that it runs in; None: the project's own.
         options: ``module:Class``, the pydantic schema of its options, importable without torch.
-            None: this project's part has none; another's are not looked at before it runs.
-        devices: torch device types that a training engine runs on; empty means any.
-        vendor: of those devices; None serves every vendor.
+            None: a plugin of this project has no options, those of an external one are not checked.
+        devices: torch device types that a training engine supports; empty means any.
+        vendor: vendor of those devices; None means every vendor.
         owner: `THIS_PROJECT`, `distribution==version` or `RUN_TIME_OWNER`.
-        registrar: module whose import made the row known; None: a table or an entry point.
+        registrar: module that registered the row on import; None for a table or an entry point.
     """
 
     name: str
@@ -65,32 +61,32 @@ class Row:
 
     @property
     def module(self) -> str:
-        """The module part of `target`."""
+        """Module part of `target`."""
         return self.target.partition(":")[0]
 
     @property
     def modules(self) -> frozenset[str]:
-        """Those whose code the part is: its own, another's options, and what made it known."""
+        """Modules whose code counts: its own, an external one's options, and the registrar."""
         options = None if self.is_ours or not self.options else self.options.partition(":")[0]
         return frozenset({self.module, options, self.registrar} - {None})
 
     @property
     def counted(self) -> str:
-        """What of the row can change a number, as a text; sources and options count elsewhere."""
+        """Text of the row for the fingerprint; sources and options are counted separately."""
         return self.target
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is this project's."""
+        """True if the row belongs to this project."""
         return self.owner == THIS_PROJECT
 
     @property
     def source(self) -> str:
-        """Who to turn to about it, in an error line."""
+        """Owner to name in an error line."""
         return f"{self.target} ({self.owner})" if self.owner == RUN_TIME_OWNER else self.owner
 
     def collides_with(self, other: "Row") -> bool:
-        """Whether both claim one name for one place; what is ours is ours on any device."""
+        """True if both claim one name on one device; a row of ours without devices claims all."""
         if (self.name, self.vendor) != (other.name, other.vendor):
             return False
         if (self.is_ours or other.is_ours) and not (self.devices and other.devices):
@@ -100,13 +96,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BrokenModule:
-    """A module that should have registered something and cannot be imported.
-
-    Attributes:
-        name: as it is listed.
-        reason: what it raised, in one line, without secrets.
-        owner: who lists it: a distribution, or the environment variable.
-    """
+    """A listed module that cannot be imported, with a one-line reason and who lists it."""
 
     name: str
     reason: str
@@ -121,23 +111,19 @@ class BrokenModule:
 
 _registered: list[tuple[str, Row]] = []
 _broken: dict[str, BrokenModule] = {}
-"""What failed once is not tried again: it may have done half of its work."""
+"""A failed import is not retried, because it may have had partial effects."""
 _importing: list[tuple[str, str]] = []
-"""(module, owner of its rows) of what is being imported, the innermost last."""
+"""Stack of (module, owner of its rows) of the imports in progress."""
 
 
 def register_row(kind: str, row: Row) -> None:
-    """Make a row known to this process; the same row again changes nothing.
+    """Register a row in this process; its owner and registrar are filled in.
 
-    A name that is taken is not refused here but where it is asked for, as that of a distribution.
-
-    Args:
-        kind: of the table.
-        row: its owner is filled in.
+    Registering the same row again has no effect. A duplicate name is refused only at lookup.
 
     Raises:
-        ConfigError: its target is no ``module:attribute``; devices of something that is no
-            training engine, or a vendor of none.
+        ConfigError: the target is not ``module:attribute``, a row of another kind than `backend`
+            has devices, or a vendor is given without devices.
     """
     path = f"plugin {kind}.{row.name}"
     module, _, attribute = row.target.partition(":")
@@ -155,11 +141,9 @@ def register_row(kind: str, row: Row) -> None:
 
 
 def outside_rows() -> tuple[tuple[str, Row], ...]:
-    """Every (kind, row) that is not this project's.
+    """Return every external row with its kind.
 
-    Returns:
-        Those of distributions by kind and name, then those registered at run time in their order;
-        what came by both ways stands among the first.
+    First those of distributions by kind and name, then the others in the order of registration.
     """
     import_external_modules()
     announced = [_of_entry_point(entry) for entry in _entries() if not _names_module(entry)]
@@ -175,12 +159,12 @@ def outside_rows() -> tuple[tuple[str, Row], ...]:
 
 
 def outside_plugins(kind: str) -> tuple[Row, ...]:
-    """The `outside_rows` of one kind."""
+    """Return the `outside_rows` of one kind."""
     return tuple(row for of_kind, row in outside_rows() if of_kind == kind)
 
 
 def external_modules() -> dict[str, str]:
-    """Modules that register rows when they are imported, with who lists each, in their order."""
+    """Return the modules that register rows on import, in order, each with who lists it."""
     installed = {entry.value: _owner(entry) for entry in _entries() if _names_module(entry)}
     listed = env.RLHF_USE_EXTERNAL_MODULES.get() or ""
     variable = f"environment.{env.RLHF_USE_EXTERNAL_MODULES.name}"
@@ -189,14 +173,11 @@ def external_modules() -> dict[str, str]:
 
 
 def import_external_modules() -> tuple[BrokenModule, ...]:
-    """Import the `external_modules`. No torch: the control plane does so too.
+    """Import the `external_modules`, and return those that fail.
 
-    A job and each rank of its group call this first, so that a module which changes something
-    else on import (a library's patch) does so before that library is used.
-
-    Returns:
-        Those that cannot be imported. Whoever starts something says so: they may have been meant
-        to change what it does.
+    The control plane imports them too, so they must not import torch. Jobs and ranks call this
+    first, so that a module can patch a library before it is used; the caller must report failed
+    modules.
     """
     modules = external_modules()
     for name, owner in modules.items():
@@ -214,45 +195,23 @@ def import_external_modules() -> tuple[BrokenModule, ...]:
 
 
 def unknown_plugin(name: str, known: Iterable[str]) -> str:
-    """Text of the error about a name that nobody announced.
-
-    Args:
-        name: what the user wrote.
-        known: names that would work, in the order to show them.
-
-    Returns:
-        `infra.names.unknown_name`, and which modules might have registered it.
-    """
+    """Return `infra.names.unknown_name` and the broken modules that might provide the name."""
     broken = (f"; {module}" for module in import_external_modules())
     return unknown_name(name, known) + "".join(broken)
 
 
 def load_target(target: str) -> Any:
-    """Import a module and take an attribute from it.
-
-    Args:
-        target: ``module:attribute``.
-
-    Returns:
-        The attribute.
-    """
+    """Import the module of a ``module:attribute`` target and return the attribute."""
     module, _, attribute = target.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def load_row(row: Row, path: str) -> Any:
-    """Import the part that a row stands for.
-
-    Args:
-        row: of a table.
-        path: the setting that asked for it, for the error line.
-
-    Returns:
-        The attribute that `target` names.
+    """Import and return the object that a row's `target` names.
 
     Raises:
-        ConfigError: another's module is missing or raises, or has no such attribute; a library
-            that this project's part stands on is missing or broken.
+        ConfigError: an external plugin fails to import or lacks the attribute, or a library of this
+            project's plugin is missing or broken. The error line starts with `path`.
     """
     if row.is_ours and not row.requires:
         return load_target(row.target)
@@ -271,25 +230,24 @@ def load_row(row: Row, path: str) -> Any:
 
 
 def _import(name: str) -> ModuleType:
-    """Import other people's module; that it calls `sys.exit` is an error like any other."""
+    """Import an external module; turns its `sys.exit` into an ImportError."""
     try:
         return importlib.import_module(name)
     except SystemExit as error:
         if error.code == EXIT_TERMINATED:
-            raise  # not the module: this process was told to end
+            raise  # not from the module: this process received SIGTERM
         raise ImportError(f"it calls sys.exit({error.code!r})") from error
 
 
 def reason_of(error: BaseException) -> str:
-    """An exception of unknown make as one line: its kind and what it says."""
+    """Format an exception as one line: its type and text."""
     said = " ".join(str(error).split())
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def _entries() -> list[EntryPoint]:
-    """Entry points of installed distributions, sorted: their order depends on the machine."""
     found = {(entry.name, _owner(entry), entry.value): entry for entry in _group()}
-    return [found[key] for key in sorted(found)]
+    return [found[key] for key in sorted(found)]  # discovery order depends on the machine
 
 
 def _group() -> Iterable[EntryPoint]:
@@ -306,9 +264,9 @@ def _changed_at(place: str) -> int:
 @cache
 def _found_by(
     scan: Callable[..., Iterable[EntryPoint]],
-    places: tuple[tuple[str, int], ...],  # noqa: ARG001  where it looks, and their times of change
+    places: tuple[tuple[str, int], ...],  # noqa: ARG001  cache key: sys.path and mtimes
 ) -> tuple[EntryPoint, ...]:
-    """Our group, read once: a scan opens the metadata of every distribution (0.2 s)."""
+    """Cached, because a scan opens the metadata of every distribution (0.2 s)."""
     return tuple(scan(group=ENTRY_POINT_GROUP))
 
 

@@ -1,10 +1,7 @@
-"""Keeps secrets out of everything that is written for people: logs, errors, reports.
+"""Removes secrets from everything written for people: logs, errors, reports.
 
-A secret is recognised by where it stands (the value of an environment variable whose name says
-so) or by its form (tokens of well-known services, keys in PEM, passwords in URLs).
-Promises: `redact` replaces every such value, and `RedactingFilter` does so for a whole log
-record, traceback included.
-Does not promise to know a secret that looks like an ordinary word and stands in no variable.
+A secret is the value of an environment variable with a telling name, or has a known form (tokens
+of well-known services, PEM keys, passwords in URLs). Others are not found.
 """
 
 import logging
@@ -22,7 +19,7 @@ _NAME_PARTS = frozenset(
     }
 )
 _MIN_LENGTH = 6
-"""A shorter value (`1`, `true`, `none`) would mask half of every text."""
+"""Shorter values (`1`, `true`, `none`) are not masked, as they occur everywhere in a text."""
 
 _VALUE_PATTERNS = (
     re.compile(r"\bhf_[A-Za-z0-9]{16,}"),
@@ -38,14 +35,14 @@ _VALUE_PATTERNS = (
 )
 _URL_PASSWORD = re.compile(r"(?P<keep>\b[a-zA-Z][a-zA-Z0-9+.-]*://[^\s/:@]*:)[^\s/@]+(?=@)")
 _CONTEXT_PATTERNS = (
-    # Only the secret behind the known words is masked.
+    # Only the text after `keep` is masked.
     re.compile(r"(?i)(?P<keep>\b(?:bearer|basic)\s+)[A-Za-z0-9._~+/=-]{8,}"),
     _URL_PASSWORD,
 )
 
 
 def redact(text: str) -> str:
-    """`text` with every secret in it replaced by `***`."""
+    """Replace every secret in `text` by `***`."""
     for value in _environment_secrets():
         text = text.replace(value, MASK)
     for pattern in _VALUE_PATTERNS:
@@ -56,15 +53,15 @@ def redact(text: str) -> str:
 
 
 def looks_secret(value: str) -> bool:
-    """Whether a value has the form of a secret, wherever it stands."""
+    """True if a value has the form of a secret."""
     return any(pattern.search(value) for pattern in (*_VALUE_PATTERNS, _URL_PASSWORD))
 
 
 class RedactingFilter(logging.Filter):
-    """Redacts log records in place; goes on handlers, as a logger's filter misses its children."""
+    """Redacts log records in place. Attach it to handlers: loggers do not filter their children."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Redact message, traceback and stack of a record; it always passes."""
+        """Redact message, traceback and stack of a record; always returns True."""
         record.msg = redact(_message(record))
         record.args = ()
         if record.exc_info and not record.exc_text:
@@ -77,15 +74,7 @@ class RedactingFilter(logging.Filter):
 
 
 def environment_of_user_code(passed: Collection[str] = (), **extra: str | None) -> dict[str, str]:
-    """An environment for code that is not ours: this process's, without its secrets.
-
-    Args:
-        passed: names of secrets that the user said this code may see.
-        **extra: as of `infra.env.child_environment`.
-
-    Returns:
-        A new mapping.
-    """
+    """Return `env.child_environment(**extra)` without secrets other than those in `passed`."""
     withheld = {name: None for name in env.secrets(_NAME_PARTS, looks_secret) if name not in passed}
     return env.child_environment(**{**withheld, **extra})
 
@@ -94,11 +83,11 @@ def _message(record: logging.LogRecord) -> str:
     try:
         return record.getMessage()
     except (TypeError, ValueError):
-        # A call with the wrong number of arguments: its text is still worth having.
+        # Format and arguments do not match; log both as they are.
         return f"{record.msg} {record.args}"
 
 
 def _environment_secrets() -> list[str]:
-    """Secret values of the environment, longest first, so that none hides inside another."""
+    """Return secret values, longest first, so that a shorter one does not split a longer one."""
     values = {v for v in env.secrets(_NAME_PARTS).values() if len(v) >= _MIN_LENGTH}
     return sorted(values, key=len, reverse=True)

@@ -1,11 +1,10 @@
-"""Everything a process and its children print, without secrets before it reaches a disk.
+"""Redacts the standard output and error of a process and its children.
 
-`redact_output` puts a small process between the standard streams and where they lead: whatever is
-written to them, by this process, by native code or by any child that inherited them, passes
-through `infra.redact` line by line.
-Promises: nothing that was written is lost when this process is killed, for the other one reads on
-to the end; a line without an end is passed on when the streams close, or at 64 KiB.
-Does not promise: to know a secret that is written in pieces with line ends between them.
+`redact_output` inserts a small filter process into both streams, so that native code and children
+are covered too. It redacts line by line.
+Promises: output is not lost when this process is killed, because the filter reads to the end; an
+unterminated line is passed on when the streams close, or at 64 KiB.
+Does not promise: to recognise a secret that is split across lines.
 """
 
 import contextlib
@@ -25,11 +24,10 @@ _STREAMS = (1, 2)
 
 
 def redact_output() -> Callable[[], None]:
-    """Redact what this process and its later children write to stdout and stderr.
+    """Redact the output of this process and its later children; return a function that ends it.
 
-    Returns:
-        Ends it: waits, up to five seconds, until all that was written has been passed on. This
-        process's streams lead nowhere afterwards.
+    That function waits up to five seconds for pending output, then directs both streams to
+    /dev/null.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -57,7 +55,7 @@ def redact_output() -> Callable[[], None]:
         for stream in _STREAMS:
             os.dup2(nothing, stream)
         os.close(nothing)
-        # A child that outlives us keeps the pipe open; what it writes still arrives redacted.
+        # A child that outlives this process keeps the pipe open; its output is still redacted.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=_END_DEADLINE_S)
 
@@ -65,8 +63,8 @@ def redact_output() -> Callable[[], None]:
 
 
 def main(arguments: list[str]) -> int:
-    """Pass on, from pairs of descriptors to read and to write, until all of them have ended."""
-    # Whoever stops a job signals all of its processes; the last lines come after that.
+    """Copy from read to write descriptors, given as pairs, until all reads reach end of file."""
+    # Stopping a job signals all of its processes; the last output arrives after the signal.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     descriptors = [int(argument) for argument in arguments]
@@ -91,7 +89,7 @@ def main(arguments: list[str]) -> int:
 def _write(target: int, data: bytes) -> None:
     text = data.decode("utf-8", "surrogateescape")
     clean = memoryview(redact(text).encode("utf-8", "surrogateescape"))
-    # A full disk takes the log, not the job: its writers must never meet a broken pipe.
+    # On a full disk the log is lost; the job must not fail with a broken pipe.
     with contextlib.suppress(OSError):
         while clean:
             clean = clean[os.write(target, clean) :]

@@ -1,4 +1,4 @@
-"""Errors about a section of a recipe, told of another that has the same fields."""
+"""Renames the configuration section in errors of shared validation code."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,17 +8,10 @@ from infra.errors import ConfigError
 
 @contextmanager
 def renamed_sections(actual: Mapping[str, str]) -> Iterator[None]:
-    """Scope in which errors name the section that the user wrote.
+    """Context manager in which a `ConfigError` names the section that the user wrote.
 
-    Args:
-        actual: by a section as rules call it (`rl.reward`), the one that it stands for here
-            (`suites.gsm8k.reward`). Of those that fit a path, the longest counts.
-
-    Yields:
-        None: nothing.
-
-    Raises:
-        ConfigError: what was raised inside, with the other name.
+    `actual` maps a section as the validation code calls it (`rl.reward`) to the user's section
+    (`suites.gsm8k.reward`). The longest matching section is used.
     """
     try:
         yield

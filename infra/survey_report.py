@@ -1,17 +1,12 @@
-"""What a child process that may import torch tells its parent, which may not. JSON on a pipe."""
+"""JSON messages from a child process that may import torch to its parent, which may not."""
 
 from infra.frozen_model import FrozenModel
 
 
 class FoundPlatform(FrozenModel):
-    """The accelerator that jobs on this machine would use.
+    """The accelerator that jobs on this machine would use, and the reason in one line.
 
-    Attributes:
-        name: of the platform.
-        device: torch device type.
-        reason: why it was chosen, in one line.
-        label: product name of the device.
-        num_devices: how many of them this machine has; None: nobody counted them.
+    `device` is the torch device type, `label` the product name, `num_devices` None if unknown.
     """
 
     name: str
@@ -22,24 +17,16 @@ class FoundPlatform(FrozenModel):
 
 
 class Refusal(FrozenModel):
-    """Why there is no platform: the parts of a `ConfigError`.
-
-    Attributes:
-        path: where the value stands, as the user wrote it.
-        problem: what is wrong and what to do about it.
-    """
+    """Why there is no platform: path and problem of a `ConfigError`."""
 
     path: str
     problem: str
 
 
 class FoundPlugin(FrozenModel):
-    """What came of loading one plugin of other people.
+    """Result of loading the external plugin `name` (``<kind>.<name>``).
 
-    Attributes:
-        name: ``<kind>.<name>``.
-        detail: who brings it, where it is, and for a platform whether it is here.
-        problem: why it does not load; None if it does.
+    `detail` has owner and target; `problem` says why it does not load, None if it does.
     """
 
     name: str
@@ -48,13 +35,7 @@ class FoundPlugin(FrozenModel):
 
 
 class SurveyReport(FrozenModel):
-    """One answer: a platform or a refusal, and the plugins if they were asked for.
-
-    Attributes:
-        platform: the platform, if there is one.
-        refusal: why not, if there is none.
-        plugins: in the order of `infra.plugins.outside_rows`.
-    """
+    """Platform or refusal, and the requested plugins, ordered as `infra.plugins.outside_rows`."""
 
     platform: FoundPlatform | None = None
     refusal: Refusal | None = None

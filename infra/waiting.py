@@ -1,7 +1,6 @@
-"""Waiting for something outside this process, always with an end.
+"""Bounded waits for something outside this process; a wait that times out raises an error.
 
-Promises: a wait that runs out raises an error that says what it waited for.
-Does not promise: to interrupt a predicate that itself blocks.
+Does not promise: to interrupt a predicate that blocks.
 """
 
 import errno
@@ -15,11 +14,11 @@ from infra.redact import redact
 
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
 ROOM_DEADLINE_S = 1800.0
-"""How long a job waits for somebody to free space; less than the progress deadline of any phase."""
+"""How long a job waits for disk space; shorter than the progress deadline of any phase."""
 ROOM_POLL_S = 1.0
 ANSWER_POLL_S = 1.0
 ROOM = "room on the disk of"
-"""How the wait for it begins, in words."""
+"""Start of the wait's description."""
 
 Value = TypeVar("Value")
 _log = logging.getLogger(__name__)
@@ -31,19 +30,10 @@ def wait_for(
     deadline_s: float,
     poll_s: float = 0.1,
 ) -> Value:
-    """Poll until the predicate gives something true.
-
-    Args:
-        predicate: is called at least once; its exceptions end the wait.
-        what: what is waited for, in words, for the error.
-        deadline_s: seconds until the wait is given up.
-        poll_s: seconds between two calls.
-
-    Returns:
-        What the predicate gave.
+    """Poll until the predicate returns a true value, and return that value.
 
     Raises:
-        DeadlineError: it never gave anything true.
+        DeadlineError: the predicate was still false after `deadline_s`; says `what` it waited for.
     """
     ends_at = time.monotonic() + deadline_s
     while True:
@@ -56,17 +46,10 @@ def wait_for(
 
 
 def when_there_is_room(write: Callable[[], Value], what: str) -> Value:
-    """Write to a disk that may be full for a while.
-
-    Args:
-        write: called until no full disk stops it; other errors end the wait.
-        what: is written, in words.
-
-    Returns:
-        What it gave.
+    """Retry a write of `what` (in words) while the disk is full, and return its result.
 
     Raises:
-        DeadlineError: nobody freed space within `ROOM_DEADLINE_S`; says what the disk said last.
+        DeadlineError: the disk stayed full for `ROOM_DEADLINE_S`; holds the last disk error.
     """
     refusals: list[OSError] = []
 
@@ -88,18 +71,9 @@ def when_there_is_room(write: Callable[[], Value], what: str) -> Value:
 
 
 def when_it_answers(ask: Callable[[], Value], what: str, deadline_s: float) -> Value:
-    """Ask a disk or a store that may fail for a while; its failing is told once.
+    """Retry a call while it raises `OSError`, and return its result; log only the first failure.
 
-    Args:
-        ask: called until no `OSError` ends it; other errors end the wait.
-        what: is asked, in words.
-        deadline_s: how long it may fail, in seconds.
-
-    Returns:
-        What it gave.
-
-    Raises:
-        OSError: the last one, if it failed for longer.
+    The last error is raised after `deadline_s` of failures. `what` says in words what is called.
     """
     ends_at: float | None = None
     while True:

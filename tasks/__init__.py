@@ -1,1 +1,1 @@
-"""One stage each: what it needs, the job it submits, what it yields."""
+"""Runs single stages: requests, jobs and results."""

@@ -1,8 +1,6 @@
-"""From rewards to advantages, by the estimator that the configuration names.
+"""Compute advantages from rewards with the configured estimator.
 
-Promises: one value per token, 0 where nothing is trained; rewards and components are checked to be
-finite first, and that the batch has what the estimator reads.
-Does not promise where columns come from: the trainer computes those that a row names.
+Promises: one value per token, 0 on tokens that are not trained on; inputs are checked first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +16,7 @@ from engines.errors import NonFiniteError
 from engines.types import TokenBatch
 
 SCORE = "score"
-"""Name of the component of a reward that gives one number."""
+"""Component name of a reward that gives one number."""
 
 
 def advantages(
@@ -31,25 +29,17 @@ def advantages(
     components: Sequence[str] = (SCORE,),
     truncated_B: Tensor | None = None,
 ) -> Advantages:
-    """The advantages of the samples of one RL step.
-
-    Samples that could not be scored are left out by the caller, so groups may differ in size.
+    """Return the advantages of one RL step, without the samples that could not be scored.
 
     Args:
-        algorithm: names the estimator and its switches.
-        batch: the samples, with the column `loss_mask` and what the estimator's row names.
-        rewards_T: (T,) what each token earned; see `AdvantageInputs`.
-        group_B: (B,) int64 >= 0, which prompt each sample answers.
+        rewards_T: (T,) reward of each token; see `AdvantageInputs`.
+        group_B: (B,) int64 >= 0, index of each sample's prompt.
         scores_BR: (B, R) components of the scores; None: the sum of each sample's rewards.
-        components: names of the R components.
         truncated_B: (B,) bool, samples cut at the length limit; None: none.
-
-    Returns:
-        Finite ones.
 
     Raises:
         NonFiniteError: names the first sample whose reward or component is NaN or infinite.
-        UnknownPluginError: no such estimator.
+        UnknownPluginError: there is no such estimator.
         ValueError: shapes do not fit, an index is negative, or the batch lacks a column or row.
     """
     rewards_T = rewards_T.to(torch.float64)

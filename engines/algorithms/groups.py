@@ -1,8 +1,6 @@
-"""Statistics over groups: the samples that answer one prompt.
+"""Statistics over groups: the samples that answer one prompt, in float64.
 
-Promises: groups may differ in size and stand in any order (samples that could not be scored are
-absent); sums are in float64 and do not depend on what other groups hold.
-Letters: B samples, P groups.
+Groups may differ in size and be in any order. Letters: B samples, P groups.
 """
 
 from dataclasses import dataclass
@@ -15,11 +13,7 @@ from torch import Tensor
 class GroupStatistics:
     """Statistics of each group, all (P,) float64; a group without samples has zeros.
 
-    Attributes:
-        count_P: number of samples.
-        mean_P: mean score.
-        std_P: unbiased (n - 1) standard deviation; 0 for a single sample.
-        equal_P: bool, all scores of the group are exactly equal.
+    `std_P` is unbiased (n - 1), 0 for a single sample; `equal_P` is bool, exact equality.
     """
 
     count_P: Tensor
@@ -29,7 +23,7 @@ class GroupStatistics:
 
 
 def group_statistics(scores_B: Tensor, group_index_B: Tensor, num_groups: int) -> GroupStatistics:
-    """Count, mean, standard deviation and equality of each group's scores."""
+    """Return count, mean, standard deviation and equality of each group's scores."""
     scores_B = scores_B.to(torch.float64)
     zeros_P = torch.zeros(num_groups, dtype=torch.float64, device=scores_B.device)
     count_P = zeros_P.index_add(0, group_index_B, torch.ones_like(scores_B))

@@ -15,30 +15,29 @@ from engines.algorithms.parts import find_part
 from engines.config.rows.algorithm import KL_ESTIMATORS
 
 K3_BEND = 2.6104
-"""Nats; exp(x) - 1 - x is about 10 there."""
+"""In nats; exp(x) - 1 - x is about 10 there."""
 
 
 def k1(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """(T,) d: unbiased, of either sign, high variance."""
+    """Return (T,) d: unbiased, of either sign, high variance."""
     return logprobs_T - ref_logprobs_T
 
 
 def absolute(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """(T,) |d|."""
+    """Return (T,) |d|."""
     return (logprobs_T - ref_logprobs_T).abs()
 
 
 def k2(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """(T,) d^2 / 2: biased, low variance, never negative."""
+    """Return (T,) d^2 / 2: biased, low variance, never negative."""
     return 0.5 * (logprobs_T - ref_logprobs_T).square()
 
 
 def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """(T,) exp(-d) - 1 + d: unbiased, never negative.
+    """Return (T,) exp(-d) - 1 + d: unbiased, never negative.
 
-    Where the policy has run away from the reference (d below about -2.6, where the value is 10)
-    it goes on as a straight line: the value stays finite, the gradient keeps its slope there. A
-    clamp of the value would end the pull just where it is needed.
+    For a policy far from the reference (d below about -2.6, value 10) it continues as a line: the
+    value stays finite and the gradient keeps its slope. A clamp would remove the gradient there.
     """
     negative_d_T = ref_logprobs_T - logprobs_T
     near_T = negative_d_T.clamp(max=K3_BEND)
@@ -48,18 +47,10 @@ def k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 
 
 def kl_estimate(name: str, logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """(T,) the named estimate; `name` may end in `+` for the gradient of k2.
-
-    Args:
-        name: of an estimator, optionally with a trailing `+`.
-        logprobs_T: (T,) of the policy, with gradient.
-        ref_logprobs_T: (T,) of the reference model.
-
-    Returns:
-        (T,) float32 with gradient.
+    """Return (T,) the named estimate; `name` may end in `+` for the gradient of k2.
 
     Raises:
-        UnknownPluginError: no such estimator.
+        UnknownPluginError: there is no such estimator.
     """
     value_T = find_part(KL_ESTIMATORS, name.removesuffix("+")).function(logprobs_T, ref_logprobs_T)
     if not name.endswith("+"):

@@ -1,4 +1,4 @@
-"""`rl.algorithm.options` of this project's estimators and losses. No torch."""
+"""`rl.algorithm.options` of the built-in estimators and losses. No torch."""
 
 from pydantic import Field, model_validator
 
@@ -6,45 +6,44 @@ from engines.config.base import StrictModel
 
 
 class DiscountOptions(StrictModel):
-    """Of estimators over returns to go."""
+    """Options of estimators with returns to go."""
 
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount of what a later token earns."""
+    """Discount of what later tokens earn."""
 
 
 class GaeOptions(DiscountOptions):
-    """Of `gae`: plain, decoupled, and length-adaptive."""
+    """Options of `gae`: plain, decoupled, and length-adaptive."""
 
     lam: float = Field(default=1.0, ge=0, le=1)
-    """Of the advantages; see also `length_adaptive_alpha`."""
+    """Lambda of the advantages; see also `length_adaptive_alpha`."""
     lam_critic: float | None = Field(default=None, ge=0, le=1)
-    """Of the critic's targets; null uses `lam`. VAPO (arXiv:2504.05118) takes 1.0 here."""
+    """Lambda of the critic's targets; null uses `lam`. VAPO (arXiv:2504.05118) uses 1.0."""
     length_adaptive_alpha: float | None = Field(default=None, gt=0)
-    """VAPO: the advantages of an answer of l tokens take ``lam = 1 - 1 / (alpha l)``; null: `lam`.
-    The paper's alpha is 0.05."""
+    """VAPO: advantages of an answer of l tokens use ``lam = 1 - 1 / (alpha l)``, with alpha 0.05 in
+    the paper; null uses `lam`."""
     bootstrap_truncated: bool = True
-    """An answer that was cut at the length limit is not over: the critic's value behind its last
-    token stands for what it would still have earned. False ends it there, for scores that judge an
-    answer as it was cut."""
+    """An answer cut at the length limit continues with the critic's value behind its last token.
+    False ends it there, for scores that judge the cut answer."""
     whiten: bool = True
-    """Advantages of a step have mean 0 and variance 1."""
+    """Give the advantages of a step mean 0 and variance 1."""
 
 
 class GpgOptions(StrictModel):
-    """Of the estimator `gpg`."""
+    """Options of `gpg`."""
 
     f_norm: float = Field(default=1.0, gt=0)
-    """Divides the centred scores."""
+    """Divisor of the centred scores."""
 
 
 class GdpoOptions(StrictModel):
-    """Of `gdpo`."""
+    """Options of `gdpo`."""
 
     gdpo_reward_keys: tuple[str, ...] | None = None
-    """Components of the score that count, which every sample has to have; null: all of a mixture
-    whose routes have the same. `score` and `acc` may be named too."""
+    """Components of the score that count, which every sample must have; null: all of a mixture
+    whose routes have the same ones. `score` and `acc` are allowed too."""
     gdpo_reward_weights: tuple[float, ...] | None = None
-    """One for each key; null: that of the mixture, and 1 for what is no component of it."""
+    """One per key; null: the mixture's weight, and 1 for a key that it does not have."""
 
     @model_validator(mode="after")
     def _check_weights(self) -> "GdpoOptions":
@@ -63,40 +62,39 @@ class GdpoOptions(StrictModel):
 
 
 class RaftOptions(StrictModel):
-    """Of `raft`."""
+    """Options of `raft`."""
 
     raft_num_kept: int = Field(default=1, ge=1)
-    """Distinct answers to each prompt that are trained on, the best first."""
+    """Number of distinct answers per prompt that are trained on, the best first."""
     raft_min_reward: float | None = None
-    """An answer that earned less is not kept, whatever the others earned: 1.0 keeps right ones.
-    null: any, so that of wrong answers one is the best."""
+    """Answers that earned less are never kept; null keeps the best answer even if it is wrong."""
 
 
 class SapoOptions(StrictModel):
-    """Of `sapo`."""
+    """Options of `sapo`."""
 
     tau_pos: float = Field(default=1.0, gt=0)
     """Sharpness of the gate where the advantage is positive."""
     tau_neg: float = Field(default=1.05, gt=0)
-    """The same where it is negative."""
+    """Sharpness of the gate elsewhere."""
 
 
 class DroOptions(StrictModel):
-    """Of `dro`."""
+    """Options of `dro`."""
 
     dro_beta: float = Field(default=0.1, gt=0)
     """Strength of the quadratic pull towards the old policy."""
 
 
 class ClipCovOptions(StrictModel):
-    """Of `clip_cov`."""
+    """Options of `clip_cov`."""
 
     clip_cov_ratio: float = Field(default=2e-4, ge=0, le=1)
     """Share of the step's tokens that lose their gradient."""
     clip_cov_lb: float = 1.0
-    """Only tokens whose covariance lies above it are taken."""
+    """Tokens with a smaller covariance are not taken."""
     clip_cov_ub: float = 5.0
-    """And below it."""
+    """Tokens with a larger covariance are not taken."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> "ClipCovOptions":
@@ -109,9 +107,9 @@ class ClipCovOptions(StrictModel):
 
 
 class KlCovOptions(StrictModel):
-    """Of `kl_cov`."""
+    """Options of `kl_cov`."""
 
     kl_cov_ratio: float = Field(default=2e-4, ge=0, le=1)
-    """Share of the step's tokens, those of the largest covariance, that are held back."""
+    """Share of the step's tokens, those of the largest covariance, that are penalised."""
     ppo_kl_coef: float = Field(default=1.0, ge=0)
-    """How much they are held back."""
+    """Coefficient of the penalty."""

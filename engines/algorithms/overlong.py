@@ -7,18 +7,10 @@ from engines.config.algorithm import OverlongConfig
 
 
 def overlong_penalty(lengths_B: Tensor, max_new_tokens: int, overlong: OverlongConfig) -> Tensor:
-    """What to add to each score: 0, falling linearly to `-penalty_factor` at the limit.
+    """Return (B,) float32 to add to the scores: 0, falling to `-penalty_factor` at the limit.
 
-    DAPO, arXiv:2503.14476 eq. 13: with the buffer b and the limit L,
-    ``min(0, -(length - (L - b)) / b * penalty_factor)``.
-
-    Args:
-        lengths_B: (B,) tokens of each response, end token included.
-        max_new_tokens: the limit L.
-        overlong: buffer, factor and switch.
-
-    Returns:
-        (B,) float32, never positive; all 0 when it is switched off.
+    DAPO, arXiv:2503.14476 eq. 13: with the buffer b, the limit L = `max_new_tokens` and the length
+    with end token, ``min(0, -(length - (L - b)) / b * penalty_factor)``. All 0 if switched off.
     """
     if not overlong.enable:
         return torch.zeros(lengths_B.shape, dtype=torch.float32, device=lengths_B.device)

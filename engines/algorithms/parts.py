@@ -1,7 +1,7 @@
-"""What the parts of an algorithm read and return, and the parts that a configuration names.
+"""Inputs and outputs of the parts of an algorithm, and their lookup by name.
 
-A part is one pure function; its row in `engines.config.plugins` holds its paper, the columns it
-reads and the schema of its options. Promises: a part is looked up by name once per process.
+A part is a pure function; its row in `engines.config.plugins` holds its paper, the columns that it
+reads and the schema of its options.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,19 +29,13 @@ class AdvantageInputs:
     """What an advantage estimator reads: the samples of one RL step, packed.
 
     Attributes:
-        batch: with the column `loss_mask` (1 on sampled tokens), and the columns and rows that the
-            estimator's row names.
-        rewards_T: (T,) float64 finite, what each token earned: the outcome of a sample on its last
-            trained token, and what is paid token by token, such as a KL in the reward, where it
-            arises. 0 on tokens that are not trained on.
-        scores_BR: (B, R) float64 finite: the components of each sample's score, in the order of
-            `components`; one column where the reward gives one number.
-        group_B: (B,) int64 in [0, num_groups): which prompt each sample answers.
-        num_groups: number of prompts. A group may have lost samples, or all of them.
-        truncated_B: (B,) bool: cut at the length limit, so that its end is no end of the task.
-        components: names of the columns of `scores_BR`.
-        algorithm: the configuration, for the switches that estimators share.
-        options: the estimator's own validated options.
+        batch: with the column `loss_mask` (1 on sampled tokens), and those of the estimator's row.
+        rewards_T: (T,) float64 finite, 0 on tokens that are not trained on. The outcome of a sample
+            is on its last trained token; per-token rewards, such as a KL, are on theirs.
+        scores_BR: (B, R) float64 finite, components of each sample's score.
+        group_B: (B,) int64 in [0, num_groups), index of each sample's prompt.
+        num_groups: number of prompts; a group may have lost samples, or all of them.
+        truncated_B: (B,) bool, cut at the length limit.
     """
 
     batch: TokenBatch
@@ -61,7 +55,7 @@ class AdvantageInputs:
 
     @property
     def outcomes_B(self) -> Tensor:
-        """(B,) float64: all that each sample earned."""
+        """(B,) float64: total reward of each sample."""
         return sum_by_sequence(self.rewards_T, self.batch)
 
 
@@ -71,10 +65,9 @@ class Advantages:
 
     Attributes:
         advantages_T: (T,) float32; 0 on tokens that are not trained on.
-        returns_T: (T,) float32 targets of a critic; None where the estimator uses none.
-        metrics: of the step, by name.
-        kept_B: (B,) bool: samples that are trained on, of an estimator whose row says that it
-            `selects`; the others have advantage 0 and cost no update. None: all.
+        returns_T: (T,) float32 targets of a critic; None if the estimator uses none.
+        kept_B: (B,) bool, samples that are trained on, of an estimator whose row `selects`; the
+            others have advantage 0 and cost no update. None: all.
     """
 
     advantages_T: Tensor
@@ -84,24 +77,19 @@ class Advantages:
 
     @staticmethod
     def of_samples(values_B: Tensor, batch: TokenBatch) -> "Advantages":
-        """One (B,) value per sample, on each of its trained tokens."""
+        """Return (B,) values, one per sample, on each of its trained tokens."""
         values_T = values_B.to(torch.float32)[batch.sequence_index_T]
         return Advantages(values_T * batch.columns["loss_mask"])
 
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
-    """What a policy loss reads; all tensors (T,) float32, `logprobs_T` with gradient.
+    """What a policy loss reads; tensors are (T,) float32, and only `logprobs_T` has a gradient.
 
     Attributes:
-        logprobs_T: of the policy being trained.
-        old_logprobs_T: of the policy before the update, without gradient.
-        advantages_T: the advantage of each token, without gradient.
-        mask_T: bool, tokens that are trained on. Values elsewhere are ignored by the caller.
-        batch: the packed batch, for losses that need sequences or columns of their own.
+        old_logprobs_T: of the policy before the update.
+        mask_T: bool, tokens that are trained on; losses elsewhere are ignored.
         counts: of the whole step, with the extras of the loss's own pre-pass.
-        algorithm: the configuration, for the switches that losses share.
-        options: the loss's own validated options.
     """
 
     logprobs_T: Tensor
@@ -119,10 +107,9 @@ class TokenLoss:
     """What a policy loss returns.
 
     Attributes:
-        loss_T: (T,) loss of each token, with gradient, before aggregation. A loss of whole
-            sequences stands on each of their tokens, and its row fixes `seq-mean-token-mean`.
-        token_metrics: per-token values by metric name, (T,) each, reported as their mean over
-            the trained tokens of the whole step.
+        loss_T: (T,) with gradient, before aggregation. A loss of whole sequences is repeated on
+            their tokens, and its row fixes `seq-mean-token-mean`.
+        token_metrics: (T,) values by name; their mean over the step's trained tokens is reported.
     """
 
     loss_T: Tensor
@@ -130,22 +117,16 @@ class TokenLoss:
 
 
 Gather = Callable[[Tensor], Tensor]
-"""Of this rank's (N,) numbers to all ranks', one behind the other, in float64."""
+"""Concatenates the (N,) numbers of all ranks, in float64."""
 
 
 @dataclass(frozen=True)
 class PrepassInputs:
-    """What a loss reads before its step is cut: `AlgorithmRow.prepass`.
+    """What a loss reads of this rank before its step is cut: `AlgorithmRow.prepass`.
 
-    A function of these returns numbers of the whole step by name, equal on every rank; the loss
-    finds them in `counts.extras`. A statistic of a micro-batch in their place would depend on how
-    the step was cut.
-
-    Attributes:
-        batch: this rank's share. Logprobs are those of `old_logprobs`, before the update.
-        mask_T: (T,) bool, tokens that are trained on; a rank may have none.
-        gather: puts the numbers of all ranks together.
-        options: the loss's own validated options.
+    The pre-pass returns named numbers of the whole step, equal on every rank, which the loss finds
+    in `counts.extras`. Statistics of a micro-batch would depend on how the step is cut. Logprobs
+    are `old_logprobs`; a rank may have no trained tokens.
     """
 
     batch: TokenBatch
@@ -156,37 +137,19 @@ class PrepassInputs:
 
 @dataclass(frozen=True)
 class Part:
-    """A part that was looked up.
-
-    Attributes:
-        row: its facts.
-        function: of `AdvantageInputs` to `Advantages`; of `PolicyLossInputs` to a `TokenLoss`; or
-            of the logprobs of policy and reference to a KL for each token.
-        prepass: of `PrepassInputs` to extras; None where the part has none.
-    """
+    """A part that was looked up; `prepass` is None if it has none."""
 
     row: AlgorithmRow
     function: Callable[..., Any]
     prepass: Callable[[PrepassInputs], Mapping[str, float]] | None = None
 
     def options(self, algorithm: AlgorithmConfig) -> StrictModel:
-        """The part's share of `algorithm.options`, validated."""
+        """Return the part's share of `algorithm.options`, validated."""
         return own_options(algorithm.options, self.row, "rl.algorithm.options")
 
 
 def options_as(schema: type[Options], options: StrictModel) -> Options:
-    """A part's options as the schema that its row names.
-
-    Args:
-        schema: of the part.
-        options: what `Part.options` made.
-
-    Returns:
-        The same object.
-
-    Raises:
-        TypeError: the row names another schema.
-    """
+    """Return the options; TypeError if they are not of the schema that the part expects."""
     if not isinstance(options, schema):
         raise TypeError(f"options are {type(options).__name__}; need {schema.__name__}")
     return options
@@ -194,7 +157,7 @@ def options_as(schema: type[Options], options: StrictModel) -> Options:
 
 @cache
 def find_part(table: PluginTable[AlgorithmRow], name: str) -> Part:
-    """A part by its name; raises as `PluginTable.find` and `load_row` do."""
+    """Return a part by its name; raises as `PluginTable.find` and `load_row` do."""
     row = table.find(name)
     prepass = load_row(replace(row, target=row.prepass), table.setting) if row.prepass else None
     return Part(row, load_row(row, table.setting), prepass)

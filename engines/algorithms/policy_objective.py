@@ -1,10 +1,9 @@
-"""The loss function of one RL update: policy loss - entropy bonus + KL to the reference, + NLL.
+"""The loss function of one RL update: policy loss - entropy bonus + KL to the reference + NLL.
 
 Promises: every term is aggregated with the same mode over global counts; metrics are shares that
-add up, over micro-batches and ranks, to their value for the step. Without an `old_logprobs`
-column the batch is taken as exactly on-policy (one update per batch): the ratio is 1 and its
-gradient is that of REINFORCE.
-Does not promise: advantages, reference logprobs or scores; those are columns made beforehand.
+add up over micro-batches and ranks. Without a column `old_logprobs` the batch counts as on-policy
+(one update per batch): the ratio is 1 and its gradient is that of REINFORCE.
+Advantages, reference logprobs and scores are columns made beforehand.
 """
 
 from collections.abc import Mapping
@@ -32,12 +31,8 @@ _NUM_POSITIVE = "num_positive_tokens"
 class PolicyObjective:
     """A loss function (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
 
-    An object of plain data, so that it travels to other processes; the functions are looked up
-    by name where it runs.
-
-    Attributes:
-        algorithm: the configuration.
-        max_new_tokens: default divisor of `seq-mean-token-sum-norm`.
+    Plain data, so that it can be sent to other processes; functions are looked up by name there.
+    `max_new_tokens` is the default divisor of `seq-mean-token-sum-norm`.
     """
 
     algorithm: AlgorithmConfig
@@ -45,22 +40,19 @@ class PolicyObjective:
 
     @property
     def readouts(self) -> Readouts:
-        """Entropy is measured in every step: its collapse is the first sign of a failing run.
-
-        It has a gradient only where the loss rewards it.
-        """
+        """Entropy in every step, which reveals a failing run; with gradient only if rewarded."""
         return Readouts(entropy=True, entropy_gradient=bool(self.algorithm.entropy_coeff))
 
     @property
     def required_columns(self) -> frozenset[str]:
-        """Columns the batch must carry."""
+        """Columns that the batch must have."""
         row = find_part(POLICY_LOSSES, self.algorithm.loss_mode).row
         reference = {"ref_logprobs"} if self.algorithm.use_kl_loss else set()
         positive = {"positive"} if self.algorithm.positive_nll_coef else set()
         return frozenset({*row.columns, "loss_mask", *reference, *positive})
 
     def extras(self, batch: TokenBatch, gather: Gather) -> Mapping[str, float]:
-        """Numbers of the whole step that the policy loss asks for; see `LossFn`."""
+        """Return the numbers of the whole step that the policy loss needs; see `LossFn`."""
         part = find_part(POLICY_LOSSES, self.algorithm.loss_mode)
         mask_T, found = batch.columns["loss_mask"] > 0, {}
         if part.prepass is not None:
@@ -74,7 +66,7 @@ class PolicyObjective:
     def __call__(
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
     ) -> LossOutput:
-        """This micro-batch's share of the loss and metrics of the step."""
+        """Return this micro-batch's share of the loss and metrics of the step."""
         missing = sorted(self.required_columns - batch.columns.keys())
         if missing:
             raise ValueError(
@@ -135,7 +127,7 @@ class PolicyObjective:
     def _positive_nll(
         self, outputs: ModelOutputs, mask_T: Tensor, batch: TokenBatch, counts: GlobalCounts
     ) -> Tensor:
-        """Mean over the tokens of right answers, of the whole step (VAPO, arXiv:2504.05118)."""
+        """Return the mean over the tokens of right answers of the step (VAPO, arXiv:2504.05118)."""
         positive_T = mask_T & (batch.columns["positive"] > 0)
         num_positive = max(counts.extras[_NUM_POSITIVE], 1.0)
         return masked_sum(-outputs.logprobs_T, positive_T) / num_positive
@@ -155,5 +147,5 @@ class PolicyObjective:
 
 
 def policy_loss_fn(algorithm: AlgorithmConfig, max_new_tokens: int) -> PolicyObjective:
-    """The loss function of the configured algorithm."""
+    """Return the loss function of the configured algorithm."""
     return PolicyObjective(algorithm, max_new_tokens)

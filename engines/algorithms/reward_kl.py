@@ -1,4 +1,4 @@
-"""A KL to the reference that is paid token by token, out of the reward.
+"""A KL to the reference that is subtracted from the reward of each token.
 
 Ziegler et al. (arXiv:1909.08593 sec. 2.2). Unlike a KL in the loss it reaches earlier tokens
 through the returns, and has no gradient of its own.
@@ -15,11 +15,7 @@ _MAX_ERROR = 0.2
 
 
 def reward_kl(estimator: str, batch: TokenBatch) -> tuple[Tensor, float]:
-    """What the samples pay before any coefficient.
-
-    Args:
-        estimator: `algorithm.kl_penalty`.
-        batch: with the columns `loss_mask`, `old_logprobs` and `ref_logprobs`.
+    """Return the KL before any coefficient.
 
     Returns:
         (T,) float32 KL of each trained token, 0 elsewhere; and its mean over each sample's
@@ -32,18 +28,9 @@ def reward_kl(estimator: str, batch: TokenBatch) -> tuple[Tensor, float]:
 
 
 def next_coefficient(control: KlControlConfig, coef: float, kl: float, num_samples: int) -> float:
-    """The coefficient of the next step.
+    """Return the coefficient of the next step from that of this one; unchanged if fixed.
 
-    ``coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)`` where it is adaptive.
-
-    Args:
-        control: fixed or adaptive, target and horizon.
-        coef: of this step.
-        kl: mean KL of this step.
-        num_samples: n, of this step.
-
-    Returns:
-        `coef` itself where it is fixed.
+    Adaptive: ``coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)`` with n = `num_samples`.
     """
     if control.type == "fixed":
         return coef

@@ -1,9 +1,8 @@
-"""PF-PPO: answers are drawn again by how much their rewards can be trusted (arXiv:2409.06957).
+"""PF-PPO: answers are resampled by how far their rewards can be trusted (arXiv:2409.06957).
 
 A reward model is most reliable where it is most certain, so the answers of each prompt are
-resampled, with replacement, by how their rewards rank among them. Promises: a prompt keeps as many
-answers as it had; what is drawn depends on the seed alone; each drawn sample keeps the advantage
-that it had in the whole step.
+resampled with replacement, weighted by their rewards. Promises: a prompt keeps its number of
+answers; the draw depends on the seed alone; a drawn sample keeps its advantage in the whole step.
 """
 
 import torch
@@ -16,16 +15,10 @@ _RANDOM_MAX, _RANDOM_REST = 0.4, 0.1
 
 
 def resampling_weights(rewards_B: Tensor, index_B: Tensor, config: PfPpoConfig) -> Tensor:
-    """How likely each answer is to be drawn among those to its prompt, not normalised.
+    """Return (B,) float64 >= 0, unnormalised weights of the answers to each prompt `index_B`.
 
-    Args:
-        rewards_B: (B,) rewards.
-        index_B: (B,) int64: the prompt of each; any numbers.
-        config: `pow`: ``|R| ** weight_pow``; `max_min`: 1 for the largest and the smallest
-            reward of a prompt and 0 for all between; `max_random`: 0.4 for the largest, 0.1 else.
-
-    Returns:
-        (B,) float64 >= 0.
+    `pow`: ``|R| ** weight_pow``; `max_min`: 1 for the largest and the smallest reward of a prompt,
+    else 0; `max_random`: 0.4 for the largest, else 0.1.
     """
     rewards_B = rewards_B.to(torch.float64)
     index_B = _dense(index_B)
@@ -38,17 +31,9 @@ def resampling_weights(rewards_B: Tensor, index_B: Tensor, config: PfPpoConfig) 
 
 
 def resample(rewards_B: Tensor, index_B: Tensor, config: PfPpoConfig, seed: int) -> Tensor:
-    """Which samples a step trains on.
+    """Return the samples that a step trains on, (B,) int64 indices, ascending, with repetitions.
 
-    Args:
-        rewards_B: (B,) rewards.
-        index_B: (B,) int64: the prompt of each; any numbers.
-        config: of the weights.
-        seed: of the draw.
-
-    Returns:
-        (B,) int64 indices, ascending, some of them more than once; of each prompt as many as it
-        has answers, and each once where none of them has a weight.
+    Each prompt keeps its number of answers; if none of them has a weight, each is taken once.
     """
     weights_B = resampling_weights(rewards_B, index_B, config)
     generator = torch.Generator().manual_seed(seed)
@@ -56,7 +41,7 @@ def resample(rewards_B: Tensor, index_B: Tensor, config: PfPpoConfig, seed: int)
     chosen_B = torch.arange(rewards_B.numel())
     index_B = _dense(index_B)
     for places_G in index_B.argsort(stable=True).split(index_B.bincount().tolist()):
-        # By the inverse of the cumulative weights: each answer is drawn by itself.
+        # Inverse of the cumulative weights: draws are independent.
         ends_G = weights_B[places_G].cumsum(0)
         if float(ends_G[-1]) > 0:
             last = int(weights_B[places_G].nonzero().max())
@@ -66,12 +51,12 @@ def resample(rewards_B: Tensor, index_B: Tensor, config: PfPpoConfig, seed: int)
 
 
 def _dense(index_B: Tensor) -> Tensor:
-    """Prompts numbered from 0 without gaps: some may have been left out of the step."""
+    """Number prompts from 0 without gaps: some may have been left out of the step."""
     return index_B.unique(return_inverse=True)[1]
 
 
 def _extreme_B(rewards_B: Tensor, index_B: Tensor, which: str) -> Tensor:
-    """(B,) the largest or smallest reward of each sample's prompt."""
+    """Return (B,) the largest or smallest reward of each sample's prompt."""
     num_groups = int(index_B.max()) + 1 if index_B.numel() else 0
     extreme_P = rewards_B.new_zeros(num_groups)
     extreme_P.scatter_reduce_(0, index_B, rewards_B, which, include_self=False)

@@ -1,6 +1,5 @@
-"""From tokens to sequences and back, on a packed batch.
+"""Convert between tokens and sequences of a packed batch.
 
-Promises: sums are in float64 where the values are; the order of sequences does not matter.
 Letters: B sequences, T tokens, L trained tokens of the longest sequence.
 """
 
@@ -11,24 +10,24 @@ from engines.types import TokenBatch
 
 
 def sum_by_sequence(values_T: Tensor, batch: TokenBatch) -> Tensor:
-    """(B,) sum of each sequence's values, in their dtype."""
+    """Return (B,) the sum of each sequence's values, in their dtype."""
     sums_B = torch.zeros(batch.num_sequences, dtype=values_T.dtype, device=values_T.device)
     return sums_B.index_add(0, batch.sequence_index_T, values_T)
 
 
 def num_trained_B(batch: TokenBatch, mask_T: Tensor) -> Tensor:
-    """(B,) int64: trained tokens of each sequence."""
+    """Return (B,) int64, the number of trained tokens of each sequence."""
     return sum_by_sequence(mask_T.to(torch.int64), batch)
 
 
 def mean_by_sequence(values_T: Tensor, mask_T: Tensor, batch: TokenBatch) -> Tensor:
-    """(B,) mean over each sequence's trained tokens, with gradient; 0 where there is none."""
+    """Return (B,) the mean over each sequence's trained tokens, with gradient; 0 if it has none."""
     total_B = sum_by_sequence(torch.where(mask_T, values_T, 0.0), batch)
     return total_B / num_trained_B(batch, mask_T).clamp(min=1)
 
 
 def on_last_token(values_B: Tensor, mask_T: Tensor, batch: TokenBatch) -> Tensor:
-    """(T,) each sequence's value on its last trained token, 0 elsewhere and where it has none."""
+    """Return (T,) each sequence's value on its last trained token, 0 elsewhere."""
     place_T = torch.arange(batch.num_tokens, device=mask_T.device)
     none_B = torch.full((batch.num_sequences,), -1, dtype=torch.int64, device=mask_T.device)
     last_B = none_B.scatter_reduce(
@@ -41,17 +40,10 @@ def on_last_token(values_B: Tensor, mask_T: Tensor, batch: TokenBatch) -> Tensor
 
 
 class TrainedTokens:
-    """The trained tokens of each sequence as rows of a matrix, tokens between them left out.
+    """The trained tokens of each sequence as rows of a matrix, without the tokens between them.
 
-    What an environment or a tool wrote is no action of the policy: the value and the return before
-    it are those behind it, which is what leaving it out means.
-
-    Args:
-        mask_T: (T,) bool.
-        batch: says which sequence each token belongs to.
-
-    Attributes:
-        mask_BL: (B, L) bool: where a row has a token; rows begin at column 0.
+    Text of an environment or a tool is no action of the policy: the value and the return before it
+    equal those behind it. `mask_BL` is True where a row has a token; rows begin at column 0.
     """
 
     def __init__(self, mask_T: Tensor, batch: TokenBatch) -> None:
@@ -66,28 +58,23 @@ class TrainedTokens:
         self.mask_BL = torch.arange(longest, device=mask_T.device) < counts_B[:, None]
 
     def matrix(self, values_T: Tensor) -> Tensor:
-        """(B, L) of a per-token column; 0 where a row has no token."""
+        """Return (B, L) of a per-token column; 0 where a row has no token."""
         values_BL = torch.zeros(self.mask_BL.shape, dtype=values_T.dtype, device=values_T.device)
         values_BL[self._rows_N, self._columns_N] = values_T[self._places_N]
         return values_BL
 
     def column(self, values_BL: Tensor) -> Tensor:
-        """(T,) of a matrix; 0 on tokens that are not trained on."""
+        """Return (T,) of a matrix; 0 on tokens that are not trained on."""
         values_T = torch.zeros(self._num_tokens, dtype=values_BL.dtype, device=values_BL.device)
         values_T[self._places_N] = values_BL[self._rows_N, self._columns_N]
         return values_T
 
 
 def masked_whiten(values_T: Tensor, mask_T: Tensor, eps: float = 1e-8) -> Tensor:
-    """(T,) values less their mean, divided by their standard deviation, over the masked tokens.
+    """Return (T,) values with mean 0 and variance 1 over the masked tokens, 0 elsewhere.
 
-    Args:
-        values_T: any float type.
-        mask_T: bool, tokens that count; the others give 0.
-        eps: added to the unbiased variance.
-
-    Returns:
-        Exactly 0 everywhere where all values are equal, or where there are fewer than two.
+    Exactly 0 everywhere if all values are equal, or if there are fewer than two. `eps` is added to
+    the unbiased variance.
     """
     values_N = values_T[mask_T]
     white_T = torch.zeros_like(values_T)

@@ -13,11 +13,11 @@ class SupervisedLoss:
     def __call__(
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
     ) -> LossOutput:
-        """This micro-batch's share of the mean."""
+        """Return this micro-batch's share of the mean."""
         mask_T = batch.columns["loss_mask"] > 0
         return LossOutput(token_mean(-outputs.logprobs_T, mask_T, counts))
 
 
 def sft_loss_fn() -> SupervisedLoss:
-    """The loss function of the SFT stage."""
+    """Return the loss function of the SFT stage."""
     return SupervisedLoss()

@@ -1,8 +1,7 @@
-"""The loss function of a critic's update: squared error, clipped around the values of before.
+"""The loss function of a critic's update: squared error, clipped around the old values.
 
-Promises: the mean over all trained tokens of the step, whatever the number of ranks or
-micro-batches; metrics are shares that add up, likewise.
-Does not promise returns or values; those are columns made beforehand.
+Promises: the mean over all trained tokens of the step for every number of ranks or micro-batches;
+metrics add up likewise. Returns and values are columns made beforehand.
 """
 
 from dataclasses import dataclass
@@ -19,10 +18,8 @@ class ValueObjective:
 
     ``1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)``, a mean over trained tokens: the
     clipped form of PPO2 (Schulman et al., openai/baselines; arXiv:2005.12729 sec. 3 examines it).
-    The larger of the two has no gradient where V moved further than c, and towards R.
-
-    Attributes:
-        cliprange: c; None does not clip.
+    The maximum has no gradient where V moved further than c, and towards R. c is `cliprange`; None
+    does not clip.
     """
 
     cliprange: float | None = None
@@ -30,15 +27,9 @@ class ValueObjective:
     def __call__(
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
     ) -> LossOutput:
-        """This micro-batch's share.
+        """Return this micro-batch's share of the loss and metrics.
 
-        Args:
-            outputs: of a value model.
-            batch: with the columns `loss_mask`, `returns` and, to clip, `values`.
-            counts: of the step.
-
-        Returns:
-            The loss, with `critic/vf_loss`, `critic/vf_clipfrac` and `critic/vpred_mean`.
+        Reads the columns `loss_mask`, `returns` and, to clip, `values`.
 
         Raises:
             ValueError: the outputs are of a language model.

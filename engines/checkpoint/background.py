@@ -1,10 +1,9 @@
-"""Step checkpoints that are written while training goes on.
+"""Write step checkpoints while training continues.
 
-Each rank copies its state and writes it in a thread of its own, then leaves a marker file; a
-thread of the process that publishes waits for all markers. Nothing but files passes between
-them, so training calls are never in their way.
-Promises: a checkpoint appears only when every rank has written its part; what failed in the
-background is raised by the next call. One checkpoint is in flight at a time.
+Each rank copies its state, writes it in its own thread and then creates a marker file; a thread of
+the publishing process waits for all markers. This never blocks training calls.
+Promises: a checkpoint appears only when every rank has written its part; an error in the background
+is raised by the next call. One checkpoint is in flight at a time.
 """
 
 import threading
@@ -25,15 +24,9 @@ _POLL_S = 0.05
 
 
 def write_in_background(write: Callable[[], None], path: Path, rank: int) -> threading.Thread:
-    """Write a rank's staged files; leaves `.written-<rank>` or `.failed-<rank>` in `path`.
+    """Write a rank's staged files in a new thread, and return the thread.
 
-    Args:
-        write: of `begin_checkpoint`; returns when the driver has the files.
-        path: directory of the files, on the driver's disk.
-        rank: of this process.
-
-    Returns:
-        The running thread.
+    It leaves `.written-<rank>` or `.failed-<rank>` in `path`, which is on the driver's disk.
     """
     disk = driver_disk.current()
 
@@ -51,15 +44,7 @@ def write_in_background(write: Callable[[], None], path: Path, rank: int) -> thr
 
 
 class BackgroundSave:
-    """One checkpoint on its way to disk.
-
-    Args:
-        checkpoints: where it is published.
-        step: its number.
-        state: of the trainer after that step.
-        world_size: ranks that write.
-        timeout_s: deadline of the ranks' writing.
-    """
+    """One checkpoint that `world_size` ranks are writing."""
 
     def __init__(
         self,
@@ -77,14 +62,9 @@ class BackgroundSave:
         threading.Thread(target=self._run, name=f"publish-step-{step}", daemon=True).start()
 
     def stage(self, stage: Callable[[Path], None]) -> None:
-        """Let the ranks copy their state; they write from then on.
+        """Call `stage` with the directory; it returns when the ranks have copied their state.
 
-        Args:
-            stage: given the directory to write into; returns when everything is copied.
-
-        Raises:
-            DeadlineError: there is no directory yet, for another checkpoint holds the place.
-            OSError: it cannot be made.
+        Raises `DeadlineError` or `OSError` if the directory could not be created (in time).
         """
         try:
             stage(self._within(self._directory, "its directory to be made"))
@@ -95,14 +75,11 @@ class BackgroundSave:
 
     @property
     def done(self) -> bool:
-        """Whether it was published, or failed."""
+        """True if the checkpoint was published or failed."""
         return self._result.done()
 
     def result(self) -> StepCheckpoint:
-        """Wait for it.
-
-        Returns:
-            The published checkpoint.
+        """Wait for the published checkpoint and return it.
 
         Raises:
             CheckpointError: a rank could not write.
@@ -115,7 +92,7 @@ class BackgroundSave:
             raise DeadlineError(f"step {self._step} to be published", 2 * self._timeout_s) from None
 
     def _within(self, future: Future[T], what: str) -> T:
-        """Wait for a part of it; where the deadline passes, the error says for which."""
+        """Wait for a future; after the deadline, raise an error that names what it waited for."""
         wait([future], timeout=self._timeout_s)
         if not future.done():
             raise DeadlineError(f"step {self._step}: {what}", self._timeout_s)

@@ -1,8 +1,7 @@
-"""What a training engine is at one moment, as files: tensors, scalars, random generators.
+"""State of a training engine as files: tensors, scalars and random generators.
 
 Promises: `load` after `save` at the same world size continues bit for bit; at another world size
-the weights, the optimizer and the schedule are the same, and random generators stay as they
-are. Scalars are JSON, everything else safetensors.
+the weights, the optimizer and the schedule are restored, but not the random generators.
 Layout: `tensors/shard-*.safetensors`, `rng/rank-<r>.safetensors`, `engine.json`.
 """
 
@@ -27,9 +26,9 @@ ENGINE_FILE = "engine.json"
 TENSORS_DIR = "tensors"
 MODEL_PREFIX = "model."
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Of Adam."""
+"""Names of Adam's moments."""
 AVERAGE = "ema"
-"""What the moving average of a weight is called beside its moments."""
+"""Name of a weight's moving average, next to its moments."""
 _RNG_DIR = "rng"
 
 
@@ -37,15 +36,11 @@ class EngineScalars(FrozenModel):
     """The content of `engine.json`.
 
     Attributes:
-        schema_version: of this file.
-        step: the trainer's step.
-        num_steps: optimizer steps the engine has taken.
-        schedule_step: position in the learning-rate schedule.
+        step: the trainer's step; `num_steps` counts the engine's optimizer steps.
         num_optimizer_steps: Adam's bias-correction count.
-        world_size: ranks that wrote.
-        backend: whose names the tensors have.
-        lora: shape of the adapter among the tensors, or None.
-        num_averaged: optimizer steps in the moving average among the tensors; None: there is none.
+        world_size: number of ranks that wrote the checkpoint.
+        backend: training backend that names the tensors.
+        num_averaged: optimizer steps in the moving average; None if there is no average.
     """
 
     schema_version: int = 1
@@ -62,18 +57,11 @@ class EngineScalars(FrozenModel):
 def save_engine_state(
     path: Path, tensors: Mapping[str, Tensor], scalars: EngineScalars, platform: PlatformBase
 ) -> None:
-    """Write this rank's part; every rank calls it with the same path.
+    """Write this rank's part into an existing shared directory; every rank calls it.
 
-    Args:
-        path: an existing directory, shared by all ranks.
-        tensors: `model.<name>`, `optimizer.<moment>.<name>` and `optimizer.ema.<name>`, sharded as
-            the engine holds them.
-        scalars: what else to write.
-        platform: gives the state of this rank's random generators.
-
-    Raises:
-        OSError: a rank could not write; the same on every rank.
-        CheckpointError: a rank could not write its tensors.
+    Tensors are `model.<name>`, `optimizer.<moment>.<name>` and `optimizer.ema.<name>`, sharded as
+    the engine holds them. On every rank, raises `OSError` or `CheckpointError` if one could not
+    write.
     """
     (path / TENSORS_DIR).mkdir(exist_ok=True)
     save_sharded(path / TENSORS_DIR, tensors)
@@ -82,7 +70,7 @@ def save_engine_state(
         _write_small_files(path, scalars, _rng_copy(platform), collectives.rank())
     except OSError as error:
         problem = error
-    # Also the barrier: nobody goes on before all files are there.
+    # Also a barrier: no rank continues before all files exist.
     collectives.raise_together(problem, f"cannot save {path}")
 
 
@@ -93,21 +81,14 @@ def stage_engine_state(
     platform: PlatformBase,
     buffers: StagingBuffers,
 ) -> Callable[[], None]:
-    """Copy this rank's part to the host; every rank calls it with the same path.
+    """Copy what `save_engine_state` writes to the host and return a function that writes it.
 
-    Args:
-        path: an existing directory, shared by all ranks.
-        tensors: as for `save_engine_state`; they may change as soon as this returns.
-        scalars: what else to write.
-        platform: gives the state of this rank's random generators.
-        buffers: to copy into; given back once they are written.
-
-    Returns:
-        Writes the copies, for any thread: it uses no collective and raises `OSError`.
+    Every rank calls it; the tensors may change afterwards. The returned function may run on any
+    thread: it uses no collective, raises `OSError`, and gives the buffers back.
     """
     (path / TENSORS_DIR).mkdir(exist_ok=True)
     write_tensors = stage_sharded(path / TENSORS_DIR, tensors, buffers)
-    # Now: when the files are written, the group may have been closed.
+    # Read now: the process group may be closed when the files are written.
     rng, rank = _rng_copy(platform), collectives.rank()
 
     def write() -> None:
@@ -124,7 +105,7 @@ def _rng_copy(platform: PlatformBase) -> dict[str, Tensor]:
 def _write_small_files(
     path: Path, scalars: EngineScalars, rng: dict[str, Tensor], rank: int
 ) -> None:
-    """Random generators of this rank and, on rank 0, the scalars."""
+    """Write this rank's random generators and, on rank 0, the scalars."""
     (path / _RNG_DIR).mkdir(exist_ok=True)
     write_tensors(rng, path / _RNG_DIR / f"rank-{rank:05d}.safetensors")
     if rank == 0:
@@ -135,19 +116,9 @@ def _write_small_files(
 def load_engine_state(
     path: Path, tensors: Mapping[str, Tensor], lora: LoraConfig | None, platform: PlatformBase
 ) -> EngineScalars:
-    """Fill an engine's tensors in place, to continue; every rank calls it with the same path.
+    """Fill an engine's tensors in place; random generators too if the world size is the same.
 
-    Args:
-        path: what `save_engine_state` wrote.
-        tensors: as for `save_engine_state`; they are overwritten.
-        lora: shape of the engine's adapter, or None.
-        platform: its generators are restored when the world size is the same.
-
-    Returns:
-        The scalars of the checkpoint.
-
-    Raises:
-        CheckpointError: the directory is not a whole checkpoint of such an engine.
+    Every rank calls it. Raises `CheckpointError` if the checkpoint is incomplete or does not fit.
     """
     scalars = read_scalars(path)
     if scalars.lora != lora:
@@ -165,7 +136,7 @@ def load_engine_state(
 
 
 def _load_parts(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Load; where all of the model or of the optimizer is absent, say so: it may be a mistake."""
+    """Load the tensors; explain the error if the whole model or optimizer is absent."""
     try:
         load_sharded(path / TENSORS_DIR, tensors)
     except CheckpointError as error:
@@ -197,17 +168,7 @@ def _shown(lora: LoraConfig | None) -> str:
 
 
 def read_scalars(path: Path) -> EngineScalars:
-    """The content of a checkpoint's `engine.json`.
-
-    Args:
-        path: directory of the checkpoint.
-
-    Returns:
-        The scalars.
-
-    Raises:
-        CheckpointError: there is none, or it is of another schema.
-    """
+    """Return `engine.json`; raise `CheckpointError` if it is absent or has another schema."""
     try:
         text = (path / ENGINE_FILE).read_text(encoding="utf-8")
     except FileNotFoundError as error:

@@ -1,10 +1,9 @@
-"""Names of a model's tensors in memory, and those that `save_pretrained` gives them on disk.
+"""Map the names of a model's tensors in memory to those that `save_pretrained` writes.
 
-For most architectures they are the same. transformers fuses or renames some when it loads (the
-experts of a mixture, for one); then tensors are converted back one by one as they stream by.
-Promises: the streamed names are exactly those a conversion of the whole state would yield; an
-architecture whose tensors on disk need several tensors from memory is refused. Tensors are
-parameters and persistent buffers alike: `save_pretrained` writes both.
+transformers fuses or renames some tensors on load (such as the experts of a mixture); these are
+converted back one by one as they stream by. Persistent buffers are included.
+Promises: the streamed names are those that converting the whole state would give; an architecture
+whose tensors on disk combine several from memory is refused.
 """
 
 import re
@@ -29,21 +28,17 @@ from infra.errors import ConfigError
 
 
 def named_state(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and persistent buffers by name in memory, tied ones once, as registered."""
+    """Return parameters and persistent buffers by name in memory, tied ones once."""
     persistent = set(model.state_dict(keep_vars=True))
     buffers = [(name, b) for name, b in model.named_buffers() if name in persistent]
     return [*model.named_parameters(), *buffers]
 
 
 def keep_float32(model: PreTrainedModel) -> None:
-    """Give float32 to what is float32 in every model of this architecture, whatever its dtype.
+    """Cast to float32 the tensors that this architecture keeps in float32 at any model dtype.
 
-    What the architecture declares so, as `from_pretrained` does and `from_config` does not; and
-    floating persistent buffers, because training computes with them as they are while it casts
-    parameters.
-
-    Args:
-        model: may be without memory.
+    These are declared modules (`from_pretrained` casts them, `from_config` does not), and floating
+    persistent buffers, because training casts only parameters.
     """
     declared = [glob.replace("*", ".*") for glob in model._keep_in_fp32_modules_strict or ()]
     parameters = dict(model.named_parameters())
@@ -54,14 +49,7 @@ def keep_float32(model: PreTrainedModel) -> None:
 
 
 def float32_names(model: PreTrainedModel) -> frozenset[str]:
-    """Names on disk of what is float32 in a model.
-
-    Args:
-        model: may be without memory.
-
-    Returns:
-        The names; of a model in float32, all of them.
-    """
+    """Return the names on disk of a model's float32 tensors; a meta device is fine."""
     found: set[str] = set()
     for name, tensor in named_state(model):
         if tensor.dtype == torch.float32:
@@ -71,16 +59,9 @@ def float32_names(model: PreTrainedModel) -> frozenset[str]:
 
 
 def served_float32_names(hf_dir: Path, dtype: torch.dtype) -> frozenset[str]:
-    """What a rollout engine of this dtype holds in float32 all the same, by name on disk.
+    """Return the names on disk of tensors that a rollout engine of `dtype` keeps in float32.
 
-    Sender and receiver each find it from `config.json`, so nothing has to be asked for.
-
-    Args:
-        hf_dir: model directory; only its configuration is read.
-        dtype: of the rollout engine.
-
-    Returns:
-        The names; none where nothing is cast at all.
+    Sender and receiver both compute this from `config.json`. Empty if `dtype` is float32.
     """
     if dtype == torch.float32:
         return frozenset()
@@ -95,14 +76,7 @@ def served_float32_names(hf_dir: Path, dtype: torch.dtype) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor on disk lies inside a parameter or buffer in memory.
-
-    Attributes:
-        parameter: name in memory.
-        size: shape on disk.
-        stride: in elements of the parameter.
-        offset: of the first element.
-    """
+    """Strided view (in elements) of a parameter or buffer that is one tensor on disk."""
 
     parameter: str
     size: tuple[int, ...]
@@ -110,29 +84,20 @@ class Slot:
     offset: int
 
     def is_all_of(self, parameter: Tensor) -> bool:
-        """Whether the tensor on disk is the whole parameter, as it is."""
+        """Return True if the tensor on disk is the whole parameter, unchanged."""
         same = torch.empty(parameter.shape, device="meta")
         return (self.size, self.stride) == (tuple(same.shape), same.stride())
 
     def view(self, parameter: Tensor) -> Tensor:
-        """The part of the (contiguous) parameter, writable."""
+        """Return a writable view of this part of the (contiguous) parameter."""
         offset = parameter.storage_offset() + self.offset
         return parameter.detach().as_strided(self.size, self.stride, offset)
 
 
 def hub_slots(model: PreTrainedModel) -> dict[str, Slot]:
-    """Every tensor on disk as a part of one in memory, so that it can be written where it belongs.
+    """Return a slot for every tensor on disk, by name on disk, without allocating tensors.
 
-    Costs no memory, however large the tensors are.
-
-    Args:
-        model: with tensors of the final shapes.
-
-    Returns:
-        Slots by name on disk.
-
-    Raises:
-        ConfigError: a tensor on disk is no regular part of one in memory, or is joined of several.
+    Raises `ConfigError` if one is not a strided view of a tensor in memory, or joins several.
     """
     slots: dict[str, Slot] = {}
     computed: dict[str, str] = {}  # by name on disk
@@ -144,8 +109,8 @@ def hub_slots(model: PreTrainedModel) -> dict[str, Slot]:
         if repeated := converted.keys() & (slots.keys() | computed.keys()):
             raise _joined(model, repeated)
         for on_disk, part in converted.items():
-            # One that is only renamed comes back as the same object; an equal shape would not
-            # tell, and neither would the digest, which both sides compute of the tensors on disk.
+            # A renamed tensor comes back as the same object. Comparing shapes would miss a
+            # rearrangement, and so would digests: both sides compute them from tensors on disk.
             if part is empty:
                 slots[on_disk] = Slot(name, shape, parameter.stride(), 0)
             elif part.untyped_storage()._cdata == empty.untyped_storage()._cdata:
@@ -162,10 +127,7 @@ def hub_slots(model: PreTrainedModel) -> dict[str, Slot]:
 
 
 class _CopiesLeftOut(TorchFunctionMode):
-    """Conversions of a tensor without memory leave views of it, where they would make copies.
-
-    Their places are then known without a value: stacks of experts have billions.
-    """
+    """Makes conversions of a meta tensor return views, which locate the parts without computing."""
 
     def __torch_function__(
         self,
@@ -176,7 +138,7 @@ class _CopiesLeftOut(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.contiguous:
             return args[0]
-        # What was not copied may not be viewed otherwise.
+        # Tensor.view fails on a tensor that was not made contiguous.
         called = Tensor.reshape if func is Tensor.view else func
         return called(*args, **(kwargs or {}))
 
@@ -189,11 +151,7 @@ def _slot_of_view(parameter: str, part: Tensor) -> Slot:
 
 
 class HubNames:
-    """How one model's tensors are called on disk.
-
-    Args:
-        model: may be without memory, or sharded.
-    """
+    """Names on disk of one model's tensors; the model may be on the meta device, or sharded."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -206,19 +164,12 @@ class HubNames:
         self.identical = shapes.keys() == on_disk.keys() and all(
             on_disk[name] is shapes[name] for name in shapes
         )
-        """Whether names and tensors on disk are those in memory."""
+        """True if names and tensors on disk are those in memory."""
 
     def stream(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Rename, and where needed split, whole tensors as they come.
+        """Yield whole tensors, tied ones once, under their names on disk, split where needed.
 
-        Args:
-            named: (name in memory, whole tensor) of the whole model, tied ones once.
-
-        Yields:
-            tuple[str, Tensor]: name on disk, and tensor.
-
-        Raises:
-            ConfigError: this architecture cannot be converted one tensor at a time.
+        Raises `ConfigError` if the architecture cannot be converted one tensor at a time.
         """
         if self.identical:
             yield from named
@@ -229,7 +180,7 @@ class HubNames:
             if repeated := streamed & converted.keys():
                 raise _joined(self._model, repeated)
             streamed |= converted.keys()
-            # Nothing is kept here beside the next one.
+            # Free this tensor before the next one is made.
             del tensor
             for on_disk in list(converted):
                 yield on_disk, converted.pop(on_disk)

@@ -1,12 +1,10 @@
-"""A model is a Hugging Face directory on disk: found, checked, or made from scratch.
+"""Find, check and create Hugging Face model directories.
 
-Promises: a directory that passes `check_model_directory` has a config, a tokenizer and whole
-safetensors weights that are not quantized, needs no code of its own and holds the asked context;
-the check reads JSON and file headers only and costs milliseconds. A model made from scratch is
-bitwise the same for the same shape, tokenizer and seed.
-Does not promise: that transformers knows the architecture, or that the weights are finite; that is
-`check_finite`, which reads all of them.
-Torch and transformers are imported where they are used, so that a bad path costs no seconds.
+Promises: a directory that passes `check_model_directory` has a config, a tokenizer and complete,
+unquantized safetensors weights, needs no code of its own and supports the requested context. The
+check reads only JSON and file headers. A random model is bitwise reproducible.
+Does not promise: that transformers knows the architecture, or that weights are finite.
+Torch and transformers are imported inside functions, so that a bad path fails without that delay.
 """
 
 from __future__ import annotations
@@ -33,12 +31,12 @@ _HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merge
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 QUANTIZATION = ("quantization_config", "compression_config")
-"""What a configuration says of weights that are stored as codes and scales."""
+"""Keys of `config.json` that describe quantized weights."""
 _CODES = ("F8_", "F6_", "F4")
-"""How the names of safetensors' floating types of one byte or less begin."""
+"""Prefixes of the safetensors names of floating types of one byte or less."""
 _UNQUANTIZED = "give the unquantized weights of this model"
 _SCORE_HEAD = "score.weight"
-"""What transformers calls the head of a sequence classification model."""
+"""Name of the head's weight in transformers' sequence classification models."""
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -47,15 +45,8 @@ def create_random_model(
 ) -> None:
     """Write a float32 model with random weights, its tokenizer and its generation config.
 
-    Args:
-        architecture: shape of the model.
-        tokenizer_dir: directory of the tokenizer; its length becomes the vocabulary.
-        max_length: context in tokens.
-        seed: the only source of randomness; the caller's generators are not touched.
-        out_dir: created; existing files of the same names are replaced.
-
-    Raises:
-        ConfigError: transformers has no causal LM of that type.
+    Only `seed` sets the weights; global generators keep their state. Files in `out_dir` are
+    replaced. Raises `ConfigError` if transformers has no causal LM of that type.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -95,14 +86,7 @@ def create_random_model(
 
 
 def load_tokenizer(path: Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory.
-
-    Args:
-        path: a model or tokenizer directory.
-        chat_template: Jinja text that replaces the tokenizer's own template.
-
-    Returns:
-        The tokenizer.
+    """Load a tokenizer, with its own chat template or the given Jinja text.
 
     Raises:
         ConfigError: there is no tokenizer that transformers can load without running its code.
@@ -119,19 +103,10 @@ def load_tokenizer(path: Path, chat_template: str | None = None) -> PreTrainedTo
 
 
 def resolve_model(model: ModelConfig | NamedModelConfig, max_length: int | None) -> Path:
-    """The checked local directory of a pretrained model, downloaded when it is a hub id.
+    """Return the checked local directory of a pretrained model; download it if `path` is a hub id.
 
-    Only safetensors, JSON and tokenizer files are fetched, never pickles or code.
-
-    Args:
-        model: with a `path`.
-        max_length: context that will be needed; None: what it was built for.
-
-    Returns:
-        The directory; of a hub id, that of the planned commit in the hub's cache.
-
-    Raises:
-        ConfigError: the path or hub id leads nowhere, or the directory is not usable.
+    Only safetensors, JSON and tokenizer files are fetched. Raises `ConfigError` if nothing is
+    there, or the directory is not usable.
     """
     if model.path is None:
         raise ConfigError(_FIELD, "missing; give a directory or a hub id")
@@ -143,14 +118,9 @@ def resolve_model(model: ModelConfig | NamedModelConfig, max_length: int | None)
 
 
 def check_model_directory(path: Path, *, max_length: int | None = None) -> None:
-    """Refuse a directory that cannot be trained from; imports neither torch nor transformers.
+    """Raise `ConfigError` for a directory that cannot be trained from; imports no torch.
 
-    Args:
-        path: a Hugging Face model directory.
-        max_length: context that will be needed; None does not check it.
-
-    Raises:
-        ConfigError: what is missing, damaged or refused, and what to do.
+    `max_length` is the required context in tokens; None does not check it.
     """
     if not path.is_dir():
         raise ConfigError(_FIELD, f"{path} does not exist (cwd is {Path.cwd()}); give a directory")
@@ -174,14 +144,7 @@ def check_model_directory(path: Path, *, max_length: int | None = None) -> None:
 
 
 def check_finite(path: Path) -> None:
-    """Refuse weights that training could only spoil further, one tensor in memory at a time.
-
-    Args:
-        path: a directory that `check_model_directory` took.
-
-    Raises:
-        ConfigError: names the first tensor with a NaN or an infinity, and how many it holds.
-    """
+    """Raise `ConfigError` at the first tensor with NaN or infinite values; loads one at a time."""
     import torch
     from safetensors import safe_open
 
@@ -200,21 +163,13 @@ def check_finite(path: Path) -> None:
 
 
 def num_parameters(path: Path) -> int:
-    """How many numbers the weights of a model directory are."""
+    """Return the number of elements in the weights of a model directory."""
     entries = [entry for file in _weight_files(path) for entry in _header(file).values()]
     return sum(math.prod(entry["shape"]) for entry in entries)
 
 
 def check_reward_model(path: Path, *, max_length: int | None) -> None:
-    """Refuse a directory that does not hold a model of one score per conversation.
-
-    Args:
-        path: a Hugging Face model directory.
-        max_length: context that will be needed; None: any.
-
-    Raises:
-        ConfigError: as `check_model_directory`; or there is no head, or one of several outputs.
-    """
+    """Raise `ConfigError` unless the directory holds a model with a single-output score head."""
     check_model_directory(path, max_length=max_length)
     shapes = {
         name: value["shape"] for f in _weight_files(path) for name, value in _header(f).items()
@@ -230,24 +185,23 @@ def check_reward_model(path: Path, *, max_length: int | None) -> None:
 
 
 VISION_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Architectures whose images are patches with a grid, and whose positions follow the grid: those
-that are trained and sampled from."""
+"""Supported vision-language architectures: images are a grid of patches that positions follow."""
 
 
 def vision_model_type(path: Path) -> str | None:
-    """Model type of a vision-language model's directory; None when the model sees no images."""
+    """Return the model type of a vision-language model's directory; None for a text model."""
     config = read_json(path / "config.json")
     return str(config.get("model_type")) if config.get("vision_config") else None
 
 
 def stored_tensor_names(path: Path) -> list[str]:
-    """Names of the tensors in a model directory's safetensors files, sorted."""
+    """Return the sorted names of the tensors in a model directory's safetensors files."""
     return sorted(name for file in _weight_files(path) for name in _header(file))
 
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Scope in which transformers draws no progress bars into a job's log."""
+    """Turn off transformers' progress bars within the context, to keep them out of job logs."""
     from transformers.utils import logging
 
     enabled = logging.is_progress_bar_enabled()
@@ -273,7 +227,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model directory; empty when the file is absent."""
+    """Return the object in a JSON file of a model directory; empty if the file is absent."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -286,14 +240,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def stated_context(path: Path) -> int | None:
-    """Longest sequence that a model computes as it does any shorter one.
-
-    Args:
-        path: of a model directory.
-
-    Returns:
-        In tokens; None where its configuration names no limit.
-    """
+    """Return the maximum sequence length in tokens by context and `rotary_limit`, or None."""
     config = _read_config(path)
     limits = (_built_for(config), rotary_limit(_text_config(config)))
     return min((limit for limit in limits if limit is not None), default=None)
@@ -327,7 +274,7 @@ def _check_context(path: Path, config: dict[str, Any], max_length: int | None) -
 
 
 def _check_unquantized(path: Path, config: Mapping[str, Any]) -> None:
-    """Codes without their scales would be taken for weights; reads the header of every file."""
+    """Refuse quantized weights: their codes would be read as weights without the scales."""
     for section in (config, _text_config(config)):
         for name in QUANTIZATION:
             if found := section.get(name):
@@ -348,16 +295,10 @@ def _check_unquantized(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def rotary_limit(config: Mapping[str, Any]) -> int | None:
-    """Longest sequence up to which rotary angles do not depend on what else is in the batch.
+    """Return the sequence length in tokens up to which rotary angles do not depend on the batch.
 
     LongRoPE (arXiv:2402.13753) changes its factors, and dynamic NTK scaling its base, for all
-    sequences at once when the longest of them is longer.
-
-    Args:
-        config: of a text model, as in `config.json`.
-
-    Returns:
-        In tokens; None where the angles never change.
+    sequences when the longest one exceeds the limit. None if the angles never change.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     limits: list[int | None] = []
@@ -398,7 +339,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """Entries of a safetensors header, once the size it promises was compared with the file's."""
+    """Return the entries of a safetensors header; check the stated size against the file's."""
     with path.open("rb") as file:
         prefix = file.read(8)
         (header_bytes,) = struct.unpack("<Q", prefix) if len(prefix) == 8 else (0,)

@@ -1,9 +1,4 @@
-"""A low-rank adapter as files that PEFT and vLLM load.
-
-Promises: `adapter_model.safetensors` and `adapter_config.json`, as `PeftModel.save_pretrained`
-writes them.
-Does not know where the tensors come from.
-"""
+"""Write a low-rank adapter as PEFT's `save_pretrained` does; PEFT and vLLM load it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,15 +19,11 @@ def write_peft_adapter(
     target_modules: Sequence[str] | str,
     heads: Sequence[str] = (),
 ) -> None:
-    """Write an adapter.
+    """Write an adapter into an existing directory.
 
-    Args:
-        path: an existing directory.
-        tensors: whole, on the CPU; a module's are called as it is, with `lora_A.weight`,
-            `lora_B.weight` and `lora_magnitude_vector`.
-        lora: its shape.
-        target_modules: last parts of the modules' names, or a pattern of whole names.
-        heads: modules that were trained whole and are among the tensors.
+    Tensors are whole, on the CPU, named by module with `lora_A.weight`, `lora_B.weight` and
+    `lora_magnitude_vector`. `target_modules` are last parts of names, or a pattern of whole names;
+    `heads` are modules that were trained in full.
     """
     named = {f"{_PREFIX}{name}": tensor for name, tensor in sorted(tensors.items())}
     write_tensors(named, path / "adapter_model.safetensors", metadata={"format": "pt"})

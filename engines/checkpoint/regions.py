@@ -1,7 +1,7 @@
-"""Rectangular parts of tensors into the files of `sharded`, for tensors that are no DTensors.
+"""Write rectangular regions of plain tensors as files that `sharded` reads.
 
-Promises: the directory reads like one that `save_sharded` wrote, whoever cut the tensors; no two
-files of a rank are needed in memory at once; a full disk on one rank is an error on all.
+Promises: the directory reads like one from `save_sharded`, however the tensors were cut; at most
+`_MAX_FILE_BYTES`, or one larger region, are held in memory.
 """
 
 import json
@@ -21,13 +21,7 @@ _MAX_FILE_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class Region:
-    """A rectangular part of a tensor, for backends whose tensors are no DTensors.
-
-    Attributes:
-        name: of the tensor.
-        offsets: of the part in the tensor.
-        values: of the part.
-    """
+    """The part of the tensor `name` that begins at `offsets`, for backends without DTensors."""
 
     name: str
     offsets: tuple[int, ...]
@@ -35,15 +29,10 @@ class Region:
 
 
 def save_regions(path: Path, regions: Iterable[Region]) -> None:
-    """Write this rank's parts of the tensors as they come; every rank calls it.
+    """Write this rank's regions as they come; every rank calls it.
 
-    Args:
-        path: an existing directory, shared by all ranks.
-        regions: no two ranks have the same; always walked to the end, for making them may be
-            collective. At most `_MAX_FILE_BYTES` of them are held at a time.
-
-    Raises:
-        OSError: on every rank, when the disk of any one is full or fails.
+    No two ranks have the same region. `regions` is iterated to the end, because producing them may
+    use collectives. Raises `OSError` on every rank, if the disk of one is full or fails.
     """
     writer = _RegionWriter(path, collectives.rank())
     problem: OSError | None = None
@@ -65,15 +54,10 @@ def save_regions(path: Path, regions: Iterable[Region]) -> None:
 def stage_regions(
     path: Path, regions: Iterable[Region], buffers: StagingBuffers
 ) -> Callable[[], None]:
-    """Copy this rank's parts to the host; every rank calls it.
+    """Copy this rank's regions to the host and return a function that writes them.
 
-    Args:
-        path: an existing directory, shared by all ranks.
-        regions: as for `save_regions`; their tensors may change as soon as this returns.
-        buffers: to copy into; given back once they are written.
-
-    Returns:
-        Writes the copies, for any thread: it uses no collective and raises `OSError`.
+    Every rank calls it; the tensors may change afterwards. The returned function may run on any
+    thread: it uses no collective, raises `OSError`, and gives the buffers back.
     """
     staged = [
         replace(region, values=buffers.copy((region.name, region.offsets), region.values.detach()))
@@ -103,7 +87,7 @@ class _RegionWriter:
         self._size_bytes = 0
 
     def add(self, region: Region) -> None:
-        """Take in one region, contiguous on the CPU; writes when enough are held."""
+        """Add a region, contiguous on the CPU; a full file is written first."""
         size = region.values.numel() * region.values.element_size()
         if self._size_bytes and self._size_bytes + size > _MAX_FILE_BYTES:
             self.flush()
@@ -115,7 +99,7 @@ class _RegionWriter:
         self._size_bytes += size
 
     def flush(self) -> None:
-        """Write what is held."""
+        """Write the held regions."""
         for file in self._files:
             offsets = {name: {"saved_offsets": list(r.offsets)} for name, r in file.items()}
             name = f"shard-{self._rank:05d}-{self._num_written:05d}.safetensors"

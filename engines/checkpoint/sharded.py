@@ -1,12 +1,10 @@
 """Sharded, reshardable state: torch.distributed.checkpoint over plain safetensors files.
 
-Promises: no pickle is written or read; equal state at an equal world size gives equal bytes (no
-ids, times or paths); a save at world size N loads at world size M, each rank reading only the
-slices it holds. Does not promise durability or atomicity: that is `step_store`'s work.
-
-torch's own `HuggingFaceStorageWriter` is not used for writing: its safetensors header carries
-several metadata keys, which the format stores in random order.
-Layout of a directory: `shard-<rank>-<part>.safetensors`, offsets in the header.
+Promises: no pickle; equal state at an equal world size gives equal bytes; a save at world size N
+loads at world size M, and each rank reads only its slices. Does not promise durability or
+atomicity, which `step_store` provides.
+torch's own `HuggingFaceStorageWriter` is not used: its header keys are stored in random order.
+Files are named `shard-<rank>-<part>.safetensors`, with the offsets in the header.
 """
 
 import json
@@ -35,19 +33,15 @@ from engines.checkpoint.tensor_files import disk_error, write_tensors
 from engines.errors import CheckpointError
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
-"""Header key under which `HuggingFaceStorageReader` looks for the offsets of a file's pieces."""
+"""Header key from which `HuggingFaceStorageReader` reads the offsets of a file's pieces."""
 _MAX_FILE_BYTES = 2 << 30
 
 
 def save_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write this rank's pieces of the tensors; every rank calls it.
+    """Write this rank's pieces into an existing directory; every rank calls it.
 
-    Args:
-        path: an existing directory, shared by all ranks.
-        tensors: by name; DTensors are written in pieces, plain tensors by one rank.
-
-    Raises:
-        OSError: on every rank, when the disk of any one is full or fails.
+    Each rank writes its piece of a DTensor; one rank writes a plain tensor. Raises `OSError` on
+    every rank, if the disk of one is full or fails.
     """
     with _no_group_needed(), _own_errors("save", path):
         state_dict_saver.save(
@@ -58,15 +52,10 @@ def save_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def stage_sharded(
     path: Path, tensors: Mapping[str, Tensor], buffers: StagingBuffers
 ) -> Callable[[], None]:
-    """Copy this rank's pieces to the host; every rank calls it.
+    """Copy this rank's pieces to the host and return a function that writes them.
 
-    Args:
-        path: an existing directory, shared by all ranks.
-        tensors: by name; may change as soon as this returns.
-        buffers: to copy into; given back once they are written.
-
-    Returns:
-        Writes the copies, for any thread: it uses no collective and raises `OSError`.
+    Every rank calls it; the tensors may change afterwards. The returned function may run on any
+    thread: it uses no collective, raises `OSError`, and gives the buffers back.
     """
     writer = _SafetensorsWriter(path, buffers)
     with _no_group_needed(), _own_errors("save", path):
@@ -77,11 +66,7 @@ def stage_sharded(
 def load_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill the tensors in place from files of any world size; every rank calls it.
 
-    Also reads an ordinary Hugging Face directory of safetensors files.
-
-    Args:
-        path: directory of the files.
-        tensors: by name; their values are overwritten, what else the files hold is ignored.
+    Also reads an ordinary Hugging Face directory. Extra tensors in the files are ignored.
 
     Raises:
         CheckpointError: a tensor is absent, damaged or has another shape.
@@ -98,19 +83,19 @@ def _alone() -> bool:
 
 @contextmanager
 def _no_group_needed() -> Iterator[None]:
-    """Without a process group torch warns that it assumes one process, which is what we mean."""
+    """Silence torch's warning that without a process group it assumes a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 class _Reader(HuggingFaceStorageReader):
-    """Keeps a read error: torch takes it for files that hold no such thing, and says only that."""
+    """Keeps a read error, which torch would report only as files of the wrong kind."""
 
     problem: OSError | None = None
 
     def read_metadata(self) -> Metadata:
-        """As the parent's."""
+        """Read the headers of the files, and keep the error if that fails."""
         try:
             return super().read_metadata()
         except (SafetensorError, OSError, RuntimeError) as error:
@@ -121,7 +106,7 @@ class _Reader(HuggingFaceStorageReader):
 
 @contextmanager
 def _own_errors(doing: str, path: Path, reader: _Reader | None = None) -> Iterator[None]:
-    """Unwrap torch's `CheckpointException`, which no `except Exception` would catch."""
+    """Unwrap torch's `CheckpointException`, which is not a subclass of `Exception`."""
     try:
         yield
     except CheckpointException as error:
@@ -139,17 +124,12 @@ def _translated(doing: str, path: Path, error: BaseException) -> Exception:
 
 
 class _SafetensorsWriter(StorageWriter):
-    """DCP storage that writes a rank's pieces as safetensors files with one metadata key.
-
-    Args:
-        path: of the files.
-        buffers: copy into these instead, until `write_staged`.
-    """
+    """Writes or stages a rank's pieces as safetensors files with one metadata key."""
 
     def __init__(self, path: Path, buffers: StagingBuffers | None = None) -> None:
         super().__init__()
         self._path = path
-        # Now: when staged copies are written, the group may have been closed.
+        # Read now: the process group may be closed when staged copies are written.
         self._rank = collectives.rank()
         self._buffers = buffers
         self._staged: list[tuple[dict[str, Tensor], dict[str, dict[str, list[int]]]]] = []
@@ -171,21 +151,21 @@ class _SafetensorsWriter(StorageWriter):
         write_tensors(tensors, self._path / name, {SHARDING_INFO: info})
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept between saves."""
+        """Do nothing: no state is kept between saves."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The directory is the caller's to make."""
+        """Do nothing: the caller creates the directory."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As planned."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As planned."""
+        """Return the plans unchanged."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's pieces, as many files as the size asks for."""
+        """Write or stage this rank's pieces, split into files of limited size."""
         results: list[WriteResult] = []
         for part, items in enumerate(_parts(plan.items)):
             tensors: dict[str, Tensor] = {}
@@ -209,15 +189,15 @@ class _SafetensorsWriter(StorageWriter):
         if self._buffers is not None:
             return self._buffers.copy(key, value)
         piece = value.cpu().contiguous()
-        # A view would drag its whole storage into the file.
+        # A view would write its whole storage into the file.
         return piece.clone() if _is_view(piece) else piece
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """No index is written: the headers say everything."""
+        """Do nothing: the headers replace an index."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Only used through an instance."""
+        """Return False: the writer is only used through an instance."""
         return False
 
 
@@ -232,7 +212,7 @@ def _is_view(tensor: Tensor) -> bool:
 
 
 def _parts(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Non-empty pieces by name, cut into files."""
+    """Yield the non-empty pieces, sorted by name and split into files."""
     part: list[WriteItem] = []
     size = 0
     for item in sorted(items, key=lambda item: item.index.fqn):
@@ -257,14 +237,7 @@ class _Piece:
 
 
 class ShardedReader:
-    """Whole tensors of a sharded directory, one at a time, without a process group.
-
-    Args:
-        path: a directory written by `save_sharded`.
-
-    Raises:
-        CheckpointError: it holds no shard, or a shard has no offsets.
-    """
+    """Reads whole tensors or regions of a `save_sharded` directory without a process group."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -290,14 +263,14 @@ class ShardedReader:
                 self._pieces.setdefault(name, []).append(piece)
 
     def names(self) -> list[str]:
-        """Names of the tensors, sorted."""
+        """Return the sorted names of the tensors."""
         return sorted(self._pieces)
 
     def __contains__(self, name: str) -> bool:
         return name in self._pieces
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
+        """Return the shape of the whole tensor."""
         ends = [
             [o + n for o, n in zip(piece.offsets, piece.shape, strict=True)]
             for piece in self._pieces[name]
@@ -305,34 +278,12 @@ class ShardedReader:
         return tuple(max(column) for column in zip(*ends, strict=True))
 
     def read(self, name: str) -> Tensor:
-        """Put a tensor's pieces together.
-
-        Args:
-            name: one of `names()`.
-
-        Returns:
-            The whole tensor, on the CPU.
-
-        Raises:
-            CheckpointError: pieces are missing.
-        """
+        """Return the whole tensor on the CPU."""
         shape = self.shape(name)
         return self.read_region(name, (0,) * len(shape), shape)
 
     def read_region(self, name: str, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Put a rectangular part of a tensor together, reading no more than it.
-
-        Args:
-            name: one of `names()`.
-            offsets: of the part in the tensor.
-            shape: of the part.
-
-        Returns:
-            The part, on the CPU.
-
-        Raises:
-            CheckpointError: pieces are missing.
-        """
+        """Return a rectangular region of a tensor on the CPU; only that region is read."""
         part: Tensor | None = None
         filled = 0
         for piece in self._pieces[name]:

@@ -1,8 +1,7 @@
-"""Host memory that a checkpoint is copied into, kept for the next one.
+"""Host memory for checkpoint copies, reused by the next checkpoint.
 
-Fresh memory costs more than the copy: the operating system hands it out page by page. Kept, a
-rank holds one more copy of its state on the host for as long as its engine lives.
-Promises: memory that was lent is not lent again before it is given back, from whatever thread.
+Fresh memory costs more than the copy, because the operating system provides it page by page. So a
+rank keeps one more copy of its state on the host. A lent buffer is not lent again.
 """
 
 import torch
@@ -10,22 +9,14 @@ from torch import Tensor
 
 
 class StagingBuffers:
-    """Buffers by key; pinned where the values come from an accelerator."""
+    """Buffers by key; pinned if the values come from an accelerator."""
 
     def __init__(self) -> None:
         self._free: dict[object, Tensor] = {}
 
     def copy(self, key: object, value: Tensor) -> Tensor:
-        """Copy a value to the host.
-
-        Args:
-            key: the same for the same tensor of each checkpoint.
-            value: on any device.
-
-        Returns:
-            A contiguous copy on the CPU, lent until it is given back.
-        """
-        # One step, so that no other thread can take the same buffer.
+        """Return a contiguous CPU copy, lent until `give_back`; each tensor has its own `key`."""
+        # pop is atomic, so that no other thread can take the same buffer.
         buffer = self._free.pop(key, None)
         if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
             pinned = value.device.type != "cpu"
@@ -33,10 +24,5 @@ class StagingBuffers:
         return buffer.copy_(value)
 
     def give_back(self, key: object, buffer: Tensor) -> None:
-        """End a loan.
-
-        Args:
-            key: it was lent under.
-            buffer: what `copy` returned; nobody reads it any more.
-        """
+        """Return a buffer that `copy` lent under this key; it must not be read any more."""
         self._free[key] = buffer

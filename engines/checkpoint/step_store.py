@@ -1,16 +1,13 @@
-"""Step checkpoints of one stage on disk: published whole, newest valid one wins.
+"""Step checkpoints of one stage on disk; the newest valid one is used to resume.
 
-Promises: a checkpoint appears under its name only when every byte is durable and its manifest
-verifies; a process killed at any point leaves the older ones usable; rotation happens after
-publishing and always leaves the newest two or more; a damaged checkpoint is skipped with a
-warning, a read error is raised and never taken for damage; a step asked for by number is
-loaded or refused, never replaced by another.
-Does not promise: several writers at once. One process saves, whoever wrote the files;
-`before_publish` is where one that was replaced is stopped.
+Promises: a checkpoint appears under its name only when it is durable and its manifest verifies; a
+process killed at any point leaves the older ones usable; rotation keeps at least two; a damaged
+checkpoint is skipped with a warning, while a read error is raised; a step requested by number is
+never replaced by another. Does not promise: concurrent publishers.
 
-    <root>/step-00000050/checkpoint/...   what the engine wrote
+    <root>/step-00000050/checkpoint/...   files of the engine
                          trainer.json     `TrainerState`
-                         manifest.json    last
+                         manifest.json    written last
 """
 
 import errno
@@ -41,12 +38,7 @@ _MIN_KEEP = 2
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What a trainer needs beside its engine's state to continue after a step.
-
-    Attributes:
-        step: steps done; the data order is a pure function of it.
-        values: anything else a trainer keeps between steps, as JSON scalars.
-    """
+    """State of a trainer besides its engine's; the data order is a pure function of `step`."""
 
     step: int
     values: Mapping[str, int | float | str] = field(default_factory=dict)
@@ -54,13 +46,7 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class StepCheckpoint:
-    """A verified checkpoint.
-
-    Attributes:
-        step: its number.
-        path: directory of the engine's files.
-        state: of the trainer.
-    """
+    """A verified checkpoint; `path` is the directory of the engine's files."""
 
     step: int
     path: Path
@@ -68,14 +54,10 @@ class StepCheckpoint:
 
 
 class StepCheckpoints:
-    """The step checkpoints below one directory.
+    """The step checkpoints below `root`, which all attempts of a stage share.
 
-    Args:
-        root: shared by all attempts of a stage; created when the first one is saved.
-        keep: how many to keep, at least 2.
-        first_bytes: that the first one is expected to have.
-        before_publish: called when a checkpoint is written whole and has no name yet; what it
-            raises leaves those that are there as they are.
+    `keep` is at least 2. `first_bytes` is the expected size of the first one. `before_publish` is
+    called when one is complete but has no name yet; it raises if this attempt has been replaced.
     """
 
     def __init__(
@@ -93,28 +75,22 @@ class StepCheckpoints:
         self._before_publish = before_publish
 
     def beside(self, name: str) -> "StepCheckpoints":
-        """Checkpoints of their own below the same directory, which no resume finds.
+        """Return a separate set in a subdirectory that a resume ignores.
 
-        Before the first they wait for as much room as the newest one here has.
+        Its first checkpoint waits for as much free disk space as the newest one here takes.
         """
         size_bytes, before = self._newest_bytes(), self._before_publish
         return StepCheckpoints(self._root / name, self._keep, size_bytes, before)
 
     def save(self, step: int, write: Callable[[Path], None], state: TrainerState) -> StepCheckpoint:
-        """Publish a checkpoint, then remove the oldest.
+        """Publish the files that `write` puts into its argument, then remove old checkpoints.
 
-        Args:
-            step: its number; if it is already there with other content, it is replaced.
-            write: writes the engine's files into the empty directory it is given.
-            state: of the trainer after that step.
-
-        Returns:
-            The published checkpoint.
+        Other content of the same step is replaced. On an error existing checkpoints are untouched.
 
         Raises:
-            DeadlineError: the disk had no room for as much as the newest one takes.
-            OSError: the disk fails, or became full meanwhile; what was there before is untouched.
-            PipelineError: what `before_publish` raises; the same.
+            DeadlineError: the disk never had as much room as the newest checkpoint takes.
+            OSError: the disk failed or became full.
+            PipelineError: raised by `before_publish`.
         """
         if state.step != step:
             raise ValueError(f"the trainer is at step {state.step}, the checkpoint at {step}")
@@ -139,17 +115,11 @@ class StepCheckpoints:
         return StepCheckpoint(step, final / CHECKPOINT_DIR, state)
 
     def steps(self) -> list[int]:
-        """Numbers of the published checkpoints, ascending; whether they verify is not said."""
+        """Return the steps of the published checkpoints, ascending; they are not verified."""
         return list(step_directories(self._root))
 
     def latest_valid(self, last: int | None = None) -> StepCheckpoint | None:
-        """Find what to continue from.
-
-        Args:
-            last: those of later steps are left aside; None: there is no limit.
-
-        Returns:
-            The newest checkpoint that verifies; None when none was ever published.
+        """Return the newest checkpoint up to `last` that verifies; None if none was ever published.
 
         Raises:
             CheckpointError: there are checkpoints, and all of them are damaged.
@@ -162,17 +132,7 @@ class StepCheckpoints:
         return _read(newest[1]) if newest else None
 
     def load(self, step: int) -> StepCheckpoint:
-        """The checkpoint of exactly that step.
-
-        Args:
-            step: its number.
-
-        Returns:
-            The checkpoint, verified.
-
-        Raises:
-            CheckpointError: it is absent or damaged; lists those that are there.
-        """
+        """Return that step's verified checkpoint; `CheckpointError` if absent or damaged."""
         try:
             found = _read(verify_step(self._root, step)[0])
         except ArtifactError as error:
@@ -183,29 +143,26 @@ class StepCheckpoints:
         return found
 
     def _digest(self, directory: Path) -> str | None:
-        """Digest of a published checkpoint; None when it is absent or damaged."""
+        """Return the digest of a published checkpoint; None if it is absent or damaged."""
         try:
             return verify_directory(directory, kind=STEP_KIND).digest
         except (ArtifactNotFoundError, ArtifactCorruptError):
             return None
 
     def _check_room(self) -> None:
-        """Before the ranks begin: what they write together they cannot write again."""
+        """Check free space before the ranks start, as they cannot repeat a joint write."""
         free = shutil.disk_usage(self._root).free
         if free <= self._newest_bytes():
             needed = self._newest_bytes()
             raise OSError(errno.ENOSPC, f"{free} bytes are free, the newest has {needed}")
 
     def _newest_bytes(self) -> int:
-        """Bytes of the newest checkpoint, or those that the first is expected to have."""
+        """Return the size of the newest checkpoint, or the expected size of the first."""
         newest = [*step_directories(self._root).values()][-1:]
         return sum(_num_bytes(paths[-1]) for paths in newest) or self._first_bytes
 
     def _write(self, write: Callable[[Path], None], tmp: Path) -> None:
-        """Have the engine write; a disk that became full is told with what there was and is needed.
-
-        Of the first checkpoint nobody knows how much it needs: more than it has by then.
-        """
+        """Let the engine write; a disk-full error tells the free and the needed bytes."""
         try:
             write(tmp / CHECKPOINT_DIR)
         except OSError as error:
@@ -218,7 +175,7 @@ class StepCheckpoints:
             raise OSError(error.errno, said, str(self._root)) from error
 
     def _publish(self, step: int, tmp: Path, digest: str) -> Path:
-        """Give a complete checkpoint its name; other content of that step goes afterwards."""
+        """Give a complete checkpoint its name, then remove other content of the same step."""
         there = []
         for path in step_directories(self._root).get(step, []):
             found = self._digest(path)

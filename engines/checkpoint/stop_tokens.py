@@ -8,18 +8,7 @@ from engines.errors import RolloutError
 
 
 def eos_token_ids(hf_dir: Path, config: PretrainedConfig) -> frozenset[int]:
-    """What `generate` would stop at: generation_config.json, else config.json.
-
-    Args:
-        hf_dir: model directory.
-        config: of the text model in it.
-
-    Returns:
-        Token ids; none where neither file names one.
-
-    Raises:
-        RolloutError: what is named is no list of token ids.
-    """
+    """Return the ids that `generate` stops at: from generation_config.json, else config.json."""
     source: GenerationConfig | PretrainedConfig = config
     if (hf_dir / "generation_config.json").is_file():
         source = GenerationConfig.from_pretrained(hf_dir, local_files_only=True)

@@ -1,4 +1,4 @@
-"""The RL algorithm: estimators and losses by the names that users of verl know."""
+"""The RL algorithm and its rewards; estimators and losses have verl's names."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from engines.config.base import NotIdentity, StrictModel
 from engines.config.model import JudgeConfig, JudgingModelConfig, RewardModelConfig
 
 MIXTURE = "mixture"
-"""Name of the reward that is made of components."""
+"""Name of the reward that combines components."""
 _PYTHON = ".py"
 
 LossAggMode = Literal[
@@ -27,7 +27,7 @@ class FilterGroupsConfig(StrictModel):
 
     enable: bool = False
     max_num_gen_batches: int = Field(default=4, ge=1)
-    """Generation batches one step may spend to fill itself; then it trains on what it has."""
+    """Most generation batches of one step; after them it trains on the groups that it has."""
 
 
 class OverlongConfig(StrictModel):
@@ -39,7 +39,7 @@ class OverlongConfig(StrictModel):
 
 
 class PfPpoConfig(StrictModel):
-    """PF-PPO (arXiv:2409.06957): the answers to each prompt are drawn again by their rewards."""
+    """PF-PPO (arXiv:2409.06957): resample the answers to each prompt by their rewards."""
 
     enable: bool = False
     reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
@@ -48,24 +48,24 @@ class PfPpoConfig(StrictModel):
 
 
 class KlControlConfig(StrictModel):
-    """The coefficient of a KL in the reward."""
+    """The coefficient of the KL in the reward."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    """`adaptive` steers the KL of a step to `target_kl` (arXiv:1909.08593 sec. 2.2)."""
+    """`adaptive` steers the KL of a step towards `target_kl` (arXiv:1909.08593 sec. 2.2)."""
     kl_coef: float = Field(default=0.001, ge=0)
-    """The coefficient, or the first one."""
+    """The coefficient; for `adaptive`, its initial value."""
     horizon: float = Field(default=10_000, gt=0)
-    """Samples over which an error of the KL changes the coefficient by its own factor."""
+    """Samples over which a relative KL error changes the coefficient by that same factor."""
     target_kl: float = Field(default=0.1, gt=0)
-    """Nats per token, averaged over each answer and then over the answers of a step."""
+    """Target in nats per token, averaged over each answer and then over the answers of a step."""
 
 
 class AlgorithmConfig(StrictModel):
-    """One policy-gradient algorithm, put together from registered parts."""
+    """One policy-gradient algorithm, composed of registered parts."""
 
     adv_estimator: str = "grpo"
     norm_adv_by_std_in_grpo: bool = True
-    """False is Dr. GRPO (arXiv:2503.20783), to be paired with `seq-mean-token-sum-norm`."""
+    """false is Dr. GRPO (arXiv:2503.20783); pair it with `seq-mean-token-sum-norm`."""
     loss_mode: str = "vanilla"
     clip_ratio: float = Field(default=0.2, gt=0)
     clip_ratio_low: float | None = Field(default=None, gt=0)
@@ -81,14 +81,14 @@ class AlgorithmConfig(StrictModel):
     use_kl_loss: bool = False
     kl_loss_coef: float = Field(default=0.001, ge=0)
     kl_loss_type: str = "low_var_kl"
-    """`kl`|`k1`, `abs`, `mse`|`k2`, `low_var_kl`|`k3`; a trailing `+` takes the k2 gradient."""
+    """`kl`|`k1`, `abs`, `mse`|`k2`, `low_var_kl`|`k3`; a trailing `+` uses the k2 gradient."""
     use_kl_in_reward: bool = False
-    """Take the KL to the reference off the reward of each token."""
+    """Subtract the KL to the reference from the reward of each token."""
     kl_penalty: str = "kl"
-    """Its estimator; names as of `kl_loss_type`, without `+`: it has no gradient."""
+    """Estimator of the KL in the reward; named like `kl_loss_type`, without `+` (no gradient)."""
     kl_ctrl: KlControlConfig = KlControlConfig()
     positive_nll_coef: float = Field(default=0.0, ge=0)
-    """Weight of the negative log-likelihood of right answers (VAPO, arXiv:2504.05118 sec. 4.3)."""
+    """Weight of the negative log-likelihood of correct answers (VAPO, arXiv:2504.05118 4.3)."""
     pf_ppo: PfPpoConfig = PfPpoConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     overlong: OverlongConfig = OverlongConfig()
@@ -111,36 +111,34 @@ class AlgorithmConfig(StrictModel):
 class MismatchConfig(StrictModel):
     """Bounds of |rollout logprob - training logprob| of the sampled tokens, in nats.
 
-    Where both use the same weights and distribution only rounding is left, so a step beyond a
-    bound stops the run. So does a difference that is no finite number, whatever is set here.
+    With equal weights and distributions only rounding remains, so a step beyond a bound stops the
+    run. A non-finite difference always stops it.
     """
 
     enable: bool = True
-    """False bounds nothing, for a sampling distribution that is cut by `top_p`, `top_k` or a
-    form of the answers."""
+    """false sets no bounds; for sampling cut by `top_p`, `top_k` or structured output."""
     mean: float | None = Field(default=None, gt=0)
-    """Over the sampled tokens of a step; null is 1e-4 in float32 and 0.1 in bfloat16."""
+    """Largest mean over the sampled tokens of a step; null: 1e-4 in float32, 0.1 in bfloat16."""
     max: float | None = Field(default=None, gt=0)
-    """Largest logprob difference of one token; null: 0.01 in float32, 10 in bfloat16."""
+    """Largest difference of one token; null: 0.01 in float32, 10 in bfloat16."""
 
 
 class RewardFunction(StrictModel):
-    """A function that judges answers: `compute_score(data_source, solution_str, ...)`."""
+    """A function that scores answers: `compute_score(data_source, solution_str, ...)`."""
 
     function: str = "exact"
-    """A registered name (`exact`, `math`, ...) or `path/to/file.py:name`; without a name: the
-    file's `compute_score`.
+    """A registered name (`exact`, `math`, ...) or `path/to/file.py:name`; the name defaults to
+    `compute_score`.
 
-    A file counts with what it imports: modules beside it, with which it runs from a copy in the
-    store, the versions of installed distributions, and the modules of what is installed editable.
-    Data files that it opens are not copied: give their absolute paths in `kwargs`.
-    """
+    A file enters the fingerprint with what it imports: neighbouring modules (it runs with them from
+    a copy in the store), versions of installed distributions, and modules of editable installs.
+    Data files that it opens are not copied: give their absolute paths in `kwargs`."""
     kwargs: dict[str, Any] = {}
     """Extra keyword arguments of the function."""
 
     @property
     def file(self) -> Path | None:
-        """The file of a reward that is given as one; None for a registered name."""
+        """The file of a reward given as a file; None for a registered name."""
         path, _, name = self.function.rpartition(":")
         if self.function.endswith(_PYTHON):
             return Path(self.function)
@@ -148,12 +146,12 @@ class RewardFunction(StrictModel):
 
     @property
     def function_in_file(self) -> str:
-        """The name of the function in `file`."""
+        """Name of the function in `file`."""
         path, _, name = self.function.rpartition(":")
         return name if path.endswith(_PYTHON) else "compute_score"
 
     def identity_values(self) -> dict[str, Any]:
-        """Values of the fingerprint; of a file only the name of the function, not the path."""
+        """Return the values of the fingerprint; a file counts only by its function name here."""
         function = self.function_in_file if self.file else self.function
         return {**super().identity_values(), "function": function}
 
@@ -166,60 +164,56 @@ class RewardComponent(RewardFunction):
 
 
 class RewardConfig(RewardFunction):
-    """The reward: one function, or a weighted sum of several, by `data_source` if asked."""
+    """The reward: one function, or a weighted sum of several, which may depend on `data_source`."""
 
     components: dict[str, RewardComponent] = {}
-    """Of `function: mixture`, by a name of your choice. The score is the sum of weight times score;
-    each score is reported under its name: a metric, and a component for GDPO. A sample that one of
-    its components leaves unscored is unscored."""
+    """Functions of a `mixture`, by a name of your choice, summed with their weights. Each score is
+    also a metric and a GDPO component. If one leaves a sample unscored, the sample is unscored."""
     routes: dict[str, tuple[str, ...]] = {}
-    """Which components judge the rows of a `data_source`; `"*"` stands for every other one. Empty:
-    all components judge all rows."""
+    """Components that score each `data_source`; `"*"` means all others. Empty: all score all."""
     accuracy: tuple[str, ...] = ()
-    """The components that say whether an answer is right, one for each route: by the `acc` that it
-    reports, else by a score of 1 or more. A sum says nothing of that."""
+    """Components that decide if an answer is correct, one per route: by the `acc` that they report,
+    else by a score of 1 or more. A sum cannot decide it."""
     model: RewardModelConfig | None = None
-    """A model that judges each answer before any function does: the role `reward`. The function
-    `model` returns what it said; functions that see the whole sample read `sample.model_score`."""
+    """Reward model (role `reward`) that scores each answer before any function; null: none. The
+    function `model` returns its score; functions of the whole sample read `sample.model_score`."""
     judge: JudgeConfig | None = None
-    """A language model that is asked about each answer before any function is. The function `judge`
-    returns the number in what it wrote; the whole sample has it as `sample.judgement`."""
+    """Language model asked about each answer before any function; null: none. The function `judge`
+    returns the number in its reply; functions of the whole sample read `sample.judgement`."""
     environment: tuple[str, ...] = ()
-    """Names of environment variables that hold a secret (`OPENAI_API_KEY`) and that the function
-    may see; every other one is withheld from it."""
+    """Secret environment variables (`OPENAI_API_KEY`) that the function may see; no others."""
     timeout_s: float = Field(default=10.0, gt=0)
-    """Deadline of one sample; a sample that misses it is unscored, not 0. It counts for the
-    stage's identity, as other deadlines do not: what is unscored does not train."""
+    """Deadline of one sample in seconds; a sample that misses it is unscored, not 0. Unlike other
+    deadlines it counts for the fingerprint, because unscored samples do not train."""
     max_unscored_frac: float = Field(default=0.1, ge=0, le=1)
     """Share of unscored samples in a step above which the run stops."""
     num_workers: Annotated[int | None, NotIdentity] = Field(default=None, ge=1)
-    """Scoring processes: how many samples are judged at once. Null: at most 16 and as many as the
-    job's machine has cores, of which one starts with the stage and others when samples wait."""
+    """Scoring processes: samples scored at once. null: up to the cores of the job's machine, at
+    most 16; one starts with the stage, the others when samples wait."""
     cache_size: Annotated[int, NotIdentity] = Field(default=0, ge=0)
-    """Scores kept for samples that come again, within a stage; for a function that always judges a
-    sample alike, and costs much."""
+    """Scores kept within a stage for repeated samples; for expensive deterministic functions."""
 
     @property
     def parts(self) -> dict[str, RewardFunction]:
-        """Every function that judges, by its setting in a recipe."""
+        """Every function that scores, by its setting in a recipe."""
         if not self.components:
             return {"rl.reward": self}
         return {f"rl.reward.components.{name}": part for name, part in self.components.items()}
 
     @property
     def models(self) -> dict[str, JudgingModelConfig]:
-        """The models that are asked before the functions, by their field."""
+        """The reward model and the judge that are set, by field."""
         asked: dict[str, JudgingModelConfig | None] = {"model": self.model, "judge": self.judge}
         return {name: model for name, model in asked.items() if model is not None}
 
     @property
     def functions(self) -> tuple[str, ...]:
-        """Names of the parts and of the mixture."""
+        """Names of the mixture and its parts."""
         parts = (part.function for part in self.parts.values())
         return tuple(dict.fromkeys((self.function, *parts)))
 
     def with_functions(self, functions: Mapping[str, str]) -> "RewardConfig":
-        """The same with other functions, by the setting of their part."""
+        """Return a copy with other functions, by the recipe setting of the part."""
         components = {
             name: part.model_copy(
                 update={"function": functions.get(f"rl.reward.components.{name}", part.function)}

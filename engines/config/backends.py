@@ -1,9 +1,7 @@
-"""The built-in training backends: where each is, what it can do, and how that is tested.
+"""The built-in training backends: their engines, features, and how those are tested.
 
-One table, readable without torch. The engine registry registers from it, the control plane
-refuses a layout from it, the contract tests run what it claims, and `rlhf engines` and the
-reference page print it.
-Does not describe backends of other distributions: those are asked at run time.
+One table, readable without torch, for the engine registry, the layout checks, the contract tests,
+`rlhf engines` and the reference page. External backends are asked at run time.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -18,20 +16,20 @@ from infra.plugins import Row
 
 
 class Tested(Enum):
-    """How a claim of the table is kept true."""
+    """How a claim of the table is tested."""
 
     CONTRACT = "contract"
-    """By the contract tests, on CPU process groups, in continuous integration."""
+    """Contract tests on CPU process groups, in continuous integration."""
     ENVIRONMENT = "environment"
-    """The same, inside the backend's own job environment (`make env-<backend>`)."""
+    """The contract tests, inside the backend's job environment (`make env-<backend>`)."""
     RANKS = "ranks"
-    """By tests of its own on CPU process groups, in continuous integration."""
+    """Separate tests on CPU process groups, in continuous integration."""
     GPU = "gpu"
-    """By a test under `tests/gpu/` that needs an accelerator."""
+    """A test under `tests/gpu/` that needs an accelerator."""
     CPU_TWIN = "cpu twin"
-    """By the contract tests of the same code on CPU process groups; not on the device itself."""
+    """Contract tests of the same code on CPU process groups; not on the device itself."""
     REGISTRY = "registry"
-    """Only that it is found and says what it lacks: no machine with the device was at hand."""
+    """Only that it is found and reports what is missing; no such device was available."""
 
 
 _LAYOUT_FIELDS = {
@@ -43,30 +41,25 @@ _LAYOUT_FIELDS = {
     "ulysses": "ulysses_size",
     "expert": "expert_parallel_size",
 }
-"""Dimension of parallelism -> its setting under `training.`; `data` needs none."""
+"""Dimension of parallelism -> setting under `training.`; `data` needs none."""
 _FEATURE_FIELDS = {"lora": "lora", "compile": "use_torch_compile", "liger": "use_liger"}
-"""Feature -> its setting under `training.`; the others depend on the model."""
+"""Feature -> setting under `training.`; the others depend on the model."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One training backend.
+    """One training backend; its classes and functions are named as ``module:name``.
 
     Attributes:
-        language_model: its engine as ``module:Class``.
-        value_model: the same for a value model; None has none.
-        devices: torch device types it runs on, with how each is tested.
-        parallelism: dimension -> how it is tested; what is absent is refused.
+        devices: torch device type -> how it is tested.
+        parallelism: dimension -> how it is tested; an absent dimension is refused.
         features: `lora`, `moe`, `vlm`, ... -> how it is tested.
-        requires: importable module that an extra or an environment brings; None needs nothing.
-        extra: name of that extra; None when the backend has an environment of its own.
-        environment: name of the job environment (`make env-<name>`) it runs in, if not the
-            project's own.
-        options: ``module:Class``, the schema of `training.options`.
-        check_model: as of `BackendRow`.
-        device_engines: device -> engine of its own there and schema of its options, for all model
-            types.
-        not_together: pairs of dimensions or features that it has, but not at once.
+        requires: module from an extra or environment; None needs nothing.
+        extra: name of that extra; None if the backend has its own environment.
+        environment: its job environment (`make env-<name>`), if it is not the project's own.
+        options: schema of `training.options`.
+        device_engines: device -> its own engine there and options schema, for all model types.
+        not_together: pairs of dimensions or features that cannot be combined.
     """
 
     language_model: str
@@ -94,10 +87,9 @@ class BackendRow(Row):
     """A training engine.
 
     Attributes:
-        check_model: ``module:function``, importable without torch, that is given a model's
-            directory and the configuration of its text model (`config.json`), and raises
-            `ConfigError` about `model.path` for one that the engine would refuse or compute
-            wrongly. None: the engine says so itself, once it runs.
+        check_model: ``module:function``, importable without torch. It gets a model's directory and
+            text configuration and raises `ConfigError` about `model.path` if the engine cannot
+            compute the model. None: the engine checks when it runs.
     """
 
     check_model: str | None = None
@@ -214,12 +206,11 @@ BACKENDS: Mapping[str, Backend] = {
 
 
 def engine_name(backend: str, model_type: str) -> str:
-    """Key of the table for a backend and a model type."""
+    """Return the key of the table for a backend and a model type."""
     return backend if model_type == "language_model" else f"{backend}.{model_type}"
 
 
 def _rows() -> Iterator[BackendRow]:
-    """An engine for each model type and device of each backend."""
     for backend, entry in BACKENDS.items():
         for model_type, target in entry.targets.items():
             for device in entry.devices:
@@ -240,29 +231,16 @@ ENGINES = PluginTable("backend", "training.backend", list(_rows()), BackendRow)
 
 
 def job_interpreter(backend: str, path: str) -> Path | None:
-    """The Python that jobs of a backend need, if its libraries clash with the project's own.
-
-    Args:
-        path: where the name stands in the configuration, for the error line.
-
-    Returns:
-        None where this Python serves: the backend has no environment of its own, or this is it.
+    """Return the Python of a backend's job environment; None if this Python is the right one.
 
     Raises:
-        ConfigError: no plugin or two plugins have the name, or its extra or environment is missing.
+        ConfigError: no plugin or several have the name, or its extra or environment is missing.
     """
     return ENGINES.interpreter(backend, path)
 
 
 def check_layout(training: TrainingConfig) -> None:
-    """Refuse a parallel layout or feature that the chosen built-in backend does not have.
-
-    Args:
-        training: of a recipe; a backend of another distribution is not judged here.
-
-    Raises:
-        ConfigError: names the setting and the backends that have it.
-    """
+    """Refuse a layout or feature that the built-in backend lacks; raises `ConfigError`."""
     backend = BACKENDS.get(training.backend)
     if backend is None:
         return
@@ -295,11 +273,7 @@ def check_layout(training: TrainingConfig) -> None:
 
 
 def excluded_by(backend: str, used: Collection[str]) -> frozenset[str]:
-    """Capabilities of a backend that cannot be combined with those in use.
-
-    Args:
-        used: dimensions of parallelism and features.
-    """
+    """Return the dimensions and features of a backend that exclude one of those in `used`."""
     entry = BACKENDS.get(backend)
     pairs = entry.not_together if entry is not None else ()
     both_ways = (*pairs, *((second, first) for first, second in pairs))

@@ -1,10 +1,8 @@
-"""The base of every configuration model, and the mark of what does not count.
+"""Base class of the configuration models, and the markers of how a field counts for identity.
 
-Promises: unknown keys are refused, values are frozen, NaN and infinity are refused, and the
-docstring under a field becomes its description in the JSON schema (and so in the UI's form).
-Every field counts for the identity of the stage that holds it, unless its own declaration is
-marked `NotIdentity`; one marked `Execution` counts too, but half-trained work survives its change.
-Does not promise: anything about files, devices or plugins; that is preflight's work.
+Promises: unknown keys, NaN and infinity are refused, values are frozen, and the docstring below a
+field is its description in the JSON schema. Every field counts for its stage's fingerprint unless
+it is marked `NotIdentity`. Does not promise: checks of files, devices or plugins.
 """
 
 from collections.abc import Iterator
@@ -15,22 +13,18 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class NotIdentity:
-    """Marks a field that cannot change a number: `timeout_s: Annotated[float, NotIdentity]`.
-
-    For deadlines, save intervals, retention, transports and places.
-    """
+    """Marks a field that cannot change a number: deadlines, save intervals, transports, paths."""
 
 
 class Execution:
-    """Marks a field that says how a number is computed and not which: a layout, a memory knob.
+    """Marks a field that says how a number is computed, such as a layout or a memory setting.
 
-    It counts, because sums are rounded differently; a half-trained stage can go on under another
-    value. Whatever is not marked says what is trained.
+    It counts because it changes the rounding of sums; a half-trained stage survives its change.
     """
 
 
 class Change(NamedTuple):
-    """A field that counts and has another value than before."""
+    """A field of the fingerprint whose value differs."""
 
     field: str
     """Dotted path."""
@@ -57,7 +51,7 @@ class StrictModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_booleans_as_numbers(cls, values: Any) -> Any:
-        """YAML reads `yes` as true, which pydantic would take for 1."""
+        """Refuse booleans as numbers: YAML reads `yes` as true, and pydantic would read it as 1."""
         for name, value in values.items() if isinstance(values, dict) else ():
             field = cls.model_fields.get(name)
             if isinstance(value, bool) and field and _is_number(field.annotation):
@@ -65,10 +59,9 @@ class StrictModel(BaseModel):
         return values
 
     def identity_values(self) -> dict[str, Any]:
-        """Values that are part of the fingerprint, as plain JSON values.
+        """Return the values of the fingerprint as plain JSON values, without `NotIdentity` fields.
 
-        All of it but the fields marked `NotIdentity`. A model with a path to something of the
-        user's leaves the path out: the bytes it leads to count, as the digest of an input.
+        A local path is left out too, because the digest of its bytes counts as an input.
         """
         return {
             name: _values(getattr(self, name))
@@ -77,15 +70,7 @@ class StrictModel(BaseModel):
         }
 
     def changes(self, before: "StrictModel", path: str = "") -> Iterator[Change]:
-        """Yield the values of the fingerprint that differ.
-
-        Args:
-            before: another configuration of this type.
-            path: dotted, of this configuration, with a dot at its end.
-
-        Yields:
-            Change: the innermost field of each difference.
-        """
+        """Yield the innermost differing fields; `path` is a prefix, empty or ending in a dot."""
         values, others = self.identity_values(), before.identity_values()
         for name in values:
             old, new = getattr(before, name), getattr(self, name)
@@ -99,20 +84,12 @@ class StrictModel(BaseModel):
 
 
 def _is_number(annotation: Any) -> bool:
-    """True if a field takes numbers and no booleans."""
     kinds = {annotation, *get_args(annotation)}
     return bool(kinds & {int, float}) and bool not in kinds
 
 
 def local_path(text: str | None) -> Path | None:
-    """The local file or directory that a setting names; None for a hub id, or nothing.
-
-    Args:
-        text: a path, a hub id or nothing.
-
-    Returns:
-        The path, if something is there.
-    """
+    """Return the existing local path that a setting names; None for a hub id or an unset one."""
     path = Path(text).expanduser() if text else None
     return path if path and path.exists() else None
 

@@ -1,7 +1,6 @@
-"""When a run counts as sick, and what follows from it.
+"""Thresholds that make a run sick, and the consequences.
 
-No stage reads any of this, so that none runs anew because of it: a rejected round changes what the
-next stage is given, and that input's digest is what tells the stages after it apart.
+No stage reads them. A rejected round changes the policy that the next stage gets as an input.
 """
 
 from typing import Literal
@@ -23,44 +22,44 @@ RoundSymptom = Literal[
 
 
 class DiagnosisConfig(StrictModel):
-    """Thresholds of `rlhf diagnose` and of the page of a run; no stage counts any of them.
+    """Thresholds of `rlhf diagnose` and of a run's page; they are part of no fingerprint.
 
-    A curve is compared by means over a window: its last one with its first or its best one.
+    A curve is compared by window means: the last window with the first or the best one.
     """
 
     window_num_steps: int = Field(default=5, ge=1)
-    """Steps of a window; a curve of fewer than two windows says nothing."""
+    """Steps of a window; a curve shorter than two windows is not judged."""
     memory_growth: float = Field(default=1.5, gt=1)
-    """Peak memory of the last window over that of the first."""
+    """Largest ratio of the peak memory in the last window to the first."""
     sync_share: float = Field(default=0.3, gt=0, lt=1)
-    """Share of the median step that passes until new weights are served."""
+    """Largest share of the median step that passes until new weights are served."""
     unnamed_share: float = Field(default=0.3, gt=0, lt=1)
-    """Share of the median step in no phase: waiting."""
+    """Largest share of the median step that belongs to no phase, that is, waiting."""
     entropy_ratio: float = Field(default=0.2, gt=0, lt=1)
-    """Entropy of the last window over that of the first, below which it has collapsed; where
-    nearly every answer has the best score the task is solved, and that is no collapse."""
+    """Entropy of the last window over the first below which it has collapsed. If nearly every
+    answer has the best score, the task is solved and it has not."""
     length_growth: float = Field(default=2.0, gt=1)
-    """Answers of the last window over those of the first; growth that pays in score is healthy."""
+    """Largest growth of answer length from first to last window; healthy if the score rises."""
     cut_share: float = Field(default=0.3, gt=0, le=1)
     """Share of answers cut at the limit above which growth in length is no gain."""
     max_kl: float = Field(default=0.5, gt=0)
-    """KL to the reference, else to the sampler, per token, in nats."""
+    """Largest KL per token in nats, to the reference, or without one to the sampler."""
     score_fall: float = Field(default=0.3, gt=0, lt=1)
-    """Fall of the score from its best window, as a share of that."""
+    """Largest fall of the score from its best window, as a share of that score."""
     hacking_gain: float = Field(default=0.05, gt=0)
     """Gain in training score from which a fall of the held-out accuracy is reward hacking."""
     hacking_fall: float = Field(default=0.03, gt=0, lt=1)
-    """Fall of accuracy from the best evaluation before."""
+    """Fall of the held-out accuracy from its best evaluation that counts as reward hacking."""
     mismatch_growth: float = Field(default=3.0, gt=1)
-    """Mismatch of sampler and trainer, last window over first."""
+    """Largest ratio of the sampler-trainer mismatch in the last window to the first."""
     mismatch_floor: float = Field(default=1e-5, gt=0)
-    """A mismatch below it is rounding, in nats."""
+    """Mismatch in nats below which it is only rounding."""
     skipped_share: float = Field(default=0.5, gt=0, le=1)
-    """Share of a window's steps that trained on nothing."""
+    """Largest share of a window's steps that trained on nothing."""
     end_run: tuple[RoundSymptom, ...] = ()
     """Symptoms of a finished round that end the run with an error."""
     reject_round: tuple[RoundSymptom, ...] = ()
-    """Symptoms for which what follows takes the policy before the round."""
+    """Symptoms that make later stages continue from the policy before the round."""
 
     @model_validator(mode="after")
     def _check_gates(self) -> "DiagnosisConfig":

@@ -1,4 +1,4 @@
-"""A teacher in the rounds of RL: whose distributions the policy learns, and how."""
+"""A teacher in the RL rounds: how the policy learns its distributions."""
 
 from typing import Annotated, Any, Literal
 
@@ -8,39 +8,37 @@ from engines.config.base import Execution, StrictModel
 from engines.config.model import NamedModelConfig
 
 TOPK = "topk"
-"""The loss that compares distributions; every other one is an estimator of sampled tokens."""
+"""The loss that compares distributions; all others are estimators on sampled tokens."""
 
 
 class ServedTeacherConfig(StrictModel):
-    """Engines of the teacher's own, of the kind that samples from the policy."""
+    """Separate engines for the teacher, of the same kind as the policy's."""
 
     num_replicas: Annotated[int, Execution] = Field(default=1, ge=1)
-    """Engines on devices of their own; one beside the policy where that is in the job's process."""
+    """Engines on devices of their own; one beside a policy engine inside the job's process."""
     options: dict[str, Any] = {}
     """Options of the rollout engine, instead of the recipe's."""
 
 
 class DistillationConfig(NamedModelConfig):
-    """On-policy distillation: a frozen teacher is asked about the policy's own answers.
+    """On-policy distillation (GKD, arXiv:2306.13649): a frozen teacher scores the policy's answers.
 
-    GKD (arXiv:2306.13649). Of the policy's tokens; both distributions are those at
-    `rl.sampling.temperature`.
+    Only the policy's tokens count; both distributions are at `rl.sampling.temperature`.
     """
 
     loss: str = TOPK
-    """`topk`: the KL from the teacher to the policy, over the teacher's `num_top` likeliest tokens.
-    Or an estimate of the KL from the policy to the teacher by the sampled token alone, named as
-    `rl.algorithm.kl_loss_type` is (`k2`, `k3+`)."""
+    """`topk`: KL from teacher to policy over the teacher's `num_top` likeliest tokens. Else a
+    sampled-token KL from policy to teacher, as in `rl.algorithm.kl_loss_type` (`k2`, `k3+`)."""
     num_top: int = Field(default=64, ge=1)
-    """Tokens of each position that `topk` compares; 12 bytes each, of every token of a step."""
+    """Tokens per position that `topk` compares; 12 bytes each, for every token of a step."""
     tail: Literal["bucket", "renormalise", "ignore"] = "bucket"
-    """What `topk` makes of all other tokens: one more token, which has the rest of the probability;
-    nothing, as if there were only these; or nothing at all, which teaches too sharp a policy."""
+    """How `topk` treats other tokens. `bucket`: as one token with the remaining probability;
+    `renormalise`: as if they did not exist; `ignore`: not at all (teaches too sharp a policy)."""
     loss_max_clamp: float | None = Field(default=None, gt=0)
-    """Nats that one token may add, either way; null: any."""
+    """Bound in nats, in both directions, on the loss of one token; null: no bound."""
     served: Annotated[ServedTeacherConfig | None, Execution] = None
-    """Where the teacher is: in rollout engines of its own, which need the capability
-    `prompt_logprobs`; null: on the training ranks, in the policy's layout."""
+    """Serve the teacher in rollout engines of its own, which need the capability `prompt_logprobs`;
+    null: on the training ranks, in the policy's layout."""
     weight: float = Field(default=1.0, gt=0)
     """Weight of the teacher's loss."""
     policy_weight: float = Field(default=0.0, ge=0)

@@ -1,4 +1,4 @@
-"""Decides if a sync sends the LoRA adapter alone; imports neither torch nor an engine."""
+"""Decides if a sync sends only the LoRA adapter; imports neither torch nor an engine."""
 
 from engines.config.backends import BACKENDS
 from engines.config.plugins import ROLLOUT_ENGINES
@@ -8,19 +8,14 @@ from infra.errors import ConfigError
 
 SETTING = "rollout.lora_sync"
 STREAMS_ADAPTER = "adapter stream"
-"""Feature of a training backend."""
 ADAPTERS = "adapters"
-"""Capability of a rollout engine."""
 
 
 def adapter_travels(training: TrainingConfig, rollout: RolloutConfig) -> bool:
-    """True if a sync sends the adapter alone; else it merges the adapter into the weights.
-
-    Returns:
-        False where `rollout.lora_sync` says so, or where one of the two sides cannot.
+    """Return True if a sync sends only the adapter, False if it sends merged weights.
 
     Raises:
-        ConfigError: it says `adapter`, and one of the two sides cannot.
+        ConfigError: `rollout.lora_sync` is `adapter`, which backend or engine does not support.
     """
     if rollout.lora_sync == "merged":
         return False

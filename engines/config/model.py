@@ -1,4 +1,4 @@
-"""Which language model is trained: a Hugging Face one, or one made from scratch."""
+"""The model that is trained, loaded or made from scratch, and the models beside it."""
 
 from typing import Annotated, Any, Literal
 
@@ -9,7 +9,7 @@ from engines.config.rollout import SamplingConfig
 
 
 class ArchitectureConfig(StrictModel):
-    """The shape of a model that is made from scratch (`model.init: random`)."""
+    """The shape of a model made from scratch (`model.init: random`)."""
 
     model_type: str = "qwen3"
     """Any causal-LM architecture that transformers builds from a config (`qwen3`, `llama`, ...)."""
@@ -33,10 +33,10 @@ class ArchitectureConfig(StrictModel):
 
 
 class TokenizerConfig(StrictModel):
-    """The tokenizer trained on the data for a model made from scratch."""
+    """The tokenizer trained on the data, for a model made from scratch."""
 
     kind: Literal["character", "bpe"] = "character"
-    """`character` gives one token per character, so digits never merge; `bpe` is byte-level."""
+    """`character`: one token per character, so digits never merge; `bpe` is byte-level."""
     vocab_size: int = Field(default=512, ge=16)
     """Upper bound for `bpe`; `character` uses exactly the characters that occur."""
 
@@ -45,30 +45,27 @@ class ModelConfig(StrictModel):
     """The model that the pipeline starts from."""
 
     init: Literal["pretrained", "random"] = "pretrained"
-    """`pretrained` loads `path`; `random` builds `architecture`, and a tokenizer from the data."""
+    """`pretrained` loads `path`; `random` builds `architecture` and a tokenizer from the data."""
     path: str | None = None
-    """A model directory or a hub id; needed when `init` is `pretrained`."""
+    """A model directory or a hub id; required when `init` is `pretrained`."""
     revision: str | None = None
-    """Commit, branch or tag of a hub id; null is its default branch. The plan resolves it, once."""
+    """Commit, branch or tag of a hub id, resolved once by the plan; null: its default branch."""
     architecture: ArchitectureConfig = ArchitectureConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     max_length: int = Field(default=2048, ge=8)
     """Context in tokens, prompt and response together; at most what the model was built for."""
     chat_template: str | None = None
-    """Jinja template that replaces the tokenizer's own."""
+    """Jinja template that replaces the tokenizer's own; null keeps that."""
 
     @property
     def measured(self) -> "ModelConfig":
-        """Return the model without settings that only training needs.
-
-        A random model stays as it is; rules refuse it there.
-        """
+        """The model without the settings that only training needs; a random model is unchanged."""
         if self.init == "random":
             return self
         return ModelConfig(path=self.path, revision=self.revision, chat_template=self.chat_template)
 
     def identity_values(self) -> dict[str, Any]:
-        """A hub id counts, with its commit; a local path does not."""
+        """Leave out a local path; a hub id counts, with its commit."""
         values = super().identity_values()
         return {**values, "path": None} if local_path(self.path) else values
 
@@ -82,52 +79,48 @@ class ModelConfig(StrictModel):
 
 
 class NamedModelConfig(StrictModel):
-    """A model beside the policy, which the stages that read it do not train."""
+    """A model beside the policy, which is not trained by the stages that read it."""
 
     path: str | None = None
     """A model directory or a hub id."""
     revision: str | None = None
-    """Commit, branch or tag of a hub id; null is its default branch. The plan resolves it, once."""
+    """Commit, branch or tag of a hub id, resolved once by the plan; null: its default branch."""
 
     def identity_values(self) -> dict[str, Any]:
-        """A hub id counts, with its commit; a local path does not."""
+        """Leave out a local path; a hub id counts, with its commit."""
         values = super().identity_values()
         return {**values, "path": None} if local_path(self.path) else values
 
 
 class JudgingModelConfig(NamedModelConfig):
-    """A model that judges answers."""
+    """A model that scores answers."""
 
     path: str | None = None
-    """A model directory or a hub id. Of a reward model, null takes the one that the recipe's stage
-    `reward_model` trains."""
+    """A model directory or a hub id; null (reward model only): the one that the recipe trains."""
     chat_template: str | None = None
-    """Jinja template that replaces the tokenizer's own."""
+    """Jinja template that replaces the tokenizer's own; null keeps that."""
 
 
 class RewardModelConfig(JudgingModelConfig):
-    """A sequence classification model with one output, which gives each answer a number."""
+    """A sequence classification model with one output, which scores each answer."""
 
     max_length: int | None = Field(default=None, ge=8)
-    """Tokens that it reads of a prompt with one answer, in its own chat template; where they are
-    more, it says nothing, and what reads it leaves the sample unscored. null: its own context, or
-    2,048 where that is longer or not stated."""
+    """Most tokens of a prompt with one answer, in the model's own chat template; a longer sample
+    gets no score. null: the model's context, at most 2,048 (also if it states none)."""
 
 
 class JudgeConfig(JudgingModelConfig):
     """A language model that is asked about each answer; the recipe's rollout engine serves it."""
 
     max_length: int = Field(default=2048, ge=8)
-    """Tokens that it reads and writes of one answer, in its own chat template; where they are more,
-    it says nothing, and what reads it leaves the sample unscored."""
+    """Most tokens of question and reply, in its own chat template; a longer one has no score."""
     prompt: str = Field(min_length=1)
-    """Jinja text of what is asked: `{{ question }}` is the last message of the prompt,
-    `{{ answer }}` what the policy wrote, `{{ ground_truth }}`, `{{ data_source }}` and
-    `{{ extra_info }}` are the row's."""
+    """Jinja template of the question. Variables: `question` (last message of the prompt), `answer`
+    (the policy's), and the row's `ground_truth`, `data_source` and `extra_info`."""
     sampling: SamplingConfig = SamplingConfig(temperature=0.0, max_new_tokens=64)
-    """How it answers; at a temperature of 0 it says the same of the same."""
+    """Sampling of the reply; at temperature 0 it is deterministic."""
     num_replicas: Annotated[int, Execution] = Field(default=1, ge=1)
-    """Engines on devices of their own; one beside the policy where that is in the job's process."""
+    """Engines on devices of their own; one beside a policy engine inside the job's process."""
     options: dict[str, Any] = {}
     """Options of the rollout engine, instead of the recipe's."""
 

@@ -1,7 +1,6 @@
-"""The parts that a configuration names, and their options: both exist, before anything runs.
+"""Checks that the parts named in a configuration exist and take their options.
 
-Promises: a name is looked up in the table of its kind, its options are validated by the schema that
-the row names; no part is imported and no torch. The plan asks this first, the job asks it last.
+Imports no part and no torch. The plan checks first, the job checks last.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,23 +23,18 @@ from infra.names import unknown_name
 from infra.plugins import Row, load_row
 
 CODE = "code"
-"""Name of the reward that executes code of the model."""
+"""Name of a reward that would execute code written by the model."""
 
 
 class NoOptions(StrictModel):
-    """The schema of a part that has no options of its own."""
+    """The schema of a part without options."""
 
 
 def own_options(options: Mapping[str, Any], row: Row, path: str) -> StrictModel:
-    """A part's share of the options that it has in common with others, validated.
-
-    Args:
-        row: of the part. One of others that names no schema gets none here: it reads what the
-            user wrote by itself.
-        path: where the options stand, for the error text.
+    """Validate a part's own options; an external part without a schema gets none here.
 
     Raises:
-        ConfigError: a value is missing or bad, or the schema of another's part does not load.
+        ConfigError: a value is missing or bad, or an external schema does not load.
     """
     schema = schema_of(row, path) or NoOptions
     own = {key: value for key, value in options.items() if key in schema.model_fields}
@@ -51,15 +45,9 @@ def own_options(options: Mapping[str, Any], row: Row, path: str) -> StrictModel:
 
 
 def check_options(options: Mapping[str, Any], rows: Sequence[Row], path: str) -> None:
-    """Refuse options that the parts they are meant for do not take.
+    """Refuse options that none of the parts sharing them takes, or whose value is bad.
 
-    Args:
-        rows: of the parts that share them; every key must belong to one. Where one of others names
-            no schema, any key may be its.
-        path: where the options stand, for the error text.
-
-    Raises:
-        ConfigError: a key belongs to no part, or `own_options` refuses a value.
+    An external part without a schema accepts any key. Raises `ConfigError` below `path`.
     """
     schemas = [schema_of(row, path) for row in rows]
     known = sorted({key for schema in schemas if schema for key in schema.model_fields})
@@ -73,15 +61,7 @@ def check_options(options: Mapping[str, Any], rows: Sequence[Row], path: str) ->
 
 
 def check_options_somewhere(options: Mapping[str, Any], rows: Sequence[Row], path: str) -> None:
-    """Refuse options that a part takes on none of its devices; the job knows on which it is.
-
-    Args:
-        rows: of the part, one for each place.
-        path: where the options stand, for the error text.
-
-    Raises:
-        ConfigError: what `check_options` says of the first place.
-    """
+    """Refuse options that a part, with one row per device, accepts nowhere, as `ConfigError`."""
     refusals: list[ConfigError] = []
     for row in rows:
         try:
@@ -93,28 +73,21 @@ def check_options_somewhere(options: Mapping[str, Any], rows: Sequence[Row], pat
 
 
 def schema_of(row: Row, path: str) -> type[StrictModel] | None:
-    """The schema of a part's options; None where others did not name one.
-
-    Args:
-        path: where the options stand, for the error text.
-
-    Raises:
-        ConfigError: another's schema does not load.
-    """
+    """Return the schema of a part's options; None for an external part without one."""
     if row.options is None:
         return NoOptions if row.is_ours else None
     return load_row(Row(name=f"{row.name} (options)", target=row.options, owner=row.owner), path)
 
 
 def check_backend(training: TrainingConfig) -> None:
-    """Refuse a training backend that cannot be used, or options that it does not take anywhere."""
+    """Refuse an unusable training backend, or options that it takes on no device."""
     ENGINES.find(training.backend)
     places = ENGINES.find_all(training.backend)
     check_options_somewhere(training.options, places, "training.options")
 
 
 def check_rollout(rollout: RolloutConfig) -> None:
-    """Refuse a rollout engine that cannot be used, or options that it does not take."""
+    """Refuse an unusable rollout engine, or options that it does not take."""
     if rollout.openai_endpoint and rollout.placement == "colocated":
         raise ConfigError(
             "rollout.openai_endpoint",
@@ -132,7 +105,7 @@ def check_rollout(rollout: RolloutConfig) -> None:
 
 
 def check_parts(algorithm: AlgorithmConfig) -> AlgorithmRow:
-    """The row of the advantage estimator; all parts exist and take the options."""
+    """Check that all parts exist and take the options; return the row of the estimator."""
     estimator = ADVANTAGES.find(algorithm.adv_estimator)
     loss = POLICY_LOSSES.find(algorithm.loss_mode)
     KL_ESTIMATORS.find(algorithm.kl_loss_type.removesuffix("+"))
@@ -142,20 +115,13 @@ def check_parts(algorithm: AlgorithmConfig) -> AlgorithmRow:
 
 
 def check_reward(reward: RewardConfig) -> RewardRow | None:
-    """The row of the reward, all arguments checked; None for a file, which must exist."""
+    """Check the reward and its arguments; return its row, or None for an existing file."""
     rows = [check_reward_function(part, path) for path, part in reward.parts.items()]
     return REWARDS.find(reward.function) if reward.components else rows[0]
 
 
 def check_reward_function(part: RewardFunction, path: str) -> RewardRow | None:
-    """The row of one function, its arguments checked; None for a file, which must exist.
-
-    Args:
-        part: the reward, or a component of it.
-
-    Raises:
-        ConfigError: names the setting.
-    """
+    """Check one function and its arguments; return its row, or None for an existing file."""
     if part.function == CODE and CODE not in REWARDS.names():
         raise ConfigError(
             f"{path}.function",
@@ -187,12 +153,7 @@ def check_preprocessors(data: DataConfig) -> None:
 
 
 def check_preprocessor(source: SourceConfig, field: str) -> Row:
-    """The row of a source's layout, its options checked.
-
-    Args:
-        source: its `format` and `options`.
-        field: the source's place in the configuration (`data.rl.0`).
-    """
+    """Check a source at `field` (`data.rl.0`) and its options; return the row of its layout."""
     row = PREPROCESSORS.find(source.format, f"{field}.format")
     check_options(source.options, [row], f"{field}.options")
     return row

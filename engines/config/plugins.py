@@ -1,11 +1,9 @@
-"""Every kind of part by name: one table each. Imports no part and no torch.
+"""One table for each kind of part, by name. Imports no part and no torch.
 
-A row leads to its class or function as ``module:attribute`` and holds what the plan must know
-before anything is imported. To add a part to this project: one file that holds it, and its row here
-(a training backend: `engines.config.backends`, a part of an algorithm or a preference loss:
-`engines.config.rows`, a platform: `hardware.platforms`). Other people's
-come through `infra.plugins`: entry points, or `register_plugin` from a module that
-RLHF_USE_EXTERNAL_MODULES or an entry point lists.
+A row names its class or function as ``module:attribute`` and holds what the plan must know before
+imports. A new part of this project is one file and a row here, in `engines.config.backends`,
+`engines.config.rows` or `hardware.platforms`. External parts come through `infra.plugins`: entry
+points, or `register_plugin` from a module in RLHF_USE_EXTERNAL_MODULES.
 """
 
 from collections.abc import Iterable, Mapping
@@ -48,10 +46,9 @@ class RewardRow(Row):
     Attributes:
         in_process: it is pure, fast and cannot hang, so it needs no process of its own.
         memory_limit_bytes: address space of its process; None sets no limit.
-        reads: the field of `rl.reward` whose model said something of the answer that it reads.
-        is_verdict: it says whether an answer is right, by the `acc` that it reports or a score of
-            1 or more; what looks at the form of an answer does not.
-        compares: it compares answers with a ground truth; a sample without one is unscored.
+        reads: the field of `rl.reward` with the model whose output it reads.
+        is_verdict: it decides if an answer is correct, by its `acc` or a score of 1 or more.
+        compares: it needs a ground truth; a sample without one is unscored.
     """
 
     in_process: bool = False
@@ -62,7 +59,7 @@ class RewardRow(Row):
 
     @property
     def counted(self) -> str:
-        """Target and memory limit: a sample that needs more memory has no score."""
+        """Target and memory limit, because a sample that exceeds the limit has no score."""
         return f"{self.target} {self.memory_limit_bytes}"
 
 
@@ -71,15 +68,11 @@ class RolloutRow(Row):
     """A rollout engine.
 
     Attributes:
-        routing: which of several replicas samples what; `by_place` for an engine whose samples
-            depend, in their last bits, on what is sampled beside them.
-        structured_output: it can sample texts of a given form.
-        capabilities: values of `engines.rollout.base.Capability` that it has, some of them by its
-            options and platform.
-        num_spare_tokens: of the context that a sequence has to leave free whose logprobs are asked
-            for.
-        refuses_model: ``module:function``, importable without torch, that is given the text
-            configuration of a model (`config.json`) and says what of it the engine lacks, or None.
+        routing: `by_place` is for an engine whose last bits depend on the batch.
+        capabilities: values of `engines.rollout.base.Capability`; some need options or a platform.
+        num_spare_tokens: context that must stay free when logprobs of a sequence are asked for.
+        refuses_model: ``module:function``, importable without torch, that gets a model's text
+            configuration (`config.json`) and returns what the engine lacks for it, or None.
     """
 
     routing: RoutingName = "by_place"
@@ -94,7 +87,7 @@ class LayoutRow(Row):
     """A layout of raw rows.
 
     Attributes:
-        recognised: `auto` may find it; it has columns of its own, and needs no option.
+        recognised: `auto` may choose it; it has columns of its own and needs no option.
         ground_truth: its RL rows have one.
     """
 
@@ -175,7 +168,7 @@ REWARDS = PluginTable(
             name="math",
             target="engines.rewards.math:compute_score",
             options="engines.rewards.options:MathOptions",
-            # A power tower in an answer must end in MemoryError, not take the machine down.
+            # A power tower in an answer must raise MemoryError, not exhaust the machine.
             memory_limit_bytes=4 * 2**30,
             compares=True,
         ),
@@ -227,7 +220,7 @@ REWARDS = PluginTable(
         RewardRow(
             name="judge",
             target="engines.rewards.judges.judgement:score",
-            # A pattern of the user's may take for ever.
+            # A user's regular expression may never finish.
             options="engines.rewards.options:JudgeOptions",
             reads="judge",
         ),
@@ -368,21 +361,19 @@ TABLES: Mapping[PluginKind, PluginTable[Any]] = {
 
 
 def register_plugin(kind: PluginKind, name: str, target: str, **facts: Any) -> None:
-    """Make a part known to this process; for modules of RLHF_USE_EXTERNAL_MODULES.
+    """Register a part in this process; for modules of RLHF_USE_EXTERNAL_MODULES.
 
-    The control plane imports those modules too: they may import this module, not torch.
+    The control plane imports those modules too: they may import this module, but not torch.
 
     Args:
-        kind: which table the name belongs to.
-        name: what the configuration calls it; a backend's value model is ``<name>.value_model``.
-        target: ``module:attribute``, imported when it is asked for.
-        **facts: of the table's row (`options`, `group_relative`, ...). `devices` and `vendor` let
-            an engine for one device or vendor add itself to the name of a built-in backend.
+        name: name in the configuration; a backend's value model is ``<name>.value_model``.
+        target: ``module:attribute``, imported on first use.
+        **facts: fields of the table's row (`options`, `group_relative`, ...). `devices` and
+            `vendor` add an engine for one device or vendor to the name of a built-in backend.
 
     Raises:
-        ConfigError: no such kind or fact, `target` is no ``module:attribute``, devices of something
-            that is no training engine, or a vendor of none. A name that is taken is refused
-            when it is asked for.
+        ConfigError: unknown kind or fact, malformed `target`, or `devices` or `vendor` of something
+            else than a training engine. A taken name is refused on first use.
     """
     path = f"plugin {kind}.{name}"
     if kind not in TABLES:
@@ -396,37 +387,37 @@ def register_plugin(kind: PluginKind, name: str, target: str, **facts: Any) -> N
 
 
 def recognised_layouts() -> list[str]:
-    """Names of the layouts that `auto` recognises; those of external plugins come last."""
+    """Return the layouts that `auto` recognises; those of external plugins come last."""
     rows = (*PREPROCESSORS.rows, *PREPROCESSORS.outside())
     return [row.name for row in rows if row.recognised]
 
 
 def layouts_with_images() -> frozenset[str]:
-    """Names of the layouts whose rows show images."""
+    """Return the layouts whose rows have images."""
     rows = (*PREPROCESSORS.rows, *PREPROCESSORS.outside())
     return frozenset(row.name for row in rows if row.images)
 
 
 def layouts_without_truth() -> frozenset[str]:
-    """Names of the layouts whose RL rows have no ground truth."""
+    """Return the layouts whose RL rows have no ground truth."""
     rows = (*PREPROCESSORS.rows, *PREPROCESSORS.outside())
     return frozenset(row.name for row in rows if not row.ground_truth)
 
 
 def comparing_rewards() -> frozenset[str]:
-    """Names of the rewards that compare answers with a ground truth."""
+    """Return the rewards that compare answers with a ground truth."""
     rows = (*REWARDS.rows, *REWARDS.outside())
     return frozenset(row.name for row in rows if row.compares)
 
 
 def structured_output_engines() -> list[str]:
-    """Names of the rollout engines that can sample texts of a given form, sorted."""
+    """Return the sorted rollout engines that support structured output."""
     rows = (*ROLLOUT_ENGINES.rows, *ROLLOUT_ENGINES.outside())
     return sorted({row.name for row in rows if row.structured_output})
 
 
 def image_engines() -> list[str]:
-    """Names of the rollout engines that show a model images, sorted."""
+    """Return the sorted rollout engines that accept images."""
     rows = (*ROLLOUT_ENGINES.rows, *ROLLOUT_ENGINES.outside())
     return sorted({row.name for row in rows if IMAGES in row.capabilities})
 
@@ -434,15 +425,7 @@ def image_engines() -> list[str]:
 def named_rows(
     named: Iterable[tuple[PluginKind, str]], device: str | None = None
 ) -> tuple[Row, ...]:
-    """The rows of the parts that a configuration names; what no table has is left out.
-
-    Args:
-        named: kind and name of each, as the configuration has them.
-        device: torch device type that engines run on; None takes those of every device.
-
-    Returns:
-        Other people's too, in the order of `named`.
-    """
+    """Return the rows of the known parts, external ones included; None means every device."""
     found: list[Row] = []
     for kind, name in named:
         rows = [row for row in (*TABLES[kind].rows, *TABLES[kind].outside()) if row.name == name]
@@ -453,27 +436,12 @@ def named_rows(
 def plugin_modules(
     named: Iterable[tuple[PluginKind, str]], device: str | None = None
 ) -> tuple[str, ...]:
-    """Modules of the parts that a configuration names: what can change what they compute.
-
-    Args:
-        named: kind and name of each, as the configuration has them.
-        device: torch device type that engines run on; None takes those of every device.
-
-    Returns:
-        Sorted; a module that registers a named part is among them.
-    """
+    """Return the sorted modules that affect the named parts, including those that register one."""
     return tuple(sorted({name for row in named_rows(named, device) for name in row.modules}))
 
 
 def is_embedded(rollout: RolloutConfig) -> bool:
-    """True if the rollout engine runs in the process that uses it.
-
-    Args:
-        rollout: names the engine and its place.
-
-    Returns:
-        True for one on the ranks' devices that has no environment of its own.
-    """
+    """Return True if the engine runs in the process that uses it: colocated, no own environment."""
     return (
         rollout.placement == "colocated"
         and ROLLOUT_ENGINES.place(rollout.engine).environment is None

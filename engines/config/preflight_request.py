@@ -11,44 +11,43 @@ from engines.config.training import TrainingConfig
 
 
 class PreflightRequest(StrictModel):
-    """Parts of a recipe that the child process checks."""
+    """The parts of a recipe that the preflight process checks."""
 
     model: ModelConfig
     trains: bool = True
-    """Whether the model is trained; one that is only measured has the context that it was built
-    with, whatever `max_length` says."""
+    """True if the model is trained; a measured one keeps its own context, not `max_length`."""
     against: ModelConfig | None = None
-    """Only measured, too."""
+    """Model to compare with; only measured."""
     data: DataConfig | None
     suites: dict[str, SuiteConfig] = {}
     training: TrainingConfig | None = None
-    """Has to train the model; null asks nothing of it."""
+    """Training section that must be able to train the model; null skips this check."""
     averages: bool = False
-    """Some stage keeps a moving average of the weights that it trains."""
+    """True if a stage keeps a moving average of the weights."""
     reward: RewardConfig | None = None
-    """null for one of this project's own, which has tests."""
+    """null for a built-in reward, which needs no check."""
     scoring: RewardConfig | None = None
     """Reward that scores the rows of `scored`; null checks no rows."""
     scored: tuple[str, ...] = ("evaluation",)
-    """Splits whose rows are asked about."""
+    """Splits whose rows are checked."""
     reward_model: RewardModelConfig | None = None
     reward_training: TrainingConfig | None = None
     """Training section of the ranks that hold the reward model; null checks no layout."""
     judge: JudgeConfig | None = None
     teacher: DistillationConfig | None = None
     rollout_engine: str | None = None
-    """Has to serve the model; null asks none."""
+    """Engine that must be able to serve the model; null skips this check."""
     self_play: SelfPlayConfig | None = None
     has_critic: bool = False
-    """A model of values is trained beside it."""
+    """True if a value model is trained beside the policy."""
     trains_values: bool = False
-    """One starts from it: a critic, or a reward model."""
+    """True if a critic or reward model starts from the model."""
     checkpoint_bytes: int | None = None
-    """Size of one checkpoint of the model; found by the preflight, null without a directory."""
+    """Size of one checkpoint, found by the preflight; null without a directory."""
     answer_lengths: dict[str, int] = {}
-    """Setting to the longest answer that it allows, of what is only measured."""
+    """Setting -> longest answer in tokens that it allows, for measured models."""
     stop_token_ids: dict[str, tuple[int, ...]] = {}
-    """Setting to the stop tokens that it names."""
+    """Setting -> stop tokens that it names."""
 
 
 class PreflightAnswer(StrictModel):

@@ -1,8 +1,7 @@
 """The recipe: one strict, frozen description of a whole pipeline run.
 
-Promises: unknown keys are refused; each section's own rules hold. The configuration of a stage is
-made from the recipe alone (`from_recipe` in `engines.config.stages`).
-Does not promise: that sections agree with each other; `flows.recipe.recipe.load_recipe` checks it.
+Promises: unknown keys are refused and each section's own rules hold. Stage configurations are made
+from the recipe alone. Does not promise: that sections agree; `load_recipe` checks that.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,17 +44,17 @@ NOT_IDENTITY = {"diagnosis", "location", "progress_deadlines_s", "target"}
 
 
 class MergeConfig(StrictModel):
-    """The Hugging Face directory that the last policy is written to."""
+    """How the last policy is written as a Hugging Face directory."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_shard_bytes: int = Field(default=5_000_000_000, ge=1024)
-    """Largest size of one safetensors file, and of what merging holds in memory."""
+    """Largest size in bytes of one safetensors file, and of what merging holds in memory."""
 
 
 class ProgressDeadlines(StrictModel):
-    """Seconds without progress after which a job is ended with its stacks; null: the phase's own.
+    """Seconds without progress after which a job is ended and the stacks of its threads are kept.
 
-    A phase is what a job says on its heartbeat (`Heartbeat.enter`).
+    Null keeps the default of the phase. A phase is what a job reports with `Heartbeat.enter`.
     """
 
     load: float | None = Field(default=None, gt=0)
@@ -63,46 +62,43 @@ class ProgressDeadlines(StrictModel):
     preprocess: float | None = Field(default=None, gt=0)
     """Reading and tokenizing the data."""
     train: float | None = Field(default=None, gt=0)
-    """One step, a generation of RL included."""
+    """One step, including the generation in RL."""
     merge: float | None = Field(default=None, gt=0)
     """Writing the whole model."""
     evaluate: float | None = Field(default=None, gt=0)
     """Generating and scoring."""
     publish: float | None = Field(default=None, gt=0)
-    """Taking the output into the store."""
+    """Adding the output to the store."""
 
 
 class TargetConfig(StrictModel):
-    """Published result for the setting of the recipe; only reports show it.
-
-    `promote` decides what is registered.
-    """
+    """Published result for the setting of the recipe; only reports show it."""
 
     metric: str = Field(min_length=1)
     """Metric of the final evaluation, as `promote.metric` names it."""
     data_set: str = Field(min_length=1)
-    """The data set, and which part of it."""
+    """The data set and the part of it."""
     value: float | None = None
-    """Published value, in [0, 1] for accuracies; null: the source gives only a curve or words."""
+    """Published value, in [0, 1] for accuracies; null: the source gives only a curve or text."""
     source: str = Field(min_length=1)
     """Paper or page, and the place in it."""
 
 
 class LocationConfig(StrictModel):
-    """Directories and services of a run; they are not part of any fingerprint."""
+    """Directories and services of a run; none of them is part of a fingerprint."""
 
     home: str | None = None
     """Directory of the store, work files and reports; null uses RLHF_HOME."""
     store: str | None = None
-    """Artifact store, a directory or a URI; null uses `<home>/store`."""
+    """Artifact store, as a directory or a URI; null uses `<home>/store`."""
     tracker: str = "mlflow"
     """Tracker that shows the runs."""
     mirrors: tuple[str, ...] = ()
-    """Further trackers that get the same: `tensorboard` (`<home>/tensorboard`), `wandb`."""
+    """Additional trackers of the same data: `tensorboard` (`<home>/tensorboard`), `wandb`."""
     tracking_uri: str | None = None
     """MLflow server or database; null uses MLFLOW_TRACKING_URI, else `<home>/mlflow.db`."""
     experiment: str = "rlhf"
-    """MLflow experiment, and project of Weights & Biases."""
+    """MLflow experiment, and Weights & Biases project."""
 
     @model_validator(mode="after")
     def _check_mirrors(self) -> "LocationConfig":
@@ -125,41 +121,39 @@ class LocationConfig(StrictModel):
 
 
 class Recipe(StrictModel):
-    """One pipeline run: data, model, and what every stage does with them."""
+    """One pipeline run: data, model, and the settings of every stage."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
     """Name of the recipe; part of the run's name."""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """All randomness of the run derives from it."""
+    """Seed of all randomness of the run."""
     model: ModelConfig
     data: DataConfig | None = None
-    """null, where nothing trains: the suites alone are measured."""
+    """null is for recipes that train nothing and only measure the suites."""
     training: TrainingConfig = TrainingConfig()
     rollout: RolloutConfig = RolloutConfig()
     sft: SFTConfig | None = SFTConfig()
-    """null starts RL from the model itself."""
+    """Supervised fine-tuning; null skips it, so that training starts from the model itself."""
     reward_model: RewardTrainingConfig | None = None
-    """Train a reward model on `data.preference`, for an `rl.reward.model` without a path; null:
-    none."""
+    """Train a reward model on `data.preference`, for a pathless `rl.reward.model`; null: none."""
     preference: PreferenceConfig | None = None
-    """Train the policy on `data.preference` before RL (DPO and its family); null: not."""
+    """Train the policy on `data.preference` before RL (DPO and its family); null skips it."""
     rl: RLConfig = RLConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     suites: dict[Annotated[str, Field(pattern=SUITE_NAME)], SuiteConfig] = {}
-    """Further held-out sets for the final model, by a name of your choice. In a recipe's file each
-    may be the name of one that ships (`rlhf evaluate --help` lists them), or of a YAML file."""
+    """Further held-out sets for the final model, by a name of your choice. In a recipe file a value
+    may be the name of a built-in suite (`rlhf evaluate --help` lists them) or a YAML file."""
     against: ModelConfig | None = None
-    """A model that the final one is compared with, problem by problem, on all that it is measured
-    on; null: none."""
+    """Model that the final one is compared with on every problem it is measured on; null: none."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     merge: MergeConfig = MergeConfig()
     soup: SoupConfig | None = None
-    """Evaluate and promote the mean of several policies; null: the last one."""
+    """Evaluate and promote the mean of several policies; null: use the last policy."""
     promote: PromoteConfig = PromoteConfig()
     target: TargetConfig | None = None
-    """Published result that the recipe should reach; null: there is none."""
+    """Published result that the recipe should reach; null: none."""
     stages: dict[str, dict[str, Any]] = {}
-    """Settings of added stages that have no section here, by stage."""
+    """Settings of added stages that have no section here, by stage name."""
     hardware: HardwareConfig = HardwareConfig()
     diagnosis: DiagnosisConfig = DiagnosisConfig()
     progress_deadlines_s: ProgressDeadlines = ProgressDeadlines()
@@ -167,18 +161,18 @@ class Recipe(StrictModel):
 
     @property
     def run_name(self) -> str:
-        """Name of this run: equal recipes share it, whatever directory they use."""
+        """Name of this run; equal recipes share it, whatever directories they use."""
         identity = self.model_dump(mode="json", exclude=NOT_IDENTITY)
         return f"{self.name}-seed{self.seed}-{sha256_json(identity)[:RUN_NAME_DIGITS]}"
 
     @property
     def asks_reward_model(self) -> bool:
-        """True if the reward model that the run trains scores answers."""
+        """True if the reward model that this run trains scores answers."""
         return self.rl.reward.model is not None and self.rl.reward.model.path is None
 
     @property
     def trains(self) -> bool:
-        """True if some stage trains a policy; else the run only measures the model."""
+        """True if any stage trains a policy; else the run only measures the model."""
         return bool(self.sft or self.preference or self.rl.num_rounds)
 
     @property
@@ -190,17 +184,17 @@ class Recipe(StrictModel):
 
     @property
     def data_suites(self) -> dict[str, DataConfig]:
-        """Held-out data by suite, of those that have some."""
+        """Data of the suites that have held-out data, by suite."""
         return {name: suite.data for name, suite in self.suites.items() if suite.data}
 
     @property
     def harness_suites(self) -> dict[str, HarnessConfig]:
-        """Tasks by suite, of those that a harness asks."""
+        """Tasks of the suites that use a harness, by suite."""
         return {name: suite.harness for name, suite in self.suites.items() if suite.harness}
 
     @property
     def home(self) -> Path:
-        """Absolute path of the directory that keeps store, work files and reports."""
+        """Absolute path of the home."""
         return self.location.home_directory
 
     @property
@@ -210,7 +204,7 @@ class Recipe(StrictModel):
 
     @property
     def preference_iterations(self) -> Sequence[int | None]:
-        """Numbers of the iterations of self-play; None is preference training on given pairs."""
+        """Numbers of the self-play iterations; None stands for training on given pairs."""
         if self.preference is None:
             return ()
         section = self.preference.self_play
@@ -226,7 +220,7 @@ class Recipe(StrictModel):
                 yield setting, value
 
     def with_models(self, rename: Callable[[str, str], str]) -> "Recipe":
-        """Return a copy whose models are named by `rename(setting, value)`."""
+        """Return a copy with each model name replaced by `rename(setting, value)`."""
         recipe = self
         for setting, value in self.models():
             recipe = _replaced(recipe, setting.split("."), rename(setting, value))

@@ -1,4 +1,4 @@
-"""Sections of a recipe that are about stages: how each trains, measures, keeps and promotes."""
+"""Recipe sections for stages: training, evaluation, checkpoints and promotion."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -23,12 +23,13 @@ class CheckpointConfig(StrictModel):
     """Step checkpoints inside a stage."""
 
     every_num_steps: Annotated[int, NotIdentity] = Field(default=50, ge=1)
+    """Save a checkpoint every this many steps."""
     num_keep: Annotated[int, NotIdentity] = Field(default=2, ge=2)
-    """Kept newest checkpoints; never below 2, the newest may be the one being written."""
+    """Newest checkpoints to keep; at least 2, because the newest may still be being written."""
     async_save: Annotated[bool, NotIdentity] = False
-    """Copy the state to host memory and write it while training goes on."""
+    """Copy the state to host memory and write it while training continues."""
     timeout_s: Annotated[float, NotIdentity] = Field(default=1800.0, gt=0)
-    """Deadline of writing one checkpoint in the background."""
+    """Deadline in seconds for writing one checkpoint in the background."""
 
 
 class SupervisedConfig(StrictModel):
@@ -36,12 +37,12 @@ class SupervisedConfig(StrictModel):
 
     num_steps: int = Field(default=200, ge=1)
     target_loss: float | None = Field(default=None, gt=0)
-    """Stop early once the moving average of the training loss reaches this; null runs all steps."""
+    """Stop early when the moving average of the training loss reaches this; null runs all steps."""
     order: OrderConfig = OrderConfig()
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5, schedule="cosine")
     max_num_poisoned_updates: Annotated[int, NotIdentity] = Field(default=3, ge=0)
-    """Optimizer steps of the stage that may be left out since their loss or gradient was no
-    finite number; each is counted and its rows are named. One more stops the run."""
+    """Optimizer steps of the stage that may be skipped because the loss or gradient was not finite;
+    one more stops the run. Each is counted and its rows are named."""
 
 
 class SFTConfig(SupervisedConfig):
@@ -57,28 +58,28 @@ class PairsConfig(SupervisedConfig):
     batch_size_pairs: int = Field(default=64, ge=1)
     """Pairs of one optimizer step, over all ranks."""
     held_out_every_num_steps: Annotated[int | None, NotIdentity] = Field(default=None, ge=1)
-    """How often the held-out pairs (`data.preference_evaluation`) are looked at, beside the start
-    and the end of the stage; null is never."""
+    """Evaluate the held-out pairs (`data.preference_evaluation`) every this many steps, besides the
+    start and end of the stage; null: at the start and end only."""
     options: dict[str, Any] = {}
-    """Options of the loss, validated by it (`beta`, `margin_coef`, ...)."""
+    """Options of the loss (`beta`, `margin_coef`, ...), validated by it."""
 
 
 class SelfPlayConfig(StrictModel):
-    """Pairs that the policy's own answers make, anew for each iteration."""
+    """Preference pairs made from the policy's own answers, anew in each iteration."""
 
     source: Literal["spin", "best_worst"] = "spin"
-    """`spin`: the answer of a row of `data.sft` against one of the policy's (SPIN,
-    arXiv:2401.01335); `best_worst`: of several answers to a row of `data.rl` the one of the largest
-    reward against the one of the smallest (iterative DPO, arXiv:2312.11456)."""
+    """`spin`: the answer of a `data.sft` row against the policy's (SPIN, arXiv:2401.01335).
+    `best_worst`: the best against the worst by reward of several answers to a `data.rl` row
+    (iterative DPO, arXiv:2312.11456)."""
     num_iterations: Annotated[int, NotIdentity] = Field(default=3, ge=1)
-    """Each makes its pairs with the policy of the one before, and trains on them. Adding one
-    re-runs none."""
+    """Iterations; each uses pairs made by the policy of the previous one. Adding one re-runs none.
+    """
     num_prompts: int | None = Field(default=None, ge=1)
-    """Rows of one iteration, the next of an endless shuffled order; null: all."""
+    """Rows of one iteration, taken in turn from an endless shuffled order; null: all rows."""
     num_samples: int | None = Field(default=None, ge=1)
-    """Answers to each prompt; null: 1 for `spin`, 8 for `best_worst`."""
+    """Answers per prompt; null: 1 for `spin`, 8 for `best_worst`."""
     sampling: SamplingConfig | None = None
-    """null uses `rl.sampling`."""
+    """How answers are sampled; null uses `rl.sampling`."""
 
     @model_validator(mode="after")
     def _check_samples(self) -> "SelfPlayConfig":
@@ -91,7 +92,7 @@ class SelfPlayConfig(StrictModel):
 
     @property
     def samples_per_prompt(self) -> int:
-        """`num_samples`, where it is not given too."""
+        """`num_samples`, with null resolved."""
         return self.num_samples or (1 if self.source == "spin" else 8)
 
 
@@ -99,12 +100,10 @@ class PreferenceConfig(PairsConfig):
     """Preference training of the policy: DPO and its family."""
 
     self_play: SelfPlayConfig | None = None
-    """Train on pairs of the policy's own answers, several times; null: on `data.preference`, once.
-    """
+    """Train on pairs of the policy's own answers, iteratively; null: on `data.preference`, once."""
 
     loss: str = "sigmoid"
-    """`sigmoid` (DPO), `ipo`, `simpo`, `orpo`, or `kto`, which takes both answers of a pair by
-    themselves."""
+    """`sigmoid` (DPO), `ipo`, `simpo`, `orpo`, or `kto`, which treats each answer independently."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=5e-7, schedule="cosine")
 
 
@@ -116,32 +115,33 @@ class CriticConfig(StrictModel):
     """The value model of PPO."""
 
     start: Literal["policy", "reward_model"] = "policy"
-    """Whose weights the critic of the first round has: the policy's, under a head of 0, or those of
-    `rl.reward.model` with its head (arXiv:2203.02155 app. C.4), which needs the policy's tokens."""
+    """Initial critic weights in the first round: `policy` takes the policy's with a zero head;
+    `reward_model` takes `rl.reward.model` with its head (arXiv:2203.02155 app. C.4), which must use
+    the policy's tokens."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
     num_warmup_steps: int = Field(default=0, ge=0)
-    """RL steps in which the critic alone is trained: its own first ones, over all rounds. A critic
-    that begins anew, since the round before it was rejected, warms up anew."""
+    """First RL steps of the critic, counted over all rounds, that train the critic alone. A critic
+    that starts anew because the previous round was rejected warms up again."""
     cliprange_value: float | None = Field(default=0.5, gt=0)
-    """How far a value may move from that of before the step and still count; null: any."""
+    """Clip range of the value loss around the value before the step; null does not clip."""
     num_epochs: int | None = Field(default=None, ge=1)
-    """Passes of the critic over each batch; null: as many as the policy's, `rl.num_epochs`."""
+    """Passes of the critic over each batch; null uses `rl.num_epochs`."""
 
 
 class KeepSamplesConfig(StrictModel):
-    """Samples of a round that are kept for people; `rlhf show` makes a page of them."""
+    """Samples of a round that are kept for people to read; `rlhf show` makes a page of them."""
 
     num_per_step: int = Field(default=16, ge=0)
-    """Number of prompts of a step whose samples are kept; 0 keeps none."""
+    """Prompts of a step whose samples are kept; 0 keeps none."""
     every_num_steps: int = Field(default=10, ge=1)
-    """Keep samples every this many steps, and of the first and last step of a round."""
+    """Keep samples every this many steps, and at the first and last step of a round."""
 
 
 class RLConfig(StrictModel):
     """Iterative RL; one round is one stage."""
 
     num_rounds: Annotated[int, NotIdentity] = Field(default=1, ge=0)
-    """Adding a round re-runs none: each is a stage of its own, which knows its number."""
+    """Number of rounds; each is a stage of its own, so adding one re-runs none."""
     num_steps_per_round: int = Field(default=20, ge=1)
     """RL steps of a round: generate, score, train, publish."""
     batch_size_prompts: int = Field(default=32, ge=1)
@@ -153,27 +153,27 @@ class RLConfig(StrictModel):
     num_epochs: int = Field(default=1, ge=1)
     """Passes over each batch."""
     order: OrderConfig = OrderConfig()
-    """Steps are counted over all rounds."""
+    """Order of the prompts; its steps are counted over all rounds."""
     sampling: SamplingConfig = SamplingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig | None = None
-    """For estimators that read values; null: no critic."""
+    """The value model, for estimators that read values; null: no critic."""
     refresh_reference: bool = False
-    """The reference of a round is the policy that it starts with; off: that of round 1."""
+    """Take the policy at the start of each round as reference; false: the reference of round 1."""
     reward: RewardConfig = RewardConfig()
     distillation: DistillationConfig | None = None
-    """Learn from a teacher too, or from a teacher alone; null: there is none."""
+    """Learn from a teacher, in addition to rewards or instead of them; null: no teacher."""
     mismatch: Annotated[MismatchConfig, NotIdentity] = MismatchConfig()
     keep_samples: Annotated[KeepSamplesConfig, NotIdentity] = KeepSamplesConfig()
     max_num_skipped_steps: Annotated[int, NotIdentity] = Field(default=10, ge=0)
-    """Steps in a row that may have nothing to train on; one more stops the run."""
+    """Consecutive steps that may have nothing to train on; one more stops the run."""
     max_aborted_frac: Annotated[float, NotIdentity] = Field(default=0.1, ge=0, le=1)
-    """Share of the samples of one generation that may be unfinished at `rollout.timeout_s`; a
-    larger one stops the run, for what is left is the short answers."""
+    """Share of the samples of one generation that may be unfinished at `rollout.timeout_s`. A
+    larger share stops the run, because only short answers would remain."""
     max_num_poisoned_updates: Annotated[int, NotIdentity] = Field(default=3, ge=0)
-    """Optimizer steps of a round, of any role, that may be left out since their loss or gradient
-    was no finite number; each is counted and its samples are named. One more stops the run."""
+    """Optimizer steps of a round, of all roles together, that may be skipped because the loss or
+    gradient was not finite; one more stops the run. Each is counted and its samples are named."""
 
     @model_validator(mode="after")
     def _check_sizes(self) -> "RLConfig":
@@ -186,12 +186,12 @@ class RLConfig(StrictModel):
         return self
 
     def num_steps_before(self, number: int) -> int:
-        """Steps of the rounds before round `number`, which is counted from 1."""
+        """Return the steps of the rounds before round `number`, which counts from 1."""
         return (number - 1) * self.num_steps_per_round
 
     @property
     def optimizers(self) -> dict[str, OptimizerConfig]:
-        """Optimizer of every role that a round trains, by its path in a recipe."""
+        """Optimizer of every trained role, by its recipe path."""
         critic = {"rl.critic.optimizer": self.critic.optimizer} if self.critic else {}
         return {"rl.optimizer": self.optimizer, **critic}
 
@@ -212,30 +212,31 @@ class RLConfig(StrictModel):
 
 
 class EvaluationConfig(StrictModel):
-    """Held-out evaluation: greedy pass@1 and, when asked, sampled pass@k, maj@k, avg@k, best@k."""
+    """Held-out evaluation: greedy pass@1 and, if asked, sampled pass@k, maj@k, avg@k, best@k."""
 
     num_problems: int | None = Field(default=None, ge=1)
-    """null takes every evaluation row."""
+    """Number of problems; null takes every evaluation row."""
     max_new_tokens: int | None = Field(default=None, ge=1)
-    """null uses `rl.sampling.max_new_tokens`."""
+    """Longest answer in tokens; null uses `rl.sampling.max_new_tokens`."""
     stop: tuple[str, ...] | None = None
-    """null uses `rl.sampling.stop`; an empty list is none."""
+    """Texts that end an answer; null uses `rl.sampling.stop`, `[]` means none."""
     stop_token_ids: tuple[int, ...] | None = None
-    """null uses `rl.sampling.stop_token_ids`; an empty list is none."""
+    """Tokens that end an answer; null uses `rl.sampling.stop_token_ids`, `[]` means none."""
     structured_output: StructuredOutputConfig | None = None
-    """Form of the answers, for rollout engines that can; null: any."""
+    """Form that answers must have, if the rollout engine supports it; null: any form."""
     num_samples: int = Field(default=0, ge=0)
-    """Samples per problem for pass@k and its like; 0 skips the sampled part. Where it is left out,
-    `pass_at`, `temperature`, `top_p` and `top_k` are refused; a 0 that is written out switches them
-    off."""
+    """Samples per problem for pass@k and similar metrics; an explicit 0 skips the sampled part. If
+    unset, `pass_at`, `temperature`, `top_p` and `top_k` are refused."""
     pass_at: tuple[int, ...] = (1,)
     """Values of k; each at least 1 and at most `num_samples`."""
     temperature: float = Field(default=1.0, gt=0)
+    """Temperature of the sampled answers; greedy ones use 0."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus of the sampled answers, as `temperature` and `top_k` are of them."""
+    """Nucleus probability of the sampled answers."""
     top_k: int = Field(default=0, ge=0)
-    """0 switches it off."""
+    """Likeliest tokens that the sampled answers draw from; 0 switches it off."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
+    """Confidence level of the reported intervals."""
 
     _stop = field_validator("stop")(check_stop)
     _stop_token_ids = field_validator("stop_token_ids")(check_stop_token_ids)
@@ -252,7 +253,6 @@ class EvaluationConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check_sampled(self) -> "EvaluationConfig":
-        """Refuse sampling options when `num_samples` is 0."""
         if self.num_samples or "num_samples" in self.model_fields_set:
             return self
         for name in ("pass_at", "temperature", "top_p", "top_k"):
@@ -266,13 +266,13 @@ class EvaluationConfig(StrictModel):
 
     @property
     def answer_length(self) -> int:
-        """Tokens of an answer; the recipe has put a number for null when a stage is made of it."""
+        """Longest answer in tokens; raises `ConfigError` while `max_new_tokens` is null."""
         if self.max_new_tokens is None:
             raise ConfigError("evaluation.max_new_tokens", "missing; need a number of tokens")
         return self.max_new_tokens
 
     def sampling(self, *, greedy: bool) -> SamplingConfig:
-        """How answers of either part are sampled; needs what `answer_length` needs."""
+        """Return the sampling of the greedy or sampled part; raises as `answer_length` does."""
         return SamplingConfig(
             temperature=0.0 if greedy else self.temperature,
             top_p=1.0 if greedy else self.top_p,
@@ -285,11 +285,11 @@ class EvaluationConfig(StrictModel):
 
 
 class SoupConfig(StrictModel):
-    """The final model as the mean of several policies' weights (arXiv:2203.05482)."""
+    """The final model as the mean of the weights of several policies (arXiv:2203.05482)."""
 
     num_policies: int = Field(default=2, ge=2)
-    """The last ones: of SFT, of preferences, of each round; a rejected round has none. Where less
-    are left, those."""
+    """Number of last policies to average, counted over SFT, preference training and every RL round.
+    A rejected round has none; fewer are averaged if fewer exist."""
 
 
 class PromoteConfig(StrictModel):
@@ -298,13 +298,13 @@ class PromoteConfig(StrictModel):
     model_name: str = "policy"
     """Name of the registered model in MLflow."""
     alias: str = "champion"
-    """A model takes it by beating the one that bears it; one that does not is `challenger`."""
+    """Alias of a model that beats its current holder; a model that does not is `challenger`."""
     suite: Annotated[str | None, NotIdentity] = None
-    """The suite whose evaluation decides; null: the recipe's own."""
+    """Suite whose evaluation decides; null: the recipe's own evaluation."""
     metric: str = "accuracy"
-    """`accuracy`, `reward/mean`, `pass@k`, `maj@k` or `avg@k`: what each problem has a value of."""
+    """Metric with a value per problem: `accuracy`, `reward/mean`, `pass@k`, `maj@k` or `avg@k`."""
     min_value: float = Field(default=0.0)
-    """The metric of the final evaluation must reach this, else nothing is registered."""
+    """Value that the metric of the final evaluation must reach; below it nothing is registered."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """Two-sided confidence level of the interval of the gain over the incumbent."""
 

@@ -1,4 +1,4 @@
-"""A suite: a held-out set, with the way it is answered and judged, or tasks of another harness."""
+"""A suite: a held-out set with its own evaluation and reward, or tasks of another harness."""
 
 from typing import Annotated
 
@@ -13,7 +13,7 @@ from infra.plugins import Row
 
 HELD_OUT = "evaluation"
 _OF_TRAINING = ("max_prompt_length", "on_overlong", "allow_overlap", "decontamination")
-"""Fields of the data that a suite, which fits any model and trains none, has no use for."""
+"""Fields of the data that a suite must not set, because it fits any model and trains none."""
 LM_EVAL = "lm_eval"
 HARNESSES = PluginTable(
     "harness",
@@ -28,15 +28,10 @@ HARNESSES = PluginTable(
     ],
     Row,
 )
-"""One row: where the libraries of lm-evaluation-harness are, and what is said without them."""
 
 
 def suite_sections(name: str) -> dict[str, str]:
-    """Return the paths of recipe sections within a suite, by the path in a recipe.
-
-    Returns:
-        By the recipe's name, the suite's.
-    """
+    """Return the paths of recipe sections inside a suite, by their path in a recipe."""
     return {
         each: f"suites.{name}.{each.removeprefix('rl.')}"
         for each in ("data", "evaluation", "rl.reward")
@@ -47,27 +42,26 @@ class HarnessConfig(StrictModel):
     """Tasks of EleutherAI's lm-evaluation-harness, with its own prompts and metrics."""
 
     tasks: tuple[str, ...] = Field(min_length=1)
-    """Names of tasks, groups or tags (`arc_easy`, `mmlu`), which
-    `.envs/lm-eval/bin/lm_eval ls tasks` lists."""
+    """Tasks, groups or tags (`arc_easy`); listed by `.envs/lm-eval/bin/lm_eval ls tasks`."""
     include: Annotated[str | None, NotIdentity] = None
-    """Directory with YAML files of further tasks; paths in them are relative to it. Their Python
-    functions are run."""
+    """Directory with YAML files of further tasks; their paths are relative to it, their Python is
+    run."""
     num_fewshot: int | None = Field(default=None, ge=0)
     """Examples before each question; null: as the task says."""
     limit: int | None = Field(default=None, ge=1)
-    """The first documents of each task; null: all."""
+    """Use only the first documents of each task; null: all."""
     apply_chat_template: bool = False
     """Write prompts with the model's chat template."""
     fewshot_as_multiturn: bool = True
-    """Under a chat template: each example as a turn of its own."""
+    """With a chat template: make each example a turn of its own."""
     system_instruction: str | None = None
-    """Text before every prompt."""
+    """Text before every prompt; null: none."""
     max_new_tokens: int = Field(default=256, ge=1)
-    """Longest answer, in tokens, for tasks that set no limit."""
+    """Longest answer in tokens, for tasks that set no limit."""
     fewshot_seed: int = Field(default=1234, ge=0)
     """Seed that chooses few-shot examples; published numbers use the default."""
     bootstrap_iters: int = Field(default=100_000, ge=0)
-    """Resamples for standard errors that have no formula; 0 has no standard errors at all."""
+    """Resamples for standard errors without a formula; 0 gives no standard errors at all."""
 
     @model_validator(mode="after")
     def _check_tasks(self) -> "HarnessConfig":
@@ -77,16 +71,16 @@ class HarnessConfig(StrictModel):
 
 
 class SuiteConfig(StrictModel):
-    """One more held-out set that the final model is measured on, beside the recipe's own."""
+    """A further held-out set that the final model is measured on."""
 
     data: DataConfig | None = None
-    """Its `evaluation`, or `arithmetic`, of which the held-out problems are taken."""
+    """Held-out problems, from its `evaluation` or `arithmetic`; null: `harness` is set."""
     harness: HarnessConfig | None = None
-    """Tasks of lm-evaluation-harness, instead of `data` with a reward."""
+    """Tasks of lm-evaluation-harness, instead of `data` and a reward; null: `data` is set."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """null of a field takes what `rl.sampling` has, as in a recipe."""
+    """How answers are sampled; a null field uses `rl.sampling`, as in a recipe."""
     reward: RewardConfig | None = None
-    """Judges the answers; null: `rl.reward`."""
+    """Reward that scores the answers; null: `rl.reward`."""
 
     @model_validator(mode="after")
     def _check_kind(self) -> "SuiteConfig":

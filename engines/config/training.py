@@ -1,4 +1,4 @@
-"""The training backend, its parallel layout, the optimizer, the adapter, and what saves memory."""
+"""The training backend, its parallel layout, optimizer, adapter and memory settings."""
 
 import math
 from typing import Annotated, Any, Literal
@@ -10,36 +10,36 @@ from infra.errors import ConfigError
 
 
 class EmaConfig(StrictModel):
-    """An exponential moving average of the trained weights: what the stage commits in their place.
+    """An exponential moving average of the trained weights, committed instead of them.
 
-    It is held in float32, on each rank for its own part. Training and sampling go by the weights
-    themselves, which end with the stage; what comes behind it continues from the average.
+    It is held in float32, sharded like the weights. Training and sampling use the weights, which
+    the stage does not keep; later stages continue from the average.
     """
 
     decay: float = Field(default=0.999, gt=0, lt=1)
-    """Decay: the part of the average that each optimizer step keeps."""
+    """Part of the average that each optimizer step keeps."""
     use_warmup: bool = True
-    """The decay of step t is at most (1 + t) / (10 + t), as in TensorFlow: a stage of few steps
-    forgets the weights that it starts with."""
+    """Decay of step t at most (1 + t) / (10 + t), so that short stages forget the initial weights.
+    """
 
 
 class OptimizerConfig(StrictModel):
-    """AdamW and its schedule. One step is one optimizer step."""
+    """AdamW and its schedule; a step is an optimizer step."""
 
     lr: float = Field(default=1e-6, gt=0)
+    """Peak learning rate."""
     schedule: Literal["constant", "cosine"] = "constant"
     num_warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the rate rises linearly from 0."""
+    """Steps over which the learning rate rises linearly from near 0."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Final rate of the cosine schedule as a share of `lr`."""
+    """Final learning rate of the cosine schedule as a share of `lr`."""
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global L2 norm."""
     ema: EmaConfig | None = None
-    """Commit a moving average of the weights; 4 bytes for each weight that is trained. null: commit
-    the weights."""
+    """Commit a moving average of the weights (4 bytes per trained weight); null: the weights."""
 
     @model_validator(mode="after")
     def _check_betas(self) -> "OptimizerConfig":
@@ -49,16 +49,16 @@ class OptimizerConfig(StrictModel):
 
 
 class LoraConfig(StrictModel):
-    """A low-rank adapter (arXiv:2106.09685): only it is trained, the base weights are frozen.
+    """A low-rank adapter (arXiv:2106.09685): only it trains, the base weights are frozen.
 
-    It has no dropout: training and sampling must see the same log-probabilities.
+    It has no dropout: training and sampling must see the same logprobs.
     """
 
     rank: int = Field(default=16, ge=1)
     alpha: float = Field(default=32.0, gt=0)
     """The adapter's output is scaled by alpha / rank."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Names of linear modules (`q_proj`); `all-linear` is every one but the output head."""
+    """Names of linear modules (`q_proj`); `all-linear` means all except the output head."""
     use_dora: bool = False
     """Also train the magnitude of each row (arXiv:2402.09353)."""
 
@@ -67,17 +67,16 @@ _SIZES = (
     "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "ulysses_size",
     "replicate_size",
 )  # fmt: skip
-"""Settings whose product divides the ranks; experts live inside the data-parallel ones."""
+"""Settings whose product must divide the ranks; experts lie inside the data-parallel ranks."""
 
 
 class TrainingConfig(StrictModel):
     """Backend, layout and numerics of every training stage."""
 
     backend: str = "fsdp2"
-    """Name of a training backend (`rlhf engines`); a backend's own switches stand in `options`."""
+    """Name of a training backend (`rlhf engines`); its own switches are in `options`."""
     num_workers: Annotated[int, Execution] = Field(default=1, ge=1)
-    """Ranks of the training group; as many as the layout needs when it is not given. 1 runs inside
-    the job's process, without Ray actors."""
+    """Ranks; by default as many as the layout needs. 1 runs inside the job, without Ray actors."""
     tensor_parallel_size: Annotated[int, Execution] = Field(default=1, ge=1)
     """Ranks that share each layer's matrices."""
     sequence_parallel: Annotated[bool, Execution] = True
@@ -85,19 +84,19 @@ class TrainingConfig(StrictModel):
     pipeline_parallel_size: Annotated[int, Execution] = Field(default=1, ge=1)
     """Ranks that hold consecutive layers."""
     virtual_pipeline_parallel_size: Annotated[int, Execution] = Field(default=1, ge=1)
-    """Pieces of each pipeline rank; above 1 interleaves them."""
+    """Model chunks per pipeline rank; more than 1 interleaves them."""
     context_parallel_size: Annotated[int, Execution] = Field(default=1, ge=1)
-    """Ranks that share the tokens of each sequence, in Megatron-Core's way."""
+    """Ranks that share the tokens of each sequence, with Megatron-Core's context parallelism."""
     ulysses_size: Annotated[int, Execution] = Field(default=1, ge=1)
     """Ranks that share the tokens of each sequence, with all-to-all around attention."""
     expert_parallel_size: Annotated[int, Execution] = Field(default=1, ge=1)
-    """Ranks that share the experts of a mixture."""
+    """Ranks that share the experts of a mixture-of-experts model."""
     replicate_size: Annotated[int, Execution] = Field(default=1, ge=1)
-    """Hybrid sharding: copies of the sharded model; 1 shards over all ranks."""
+    """Hybrid sharding: replicas of the sharded model; 1 shards over all ranks."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype; master weights and the optimizer stay float32."""
+    """Compute dtype; master weights and optimizer state stay float32."""
     max_tokens_per_micro_batch: Annotated[int, Execution] = Field(default=16_384, ge=8)
-    """Token budget of one forward and backward pass on one rank: the only memory knob."""
+    """Token budget of one forward and backward pass on one rank: the main memory setting."""
     gradient_checkpointing: Annotated[bool, Execution] = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     activation_offload: Annotated[bool, Execution] = False
@@ -105,27 +104,28 @@ class TrainingConfig(StrictModel):
     param_offload: Annotated[bool, Execution] = False
     """Keep parameters and gradients in host memory while the engine is idle."""
     optimizer_offload: Annotated[bool, Execution] = False
-    """Keep the optimizer's state in host memory outside of optimizer steps."""
+    """Keep the optimizer state in host memory outside of optimizer steps."""
     chunked_logprobs: Annotated[bool, Execution] = True
-    """Never hold logits of all tokens at once: memory does not grow with tokens x vocabulary."""
+    """Never hold all logits at once, so that memory does not grow with tokens x vocabulary."""
     frozen_parameters: tuple[str, ...] = ()
-    """Patterns of parameter names that are not trained, as in a shell (`model.embed_tokens.*`)."""
+    """Shell-style patterns of parameter names that are not trained (`model.embed_tokens.*`)."""
     lora: LoraConfig | None = None
-    """Train a low-rank adapter instead of the weights."""
+    """Train a low-rank adapter instead of the weights; null: train the weights."""
     use_torch_compile: Annotated[bool, Execution] = False
     """Compile each decoder layer; the first steps are slow."""
     torch_compile_backend: Annotated[Literal["inductor", "aot_eager", "cudagraphs"], Execution] = (
         "inductor"
     )
-    """`aot_eager` makes the graphs and runs them as they are: to find out what compiles."""
+    """`aot_eager` builds the graphs and runs them unoptimized, to find out what compiles."""
     use_liger: Annotated[bool, Execution] = False
     """Fused kernels for norms and gated feed-forward layers; needs a GPU and liger-kernel."""
     num_threads: Annotated[int, Execution] = Field(default=1, ge=1)
-    """CPU threads of one rank. They change the order of sums and so the last digits: the machine's
-    cores are never counted."""
+    """CPU threads of one rank; never the number of cores, because it changes the rounding of sums.
+    """
     collective_timeout_s: Annotated[float, NotIdentity] = Field(default=600.0, gt=0)
+    """Timeout of a collective operation in seconds."""
     options: dict[str, Any] = {}
-    """Options of the chosen backend, validated by the backend's own schema in preflight."""
+    """Options of the backend, validated by its own schema in preflight."""
 
     @model_validator(mode="before")
     @classmethod
@@ -152,7 +152,7 @@ class TrainingConfig(StrictModel):
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks, or sets of ranks, that hold different data."""
+        """Ranks, or groups of ranks, that process different data."""
         model_parallel = (
             self.tensor_parallel_size
             * self.pipeline_parallel_size
@@ -168,19 +168,11 @@ class TrainingConfig(StrictModel):
 
     @property
     def shared_tokens_per_micro_batch(self) -> int:
-        """Tokens of a micro-batch: the budget of each rank that shares its sequences."""
+        """Tokens of a micro-batch over all ranks that share its sequences."""
         return self.max_tokens_per_micro_batch * self.num_sharing_ranks
 
     def check_unit(self, num_tokens: int, what: str) -> None:
-        """Refuse what no micro-batch has room for, before a step comes to it.
-
-        Args:
-            num_tokens: of sequences that stay in one micro-batch.
-            what: they are, for the error line.
-
-        Raises:
-            ConfigError: they exceed `shared_tokens_per_micro_batch`.
-        """
+        """Refuse sequences (`what`) that do not fit in one micro-batch; raises `ConfigError`."""
         if num_tokens <= self.shared_tokens_per_micro_batch:
             return
         num = self.num_sharing_ranks
@@ -196,9 +188,8 @@ class HardwareConfig(StrictModel):
     """The accelerator that jobs run on."""
 
     platform: Annotated[str, Execution] = "auto"
-    """`auto` probes in a stated order and says what it chose; a name is an order, never a hint."""
+    """`auto` probes in a documented order and reports its choice; a name requires that platform."""
     device_kind: Annotated[str | None, Execution] = None
-    """Product name of the devices, of a CPU its architecture; null asks this machine. Jobs refuse
-    to start on another."""
+    """Product name of the devices (CPU: architecture) that jobs require; null: this machine's."""
     queue_timeout_s: Annotated[float, NotIdentity] = Field(default=604_800.0, gt=0)
-    """How long a stage waits until other runs leave its ranks and replicas room on the cluster."""
+    """Seconds that a stage waits until the cluster has room for its ranks and replicas."""

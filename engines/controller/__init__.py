@@ -1,1 +1,1 @@
-"""The worker groups through which a trainer reaches its ranks."""
+"""Worker groups through which a trainer reaches its ranks."""

@@ -1,10 +1,10 @@
-"""How a call on a group of workers reaches its ranks, declared once on the worker's method.
+"""How a call on a worker group reaches its ranks; declared once on the worker's method.
 
-A `SPLIT` call cuts its first argument over the data-parallel ranks, balanced by tokens, and
-puts the results back in the original order, so the caller never learns how many ranks there
-are. Ranks that share a data-parallel place (tensor or pipeline parallel) get the same share;
-with `SPLIT_ALL` every rank gets a share of its own.
-Does not promise: equal numbers of sequences per rank, or that every rank gets one.
+A `SPLIT` call cuts its first argument over the data-parallel ranks, balanced by tokens, and returns
+the results in the original order, so the caller does not need to know the number of ranks. Ranks
+that share a data-parallel place (tensor or pipeline parallel) get the same share; with `SPLIT_ALL`
+every rank gets its own.
+Does not promise equal numbers of sequences per rank, or that every rank gets one.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,13 +28,13 @@ class Dispatch(Enum):
     """What a call does with its arguments and results."""
 
     ONE_TO_ALL = "one_to_all"
-    """Every rank gets the same arguments, and every rank must come to an equal result."""
+    """All ranks get the same arguments and must return equal results."""
     RANK_ZERO = "rank_zero"
-    """Every rank gets the same arguments; the result is rank 0's, whatever the others came to."""
+    """All ranks get the same arguments; rank 0's result is returned."""
     SPLIT = "split"
     """The first argument is split over the data-parallel ranks, the others are copied."""
     SPLIT_ALL = "split_all"
-    """The same over all ranks: each works for itself, whatever the model's layout."""
+    """Like `SPLIT`, but over all ranks."""
 
 
 def dispatch(mode: Dispatch) -> Callable[[Method], Method]:
@@ -48,17 +48,7 @@ def dispatch(mode: Dispatch) -> Callable[[Method], Method]:
 
 
 def dispatch_mode(method: Callable[..., Any]) -> Dispatch:
-    """The declared mode of a method.
-
-    Args:
-        method: bound or not.
-
-    Returns:
-        What `@dispatch` was given.
-
-    Raises:
-        TypeError: the method was never declared, so it is not for the group to call.
-    """
+    """Return the declared mode of a method; raise TypeError if it has no `@dispatch`."""
     mode = getattr(method, "dispatch_mode", None)
     if not isinstance(mode, Dispatch):
         raise TypeError(f"{method!r} has no @dispatch: a group cannot call it")
@@ -66,18 +56,10 @@ def dispatch_mode(method: Callable[..., Any]) -> Dispatch:
 
 
 def split_plan(value: object, num_parts: int) -> Parts:
-    """The items of a `TokenBatch` (its sequences) or of a list that each part takes.
+    """Return for each part the ascending indices of its items; parts may be empty.
 
-    Args:
-        value: what is to be split.
-        num_parts: how many parts to make.
-
-    Returns:
-        For each part its item indices, ascending, with whole units of sequences; a part is empty
-        when there are too few items.
-
-    Raises:
-        TypeError: the value is neither.
+    `value` is a `TokenBatch`, whose units of sequences stay whole, or a list; a TypeError
+    otherwise.
     """
     if isinstance(value, TokenBatch):
         lengths, units = value.lengths_B.tolist(), value.units
@@ -90,10 +72,10 @@ def split_plan(value: object, num_parts: int) -> Parts:
 
 
 def take(value: Any, items: Sequence[int]) -> Any:
-    """The named items of a `TokenBatch` or list, in that order.
+    """Return the given items of a `TokenBatch` or list, in that order.
 
-    A rank without a sequence still takes part in every collective: it gets a copy of the
-    shortest unit that trains on nothing, and its results are dropped by `collect`.
+    A rank without a sequence still takes part in every collective: it gets a copy of the shortest
+    unit with loss mask 0, and `collect` drops its results.
     """
     if not isinstance(value, TokenBatch):
         return [value[i] for i in items]
@@ -103,21 +85,10 @@ def take(value: Any, items: Sequence[int]) -> Any:
 
 
 def collect(value: object, parts: Parts, results: Sequence[Any]) -> Any:
-    """Undo a split on the results.
+    """Join the results of a split call in the order of `value`, which `parts` split.
 
-    Args:
-        value: the argument that was split.
-        parts: the plan it was split by.
-        results: one result per part: a list with one entry per item, a per-token (T,) tensor
-            of the part's tokens, `ModelOutputs` of its batch, or anything else, which must be equal
-            for every part.
-
-    Returns:
-        The list, tensor or outputs in the order of `value`; anything else as every part gave it.
-
-    Raises:
-        ValueError: a part returned another number of entries than it was given.
-        WorkerError: parts came to different results that are neither lists nor tensors.
+    A result is a list with one entry per item, a (T,) tensor of the part's tokens or
+    `ModelOutputs`; anything else must be equal for all parts, or a WorkerError is raised.
     """
     first = results[0]
     if isinstance(first, ModelOutputs):
@@ -152,20 +123,8 @@ def _collect_outputs(value: object, parts: Parts, results: Sequence[ModelOutputs
 
 
 def equal_result(call: str, place: str, results: Sequence[Any]) -> Any:
-    """The one result of a call that must come out alike everywhere.
-
-    Args:
-        call: what was called, for the error line.
-        place: what a result belongs to (`rank`, `share`), for the error line.
-        results: one per place.
-
-    Returns:
-        The first.
-
-    Raises:
-        WorkerError: names the places whose result is another than that of place 0.
-    """
-    # NaN is unlike itself: a value that is NaN everywhere is for whoever reads it to judge.
+    """Return the common result of a call; raise WorkerError with the `place`s that differ."""
+    # NaN != NaN, so results are also compared by `repr`.
     others = [
         number
         for number, result in enumerate(results)
@@ -180,7 +139,7 @@ def equal_result(call: str, place: str, results: Sequence[Any]) -> Any:
 
 
 def _weight(item: object) -> int:
-    """Tokens a request may cost; 1 for anything else."""
+    """Return the maximum number of tokens of a request; 1 for anything else."""
     if isinstance(item, RolloutRequest):
         return len(item.prompt_ids) + item.num_samples * item.sampling.max_new_tokens
     return 1

@@ -1,4 +1,4 @@
-"""A worker group of one rank inside the caller's process: no Ray, and a debugger works.
+"""A worker group of one rank in the caller's process: no Ray, and a debugger works.
 
 Errors of the worker reach the caller unchanged.
 """
@@ -12,7 +12,7 @@ from engines.types import TokenBatch
 
 
 class Closable(Protocol):
-    """What a group asks of its worker beside the methods it calls."""
+    """What a group needs of its worker besides the methods it calls."""
 
     def close(self) -> None:
         """Free everything."""
@@ -22,9 +22,7 @@ class Closable(Protocol):
 class InProcessGroup:
     """A `WorkerGroup` of world size 1: every dispatch mode is a plain call.
 
-    Args:
-        worker: its only one.
-        reserved: what the cluster keeps free for it; closed after the worker.
+    `reserved` holds cluster resources for the worker; it is closed after the worker.
     """
 
     def __init__(self, worker: Closable, reserved: Closable | None = None) -> None:
@@ -37,14 +35,14 @@ class InProcessGroup:
         return 1
 
     def run(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the method on the one worker."""
+        """Call the method on the worker."""
         dispatch_mode(method)
         if self._worker is None:
             raise RuntimeError(f"{method.__name__} was called on a closed group")
         return method(self._worker, *args, **kwargs)
 
     def place(self, batch: TokenBatch) -> TokenBatch:
-        """The rank reads the caller's memory: nothing is moved."""
+        """Return `batch`: the rank reads the caller's memory."""
         return batch
 
     def close(self) -> None:

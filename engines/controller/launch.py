@@ -1,8 +1,10 @@
-"""Starting the worker group of a policy, and what samples from it: here, or as Ray actors.
+"""Starts the worker group of a policy and its rollout engines, in this process or as Ray actors.
 
-Promises: whatever a run starts outside its own process has its places reserved at once, before
-any of it starts. Ray is imported only for what runs in processes of its own. A platform is looked
-for where something computes on it, not in the driver.
+Promises: everything that a run starts outside its process is reserved at once, before any of it
+starts. Ray is imported only for other processes. A platform is detected where something computes on
+it, not in the driver. Errors while starting: `ConfigError` (an engine cannot serve its model, dtype
+or options), `WorkerError` or `ReplicaLostError` (a process died), `DeadlineError` (no room in the
+cluster, or a process was too slow).
 """
 
 import sys
@@ -42,19 +44,12 @@ from infra.job_environments import installed_distributions, is_inside
 RAY_ADDRESS = "auto"
 CONNECT_DEADLINE_S = 60.0
 MARGIN_S = 120.0
-"""A rank reports its own time-out; the group waits this much longer for it."""
+"""How much longer than a rank's own timeout the group waits for its error."""
 
 
 @dataclass(frozen=True)
 class LaunchedModel:
-    """A model that is served and not trained, and what reads or judges its answers.
-
-    Attributes:
-        engines: without weights.
-        beside: the group of one more model, if there is one: a reward model, or the same.
-        judge: engines without weights, if there are some.
-        pool: places of all that runs elsewhere; closed last.
-    """
+    """A served frozen model and the models that score its answers; `pool` is closed last."""
 
     engines: LaunchedEngines
     beside: WorkerGroup | None
@@ -63,15 +58,10 @@ class LaunchedModel:
 
 
 def trains_here(spec: WorkerSpec) -> bool:
-    """Whether a policy is trained in the caller's process.
+    """True if the policy trains in the caller's process.
 
-    A device that Ray assigns can be reserved together with those of replicas only for an actor.
-
-    Args:
-        spec: of the policy.
-
-    Returns:
-        False where its ranks are actors.
+    This needs a single rank. A device that Ray assigns can be reserved together with those of
+    replicas only for an actor.
     """
     if spec.training.num_workers > 1:
         return False
@@ -82,20 +72,7 @@ def trains_here(spec: WorkerSpec) -> bool:
 def launch_policy_group(
     spec: WorkerSpec, log_dir: Path, queueing: Queueing = NO_NEWS
 ) -> WorkerGroup:
-    """Start `training.num_workers` ranks and initialize them.
-
-    Args:
-        spec: what each rank builds.
-        log_dir: where Ray ranks write logs and heartbeats.
-        queueing: how to wait for room.
-
-    Returns:
-        The group, ready for calls; the caller closes it.
-
-    Raises:
-        WorkerError: a rank died while it started.
-        DeadlineError: the ranks did not fit into the cluster or did not meet in time.
-    """
+    """Start and initialize the ranks of a policy; Ray ranks log to `log_dir`."""
     if trains_here(spec):
         return _group_here(spec, None)
     connect_ray()
@@ -106,7 +83,7 @@ def launch_policy_group(
 def launch_policy_with_rollout(
     spec: WorkerSpec, log_dir: Path, queueing: Queueing = NO_NEWS
 ) -> tuple[WorkerGroup, Rollout]:
-    """As `launch_policy_beside`, of a policy without such models."""
+    """Like `launch_policy_beside` without other models."""
     workers, rollout, _ = launch_policy_beside(spec, {}, log_dir, queueing)
     return workers, rollout
 
@@ -117,35 +94,22 @@ def launch_policy_beside(
     log_dir: Path,
     queueing: Queueing = NO_NEWS,
 ) -> tuple[WorkerGroup, Rollout, dict[str, LaunchedEngines]]:
-    """Start the ranks of a policy, the engines that sample from it, and those of other models.
+    """Start the ranks of a policy, its rollout engines, and engines of other models.
 
-    Args:
-        spec: what each rank builds; `rollout` says how to sample.
-        others: by name, engines of models that nobody trains: a judge, a teacher; embedded only
-            where the policy's are in this process, too.
-        log_dir: as for `launch_policy_group`.
-        queueing: as well.
-
-    Returns:
-        All of them, ready for calls, those of other models without weights; the caller closes
-        them, the ranks last: places of all are given back with the group.
-
-    Raises:
-        ConfigError: a rollout engine cannot serve its model, dtype or those options.
-        WorkerError: a rank died while it started.
-        DeadlineError: they did not fit into the cluster together or did not meet in time.
+    The caller closes all of them, the ranks last: the reservation is released with the group. The
+    engines of `others` (judge, teacher) get no weights, and are embedded only if the policy's are.
     """
     if spec.rollout is None:
         raise ValueError("a policy without a rollout is started by launch_policy_group")
     here, replica = trains_here(spec), policy_replica(spec, spec.rollout, log_dir)
     if is_embedded(spec.rollout) and here:
-        engines = launch_engines(replica)  # first, because it may refuse
+        engines = launch_engines(replica)  # first, because it may raise
         beside = {name: launch_engines(other) for name, other in others.items()}
         workers = _group_here(replace(spec, rollout=None), None)
         return workers, ServedRollout(engines, workers), beside
     connect_ray()
     seating = _Seating.of(spec, replica, here=here)
-    # All together: two runs that each had half of it would wait for ever.
+    # All in one reservation: two runs that each hold half of it would wait forever.
     bundles = [*seating.bundles, *_bundles_of(others.values())]
     pool = reserve(bundles, queueing, 0 if here else None, seating.num_sharing)
     try:
@@ -158,14 +122,10 @@ def launch_policy_beside(
 
 @dataclass(frozen=True)
 class _Seating:
-    """Which places of a pool a policy's ranks and engines have.
+    """Places of a policy's ranks and engines in a pool, ranks first.
 
-    Attributes:
-        here: the only rank is this process.
-        bundles: what is reserved for them, ranks first.
-        num_sharing: actors of each bundle.
-        first: place of the first engine; 0 where engines share the devices of ranks.
-        num_replicas: engines that have places; 0 where they are part of the ranks.
+    `first` is 0 if engines share the devices of ranks; `num_replicas` is 0 if they are inside
+    ranks.
     """
 
     here: bool
@@ -176,7 +136,7 @@ class _Seating:
 
     @staticmethod
     def of(spec: WorkerSpec, replica: ReplicaSpec, *, here: bool) -> "_Seating":
-        """The seating of ranks, and of engines that are no part of this process."""
+        """Return the seating of ranks and of engines outside this process."""
         first, num_replicas = spec.training.num_workers, replica.rollout.num_replicas
         if is_embedded(replica.rollout):
             num_replicas = 0
@@ -194,7 +154,6 @@ def _replica_bundles(replica: ReplicaSpec, num_replicas: int) -> list[Options]:
 
 
 def _bundles_of(replicas: Iterable[ReplicaSpec]) -> list[Options]:
-    """What Ray reserves for each replica of some models."""
     return [
         bundle for each in replicas for bundle in _replica_bundles(each, each.rollout.num_replicas)
     ]
@@ -203,7 +162,7 @@ def _bundles_of(replicas: Iterable[ReplicaSpec]) -> list[Options]:
 def _launch_each(
     replicas: Mapping[str, ReplicaSpec], pool: Pool, first: int
 ) -> dict[str, LaunchedEngines]:
-    """Engines of several models, in the places of a pool from `first` on."""
+    """Start engines of several models in the places of a pool from `first` on."""
     launched: dict[str, LaunchedEngines] = {}
     for name, replica in replicas.items():
         num_replicas = replica.rollout.num_replicas
@@ -215,15 +174,14 @@ def _launch_each(
 def _launch_in(
     pool: Pool, seating: _Seating, spec: WorkerSpec, replica: ReplicaSpec, log_dir: Path
 ) -> tuple[WorkerGroup, Rollout]:
-    """Start a policy's engines and ranks in their places."""
     if not seating.num_replicas:
         workers = _group_of_actors(spec, log_dir, pool)
         return workers, RankRollout(workers)
     num_ranks = spec.training.num_workers
     sender = pool.places(0, num_ranks)[0]
-    # Collectives of devices do not join two processes on one device.
+    # Device collectives (NCCL) cannot join two processes on one device.
     has_device = not seating.here and not replica.shares_devices
-    # First, because it may refuse.
+    # First, because it may raise.
     engines = launch_engines(
         replica,
         pool.places(seating.first, seating.num_replicas),
@@ -238,16 +196,7 @@ def _launch_in(
 
 
 def policy_replica(spec: WorkerSpec, rollout: RolloutConfig, log_dir: Path) -> ReplicaSpec:
-    """An engine that serves the policy of some ranks.
-
-    Args:
-        spec: of the ranks.
-        rollout: of the engine.
-        log_dir: where it writes its log, if it has one.
-
-    Returns:
-        What it builds.
-    """
+    """Return the spec of an engine that serves the policy; it logs to `log_dir`."""
     training = spec.training
     return ReplicaSpec(
         serving_dir=spec.serving_dir,
@@ -268,22 +217,10 @@ def launch_served_model(
     judge: ReplicaSpec | None = None,
     queueing: Queueing = NO_NEWS,
 ) -> LaunchedModel:
-    """Start the engines of a model that nobody trains, and the models that read beside them.
+    """Start engines of a frozen model and the models that score its answers.
 
-    Args:
-        spec: of the engines.
-        beside: one more model, of one rank: a reward model, or the same for what no engine says.
-            None: there is none.
-        judge: of its engines, which are embedded if and only if the others are. None: likewise.
-        queueing: how to wait for room.
-
-    Returns:
-        All of them; in this process where the engines are embedded.
-
-    Raises:
-        ConfigError: as `launch_engines`.
-        DeadlineError: as `reserve`.
-        ReplicaLostError: as `launch_engines`.
+    `beside` is one more model on one rank, such as a reward model. The engines of `judge` are
+    embedded if and only if those of `spec` are.
     """
     if is_embedded(spec.rollout):
         engines = launch_engines(spec)
@@ -313,19 +250,9 @@ def reserve_replicas(
     num_ranks: int = 0,
     judge: ReplicaSpec | None = None,
 ) -> Pool:
-    """The places of replicas that no ranks share or send to.
+    """Reserve places for `num_ranks` ranks, then replicas of `spec`, then replicas of `judge`.
 
-    Args:
-        spec: of the replicas.
-        queueing: how to wait for room.
-        num_ranks: of a group beside them, whose places come first.
-        judge: further replicas, whose places come last.
-
-    Returns:
-        One place each, none for an engine in this process; the caller closes it.
-
-    Raises:
-        DeadlineError: as `reserve`.
+    An embedded engine needs no place. The caller closes the pool.
     """
     if is_embedded(spec.rollout):
         return Pool(None, ())
@@ -338,20 +265,9 @@ def reserve_replicas(
 def launch_engines(
     spec: ReplicaSpec, places: Sequence[Place] = (), sender: Sender | None = None
 ) -> LaunchedEngines:
-    """Start rollout engines: one in this process, or replicas in processes of their own.
+    """Start rollout engines without weights: one in this process, or replicas in `places`.
 
-    Args:
-        spec: what to build.
-        places: of the replicas.
-        sender: of their weights; None where it is this process.
-
-    Returns:
-        The engines, without weights, and what reaches them.
-
-    Raises:
-        ConfigError: the engine cannot serve that model, dtype or those options.
-        ReplicaLostError: a replica died while it started.
-        DeadlineError: a replica took too long.
+    `sender` is the process that sends the weights; None means this one.
     """
     rollout = spec.rollout
     if is_embedded(rollout):
@@ -399,17 +315,12 @@ def _group_of_actors(spec: WorkerSpec, log_dir: Path, pool: Pool) -> WorkerGroup
 
 
 def connect_ray() -> None:
-    """Connect this process to the cluster it runs on; harmless when it is connected.
-
-    Raises:
-        DeadlineError: the cluster does not answer; Ray itself would try for ever.
-        ConnectionError: there is no cluster.
-    """
+    """Connect to the Ray cluster; raise DeadlineError if it does not answer in time."""
     import ray
 
     if ray.is_initialized():
         return
-    # Not the main thread: ray.init has no deadline, and would replace our SIGTERM handler.
+    # In a thread: ray.init retries forever, and would replace our SIGTERM handler.
     connection: Future[object] = Future()
     connecting = threading.Thread(target=_connect, args=(connection,), daemon=True)
     connecting.start()
@@ -428,7 +339,7 @@ def _connect(connection: "Future[object]") -> None:
                 address=RAY_ADDRESS,
                 log_to_driver=False,
                 configure_logging=False,
-                # Ray starts actors with the Python of the cluster.
+                # By default Ray starts actors with the Python of the cluster.
                 runtime_env={"py_executable": sys.executable} if is_inside() else None,
             )
         )

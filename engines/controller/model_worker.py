@@ -1,10 +1,9 @@
-"""One rank: its share of every model of a run, and a rollout engine that serves the policy.
+"""One rank: its part of every model of a run, and optionally a rollout engine for the policy.
 
 Promises: nothing is sampled from weights that were not synced and verified; a rank samples its
-share of the prompts, and since every sample has its own seed the samples do not depend on how
-many ranks there are. A role exists only when it was asked for, and a checkpoint holds every role
-that trains, or none of it.
-Does not know: rewards, advantages, data, or where checkpoints are kept.
+share of the prompts, and since every sample has its own seed, samples do not depend on the number
+of ranks. A checkpoint holds all roles that train.
+Knows nothing of rewards, advantages, data, or where checkpoints are kept.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,16 +54,12 @@ from infra import env
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a rank builds.
+    """What a rank builds: the policy and models beside it, or one frozen model.
 
     Attributes:
-        roles: by name: the policy and what stands beside it, or one model that is never trained.
-        serving_dir: Hugging Face directory that the rollout engine reads its configuration from.
-        rollout: engine that samples; None where nothing is sampled.
-        temperature: of the distribution that logprobs speak of.
-        platform: name for `hardware.detection.detect`.
-        seed: of whatever the backends draw.
-        device_kind: of `hardware.detection.check_planned`.
+        serving_dir: Hugging Face directory with the rollout engine's configuration.
+        rollout: engine that samples; None if nothing is sampled.
+        temperature: of the distribution that logprobs refer to.
     """
 
     roles: Mapping[RoleName, RoleSpec]
@@ -77,28 +72,28 @@ class WorkerSpec:
 
     @property
     def leading(self) -> RoleName:
-        """The role that is built first and says how many ranks there are, and on what."""
+        """Role that is built first and determines the ranks and their devices."""
         return POLICY if POLICY in self.roles else next(iter(self.roles))
 
     @property
     def policy(self) -> RoleSpec:
-        """Of a worker that has one."""
+        """The policy's role."""
         return self.roles[POLICY]
 
     @property
     def training(self) -> TrainingConfig:
-        """Of the leading role."""
+        """Training configuration of the leading role."""
         return self.roles[self.leading].training
 
 
 class ModelWorker:
-    """The worker of a group; `initialize` before anything else."""
+    """The worker of a group; call `initialize` first."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec = _brought(spec)
         self._platform, _ = detect(spec.platform)
         if self._platform.device_count() > 1:
-            # Ray shows a rank its own device, where it knows the vendor's variable.
+            # Ray hides other devices only for vendors whose visibility variable it knows.
             index = int(env.LOCAL_RANK.get() or 0)
             self._platform.set_device(index % self._platform.device_count())
         check_planned(self._platform, spec.platform, spec.device_kind)
@@ -110,12 +105,8 @@ class ModelWorker:
         self._send_plan: SendPlan | None = None
 
     def initialize(self) -> None:
-        """Build the models and load their weights. Collective.
-
-        Raises:
-            ConfigError: the rollout engine cannot serve that model, dtype or those options.
-        """
-        # First, because it costs nothing and may refuse.
+        """Build and load the models; raise ConfigError if the engine cannot serve. Collective."""
+        # First, because it is cheap and may raise.
         rollout = self._spec.rollout
         if rollout is not None:
             dtype = rollout.dtype or self._spec.training.dtype
@@ -142,10 +133,11 @@ class ModelWorker:
 
     @property
     def _adapter_off_is_reference(self) -> bool:
-        """Whether the policy without its adapter is the reference.
+        """True if the policy without its adapter is the reference.
 
-        A fresh adapter begins on the weights it is given, those of an earlier adapter merged in;
-        a continued one stands on weights from before the policy that the round starts with.
+        A new adapter starts on the round's start weights, with an earlier adapter merged in. An
+        adapter that is continued is on older base weights, so the base is not the policy the round
+        starts with.
         """
         reference = self._spec.roles.get(REFERENCE)
         if reference is None or self._spec.policy.training.lora is None:
@@ -155,23 +147,17 @@ class ModelWorker:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which share of a split call this rank takes."""
+        """Index of the share that this rank takes of a split call."""
         return self._engine(self._spec.leading).data_parallel_rank
 
     @dispatch(Dispatch.SPLIT)
     def train(
         self, batch: TokenBatch, loss_fn: LossFn, role: RoleName = POLICY
     ) -> TrainMetrics | PoisonedUpdate:
-        """One optimizer step of a role on the whole batch.
+        """Take one optimizer step of a role on the whole batch; the result is equal on every rank.
 
-        Args:
-            batch: with the columns that the loss reads.
-            loss_fn: see `LossFn`.
-            role: one that has an optimizer.
-
-        Returns:
-            Equal on every rank; `PoisonedUpdate` where the loss or the gradient was no finite
-            number, and the weights are as before.
+        The result is a `PoisonedUpdate`, with unchanged weights, if the loss or gradient is not
+        finite.
         """
         try:
             return self._engine(role).train_batch(batch.widened(), loss_fn)
@@ -180,20 +166,20 @@ class ModelWorker:
 
     @dispatch(Dispatch.RANK_ZERO)
     def performance_metrics(self) -> dict[str, float]:
-        """`perf/*` of the leading role's optimizer steps since the last call."""
+        """Return `perf/*` of the leading role's optimizer steps since the last call."""
         return self._engine(self._spec.leading).performance_metrics()
 
     @dispatch(Dispatch.SPLIT)
     def infer(
         self, batch: TokenBatch, readouts: Readouts = ONLY_LOGPROBS, role: RoleName = POLICY
     ) -> ModelOutputs:
-        """What a role says of a batch as it is now, on the CPU."""
+        """Run a forward pass of a role and return the outputs on the CPU."""
         with self._speaking_as(role) as engine:
             return engine.infer_batch(batch.widened(), readouts)
 
     @dispatch(Dispatch.SPLIT)
     def infer_logprobs(self, batch: TokenBatch, role: RoleName = POLICY) -> Tensor:
-        """Logprobs of a role as it is now: (T,) float32 on the CPU."""
+        """Return logprobs of a role, (T,) float32 on the CPU."""
         with self._speaking_as(role) as engine:
             return engine.infer_batch(batch.widened()).logprobs_T
 
@@ -201,34 +187,25 @@ class ModelWorker:
     def generate(
         self, requests: Sequence[RolloutRequest], on_completion: Receive | None = None
     ) -> list[list[Completion]]:
-        """Sample every request.
+        """Sample every request; completions are in the order of each request's seeds.
 
-        Args:
-            requests: with ids that differ.
-            on_completion: as in `RolloutService.generate`; a caller in another process has none.
-
-        Returns:
-            For each request its completions, in the order of its seeds.
-
-        Raises:
-            DeadlineError: the batch was not finished in `rollout.timeout_s`.
-            RolloutError: a sample came back twice or not at all.
+        `on_completion` is as in `RolloutService.generate`; None if the caller is another process.
         """
         return self._served().generate(requests, on_completion)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def sync_weights(self, version: int) -> SyncReport:
-        """Serve the policy's weights as `version`; verified by digest. Collective."""
+        """Serve the policy's weights as `version`, verified by digest. Collective."""
         return self._served().sync(self._new_transport, self.send_weights, version)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:
-        """Have the rollout engine give its memory back, until the next sync."""
+        """Release the rollout engine's memory until the next sync."""
         self._served().sleep()
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def send_weights(self, delivery: Transport | ShardedTransport) -> Receipt:
-        """Send the policy's weights to engines elsewhere; returns what was sent. Collective."""
+        """Send the policy's weights to engines elsewhere and return the receipt. Collective."""
         if not isinstance(delivery, ShardedTransport):
             return delivery.send(iter(self._policy.get_per_tensor_param()))
         if self._send_plan is None:
@@ -237,12 +214,12 @@ class ModelWorker:
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def send_frozen_weights(self, transport: Transport) -> Receipt:
-        """Send what the policy's adapter stands on; as `send_weights`."""
+        """Send the base weights under the policy's adapter. Collective."""
         return transport.send(iter(self._policy.get_frozen_param()))
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def send_adapter(self, transport: Transport) -> Receipt:
-        """Send the policy's adapter alone; as `send_weights`."""
+        """Send only the policy's adapter. Collective."""
         return transport.send(iter(self._policy.get_adapter_param()))
 
     @dispatch(Dispatch.ONE_TO_ALL)
@@ -257,7 +234,7 @@ class ModelWorker:
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def begin_checkpoint(self, path: Path, step: int) -> None:
-        """Copy this rank's shards and go on; they are written in the background. Collective."""
+        """Copy this rank's shards and write them in the background. Collective."""
         writes: list[Callable[[], None]] = []
         disk = driver_disk.current()
         own = disk.own(path)
@@ -274,17 +251,13 @@ class ModelWorker:
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def adopt_average(self) -> bool:
-        """Have the weights of every role become their moving average, where it has one. Collective.
-
-        Returns:
-            Whether one had.
-        """
+        """Replace weights by their moving average; True if a role has one. Collective."""
         adopted = [engine.adopt_average() for engine in self._engines.values()]
         return any(adopted)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: Path) -> int:
-        """Continue every role that trains from `path`; returns their step. Collective."""
+        """Restore every role that trains from `path` and return the step. Collective."""
         steps = []
         for directory, engine in self._checkpointed(driver_disk.current().bring(path)):
             steps.append(engine.load_checkpoint(directory, optimizer=True))
@@ -292,10 +265,7 @@ class ModelWorker:
         return steps[0]
 
     def close(self) -> None:
-        """Free the rollout engine and leave the process group; once is enough.
-
-        The group is the process's default one: other workers of this process end with it.
-        """
+        """Free the rollout engine and destroy the default process group."""
         try:
             if self._rollout is not None:
                 self._rollout.close()
@@ -314,7 +284,7 @@ class ModelWorker:
 
     @contextmanager
     def _speaking_as(self, role: RoleName) -> Iterator[BaseEngine]:
-        """The engine of a role; of a reference that is the policy without its adapter, that."""
+        """Yield the engine of a role; the reference may be the policy with its adapter disabled."""
         if role == REFERENCE and self._adapter_off_is_reference:
             with self._policy.disable_adapter():
                 yield self._policy
@@ -322,7 +292,7 @@ class ModelWorker:
             yield self._engine(role)
 
     def _checkpointed(self, path: Path) -> Iterator[tuple[Path, BaseEngine]]:
-        """Where each role that trains is kept, and its engine; the policy first."""
+        """Yield the checkpoint directory and engine of each role that trains, the policy first."""
         for name, engine in self._engines.items():
             if engine.spec.optimizer is not None:
                 yield role_checkpoint(path, name), engine
@@ -341,7 +311,7 @@ class ModelWorker:
 
 
 def _brought(spec: WorkerSpec) -> WorkerSpec:
-    """What a rank builds, from files that it can read."""
+    """Return the spec with local paths of the driver's files."""
     bring = driver_disk.current().bring
 
     def here(role: RoleSpec) -> RoleSpec:
@@ -354,7 +324,7 @@ def _brought(spec: WorkerSpec) -> WorkerSpec:
 
 
 def _load(engine: BaseEngine, role: RoleSpec) -> None:
-    """Build an engine's model and fill it from the directory or the checkpoint."""
+    """Build the model and load it from the Hugging Face directory or the checkpoint."""
     source = role.source
     engine.initialize(load_weights=source.checkpoint_dir is None)
     if source.checkpoint_dir is not None:

@@ -1,9 +1,9 @@
-"""What a run's processes need of the cluster, reserved at once: a Ray placement group.
+"""Resources of a run's processes, reserved at once as a Ray placement group.
 
-Promises: all of it or nothing, so that runs which each need everything queue and never hold halves
-of it; while it waits it says for what, and what the cluster has; what no cluster of these nodes
-could ever give is refused soon; everything is given back by `close`, and when the process ends.
-Does not promise whose turn is next: Ray decides among those that wait.
+Promises: all or nothing, so that competing runs queue instead of each holding a part; a waiting run
+reports what it waits for and what the cluster has; a request that exceeds the nodes is refused
+soon; `close` or the end of the process releases everything.
+Does not promise an order: Ray decides which waiting run is next.
 """
 
 import logging
@@ -17,26 +17,26 @@ from typing import Any
 from infra.errors import DeadlineError
 
 Options = Mapping[str, Any]
-"""Keyword arguments of `ray.remote` that reserve something."""
+"""Keyword arguments of `ray.remote` that reserve resources."""
 
 SAY_EVERY_S = 60.0
 NODE_ANSWERS_S = 3.0
 POLL_S = 2.0
 NODE_SHARE = 0.001
-"""Of the resource that every Ray node has in its own name: enough to be placed there."""
+"""Share of a node's own Ray resource (`node:<address>`): enough to pin a bundle to the node."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Queueing:
-    """How a run waits until others' runs leave it room.
+    """How a run waits for free resources.
 
     Attributes:
-        deadline_s: how long; they may take days.
-        fit_deadline_s: how long for nodes to join without which it could never fit.
-        say: told what is waited for, at once and now and then.
-        waiting: called every few seconds meanwhile.
+        deadline_s: total wait; other runs may take days.
+        fit_deadline_s: wait for nodes to join if the request does not fit the present ones.
+        say: called with a status line at once and about every minute.
+        waiting: called every few seconds.
     """
 
     deadline_s: float = 604_800.0
@@ -50,15 +50,7 @@ NO_NEWS = Queueing()
 
 @dataclass(frozen=True)
 class Place:
-    """Where one process runs.
-
-    Attributes:
-        bundle: its number within the pool.
-        node: id of the Ray node.
-        address: of that node, as Ray knows it.
-        port: of Ray's own process there.
-        options: keyword arguments of an actor's `options` that start it there.
-    """
+    """Where one process runs: bundle, Ray node, address of its raylet, and actor options."""
 
     bundle: int
     node: str
@@ -67,7 +59,7 @@ class Place:
     options: Options
 
     def node_answers(self) -> bool:
-        """Whether Ray's process on the node takes a connection."""
+        """True if the raylet of the node accepts a connection."""
         try:
             socket.create_connection((self.address, self.port), NODE_ANSWERS_S).close()
         except OSError:
@@ -76,33 +68,20 @@ class Place:
 
 
 class Pool:
-    """Reserved resources; made by `reserve`.
-
-    Args:
-        group: Ray's placement group; reserved.
-        places: one per bundle.
-    """
+    """Reserved resources, one place per bundle of the placement group; made by `reserve`."""
 
     def __init__(self, group: Any, places: Sequence[Place]) -> None:
         self._group = group
         self._places = tuple(places)
 
     def places(self, first: int, num: int) -> tuple[Place, ...]:
-        """Places of bundles that stand side by side, those on one node together.
-
-        Args:
-            first: number of the first bundle.
-            num: how many.
-
-        Returns:
-            In the order in which their nodes have their first bundle.
-        """
+        """Return the places of `num` bundles from `first` on, grouped by node."""
         chosen = self._places[first : first + num]
         nodes = list(dict.fromkeys(place.node for place in chosen))
         return tuple(sorted(chosen, key=lambda place: nodes.index(place.node)))
 
     def close(self) -> None:
-        """Give everything back; what still runs there is killed. Harmless when repeated."""
+        """Release everything and kill what still runs there; may be called again."""
         group, self._group = self._group, None
         if group is not None:
             import ray
@@ -117,20 +96,12 @@ def reserve(
     on_this_node: int | None = None,
     num_sharing: Sequence[int] = (),
 ) -> Pool:
-    """Reserve one bundle for each place, all of them at once. Ray must be connected.
+    """Reserve one bundle per place, all at once, or raise a DeadlineError. Ray must be connected.
 
     Args:
         bundles: what each place needs, as keyword arguments of `ray.remote`.
-        queueing: how to wait.
-        on_this_node: number of the bundle that stands for this process itself.
-        num_sharing: actors that will stand in each of the first places, on the same devices; one in
-            those behind them.
-
-    Returns:
-        The pool; the caller closes it.
-
-    Raises:
-        DeadlineError: a deadline passed; says what was asked for and what the cluster has.
+        on_this_node: index of the bundle of this process.
+        num_sharing: number of actors on the devices of each of the first places; 1 for the others.
     """
     import ray
 
@@ -149,21 +120,21 @@ def reserve(
 
 
 def this_node() -> str:
-    """Id of the Ray node that this process runs on. Ray must be connected."""
+    """Return the Ray node id of this process. Ray must be connected."""
     import ray
 
     return ray.get_runtime_context().get_node_id()
 
 
 def this_address() -> str:
-    """Address of the Ray node that this process runs on. Ray must be connected."""
+    """Return the address of this process's Ray node. Ray must be connected."""
     import ray
 
     return str(ray.util.get_node_ip_address())
 
 
 def _wait(group: Any, wanted: Sequence[Mapping[str, float]], queueing: Queueing) -> None:
-    """Until the group is there; raises as `reserve`."""
+    """Wait until the group is reserved."""
     start = fitted_at = time.monotonic()
     said_at = start - SAY_EVERY_S
     while not group.wait(POLL_S):
@@ -182,7 +153,7 @@ def _wait(group: Any, wanted: Sequence[Mapping[str, float]], queueing: Queueing)
 
 
 def _share(options: Options, num_sharing: int) -> Options:
-    """One actor's part of a place; Ray shows each of them the whole of a device they share."""
+    """Return one actor's fraction of a place; Ray shows it the whole of a shared device."""
     if num_sharing == 1:
         return options
     parts = {name: v / num_sharing for name, v in options.items() if name != "resources"}
@@ -191,7 +162,7 @@ def _share(options: Options, num_sharing: int) -> Options:
 
 
 def _resources(options: Options) -> dict[str, float]:
-    """Ray's names of what those arguments reserve."""
+    """Return Ray's resource names and amounts of these arguments."""
     named = {"CPU": options.get("num_cpus", 0), "GPU": options.get("num_gpus", 0)}
     asked = {**named, **options.get("resources", {})}
     return {name: float(amount) for name, amount in asked.items() if amount}
@@ -210,7 +181,7 @@ def _places(group: Any, bundles: Sequence[Options]) -> list[Place]:
             alive[nodes[number]]["NodeManagerAddress"],
             alive[nodes[number]]["NodeManagerPort"],
             {
-                # Ray's default is a CPU beside whatever else an actor asks for.
+                # Ray's default is one CPU in addition to what an actor asks for.
                 "num_cpus": 0,
                 **options,
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(
@@ -223,7 +194,7 @@ def _places(group: Any, bundles: Sequence[Options]) -> list[Place]:
 
 
 def _could_fit(wanted: Sequence[Mapping[str, float]], nodes: Sequence[dict[str, float]]) -> bool:
-    """Whether nodes that nobody uses would hold every bundle, the largest first."""
+    """True if idle nodes would hold every bundle, by first fit with the largest first."""
     free = [dict(node) for node in nodes]
     for bundle in sorted(wanted, key=lambda each: sum(each.values()), reverse=True):
         for node in free:
@@ -251,7 +222,6 @@ def _told(wanted: Sequence[Mapping[str, float]]) -> str:
 
 
 def _totals_told(totals: Sequence[Mapping[str, float]]) -> str:
-    """What each node has that processes ask for."""
     hidden = ("node:", "memory", "object_store_memory", "accelerator_type:")
     nodes = Counter(
         " + ".join(f"{v:g} {n}" for n, v in sorted(node.items()) if not n.startswith(hidden))

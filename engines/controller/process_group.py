@@ -1,7 +1,7 @@
-"""Joining the ranks of one worker group into a torch.distributed process group.
+"""Joins the ranks of a worker group into a torch.distributed process group.
 
-The store's port is taken by the operating system on the machine of rank 0 and told to the
-others, so two groups that start together never meet on one port.
+The operating system chooses the store's port on the machine of rank 0, so two groups that start
+together cannot collide.
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of a group meet.
-
-    Attributes:
-        host: address of rank 0's store.
-        port: its port.
-    """
+    """Host and port of rank 0's store."""
 
     host: str
     port: int
@@ -35,16 +30,8 @@ def join(
 ) -> None:
     """Make this process a rank of the default process group.
 
-    Args:
-        rank: of this process.
-        world_size: number of ranks.
-        backend: `gloo`, `nccl` or what the platform names.
-        timeout_s: deadline of the meeting and of each collective.
-        store: rank 0's own store; the other ranks leave it out.
-        rendezvous: where the other ranks find that store.
-
-    Raises:
-        ValueError: neither a store nor a rendezvous was given.
+    Rank 0 passes its `store`, other ranks the `rendezvous`. `timeout_s` is the deadline of the
+    rendezvous and of each collective.
     """
     timeout = timedelta(seconds=timeout_s)
     if store is None:

@@ -1,4 +1,4 @@
-"""The log of a process that Ray started for us: a rank, or a replica of a rollout engine."""
+"""Log files of processes that Ray started: a rank, or a replica of a rollout engine."""
 
 import faulthandler
 import logging
@@ -12,11 +12,7 @@ NUM_LOG_LINES = 20
 
 
 def log_to(path: Path) -> None:
-    """Send this process's log to a file, and the stacks of its threads if it crashes or is asked.
-
-    Args:
-        path: of the file; appended to.
-    """
+    """Append this process's log to a file, and its thread stacks on a crash or on request."""
     redact_output()
     # Line buffered and kept open: the crash handler writes to this descriptor.
     file = path.open("a", buffering=1, encoding="utf-8")
@@ -30,15 +26,7 @@ def log_to(path: Path) -> None:
 
 
 def log_tail(path: Path, who: str) -> str:
-    """The last lines of such a log, for an error.
-
-    Args:
-        path: of the file; it may be missing.
-        who: it is of.
-
-    Returns:
-        One line each, with `who` in front.
-    """
+    """Return the last lines of a log, each prefixed with `who`; empty if there is no file."""
     if not path.exists():
         return ""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-NUM_LOG_LINES:]

@@ -1,7 +1,7 @@
-"""What runs inside the process of one rank of a `RayWorkerGroup`.
+"""The process of one rank of a `RayWorkerGroup`.
 
-It sets threads, joins the process group, builds the worker and passes calls on to it. Its log
-file holds the worker's log and, should the process crash, the Python stack of every thread.
+It sets threads, joins the process group, builds the worker and forwards calls to it. Its log file
+holds the worker's log and, after a crash, the Python stack of every thread.
 """
 
 import gc
@@ -25,7 +25,7 @@ from infra.plugins import import_external_modules
 from infra.store.heartbeat import Heartbeat
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
-"""Of a call: by place and by name."""
+"""Positional and keyword arguments of a call."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,18 +35,12 @@ class RayGroupOptions:
     """How a group of actors is started and watched.
 
     Attributes:
-        world_size: number of ranks.
-        backend: collective backend of the platform (`gloo`, `nccl`).
-        num_threads: CPU threads of one rank.
         log_dir: where each rank writes `rank-<r>.log` and its heartbeat.
         resources: keyword arguments of `ray.remote` that reserve what one rank needs.
-        sees_all_devices: whether a rank sees the devices of its whole node; else it has one.
-        collective_timeout_s: deadline of one collective between ranks.
-        call_timeout_s: deadline of a call that `timeouts_s` does not name.
-        timeouts_s: deadlines by method name.
-        start_timeout_s: deadline for all ranks to run and meet, once they have their places.
-        heartbeat_s: how often a rank writes its heartbeat.
-        silence_s: a rank whose heartbeat is older is taken for dead.
+        sees_all_devices: True if a rank sees all devices of its node; otherwise it has one.
+        timeouts_s: deadlines by method name; `call_timeout_s` is for all others.
+        start_timeout_s: deadline for all ranks to start and meet, once they have their places.
+        silence_s: a rank with an older heartbeat counts as dead.
     """
 
     world_size: int
@@ -63,22 +57,16 @@ class RayGroupOptions:
     silence_s: float = 60.0
 
     def log_path(self, rank: int) -> Path:
-        """The log file of a rank."""
+        """Return the log file of a rank."""
         return self.log_dir / f"rank-{rank}.log"
 
     def heartbeat_path(self, rank: int) -> Path:
-        """The heartbeat file of a rank."""
+        """Return the heartbeat file of a rank."""
         return self.log_dir / f"rank-{rank}.heartbeat"
 
 
 class RankProcess:
-    """The class of the Ray actor. Its methods run one at a time, in the order of the calls.
-
-    Args:
-        seat: of this process.
-        options: of its group.
-        access: to the driver's disk.
-    """
+    """Class of the Ray actor. Its methods run one at a time, in the order of the calls."""
 
     def __init__(
         self, seat: Seat, options: RayGroupOptions, access: DiskAccess | None = None
@@ -97,16 +85,16 @@ class RankProcess:
             disk.follow(path, options.heartbeat_s)
 
     def started(self) -> None:
-        """Answer, which takes a process that is up."""
+        """Return, which shows that the process is up."""
 
     def open_store(self) -> Rendezvous:
-        """Open the meeting place; called on rank 0 only."""
+        """Open the rendezvous store; called on rank 0 only."""
         host, timeout_s = self._seat.address, self._options.collective_timeout_s
         self._store = open_store(self._options.world_size, timeout_s, host)
         return Rendezvous(host, self._store.port)
 
     def join(self, meeting: Rendezvous) -> None:
-        """Meet the other ranks."""
+        """Join the process group."""
         options = self._options
         logger.info("collectives over %s", use_interface_of(self._seat.address))
         join(
@@ -115,20 +103,19 @@ class RankProcess:
         )  # fmt: skip
 
     def build(self, factory: Callable[[], Any]) -> int:
-        """Make the worker and initialize it; returns its data-parallel place."""
+        """Make and initialize the worker; return its data-parallel rank."""
         for broken in import_external_modules():
             logger.warning("%s", broken)
-        # As `engines.jobs.process.torch_setup` does: no collection looks through what was imported.
-        # On one rank it would make all the others wait.
+        # As in `engines.jobs.process.torch_setup`. A collection on one rank makes all others wait.
         gc.freeze()
         self._worker = factory()
         self._worker.initialize()
         return int(self._worker.data_parallel_rank)
 
     def call(self, name: str, arguments: Arguments, *arrays: Array) -> Any:
-        """Call a method of the worker; with arrays, on the batch that its share makes of them.
+        """Call a method of the worker; a `Share` as first argument becomes a batch.
 
-        Ray has brought them before it calls, so that no wait of its own is needed here.
+        Ray resolves the arrays before the call, so no wait with a deadline is needed here.
         """
         logger.info("%s", name)
         args, kwargs = arguments
@@ -137,7 +124,7 @@ class RankProcess:
         return getattr(self._worker, name)(*args, **kwargs)
 
     def stop(self) -> None:
-        """Free the worker and leave the group."""
+        """Free the worker and leave the process group."""
         if self._worker is not None:
             self._worker.close()
         close_process_group()

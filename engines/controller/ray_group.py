@@ -1,11 +1,10 @@
-"""A worker group of Ray actors, one per rank, and the one place that decides whether they live.
+"""A worker group of Ray actors, one per rank, which also watches whether they live.
 
-Promises: every call has a deadline; a rank that dies, or whose heartbeat stops although its
-process is there (a stopped process, a machine that swaps), becomes a `WorkerError` that names
-the rank, its node, the call and the last lines of its log; where one hangs, each rank's log has
-the stacks of its threads; after such an error every rank is killed, so nobody waits in a
-collective for a dead peer. No rank starts before all have a place.
-Does not promise: restarting ranks. The stage's step checkpoints are how work is kept.
+Promises: every call has a deadline; a rank that dies or whose heartbeat stops becomes a
+`WorkerError` with the rank, its node, the call and the last lines of its log; after a hang each
+rank's log has the stacks of its threads; after such an error all ranks are killed, so none waits in
+a collective for a dead peer. No rank starts before all have a place.
+Does not restart ranks: the stage continues from its step checkpoints.
 """
 
 import logging
@@ -38,13 +37,13 @@ from infra.store.heartbeat import BeatWatch, read_beat
 
 WorkerFactory = Callable[[], Any]
 Call = tuple[Arguments, Sequence[Any]]
-"""Arguments, and references to the arrays that a share among them names."""
+"""Arguments, and references to the arrays of a `Share` among them."""
 
 POLL_S = 0.5
 NODE_SILENCE_S = 15.0
-"""Of a rank whose node does not answer either."""
+"""Heartbeat age at which a rank counts as dead if its node does not answer either."""
 SETTLE_S = 2.0
-"""After a first failure the other ranks may fail too; the one that died is the cause."""
+"""Wait after the first failure, to find the rank that died among those that fail because of it."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +51,8 @@ logger = logging.getLogger(__name__)
 class RayWorkerGroup:
     """A `WorkerGroup` over Ray actors. Ray must be connected.
 
-    Args:
-        factory: makes a rank's worker inside its actor, after the ranks have met.
-        options: how the actors are started and watched.
-        pool: has the ranks' places first, and is closed with the group; None reserves them.
+    `factory` makes a rank's worker in its actor after the ranks have joined. `pool` holds the
+    ranks' places first and is closed with the group; None reserves them.
     """
 
     def __init__(
@@ -107,7 +104,7 @@ class RayWorkerGroup:
         return collect(whole, parts, [results[rank] for rank in first_ranks])
 
     def place(self, batch: TokenBatch) -> TokenBatch:
-        """Put a batch into the object store, and read it from there; see `WorkerGroup`."""
+        """Put a batch into the object store and return it as read from there."""
         return self._tensors.placed(batch)
 
     def close(self) -> None:
@@ -124,8 +121,8 @@ class RayWorkerGroup:
     def _start(self, factory: WorkerFactory) -> None:
         start_s = self._options.start_timeout_s
         self._start_actors()
-        # All of them before any meets: one that does not start would otherwise show as a store
-        # that timed out on one of the others.
+        # All start before any joins, so that a rank that does not start is reported as such and not
+        # as a store timeout.
         started = [actor.started.remote() for actor in self._actors]
         self._await(started, "all ranks to start", start_s)
         opened = [self._actors[0].open_store.remote()]
@@ -160,10 +157,7 @@ class RayWorkerGroup:
     def _call_all(
         self, name: str, calls: Sequence[Call], places: Sequence[int], deadline_s: float
     ) -> list[Any]:
-        """Send each rank the call of its place; a call of several ranks is held once for all.
-
-        However small it is: what is in it is not told from here.
-        """
+        """Send each rank the call of its place; shared arguments are put into Ray once."""
         import ray
 
         sent = [
@@ -175,7 +169,7 @@ class RayWorkerGroup:
         return self._await(refs, name, deadline_s)
 
     def _await(self, refs: Sequence[Any], what: str, deadline_s: float) -> list[Any]:
-        """Results in the order of the ranks, 0 first; the only place that waits for ranks."""
+        """Return results in rank order; all waiting for ranks happens here."""
         import ray
         from ray.exceptions import RayError
 
@@ -208,9 +202,9 @@ class RayWorkerGroup:
         return [results[rank] for rank in range(len(refs))]
 
     def _raise(self, what: str, failures: dict[int, Exception], *, all_answered: bool) -> None:
-        """Report the failure that caused the others: a death before an exception.
+        """Raise the failure that caused the others: a death before an exception.
 
-        After an error of ours that kept no rank waiting for another the group can be called again.
+        After a `PipelineError` on ranks that all answered, the group stays usable.
         """
         from ray.exceptions import RayActorError
 
@@ -238,22 +232,21 @@ class RayWorkerGroup:
         ) from cause
 
     def _silent_rank(self, ranks: Iterable[int]) -> tuple[int, str] | None:
-        """A rank that has beaten before and stopped, and how it shows; starting ones have not."""
+        """Return a rank whose heartbeat stopped, and how; a rank that never beat is starting."""
         for rank in ranks:
             watch, silence_s = self._watches[rank], 0.0
-            with suppress(OSError):  # a disk that fails the watcher says nothing about the rank
+            with suppress(OSError):  # a disk error here says nothing about the rank
                 silence_s = watch.look()
             if watch.beat is None:
                 continue
             if silence_s > self._options.silence_s:
                 return rank, f"no heartbeat for {self._options.silence_s:g} s"
-            # Ray takes a minute to give up a machine that lost its power.
+            # Ray takes a minute to notice that a machine lost power.
             if silence_s > NODE_SILENCE_S and not self._at[rank].node_answers():
                 return rank, f"no heartbeat for {NODE_SILENCE_S:g} s, and its node does not answer"
         return None
 
     def _ask_for_stacks(self) -> None:
-        """Have the log of each rank say where it hangs, as far as it can be asked."""
         logger.warning("stacks of the ranks:\n%s", ask_for_stacks(self._options.log_dir))
 
     def _tail(self, rank: int) -> str:

@@ -1,9 +1,9 @@
-"""A rollout engine in a Ray actor of its own, and the same engine as its driver sees it.
+"""A rollout engine in its own Ray actor, and the driver's handle of it.
 
-Promises: `RemoteReplica` is the engine's contract, wherever it runs; its errors arrive as they
-were raised; a replica that died is a `ReplicaLostError` with the last lines of its log.
-Does not start one: `engines.controller.replica_start`. Does not promise deadlines: `close`
-apart, whoever calls has one, and says what it waited for.
+Promises: `RemoteReplica` fulfils the engine's interface wherever it runs; its errors arrive as they
+were raised; a dead replica is a `ReplicaLostError` with the last lines of its log.
+`engines.controller.replica_start` starts replicas. Does not set deadlines, except in `close`: the
+caller does.
 """
 
 import asyncio
@@ -46,27 +46,21 @@ NO_VERSION = -1
 
 CLOSE_DEADLINE_S = 30.0
 LOG_EVERY_S = 2.0
-"""How often the driver gets the log of a replica that has not its disk."""
+"""How often a replica on another disk sends its log to the driver."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """What a replica builds; plain data, so that it travels to its process.
+    """What a replica builds; picklable.
 
     Attributes:
-        serving_dir: Hugging Face directory that the engine reads its configuration from.
-        rollout: engine, capacity and options.
-        dtype: of the weights it serves.
-        platform: name for `hardware.detection.detect`.
-        device_kind: of `hardware.detection.check_planned`.
-        num_threads: CPU threads.
-        log_dir: where it writes `replica-<n>.log`.
-        interpreter: Python of the engine's job environment; None: as its starter.
-        libraries: versions by distribution that must be installed beside it.
-        shares_devices: with ranks that train: it sleeps until it gets weights.
-        adapter: shape of one that travels alone; None: none does.
+        serving_dir: Hugging Face directory with the engine's configuration.
+        interpreter: Python of the engine's job environment; None: that of the starting process.
+        libraries: required versions by distribution in that environment.
+        shares_devices: shares devices with training ranks and sleeps until it gets weights.
+        adapter: shape of an adapter that is sent alone; None: none is.
     """
 
     serving_dir: Path
@@ -82,42 +76,31 @@ class ReplicaSpec:
     adapter: LoraConfig | None = None
 
     def log_path(self, number: int) -> Path:
-        """The log file of a replica."""
+        """Return the log file of a replica."""
         return self.log_dir / f"replica-{number}.log"
 
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where a replica's process is.
-
-    Attributes:
-        node_id: as Ray names it.
-        process: on that node.
-    """
+    """Ray node and process of a replica."""
 
     node_id: str
     process: ProcessIdentity
 
     @staticmethod
     def own() -> "Whereabouts":
-        """Of this process."""
+        """Return those of this process."""
         return Whereabouts(this_node(), own_identity())
 
 
 def end_process(process: ProcessIdentity) -> None:
-    """End a process of this machine, also one that was stopped: Ray asks it, and it cannot."""
+    """Kill a process of this machine, even a stopped one, which cannot react to Ray."""
     if is_alive(process):
         os.kill(process.pid, signal.SIGKILL)
 
 
 class ReplicaProcess:
-    """The class of the Ray actor; its methods run in one event loop, beside each other.
-
-    Args:
-        number: of this replica.
-        spec: what it builds.
-        access: to the driver's disk.
-    """
+    """Class of the Ray actor; its methods run concurrently in one event loop."""
 
     def __init__(self, number: int, spec: ReplicaSpec, access: DiskAccess | None = None) -> None:
         self._spec, self._number = spec, number
@@ -128,7 +111,7 @@ class ReplicaProcess:
         self._disk.follow(spec.log_path(number), LOG_EVERY_S)
 
     async def build(self) -> Whereabouts:
-        """Make the engine; not in the constructor, whose errors Ray wraps in a death."""
+        """Make the engine. In the constructor, Ray would report its errors as the actor's death."""
         serving_dir = await asyncio.to_thread(self._disk.bring, self._spec.serving_dir)
         self._spec = spec = replace(self._spec, serving_dir=serving_dir)
         if spec.interpreter is not None:
@@ -154,12 +137,12 @@ class ReplicaProcess:
         return Whereabouts.own()
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
-        """See `RolloutEngine`, as the rest."""
+        """Stream the engine's completions."""
         async for completion in self._engine.generate(requests):
             yield completion
 
     async def call(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Await another of the engine's methods."""
+        """Await another method of the engine."""
         if self._endpoint is not None:
             return await self._endpoint.call(name, arguments)
         return await getattr(self._engine, name)(*arguments)
@@ -180,14 +163,7 @@ class ReplicaProcess:
 
 
 class RemoteReplica(RolloutEngine):
-    """See the module.
-
-    Args:
-        actor: handle of a `ReplicaProcess`.
-        number: of the replica.
-        log_path: of its process.
-        num_workers: that share its model.
-    """
+    """The driver's handle of a `ReplicaProcess`; `num_workers` processes share its model."""
 
     def __init__(self, actor: Any, number: int, log_path: Path, num_workers: int = 1) -> None:
         self.num_workers = num_workers
@@ -199,7 +175,7 @@ class RemoteReplica(RolloutEngine):
 
     @property
     def version(self) -> int:
-        """See the base class; what this side knows of it."""
+        """Version of the weights as this side knows it."""
         return self._version
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
@@ -265,7 +241,7 @@ class RemoteReplica(RolloutEngine):
         return await self._call("health")
 
     async def close(self) -> None:
-        """See the base class; its process ends."""
+        """Close the engine and end its process."""
         try:
             async with asyncio.timeout(CLOSE_DEADLINE_S):
                 await self._call("close")
@@ -275,7 +251,7 @@ class RemoteReplica(RolloutEngine):
             self.kill()
 
     def kill(self) -> None:
-        """End its process, whatever it does."""
+        """End the process, whatever its state."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -291,11 +267,7 @@ class RemoteReplica(RolloutEngine):
             task.options(scheduling_strategy=there).remote(found.process)
 
     async def build(self) -> None:
-        """Have its process make the engine.
-
-        Raises:
-            PipelineError: what the engine refused, or its process died.
-        """
+        """Make the engine in its process; raises the engine's `PipelineError`."""
         self._whereabouts = await self._answer(self._actor.build.remote())
 
     async def _call(self, name: str, *arguments: Any) -> Any:
@@ -308,7 +280,7 @@ class RemoteReplica(RolloutEngine):
 
 @contextmanager
 def _told(number: int, log_path: Path) -> Iterator[None]:
-    """Errors of Ray around a call of a replica, as what they stand for."""
+    """Translate Ray's errors around a call of a replica."""
     from ray.exceptions import RayActorError, RayTaskError
 
     try:

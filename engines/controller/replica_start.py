@@ -1,7 +1,7 @@
-"""Starting rollout engines in Ray actors of their own, first and again.
+"""Starts and restarts rollout engines in Ray actors.
 
-Promises: the replicas that are asked for together are all there, or none is left; one that takes
-the place of another is built alike, after what was left of the other was ended.
+Promises: replicas that are started together all run, or none is left; a replacement is built
+like the replica that it replaces, after that one was killed.
 """
 
 import asyncio
@@ -18,18 +18,13 @@ from engines.rollout.event_loop import EventLoopThread
 from infra.errors import DeadlineError
 
 START_DEADLINE_S = 600.0
-"""An engine that compiles or loads kernels takes minutes."""
+"""Deadline of one start; an engine that compiles or loads kernels takes minutes."""
 
 logger = logging.getLogger(__name__)
 
 
 class RayReplicas:
-    """A `ReplicaStarter` on the cluster that this process is connected to.
-
-    Args:
-        spec: what each replica builds.
-        places: of a pool, one per replica.
-    """
+    """A `ReplicaStarter` on the connected cluster, with one place per replica."""
 
     def __init__(self, spec: ReplicaSpec, places: Sequence[Place]) -> None:
         self._spec = spec
@@ -38,15 +33,9 @@ class RayReplicas:
         self._access = access_for(nodes, this_node(), spec.log_dir)
 
     def start(self) -> list[RemoteReplica]:
-        """Start a replica in every place and wait until each has built its engine.
+        """Start a replica in every place and wait until all engines are built, without weights.
 
-        Returns:
-            The replicas; they serve nothing before their first weight update.
-
-        Raises:
-            ReplicaLostError: one died while it started.
-            PipelineError: what an engine refused.
-            DeadlineError: one took too long.
+        If one dies, is too slow or refuses its model, all are ended and its error is raised.
         """
         replicas = [self._create(place) for place in range(len(self._places))]
 
@@ -65,7 +54,7 @@ class RayReplicas:
         return replicas
 
     async def restart(self, place: int, lost: RolloutEngine) -> RemoteReplica:
-        """See `ReplicaStarter`."""
+        """Kill a lost replica and start another in its place."""
         cast(RemoteReplica, lost).kill()
         replica = self._create(place)
         try:

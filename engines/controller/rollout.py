@@ -1,8 +1,8 @@
-"""Where completions of an RL round come from: engines inside the training ranks, or beside them.
+"""Completions of an RL round, from engines inside the training ranks or beside them.
 
-Promises: whatever the place, the same requests and weights come back as the same samples where
-one engine takes all of them; nothing is sampled from weights that were not confirmed.
-Does not know: rewards, data, or what is trained.
+Promises: the same requests and weights give the same samples in either placement if one engine
+takes all of them; nothing is sampled from weights that were not verified.
+Knows nothing of rewards, data, or what is trained.
 """
 
 from collections.abc import Sequence
@@ -35,63 +35,44 @@ from infra.errors import ConfigError
 
 
 class Rollout(Protocol):
-    """What a trainer sees of its rollout engines."""
+    """The rollout engines as a trainer sees them."""
 
     def generate(
         self, requests: Sequence[RolloutRequest], on_completion: Receive | None = None
     ) -> list[list[Completion]]:
-        """Sample every request and wait for all of it.
-
-        Args:
-            requests: with ids that differ.
-            on_completion: as in `RolloutService.generate`.
-
-        Returns:
-            For each request its completions, in the order of its seeds.
-        """
+        """Sample every request; completions are in the order of each request's seeds."""
         ...
 
     @property
     def num_restarts(self) -> int:
-        """How many engines were lost and replaced."""
+        """Number of engines that were lost and replaced."""
         ...
 
     def publish(self, version: int, probe: Probe | None = None) -> SyncReport:
-        """Serve the policy's weights as they are now, as `version`; verified.
+        """Serve the policy's current weights as `version`, verified by digest.
 
-        Args:
-            version: number of the weights.
-            probe: what each engine must pass before it serves.
-
-        Returns:
-            What was sent.
-
-        Raises:
-            WeightSyncError: an engine holds something else, or fails the probe.
+        `probe` is a check that each engine must pass before it serves. Raise WeightSyncError if an
+        engine fails it or holds other weights.
         """
         ...
 
     def sleep(self) -> None:
-        """Before training: give back the device memory that the ranks need.
+        """Release the device memory that the ranks need for training.
 
-        Engines on the ranks' devices sample nothing until the next `publish`; others stay as
-        they are.
+        Engines on the ranks' devices sample nothing until the next `publish`; others are
+        unaffected.
         """
         ...
 
     def close(self) -> None:
-        """Free everything; harmless when repeated."""
+        """Free everything; may be called again."""
         ...
 
 
 class RankRollout:
     """An engine inside each training rank; every rank samples its share.
 
-    Does not promise: samples before the last one, where the ranks are processes of their own: a
-    call of theirs has one answer.
-
-    Args:
-        workers: ranks that were built with a rollout engine.
+    If the ranks are other processes, `on_completion` is called only after the last sample.
     """
 
     def __init__(self, workers: WorkerGroup) -> None:
@@ -100,7 +81,7 @@ class RankRollout:
     def generate(
         self, requests: Sequence[RolloutRequest], on_completion: Receive | None = None
     ) -> list[list[Completion]]:
-        """See `Rollout`."""
+        """Sample every request on the ranks."""
         if isinstance(self._workers, InProcessGroup):
             return self._workers.run(ModelWorker.generate, requests, on_completion)
         rows = self._workers.run(ModelWorker.generate, requests)
@@ -111,11 +92,11 @@ class RankRollout:
 
     @property
     def num_restarts(self) -> int:
-        """See `Rollout`; an engine of a rank dies with it."""
+        """Always 0: an engine dies with its rank."""
         return 0
 
     def publish(self, version: int, probe: Probe | None = None) -> SyncReport:
-        """See `Rollout`."""
+        """Sync the weights inside each rank."""
         report = self._workers.run(ModelWorker.sync_weights, version)
         if probe is not None:
             places = range(self._workers.world_size)
@@ -124,25 +105,19 @@ class RankRollout:
         return report
 
     def sleep(self) -> None:
-        """See `Rollout`."""
+        """Put the engines of all ranks to sleep."""
         self._workers.run(ModelWorker.sleep)
 
     def close(self) -> None:
-        """The ranks close their engines."""
+        """Do nothing: the ranks close their engines."""
 
 
 @dataclass(frozen=True)
 class LaunchedEngines:
-    """Engines without weights, and what a service over them has to know.
+    """Engines without weights, and what their service needs.
 
-    Attributes:
-        engines: one, or the replicas.
-        timeout_s: as in `RolloutService`.
-        new_transport: makes what carries weights, from the number of workers of each.
-        shares_devices: with ranks that train.
-        new_adapter_transport: the same for an adapter that travels alone; None where none does.
-        routing: as in `RolloutService`.
-        restarts: as in `RolloutService`.
+    The transport factories take the number of workers of each engine; the one for adapters is None
+    if no adapter is sent alone.
     """
 
     engines: Sequence[RolloutEngine]
@@ -154,19 +129,13 @@ class LaunchedEngines:
     restarts: RestartPolicy | None = None
 
     def service(self) -> RolloutService:
-        """A service over them, which closes them."""
+        """Return a service that owns the engines."""
         return RolloutService(self.engines, self.timeout_s, self.routing, self.restarts)
 
 
 @dataclass(frozen=True)
 class Sender:
-    """The process that sends weights to replicas.
-
-    Attributes:
-        node: id of its Ray node.
-        has_device: whether it has a device of the replicas' platform, where there are devices.
-        num_ranks: that hold the weights together with it.
-    """
+    """The process that sends weights; `has_device` is True if it has a device of the platform."""
 
     node: str
     has_device: bool
@@ -176,19 +145,10 @@ class Sender:
 def choose_transport(
     spec: ReplicaSpec, places: Sequence[Place], sender: Sender, *, adapter: bool = False
 ) -> NewTransport:
-    """What carries tensors to replicas. Ray must be connected.
+    """Return a factory of the weight transport to replicas. Ray must be connected.
 
-    Args:
-        spec: of the replicas.
-        places: of the replicas.
-        sender: of the weights.
-        adapter: of an adapter alone: small, and read where a replica has no device.
-
-    Returns:
-        A function of the number of workers of each.
-
-    Raises:
-        ConfigError: shared memory was asked for, and a replica is on another machine.
+    An `adapter` is small and goes over the CPU. Raise ConfigError if shared memory was requested
+    and a replica is on another machine.
     """
     rollout = spec.rollout
     names = served_float32_names(spec.serving_dir, getattr(torch, spec.dtype))
@@ -202,7 +162,7 @@ def choose_transport(
     if rollout.transport == "shared_memory" or (rollout.transport == "auto" and not elsewhere):
         return partial(shared_memory.open_transport, spec.dtype, names, rollout.timeout_s)
     platform = planned(spec.platform if sender.has_device and not adapter else "cpu")
-    # Weights that an adapter stands on are sent once, and then only the adapter.
+    # The base weights under an adapter are sent only once.
     num_senders = sender.num_ranks if spec.adapter is None else 1
     transport = CollectiveTransport if num_senders == 1 else ShardedTransport
     return partial(
@@ -218,12 +178,7 @@ def choose_transport(
 
 
 class ServedRollout(RolloutService):
-    """Engines beside the ranks, which send their weights to them.
-
-    Args:
-        engines: they are closed with this.
-        workers: ranks that hold the policy.
-    """
+    """Engines beside the ranks; the ranks send weights to them. It owns the engines."""
 
     def __init__(self, engines: LaunchedEngines, workers: WorkerGroup) -> None:
         super().__init__(engines.engines, engines.timeout_s, engines.routing, engines.restarts)
@@ -233,12 +188,12 @@ class ServedRollout(RolloutService):
         self._shares_devices = engines.shares_devices
 
     def sleep(self) -> None:
-        """See `Rollout`."""
+        """Put the engines to sleep if they share devices with the ranks."""
         if self._shares_devices:
             super().sleep()
 
     def publish(self, version: int, probe: Probe | None = None) -> SyncReport:
-        """See `Rollout`."""
+        """Send the weights, or the base once and then the adapter."""
         run, new_adapter_transport = self._workers.run, self._new_adapter_transport
         if new_adapter_transport is None:
             send = partial(run, ModelWorker.send_weights)

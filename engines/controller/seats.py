@@ -1,7 +1,7 @@
-"""Which rank of a group runs where: its rank on its node, and the address at which it is reached.
+"""The rank of each process on its node and the address at which it is reached.
 
-Promises: ranks of one node stand side by side; a group on one node talks over loopback alone, one
-that spans nodes over the interface that Ray uses.
+Promises: ranks of one node are consecutive; a group on one node uses only loopback, a group over
+several nodes uses Ray's interface.
 """
 
 import socket
@@ -18,16 +18,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Seat:
-    """One rank's place among the others.
-
-    Attributes:
-        rank: in the group.
-        world_size: ranks of the group.
-        local_rank: among the ranks of its node.
-        local_world_size: ranks of its node.
-        node_rank: number of its node among those of the group.
-        address: of its node, for the other ranks.
-    """
+    """One rank's place among the others; `address` is that of its node."""
 
     rank: int
     world_size: int
@@ -38,14 +29,7 @@ class Seat:
 
 
 def seats(places: Sequence[Place]) -> list[Seat]:
-    """A seat for each rank.
-
-    Args:
-        places: of the ranks, those of one node side by side.
-
-    Returns:
-        In the same order.
-    """
+    """Return a seat for each place; places of one node must be consecutive."""
     nodes = list(dict.fromkeys(place.node for place in places))
     held = [place.node for place in places]
     return [
@@ -62,19 +46,11 @@ def seats(places: Sequence[Place]) -> list[Seat]:
 
 
 def seat_environment(seat: Seat, *, sees_all_devices: bool) -> dict[str, str]:
-    """What libraries of training read of a rank's place.
-
-    Args:
-        seat: of the rank.
-        sees_all_devices: whether the rank sees the devices of the whole node; else it has one.
-
-    Returns:
-        Variables of its process.
-    """
+    """Return a rank's environment variables; LOCAL_RANK is 0 if it sees only its device."""
     return {
         env.RANK.name: str(seat.rank),
         env.WORLD_SIZE.name: str(seat.world_size),
-        # Libraries take it for the number of the device.
+        # Libraries use it as the device index.
         env.LOCAL_RANK.name: str(seat.local_rank if sees_all_devices else 0),
         env.LOCAL_WORLD_SIZE.name: str(seat.local_world_size),
         env.GROUP_RANK.name: str(seat.node_rank),
@@ -82,17 +58,7 @@ def seat_environment(seat: Seat, *, sees_all_devices: bool) -> dict[str, str]:
 
 
 def use_interface_of(address: str) -> str:
-    """Have this process's collectives use the interface that carries an address of this machine.
-
-    Args:
-        address: IPv4 or IPv6.
-
-    Returns:
-        The interface.
-
-    Raises:
-        OSError: no interface of this machine has it.
-    """
+    """Restrict collectives to the interface with a local address and return its name."""
     families = (socket.AF_INET, socket.AF_INET6)
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address and each.family in families for each in addresses):

@@ -1,1 +1,1 @@
-"""Data: readers, row schema, chat rendering, packing, order, and the generator of tasks."""
+"""Data: readers, row schema, chat rendering, packing, visiting order, and generated problems."""

@@ -1,15 +1,14 @@
-"""The reward contract and what scoring one sample can yield.
+"""The reward contract, and the result of scoring one sample.
 
 A reward function is called with keywords, and may be `async`:
 
     compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)
         -> float | {"score": float, "pred": str | None, ...}
 
-`engines.rewards.forms` has the other forms. Other numbers of a returned mapping are reported next
-to the score; `pred` is the answer that was read, None where there was none: evaluation votes by
-it. A sample without a usable score is `Unscored`, which is not a score of 0: a wrong answer is the
-model's fault and earns 0, a broken reward, a missed deadline or an unreadable ground truth is not
-and must not train it.
+`engines.rewards.forms` has the other forms. Further numbers are reported next to the score. `pred`
+is the extracted answer, None if there was none; evaluation votes by it. `Unscored` is not a score
+of 0: a wrong answer earns 0, but a broken reward, a missed deadline or an unreadable ground truth
+must not train the model.
 """
 
 import hashlib
@@ -35,10 +34,8 @@ class SampledTokens:
     """What the policy sampled, token by token; T tokens.
 
     Attributes:
-        prompt_ids: of the prompt.
-        token_ids: (T,) the completion; the token that ended it is the last one. In the process of a
-            reward function a tuple, before that an array.
-        logprobs: (T,) of each of them under the sampling distribution, in nats; likewise.
+        token_ids: (T,) the completion with the token that ended it; a tuple in a scoring process.
+        logprobs: (T,) under the sampling distribution, in nats; a tuple in a scoring process.
         finish_reason: `stop` or `length`.
         num_turns: answers of the policy in this sample.
     """
@@ -55,13 +52,12 @@ class ScoreRequest:
     """One completion to judge.
 
     Attributes:
-        data_source: of the row.
         solution_str: the completion's text, without special tokens.
-        ground_truth: of the row; any JSON value.
-        extra_info: of the row; a JSON object.
-        tokens: of the completion; None for a text that was not sampled.
-        model_score: of the reward model; None where there is none, or it did not read the answer.
-        judgement: what a judge wrote; None likewise.
+        ground_truth: any JSON value.
+        extra_info: a JSON object.
+        tokens: None for a text that was not sampled.
+        model_score: of the reward model; None without one, or if it did not read the answer.
+        judgement: text of the judge; None without one, or if it did not finish.
     """
 
     data_source: str
@@ -75,13 +71,12 @@ class ScoreRequest:
 
 @dataclass(frozen=True)
 class Score:
-    """A finite score, and what else the function reported.
+    """A finite score, and further values that the function reported.
 
     Attributes:
-        value: the reward.
         extras: further numbers by name.
-        answer: what the function read, or its digest where that is long; empty where it found
-            none; None where it does not say. Not compared: it is no part of what a sample is worth.
+        answer: the extracted answer, or its digest if long; empty if none was found; None if the
+            function reports none. Ignored by comparisons.
     """
 
     value: float
@@ -91,44 +86,29 @@ class Score:
 
 @dataclass(frozen=True)
 class Unscored:
-    """No score; not a score of 0.
-
-    Attributes:
-        reason: why, one line.
-    """
+    """No score, which is not a score of 0; `reason` is one line."""
 
     reason: str
 
 
 class Judging(Protocol):
-    """What judges the requests of one batch while they come, in this process or in others.
-
-    For one thread; a batch ends with `results` or `close`, and nothing is added after that.
-    """
+    """Judges the requests of one batch as they come, until `results` or `close`; for one thread."""
 
     def add(self, request: ScoreRequest) -> int:
-        """Hand over a request; its number in the batch: 0, 1, ..."""
+        """Submit a request; return its number in the batch: 0, 1, ..."""
         ...
 
     def results(self) -> list[Score | Unscored]:
-        """Wait for the last result, and end the batch; one result per request, by number."""
+        """Wait for all results, end the batch, and return one result per request, by number."""
         ...
 
     def close(self) -> None:
-        """Give up what is not judged. Harmless when repeated, or after `results`."""
+        """Drop what is not judged; callable repeatedly, and after `results`."""
         ...
 
 
 def interpret(returned: object) -> Score | Unscored:
-    """What a reward function's return value means.
-
-    Args:
-        returned: a number (bool and array scalars included), or a mapping with `score`; its `pred`
-            counts as text, and is no number beside the score.
-
-    Returns:
-        The score, or why there is none.
-    """
+    """Convert a reward function's return value: a number (also bool, array scalar) or a mapping."""
     extras: dict[str, float] = {}
     answer: str | None = None
     if isinstance(returned, Mapping):
@@ -152,13 +132,13 @@ def interpret(returned: object) -> Score | Unscored:
 
 
 def describe(error: BaseException) -> str:
-    """One line for a reward function's exception."""
+    """Return one line for a reward function's exception."""
     text = " ".join(str(error).split())[:_SHOWN_CHARACTERS]
     return f"raised {type(error).__name__}: {text}" if text else f"raised {type(error).__name__}"
 
 
 def _answer(returned: Mapping[Any, object]) -> str | None:
-    """The text of `pred`, or its digest where it is long; one of another type is not said."""
+    """Return the text of `pred`, or its digest if long; None if it has another type."""
     if ANSWER not in returned:
         return None
     value = returned[ANSWER]
@@ -171,7 +151,7 @@ def _answer(returned: Mapping[Any, object]) -> str | None:
         if number is None:
             return None
         text = f"{number:.17g}"
-    # Half a surrogate pair is text for Python, and for no file.
+    # A lone surrogate is valid in a str, but cannot be written to a file.
     text = text.encode("utf-8", "replace").decode("utf-8").strip()
     if len(text) <= _MAX_ANSWER_CHARACTERS:
         return text

@@ -1,7 +1,6 @@
-"""Scores of samples that come again: the same text of the same row, within one stage.
+"""Cache of scores for one stage, keyed by a digest of what the function sees of a sample.
 
-Promises: a bounded number of scores, the least recently asked for is forgotten first; what could
-not be scored is asked for again. Whether a function judges a sample always alike is not known here.
+Unscored samples are not kept. Assumes that the function is deterministic.
 """
 
 import hashlib
@@ -14,22 +13,18 @@ from engines.rewards.worker import message_of
 
 
 class ScoreCache:
-    """Keeps scores by the digest of what was judged.
-
-    Args:
-        size: scores kept at most.
-    """
+    """LRU cache of at most `size` scores."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._scores: OrderedDict[bytes, Score] = OrderedDict()
 
     def find(self, key: bytes) -> Score | None:
-        """The score of what has this digest, if it is known."""
+        """Return the score with this digest, or None."""
         return self._scores.get(key)
 
     def keep(self, key: bytes, result: Score | Unscored) -> None:
-        """Note that it was asked for; only a score is kept."""
+        """Record a use of this digest; only a `Score` is stored."""
         if not isinstance(result, Score):
             return
         self._scores[key] = result
@@ -39,13 +34,7 @@ class ScoreCache:
 
 
 class CachedJudging:
-    """A batch of which only what is not known is judged, and equal requests once.
-
-    Args:
-        cache: what is known.
-        form: of the function: what of a request it sees.
-        judging: judges the rest.
-    """
+    """Judging that passes on only unknown requests, equal ones (by `form`) once."""
 
     def __init__(self, cache: ScoreCache, form: Form, judging: Judging) -> None:
         self._cache, self._judging = cache, judging

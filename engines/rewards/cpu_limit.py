@@ -1,8 +1,7 @@
-"""An end to a computation by the processor's time that it takes, not by the clock.
+"""Limit of a computation by processor time, so that a busy machine does not change the result.
 
-Promises: a busy machine does not change what ends; the limit is the same for whoever runs alone.
-Does not promise: an end inside one call of C that looks for no signal, nor any limit outside the
-main thread, where Python receives none: the sample's deadline is that.
+Does not interrupt a single C call that checks no signals, nor code outside the main thread, where
+Python receives none; the sample's deadline applies there.
 """
 
 import contextlib
@@ -12,23 +11,16 @@ from collections.abc import Iterator
 from types import FrameType
 
 _REPEAT_S = 0.5
-"""The next attempts, should the first fall where exceptions are swallowed."""
+"""Interval of further attempts, in case the first exception is swallowed."""
 
 
 class CpuLimitError(BaseException):
-    """The computation took its time; no `except Exception` on its way stops it."""
+    """The processor time is used up; a BaseException, which `except Exception` does not catch."""
 
 
 @contextlib.contextmanager
 def cpu_limit(max_cpu_s: float) -> Iterator[None]:
-    """Raise in the body when it has used its time.
-
-    Args:
-        max_cpu_s: processor time of this process, in seconds.
-
-    Raises:
-        CpuLimitError: the time is over.
-    """
+    """Raise CpuLimitError in the body after `max_cpu_s` seconds of this process's CPU time."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,8 +1,4 @@
-"""Reward `exact`: 1 if the answer equals the ground truth as text, else 0.
-
-White space at the ends is ignored and inside it counts as one space. Pure and fast: it runs in
-the caller's process.
-"""
+"""Reward `exact`: 1 if the answer equals the ground truth as text, with white space collapsed."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,18 +15,9 @@ def compute_score(
     answer_delimiter: str | None = None,
     ignore_case: bool = False,
 ) -> dict[str, Any]:
-    """Compare the answer with the ground truth, or with each of several.
+    """Return `score`, 1.0 or 0.0, and `pred`, the text that was compared.
 
-    Args:
-        data_source: not used.
-        solution_str: the completion.
-        ground_truth: text or a number, or a list of those, any of which is right.
-        extra_info: its `answer_delimiter` is used when the argument is None.
-        answer_delimiter: only what follows its last occurrence is the answer.
-        ignore_case: compare without regard to case.
-
-    Returns:
-        The score, 1.0 or 0.0; `pred`, the text that was compared.
+    `ground_truth` may be a list of accepted answers. Options: see `ExactOptions`.
 
     Raises:
         ValueError: the ground truth is empty or of another type.

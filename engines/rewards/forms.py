@@ -1,15 +1,14 @@
-"""The forms that a reward function may have; its parameters say which it is.
+"""The forms of a reward function, which are recognized by its parameters.
 
     text      compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)
     sample    score(sample, **kwargs)                      with `sample` a `ScoreRequest`
     lists     compute_score(data_sources, solution_strs, ground_truths, extra_infos, **kwargs)
 
-`text` and `lists` are those of verl's reward managers (`naive` and `batch`), so that such functions
-run unchanged; `sample` sees what was sampled, token by token.
-Promises: whatever its form, a function judges one sample a call, under that sample's deadline; one
-of `lists` gets lists of one. What is awaited runs on one event loop, the same for every sample of
-the process: a client with open connections may be kept from one to the next.
-Does not promise: that a task which a sample leaves behind goes on between two samples.
+`text` and `lists` are those of verl's reward managers (`naive` and `batch`), so such functions run
+unchanged; `sample` also sees the sampled tokens.
+Promises: a function of any form judges one sample per call, under that sample's deadline; `lists`
+gets lists of one. Coroutines run on one event loop per process, so a client with open connections
+can be kept. A task that a sample leaves behind may not run between samples.
 """
 
 import asyncio
@@ -22,21 +21,14 @@ from engines.rewards.base import Score, ScoreRequest, Unscored, interpret
 Form = Literal["text", "sample", "lists"]
 
 EVENT_LOOP = asyncio.Runner()
-"""Of this process; its loop is made when it is first used or entered, and ends with `close`."""
+"""Event loop of this process, created at its first use and ended by `close`."""
 
 NUM_TURNS = "num_turns"
-"""What `extra_info` tells beside what the row says, as verl's does."""
+"""Key added to the row's `extra_info`, as verl does."""
 
 
 def form_of(function: Callable[..., object]) -> Form:
-    """The form of a function, by the names of its parameters.
-
-    Args:
-        function: a reward function.
-
-    Returns:
-        Its form; `text` of a builtin that hides its parameters, or of one that takes any.
-    """
+    """Return the form by the names of the parameters; `text` if they are hidden or arbitrary."""
     try:
         names = inspect.signature(function).parameters
     except ValueError:
@@ -47,18 +39,7 @@ def form_of(function: Callable[..., object]) -> Form:
 
 
 def arguments(form: Form, request: ScoreRequest) -> dict[str, Any]:
-    """The keywords that a function of a form is called with, beside its own options.
-
-    Args:
-        form: of the function.
-        request: what it shall judge.
-
-    Returns:
-        Values by keyword.
-
-    Raises:
-        ValueError: the function wants to see the tokens of a text that was not sampled.
-    """
+    """Return the function's keywords except its options; ValueError if tokens are missing."""
     if form == "sample":
         if request.tokens is None:
             raise ValueError("the sample has no tokens; need a completion that was sampled")
@@ -81,17 +62,7 @@ def arguments(form: Form, request: ScoreRequest) -> dict[str, Any]:
 def judge(
     function: Callable[..., object], form: Form, request: ScoreRequest, kwargs: Mapping[str, Any]
 ) -> Score | Unscored:
-    """Call a function once; it may be `async`.
-
-    Args:
-        function: a reward function.
-        form: of the function.
-        request: what it shall judge.
-        kwargs: its own options.
-
-    Returns:
-        The score, or why there is none; what the function raises, it raises.
-    """
+    """Call a function once, awaiting it if needed; its exceptions are not caught."""
     returned = function(**arguments(form, request), **kwargs)
     if inspect.isawaitable(returned):
         returned = EVENT_LOOP.run(_wait_for(returned))
@@ -103,15 +74,7 @@ async def _wait_for(awaitable: Awaitable[object]) -> object:
 
 
 def result(form: Form, returned: object) -> Score | Unscored:
-    """What a function's return value means.
-
-    Args:
-        form: of the function.
-        returned: as of `interpret`; of `lists`, a sequence of one such value.
-
-    Returns:
-        The score, or why there is none.
-    """
+    """Convert a function's return value; for `lists` a sequence of one value."""
     if form != "lists":
         return interpret(returned)
     if hasattr(returned, "tolist"):

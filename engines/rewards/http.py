@@ -1,12 +1,11 @@
-"""Reward `http`: a server of yours judges; one POST a sample.
+"""Reward `http`: a server of the user judges, with at least one POST per sample.
 
 The server gets an object of `data_source`, `solution_str`, `ground_truth` and `extra_info`, and
-answers with what a reward function returns: a number, or an object with `score` and more numbers.
-Promises: a server that is slow, broken or gone leaves samples unscored, by name, and never 0; a
-request that failed on the way, or was answered 429 or 5xx, is repeated with growing pauses within
-the sample's deadline (`rl.reward.timeout_s`). At most `rl.reward.num_workers` requests are
-under way at once, by default one for each core and at most 16: a server that takes one needs 1.
-Does not promise: one request a sample, so the server's answer may not depend on their number.
+answers like a reward function: a number, or an object with `score` and further numbers.
+Promises: a slow, broken or missing server leaves samples unscored, never 0. A request that failed
+in transport, or got 429 or 5xx, is repeated with growing pauses within `rl.reward.timeout_s`. At
+most `rl.reward.num_workers` requests run at once, by default one per core and at most 16; set 1
+for a server that takes one at a time.
 """
 
 import json
@@ -36,25 +35,10 @@ def compute_score(
     backoff_s: float = 0.5,
     connect_timeout_s: float = 5.0,
 ) -> Any:
-    """Ask the server.
-
-    Args:
-        data_source: of the row.
-        solution_str: the completion.
-        ground_truth: of the row.
-        extra_info: of the row.
-        url: that takes the POST.
-        token_variable: environment variable with a bearer token; `rl.reward.environment` has to
-            name it too.
-        max_num_retries: after the first try.
-        backoff_s: pause before the first repetition; each further one is twice as long.
-        connect_timeout_s: for a connection to stand.
-
-    Returns:
-        What the server answered.
+    """Post the sample and return the server's answer. Options: see `HttpOptions`.
 
     Raises:
-        ValueError: the token is not set, or the answer is no JSON, or too long.
+        ValueError: the token is not set, or the answer is not JSON or too long.
         ConnectionError: no try was answered with 2xx.
     """
     client = _client(_token(token_variable), connect_timeout_s)
@@ -107,8 +91,8 @@ def _token(variable: str | None) -> str | None:
 
 @lru_cache(maxsize=1)
 def _client(token: str | None, connect_timeout_s: float) -> httpx2.Client:
-    """One for all samples of a process, so that the connection stays open."""
-    # Only connecting has a deadline of its own: the sample's ends the process.
+    """Return the client shared by all samples of a process, so that the connection stays open."""
+    # Only connecting has its own timeout; the sample's deadline ends the process.
     timeout = httpx2.Timeout(None, connect=connect_timeout_s)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     return httpx2.Client(timeout=timeout, headers=headers, trust_env=False)

@@ -1,12 +1,9 @@
 """Reward `math`: 1 if the final answer equals the ground truth as mathematics, else 0.
 
-Parsing and comparison are math-verify's (LaTeX, plain expressions, sets, intervals, matrices); a
-boxed answer comes before any other. Its own time limits are off, since they go by the clock, which
-a busy machine changes.
-Promises: once the ground truth is read, an answer that cannot be compared with it for its size (a
-number of more than 100,000 digits in another writing, memory, depth) or within `max_cpu_s` of
-processor time is wrong, and not unscored: the policy wrote it.
-Not promised: that a clever wrong text is never taken for right; equality is undecidable.
+math-verify parses and compares. Its time limits use wall time, which depends on the machine's load,
+and are off. If the ground truth can be read, an answer that is too large to compare (a number of
+more than 100,000 digits, memory, depth) or needs more than `max_cpu_s` is wrong, not unscored.
+Does not promise that no wrong text is accepted: equality is undecidable.
 """
 
 import logging
@@ -21,11 +18,11 @@ from engines.rewards.answers.normal_forms import math_form
 from engines.rewards.answers.size import max_num_digits
 from engines.rewards.cpu_limit import CpuLimitError, cpu_limit
 
-# It warns once per process that its time limits are off, which is what we want.
+# It warns once per process that its time limits are off, which is intended.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _MAX_NUM_DIGITS = 100_000
-"""A longer number is compared as it is written."""
+"""Longer numbers are not evaluated for a comparison."""
 
 
 def compute_score(
@@ -38,25 +35,13 @@ def compute_score(
     num_decimals: int = 6,
     max_cpu_s: float = 3.0,
 ) -> dict[str, Any]:
-    """Compare the completion's final answer with the ground truth.
+    """Return `score`, 1.0 or 0.0, and `pred`, the answer in MATH's normal form.
 
-    Args:
-        data_source: not used.
-        solution_str: the completion; without an answer that can be parsed it earns 0.
-        ground_truth: LaTeX or a plain expression, with or without `\\boxed{}`.
-        extra_info: not used.
-        extraction: where the answer stands: in a box, behind `####`, behind `Answer:`, the last
-            number; `any` takes a box before anything else that can be parsed.
-        num_decimals: decimals to which two floating-point numbers must agree.
-        max_cpu_s: processor time for reading and comparing the answer, in seconds.
-
-    Returns:
-        The score, 1.0 or 0.0; `pred`, the answer as MATH writes it: equal mathematics in other
-        forms has another.
+    `ground_truth` is LaTeX or a plain expression, boxed or not. Options: see `MathOptions`.
 
     Raises:
         ValueError: the ground truth cannot be parsed.
-        Exception: what a comparison raised, when no other comparison found the answer right.
+        Exception: a comparison failed, and no other one found the answer right.
     """
     truths = _parse_ground_truth(ground_truth)
     answers: list[Any] = []
@@ -70,19 +55,7 @@ def compute_score(
 
 
 def _is_right(truths: list[Any], answers: list[Any], num_decimals: int) -> bool:
-    """Whether a reading of the truth equals one of the answer.
-
-    Args:
-        truths: readings of the ground truth.
-        answers: readings of the answer.
-        num_decimals: see `compute_score`.
-
-    Returns:
-        False as well where there is nothing to compare.
-
-    Raises:
-        Exception: what a comparison raised, when no other one found them equal.
-    """
+    """Return True if a reading of the truth equals one of the answer; see `compute_score`."""
     failure: Exception | None = None
     for truth, answer in product(*map(_comparable, (truths, answers))):
         try:
@@ -104,12 +77,11 @@ def _is_right(truths: list[Any], answers: list[Any], num_decimals: int) -> bool:
 
 
 def _comparable(readings: list[Any]) -> list[Any]:
-    """Without those that would have to be written out to be compared, and are too long for it."""
+    """Drop readings that are too long to be evaluated for a comparison."""
     return [each for each in readings if max_num_digits(each) <= _MAX_NUM_DIGITS]
 
 
 def _answers(solution_str: str, extraction: Extraction) -> list[Any]:
-    """What the completion answers, parsed; empty where there is nothing."""
     if extraction == "any":
         return _parse(solution_str)
     found = EXTRACTIONS[extraction](solution_str)
@@ -117,7 +89,7 @@ def _answers(solution_str: str, extraction: Extraction) -> list[Any]:
 
 
 def _text(answers: list[Any]) -> str | None:
-    """What was parsed, as text; the parser hands it on behind what it made of it."""
+    """Return the text of the answer; the parser puts it behind the parsed expression."""
     texts = [answer for answer in answers if isinstance(answer, str)]
     return math_form(texts[-1]) if texts else None
 
@@ -131,7 +103,7 @@ def _parse_ground_truth(ground_truth: object) -> list[Any]:
 
 
 def _parse_answer(text: str) -> list[Any]:
-    """Parse a text that is nothing but an answer."""
+    """Parse a text that consists of an answer only."""
     boxed = text if "\\boxed" in text else f"\\boxed{{{text}}}"
     forms = dict.fromkeys((boxed, text))
     return next((parsed for parsed in map(_parse, forms) if parsed), [])

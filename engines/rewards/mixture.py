@@ -1,9 +1,7 @@
 """Reward `mixture`: a weighted sum of other rewards, chosen by the row's `data_source`.
 
-Promises: each component has the form, the arguments and the meaning that it has alone; its score is
-reported under its name; a sample that a component leaves unscored is unscored, for a sum without
-it would be another reward.
-Does not promise deadlines of single components: one deadline holds for the sample.
+Promises: each component is called as it would be alone. A sample that one component leaves unscored
+is unscored, since a partial sum is another reward. The deadline is per sample.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +16,7 @@ from engines.rewards.resolve import load
 from infra.errors import ConfigError
 
 OTHERS = "*"
-"""The `data_source` of a route that stands for every one without a route of its own."""
+"""`data_source` of the route for every value without a route of its own."""
 
 
 def score(
@@ -28,20 +26,15 @@ def score(
     routes: Mapping[str, Sequence[str]],
     accuracy: Sequence[str],
 ) -> dict[str, Any]:
-    """Judge a sample by every component on its route.
+    """Return `score`, the sum; each component's score by its name; `acc`; and `pred` if given.
 
     Args:
-        sample: what was sampled.
-        components: by name: `target` as of `resolve.load`, `kwargs` and `weight`.
-        routes: names of components by `data_source`; none: all judge all.
-        accuracy: the components whose verdict is `acc`: what they report as that, or a score >= 1.
-
-    Returns:
-        `score`, the sum; each component's own by its name; `acc`; `pred` where the component whose
-        verdict is `acc` says what it read.
+        components: by name: `target` (see `resolve.load`), `kwargs` and `weight`.
+        routes: component names by `data_source`; if empty, all components judge every sample.
+        accuracy: components that decide `acc` and `pred`: their `acc`, or a score >= 1.
 
     Raises:
-        ValueError: the row has no route, or a component has no score.
+        ValueError: the row has no route, or a component gives no score.
     """
     found: dict[str, Score] = {}
     for name in route_of(sample.data_source, routes, tuple(components)):
@@ -61,19 +54,7 @@ def score(
 def route_of(
     data_source: str, routes: Mapping[str, Sequence[str]], components: Sequence[str]
 ) -> Sequence[str]:
-    """The components that judge the rows of a `data_source`.
-
-    Args:
-        data_source: of the row.
-        routes: as of `score`.
-        components: names of all.
-
-    Returns:
-        Their names.
-
-    Raises:
-        ValueError: there are routes, and none for it.
-    """
+    """Return the components for a `data_source`; ValueError if routes exist, but none for it."""
     if not routes:
         return components
     names = routes.get(data_source, routes.get(OTHERS))
@@ -83,15 +64,7 @@ def route_of(
 
 
 def check_data_sources(config: RewardConfig, data_sources: Iterable[str]) -> None:
-    """Refuse rows that no component would judge.
-
-    Args:
-        config: the reward.
-        data_sources: of the rows, in their order.
-
-    Raises:
-        ConfigError: names the first row without a route.
-    """
+    """Raise ConfigError that names the first row without a route."""
     for row, data_source in enumerate(data_sources):
         try:
             route_of(data_source, config.routes, tuple(config.components))

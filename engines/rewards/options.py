@@ -1,4 +1,4 @@
-"""`rl.reward.kwargs` of this project's rewards: the arguments that they take. No torch."""
+"""`rl.reward.kwargs` of the built-in rewards. No torch."""
 
 import re
 from typing import Literal
@@ -9,44 +9,44 @@ from engines.config.base import StrictModel
 
 
 class ExactOptions(StrictModel):
-    """Of `exact`."""
+    """Options of reward `exact`."""
 
     answer_delimiter: str | None = None
-    """Only what follows its last occurrence is the answer; null takes the row's own."""
+    """Only the text behind its last occurrence is the answer; null uses the row's `extra_info`."""
     ignore_case: bool = False
     """Compare without regard to case."""
 
 
 class MathOptions(StrictModel):
-    """Of `math`."""
+    """Options of reward `math`."""
 
     extraction: Literal["any", "boxed", "hash", "answer", "last_number"] = "any"
-    """Where the answer stands: `\\boxed{}`, behind `####`, behind `Answer:`, or the last number;
-    `any` takes a box before anything else that can be parsed."""
+    r"""Place of the answer: `\boxed{}`, behind `####`, behind `Answer:`, or the last number; `any`
+    prefers a box to anything else that can be parsed."""
     num_decimals: int = 6
     """Decimals to which two floating-point numbers must agree."""
     max_cpu_s: float = Field(default=3.0, gt=0)
-    """Processor time for reading and comparing an answer; one that takes longer is wrong, where
-    `rl.reward.timeout_s`, by the clock, does not end it before."""
+    """Processor time in seconds for an answer, which is wrong if it takes longer;
+    `rl.reward.timeout_s` limits the wall time."""
 
 
 class ModelOptions(StrictModel):
-    """Of `model`."""
+    """Options of reward `model`."""
 
     threshold: float = 0.0
-    """An answer with a larger score counts as right where accuracies are reported."""
+    """An answer with a larger score counts as right in accuracies."""
 
 
 class JudgeOptions(StrictModel):
-    """Of `judge`."""
+    """Options of reward `judge`."""
 
     pattern: str | None = None
     """A regular expression whose first group is the number; its last match counts. Null takes the
-    last number: 7 of `7/10` and `7 out of 10`; a range, as `4-5`, leaves the sample unscored."""
+    last number: 7 of `7/10`; a range such as `4-5` leaves the sample unscored."""
     scale: float = 1.0
-    """The score is the number times it."""
+    """Factor from the judge's number to the score."""
     threshold: float = 0.5
-    """An answer with a larger score counts as right where accuracies are reported."""
+    """An answer with a larger score counts as right in accuracies."""
 
     @model_validator(mode="after")
     def _check_pattern(self) -> "JudgeOptions":
@@ -62,30 +62,30 @@ class JudgeOptions(StrictModel):
 
 
 class Gsm8kOptions(StrictModel):
-    """Of `gsm8k`."""
+    """Options of reward `gsm8k`."""
 
     method: Literal["strict", "flexible"] = "strict"
-    """The last number behind `#### ` without its commas, or the last number as it stands."""
+    """The last number behind `#### ` without its commas, or the last number unchanged."""
     format_score: float = 0.0
-    """Of a wrong number."""
+    """Score of a wrong number."""
     score: float = 1.0
-    """Of the right one."""
+    """Score of the right number."""
 
 
 class MathDapoOptions(StrictModel):
-    """Of `math_dapo`."""
+    """Options of reward `math_dapo`."""
 
     strict_box_verify: bool = False
-    """The answer is what the last box holds, and has to be the same text."""
+    """Take the answer from the last box, and compare it without normalisation."""
 
 
 class FormatOptions(StrictModel):
-    """Of `format`."""
+    """Options of reward `format`."""
 
     tags: tuple[str, ...] = ("think", "answer")
-    """`<tag>text</tag>` of each, in this order, with white space alone around them."""
+    """Each must occur once as `<tag>text</tag>`, in this order, with white space alone around."""
     pattern: str | None = None
-    """A regular expression that the whole completion has to match, in the place of the tags."""
+    """A regular expression that the whole completion must match; replaces the tags."""
 
     @model_validator(mode="after")
     def _check_pattern(self) -> "FormatOptions":
@@ -99,14 +99,14 @@ class FormatOptions(StrictModel):
 
 
 class LengthOptions(StrictModel):
-    """Of `length`."""
+    """Options of reward `length`."""
 
     max_tokens: int = Field(ge=1)
-    """From here on a completion earns 0."""
+    """A completion of this length or longer earns 0."""
     free_tokens: int = Field(default=0, ge=0)
-    """Up to here it earns 1."""
+    """A completion up to this length earns 1."""
     shape: Literal["linear", "cosine"] = "linear"
-    """How it falls between them."""
+    """How the reward falls between the two lengths."""
 
     @model_validator(mode="after")
     def _check_lengths(self) -> "LengthOptions":
@@ -119,15 +119,15 @@ class LengthOptions(StrictModel):
 
 
 class HttpOptions(StrictModel):
-    """Of `http`."""
+    """Options of reward `http`."""
 
     url: str = Field(pattern=r"^https?://[^\s@]+$")
-    """That takes the POST; without a user or a password in it."""
+    """URL of the POST, without a user or a password."""
     token_variable: str | None = None
-    """Environment variable with a bearer token, which `rl.reward.environment` names too."""
+    """Environment variable with a bearer token; must also be listed in `rl.reward.environment`."""
     max_num_retries: int = Field(default=3, ge=0)
-    """After the first try, of a request that failed on the way or was answered 429 or 5xx."""
+    """Retries of a request that failed in transport or was answered 429 or 5xx."""
     backoff_s: float = Field(default=0.5, ge=0)
-    """Pause before the first repetition; each further one is twice as long."""
+    """Pause in seconds before the first retry; doubles with each further one."""
     connect_timeout_s: float = Field(default=5.0, gt=0)
-    """For a connection to stand; the answer has until `rl.reward.timeout_s`."""
+    """Limit in seconds to connect; the answer has until `rl.reward.timeout_s`."""

@@ -1,12 +1,9 @@
-"""Scoring processes with a hard deadline per sample.
+"""Pool of scoring processes with a hard deadline per sample.
 
-Promises: a batch yields one result per request whatever the function does, and is worked on while
-further requests are handed over; a sample that hangs, crashes its process or floods its reply is
-`Unscored`, and the others are not touched; a process past its deadline is killed with its process
-group; at most `max_workers` processes exist, and none after `close` (or when the pool is
-garbage-collected, or the interpreter ends); a batch that has ended leaves no thread.
-Does not promise: several batches at once, or calls from several threads.
-Not a sandbox: no protection against code that means harm (a child in a new session survives).
+Promises: a batch yields one result per request and is worked on while requests are added. A sample
+that hangs, crashes its process or floods its reply is `Unscored`; others are not affected. A
+process past its deadline is killed with its process group. No process outlives the pool.
+One batch at a time, called from one thread. Not a sandbox: a child in a new session survives.
 """
 
 import logging
@@ -27,20 +24,13 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _THREAD_DEADLINE_S = 60.0
-"""Of the thread's last turn, which may kill a process and start another."""
+"""For the thread's last turn, which may kill a process and start another."""
 _WORTH = 2.0
-"""A further process starts when the rest would take the others so many times its start."""
+"""Start another process if the remaining work exceeds its start time by this factor."""
 
 
 class ScoringPool:
-    """Scoring processes; the first start at once, so that their imports overlap other work.
-
-    Args:
-        setup: the function and its limits.
-        max_workers: processes.
-        min_workers: of them, those that start at once; others start when the time that they save
-            is worth it. None: all.
-    """
+    """Scoring processes; `min_workers` start at once (None: all), others when `worth_another`."""
 
     def __init__(
         self, setup: WorkerSetup, max_workers: int, min_workers: int | None = None
@@ -58,14 +48,7 @@ class ScoringPool:
             self._processes.append(ScoringProcess(setup, self._selector))
 
     def batch(self) -> "PoolBatch":
-        """Begin a batch.
-
-        Returns:
-            It has no requests yet.
-
-        Raises:
-            RewardError: the pool is closed, or another batch has not ended.
-        """
+        """Begin an empty batch; RewardError if the pool is closed or has an open batch."""
         if not self._finalizer.alive:
             raise RewardError("the scoring pool is closed")
         if self._open is not None:
@@ -75,20 +58,20 @@ class ScoringPool:
 
     @property
     def form(self) -> Form:
-        """Of the function; until a process has said it, the one that sees most."""
+        """Form of the function; `sample`, which sees most, until a process has reported it."""
         for process in self._processes:
             if process.form is not None:
                 return process.form
         return "sample"
 
     def close(self) -> None:
-        """End every process, and a batch that has not ended. May be called twice."""
+        """End every process and an open batch; callable repeatedly."""
         if self._open is not None:
             self._open.close()
         self._finalizer()
 
     def _turn(self, batch: "PoolBatch") -> None:
-        """Replace what failed, hand out work, wait a moment, take in what was answered."""
+        """Replace failed processes, submit requests, wait a moment, and collect results."""
         for place, process in reversed(list(enumerate(self._processes))):
             failure = process.failure()
             batch.found.update(process.take_results())
@@ -112,7 +95,6 @@ class ScoringPool:
             batch.found.update(process.take_results())
 
     def _start_more(self, num_waiting: int) -> None:
-        """Start further processes while they are worth it; one that cannot start is the last."""
         while len(self._processes) < self._max_workers and worth_another(
             self._processes, num_waiting
         ):
@@ -122,7 +104,7 @@ class ScoringPool:
                 self._go_on_without(str(error))
 
     def _go_on_without(self, failure: str) -> None:
-        """Ask for no more processes than there are: a further one only saves time."""
+        """Keep the current number of processes: a further one would only save time."""
         self._max_workers = len(self._processes)
         logger.warning("scoring processes: going on with %d; %s", self._max_workers, failure)
 
@@ -142,17 +124,7 @@ class ScoringPool:
 
 
 class PoolBatch:
-    """Requests, judged from the first one on; it ends with `results` or `close`.
-
-    Until `results` a thread works on them, then the caller's own.
-
-    Args:
-        pool: whose processes judge.
-
-    Attributes:
-        waiting: requests for which no process was free yet, by their numbers.
-        found: results by number.
-    """
+    """Requests that a thread judges from the first one on; after `results`, the caller does."""
 
     def __init__(self, pool: ScoringPool) -> None:
         self._pool = pool
@@ -164,13 +136,7 @@ class PoolBatch:
         self.found: dict[int, Score | Unscored] = {}
 
     def add(self, request: ScoreRequest) -> int:
-        """Hand over a request.
-
-        Args:
-            request: what is to be judged.
-
-        Returns:
-            Its number: 0, 1, ...
+        """Submit a request; return its number: 0, 1, ...
 
         Raises:
             RewardError: the function cannot be loaded, or a process does not start.
@@ -182,21 +148,14 @@ class PoolBatch:
         self._num_added += 1
         self.waiting.append((number, request))
         if self._thread is None:
-            # A daemon: a batch that is never ended must not keep a job alive.
+            # A daemon thread, so that a batch that is never ended does not keep the process alive.
             self._thread = threading.Thread(target=self._work, name="scoring", daemon=True)
             self._thread.start()
         os.eventfd_write(self._pool._wake, 1)
         return number
 
     def results(self) -> list[Score | Unscored]:
-        """Wait for the last result, and end the batch.
-
-        Returns:
-            One result per request, by number.
-
-        Raises:
-            RewardError: as of `add`.
-        """
+        """Wait for all results, end the batch, and return them by number; raises as `add`."""
         if self._pool._open is not self:
             raise RewardError("the batch has ended")
         try:
@@ -211,10 +170,7 @@ class PoolBatch:
         return [self.found[number] for number in range(self._num_added)]
 
     def close(self) -> None:
-        """End the batch; unless all is judged, the pool with it. May be called twice.
-
-        A process may hold a request of this batch; its reply must not meet the next one.
-        """
+        """End the batch, and the pool unless all is judged: late replies must not mix."""
         if self._pool._open is not self:
             return
         self._pool._open = None
@@ -236,7 +192,6 @@ class PoolBatch:
             raise self._error
 
     def _stop(self) -> None:
-        """End the thread."""
         self._stopped = True
         if self._thread is not None:
             os.eventfd_write(self._pool._wake, 1)
@@ -246,15 +201,7 @@ class PoolBatch:
 
 
 def worth_another(processes: Sequence[ScoringProcess], num_waiting: int) -> bool:
-    """Whether the time that a further process saves is worth its start.
-
-    Args:
-        processes: that there are, those that start included.
-        num_waiting: requests for which none of them is free.
-
-    Returns:
-        Whether those would take them longer, by the time that requests took so far.
-    """
+    """Return True if a further process would save more time than it takes to start."""
     start_s = max((process.start_s or 0.0 for process in processes), default=0.0)
     num_timed = sum(max(0, process.num_judged - 1) for process in processes)
     request_s = sum(process.timed_s for process in processes) / max(1, num_timed)

@@ -1,8 +1,7 @@
-"""One scoring process, seen from its parent: start, hand over a request, take the reply, kill.
+"""One scoring process, seen from its parent.
 
-Promises: no call blocks on the process's pipes, however large a request is and whatever the
-process does; `failure` says when it must be ended, and `kill` ends its whole process group.
-The caller owns the selector and decides when to look.
+Promises: no call blocks on the process's pipes. `failure` tells when it must be ended, and `kill`
+ends its whole process group. The caller owns the selector and polls it.
 """
 
 import contextlib
@@ -30,14 +29,13 @@ _PIPE_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """What a scoring process is told first.
+    """First message to a scoring process.
 
     Attributes:
-        target: of the reward function, as `engines.rewards.resolve.load` takes it.
-        kwargs: extra keyword arguments of every call.
+        target: the reward function, see `engines.rewards.resolve.load`.
         timeout_s: deadline of one sample.
-        memory_limit_bytes: address space of the process, or None.
-        environment: names of the variables that hold a secret and that the function may see.
+        memory_limit_bytes: limit of the process's address space, or None.
+        environment: names of secret environment variables that the function may see.
     """
 
     target: str
@@ -48,18 +46,12 @@ class WorkerSetup:
 
 
 class ScoringProcess:
-    """One scoring process, with at most one request in flight.
-
-    Args:
-        setup: what it is told first.
-        selector: watches its pipes; the key's data is this object.
+    """One scoring process, with at most one request in flight; `selector` watches its pipes.
 
     Attributes:
-        form: of the function; None until it is ready.
-        was_ready: it has loaded the function.
-        start_s: processor time that it took for that; None until then.
-        index: of the request in flight.
-        num_judged: requests that it has answered.
+        form: form of the function; None until it is ready.
+        start_s: processor time to load the function; None until then.
+        index: index of the request in flight.
     """
 
     def __init__(self, setup: WorkerSetup, selector: selectors.BaseSelector) -> None:
@@ -95,11 +87,11 @@ class ScoringProcess:
 
     @property
     def is_idle(self) -> bool:
-        """Ready for a request."""
+        """True if it can take a request."""
         return self.was_ready and self.index is None and self._broken is None
 
     def submit(self, index: int, request: ScoreRequest) -> None:
-        """Hand over a request; it must be idle. `index` comes back with the result."""
+        """Submit a request to an idle process; `index` comes back with the result."""
         self.index = index
         self._submitted_s = time.monotonic()
         self._deadline = self._submitted_s + self._timeout_s
@@ -107,15 +99,15 @@ class ScoringProcess:
 
     @property
     def timed_s(self) -> float:
-        """What requests took, and the one in flight so far; without the first: functions import."""
+        """Seconds spent on requests so far, without the first one, which includes imports."""
         return self._timed_s + self._in_flight_s()
 
     def seconds_left(self) -> float:
-        """Until the deadline of what it is doing; infinite while idle."""
+        """Return the time until its deadline; infinite while idle."""
         return float("inf") if self.is_idle else self._deadline - time.monotonic()
 
     def failure(self) -> str | None:
-        """Why the process must be ended, or None."""
+        """Return why the process must be ended, or None."""
         overdue = not self.is_idle and time.monotonic() >= self._deadline
         exited = self._process.poll() is not None
         if exited or overdue:
@@ -132,12 +124,12 @@ class ScoringProcess:
         return None
 
     def take_results(self) -> list[tuple[int, Score | Unscored]]:
-        """Results that arrived since the last call, each with its request's index."""
+        """Return (index, result) of what arrived since the last call."""
         results, self._results = self._results, []
         return results
 
     def write(self) -> None:
-        """Pass on as much of the request as the pipe takes."""
+        """Write as much of the request as the pipe takes."""
         try:
             written = os.write(self._stdin.fileno(), self._outgoing[:_PIPE_BYTES])
         except BlockingIOError:
@@ -150,7 +142,7 @@ class ScoringProcess:
         self._watch_stdin(bool(self._outgoing))
 
     def read(self) -> bool:
-        """Take in what has arrived; whether there was anything."""
+        """Read what has arrived; return True if there was anything."""
         try:
             data = os.read(self._stdout.fileno(), _PIPE_BYTES)
         except BlockingIOError:
@@ -167,7 +159,7 @@ class ScoringProcess:
         return True
 
     def kill(self) -> None:
-        """End the process and its process group now."""
+        """Kill the process and its process group."""
         for pipe in (self._stdin, self._stdout):
             if not pipe.closed and pipe.fileno() in self._selector.get_map():
                 self._selector.unregister(pipe)
@@ -181,7 +173,6 @@ class ScoringProcess:
         return time.monotonic() - self._submitted_s if timed else 0.0
 
     def _drain(self) -> None:
-        """Take in what arrived between the last look and now."""
         while not self._ended and self._broken is None and self.read():
             pass
 

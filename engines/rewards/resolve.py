@@ -1,7 +1,7 @@
-"""Reward functions by what `rl.reward.function` says: a name, or `path/to/file.py:name`.
+"""Find the reward function of `rl.reward.function`: a name, or `path/to/file.py:name`.
 
 Promises: a wrong name, file or option is a `ConfigError` before any process starts, and no user
-code runs to find that out.
+code runs for the check.
 """
 
 import ast
@@ -26,29 +26,18 @@ _FIELD = REWARDS.setting
 
 @dataclass(frozen=True)
 class ResolvedReward:
-    """A configured reward, checked.
-
-    Attributes:
-        function: where it is, and how it may be run.
-        kwargs: its keyword arguments; of a mixture, where its components are.
-    """
+    """A configured reward, checked; `kwargs` of a mixture contain its components' targets."""
 
     function: RewardRow
     kwargs: Mapping[str, Any]
 
 
 def resolve(config: RewardConfig) -> ResolvedReward:
-    """The function that a configuration names, checked without running it.
-
-    Args:
-        config: names the function, or the components of a mixture.
-
-    Returns:
-        Of a file, with the target `/absolute/file.py:function`.
+    """Return the configured function (a file as `/absolute/file.py:function`), without running it.
 
     Raises:
         UnknownPluginError: no function has that name.
-        ConfigError: two have it, the file or the function in it is absent, or an option is
+        ConfigError: two functions have it, the file or its function is missing, or an option is
             unknown.
     """
     row = check_reward(config)
@@ -61,7 +50,7 @@ def resolve(config: RewardConfig) -> ResolvedReward:
         for (name, part), of_part in zip(config.components.items(), rows, strict=True)
     }
     limits = [each.memory_limit_bytes for each in rows if each.memory_limit_bytes is not None]
-    # A file of the user's may need more memory than any of ours.
+    # A user's file may need more memory than any built-in reward.
     is_limited = limits and not any(part.file for part in config.components.values())
     return ResolvedReward(
         replace(row, memory_limit_bytes=max(limits) if is_limited else None),
@@ -79,14 +68,7 @@ def _resolve_part(part: RewardFunction, path: str) -> RewardRow:
 
 
 def load(target: str) -> ComputeScore:
-    """Import a function. Runs the code of its module, which may import what lies beside it.
-
-    Args:
-        target: `module:function` or `/absolute/file.py:function`.
-
-    Returns:
-        The function.
-    """
+    """Import `module:function` or `/absolute/file.py:function`, which runs the module's code."""
     path, _, name = target.rpartition(":")
     if not path.endswith(".py"):
         return load_target(target)
@@ -96,7 +78,7 @@ def load(target: str) -> ComputeScore:
         raise ConfigError(_FIELD, f"got {target!r}; need a Python file")
     module = module_from_spec(spec)
     sys.path.insert(0, str(Path(path).parent))
-    # Dataclasses and others ask for the module of what they are given, while its code runs.
+    # Dataclasses look their module up in sys.modules while its code runs.
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)

@@ -1,9 +1,8 @@
-"""Scores batches of completions with the configured reward function.
+"""Score batches of completions with the configured reward function.
 
-Promises: one result per sample, in order; a sample that could not be scored is `Unscored` with a
-reason and never 0; too many of those stop the run; a batch is judged while its samples come.
-Functions that cost microseconds a sample run in this process; every other one runs in processes of
-its own, under a deadline per sample.
+Promises: one result per sample, in order. A sample that could not be scored is `Unscored` with a
+reason, never 0; too many of those stop the run. A batch is judged while its samples come. Functions
+that take microseconds run in this process, others in processes of their own with a deadline.
 """
 
 import os
@@ -22,15 +21,11 @@ from engines.rewards.resolve import load, resolve
 
 _SHOWN_REASONS = 3
 _MAX_WORKERS = 16
-"""Of a recipe that names no number."""
+"""Used if the recipe sets no number."""
 
 
 class JudgingHere:
-    """Judges each request when it is handed over.
-
-    Args:
-        judge: one request.
-    """
+    """Judges each request in this process when it is added."""
 
     def __init__(self, judge: Callable[[ScoreRequest], Score | Unscored]) -> None:
         self._judge = judge
@@ -46,16 +41,11 @@ class JudgingHere:
         return self._results
 
     def close(self) -> None:
-        """See `Judging`; there is nothing to end."""
+        """See `Judging`; does nothing."""
 
 
 class ScoringBatch:
-    """The samples of one step, judged from the first one on; a context manager, for one thread.
-
-    Args:
-        judging: judges them.
-        max_unscored_frac: as in `check_unscored`.
-    """
+    """The samples of one step, judged as they are added; a context manager, for one thread."""
 
     def __init__(self, judging: Judging, max_unscored_frac: float) -> None:
         self._judging = judging
@@ -63,25 +53,13 @@ class ScoringBatch:
         self._numbers: dict[Hashable, int] = {}
 
     def add(self, key: Hashable, sample: ScoreRequest) -> None:
-        """Hand over a sample.
-
-        Args:
-            key: its name; whatever came before under that name counts no more.
-            sample: what is to be judged.
-
-        Raises:
-            RewardError: the function cannot be loaded.
-        """
+        """Submit a sample; it replaces an earlier one with the same `key`."""
         self._numbers[key] = self._judging.add(sample)
 
     def results(self, keys: Sequence[Hashable]) -> list[Score | Unscored]:
-        """Wait for the last result, and end the batch.
+        """Wait for all results, end the batch, and return one result per key, in order.
 
-        Args:
-            keys: all samples of the step, since the share of unscored ones is judged over them.
-
-        Returns:
-            One result per key, in order.
+        `keys` are all samples of the step, over which the share of unscored ones is computed.
 
         Raises:
             RewardError: the function cannot be loaded, or more than `max_unscored_frac` of the
@@ -93,7 +71,7 @@ class ScoringBatch:
         return results
 
     def close(self) -> None:
-        """End the batch; the processes too, unless all is judged. May be called twice."""
+        """End the batch; also the processes, unless all is judged. Callable repeatedly."""
         self._judging.close()
 
     def __enter__(self) -> Self:
@@ -105,9 +83,6 @@ class ScoringBatch:
 
 class RewardScorer:
     """The reward of a run; a context manager. Its first process starts when it is created.
-
-    Args:
-        config: the function, its options and limits.
 
     Raises:
         ConfigError: the function, its file or an option does not exist.
@@ -137,33 +112,15 @@ class RewardScorer:
             )
 
     def score(self, samples: Sequence[ScoreRequest]) -> list[Score | Unscored]:
-        """Score the samples of one step.
-
-        Args:
-            samples: all of the step's, since the share of unscored ones is judged over them.
-
-        Returns:
-            One result per sample, in order.
-
-        Raises:
-            RewardError: the function cannot be loaded, or more than `max_unscored_frac` of the
-                samples could not be scored.
-        """
+        """Score all samples of one step, in order; raises as `ScoringBatch.results`."""
         with self.batch() as batch:
             for place, sample in enumerate(samples):
                 batch.add(place, sample)
             return batch.results(range(len(samples)))
 
     def batch(self) -> ScoringBatch:
-        """Begin to score a step whose samples come one by one.
-
-        Returns:
-            It has no samples yet; it must end before the next one begins.
-
-        Raises:
-            RewardError: the scorer is closed, or another batch has not ended.
-        """
-        # What a function sees is fixed for the batch: else equal samples could count as different.
+        """Begin a step whose samples come one by one; RewardError if another one has not ended."""
+        # Fixed for the batch: otherwise equal samples could get different cache keys.
         form = self._form if self._pool is None else self._pool.form
         judging: Judging
         judging = JudgingHere(self._score_here) if self._pool is None else self._pool.batch()
@@ -172,7 +129,7 @@ class RewardScorer:
         return ScoringBatch(judging, self._config.max_unscored_frac)
 
     def close(self) -> None:
-        """End the scoring processes. May be called twice."""
+        """End the scoring processes; callable repeatedly."""
         if self._pool is not None:
             self._pool.close()
 
@@ -191,15 +148,7 @@ class RewardScorer:
 
 
 def check_unscored(results: Sequence[Score | Unscored], max_unscored_frac: float) -> None:
-    """Stop a run whose reward is broken rather than train on what is left.
-
-    Args:
-        results: of one step.
-        max_unscored_frac: largest share of unscored samples.
-
-    Raises:
-        RewardError: the share is larger; counts the most frequent reasons.
-    """
+    """Raise RewardError if the share of unscored samples is above `max_unscored_frac`."""
     reasons = Counter(result.reason for result in results if isinstance(result, Unscored))
     num_unscored = reasons.total()
     if num_unscored <= max_unscored_frac * len(results):

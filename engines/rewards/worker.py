@@ -1,9 +1,8 @@
-"""The main of a scoring process: one JSON line in, one JSON line out.
+"""Main of a scoring process, started by `engines.rewards.process`: JSON lines in and out.
 
-Started by `engines.rewards.process` only. Promises: whatever the reward function prints goes to
-stderr, never into the replies; the process ends when its parent is gone (end of input), and
-ends itself shortly after a sample's deadline even if the function never returns to Python (a C
-timer, independent of the interpreter lock). Not a sandbox: the function has the rights of the user.
+Promises: output of the reward function goes to stderr, never into the replies. The process ends
+when its parent is gone (end of input), and shortly after a sample's deadline even if the function
+never returns to Python (a C timer, independent of the GIL). Not a sandbox.
 """
 
 import contextlib
@@ -22,22 +21,22 @@ from engines.rewards.forms import EVENT_LOOP, Form, arguments, form_of, judge
 from engines.rewards.resolve import load
 
 GRACE_S = 2.0
-"""How long after the deadline the process ends itself, should its parent not have ended it."""
+"""Time after the deadline at which the process ends itself, if its parent has not killed it."""
 
 
 def main() -> int:
     """Serve until the input ends."""
     requests, replies = _take_over_pipes()
-    # Around the function's module, too: a loop that it asks for while it is loaded is this one.
+    # Entered before the function's module is loaded, which may ask for the loop.
     with EVENT_LOOP:
         code = _serve(requests, replies)
-        # A task that will not be cancelled, or a thread that hangs, shall not outlive the parent.
+        # A task that cannot be cancelled or a thread that hangs must not outlive the parent.
         faulthandler.dump_traceback_later(GRACE_S, exit=True)
     return code
 
 
 def _serve(requests: BinaryIO, replies: BinaryIO) -> int:
-    """Load the function and answer every request; the process's exit code."""
+    """Load the function and answer every request; return the exit code."""
     setup = json.loads(requests.readline())
     limit = setup["memory_limit_bytes"]
     try:
@@ -69,15 +68,7 @@ def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def message_of(request: ScoreRequest, form: Form) -> dict[str, Any]:
-    """A request as it travels to a function of a form: ids and logprobs only where they are read.
-
-    Args:
-        request: what is to be judged.
-        form: of the function, as its process said.
-
-    Returns:
-        Plain JSON values.
-    """
+    """Return a request as JSON values; ids and logprobs only for form `sample`."""
     message = {name: getattr(request, name) for name in ScoreRequest.__dataclass_fields__}
     tokens = request.tokens
     if tokens is not None:
@@ -105,7 +96,7 @@ def _request_of(message: dict[str, Any]) -> ScoreRequest:
 
 
 def _check_arguments(function: ComputeScore, form: Form, kwargs: dict[str, Any]) -> None:
-    """Refuse a function that no sample can be given to, before there is one: `TypeError`."""
+    """Raise TypeError if the function does not accept the arguments of its form."""
     some = ScoreRequest("", "", "", tokens=SampledTokens((), (), (), "stop"))
     named = arguments(form, some)
     try:

@@ -1,1 +1,1 @@
-"""Rollout: prompts in as token ids, sampled completions out; one contract, several engines."""
+"""Rollout: prompts as token ids in, sampled completions out; one interface, several engines."""

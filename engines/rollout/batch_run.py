@@ -1,8 +1,7 @@
-"""One batch of requests on its way through the replicas.
+"""Runs one batch of requests on the replicas.
 
-Promises: every answer once, whichever replicas are lost meanwhile; for samples a deadline that ends
-them instead of the run: what is unfinished comes out as `abort`, with the tokens it has.
-Does not promise: a replica for every request at once; what has none waits for one.
+Promises: every answer exactly once, also when replicas are lost. Samples that are unfinished at the
+deadline are returned as `abort` with the tokens they have.
 """
 
 import asyncio
@@ -19,17 +18,11 @@ from engines.types import RolloutRequest
 from infra.errors import DeadlineError
 
 ABORT_DEADLINE_S = 30.0
-"""A replica that does not end its samples by then, once told to, is lost."""
+"""A replica that has not ended its samples this long after an abort counts as lost."""
 
 
 class BatchRun(Generic[Request]):
-    """See the module. Whoever waits for it has a deadline.
-
-    Args:
-        pool: the replicas.
-        routing: the rule, over the requests of this batch.
-        ledger: of this batch.
-    """
+    """Distributes a batch over the replicas and redoes lost shares; the caller sets a deadline."""
 
     def __init__(
         self, pool: ReplicaPool, routing: Routing[Request], ledger: Ledger[Request]
@@ -44,8 +37,7 @@ class BatchRun(Generic[Request]):
         """Fill the ledger.
 
         Raises:
-            RolloutError: a replica refused a request, or lost or doubled an answer; or it was
-                lost itself, and no other may start.
+            RolloutError: a refused request, a lost or doubled answer, or a replica lost for good.
         """
         watching = asyncio.get_running_loop().create_task(self._pool.watch())
         try:
@@ -82,7 +74,6 @@ class BatchRun(Generic[Request]):
         self._running[task] = (slot, slot.engine, share)
 
     def _settle(self, task: "asyncio.Task[None]") -> None:
-        """What a share that ended leaves behind: nothing, answers to be redone, or an error."""
         slot, engine, share = self._forget(task)
         if not task.cancelled():
             error = task.exception()
@@ -96,7 +87,6 @@ class BatchRun(Generic[Request]):
     def _forget(
         self, task: "asyncio.Task[None]"
     ) -> tuple[ReplicaSlot, RolloutEngine, Share[Request]]:
-        """Of a share that ended: it is no load any more."""
         slot, engine, share = self._running.pop(task)
         if slot.engine is engine:
             slot.num_in_flight -= share.num_samples
@@ -104,14 +94,7 @@ class BatchRun(Generic[Request]):
 
 
 class SampleRun(BatchRun[RolloutRequest]):
-    """Of samples, which a deadline ends.
-
-    Args:
-        pool: the replicas.
-        routing: the rule, over the requests of this batch.
-        ledger: of this batch.
-        timeout_s: after which samples are aborted.
-    """
+    """A batch run of samples that are aborted after `timeout_s`."""
 
     def __init__(
         self,
@@ -124,11 +107,7 @@ class SampleRun(BatchRun[RolloutRequest]):
         self._samples, self._timeout_s = ledger, timeout_s
 
     async def run(self) -> None:
-        """See the base class.
-
-        Raises:
-            DeadlineError: not one sample was finished at the deadline.
-        """
+        """See the base class; a DeadlineError if not one sample was finished at the deadline."""
         await super().run()
 
     async def _fill(self) -> None:
@@ -139,7 +118,7 @@ class SampleRun(BatchRun[RolloutRequest]):
             await self._abort()
 
     async def _abort(self) -> None:
-        """End what runs; what no replica has ended by the deadline was lost with it."""
+        """End the running shares; a replica that does not end them by the deadline is lost."""
         running = dict(self._running)
         aborts = [_quietly(engine.abort()) for _, engine, _ in running.values()]
         if running:
@@ -159,7 +138,7 @@ class SampleRun(BatchRun[RolloutRequest]):
 
 
 async def _quietly(call: Coroutine[Any, Any, None]) -> None:
-    """A call whose failure says only what the share's own end says, too."""
+    """Ignore the loss of the replica: the share that runs there reports the same error."""
     try:
         await call
     except ReplicaLostError:
@@ -167,7 +146,6 @@ async def _quietly(call: Coroutine[Any, Any, None]) -> None:
 
 
 async def _end(tasks: Iterable["asyncio.Task[None]"]) -> None:
-    """Cancel tasks and see them end."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,11 +1,8 @@
-"""The answers to a batch of requests, each accepted once, wherever and how often it was made.
+"""Collects the answers (samples or logprobs) to a batch and accepts each exactly once.
 
-Samples of prompts, or what is said of given tokens.
-
-Promises: every sample of every request, in the order of the requests and their seeds, whatever
-finished first; a sample that comes again, because another replica was asked for it too, is
-dropped; one that nobody asked for, or that one engine gives twice, is an error.
-Does not know: replicas, or why something is sampled again.
+Promises: answers in the order of the requests and their seeds. A sample that comes again because
+another replica was asked for it too is dropped. One that was never requested, or that one engine
+delivers twice, is an error.
 """
 
 import asyncio
@@ -22,25 +19,20 @@ from infra.errors import DeadlineError
 
 Request = TypeVar("Request", RolloutRequest, PromptRequest)
 Receive = Callable[[Completion], None]
-"""Takes a sample."""
 
 
 class Ledger(Protocol[Request]):
-    """Which answers to a batch are there."""
+    """Records which answers of a batch have arrived."""
 
     def missing(self, requests: Iterable[Request]) -> list[Request]:
-        """These requests for what is not there of them; those that are complete are not."""
+        """Return the requests that are incomplete, reduced to their missing answers."""
         ...
 
     async def collect_share(self, engine: RolloutEngine, requests: Sequence[Request]) -> None:
-        """Have one engine answer some requests, and enter what comes.
-
-        Args:
-            engine: the engine.
-            requests: with different ids.
+        """Have one engine answer requests with distinct ids, and record the answers.
 
         Raises:
-            RolloutError: the engine refused a request, or lost, doubled or made up an answer.
+            RolloutError: a refused request, or a missing, doubled or unrequested answer.
         """
         ...
 
@@ -48,12 +40,9 @@ class Ledger(Protocol[Request]):
 class Arrivals:
     """Finished samples on their way from the event loop to the thread that waits for their batch.
 
-    Args:
-        receive: is called once for each of them, in that thread; None: they are not passed on.
-
     Attributes:
         refused: `receive` raised an error.
-        over: the event loop works on the batch no more.
+        over: set when the event loop has stopped working on the batch.
     """
 
     def __init__(self, receive: Receive | None) -> None:
@@ -63,12 +52,12 @@ class Arrivals:
         self.over = threading.Event()
 
     def note(self, completion: Completion) -> None:
-        """Take in a sample, in the event loop; one that was aborted is not passed on."""
+        """Queue a sample, in the event loop; aborted samples are not passed on."""
         if self._receive is not None and completion.finish_reason != "abort":
             self._arrived.append(completion)
 
     def hand_over(self) -> None:
-        """Pass on what was noted, in the thread that waits; raises what `receive` raises."""
+        """Pass queued samples on, in the waiting thread; propagates what `receive` raises."""
         while self._receive is not None and self._arrived:
             try:
                 self._receive(self._arrived.popleft())
@@ -78,14 +67,9 @@ class Arrivals:
 
 
 class SampleLedger:
-    """Which samples of a batch are there.
+    """Records which samples of a batch have arrived; a RolloutError if two requests share an id.
 
-    Args:
-        requests: the batch; the ids must differ.
-        on_sample: is told of each when it is accepted, aborted ones too.
-
-    Raises:
-        RolloutError: two requests have one id.
+    `on_sample` is called with each accepted sample, aborted ones included.
     """
 
     def __init__(
@@ -98,16 +82,16 @@ class SampleLedger:
 
     @property
     def num_missing(self) -> int:
-        """Samples that were not yet accepted."""
+        """Number of samples not yet accepted."""
         return sum(map(len, self._wanted)) - len(self._found)
 
     @property
     def num_completed(self) -> int:
-        """Samples that were accepted, and not aborted."""
+        """Number of accepted samples that were not aborted."""
         return sum(found.finish_reason != "abort" for found in self._found.values())
 
     def accept(self, completion: Completion) -> None:
-        """Take a sample, unless it is there already."""
+        """Record a sample, unless it is recorded already."""
         key = (completion.request_id, completion.sample_index)
         if key not in self._found:
             self._found[key] = completion
@@ -115,7 +99,7 @@ class SampleLedger:
                 self._on_sample(completion)
 
     def missing(self, requests: Iterable[RolloutRequest]) -> list[RolloutRequest]:
-        """These requests for the samples that are not there; those that are complete are not."""
+        """See `Ledger`."""
         left, found = list[RolloutRequest](), self._found
         for request in requests:
             indices = [index for name, index in request.sample_keys if (name, index) not in found]
@@ -141,24 +125,17 @@ class SampleLedger:
             raise RolloutError(f"asked for {num_wanted} samples, got {num_found}, not the same")
 
     def abort_missing(self) -> None:
-        """Take every missing sample for aborted before its first token."""
+        """Record every missing sample as aborted before its first token."""
         for name, index in (key for keys in self._wanted for key in keys):
             self.accept(Completion(name, index, (), (), (), "abort"))
 
     def rows(self) -> list[list[Completion]]:
-        """For each request its completions, in the order of its seeds; none may be missing."""
+        """Return the completions of each request, in the order of its seeds."""
         return [[self._found[key] for key in keys] for keys in self._wanted]
 
 
 class PromptLedger:
-    """What is said of given tokens.
-
-    Args:
-        requests: the batch; the ids must differ.
-
-    Raises:
-        RolloutError: two requests have one id.
-    """
+    """Records which requests of a batch were answered; a RolloutError if two share an id."""
 
     def __init__(self, requests: Sequence[PromptRequest]) -> None:
         self._wanted = [request.request_id for request in requests]
@@ -178,7 +155,7 @@ class PromptLedger:
         self._found |= {answer.request_id: answer for answer in answers}
 
     def rows(self) -> list[PromptLogprobs]:
-        """An answer to each request, in their order; none may be missing."""
+        """Return the answer to each request, in their order."""
         return [self._found[request_id] for request_id in self._wanted]
 
 
@@ -190,19 +167,11 @@ def _check_ids(requests: Sequence[Request]) -> None:
 async def collect(
     engine: RolloutEngine, requests: Sequence[RolloutRequest], timeout_s: float
 ) -> list[list[Completion]]:
-    """Have one engine sample every request, and wait for all of it.
-
-    Args:
-        engine: the engine.
-        requests: what to sample; the ids must differ.
-        timeout_s: deadline of the whole batch, beside the engine's own.
-
-    Returns:
-        For each request its completions, in the order of its seeds.
+    """Have one engine sample every request, and return the completions of each by seed.
 
     Raises:
-        RolloutError: as `Ledger.collect_share`.
-        DeadlineError: samples are unfinished at the deadline.
+        RolloutError: as `Ledger.collect_share`; or two requests have the same id.
+        DeadlineError: samples are unfinished after `timeout_s`.
     """
     ledger = SampleLedger(requests)
     try:

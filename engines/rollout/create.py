@@ -1,4 +1,4 @@
-"""The rollout engine that a configuration names."""
+"""Creates the rollout engine that a configuration names."""
 
 from pathlib import Path
 
@@ -14,13 +14,9 @@ BEHIND_SERVICE_S = 60.0
 
 
 def behind_service(rollout: RolloutConfig) -> RolloutConfig:
-    """For an engine of a service, which aborts at the deadline and so saves what was sampled.
+    """Return the configuration with a later deadline, for an engine behind a service.
 
-    Args:
-        rollout: with the deadline of the service.
-
-    Returns:
-        The same, with that of the engine: behind it.
+    The service must reach its deadline first: it aborts and so keeps what was sampled.
     """
     return rollout.model_copy(update={"timeout_s": rollout.timeout_s + BEHIND_SERVICE_S})
 
@@ -33,23 +29,12 @@ def create_rollout_engine(
     platform: PlatformBase,
     adapter: LoraConfig | None = None,
 ) -> RolloutEngine:
-    """Build a rollout engine. It serves nothing before its first weight update.
+    """Build the named rollout engine. It serves nothing before its first weight update.
 
-    Args:
-        name: of the engine.
-        hf_dir: model directory.
-        rollout: capacity, deadline and options.
-        dtype: `float32` or `bfloat16`.
-        platform: where it runs.
-        adapter: shape of one that comes beside the weights, for an engine that has the capability;
-            None: none does.
-
-    Returns:
-        The engine, without weights.
+    An adapter shape is only for engines with `ADAPTERS`; None: there is no adapter.
 
     Raises:
-        ConfigError: nobody has that engine, or two have, or it does not load, or it cannot serve
-            that model or those options.
+        ConfigError: unknown or ambiguous name, or the engine refuses the model or the options.
     """
     row = ROLLOUT_ENGINES.find(name)
     check_options(rollout.options, [row], "rollout.options")

@@ -1,8 +1,7 @@
-"""The one event loop of a process that serves, in a thread of its own.
+"""An event loop in a thread of its own, for a process that serves.
 
-Promises: everything that belongs to it is called from that thread alone; a call from outside
-ends with the coroutine's result or error, or at its deadline, and a coroutine that nobody waits
-for any more is cancelled.
+Promises: a call from another thread ends with the coroutine's result or error, or at its deadline;
+a coroutine whose caller stopped waiting is cancelled.
 Does not promise: to interrupt a coroutine that blocks the loop.
 """
 
@@ -19,31 +18,18 @@ STOP_DEADLINE_S = 10.0
 
 
 class EventLoopThread:
-    """A running loop.
-
-    Args:
-        name: of the thread.
-    """
+    """An event loop that runs in a daemon thread."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        # A daemon: a coroutine that blocks for ever must not keep a job alive that has ended.
+        # A daemon thread: a coroutine that blocks forever must not keep an ended job alive.
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T], what: str, timeout_s: float) -> T:
-        """Run a coroutine in the loop and wait for it; from any other thread.
+        """Run a coroutine in the loop and wait for its result, from any other thread.
 
-        Args:
-            coroutine: to run.
-            what: it is, for the error line.
-            timeout_s: deadline.
-
-        Returns:
-            Its result.
-
-        Raises:
-            DeadlineError: it was not done; it is cancelled.
+        At the deadline it is cancelled, and a DeadlineError names `what`.
         """
         return self.wait(self.start(coroutine), what, timeout_s)
 
@@ -52,7 +38,7 @@ class EventLoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def wait(self, future: Future[T], what: str, timeout_s: float) -> T:
-        """Wait for what `start` started; as `run`."""
+        """Wait for what `start` returned; see `run`."""
         try:
             return future.result(timeout=timeout_s)
         except TimeoutError:
@@ -63,7 +49,7 @@ class EventLoopThread:
             future.cancel()
 
     def close(self) -> None:
-        """Cancel what still runs and end the thread; harmless when repeated."""
+        """Cancel what still runs and end the thread; may be repeated."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(STOP_DEADLINE_S)

@@ -1,8 +1,6 @@
-"""What a model says of tokens that are given to it: what a served teacher is asked.
+"""Requests for logprobs of given tokens, and their answers; used to query a served teacher.
 
-Engines and the field call it prompt logprobs: a sequence is read as a prompt and nothing is
-sampled. Plain data, and what every engine refuses of it before it computes; one place, one wording.
-Letters: N tokens that are asked about, K likeliest tokens of each.
+Letters: N tokens that are asked about, K likeliest tokens at each of their positions.
 """
 
 from collections.abc import Sequence
@@ -15,17 +13,14 @@ from engines.errors import RolloutError
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """One sequence, and what is asked about its tokens.
+    """One sequence, read as a prompt, and what is asked about its tokens.
 
     Attributes:
-        request_id: no other request of a call has it.
-        token_ids: of the sequence, at least two.
-        first: place of the first token that is asked about; of those before it nothing is said.
-        temperature: of the distributions, above 0; one other than 1 is for engines with that
-            capability.
+        token_ids: at least two.
+        first: index of the first token that is asked about, 1 or more.
+        temperature: above 0; a value other than 1 needs an engine with that capability.
         num_top: K; 0 asks for none.
-        below: only tokens with a lower id are among the K; None: any. All have part in the
-            distribution.
+        below: only tokens with a lower id are among the K; None: any. The distribution is over all.
     """
 
     request_id: str
@@ -37,25 +32,23 @@ class PromptRequest:
 
     @property
     def num_samples(self) -> int:
-        """One sequence: what `engines.rollout.routing` counts."""
+        """Load of the request for `engines.rollout.routing`."""
         return 1
 
     @property
     def session(self) -> str | None:
-        """None: any replica may read it."""
+        """None: any replica may answer."""
         return None
 
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """The answer, in the order of the tokens from `PromptRequest.first` on; on the CPU.
+    """Answer for the tokens from `PromptRequest.first` on; tensors are on the CPU.
 
     Attributes:
-        request_id: of the request.
-        logprobs_N: (N,) float32, of each token that stands there.
-        topk_ids_NK: (N, K) int64, the likeliest tokens in its place, distinct, the likeliest
-            first; None where none were asked for.
-        topk_logprobs_NK: (N, K) float32, theirs.
+        logprobs_N: (N,) float32, of the given tokens.
+        topk_ids_NK: (N, K) int64, distinct, the likeliest first; None where K is 0.
+        topk_logprobs_NK: (N, K) float32, of `topk_ids_NK`; None where K is 0.
     """
 
     request_id: str
@@ -67,17 +60,7 @@ class PromptLogprobs:
 def check_prompts(
     requests: Sequence[PromptRequest], max_length: int, vocab_size: int, *, any_temperature: bool
 ) -> None:
-    """Refuse requests that cannot be answered as they stand.
-
-    Args:
-        requests: of one call.
-        max_length: tokens of the longest sequence.
-        vocab_size: token ids are below this.
-        any_temperature: whether the engine has the capability of others than 1.
-
-    Raises:
-        RolloutError: names the request and what is wrong.
-    """
+    """Refuse invalid requests with a RolloutError that names the request and the problem."""
     for request in requests:
         problem = _problem(request, max_length, vocab_size)
         if problem is None and request.temperature != 1 and not any_temperature:

@@ -1,10 +1,10 @@
-"""Giving replicas the trainer's weights, and proving that they serve them.
+"""Sends the trainer's weights to the replicas, and verifies that the replicas serve them.
 
-Promises: a replica serves only after it took every tensor, its receipt equals the sender's, it
-confirmed (version, digest), and a prompt that it may have cached before the update comes out as
-the trainer says. A replica that is lost on the way does not stop the others; one that came up
-late gets the same weights, which the sender's digest proves.
-Does not promise: speed for the others while one is slow. They wait for the slowest.
+Promises: a replica serves only after its receipt equals the sender's, it confirmed (version,
+digest), and the probe's prompt, which it may have cached before the update, gets the trainer's
+logprobs. The loss of a replica does not stop the others. A late replica gets the same weights,
+checked by the sender's digest.
+Does not promise: that fast replicas do not wait for a slow one.
 """
 
 import asyncio
@@ -26,45 +26,32 @@ from infra.errors import DeadlineError, PipelineError
 
 T = TypeVar("T")
 ANSWER_DEADLINE_S = 60.0
-"""Of a question that does no work."""
+"""For a call that does no work."""
 PROBE_DEADLINE_S = 300.0
-"""An engine may compile kernels for its first request."""
+"""Long, since an engine may compile kernels for its first request."""
 RESTART_DEADLINE_S = 900.0
-"""For one of the replicas to be up, when all were lost."""
+"""Time for one replica to be up again when all were lost."""
 
 NewTransport = Callable[[Sequence[int]], Delivery]
 Send = Callable[[Any], Receipt]
-"""Takes the kind of delivery that the `NewTransport` beside it makes."""
+"""Sends through the kind of delivery that its `NewTransport` makes."""
 
 
 class Probe(Protocol):
-    """What a replica must say right before it serves."""
+    """Final check of a replica before it serves."""
 
     def request(self, place: int, version: int) -> RolloutRequest:
-        """What it is asked: one sample, of a prompt longer than a block of any prefix cache."""
+        """Return the probe request: one sample of a prompt longer than a prefix cache block."""
         ...
 
     def check(self, requests: Sequence[RolloutRequest], found: Sequence[Completion]) -> None:
-        """Compare with the trainer; called in its thread.
-
-        Args:
-            requests: as `request` made them.
-            found: the completion of each.
-
-        Raises:
-            WeightSyncError: a replica's logprobs are not those of the trainer's weights.
-        """
+        """Compare with the trainer, in its thread; a WeightSyncError if the logprobs differ."""
         ...
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A way for tensors from the trainer to replicas.
-
-    Attributes:
-        new_transport: makes what carries them, from the number of workers of each replica.
-        send: has the trainer send through it.
-    """
+    """How tensors get to replicas; `new_transport` takes the number of workers of each replica."""
 
     new_transport: NewTransport
     send: Send
@@ -74,11 +61,8 @@ class Passage:
 class Publication:
     """How weights reach replicas, now and until the next publication.
 
-    Attributes:
-        weights: all of them; those that an adapter stands on never change, and are sent once.
-        adapter: the adapter alone; None where it is merged into the weights, or there is none.
-        version: number of the weights.
-        probe: the last proof.
+    `weights` below an adapter never change and are sent once per replica. `adapter` is None if it
+    is merged into the weights or there is none.
     """
 
     weights: Passage
@@ -88,13 +72,7 @@ class Publication:
 
 
 class Publisher:
-    """See the module; called from the trainer's thread.
-
-    Args:
-        pool: the replicas.
-        loop: that they live in.
-        timeout_s: for the weights to arrive.
-    """
+    """Publishes weights to the replicas of a pool; called from the trainer's thread."""
 
     def __init__(self, pool: ReplicaPool, loop: EventLoopThread, timeout_s: float) -> None:
         self._pool, self._loop, self._timeout_s = pool, loop, timeout_s
@@ -102,7 +80,7 @@ class Publisher:
         self._frozen = _FrozenWeights()
 
     def publish(self, publication: Publication) -> SyncReport:
-        """Give every replica that is up new weights; see `RolloutService.sync`."""
+        """Give every running replica new weights; see `RolloutService.sync`."""
         start = time.monotonic()
         if publication.adapter is None:
             self._frozen = _FrozenWeights()
@@ -119,15 +97,14 @@ class Publisher:
         self._frozen = _FrozenWeights()
         up = self._pool.in_state(ReplicaState.STALE)
         self._each(up, lambda slot: slot.engine.sleep(), "memory to be given back")
-        # One that starts takes memory before it gives it back: not while others train.
+        # A starting replica takes memory before it frees it, which must not happen during training.
         self._await(lambda: not self._pool.in_state(ReplicaState.DEAD, ReplicaState.RESTARTING))
 
     def renew(self) -> None:
-        """Give what was published last to replicas that came up since.
+        """Give the last publication to replicas that started since.
 
         Raises:
-            WeightSyncError: the trainer holds other weights by now, or a replica did not take
-                them as it should.
+            WeightSyncError: the trainer holds other weights by now, or a replica did not take them.
         """
         if self.published is not None and (late := self._pool.in_state(ReplicaState.STALE)):
             self._give(late, *self.published)
@@ -135,7 +112,7 @@ class Publisher:
     def _give(
         self, slots: Sequence[ReplicaSlot], publication: Publication, expected: Receipt | None
     ) -> Receipt | None:
-        """What was sent, and is served by those of the slots that are left; None: one was lost."""
+        """Have the slots serve the publication; return what was sent, None if one was lost."""
         slots = self._each(slots, lambda slot: slot.engine.wake_up(), "replicas to wake up")
         if not slots:
             return None
@@ -159,7 +136,7 @@ class Publisher:
         return sent
 
     def _send_frozen(self, slots: Sequence[ReplicaSlot], publication: Publication) -> bool:
-        """Give those that lack it what the adapter stands on; whether all have it now."""
+        """Send the adapter's base weights to slots that lack them; True if all have them now."""
         bare = [slot for slot in slots if slot.engine is not self._frozen.held_by.get(slot.place)]
         if not bare:
             return True
@@ -174,7 +151,7 @@ class Publisher:
     def _ship(
         self, transfer: "_Transfer", passage: Passage, expected: Receipt | None
     ) -> Receipt | None:
-        """What was sent, and is held by each; None: a replica was lost."""
+        """Transfer to all slots, compare receipts; return what was sent, None if one was lost."""
         transport = passage.new_transport([slot.engine.num_workers for slot in transfer.slots])
         try:
             sent = self._transfer(transfer, transport, passage.send)
@@ -197,7 +174,7 @@ class Publisher:
         return sent
 
     def _transfer(self, transfer: "_Transfer", transport: Delivery, send: Send) -> Receipt | None:
-        """What was sent; None when replicas were lost, and the others got nothing."""
+        """Return what was sent; None if replicas were lost and the transfer was stopped."""
         what = f"weights of version {transfer.version} to arrive"
         arriving = self._loop.start(transfer.run(transport))
         try:
@@ -227,7 +204,6 @@ class Publisher:
     def _probe(
         self, slots: Sequence[ReplicaSlot], publication: Publication
     ) -> Sequence[ReplicaSlot]:
-        """Those that passed; one that answers wrongly is an error."""
         probe = publication.probe
         if probe is None:
             return slots
@@ -250,8 +226,8 @@ class Publisher:
         what: str,
         deadline_s: float = ANSWER_DEADLINE_S,
     ) -> list[ReplicaSlot]:
-        """Call every replica at once, and see which are left; an error beside loss is raised."""
-        # Not by their state: in place of one that was lost another may be up by the end.
+        """Call every replica at once; return the slots left, raise errors other than loss."""
+        # Collected here and not read from the states: a lost replica may be replaced by the end.
         left: list[ReplicaSlot] = []
 
         async def one(slot: ReplicaSlot) -> None:
@@ -274,12 +250,11 @@ class Publisher:
         return sorted(left, key=lambda slot: slot.place)
 
     def _await_up(self) -> list[ReplicaSlot]:
-        """The replicas that can be given weights; waits for one when there is none."""
+        """Return the replicas that can be given weights; waits for one if there is none."""
         self._await(lambda: bool(self._pool.in_state(ReplicaState.STALE)))
         return self._pool.in_state(ReplicaState.STALE)
 
     def _await(self, there: Callable[[], bool]) -> None:
-        """Until replicas that start are there."""
         news = threading.Event()
         end = time.monotonic() + RESTART_DEADLINE_S
         with self._pool.listening(news.set):
@@ -290,7 +265,6 @@ class Publisher:
                 news.clear()
 
     def _withdraw(self) -> None:
-        """No replica serves any more what was published."""
         self.published = None
         serving = self._pool.in_state(ReplicaState.HEALTHY, ReplicaState.SUSPECT)
         self._move(serving, ReplicaState.STALE)
@@ -319,7 +293,7 @@ class Publisher:
 
 @dataclass
 class _FrozenWeights:
-    """Weights that an adapter stands on: what they are, and which engines hold them."""
+    """Base weights of an adapter: their receipt, and the engines that hold them by place."""
 
     receipt: Receipt | None = None
     held_by: dict[int, RolloutEngine] = field(default_factory=dict)
@@ -337,8 +311,6 @@ async def _take_adapter(engine: RolloutEngine, source: WeightSource, version: in
 
 
 class _Transfer:
-    """One set of tensors on its way into some replicas, and what came of it."""
-
     def __init__(self, slots: Sequence[ReplicaSlot], version: int, take: Take) -> None:
         self.slots = tuple(slots)
         self.version = version
@@ -349,7 +321,7 @@ class _Transfer:
         self._failed: set[int] = set()
 
     async def run(self, transport: Delivery) -> None:
-        """Take them; the first that fails ends the sending."""
+        """Load the tensors into all replicas; the first failure stops the sender."""
         pairs = zip(self.slots, transport.sources, strict=True)
         await asyncio.gather(*(self._take(slot, source, transport) for slot, source in pairs))
 
@@ -368,11 +340,10 @@ class _Transfer:
             self.first_error = self.first_error or error
             transport.stop()
         except BaseException:
-            transport.stop()  # or the sender would wait for one who does not come
+            transport.stop()  # else the sender would wait for this receiver
             raise
 
     def give_up(self) -> None:
-        """Take those for lost that have not ended."""
         for slot in self.slots:
             place = slot.place
             if place not in self.receipts and place not in self._failed:
@@ -380,5 +351,4 @@ class _Transfer:
                 self._lost.setdefault(place, ReplicaLostError(silent))
 
     def lost(self) -> list[tuple[ReplicaSlot, PipelineError]]:
-        """The replicas that are of no use any more, and why."""
         return [(slot, self._lost[slot.place]) for slot in self.slots if slot.place in self._lost]

@@ -1,9 +1,8 @@
-"""The replicas of a service: which can serve, which are lost, and what starts in their place.
+"""The replicas of a service: which can serve, which are lost, and their restarts.
 
-Promises: a replica that died or stays silent while it samples is ended and started again, so
-often as allowed in all; whoever waits is told of every change. Lives in the loop of the service:
-nothing here is called from another thread.
-Does not promise: weights. A replica that comes up is STALE until the service gave it some.
+Promises: a replica that dies, or stays silent while it samples, is ended and restarted, within the
+allowed number of restarts. Everything runs in the event loop of the service.
+Does not promise: weights. A new replica is STALE until the service gives it some.
 """
 
 import asyncio
@@ -20,46 +19,27 @@ from engines.rollout.replica_state import ReplicaSlot, ReplicaState
 from infra.errors import DeadlineError, PipelineError
 
 NUM_LOOKS = 6
-"""Questions about health in the time after which silence is taken for death."""
+"""Health checks within `silence_s`, after which a silent replica counts as lost."""
 END_DEADLINE_S = 10.0
-"""How long a restart that was cancelled may take to end."""
+"""Time for a cancelled restart to end."""
 SILENCE = (TimeoutError, DeadlineError)
-"""A deadline passed without an answer: the caller's, or the one that the engine itself has."""
+"""A deadline passed without an answer: the caller's, or the engine's own."""
 
 logger = logging.getLogger(__name__)
 
 
 def silence(what: str, error: BaseException) -> ReplicaLostError:
-    """The loss of a replica that did not answer.
-
-    Args:
-        what: it did not do, and which it is.
-        error: one of `SILENCE`.
-
-    Returns:
-        With the words of an engine that gave up by a deadline of its own.
-    """
+    """Return the error for a replica that did not answer; `what` is the message."""
     lost = ReplicaLostError(f"{what} ({error})" if isinstance(error, DeadlineError) else what)
     lost.__cause__ = error
     return lost
 
 
 class ReplicaStarter(Protocol):
-    """What can put another replica in the place of one that was lost."""
+    """Starts a replica in the place of a lost one."""
 
     async def restart(self, place: int, lost: RolloutEngine) -> RolloutEngine:
-        """End what is left of a replica, and start another.
-
-        Args:
-            place: of the replica.
-            lost: what served there.
-
-        Returns:
-            An engine without weights.
-
-        Raises:
-            PipelineError: it did not start.
-        """
+        """End what is left of a replica; start one without weights, or raise a PipelineError."""
         ...
 
 
@@ -68,9 +48,8 @@ class RestartPolicy:
     """When a replica is given up, and how often another one may start.
 
     Attributes:
-        starter: starts them.
         max_num_restarts: of all replicas together, over the life of the service.
-        silence_s: without an answer for so long while it samples, a replica is lost.
+        silence_s: a sampling replica without an answer for this long is lost.
     """
 
     starter: ReplicaStarter
@@ -79,12 +58,7 @@ class RestartPolicy:
 
 
 class ReplicaPool:
-    """See the module.
-
-    Args:
-        engines: without weights.
-        restarts: None: a lost replica is the end.
-    """
+    """All replicas of a service; `restarts` None makes the loss of a replica final."""
 
     def __init__(self, engines: Sequence[RolloutEngine], restarts: RestartPolicy | None) -> None:
         self.slots = tuple(ReplicaSlot(place, engine) for place, engine in enumerate(engines))
@@ -95,16 +69,16 @@ class ReplicaPool:
         self._listeners: list[Callable[[], None]] = []
 
     def in_state(self, *states: ReplicaState) -> list[ReplicaSlot]:
-        """The slots in one of these states."""
+        """Return the slots in one of these states."""
         return [slot for slot in self.slots if slot.state in states]
 
     def loads(self) -> Mapping[int, int]:
-        """Samples in flight at each place that takes requests."""
+        """Return the samples in flight at each place that takes requests."""
         return {slot.place: slot.num_in_flight for slot in self.in_state(ReplicaState.HEALTHY)}
 
     @contextmanager
     def listening(self, listener: Callable[[], None]) -> Iterator[None]:
-        """Have something called after each change, until the block ends."""
+        """Call the listener after each change, until the block ends."""
         self._listeners.append(listener)
         try:
             yield
@@ -112,20 +86,14 @@ class ReplicaPool:
             self._listeners.remove(listener)
 
     def move(self, slot: ReplicaSlot, to: ReplicaState) -> None:
-        """Change a state, and tell."""
+        """Change a state and notify the listeners."""
         if slot.state is not to:
             logger.info("replica %d: %s -> %s", slot.place, slot.state.value, to.value)
         slot.move(to)
         self._tell()
 
     def lose(self, slot: ReplicaSlot, engine: RolloutEngine, error: PipelineError) -> None:
-        """Give a replica up; another starts, or `failure` says why not.
-
-        Args:
-            slot: its place.
-            engine: that was lost; harmless when another is there already.
-            error: why.
-        """
+        """Restart a lost replica, or set `failure`; no-op if `engine` was replaced already."""
         if slot.engine is not engine or not slot.is_up:
             return
         logger.warning("replica %d is lost: %s", slot.place, error)
@@ -133,7 +101,7 @@ class ReplicaPool:
         self._restart(slot, error)
 
     async def watch(self) -> None:
-        """Ask the replicas that sample how they are, until cancelled."""
+        """Check the health of the replicas that sample, until cancelled."""
         if self._restarts is None:
             return
         pause_s = self._restarts.silence_s / NUM_LOOKS
@@ -145,20 +113,13 @@ class ReplicaPool:
             await asyncio.gather(*(self._look(slot, pause_s) for slot in busy))
 
     async def close(self, close: Callable[[RolloutEngine], Coroutine[Any, Any, None]]) -> None:
-        """Start nothing more, and close every replica that is up.
-
-        Args:
-            close: closes one.
-
-        Raises:
-            ExceptionGroup: some did not close; all were tried.
-        """
+        """Cancel restarts, and close every running replica; errors come as an ExceptionGroup."""
         self._restarts = None
         for task in self._restarting:
             task.cancel()
         if self._restarting:
             _, left = await asyncio.wait(self._restarting, timeout=END_DEADLINE_S)
-            if left:  # the others are closed all the same
+            if left:  # the others are closed nevertheless
                 logger.warning("after %g s replicas still start: %d", END_DEADLINE_S, len(left))
         up = [slot.engine for slot in self.slots if slot.is_up]
         results = await asyncio.gather(*(close(one) for one in up), return_exceptions=True)

@@ -1,10 +1,10 @@
-"""The health of one replica: the states it passes through, and what leads from one to the next.
+"""The states of a replica and the transitions between them.
 
 HEALTHY     serves the published weights
-SUSPECT     did not answer in time; keeps what it has, gets nothing new
-DEAD        its process ended, or it was silent for too long; ended, its samples are redone
-RESTARTING  another one starts in its place
-STALE       is up, without the published weights; gets nothing
+SUSPECT     did not answer in time; keeps its samples, gets no new ones
+DEAD        its process ended, or it was silent for too long; its samples are redone
+RESTARTING  another replica starts in its place
+STALE       is up, without the published weights; gets no requests
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from engines.rollout.base import RolloutEngine
 
 
 class ReplicaState(Enum):
-    """See the module."""
+    """State of a replica; explained in the module docstring."""
 
     HEALTHY = "HEALTHY"
     SUSPECT = "SUSPECT"
@@ -37,18 +37,15 @@ TRANSITIONS: dict[tuple[ReplicaState, ReplicaState], str] = {
     (_S.RESTARTING, _S.DEAD): "it ended while it started",
     (_S.STALE, _S.HEALTHY): "it confirmed the weights and their digest, and passed the probe",
 }
-"""Every step there is, and its reason; `docs/operate.md` shows it."""
+"""All allowed transitions and their reasons; shown in `docs/operate.md`."""
 
 
 @dataclass
 class ReplicaSlot:
-    """A place for a replica.
+    """A numbered place for a replica; its `engine` is not usable in DEAD and RESTARTING.
 
     Attributes:
-        place: its number.
-        engine: what serves there; of no use in DEAD and RESTARTING.
-        state: as in the module.
-        num_in_flight: samples it was given and has not answered.
+        num_in_flight: samples that were sent to it and are not answered.
         last_answer_s: `time.monotonic` of its last sign of life while it was watched.
     """
 
@@ -60,18 +57,11 @@ class ReplicaSlot:
 
     @property
     def is_up(self) -> bool:
-        """Whether there is an engine to talk to."""
+        """True if there is an engine to call."""
         return self.state not in (ReplicaState.DEAD, ReplicaState.RESTARTING)
 
     def move(self, to: ReplicaState) -> None:
-        """Go to another state; staying is no step.
-
-        Args:
-            to: the state.
-
-        Raises:
-            ValueError: no such step.
-        """
+        """Go to another state; a ValueError if the transition is not allowed."""
         if to is self.state:
             return
         if (self.state, to) not in TRANSITIONS:

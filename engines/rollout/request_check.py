@@ -1,4 +1,4 @@
-"""What every rollout engine refuses in a request before it samples; one place, one wording."""
+"""Checks that every rollout engine makes on a request before it samples."""
 
 import math
 from collections.abc import Collection, Iterable, Sequence
@@ -17,18 +17,9 @@ def check_requests(
     structured_output: bool = False,
     images: bool = False,
 ) -> None:
-    """Refuse requests that cannot be served as they stand, and samples that are asked for twice.
+    """Refuse invalid requests, and samples requested twice or in flight, with a RolloutError.
 
-    Args:
-        requests: of one call.
-        in_flight: keys of the samples that earlier calls still wait for.
-        context_length: tokens that prompt and response may have together.
-        vocab_size: token ids are below this.
-        structured_output: whether the engine has that capability.
-        images: likewise, and its model sees.
-
-    Raises:
-        RolloutError: names the request and what is wrong.
+    The context length is the limit of prompt and response together, in tokens.
     """
     taken = set(in_flight)
     for request in requests:
@@ -55,18 +46,7 @@ def check_request(
     structured_output: bool = False,
     images: bool = False,
 ) -> None:
-    """Refuse a request that cannot be served as it stands.
-
-    Args:
-        request: the request.
-        context_length: tokens that prompt and response may have together.
-        vocab_size: token ids are below this.
-        structured_output: whether the engine has that capability.
-        images: likewise, and its model sees.
-
-    Raises:
-        RolloutError: names the request and what is wrong.
-    """
+    """Refuse an invalid request with a RolloutError that names the request and the problem."""
     problem = (
         _wrong_with_prompt(request, context_length, vocab_size)
         or _wrong_with_samples(request, vocab_size)

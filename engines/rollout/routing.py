@@ -1,10 +1,8 @@
-"""Which replica samples what, and what is sampled again when a replica is lost: rules of engines.
+"""Rules that assign requests to replicas, also again after a replica is lost.
 
-`ByPlace` is for an engine whose samples depend, in the last bits, on the batch they were computed
-in: the same replica gets the same share, and a lost share is sampled again whole. `LeastLoaded`
-is for engines that promise no such thing: whoever has least to do samples, the requests of a
-session stay where their prefix is cached, and only what is missing is sampled again.
-Neither knows what a replica is: they see places and how many samples are in flight there.
+`ByPlace` is for engines whose samples depend, in the last bits, on their batch: the same replica
+gets the same share, and a lost share is sampled again whole. `LeastLoaded` is for the others:
+requests go to the least loaded replica or to their session's, and only missing samples are redone.
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -16,53 +14,36 @@ from engines.rollout.collect import Ledger, Request
 
 @dataclass(frozen=True)
 class Share(Generic[Request]):
-    """What one replica samples, or says logprobs of, in one go.
-
-    Attributes:
-        requests: with different ids.
-        home: place that it was made for.
-    """
+    """Requests with distinct ids that one replica answers in one call, planned for place `home`."""
 
     requests: tuple[Request, ...]
     home: int
 
     @property
     def num_samples(self) -> int:
-        """Samples of all requests."""
+        """Number of samples of all requests."""
         return sum(request.num_samples for request in self.requests)
 
 
 class Routing(Protocol[Request]):
-    """The rule over one batch of requests."""
+    """Assignment of one batch of requests to replicas."""
 
     @property
     def waiting(self) -> bool:
-        """Whether something has no replica yet."""
+        """True if requests are not assigned yet."""
         ...
 
     def take(self, loads: Mapping[int, int]) -> list[tuple[int, Share[Request]]]:
-        """What starts now, and where.
-
-        Args:
-            loads: samples in flight at each place that can serve.
-
-        Returns:
-            (place, share); they no longer wait.
-        """
+        """Return (place, share) pairs to start now, given the samples in flight at each place."""
         ...
 
     def lost(self, share: Share[Request], ledger: Ledger[Request]) -> None:
-        """Let what is missing of a share wait again, as the rule says."""
+        """Let the missing part of a lost share wait again."""
         ...
 
 
 class ByPlace(Generic[Request]):
-    """Request i is sampled at place i mod N; one share at a time at each place.
-
-    Args:
-        requests: the batch.
-        num_places: N, whether or not there is a replica at each of them now.
-    """
+    """Request i goes to place i mod `num_places`, running or not; one share per place at a time."""
 
     def __init__(self, requests: Sequence[Request], num_places: int) -> None:
         shares = [Share(tuple(requests[home::num_places]), home) for home in range(num_places)]
@@ -74,7 +55,7 @@ class ByPlace(Generic[Request]):
         return bool(self._waiting)
 
     def take(self, loads: Mapping[int, int]) -> list[tuple[int, Share[Request]]]:
-        """See `Routing`. A share whose place has no replica goes to one that is idle."""
+        """See `Routing`. A share whose place has no replica goes to an idle place."""
         idle = {place for place, load in loads.items() if not load}
         homes = {share.home for share in self._waiting}
         free = sorted(idle - homes)
@@ -89,17 +70,15 @@ class ByPlace(Generic[Request]):
         return taken
 
     def lost(self, share: Share[Request], ledger: Ledger[Request]) -> None:
-        """See `Routing`. Whole, since the rest alone would be another batch."""
+        """See `Routing`. The whole share waits again, since the rest alone is another batch."""
         if ledger.missing(share.requests):
             self._waiting.append(share)
 
 
 class LeastLoaded(Generic[Request]):
-    """Each request goes to its session's place, or else to the one with least in flight.
+    """Each request goes to its session's place, else to the place with the least in flight.
 
-    Args:
-        requests: the batch.
-        sessions: place of each session that was seen; kept from batch to batch by the caller.
+    The caller keeps `sessions`, the place of each known session, across batches.
     """
 
     def __init__(self, requests: Sequence[Request], sessions: MutableMapping[str, int]) -> None:
@@ -125,7 +104,7 @@ class LeastLoaded(Generic[Request]):
         return [(place, Share(tuple(found), place)) for place, found in sorted(shares.items())]
 
     def lost(self, share: Share[Request], ledger: Ledger[Request]) -> None:
-        """See `Routing`. Only the samples that did not arrive."""
+        """See `Routing`. Only missing samples wait again."""
         self._waiting += ledger.missing(share.requests)
 
     def _place(self, request: Request, loads: Mapping[int, int]) -> int:

@@ -1,11 +1,10 @@
-"""Replicas of a rollout engine behind one event loop: what samples for trainers and evaluations.
+"""Replicas of a rollout engine behind one event loop, for trainers and evaluations.
 
-Promises: every sample of every request exactly once, in the order asked for; all replicas that
-take requests serve one version, and nothing is sampled from weights that were not confirmed by
-digest and, where there is a probe, by what they say of a prompt; a replica that is lost is
-replaced, so often as allowed, and given the published weights before it serves.
-Does not promise: that samples are finished. At the deadline they come out as `abort`. Nor that a
-receiver of samples which never returns is interrupted.
+Promises: every sample of every request exactly once, in the order of the requests. All replicas
+that take requests serve one version of confirmed weights. A lost replica is replaced, as often as
+allowed, and gets the published weights before it serves.
+Does not promise: that samples are finished (at the deadline they are returned as `abort`), or that
+a callback that never returns is interrupted.
 """
 
 import threading
@@ -44,13 +43,11 @@ HAND_OVER_S = 0.25
 
 
 class RolloutService:
-    """See the module.
+    """Serves requests with replicas, which it owns and closes.
 
     Args:
-        replicas: engines that nobody else calls; this service closes them.
-        timeout_s: after which samples of a batch are aborted; deadline of one weight update.
-        routing: the engine's rule, see `engines.rollout.routing`.
-        restarts: what replaces a lost replica; None: its loss is an error.
+        timeout_s: after which samples of a batch are aborted; also the deadline of a weight update.
+        restarts: None: the loss of a replica is an error.
     """
 
     def __init__(
@@ -71,33 +68,26 @@ class RolloutService:
 
     @property
     def num_replicas(self) -> int:
-        """How many places for engines there are."""
+        """Number of places for replicas."""
         return len(self._pool.slots)
 
     @property
     def num_restarts(self) -> int:
-        """How many replicas were lost and replaced."""
+        """Number of replicas that were lost and replaced."""
         return self._pool.num_restarts
 
     def generate(
         self, requests: Sequence[RolloutRequest], on_completion: Receive | None = None
     ) -> list[list[Completion]]:
-        """Sample every request and wait for all of it.
+        """Sample requests with distinct ids; return the completions of each, ordered by seed.
 
-        Args:
-            requests: with ids that differ.
-            on_completion: is called with each sample once, in this thread and in the order in
-                which they finish, while others are sampled; never with one that comes out as
-                `abort`. It shall be quick: replicas that start meanwhile wait for it. What it
-                raises ends the batch.
-
-        Returns:
-            For each request its completions, in the order of its seeds; those that were not
-            finished at the deadline as `abort`.
+        Samples that are unfinished at the deadline have the finish reason `abort`. `on_completion`
+        is called once per finished sample in this thread while others are sampled. It should be
+        quick, since late replicas wait for it; an error that it raises ends the batch.
 
         Raises:
-            RolloutError: no weights were published; a replica refused a request, or lost or
-                doubled a sample; or one was lost and no other may start.
+            RolloutError: no published weights, a refused request, a lost or doubled sample, or a
+                replica lost for good.
             DeadlineError: not one sample was finished at the deadline.
         """
         arrivals = Arrivals(on_completion)
@@ -118,18 +108,11 @@ class RolloutService:
         return ledger.rows()
 
     def prompt_logprobs(self, requests: Sequence[PromptRequest]) -> list[PromptLogprobs]:
-        """Logprobs of given tokens, and wait for all of them.
-
-        Args:
-            requests: with ids that differ.
-
-        Returns:
-            One answer each, in their order.
+        """Answer requests with distinct ids about given tokens, in their order.
 
         Raises:
-            RolloutError: no weights were published; a replica refused a request, or lacks the
-                capability; or one was lost and no other may start.
-            DeadlineError: some are not there after `timeout_s`.
+            RolloutError: no published weights, a refused request, or a replica lost for good.
+            DeadlineError: answers are missing after `timeout_s`.
         """
         ledger = PromptLedger(requests)
         what = f"logprobs of {len(requests)} sequences"
@@ -144,52 +127,46 @@ class RolloutService:
         probe: Probe | None = None,
         adapter: Passage | None = None,
     ) -> SyncReport:
-        """Have every replica take new weights, and serve them once all hold what was sent.
+        """Send new weights to every replica; they serve once all hold what was sent.
 
         Args:
-            new_transport: makes what carries them, from the number of workers of each replica.
-            send: has the trainer send through it; called in this thread, again later for
-                replicas that start late, until the next `sync`.
-            version: number of the weights.
-            probe: the last proof of each replica, before it serves.
-            adapter: how an adapter of the weights comes alone; those are sent then only to replicas
-                that lack them.
-
-        Returns:
-            What was sent.
+            new_transport: makes the delivery, from the number of workers of each replica.
+            send: has the trainer send; called in this thread, also for late replicas until the next
+                `sync`.
+            adapter: sends an adapter alone; then the weights go only to replicas that lack them.
 
         Raises:
-            WeightSyncError: a replica did not take them, or holds something else, or fails the
-                probe; none of them generates until a sync succeeds.
-            RolloutError: replicas were lost, and no others may start.
+            WeightSyncError: a replica lacks the weights or fails the probe; no replica generates
+                then.
+            RolloutError: replicas were lost for good.
             DeadlineError: the weights did not arrive in time.
         """
         weights = Passage(new_transport, send)
         return self._publisher.publish(Publication(weights, adapter, version, probe))
 
     def sleep(self) -> None:
-        """Have every replica give its memory back; nothing is sampled until the next `sync`.
+        """Have every replica free its memory; nothing is sampled until the next `sync`.
 
         Raises:
-            RolloutError: samples are in flight; or replicas were lost, and no others may start.
-            DeadlineError: another replica that is on its way up does not arrive.
+            RolloutError: samples are in flight, or replicas were lost for good.
+            DeadlineError: a restarting replica did not come up in time.
         """
         self._publisher.retire()
 
     def health(self) -> list[Health]:
-        """What each replica that is up says of itself, also while others call `generate`."""
+        """Return the health of each running replica; also possible while others call `generate`."""
         return self._on_each(lambda engine: engine.health(), "health of the replicas")
 
     def states(self) -> list[ReplicaState]:
-        """The state of each replica, by place."""
+        """Return the state of each replica, by place."""
         return [slot.state for slot in self._pool.slots]
 
     def abort(self) -> None:
-        """End all requests in flight; their partial samples come out as `abort`."""
+        """End all requests in flight; their partial samples are delivered as `abort`."""
         self._on_each(lambda engine: engine.abort(), "the replicas to abort")
 
     def close(self) -> None:
-        """Close the replicas and the loop; harmless when repeated."""
+        """Close the replicas and the loop; may be repeated."""
         if self._closed:
             return
         self._closed = True
@@ -209,10 +186,10 @@ class RolloutService:
         deadline_s: float,
         hand_over: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait for work of the replicas, and give those that come up meanwhile their weights.
+        """Wait for work of the replicas, and send weights to those that start meanwhile.
 
-        What they have made is handed over every `HAND_OVER_S`: a thread that each sample wakes
-        would take turns at the interpreter with engines of this process.
+        Results are handed over every `HAND_OVER_S`: a thread that wakes for each sample would
+        compete for the interpreter with engines in this process.
         """
         if self._publisher.published is None:
             raise RolloutError("the replicas have no confirmed weights; send them first")
@@ -221,7 +198,7 @@ class RolloutService:
         working.add_done_callback(lambda _: self._news.set())
         try:
             while not working.done():
-                # Here, not in the loop: the trainer sends, whose thread this is.
+                # In this thread and not in the loop: the trainer, whose thread this is, sends.
                 self._publisher.renew()
                 hand_over()
                 left_s = end - time.monotonic()
@@ -243,9 +220,8 @@ class RolloutService:
             arrivals.over.set()
 
     def _end_early(self, arrivals: Arrivals) -> None:
-        """End what replicas still sample of a batch that was cancelled."""
         arrivals.over.wait(ANSWER_DEADLINE_S)
-        with suppress(PipelineError):  # what ended the batch is the error to tell
+        with suppress(PipelineError):  # the error that ended the batch is raised
             self.abort()
 
     async def _ask(self, requests: Sequence[PromptRequest], ledger: PromptLedger) -> None:
@@ -260,7 +236,6 @@ class RolloutService:
     def _on_each(
         self, call: Callable[[RolloutEngine], Coroutine[Any, Any, T]], what: str
     ) -> list[T]:
-        """Ask every replica that is up; one that is lost meanwhile says nothing."""
 
         async def ask(slot: ReplicaSlot) -> list[T]:
             engine = slot.engine

@@ -1,13 +1,10 @@
-"""Stop strings: where the text of sampled tokens first contains one of them; for every engine.
+"""Finds the token at which the sampled text first contains a stop string; used by every engine.
 
-Promises: a sample ends at the first token behind which the text of all its sampled tokens, its
-prefix among them, contains a stop string; text is what the `tokenizer.json` of the served model
-directory decodes and a reward function sees, without special tokens. A stop string that is itself
-the text of a special token means that token, and others are not found inside of it. The cost of a
-token does not grow with the length of the sample.
-Does not promise: to find a string that holds U+FFFD, which stands for bytes of an unfinished
-character; and of a tokenizer whose text of a token depends on tokens far before it, the first
-place.
+Promises: the text is that of all sampled tokens, the prefix included, as the `tokenizer.json` of
+the served model decodes it without special tokens. A stop string that equals a special token
+matches that token. The cost per token does not grow with the length of the sample.
+Does not promise: to find a string with U+FFFD, which stands for bytes of an unfinished character;
+the first match if the text of a token depends on tokens far before it.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -20,19 +17,14 @@ from engines.types import RolloutRequest
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 MAX_HELD_TOKENS = 8
-"""A character of UTF-8 has at most 4 bytes: tokens that held back more are no text at all."""
+"""A UTF-8 character has at most 4 bytes; more tokens than this without text are not valid UTF-8."""
 
 
 class SampledText:
-    """The text of one sample as it grows.
+    """The text of one sample as it grows; the strings to look for must not be empty.
 
-    Tokens are decoded behind the few before them, for the text of a token may depend on those
-    (a space in front of a word, bytes of one character in several tokens).
-
-    Args:
-        tokenizer: decodes.
-        stop: strings to look for, none of them empty.
-        stop_token_ids: special tokens that end the sample as well.
+    A token is decoded together with the few before it, since its text may depend on them (a space
+    before a word, one character split into several tokens).
     """
 
     def __init__(
@@ -48,14 +40,7 @@ class SampledText:
         self._tail = ""
 
     def contains_stop(self, token_ids: Iterable[int]) -> int | None:
-        """Append tokens up to the first that completes a stop string.
-
-        Args:
-            token_ids: behind those of earlier calls.
-
-        Returns:
-            How many of them there are up to that one, it included; None: none does.
-        """
+        """Append tokens up to the first that completes a stop string; return how many, or None."""
         for number, token in enumerate(token_ids, 1):
             if self._append(token):
                 return number
@@ -78,11 +63,7 @@ class SampledText:
 
 
 class StopStrings:
-    """Follows samples for one engine. The tokenizer is read when the first stop string comes.
-
-    Args:
-        hf_dir: the served model directory.
-    """
+    """Follows samples for one engine. The tokenizer is read at the first use of a stop string."""
 
     def __init__(self, hf_dir: Path) -> None:
         self._path = hf_dir / "tokenizer.json"
@@ -91,18 +72,11 @@ class StopStrings:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether there is a tokenizer to read."""
+        """True if the model directory has a `tokenizer.json`."""
         return self._path.is_file()
 
     def follow(self, request: RolloutRequest, place: int) -> SampledText | None:
-        """Start to follow the sample of one seed, behind its prefix.
-
-        Args:
-            request: of the sample.
-            place: of the seed.
-
-        Returns:
-            Its text; None for a request without stop strings.
+        """Follow the sample of seed number `place`; None for a request without stop strings.
 
         Raises:
             RolloutError: no tokenizer, or the prefix contains a stop string already.

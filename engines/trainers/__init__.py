@@ -1,1 +1,1 @@
-"""The loops: supervised fine-tuning, RL, evaluation."""
+"""Training loops (supervised, RL) and evaluation."""

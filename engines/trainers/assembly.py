@@ -1,4 +1,4 @@
-"""Puts a round together: from its configuration and what was launched to the parts of the loop."""
+"""Build the parts of a round from its configuration and the launched workers and engines."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,18 +29,13 @@ from engines.trainers.step.updater import Updater
 
 @dataclass(frozen=True)
 class RoundInputs:
-    """What a round is made of, beside its configuration.
+    """Inputs of a round, besides its configuration.
 
     Attributes:
         workers: ranks that hold the policy, with the round's first weights loaded.
-        rollout: samples from the weights that it was last given.
-        prompts: what is sampled in each step.
-        scorer: turns completions into scored samples.
-        progress: journal, step checkpoints and job clock.
-        probe_prompt: what every engine must continue as the trainer would, after each sync.
-        vocab_size: of the policy.
-        before: what the round before left; None for the first.
-        attempt_dir: where samples are kept for people; None keeps none.
+        probe_prompt: token ids for the check of each engine against the trainer after a sync.
+        before: counters of the previous round; None for the first.
+        attempt_dir: directory of the kept samples; None keeps none.
         teacher: as in `Preparer`.
     """
 
@@ -57,15 +52,7 @@ class RoundInputs:
 
 
 def assemble(config: RLRoundStageConfig, inputs: RoundInputs) -> RLRound:
-    """The parts of a round.
-
-    Args:
-        config: of the round.
-        inputs: what was launched and loaded.
-
-    Returns:
-        Before its first step.
-    """
+    """Return the parts of a round before its first step."""
     rl, workers, prompts = config.rl, inputs.workers, inputs.prompts
     training_dtype = config.training.dtype
     rollout_dtype = config.rollout.dtype or training_dtype

@@ -1,10 +1,9 @@
-"""THE loop: one round of RL, step by step.
+"""The RL training loop: one round, step by step.
 
-Promises: everything random in a step is derived from (seed, round, step), so a round that was
-killed continues from its newest valid step checkpoint and ends bitwise where an uninterrupted one
-does; a step without a usable sample trains nothing and is counted. With `optimizer.ema` a round
-samples from the weights themselves and commits their average.
-What a line stands for is in the module of its part.
+Promises: everything random in a step is derived from (seed, round, step), so a killed round resumes
+from its newest valid step checkpoint with bitwise the same result; a step without a usable sample
+trains nothing and is counted. With `optimizer.ema` a round samples from the weights themselves and
+commits their average.
 """
 
 from collections.abc import Iterator
@@ -24,19 +23,7 @@ from engines.trainers.step.updater import Updater
 
 @dataclass(frozen=True)
 class RLRound:
-    """A round of RL and its parts.
-
-    Attributes:
-        num_steps: of the round.
-        start: the loop's state before the first step.
-        workers: ranks that hold the policy, with the round's first weights loaded.
-        sampler: generates, scores and filters.
-        preparer: fills in what the algorithm reads.
-        objective: gives advantages.
-        updater: trains.
-        recorder: tells what a step did.
-        progress: journal, step checkpoints and job clock.
-    """
+    """The parts of a round; `workers` hold the policy with the round's first weights."""
 
     num_steps: int
     start: LoopState
@@ -49,31 +36,21 @@ class RLRound:
     progress: StageProgress
 
     def resumed(self) -> LoopState:
-        """The state of the newest valid step checkpoint, which the ranks load; or the start."""
+        """Load the newest valid step checkpoint and return its state, or else the start state."""
         return self.start.continued(self.progress.resume(self.workers))
 
     def steps_after(self, state: LoopState) -> Iterator[LoopStep]:
-        """The steps that no step checkpoint holds yet."""
+        """Yield the remaining steps of the round."""
         for number in range(state.step + 1, self.num_steps + 1):
             yield LoopStep(number, state.num_previous_steps + number)
 
     def checkpoint(self, state: LoopState) -> None:
-        """Publish a step checkpoint, where one is due."""
+        """Publish a step checkpoint if one is due."""
         self.progress.checkpoint_when_due(state.step, self.workers, values=state.values)
 
 
 def train_round(round: RLRound) -> TrainedSteps:
-    """Train a policy for one round.
-
-    Args:
-        round: its parts.
-
-    Returns:
-        What the next round has to know.
-
-    Raises:
-        PipelineError: a guard of one of the parts stops the run.
-    """
+    """Train for one round, return counters for the next; `PipelineError` if a guard stops it."""
     state = round.resumed()
     with round.progress.clock("train"):
         round.sampler.publish(state.version)
@@ -84,7 +61,7 @@ def train_round(round: RLRound) -> TrainedSteps:
 
 
 def _train_step(round: RLRound, step: LoopStep, state: LoopState) -> LoopState:
-    """One step; a function of its own, so that its batch is freed before the next one begins."""
+    """Train one step; a separate function, so that its batch is freed before the next step."""
     collected = round.sampler.take(step, state.version)
     batch = round.preparer.fill(step, collected.experience())
     batch = round.objective.advantages(step, batch, state)

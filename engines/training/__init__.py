@@ -1,1 +1,1 @@
-"""Training engines: one contract, one implementation per backend."""
+"""Training engines: one API, one implementation per backend."""

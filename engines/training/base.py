@@ -1,13 +1,8 @@
-"""BaseEngine: one training API whatever the backend.
+"""BaseEngine: one training API for all backends.
 
-What lives here, once: micro-batching by token budget, gradient accumulation, global-count
-normalisation and the backend's data-parallel factor, the non-finite guard, the schedule, the
-moving average of the weights, offload scopes, metrics. What a backend brings: build and shard the
-model, one forward, clip-and-step, gather a parameter, its state dict (`EngineBackend`).
-
-The loss contract: a loss function returns a sum divided by a *global* count (`LossOutput`).
-The result therefore does not depend on micro-batching, packing or data-parallel size; a test
-permutes the splits for every backend and every loss.
+Implements micro-batching by token budget, gradient accumulation, the non-finite guard, the
+schedule, the moving average of the weights, offload scopes and metrics. A loss is a sum divided by
+a *global* count (`LossOutput`), so the result does not depend on micro-batching or layout.
 """
 
 import math
@@ -46,10 +41,7 @@ Mode = Literal["train", "eval"]
 
 
 class BaseEngine(EngineBackend):
-    """One rank's part of a training engine; every rank makes the same calls in the same order.
-
-    Args:
-        spec: what to make it from.
+    """One rank of a training engine; all ranks make the same calls in the same order.
 
     Attributes:
         num_steps: optimizer steps taken so far.
@@ -71,26 +63,24 @@ class BaseEngine(EngineBackend):
         self._flops = flops_of(spec)
         self._meter: StepMeter | None = None
 
-    # The engine's place among its peers.
-
     @property
     def world_size(self) -> int:
-        """Ranks of the engine."""
+        """Number of ranks of the engine."""
         return collectives.world_size()
 
     @property
     def rank(self) -> int:
-        """Of this process among them."""
+        """Rank of this process in the engine."""
         return collectives.rank()
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that hold different data."""
+        """Number of ranks that hold different data."""
         return dist.get_world_size(self.data_parallel_group) if dist.is_initialized() else 1
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which share of the data is this rank's."""
+        """Rank of this process in the data-parallel group."""
         return dist.get_rank(self.data_parallel_group) if dist.is_initialized() else 0
 
     @property
@@ -99,8 +89,6 @@ class BaseEngine(EngineBackend):
         if self.spec.optimizer is None:
             raise EngineError("this engine was made without an optimizer: it cannot train")
         return learning_rate(self._schedule_step, self.spec.optimizer, self.spec.total_steps)
-
-    # Scopes.
 
     def train_mode(self) -> AbstractContextManager[None]:
         """Scope in which weights, gradients and optimizer are on the device."""
@@ -112,10 +100,10 @@ class BaseEngine(EngineBackend):
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """Scope in which the model computes without its adapter: it is the reference then.
+        """Scope in which the model computes without its adapter, as the reference.
 
         Raises:
-            EngineError: all weights are trained; there is no adapter.
+            EngineError: the engine trains all weights and has no adapter.
         """
         if self.spec.training.lora is None:
             raise EngineError("this engine trains all weights: there is no adapter to disable")
@@ -145,9 +133,7 @@ class BaseEngine(EngineBackend):
             self._leave_device(optimizer=mode == "train")
 
     def leave_device(self) -> None:
-        """Send to the host what the settings keep there outside of the scopes.
-
-        Scopes end with it; it is for a state that was just built or loaded.
+        """Offload as configured for times outside of scopes, after a state was built or loaded.
 
         Raises:
             EngineError: called inside a scope.
@@ -162,28 +148,19 @@ class BaseEngine(EngineBackend):
         if self.spec.training.optimizer_offload and optimizer:
             self.to("cpu", model=False, grad=False)
 
-    # One step.
-
     def train_batch(self, batch: TokenBatch, loss_fn: LossFn) -> TrainMetrics:
-        """One optimizer step.
-
-        Args:
-            batch: this rank's share of the step, on the CPU, with a column `loss_mask`.
-            loss_fn: see `LossFn`.
-
-        Returns:
-            The same on every rank.
+        """Take one optimizer step on this rank's share, on the CPU, with a column `loss_mask`.
 
         Raises:
-            EngineError: a rank has no sequence, or no token of the step is trained on; or the
-                loss reads what the batch or the head cannot give.
+            EngineError: a rank has no sequence, no token of the step is trained on, or the loss
+                reads what the batch or the head cannot give.
             NonFiniteError: the loss or the gradient norm is NaN or infinite on any rank; the
-                weights are as before.
+                weights are unchanged.
             ConfigError: a sequence exceeds the token budget.
         """
         lr = self.lr
         readouts = getattr(loss_fn, "readouts", ONLY_LOGPROBS)
-        num_others(readouts, batch)  # refuses before anything is computed
+        num_others(readouts, batch)  # raises before anything is computed
         ready = self._prepare(batch)
         if ready.counts.num_tokens == 0:
             raise EngineError("no token of this step is trained on: loss_mask is 0 everywhere")
@@ -213,7 +190,6 @@ class BaseEngine(EngineBackend):
         return TrainMetrics(loss, grad_norm, lr, ready.work.num_tokens, metrics)
 
     def _extras(self, batch: TokenBatch, loss_fn: LossFn) -> dict[str, float]:
-        """What a loss function wants to know of the whole step before any of it is cut."""
         extras = getattr(loss_fn, "extras", None)
         if extras is None:
             return {}
@@ -221,19 +197,13 @@ class BaseEngine(EngineBackend):
         return dict(extras(batch, lambda own_N: collectives.gather_ragged(own_N, device, group)))
 
     def infer_batch(self, batch: TokenBatch, readouts: Readouts = ONLY_LOGPROBS) -> ModelOutputs:
-        """Log-probabilities, or values, without gradient.
+        """Return logprobs or values, without gradient, on the CPU and in the order of `batch`.
 
-        Args:
-            batch: this rank's share, on the CPU. With a column `loss_mask`, only the positions
-                where it is not 0 are computed; the others are 0.
-            readouts: what else; what the model's type does not have is None.
-
-        Returns:
-            In the order of `batch`, on the CPU; log-probabilities of a value model are 0.
+        With a column `loss_mask`, only positions where it is not 0 are computed; the others are 0.
+        Logprobs of a value model are 0; readouts that the model type does not have are None.
 
         Raises:
-            EngineError: a rank has no sequence, or `readouts` asks for what the batch or the head
-                cannot give.
+            EngineError: a rank has no sequence, or the batch or the head lacks a readout.
         """
         micro_batches = self._prepare(batch).micro_batches
         model_type = self.spec.model_type
@@ -241,20 +211,17 @@ class BaseEngine(EngineBackend):
         with self.eval_mode(), torch.no_grad():
             outputs = self._infer([micro.batch for micro in micro_batches], readouts)
             for micro, output in zip(micro_batches, outputs, strict=False):
-                if micro.token_index_T is not None:  # a filler has no place
+                if micro.token_index_T is not None:  # None: a filler micro-batch
                     columns[:, micro.token_index_T] = to_columns(output, micro.batch)
             self._end_inference()
             columns = self._from_last_stage(columns)
         return from_columns(columns, batch, readouts, model_type)
 
     def optimizer_step(self) -> float:
-        """Clip, check and step.
-
-        Returns:
-            The global gradient norm before clipping.
+        """Clip the gradients, check their norm, step, and return the norm before clipping.
 
         Raises:
-            NonFiniteError: the norm is NaN or infinite; the weights are as before.
+            NonFiniteError: the norm is NaN or infinite; the weights are unchanged.
         """
         if self.spec.optimizer is None:
             raise EngineError("this engine was made without an optimizer: it cannot train")
@@ -269,11 +236,7 @@ class BaseEngine(EngineBackend):
         return grad_norm
 
     def adopt_average(self) -> bool:
-        """Have the trained weights become their average, which ends with that. Collective.
-
-        Returns:
-            Whether there was one; else nothing is changed.
-        """
+        """Replace the trained weights by their average, if any, and end averaging. Collective."""
         if self._num_averaged is None:
             return False
         with self.train_mode():
@@ -287,11 +250,7 @@ class BaseEngine(EngineBackend):
         return self.spec.optimizer.ema if self.spec.optimizer is not None else None
 
     def _continue_average(self, stored: int | None) -> None:
-        """Go on with the average of a checkpoint.
-
-        Args:
-            stored: steps in it; None: the weights that were loaded are the first of a new one.
-        """
+        """Continue the average of `stored` steps; None starts one from the loaded weights."""
         if self._ema is None:
             return
         if stored is None:
@@ -301,27 +260,26 @@ class BaseEngine(EngineBackend):
 
     @property
     def _stored_state(self) -> tuple[str, ...]:
-        """What checkpoints hold of the optimizer's state, for each weight that is trained."""
         return MOMENTS if self._num_averaged is None else (*MOMENTS, AVERAGE)
 
     def lr_scheduler_step(self) -> float:
-        """Advance the schedule by one step; returns the next learning rate."""
+        """Advance the schedule by one step and return the next learning rate."""
         self._schedule_step += 1
         return self.lr
 
     def performance_metrics(self) -> dict[str, float]:
-        """Speed of the steps since the last call, and this rank's peak memory; see `StepMeter`."""
+        """Return the speed since the last call and this rank's peak memory; see `StepMeter`."""
         return self._measured().take_metrics(self.spec.platform.max_memory_allocated_bytes())
 
     def _measured(self) -> StepMeter:
         if self._meter is None:
-            # Not in the constructor: the ranks have not met then.
+            # Not in the constructor: there is no process group yet.
             peak = self.spec.platform.peak_flops_per_s(self.spec.training.dtype)
             self._meter = StepMeter(self.world_size, peak)
         return self._meter
 
     def _join_ranks(self, *, alone_too: bool = True) -> None:
-        """Seed this rank if it trains; make a process group of one where there is none yet."""
+        """Seed this rank if it trains; create a process group of one rank if there is none."""
         platform = self.spec.platform
         if self.spec.optimizer is not None:
             platform.manual_seed(self.spec.seed + self.rank)
@@ -330,7 +288,6 @@ class BaseEngine(EngineBackend):
             collectives.init_single_process_group(platform, timeout_s)
 
     def _scalars(self, step: int, num_optimizer_steps: int) -> EngineScalars:
-        """What a checkpoint holds beside tensors and random generators."""
         return EngineScalars(
             step=step,
             num_steps=self.num_steps,
@@ -355,11 +312,11 @@ class BaseEngine(EngineBackend):
 
     @property
     def max_tokens_per_micro_batch(self) -> int:
-        """See `TrainingConfig.shared_tokens_per_micro_batch`."""
+        """Token budget; see `TrainingConfig.shared_tokens_per_micro_batch`."""
         return self.spec.training.shared_tokens_per_micro_batch
 
     def _reduced(self, totals: Totals) -> tuple[float, dict[str, float], list[int]]:
-        """As `Totals.reduce`, on every rank."""
+        """Return `Totals.reduce` on every rank, also on earlier pipeline stages."""
         group = self.pipeline_group
         if group is None:
             return totals.reduce(self.data_parallel_group)

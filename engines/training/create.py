@@ -1,8 +1,7 @@
-"""Engines of a configured backend for the device of a platform.
+"""Creates the engine of the configured backend for a platform.
 
-The rows are those of `engines.config.backends`, and of other people: ``backend.<name>`` (a language
-model) or ``backend.<name>.value_model``. A class is imported when it is asked for, so a backend
-whose library is missing fails by name and with its reason, and only when it is wanted.
+A class is imported only when it is requested, so a missing library is reported only when its
+backend is used.
 """
 
 from pathlib import Path
@@ -31,23 +30,15 @@ def create_engine(
     *,
     temperature: float = 1.0,
 ) -> BaseEngine:
-    """Make an engine of the configured backend for a platform; `initialize` builds it.
+    """Create an engine of the configured backend; call `initialize` to build the model.
 
     Args:
-        model_type: `language_model` or `value_model`.
-        hf_dir: Hugging Face directory of the model.
-        training: backend and numerics.
-        optimizer: None makes an engine that only infers.
+        optimizer: None creates an engine that only infers.
         total_steps: optimizer steps of the run, for the schedule.
-        platform: the device; RLHF_ENGINE_DEVICE and RLHF_ENGINE_VENDOR override what is looked up.
-        seed: of everything random in the engine.
-        temperature: of the distribution that log-probabilities speak of.
-
-    Returns:
-        The engine of this rank.
+        platform: RLHF_ENGINE_DEVICE and RLHF_ENGINE_VENDOR override its names in the look-up.
 
     Raises:
-        ConfigError: no such backend on this platform, or an option, layout or feature it has not.
+        ConfigError: the platform has no such backend, or the backend lacks an option or layout.
     """
     check_layout(training)
     row = ENGINES.find(

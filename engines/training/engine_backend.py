@@ -1,8 +1,6 @@
-"""What a training backend brings to an engine.
+"""EngineBackend: what a training backend implements; `base` implements the rest of an engine.
 
-That is: build and shard the model, one forward pass, clip and step, stream the weights, its state.
-Everything else of an engine is in `base`, once. Abstract members are what every backend needs;
-the others have a default that fits a backend without pipelines, adapters or its own formats.
+Methods that are not abstract have a default that fits a backend without pipelines or adapters.
 """
 
 from abc import ABC, abstractmethod
@@ -25,14 +23,7 @@ from engines.weight_places import WeightShard, whole_place
 
 
 class EngineBackend(ABC):
-    """The part of an engine that differs from backend to backend.
-
-    Args:
-        spec: what to make it from.
-
-    Attributes:
-        spec: what it was made from.
-    """
+    """The part of an engine that differs between backends."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
@@ -41,51 +32,40 @@ class EngineBackend(ABC):
     def initialize(self, *, load_weights: bool = True) -> None:
         """Build and shard the model and the optimizer.
 
-        Args:
-            load_weights: False leaves the weights undefined, for `load_checkpoint` to fill.
+        Without `load_weights` the weights stay undefined, for `load_checkpoint` to fill.
         """
 
     @property
     @abstractmethod
     def data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Ranks that hold different data; None is the default group, or no group at all."""
+        """Ranks that hold different data; None is the default group or no group."""
 
     @abstractmethod
     def loss_factor(self, num_micro_batches: int) -> float:
-        """What the loss is multiplied with so that the backend's gradients become a plain sum.
+        """Return the factor that turns the backend's mean of gradients into a sum.
 
-        The sum is over data-parallel ranks and micro-batches; backends average some of it.
+        The sum is over data-parallel ranks and micro-batches.
         """
 
     @abstractmethod
     def _forward(self, batch: TokenBatch, readouts: Readouts) -> ModelOutputs:
-        """One forward pass of a micro-batch that lies on the device."""
+        """Run one forward pass of a micro-batch on the device."""
 
     def _begin_micro_batch(self, *, is_last: bool) -> None:  # noqa: B027 (most have nothing to do)
         """Called before each micro-batch of a step.
 
-        Gradients that are reduced to shards are reduced by every micro-batch, so that no rank holds
-        them whole in between; what copies of the shards exchange can wait for the last.
+        Gradients are reduced to shards in each; all-reduces of replicas can wait for the last.
         """
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup | None:
-        """Ranks that hold the stages of one pipeline, in order; None when there is one stage.
-
-        Only the last stage sees outputs and losses; the base hands the results to the others.
-        """
+        """Ranks of the stages of a pipeline, in order, or None; only the last has outputs."""
         return None
 
     def _forward_backward(
         self, batches: Sequence[TokenBatch], scaled_loss: ScaledLoss, readouts: Readouts
     ) -> None:
-        """Accumulate the gradients of all micro-batches; a pipeline brings its own schedule.
-
-        Args:
-            batches: micro-batches, on the CPU.
-            scaled_loss: to be called once on the outputs of each.
-            readouts: what outputs need.
-        """
+        """Accumulate gradients of micro-batches on the CPU; calls `scaled_loss` once for each."""
         device = self.spec.platform.device()
         for i, batch in enumerate(batches):
             self._begin_micro_batch(is_last=i == len(batches) - 1)
@@ -95,36 +75,31 @@ class EngineBackend(ABC):
             loss.backward()
 
     def _infer(self, batches: Sequence[TokenBatch], readouts: Readouts) -> Iterator[ModelOutputs]:
-        """Outputs of each micro-batch, without gradient; nothing on earlier pipeline stages."""
+        """Yield the outputs of each micro-batch; nothing on earlier pipeline stages."""
         device = self.spec.platform.device()
         for batch in batches:
             yield self._forward(batch.to(device), readouts)
 
     def _set_adapter(self, enabled: bool) -> None:
-        """Whether forward passes go through the adapter."""
         raise EngineError(f"{self.spec.training.backend} has no adapter")
 
     def _end_inference(self) -> None:  # noqa: B027 (most backends leave nothing behind)
-        """Give back what forward passes without a backward pass left behind."""
+        """Release what forward passes without a backward pass left behind."""
 
     @abstractmethod
     def _clip_gradients(self, max_norm: float) -> float:
-        """Scale gradients to a global norm of at most `max_norm`; returns the norm before."""
+        """Scale gradients to a global norm of at most `max_norm`; return the norm before."""
 
     @abstractmethod
     def _apply_optimizer(self, lr: float) -> None:
-        """One optimizer step at this learning rate."""
+        """Take one optimizer step."""
 
     def _averaged(self) -> Averaged:
-        """This rank's trained weights, to be read and written in place, with their average.
-
-        Of an engine whose optimizer has `ema`, made with the average equal to the first weights. A
-        backend that keeps none is refused when its engine is made.
-        """
+        """Return this rank's trained weights and averages, to write in place; needs `ema`."""
         raise EngineError(f"{self.spec.training.backend} keeps no average of its weights")
 
     def _weights_written(self) -> None:  # noqa: B027 (most backends compute with these tensors)
-        """Called after weights of `_averaged` were written. Collective."""
+        """Called after the weights of `_averaged` were written. Collective."""
 
     @abstractmethod
     def optimizer_zero_grad(self) -> None:
@@ -132,17 +107,14 @@ class EngineBackend(ABC):
 
     @abstractmethod
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream the weights by the names that `save_pretrained` would write, each whole.
+        """Stream whole weights under the names that `save_pretrained` would write.
 
-        Collective: every rank walks the iterator to its end. Holds one whole tensor at a time;
-        tied weights come once.
+        Collective: every rank exhausts the iterator. Holds one whole tensor at a time; tied weights
+        come once.
         """
 
     def get_frozen_param(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream the weights that an adapter stands on, as `get_per_tensor_param` their sums.
-
-        Returns:
-            Name and whole tensor of each.
+        """Stream the base weights below an adapter, like `get_per_tensor_param`.
 
         Raises:
             EngineError: the backend cannot, or all weights are trained.
@@ -150,24 +122,20 @@ class EngineBackend(ABC):
         raise EngineError(f"{self.spec.training.backend} streams no adapter")
 
     def get_adapter_param(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream the adapter, each tensor whole; as `get_per_tensor_param`.
+        """Stream the whole tensors of the adapter, like `get_per_tensor_param`.
 
-        The two of a module are called as it is, with `lora_A.weight`, (rank, in), and
-        `lora_B.weight`, (out, rank). Scaled by alpha / rank, B @ A is what is added.
-
-        Returns:
-            Name and whole tensor of each.
+        Names are the module's with `lora_A.weight`, (rank, in), or `lora_B.weight`, (out, rank);
+        the adapter adds (alpha / rank) B @ A.
 
         Raises:
-            EngineError: as `get_frozen_param`.
+            EngineError: the backend cannot, or all weights are trained.
         """
         raise EngineError(f"{self.spec.training.backend} streams no adapter")
 
     def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
-        """Stream the parts of the weights that this rank holds, without gathering any weight.
+        """Stream this rank's shards without an all-gather, named like `get_per_tensor_param`.
 
-        Names, values and dtypes are those of `get_per_tensor_param`. Collective: every rank walks
-        its iterator to the end. A backend that cannot yields whole weights, owned by rank 0.
+        Collective: every rank exhausts its iterator. By default rank 0 owns whole weights.
         """
         for name, tensor in self.get_per_tensor_param():
             yield WeightShard(whole_place(name, tensor), tensor, collectives.rank() == 0)
@@ -181,39 +149,26 @@ class EngineBackend(ABC):
 
     @abstractmethod
     def save_checkpoint(self, path: Path, step: int) -> None:
-        """Write this rank's shard into an existing directory, without any commit protocol.
+        """Write this rank's shard and the step into an empty directory that all ranks share.
 
-        Args:
-            path: shared by all ranks; empty.
-            step: recorded, and returned by `load_checkpoint`.
+        There is no commit protocol.
         """
 
     def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:
         """Copy to the host what `save_checkpoint` would write. Collective.
 
-        A backend that cannot saves at once.
-
-        Args:
-            path: shared by all ranks; empty.
-            step: recorded, and returned by `load_checkpoint`.
-
-        Returns:
-            Writes this rank's files from any thread, without a collective, while training goes on.
+        Returns a function that writes this rank's files from any thread, without collectives. By
+        default saves at once.
         """
         self.save_checkpoint(path, step)
         return lambda: None
 
     @abstractmethod
     def load_checkpoint(self, path: Path, *, optimizer: bool = True) -> int:
-        """Restore a checkpoint of any world size.
+        """Restore a checkpoint of any world size and return its step.
 
-        Args:
-            path: what `save_checkpoint` wrote.
-            optimizer: also restore the optimizer, the schedule and the random generators; without
-                it the engine starts anew from these weights.
-
-        Returns:
-            The step it was saved at.
+        Without `optimizer`, training starts anew from its weights: the optimizer, the schedule and
+        the random generators are not restored.
 
         Raises:
             CheckpointError: a tensor is absent or has another shape.
@@ -221,16 +176,7 @@ class EngineBackend(ABC):
 
     @classmethod
     def stored_weights(cls, checkpoint: Path, hf_dir: Path) -> Iterator[tuple[str, Tensor]]:
-        """Stream the weights of a checkpoint as `get_per_tensor_param` would, on the CPU.
-
-        Needs no process group and makes no engine.
-
-        Args:
-            checkpoint: what `save_checkpoint` wrote.
-            hf_dir: configuration of the model.
-
-        Returns:
-            Whole tensors by hub name, in the order of the architecture.
+        """Stream a checkpoint's whole weights by hub name on the CPU, without a process group.
 
         Raises:
             EngineError: the backend cannot do that.
@@ -239,16 +185,16 @@ class EngineBackend(ABC):
 
     @property
     def _image_layout(self) -> ImageLayout | None:
-        """How the model wants images; None is a model that sees none."""
+        """Layout of images that the model needs; None for a model without images."""
         return None
 
     @property
     def _rotary_limit(self) -> int | None:
-        """Longest sequence whose length does not change the others' outputs; None is any."""
+        """Longest sequence whose length leaves the others' outputs unchanged; None: any."""
         return None
 
     def _activation_scope(self) -> AbstractContextManager[None]:
-        """Scope of a forward pass whose activations are kept as the configuration says."""
+        """Scope of a forward pass, with activations on the host if configured."""
         if self.spec.training.activation_offload:
             return activations_on_host(self.spec.platform.device())
         return nullcontext()

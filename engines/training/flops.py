@@ -1,12 +1,9 @@
-"""Floating-point operations of a transformers language model, from its `config.json` alone.
+"""Floating-point operations of a transformers language model, from its `config.json`.
 
-Counts the matrix products of dense and mixture-of-experts decoders: attention projections (grouped
-queries, or latent attention as in arXiv:2405.04434), attention scores (causal, sliding windows),
-gated and plain feed-forward layers, routers, shared experts, and the output head, which costs the
-same whether its weights are tied to the embedding or not. One multiply-add is two operations.
-Not counted: norms, activations, rotary embeddings, softmax and other element-wise work, vision and
-audio towers (a model with a `text_config` is counted as that). Refused: layers without softmax
-attention. Frozen weights are counted as trained unless an adapter is.
+Counts matrix products of dense and mixture-of-experts decoders, and attention scores (causal,
+sliding windows; latent attention as in arXiv:2405.04434). One multiply-add is two operations.
+Element-wise work and vision or audio towers are not counted; layers without softmax attention are
+refused.
 """
 
 import json
@@ -19,7 +16,7 @@ from engines.attention_needs import LAYER_TYPES, layer_windows
 from engines.training.spec import EngineSpec
 
 _PLAIN_MLP = frozenset({"gpt_neox", "nemotron", "phi", "starcoder2"})
-"""Model types whose feed-forward layer has two matrices instead of three."""
+"""Model types whose feed-forward layer has two matrices, not three."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +24,9 @@ class ModelFlops:
     """Operations of a model's forward pass, as a function of sequence lengths.
 
     Attributes:
-        layers_per_token: of one token in all layers, attention scores aside.
-        head_per_token: of one predicted token in the output head.
-        attention_per_pair: of one query-key pair in one layer: its score, and its share of the
-            output.
-        windows: (tokens a query sees at most, or None for all; number of such layers).
+        layers_per_token: of one token in all layers, without attention scores.
+        attention_per_pair: of one query-key pair in one layer.
+        windows: (tokens a query sees at most, None for all; number of such layers).
     """
 
     layers_per_token: float
@@ -41,14 +36,7 @@ class ModelFlops:
 
     @staticmethod
     def from_config(config: Mapping[str, Any], *, num_outputs: int | None = None) -> "ModelFlops":
-        """Read a transformers configuration.
-
-        Args:
-            config: the content of `config.json`.
-            num_outputs: width of the output head; None is the vocabulary, 1 a value model.
-
-        Returns:
-            The operations of that model.
+        """Read `config.json`; `num_outputs` replaces the vocabulary as width of the head.
 
         Raises:
             ValueError: a size is absent or not a positive integer, or a layer type is unknown.
@@ -73,33 +61,25 @@ class ModelFlops:
         )
 
     def sequence_costs(self, lengths: Sequence[int]) -> list[float]:
-        """Forward operations of each sequence, every token predicted; what balancing is about."""
+        """Return the forward operations of each sequence, to balance micro-batches."""
         per_token = self.layers_per_token + self.head_per_token
         return [length * per_token + self._attention(length) for length in lengths]
 
     def forward_flops(self, lengths: Sequence[int], num_predicted: int | None = None) -> float:
-        """Operations of a forward pass over packed sequences.
-
-        Args:
-            lengths: tokens of each sequence.
-            num_predicted: tokens that the output head computes; None is all of them.
-
-        Returns:
-            Operations.
-        """
+        """Return the operations of a forward pass; None predicts all tokens."""
         head = self.head_flops(sum(lengths) if num_predicted is None else num_predicted)
         return self.layer_flops(lengths) + head
 
     def layer_flops(self, lengths: Sequence[int]) -> float:
-        """Forward operations of everything but the output head."""
+        """Return the forward operations without the output head."""
         return sum(n * self.layers_per_token + self._attention(n) for n in lengths)
 
     def head_flops(self, num_predicted: int) -> float:
-        """Forward operations of the output head for some tokens."""
+        """Return the forward operations of the output head."""
         return self.head_per_token * num_predicted
 
     def _attention(self, length: int) -> float:
-        """Scores of one sequence in all layers; a causal mask halves the square."""
+        """Return the operations of one sequence's scores; a causal mask halves the square."""
         pairs = 0.0
         for window, num_layers in self.windows:
             seen = length if window is None else min(window, length)
@@ -111,12 +91,8 @@ class ModelFlops:
 class TrainingFlops:
     """Operations of forward and backward passes, as an engine runs them.
 
-    Attributes:
-        model: of the forward pass.
-        weights_frozen: an adapter is trained and no weight: backward passes have no gradients of
-            weights. The adapter's own products, a few percent at usual ranks, are not counted.
-        layers_recomputed: with activation checkpointing of every layer.
-        logits_recomputed: with `linear_token_logprobs`.
+    With `weights_frozen`, an adapter is trained, whose own products (a few percent) are not
+    counted, and there are no gradients of weights.
     """
 
     model: ModelFlops
@@ -125,17 +101,10 @@ class TrainingFlops:
     logits_recomputed: bool = False
 
     def model_flops(self, lengths: Sequence[int], num_predicted: int) -> float:
-        """What the step needs, the numerator of MFU (arXiv:2204.02311).
+        """Return the operations that a step needs, the numerator of MFU (arXiv:2204.02311).
 
-        That is three forward passes; without gradients of weights, two and one of attention
+        That is three forward passes; without gradients of weights, two, but three of attention
         scores, which are products of activations.
-
-        Args:
-            lengths: tokens of each sequence.
-            num_predicted: tokens that the output head computes.
-
-        Returns:
-            Operations.
         """
         whole = 3.0 * self.model.forward_flops(lengths, num_predicted)
         if not self.weights_frozen:
@@ -144,21 +113,14 @@ class TrainingFlops:
         return whole - gradients - self.model.head_flops(num_predicted)
 
     def hardware_flops(self, lengths: Sequence[int], num_predicted: int) -> float:
-        """`model_flops` and the forward work that is done twice (HFU); arguments alike."""
+        """Return `model_flops` plus recomputed forward work, the numerator of HFU."""
         again = self.model.layer_flops(lengths) if self.layers_recomputed else 0.0
         again += self.model.head_flops(num_predicted) if self.logits_recomputed else 0.0
         return self.model_flops(lengths, num_predicted) + again
 
 
 def flops_of(spec: EngineSpec) -> TrainingFlops | None:
-    """Operations of the training that an engine is made for.
-
-    Args:
-        spec: of the engine; `config.json` of its model is read.
-
-    Returns:
-        None where the architecture cannot be counted.
-    """
+    """Return the operations of an engine's training; None if the model cannot be counted."""
     values = spec.model_type == "value_model"
     try:
         config = json.loads((spec.hf_dir / "config.json").read_text(encoding="utf-8"))
@@ -174,7 +136,7 @@ def flops_of(spec: EngineSpec) -> TrainingFlops | None:
 
 
 def _attention(config: Mapping[str, Any], hidden_size: int) -> tuple[int, int]:
-    """Weights of one layer's projections, and multiply-adds of one query-key pair."""
+    """Return one layer's projection weights, and multiply-adds per query-key pair."""
     heads = _size(config, "num_attention_heads")
     if config.get("kv_lora_rank"):
         rotary = _size(config, "qk_rope_head_dim")
@@ -199,7 +161,7 @@ def _dense_mlp(config: Mapping[str, Any], hidden_size: int) -> int:
 
 
 def _expert_mlp(config: Mapping[str, Any], hidden_size: int) -> int:
-    """Weights that one token meets in a mixture: router, chosen experts, shared experts."""
+    """Return the weights that one token uses: router, chosen experts, shared experts."""
     expert_size = _size(config, "moe_intermediate_size", "intermediate_size")
     weights = hidden_size * _num_experts(config)
     weights += 3 * hidden_size * expert_size * _size(config, "num_experts_per_tok")
@@ -215,7 +177,6 @@ def _num_experts(config: Mapping[str, Any]) -> int:
 
 
 def _num_sparse_layers(config: Mapping[str, Any], num_layers: int) -> int:
-    """Layers whose feed-forward part is a mixture of experts."""
     if not _num_experts(config):
         return 0
     kinds = config.get("mlp_layer_types")
@@ -228,7 +189,7 @@ def _num_sparse_layers(config: Mapping[str, Any], num_layers: int) -> int:
 
 
 def _windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
-    """Of each layer, how many tokens a query sees; None is all before it."""
+    """Return how many tokens a query of each layer sees; None is all before it."""
     kinds = config.get("layer_types")
     unknown = sorted(set(kinds or ()) - LAYER_TYPES)
     if unknown:
@@ -237,7 +198,7 @@ def _windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
 
 
 def _size(config: Mapping[str, Any], *names: str) -> int:
-    """The first of the named sizes that is there."""
+    """Return the first of the named sizes that is set."""
     value = next((config[name] for name in names if config.get(name) is not None), None)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{names[0]}: got {value!r} in config.json; need a positive integer")

@@ -1,9 +1,7 @@
-"""Between the rows that a head computes and `ModelOutputs`: the same for every backend.
+"""Conversion between the rows of numbers that a head computes and `ModelOutputs`.
 
-A row of numbers has one place for each position of the packed batch and one more: place p is what
-the hidden state of token p - 1 says. That is the prediction of token p, or, where p is the first
-position behind a sequence, what stands behind the sequence's last token: no prediction has that
-place, for the first token of a sequence is never predicted.
+A row has T + 1 places. Place p holds what the hidden state of token p - 1 gives: the prediction of
+token p or, if p is the first place after a sequence, the value after its last token.
 """
 
 import torch
@@ -18,16 +16,9 @@ from engines.types import ModelOutputs, Readouts, TokenBatch
 def read_positions(
     batch: TokenBatch, readouts: Readouts, part: SequenceSlice | None = None
 ) -> Tensor:
-    """Places that are computed.
+    """Return the places to compute, (N,) int64 in [1, T]: where `loss_mask` is not 0.
 
-    Args:
-        batch: predictions are wanted where its `loss_mask` is not 0; of all but the first token of
-            each sequence without such a column.
-        readouts: with `last_values` also the places behind the sequences.
-        part: only those that a hidden state of this slice computes; None is the whole row.
-
-    Returns:
-        (N,) int64 in [1, T], ascending.
+    `part` restricts them to those that this slice's hidden states compute.
     """
     wanted_T = torch.ones_like(batch.input_ids_T, dtype=torch.bool)
     mask_T = batch.columns.get("loss_mask")
@@ -48,20 +39,10 @@ def read_positions(
 def model_outputs(
     rows: Tensor, batch: TokenBatch, readouts: Readouts, model_type: ModelType
 ) -> ModelOutputs:
-    """Name the rows.
-
-    Args:
-        rows: (K, T + 1) float32: values; or log-probabilities and then what was asked for beside
-            them, in the order of `head_rows`. 0 where nothing was computed.
-        batch: the micro-batch.
-        readouts: what was asked for.
-        model_type: of the model.
-
-    Returns:
-        With gradient, where the rows have one.
+    """Convert (K, T + 1) float32 values or `head_rows` to outputs, with their gradient.
 
     Raises:
-        EngineError: the backend did not compute what was asked for.
+        EngineError: the backend did not compute all readouts.
     """
     if model_type == "value_model":
         return _values(rows[0], batch, readouts)
@@ -75,7 +56,6 @@ def model_outputs(
 
 
 def _of_tokens(rows: Tensor, batch: TokenBatch, readouts: Readouts) -> ModelOutputs:
-    """Name the (rows, T) of a language model."""
     singles = iter(rows)
     size = num_others(readouts, batch)
     start = rows.shape[0] - size * (2 if readouts.num_top else 1)
@@ -98,7 +78,7 @@ def _values(row: Tensor, batch: TokenBatch, readouts: Readouts) -> ModelOutputs:
 
 
 def num_columns(readouts: Readouts, model_type: ModelType, batch: TokenBatch) -> int:
-    """How many numbers each token has outside of the model: see `to_columns`."""
+    """Return the number of rows of `to_columns`."""
     if model_type == "value_model":
         return 1 + readouts.last_values
     of_others = num_others(readouts, batch) * (2 if readouts.num_top else 1)
@@ -106,17 +86,10 @@ def num_columns(readouts: Readouts, model_type: ModelType, batch: TokenBatch) ->
 
 
 def num_others(readouts: Readouts, batch: TokenBatch) -> int:
-    """K: how many tokens of each position are asked for beside the one that stands there.
-
-    Args:
-        readouts: what is asked for.
-        batch: has the column that `logprobs_of` names.
-
-    Returns:
-        0 where none are.
+    """Return K, the number of other tokens requested per position; 0 for none.
 
     Raises:
-        EngineError: the batch has no such column of token ids.
+        EngineError: the batch has no column of token ids `logprobs_of`.
     """
     if readouts.logprobs_of is None:
         return readouts.num_top
@@ -131,17 +104,7 @@ def num_others(readouts: Readouts, batch: TokenBatch) -> int:
 
 
 def to_columns(outputs: ModelOutputs, batch: TokenBatch) -> Tensor:
-    """(K, T) float32 on the CPU: what there is, in the order of the rows of `model_outputs`.
-
-    What is behind a sequence stands on its last token.
-
-    Args:
-        outputs: of the batch.
-        batch: says where sequences end.
-
-    Returns:
-        Without gradient.
-    """
+    """Return (K, T) float32 on the CPU; a value after a sequence is at its last token."""
     behind_T = None
     if outputs.last_values_B is not None:
         behind_T = torch.zeros_like(outputs.logprobs_T)

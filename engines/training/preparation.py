@@ -1,7 +1,6 @@
-"""What the ranks agree on before a step: counts, and how many micro-batches each runs.
+"""What the ranks agree on before a step: counts, and the number of micro-batches.
 
-Promises: everything that may be wrong with a batch is checked after the exchange, so that all
-ranks raise together and none is left waiting in a collective.
+All checks run after the exchange, so that all ranks raise together and none waits in a collective.
 """
 
 from dataclasses import dataclass
@@ -27,12 +26,9 @@ from infra.errors import ConfigError
 
 @dataclass(frozen=True)
 class Preparation:
-    """A rank's part of a step.
+    """One rank's part of a step: denominators and work of all ranks, and micro-batches.
 
-    Attributes:
-        counts: denominators over all ranks.
-        work: tokens and operations of all ranks.
-        micro_batches: equally many on every rank; fillers come first.
+    The number of micro-batches is the same on every rank; fillers come first.
     """
 
     counts: GlobalCounts
@@ -49,23 +45,14 @@ def prepare(
     image_layout: ImageLayout | None = None,
     rotary_limit: int | None = None,
 ) -> Preparation:
-    """Cut this rank's batch into as many micro-batches as every other rank's.
+    """Cut this rank's batch, on the CPU, into the same number of micro-batches on every rank.
 
-    Args:
-        batch: this rank's share, on the CPU.
-        max_tokens: budget of one micro-batch.
-        device: where the exchange runs.
-        group: data-parallel ranks.
-        flops: of the training; balances micro-batches by operations instead of tokens.
-        image_layout: how the model wants images; None is a model that sees none.
-        rotary_limit: longest sequence that leaves the others of a micro-batch as they are.
-
-    Returns:
-        The preparation.
+    `flops` balances micro-batches by operations instead of tokens. `rotary_limit` is the longest
+    sequence that does not change the others of a micro-batch.
 
     Raises:
-        EngineError: a rank has no sequence, or a sequence no token, images that do not fit, or a
-            loss mask that is on at its first token.
+        EngineError: a rank has no sequence, a sequence has no token, images do not fit, or a loss
+            mask is not 0 at a first token.
         ConfigError: a sequence exceeds the budget, or the model's `rotary_limit`.
     """
     lengths, units = batch.lengths_B.tolist(), batch.units
@@ -88,7 +75,7 @@ def prepare(
     num_micro = int(maxima.num_micro_batches)
     if num_micro > len(plan):
         plan = plan_micro_batches(lengths, max_tokens, num_micro, costs=costs, units=units)
-    # A filler runs first: the last micro-batch, which reduces gradients, is a real one.
+    # Fillers run first: the last micro-batch, which reduces gradients, is a real one.
     fillers = [filler(batch) for _ in range(num_micro - len(plan))]
     return Preparation(
         GlobalCounts(
@@ -102,7 +89,7 @@ def prepare(
 
 
 class _Sums(NamedTuple):
-    """What is added up over the ranks."""
+    """Numbers that are summed over ranks."""
 
     num_trained_tokens: float
     num_trained_sequences: float
@@ -113,7 +100,7 @@ class _Sums(NamedTuple):
 
 
 class _Maxima(NamedTuple):
-    """What the largest of is taken; the smallest of two numbers is found by their negatives."""
+    """Numbers whose maximum over ranks is taken; minima are maxima of negatives."""
 
     num_micro_batches: float
     longest: float
@@ -138,7 +125,7 @@ def _sums_of(batch: TokenBatch, flops: TrainingFlops | None) -> _Sums:
 def _check(
     maxima: _Maxima, faults: list[list[float]], max_tokens: int, rotary_limit: int | None
 ) -> None:
-    """Raise, on all ranks alike, what is wrong with the batch of any."""
+    """Raise, on all ranks alike, the fault of any rank's batch."""
     if maxima.minus_fewest_sequences == 0:
         raise EngineError(f"a rank has no sequence; give each of {len(faults)} ranks one or more")
     if maxima.minus_shortest == 0:

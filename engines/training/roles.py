@@ -1,7 +1,4 @@
-"""The named models of a run, and what each is built from. Plain data: it travels.
-
-A trainer is a set of roles and a loss: GRPO has a policy and perhaps a reference, PPO a critic too.
-"""
+"""The named models (roles) of a run and what they are built from, as plain data."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,31 +12,26 @@ RoleName = Literal["policy", "reference", "critic", "reward", "teacher"]
 POLICY: RoleName = "policy"
 """The model that is trained and sampled from; every worker has it."""
 REFERENCE: RoleName = "reference"
-"""The frozen model that the policy stays near to."""
+"""The frozen model that the policy is kept close to."""
 CRITIC: RoleName = "critic"
-"""A value model of what the policy's answers will earn."""
+"""A value model that predicts the returns of the policy's answers."""
 REWARD: RoleName = "reward"
-"""A frozen value model; what it says behind the last token of a conversation is its score."""
+"""A frozen value model; its value after a conversation's last token is the score."""
 TEACHER: RoleName = "teacher"
 """A frozen model whose distributions the policy learns."""
 
 ROLES_DIR = "roles"
-"""In a checkpoint: directories of the roles beside the policy, whose files stand at the top."""
+"""Directory in a checkpoint for roles other than the policy, whose files are at the top."""
 
 
 def role_checkpoint(path: Path, role: RoleName) -> Path:
-    """Where a checkpoint keeps a role."""
+    """Return the directory of a role in a checkpoint."""
     return path if role == POLICY else path / ROLES_DIR / role
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Weights on disk.
-
-    Attributes:
-        hf_dir: Hugging Face directory; holds the weights unless there is a checkpoint.
-        checkpoint_dir: sharded checkpoint that holds them instead.
-    """
+    """Weights on disk; those of `checkpoint_dir` (sharded) replace those of `hf_dir`."""
 
     hf_dir: Path
     checkpoint_dir: Path | None = None
@@ -50,12 +42,11 @@ class RoleSpec:
     """One model of a rank.
 
     Attributes:
-        source: its first weights.
-        training: backend and numerics. All roles of a rank have one layout.
+        training: all roles of a rank have one layout.
         optimizer: None for a frozen model.
-        model_type: `value_model` has a head of one number per token; the source may lack it.
-        restore_optimizer: continue the optimizer of the source's checkpoint.
-        total_num_steps: optimizer steps the schedule spans; a constant one needs none.
+        model_type: a `value_model` has a head of one number per token, which the source may lack.
+        restore_optimizer: restore the optimizer from the source's checkpoint.
+        total_num_steps: optimizer steps of the schedule; unused by a constant one.
     """
 
     source: ModelSource

@@ -1,4 +1,4 @@
-"""Where a model that sees images can be trained; read from its `config.json` alone."""
+"""Which backends can train a vision-language model, from its `config.json` alone."""
 
 from pathlib import Path
 
@@ -11,13 +11,10 @@ from infra.errors import ConfigError
 def check_vision(hf_dir: Path, training: TrainingConfig, *, values: bool = False) -> None:
     """Refuse a vision-language model where it cannot be trained; imports no torch.
 
-    Args:
-        hf_dir: of the model.
-        training: of the engine; a backend of other distributions judges for itself.
-        values: whether a model of values is to be made of it.
+    Backends of plugins are not checked. `values` is True for a value model.
 
     Raises:
-        ConfigError: architecture, backend, model type or layout cannot.
+        ConfigError: the architecture, backend, model type or layout does not support it.
     """
     architecture, backend = vision_model_type(hf_dir), training.backend
     if architecture is None or backend not in BACKENDS:

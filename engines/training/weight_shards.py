@@ -1,9 +1,7 @@
-"""The parts of a model's weights that a rank holds, and where they belong.
+"""The shards of a model's weights that a rank holds, and their places in the whole weights.
 
-For syncs in which each rank sends its own parts, and no rank ever puts a whole weight together.
-Promises: the owned parts of all ranks cover every weight exactly once; a part is a rectangle of
-the weight of that name on the hub.
-Not promised: an equal number of bytes per rank.
+Used by weight syncs without an all-gather. The owned parts of all ranks cover every weight exactly
+once; a part is a rectangle of a hub weight.
 """
 
 import json
@@ -23,19 +21,14 @@ from engines.weight_places import WeightPlace, WeightShard, whole_place
 
 @dataclass(frozen=True)
 class HeldPart:
-    """A rectangle that this rank holds, and how to get at its values.
-
-    Attributes:
-        place: where it belongs.
-        read: makes the values; on a backend that must gather for it, collective.
-    """
+    """A rectangle that this rank holds; `read` returns its values and may be collective."""
 
     place: WeightPlace
     read: Callable[[], Tensor]
 
 
 def local_place(name: str, tensor: Tensor) -> WeightPlace:
-    """The place of this rank's part of a tensor that may be sharded; its shape may be empty."""
+    """Return the place of this rank's shard of a tensor; its shape may be empty."""
     if not isinstance(tensor, DTensor):
         return whole_place(name, tensor)
     shape, offsets = compute_local_shape_and_global_offset(
@@ -45,23 +38,15 @@ def local_place(name: str, tensor: Tensor) -> WeightPlace:
 
 
 def local_values(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that may be sharded."""
+    """Return this rank's shard of a tensor, or the whole tensor."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def parts_in_slots(name: str, tensor: Tensor, slots: Iterable[tuple[str, Slot]]) -> list[HeldPart]:
-    """This rank's part of a fused parameter, as parts of the weights that lie in it.
-
-    Args:
-        name: of the parameter in memory.
-        tensor: the parameter, cut along its first dimension only.
-        slots: names on the hub, and where in the parameter each lies.
-
-    Returns:
-        Views.
+    """Return this rank's shard of a fused parameter, as parts of the hub weights in it.
 
     Raises:
-        EngineError: a weight lies on both sides of a cut.
+        EngineError: a shard boundary cuts through a weight.
     """
     place, local = local_place(name, tensor), local_values(tensor)
     row_size = local[0].numel() if local.shape[0] else 0
@@ -84,14 +69,7 @@ def parts_in_slots(name: str, tensor: Tensor, slots: Iterable[tuple[str, Slot]])
 
 
 def owned_parts(parts: Iterable[HeldPart]) -> list[tuple[HeldPart, bool]]:
-    """Find out which rank speaks for each part: the first that holds it. Collective.
-
-    Args:
-        parts: of this rank; empty ones are owned by nobody.
-
-    Returns:
-        The parts, each with whether this rank owns it.
-    """
+    """Return this rank's parts, each with True if it is the first rank to hold it. Collective."""
     held = list(parts)
     keys = [f"{part.place.name} {part.place.offsets}" for part in held]
     real = [key for key, part in zip(keys, held, strict=True) if 0 not in part.place.shape]
@@ -102,15 +80,12 @@ def owned_parts(parts: Iterable[HeldPart]) -> list[tuple[HeldPart, bool]]:
 
 
 def stream_parts(parts: Iterable[tuple[HeldPart, bool]]) -> Iterator[WeightShard]:
-    """Read parts one after the other, without gradient; an empty one is left out.
-
-    It is read all the same: reading may be collective.
-    """
+    """Read parts one at a time, without gradient; empty ones are read but not yielded."""
     for part, is_owner in parts:
         if 0 in part.place.shape:
             _read(part)
         else:
-            # Not kept in a name here: it would stay beside the next one.
+            # No local name, which would keep the tensor alive while the next one is read.
             yield WeightShard(part.place, _read(part), is_owner)
 
 

@@ -1,1 +1,1 @@
-"""What a model that sees makes of images: patches, placeholder tokens, positions."""
+"""Images for vision models: patches, placeholder tokens, positions."""

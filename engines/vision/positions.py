@@ -1,7 +1,4 @@
-"""Positions of tokens among images: what a model that sees gives its rotary embedding.
-
-Promises: of each sequence those that the model gives it alone, from 0 on; of text the plain ones.
-"""
+"""Positions of tokens among images, for the rotary embedding of a vision model."""
 
 from typing import Any
 
@@ -12,21 +9,16 @@ from engines.types import TokenBatch
 
 
 def image_positions(model: Any, batch: TokenBatch, token_id: int) -> Tensor:
-    """Positions of a packed row.
+    """Return the positions of a packed row, (3, 1, T) int64 on the CPU: time, height, width.
 
-    Args:
-        model: of transformers, without its head; it has `get_rope_index`.
-        batch: the sequences with their images.
-        token_id: of the placeholder that stands once for each image feature.
-
-    Returns:
-        (3, 1, T) int64 on the CPU: along time, height and width.
+    Each sequence gets the positions that `model`, a transformers model without its head, gives it
+    alone, from 0. The placeholder `token_id` occurs once per image feature.
     """
     images = batch.images
     plain_T = batch.position_ids_T.cpu()
     if images is None:
         return plain_T.expand(3, 1, -1)
-    # On the host: the model walks through a sequence's images one by one.
+    # On the CPU, since `get_rope_index` loops over the images of a sequence.
     counts = images.num_images_B.tolist()
     grids = images.grid_thw_I3.cpu().split(counts)
     lengths = batch.lengths_B.tolist()

@@ -1,9 +1,7 @@
-"""Images as a model takes them: patches and placeholder tokens, by the model's own processor.
+"""Images as model inputs: patches and placeholder tokens, by the model's own processor.
 
-Promises: patches are those of transformers' image processor (the one that needs Pillow alone), so
-what samples and what trains see one and the same image; how many tokens an image takes is known
-from its size, without decoding it.
-Covers the architectures of `VISION_MODEL_TYPES`, which share that processor.
+Promises: patches equal those of transformers' Pillow image processor, so rollout and training see
+the same image. Covers the architectures of `VISION_MODEL_TYPES`, which share that processor.
 """
 
 import io
@@ -25,13 +23,10 @@ from infra.errors import ConfigError
 
 
 class ImageProcessor:
-    """Makes patches of files.
-
-    Args:
-        hf_dir: of the model, with `config.json` and its processor's configuration.
+    """Makes patches from encoded images, for the model in `hf_dir`.
 
     Raises:
-        ConfigError: the model sees no images, is of another architecture, or has no processor.
+        ConfigError: the model is not a supported vision model, or has no usable processor.
     """
 
     def __init__(self, hf_dir: Path) -> None:
@@ -66,61 +61,34 @@ class ImageProcessor:
         self.token_id: int = config.image_token_id
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Placeholder tokens of an image of this size; see `ImageSizes.num_tokens`."""
+        """Return the number of placeholder tokens; see `ImageSizes.num_tokens`."""
         return self._sizes.num_tokens(width, height)
 
     def patches(self, data: bytes) -> tuple[Tensor, tuple[int, int, int]]:
-        """The patches of an image.
-
-        Args:
-            data: of a file.
-
-        Returns:
-            (t * h * w, D) float32 and the grid (t, h, w).
-        """
+        """Return an encoded image's patches, (t * h * w, D) float32, and its grid (t, h, w)."""
         with Pillow.open(io.BytesIO(data), formats=FORMATS) as image:
             found = self._processor(images=[image], return_tensors="pt")
         t, h, w = found["image_grid_thw"][0].tolist()
         return found["pixel_values"], (t, h, w)
 
     def of_sequences(self, images: Sequence[Sequence[bytes]]) -> ImagePatches | None:
-        """The images of sequences; those that come again are decoded once.
-
-        Args:
-            images: files of each sequence.
-
-        Returns:
-            None when no sequence has an image.
-        """
+        """Return the images of sequences, each distinct one decoded once; None without images."""
         unique = dict.fromkeys(data for sequence in images for data in sequence)
         made = {data: self.patches(data) for data in unique}
         return ImagePatches.from_sequences([[made[data] for data in row] for row in images])
 
 
 class PromptImages:
-    """The images of a data set's prompts, for one model.
-
-    Args:
-        processor: of the model.
-        images: of the data set.
-    """
+    """The images of a data set's prompts, for one model."""
 
     def __init__(self, processor: ImageProcessor, images: ImageFile) -> None:
         self.processor, self._images = processor, images
 
     def expanded(self, row: RLRow, prompt_ids: Sequence[int]) -> tuple[int, ...]:
-        """A prompt with as many placeholder tokens as its images take.
-
-        Args:
-            row: whose prompt it is; with or without images.
-            prompt_ids: with one placeholder token for each image.
-
-        Returns:
-            Token ids.
+        """Return the prompt's token ids with its one placeholder per image repeated as needed.
 
         Raises:
-            RowError: the prompt has another number of placeholders, or an image no shape for this
-                model.
+            RowError: the number of placeholders is wrong, or the model refuses an image's shape.
         """
         token_id = self.processor.token_id
         num_found = prompt_ids.count(token_id)
@@ -137,22 +105,15 @@ class PromptImages:
         return tuple(ids)
 
     def encoded(self, row: RLRow) -> tuple[bytes, ...]:
-        """The files of a row's images, read from the data set now."""
+        """Read the encoded images of a row from the data set."""
         return tuple(self._images.read(image.sha256) for image in row.images)
 
 
 def prompt_images(hf_dir: Path, path: Path) -> PromptImages | None:
-    """The images of a data set for a model; None where the data set has none.
-
-    Args:
-        hf_dir: of the model.
-        path: of the images (`Dataset.images_path`).
-
-    Returns:
-        They.
+    """Return the images at `path` for a model; None if the data set has none.
 
     Raises:
-        ConfigError: there are some, and the model does not see them.
+        ConfigError: there are images, but the model does not take them.
     """
     images = ImageFile.open(path)
     return PromptImages(ImageProcessor(hf_dir), images) if images.places else None

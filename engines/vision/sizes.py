@@ -1,9 +1,8 @@
-"""How many placeholder tokens an image takes: arithmetic of its size and the model's processor.
+"""Number of placeholder tokens of an image, from its size and the model's processor configuration.
 
-Promises: the numbers are those of transformers' `Qwen2VLImageProcessorPil` for the same directory;
-needs neither transformers nor torch, so data are looked at without them.
+Promises: equals transformers' `Qwen2VLImageProcessorPil` for the same directory, without importing
+transformers or torch. Covers `VISION_MODEL_TYPES`, which share that processor.
 Source: the resizing of Qwen2-VL (arXiv:2409.12191 sec. 2.1), as transformers computes it.
-Covers the architectures of `VISION_MODEL_TYPES`, which share that processor.
 """
 
 import math
@@ -17,24 +16,20 @@ from engines.data.read.rows import RowError
 from infra.errors import ConfigError
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-"""Of a model directory; one of them says how the model's images are cut."""
+"""Files of a model directory; one of them configures the image processor."""
 _NESTED = "image_processor"
-"""Where the second has it; the first is the older, and is read where the second says nothing."""
+"""Key in the second file, which has priority; the first file is the older form."""
 _MAX_RATIO = 200
 _PATCH_SIZE, _MERGE_SIZE = 14, 2
 _SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
-"""What transformers takes where the file is silent; both edges are numbers of pixels."""
+"""Defaults of transformers; both edges are numbers of pixels."""
 
 
 @dataclass(frozen=True)
 class ImageSizes:
-    """What a model makes of the size of an image.
+    """Size rules of a model's image processor, which scales images to fit the pixel limits.
 
-    Attributes:
-        patch_size: pixels along a side of a patch.
-        merge_size: patches along a side of what becomes one token.
-        min_pixels: of an image after it was resized; a smaller one is enlarged.
-        max_pixels: likewise; a larger one is reduced.
+    `patch_size` is in pixels; `merge_size` is the number of patches along a side of one token.
     """
 
     patch_size: int
@@ -43,17 +38,10 @@ class ImageSizes:
     max_pixels: int
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Placeholder tokens of an image.
-
-        Args:
-            width: in pixels.
-            height: in pixels.
-
-        Returns:
-            As many as the model makes features of it.
+        """Return the placeholder tokens of an image of `width` times `height` pixels.
 
         Raises:
-            RowError: the processor takes none of this shape.
+            RowError: the aspect ratio is not supported.
         """
         if max(width, height) > _MAX_RATIO * min(width, height):
             raise RowError(
@@ -74,17 +62,10 @@ class ImageSizes:
 
 
 def image_sizes(hf_dir: Path) -> ImageSizes | None:
-    """What a model makes of the sizes of images.
-
-    Args:
-        hf_dir: of the model.
-
-    Returns:
-        None where it sees none, is of another architecture, or has no configuration of an image
-        processor.
+    """Return the size rules of a model; None without a supported vision model or processor file.
 
     Raises:
-        ConfigError: the configuration cannot be read, or says nothing that could be computed with.
+        ConfigError: the configuration cannot be read, or has unusable values.
     """
     if vision_model_type(hf_dir) not in VISION_MODEL_TYPES:
         return None
@@ -105,13 +86,12 @@ def image_sizes(hf_dir: Path) -> ImageSizes | None:
 
 
 def find_image_length(hf_dir: Path) -> Callable[[int, int], int] | None:
-    """`ImageSizes.num_tokens` of a model; None where `image_sizes` finds nothing."""
+    """Return `ImageSizes.num_tokens` of a model; None if `image_sizes` returns None."""
     sizes = image_sizes(hf_dir)
     return None if sizes is None else sizes.num_tokens
 
 
 def _sizes(config: Mapping[str, Any]) -> ImageSizes:
-    """As the file says, whatever that is; a bound by its own name stands before that of `size`."""
     size = _given(config.get("size"), _SIZE)
     edges: Mapping[str, Any] = size if isinstance(size, dict) else {}
     return ImageSizes(

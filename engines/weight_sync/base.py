@@ -1,10 +1,8 @@
-"""What passes between a sender and a receiver of weights.
+"""Interfaces and data types of the weight sync from a trainer to its rollout engines.
 
-Promises of every sync: tensors are streamed, never a second full copy; each has a checksum on
-both sides; a `SyncReport` exists only after every receiver has confirmed (version, digest);
-anything else is a `WeightSyncError`, after which the receiver samples nothing until a sync
-succeeds.
-Not promised: the order of the tensors.
+Promises of every sync: tensors are streamed, never a second full copy. Each tensor has a checksum
+on both sides. A `SyncReport` exists only after every receiver has confirmed version and digest;
+otherwise a `WeightSyncError` is raised, and the receiver samples nothing until a sync succeeds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,19 +16,13 @@ from engines.errors import WeightSyncError
 
 
 class WeightSource(Protocol):
-    """Weights on their way to one receiver.
-
-    One that is read in another process is plain data, so that it travels there.
-    """
+    """Weights for one receiver; plain data if it is read in another process."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights, once.
+        """Yield (Hugging Face name, full tensor) of every parameter and persistent buffer.
 
-        Returns:
-            (Hugging Face name, full tensor) of every parameter and persistent buffer, tied ones
-            once, in the dtype that the receiver holds it in: its own, or float32 where the
-            architecture keeps it (`hub_names.served_float32_names`). A tensor may be overwritten
-            when the next one is asked for.
+        Order is free; tied weights come once. The dtype is the receiver's, or float32 for
+        `hub_names.served_float32_names`. A tensor may be overwritten when the next is requested.
 
         Raises:
             WeightSyncError: the sender failed, or nothing came before the deadline.
@@ -38,26 +30,13 @@ class WeightSource(Protocol):
         ...
 
     def of_worker(self, worker: int) -> "WeightSource":
-        """The same weights for one of the workers that share a receiver's model.
-
-        Args:
-            worker: number of it, from 0 on; each reads a source of its own.
-
-        Returns:
-            A source; worker 0 may read this one.
-        """
+        """Return the source for worker `worker` (from 0) of those that share a receiver's model."""
         ...
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a receiver holds, computed from its own memory where it can be read there.
-
-    Attributes:
-        digest: `engines.checksum.combine` of its tensors.
-        num_tensors: how many they are.
-        num_bytes: their size.
-    """
+    """What was sent or received; `digest` is `engines.checksum.combine` of the tensors."""
 
     digest: str
     num_tensors: int
@@ -65,39 +44,32 @@ class Receipt:
 
 
 def first_of_each(num_workers: Sequence[int]) -> list[int]:
-    """Number of each receiver's first worker, where the workers of all are counted in a row."""
+    """Return the number of each receiver's first worker; workers are counted across receivers."""
     return list(accumulate(num_workers, initial=0))[:-1]
 
 
 class ReceiverGoneError(WeightSyncError):
-    """A receiver ended before it had everything; its own error says why."""
+    """A receiver ended before it had everything; its own error tells why."""
 
 
 class Delivery(Protocol):
-    """One set of weights on its way to every receiver."""
+    """The transfer of one set of weights to every receiver."""
 
     @property
     def sources(self) -> Sequence[WeightSource]:
-        """One per receiver; see `WeightSource.of_worker` for one that is several workers."""
+        """One source per receiver; `WeightSource.of_worker` gives those of its further workers."""
         ...
 
     def stop(self) -> None:
-        """End the sending if it runs, and free everything; from any thread, harmless repeated."""
+        """Stop sending and free everything; callable from any thread, and repeatedly."""
         ...
 
 
 class Transport(Delivery, Protocol):
-    """A delivery whose sender has every weight whole."""
+    """A delivery whose sender has every weight as a full tensor."""
 
     def send(self, tensors: Iterator[tuple[str, Tensor]]) -> Receipt:
-        """Pass everything on, in the thread of the trainer; on each rank that holds the weights.
-
-        Args:
-            tensors: (name, full tensor) of every parameter and persistent buffer, tied ones
-                once.
-
-        Returns:
-            What was sent.
+        """Send (name, full tensor) pairs in the trainer's thread; called on each rank with weights.
 
         Raises:
             ReceiverGoneError: a receiver gave up.
@@ -108,13 +80,7 @@ class Transport(Delivery, Protocol):
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One successful sync. Reports of ranks that serve the same weights are equal.
-
-    Attributes:
-        version: version that the receivers serve now.
-        sent: what was sent, and is held by each of them.
-        seconds: wall time of the whole sync, checksums included.
-    """
+    """One successful sync to `version`; reports of ranks that serve the same weights are equal."""
 
     version: int
     sent: Receipt

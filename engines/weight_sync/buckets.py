@@ -1,7 +1,7 @@
-"""Tensors in one flat piece of memory: where each lies, and filling one piece after the other.
+"""Tensors packed into buckets: flat uint8 memory with a description of where each tensor lies.
 
-Promises: every tensor begins at a multiple of `ALIGNMENT_BYTES`; one that is larger than a bucket
-has a bucket of its own, as large as it is; whoever reads the description gets views, no copies.
+Every tensor begins at a multiple of `ALIGNMENT_BYTES`; one that is larger than a bucket gets a
+bucket of its own size. Readers get views, no copies.
 """
 
 import json
@@ -14,20 +14,12 @@ from torch import Tensor
 
 ALIGNMENT_BYTES = 64
 BUCKET_BYTES = 16 * 2**20
-"""Larger ones cost more to touch for the first time than they save."""
+"""Larger buckets cost more page faults at the first touch than they save."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies in its bucket.
-
-    Attributes:
-        name: of the tensor.
-        dtype: name of torch's dtype.
-        shape: of the tensor.
-        offset_bytes: of its first byte.
-        checksum: of the tensor where it came from; empty where all are compared at the end.
-    """
+    """Where a tensor lies in its bucket; `checksum` is empty where only digests are compared."""
 
     name: str
     dtype: str
@@ -37,11 +29,11 @@ class Entry:
 
     @property
     def end_bytes(self) -> int:
-        """Behind its last byte."""
+        """Offset behind the last byte."""
         return self.offset_bytes + math.prod(self.shape) * self._dtype.itemsize
 
     def view(self, memory: Tensor) -> Tensor:
-        """The tensor, in memory of its bucket: (N,) uint8."""
+        """Return the tensor as a view of its bucket's memory, (N,) uint8."""
         part = memory[self.offset_bytes : self.end_bytes]
         return part.view(self._dtype).view(self.shape)
 
@@ -51,22 +43,19 @@ class Entry:
 
 
 def entries_to_json(entries: Sequence[Entry]) -> str:
-    """What `entries_from_json` reads."""
+    """Return entries as text for `entries_from_json`."""
     return json.dumps([astuple(entry) for entry in entries])
 
 
 def entries_from_json(text: str) -> list[Entry]:
-    """Undo `entries_to_json`."""
+    """Read the text of `entries_to_json`."""
     return [Entry(*entry) for entry in json.loads(text)]
 
 
 class Packer:
-    """Fills one bucket after the other.
+    """Copies tensors into one bucket after the other.
 
-    Args:
-        bucket_bytes: of a bucket.
-        open_bucket: memory of at least so many bytes for the next bucket, (N,) uint8.
-        publish: passes on what was put there.
+    `open_bucket` returns (N,) uint8 memory of at least that many bytes; `publish` passes it on.
     """
 
     def __init__(
@@ -82,7 +71,7 @@ class Packer:
         self._memory = torch.empty(0)
 
     def add(self, name: str, tensor: Tensor, checksum: str = "") -> None:
-        """Copy a tensor behind the others, or into the next bucket."""
+        """Copy a tensor into the current bucket, or into the next one if it does not fit."""
         if self._offset_bytes + tensor.nbytes > self._bucket_bytes:
             self.flush()
         if not self._entries:
@@ -94,7 +83,7 @@ class Packer:
         self._offset_bytes += math.ceil(tensor.nbytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
     def flush(self) -> None:
-        """Publish what lies in the bucket, if anything does."""
+        """Publish the current bucket, if it holds anything."""
         if self._entries:
             entries, self._entries, self._offset_bytes = self._entries, [], 0
             self._publish(entries)

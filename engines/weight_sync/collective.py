@@ -1,8 +1,7 @@
-"""Weights from a trainer to rollout engines on any machine, broadcast by the rank that has all.
+"""Weights from a trainer to rollout engines on any machine, broadcast by a rank with full tensors.
 
-Promises: those of `lane`; whichever side fails, stays away or is stopped, the others end with an
-error that names it, by the deadline.
-Does not promise that what passes is hidden from others on that network.
+Promises: those of `lane`. If one side fails or does not come, the others end with an error that
+names it, by the deadline. The traffic is not encrypted.
 """
 
 from collections.abc import Iterator
@@ -23,10 +22,10 @@ from engines.weight_sync.outgoing import OutgoingStream, in_step
 
 @dataclass(frozen=True)
 class CollectiveSource(MeetingSource):
-    """See `MeetingSource`."""
+    """Source that reads the broadcast of rank 0."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `WeightSource`; a tensor is a view of a bucket, overwritten once it was left."""
+        """See `WeightSource`; a tensor is a view of a bucket, valid until the next one."""
         meeting, address = attend(self.host, self.port, self.token, WeightSyncError)
         with meeting.telling(f"rollout engine {self.reader}", "took weights"):
             come(self, meeting)
@@ -36,12 +35,12 @@ class CollectiveSource(MeetingSource):
 
 @dataclass(frozen=True)
 class CollectiveTransport(MeetingTransport):
-    """See `Transport` and `MeetingTransport`; a tensor above a bucket makes that as large."""
+    """Transport in which rank 0 broadcasts; a tensor larger than a bucket enlarges the bucket."""
 
     source_type: ClassVar[type[MeetingSource]] = CollectiveSource
 
     def send(self, tensors: Iterator[tuple[str, Tensor]]) -> Receipt:
-        """See `Transport`. Every rank counts what it holds, rank 0 passes it on."""
+        """See `Transport`; rank 0 sends, the other ranks only iterate and compute the receipt."""
         stream = OutgoingStream(tensors, getattr(torch, self.dtype), self.float32_names)
         if rank() != 0:
             for _ in stream:

@@ -1,8 +1,7 @@
-"""A thread for what nobody can interrupt: collectives of a group that a process may be missing in.
+"""Run collectives in a thread of their own, so that a missing process cannot block the caller.
 
-Promises: the caller's own thread waits for a deadline at most, and ends when anybody gave up; what
-the thread raised is raised there. Thread and group end with the collective that is under way: when
-a process that is in it ends, at the latest after the group's own timeout.
+Promises: the caller waits at most until its deadline and stops when any process gave up. The thread
+and its process group end with the collective that is running, at the latest at the group's timeout.
 """
 
 import queue
@@ -30,12 +29,7 @@ Brought = TypeVar("Brought")
 
 
 class Courier(Generic[Given, Brought]):
-    """See the module.
-
-    Args:
-        meeting: says whether anybody gave up.
-        errand: runs in the thread; takes from `next` until that is None, and calls `bring`.
-    """
+    """A worker thread that exchanges items with its caller; `errand` calls `next` and `bring`."""
 
     def __init__(
         self, meeting: Meeting, errand: Callable[["Courier[Given, Brought]"], None]
@@ -46,26 +40,19 @@ class Courier(Generic[Given, Brought]):
         threading.Thread(target=self._run, name="weights", daemon=True).start()
 
     def give(self, item: Given) -> None:
-        """Hand something to the thread."""
+        """Pass an item to the thread."""
         self._given.put(item)
 
     def leave(self) -> None:
-        """Let the thread end."""
+        """Tell the thread to end."""
         self._given.put(None)
 
     def take(self, what: str, timeout_s: float) -> Brought:
-        """What the thread brings next.
-
-        Args:
-            what: is waited for, in words.
-            timeout_s: how long.
-
-        Returns:
-            As it was brought.
+        """Return the next item that the thread brings; `what` names it in the error text.
 
         Raises:
-            WeightSyncError: somebody gave up, or the collective failed.
-            DeadlineError: nothing came.
+            WeightSyncError: a process gave up, or the collective failed.
+            DeadlineError: nothing came within `timeout_s`.
         """
         end = time.monotonic() + timeout_s
         self._meeting.check()
@@ -78,16 +65,16 @@ class Courier(Generic[Given, Brought]):
                     raise DeadlineError(what, timeout_s) from None
                 continue
             if isinstance(item, Exception):
-                self._meeting.check()  # who gave up says more than a connection that ended
+                self._meeting.check()  # that process's own error says more than a broken connection
                 raise item
             return item
 
     def next(self) -> Given | None:
-        """What the caller gives next; None when it left. Of the thread."""
+        """Return the caller's next item, None once it left; called in the thread."""
         return self._given.get()
 
     def bring(self, item: Brought) -> None:
-        """Hand something to the caller. Of the thread."""
+        """Pass an item to the caller; called in the thread."""
         self._brought.put(item)
 
     def _run(self) -> None:
@@ -102,20 +89,10 @@ class Courier(Generic[Given, Brought]):
 
 
 class BroadcastGroup:
-    """Process 0 and those that get what it has; beside any default group, and without one.
+    """Process group in which process 0 broadcasts; independent of the default process group.
 
-    All of them make it at the same time, and wait for each other.
-
-    Args:
-        backend: `gloo`, `nccl`, or a name that a package has registered with torch.
-        store: where they find each other.
-        rank: of this process.
-        size: how many they are.
-        address: of this machine, where the others reach it.
-        timeout_s: of each collective.
-
-    Raises:
-        RuntimeError: one did not come.
+    All its processes construct it together, or get a RuntimeError. `backend` may be registered by a
+    package; `address` is where the others reach this machine; `timeout_s` limits each collective.
     """
 
     def __init__(
@@ -126,11 +103,11 @@ class BroadcastGroup:
         if backend == "gloo":
             gloo: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
             gloo._timeout = timeout
-            # Else the interface would be that of the host's name, or of a variable.
+            # By default the interface follows from the host name or an environment variable.
             gloo._devices = [ProcessGroupGloo.create_device(hostname=address)]
             self._group = ProcessGroupGloo(store, rank, size, gloo)
         elif backend == "nccl":
-            # Only in builds for devices.
+            # Exists only in device builds of torch.
             from torch.distributed import ProcessGroupNCCL
 
             nccl = ProcessGroupNCCL.Options()
@@ -140,21 +117,20 @@ class BroadcastGroup:
             self._group = _registered(backend, store, rank, size, timeout)
 
     def broadcast(self, memory: Tensor) -> None:
-        """Bring bytes of process 0 into memory of equal size on the others; returns when done."""
+        """Broadcast bytes of process 0 into memory of equal size elsewhere; blocks until done."""
         options = BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         self._group.broadcast([memory], options).wait()
-        settle(memory)  # on a device `wait` has only made its stream wait
+        settle(memory)  # on a device `wait` blocks only the stream
 
 
 def settle(memory: Tensor) -> None:
-    """Wait until everything was done that is queued for this memory's device."""
+    """Wait until all work queued on this memory's device is done."""
     if memory.device.type != "cpu":
         torch.accelerator.synchronize(memory.device)
 
 
 def _registered(backend: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """A group of a backend that torch does not know by itself, made as torch makes it."""
     plugin = distributed_c10d.Backend._plugins[backend.upper()]
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, size, timeout)

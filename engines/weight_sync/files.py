@@ -1,8 +1,4 @@
-"""Weights that lie in a safetensors file, for a receiver that reads it in its own process.
-
-Promises: one tensor in memory at a time; the header is read before anything is yielded.
-Does not promise that the file stays: whoever wrote it keeps it until the receivers are done.
-"""
+"""Weights in a safetensors file, which the writer keeps until the receivers are done."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,11 +12,7 @@ from engines.errors import WeightSyncError
 
 @dataclass(frozen=True)
 class SafetensorsSource:
-    """See `WeightSource`.
-
-    Attributes:
-        path: one safetensors file with every parameter in the receiver's dtype.
-    """
+    """Source that reads one safetensors file with every weight in the receiver's dtype."""
 
     path: Path
 
@@ -34,5 +26,5 @@ class SafetensorsSource:
             raise WeightSyncError(f"{self.path}: {error}") from error
 
     def of_worker(self, worker: int) -> "SafetensorsSource":
-        """See `WeightSource`; any number may read the file."""
+        """See `WeightSource`; any number of workers may read the file."""
         return self

@@ -1,9 +1,7 @@
 """Weights from a trainer to a rollout engine of the same process, from thread to thread.
 
-Promises: the trainer's tensors are gathered in the trainer's thread, one at a time, and passed
-on without a copy; at most one of them waits while another is read; whichever side fails, the
-other ends with a `WeightSyncError`.
-Does not move memory between devices beyond the copy into the receiver's parameters.
+Promises: tensors are gathered in the trainer's thread and passed on without a copy. At most one
+tensor waits while another is read. If one side fails, the other ends with a `WeightSyncError`.
 """
 
 import threading
@@ -21,13 +19,7 @@ from infra.errors import DeadlineError
 
 
 class InProcessTransport:
-    """See `Transport` and the module.
-
-    Args:
-        dtype: name of the receiver's dtype (`float32`, `bfloat16`); they are cast to it.
-        timeout_s: how long one side waits for the other.
-        float32_names: of `OutgoingStream`.
-    """
+    """Transport and source in one object; casts to `dtype`, except `float32_names`."""
 
     def __init__(self, dtype: str, timeout_s: float, float32_names: Collection[str] = ()) -> None:
         self._float32_names = frozenset(float32_names)
@@ -65,13 +57,13 @@ class InProcessTransport:
             self.stop()
 
     def of_worker(self, worker: int) -> "InProcessTransport":
-        """See `WeightSource`; the engine of this process is one worker."""
+        """See `WeightSource`; the engine of this process has one worker."""
         if worker != 0:
             raise WeightSyncError(f"worker {worker} is not in the process of the trainer")
         return self
 
     def _put(self, item: tuple[str, Tensor] | None) -> None:
-        """Hand an item over; returns when it was taken, so that one at most waits."""
+        """Offer an item and wait until it was taken, so that at most one waits."""
         with self._changed:
             self._offered = (item,)
             self._changed.notify_all()
@@ -94,16 +86,7 @@ class InProcessTransport:
 def new_transport(
     hf_dir: Path, dtype: str, timeout_s: float
 ) -> Callable[[Sequence[int]], InProcessTransport]:
-    """What makes a transport for each sync of one model.
-
-    Args:
-        hf_dir: model directory; says which tensors stay float32.
-        dtype: as for `InProcessTransport`.
-        timeout_s: as for `InProcessTransport`.
-
-    Returns:
-        A function of the number of workers of each receiver: one, and it shares the process.
-    """
+    """Return a function that makes a transport per sync, given the number of workers `[1]`."""
     float32_names = served_float32_names(hf_dir, getattr(torch, dtype))
 
     def new(num_workers: Sequence[int]) -> InProcessTransport:

@@ -1,10 +1,9 @@
-"""What one sender broadcasts to every reader of a transfer, through a group of its own.
+"""Broadcast of one sender to every reader of a transfer, through a process group of its own.
 
-Two buckets are filled in turn: while one is on its way, the sender fills the other; a reader takes
-tensors out of one while the other arrives. What a bucket holds is said ahead of it.
-Promises: nothing is sent before every reader has come; two buckets on each side are the whole of
-the extra memory; the process's default group, if it has one, is not touched.
-Does not check what arrived: an entry has the checksum that the sender gave it.
+Two buckets are used in turn: the sender fills one while the other is sent, and a reader takes
+tensors out of one while the other arrives. A message ahead of each bucket describes it.
+Promises: nothing is sent before every reader has come. Two buckets on each side are all the extra
+memory. Checksums are passed on, not verified.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -24,15 +23,7 @@ Bucket = tuple[list[Entry], Tensor]
 
 
 def come(source: MeetingSource, meeting: Meeting) -> None:
-    """Tell a sender that its reader is there.
-
-    Args:
-        source: of the reader.
-        meeting: of this sender and its readers.
-
-    Raises:
-        WeightSyncError: the reader is there already.
-    """
+    """Tell a sender that its reader is there; raise WeightSyncError if it has come before."""
     if meeting.count(f"reader {source.reader}") > 1:
         raise WeightSyncError(f"weights for rollout engine {source.reader} are read twice")
 
@@ -40,21 +31,15 @@ def come(source: MeetingSource, meeting: Meeting) -> None:
 def read_lane(
     source: MeetingSource, meeting: Meeting, address: str
 ) -> Generator[tuple[Entry, Tensor], None, None]:
-    """What one sender broadcasts, as it comes.
+    """Yield (entry, tensor) of what one sender broadcasts; `come` must have been called.
 
-    Args:
-        source: of the reader, who has come.
-        meeting: of this sender and its readers.
-        address: of this machine, where the others reach it.
-
-    Yields:
-        tuple[Entry, Tensor]: a view of a bucket, overwritten once it was left.
+    A tensor is a view of a bucket, valid until the next one.
 
     Raises:
-        WeightSyncError: somebody gave up.
-        DeadlineError: somebody did not come, or nothing did.
+        WeightSyncError: a process gave up.
+        DeadlineError: a process did not come, or nothing arrived.
     """
-    # The sender, who waits less long, says who did not come.
+    # The sender waits less long, so its error names the process that did not come.
     patience_s = source.timeout_s + GRACE_S
     meeting.wait(ALL_CAME, "every rollout engine to come", patience_s)
     device = _device(source)
@@ -69,7 +54,7 @@ def read_lane(
             courier.give(memory)
             del bucket, memory
         meeting.say(f"taken {source.reader}")
-        # Only then does the group end: one that ends early breaks the connections of others.
+        # A reader whose group ends before the others are done would break their connections.
         meeting.wait(ALL_TAKEN, "every rollout engine to take the weights", patience_s)
     finally:
         courier.leave()
@@ -82,17 +67,10 @@ def send_lane(
     bucket_bytes: int,
     fill: Callable[[Packer], None],
 ) -> None:
-    """Broadcast to every reader, once all have come, and wait until all have read.
-
-    Args:
-        source: of any reader.
-        meeting: of this sender and its readers.
-        address: of this machine, where the others reach it.
-        bucket_bytes: see `Packer`.
-        fill: packs what is sent.
+    """Wait for every reader, broadcast what `fill` packs, and wait until all have read.
 
     Raises:
-        ReceiverGoneError: somebody gave up.
+        ReceiverGoneError: a process gave up.
         DeadlineError: a reader did not come, or stopped reading.
     """
     _await_each(source, meeting, "reader", "come")
@@ -126,8 +104,6 @@ def _group(source: MeetingSource, meeting: Meeting, address: str, place: int) ->
 
 
 class _Sending:
-    """Hands full buckets to a courier, who brings them back empty."""
-
     def __init__(self, source: MeetingSource, meeting: Meeting, address: str) -> None:
         self._source, self._meeting, self._address = source, meeting, address
         self._device = _device(source)
@@ -136,20 +112,20 @@ class _Sending:
         self.courier = Courier[Bucket, Tensor](meeting, self._run)
 
     def open_bucket(self, num_bytes: int) -> Tensor:
-        """Memory of the bucket that is free first."""
+        """Return memory of the first free bucket."""
         self._memory = self._take()
         if self._memory.numel() < num_bytes:
-            self._memory = _memory(0, self._device)  # before there is another
+            self._memory = _memory(0, self._device)  # free the old one first
             self._memory = _memory(num_bytes, self._device)
         return self._memory
 
     def publish(self, entries: Sequence[Entry]) -> None:
-        """Send what lies in the bucket that was opened last."""
-        settle(self._memory)  # the courier's thread has another stream
+        """Send the bucket that was opened last."""
+        settle(self._memory)  # the courier's thread uses another stream
         self.courier.give((list(entries), self._memory))
 
     def finish(self) -> None:
-        """Wait until all was sent, and say so."""
+        """Wait until all was sent, and announce the end."""
         for _ in range(NUM_BUCKETS):
             self._take()
         self._meeting.say(str(self._number), entries_to_json([]))
@@ -158,7 +134,6 @@ class _Sending:
         return self.courier.take("the rollout engines to read on", self._source.timeout_s)
 
     def _run(self, courier: Courier[Bucket, Tensor]) -> None:
-        """In the courier's thread."""
         for _ in range(NUM_BUCKETS):
             courier.bring(_memory(0, self._device))
         group = _group(self._source, self._meeting, self._address, 0)
@@ -172,7 +147,7 @@ class _Sending:
 
 
 class _Fetching:
-    """What a receiver's courier does: takes empty buckets, brings them full."""
+    """A receiver's courier: takes empty buckets and returns them full."""
 
     def __init__(
         self, source: MeetingSource, meeting: Meeting, address: str, device: torch.device
@@ -181,7 +156,7 @@ class _Fetching:
         self._device = device
 
     def run(self, courier: Courier[Tensor, Bucket]) -> None:
-        """In the courier's thread."""
+        """Receive buckets; runs in the courier's thread."""
         source, number, entries = self._source, 0, None
         group = _group(source, self._meeting, self._address, source.reader + 1)
         while (memory := courier.next()) is not None:
@@ -192,7 +167,7 @@ class _Fetching:
             if entries:
                 num_bytes = entries[-1].end_bytes
                 if memory.numel() < num_bytes:
-                    del memory  # before there is another
+                    del memory  # free the old one first
                     memory = _memory(num_bytes, self._device)
                 group.broadcast(memory[:num_bytes])
             courier.bring((entries, memory))
@@ -200,7 +175,7 @@ class _Fetching:
 
 
 def _device(source: MeetingSource) -> torch.device:
-    """That of this thread; another one would have to be told."""
+    """Return the current device of the calling thread; the courier's thread would have another."""
     if source.device_name == "cpu":
         return torch.device("cpu")
     return torch.device(source.device_name, torch.accelerator.current_device_index())

@@ -1,8 +1,8 @@
-"""Where the sender of weights and its receivers meet, and hear that one of them gave up.
+"""Rendezvous of the sender of weights and its receivers, through which they learn of failures.
 
-Promises: whoever waits here ends when anyone gave up, with the words of the first who did; every
-wait has a deadline. Keys stand behind a random token, so that two transfers never mix.
-Does not keep out who reaches the store and looks for the token: it listens where Ray does.
+Promises: a process that waits here ends at its deadline, or with the message of the first process
+that gave up. A random token keeps transfers apart; it is no protection from a process that can list
+the store's keys.
 """
 
 import secrets
@@ -24,21 +24,18 @@ from infra.errors import DeadlineError, PipelineError
 
 POLL_S = 0.001
 WATCH_S = 0.05
-"""Between two looks at whether anybody gave up."""
+"""Interval between two checks for failures."""
 FAILED = "failed"
 GRACE_S = 30.0
-"""What only follows from another's deadline is given so much longer: that one names the cause."""
+"""Added to timeouts that follow from another one, so that the one naming the cause fires first."""
 TRAINER, SENT = "the trainer", "sent weights"
 SENDER_GAVE_UP = f"{TRAINER} gave up while it {SENT}"
 
 
 class Meeting:
-    """One process's view of the meeting.
+    """One process's view of the meeting; raises `error` when a process gave up.
 
-    Args:
-        store: of the transfer alone.
-        error: raised when somebody gave up.
-        failures: where that is said, if not in `store`.
+    `failures` is the store of the failure message; None uses `store`, which serves one transfer.
     """
 
     def __init__(
@@ -52,45 +49,37 @@ class Meeting:
         self._failures = store if failures is None else failures
 
     def lane(self, number: int) -> "Meeting":
-        """A part of the meeting with words of its own; who gives up there does so everywhere."""
+        """Return a view with its own keys; a failure reported there reaches every view."""
         return Meeting(PrefixStore(f"lane {number}", self.store), self.error, self._failures)
 
     def say(self, key: str, text: str = "") -> None:
-        """Tell the others something, once."""
+        """Set a key that the other processes wait for."""
         with self._reached():
             self.store.set(key, text)
 
     def count(self, key: str) -> int:
-        """How often this was asked for, this time included."""
+        """Increment the counter of a key and return it."""
         with self._reached():
             return self.store.add(key, 1)
 
     def fail(self, sentence: str) -> None:
-        """Give up; the first to do so is the one that the others name."""
+        """Report a failure; only the first report counts."""
         with self._reached():
             self._failures.compare_set(FAILED, "", sentence)
 
     def check(self) -> None:
-        """Raise the error if anybody gave up."""
+        """Raise the error if any process gave up."""
         with self._reached():
             found = self._failures.check([FAILED]) and self._failures.get(FAILED).decode()
         if found:
             raise self.error(found)
 
     def wait(self, key: str, what: str, timeout_s: float) -> str:
-        """What somebody says.
-
-        Args:
-            key: of it.
-            what: is waited for, in words.
-            timeout_s: how long.
-
-        Returns:
-            What was said.
+        """Return the text of a key once it is set; `what` names it in the error text.
 
         Raises:
-            WeightSyncError: somebody gave up; of the class that this view was made with.
-            DeadlineError: nobody said it.
+            WeightSyncError: a process gave up; of the class that this view was made with.
+            DeadlineError: the key was not set within `timeout_s`.
         """
         start = looked_at = time.monotonic()
         while True:
@@ -107,12 +96,7 @@ class Meeting:
 
     @contextmanager
     def telling(self, who: str, what: str) -> Iterator[None]:
-        """Tell the others when the block fails.
-
-        Args:
-            who: fails, in words.
-            what: it did, in words.
-        """
+        """Report a failure of the block to the others; `what` completes "gave up while it ..."."""
         try:
             yield
         except PipelineError as error:
@@ -131,19 +115,9 @@ class Meeting:
 
 
 def attend(host: str, port: int, token: str, error: type[WeightSyncError]) -> tuple[Meeting, str]:
-    """Come to a meeting that another process opened.
+    """Join a meeting, or raise `error` if it is over.
 
-    Args:
-        host: of its store.
-        port: as well.
-        token: of the transfer.
-        error: as in `Meeting`.
-
-    Returns:
-        The meeting, and this machine's address as it is seen there.
-
-    Raises:
-        WeightSyncError: it is over; of the class `error`.
+    Return it and this machine's address as seen from its host.
     """
     try:
         store, address = connect_store(host, port)
@@ -154,7 +128,7 @@ def attend(host: str, port: int, token: str, error: type[WeightSyncError]) -> tu
 
 
 def first_line(error: BaseException) -> str:
-    """What torch says, without its stack."""
+    """Return an error's message without torch's stack trace."""
     return str(error).partition("\n")[0]
 
 
@@ -162,15 +136,8 @@ def first_line(error: BaseException) -> str:
 class MeetingSource(ABC):
     """A `WeightSource` that is read at a meeting; plain data.
 
-    Attributes:
-        host: where the store of the transfer listens.
-        port: as well.
-        token: of the transfer.
-        reader: number of this one; the workers of one receiver have numbers in a row.
-        num_readers: how many there are.
-        timeout_s: how long it waits for the next bucket.
-        backend: of the group that broadcasts.
-        device_name: torch's type of device that buckets lie on.
+    Workers of one receiver have consecutive numbers `reader`. `timeout_s` limits the wait for a
+    bucket, `device_name` is the torch device type of the buckets.
     """
 
     host: str
@@ -193,14 +160,10 @@ class MeetingSource(ABC):
 
 @dataclass(frozen=True)
 class MeetingTransport:
-    """A `Delivery` by way of a meeting; plain data but for the store, which stays where it is.
+    """A `Delivery` through a meeting; plain data except the store, which is not pickled.
 
-    Attributes:
-        dtype: name of the receivers' dtype (`float32`, `bfloat16`).
-        float32_names: of `outgoing.received_dtype`.
-        bucket_bytes: of each of the two on one side, which are its extra memory.
-        sources: see `Delivery`.
-        server: the store, in the process that opened it.
+    Receivers hold weights in `dtype`, except `float32_names`. Each side has two buckets of
+    `bucket_bytes`, which are its extra memory. `server` is None outside the store's process.
     """
 
     source_type: ClassVar[type[MeetingSource]]
@@ -228,24 +191,12 @@ class MeetingTransport:
         device_name: str = "cpu",
         bucket_bytes: int = BUCKET_BYTES,
     ) -> Self:
-        """A transport whose receivers and senders meet at a store of this process.
+        """Return a transport whose store is served by this process at `host`, reachable by all.
 
-        Args:
-            dtype: as in the attributes.
-            float32_names: as well.
-            timeout_s: how long one side waits for the other.
-            host: address of this machine that all of them reach.
-            num_workers: of each receiver; all of them read.
-            num_senders: ranks that may send.
-            backend: as in `MeetingSource`.
-            device_name: as in `MeetingSource`.
-            bucket_bytes: as in the attributes.
-
-        Returns:
-            The transport.
+        `num_workers` has one number per receiver; `num_senders` ranks may send.
 
         Raises:
-            OSError: the address is not one of this machine.
+            OSError: `host` is not an address of this machine.
         """
         num_readers = sum(num_workers)
         server = open_store(num_readers + num_senders, timeout_s, host)

@@ -1,9 +1,6 @@
-"""What a sender does to weights on their way: the receiver's dtype, and a checksum of each.
+"""Casts weights to the receiver's dtype and computes a checksum of each before it is sent.
 
-Promises: a tensor passes as it is where its dtype is the receiver's; the checksum is that of what
-passes, computed before anyone else sees it; one that was cast has memory of its own, so that a
-receiver may still read it while the next one is made.
-Does not promise that a receiver sees it unchanged: that is what the checksum is for.
+A cast tensor has its own memory, so it can be read while the next one is made.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -20,13 +17,7 @@ from infra.errors import DeadlineError
 
 
 class OutgoingStream(Iterator[tuple[str, Tensor]]):
-    """Casts the tensors of an iterator and keeps the checksum of each that passes.
-
-    Args:
-        tensors: (name, full tensor) pairs.
-        dtype: dtype of the receiver; floating-point tensors are cast to it.
-        float32_names: but these are float32 there, see `hub_names.served_float32_names`.
-    """
+    """Casts (name, full tensor) pairs by `received_dtype` and keeps the checksum of each."""
 
     def __init__(
         self,
@@ -52,7 +43,7 @@ class OutgoingStream(Iterator[tuple[str, Tensor]]):
 
     @property
     def sent(self) -> Receipt:
-        """What passed so far."""
+        """Receipt of what passed so far."""
         digest = combine(self._checksums.items())
         return Receipt(digest, len(self._checksums), self._num_bytes)
 
@@ -60,16 +51,9 @@ class OutgoingStream(Iterator[tuple[str, Tensor]]):
 def received_dtype(
     name: str, sent: torch.dtype, served: torch.dtype, float32_names: Collection[str]
 ) -> torch.dtype:
-    """The dtype in which a receiver holds a weight.
+    """Return the dtype in which a receiver that serves dtype `served` holds a weight.
 
-    Args:
-        name: of the weight.
-        sent: its dtype at the sender.
-        served: of the receiver.
-        float32_names: weights that are float32 there all the same.
-
-    Returns:
-        `sent` for what is no floating-point number.
+    Weights in `float32_names` are float32; weights that are not floating-point keep theirs.
     """
     if not sent.is_floating_point:
         return sent
@@ -78,17 +62,9 @@ def received_dtype(
 
 @contextmanager
 def in_step(tensors: Iterable[object]) -> Iterator[None]:
-    """Sending by one rank of several, which goes on as they do when its receivers are lost.
+    """Consume the rest of `tensors` before a lost receiver's error is raised.
 
-    Each tensor is put together by all ranks: one that stopped in the middle would leave the others
-    waiting, and a lost receiver is no reason to lose them too.
-
-    Args:
-        tensors: what is sent; taken to its end before the error goes on.
-
-    Raises:
-        ReceiverGoneError: as the block raised it.
-        DeadlineError: likewise.
+    All ranks gather each tensor together: one that stopped midway would leave the others waiting.
     """
     try:
         yield

@@ -1,12 +1,9 @@
-"""Who sends which parts of the weights, and in which order, where every rank sends its own.
+"""Plan of which rank sends which parts of the weights, and in which order.
 
-The transfer goes in rounds. A round is a few weights that fit a bucket, or a single one that does
-not; each rank sends what it owns of them, and a receiver puts them together before it asks for the
-next round. No rank is ever more than its two buckets ahead of another, so that ranks which have to
-gather for a part find each other.
-Promises: every weight is in one round, whole; each rank's parts keep the order in which the rank
-reads them; equal on every rank.
-Does not promise: an equal number of bytes per rank.
+A round is a few weights that fit a bucket, or one larger weight; a receiver assembles it before it
+reads the next. No rank gets more than two buckets ahead of another, so ranks that have to gather
+for a part do so together.
+Promises: every weight is whole in one round; each rank's parts keep its reading order.
 """
 
 import json
@@ -21,39 +18,35 @@ from engines.weight_places import WeightPlace
 
 @dataclass(frozen=True)
 class Round:
-    """Weights that are sent together.
-
-    Attributes:
-        parts: by rank, what it sends, in its order.
-    """
+    """Weights that are sent together; `parts` lists for each rank what it sends, in its order."""
 
     parts: tuple[tuple[WeightPlace, ...], ...]
 
     @cached_property
     def weights(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape by name."""
+        """Shape of each whole weight by name."""
         return {place.name: place.whole for places in self.parts for place in places}
 
 
 @dataclass(frozen=True)
 class SendPlan:
-    """See the module."""
+    """Rounds of a transfer, in order."""
 
     rounds: tuple[Round, ...]
 
     @property
     def senders(self) -> list[int]:
-        """Ranks that send anything."""
+        """Ranks that send anything, sorted."""
         return sorted({r for each in self.rounds for r, own in enumerate(each.parts) if own})
 
     def to_json(self) -> str:
-        """What `from_json` reads."""
+        """Return the plan as text for `from_json`."""
         rounds = [[[astuple(place) for place in own] for own in each.parts] for each in self.rounds]
         return json.dumps(rounds)
 
     @classmethod
     def from_json(cls, text: str) -> "SendPlan":
-        """Undo `to_json`."""
+        """Read the text of `to_json`."""
         return cls(
             tuple(
                 Round(tuple(tuple(WeightPlace.of(*values) for values in own) for own in parts))
@@ -65,19 +58,14 @@ class SendPlan:
 def make_plan(
     owned: Sequence[Sequence[WeightPlace]], num_bytes: Mapping[str, int], round_bytes: int
 ) -> SendPlan:
-    """Divide the parts of all ranks into rounds.
+    """Divide the parts of all ranks into rounds of at most `round_bytes`, or one larger weight.
 
     Args:
-        owned: by rank, what it speaks for, in the order in which it reads them.
-        num_bytes: of each whole weight, as it is received.
-        round_bytes: of the weights of a round; a larger weight has one of its own.
-
-    Returns:
-        The plan.
+        owned: for each rank, the parts that it sends, in the order in which it reads them.
+        num_bytes: size of each whole weight in the receiver's dtype.
 
     Raises:
-        WeightSyncError: the parts of a weight do not make it up, or ranks read weights in orders
-            that contradict each other.
+        WeightSyncError: parts do not cover a weight, or ranks' reading orders contradict.
     """
     _check_cover(place for places in owned for place in places)
     groups = _inseparable([[place.name for place in places] for places in owned])
@@ -112,10 +100,10 @@ def _check_cover(places: Iterable[WeightPlace]) -> None:
 
 
 def _inseparable(orders: Sequence[Sequence[str]]) -> dict[str, str]:
-    """By name, the first of the names that have to share a round.
+    """Map each name to the first of the names that have to share its round.
 
-    A rank that comes back to a weight after others (an attention's fused projection, head by head)
-    reads all of them in one round.
+    A rank that returns to a weight after others (a fused attention projection, head by head) reads
+    all of them in one round.
     """
     group = {name: name for order in orders for name in order}
     changed = True
@@ -136,7 +124,7 @@ def _inseparable(orders: Sequence[Sequence[str]]) -> dict[str, str]:
 
 
 def _merged(orders: Sequence[Sequence[str]]) -> list[str]:
-    """One order that agrees with each, of the lowest rank first."""
+    """Return one order that agrees with every given order, preferring the lowest rank."""
     position = [{name: number for number, name in enumerate(order)} for order in orders]
     at, merged = [0] * len(orders), []
     while True:

@@ -1,12 +1,9 @@
-"""Weights of a sharded trainer to rollout engines on any machine: each rank broadcasts its parts.
+"""Weights from a sharded trainer to rollout engines on any machine: each rank broadcasts its parts.
 
-No rank puts a whole weight together for it, and each sends through its own network card. A
-receiver reads from all ranks, round by round (`send_plan`), and puts the weights together.
-Promises: as `collective`, and: each part has a checksum that is computed where it lies and proven
-where it arrived; copies of a part that several ranks hold are equal; what was sent is what every
-receiver says it put together. On a receiver a round and the parts of it that are on their way are
-at most two buckets.
-Does not promise that a part was put in its place: that is what the probe after a sync is for.
+No rank gathers a whole weight; a receiver reads from all ranks, round by round (`send_plan`).
+Promises: those of `collective`; checksums of parts are verified on arrival; copies of a part on
+several ranks are equal; a round and its parts in flight take at most two buckets on a receiver.
+Does not promise that a part was put in its place: the probe after a sync checks that.
 """
 
 import json
@@ -45,7 +42,7 @@ PLAN = "plan"
 
 @dataclass(frozen=True)
 class ShardedSource(MeetingSource):
-    """See `MeetingSource`."""
+    """Source that reads the parts of all ranks."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `WeightSource`."""
@@ -57,7 +54,7 @@ class ShardedSource(MeetingSource):
                 sender: open_.enter_context(closing(_Lane(self, meeting, address, sender)))
                 for sender in plan.senders
             }
-            # All of them first: one sends only while the others read on with it.
+            # Come to all lanes first: a sender starts only when all of its readers are there.
             for sender in plan.senders:
                 come(self, meeting.lane(sender))
             for lane in lanes.values():
@@ -72,30 +69,17 @@ class ShardedSource(MeetingSource):
 
 @dataclass(frozen=True)
 class ShardedTransport(MeetingTransport):
-    """See `Delivery` and `MeetingTransport`; a weight above a round is one by itself."""
+    """Delivery in which each rank sends its parts; a weight above `round_bytes` gets a round."""
 
     source_type: ClassVar[type[MeetingSource]] = ShardedSource
 
     @property
     def round_bytes(self) -> int:
-        """Of the weights that are put together at once.
-
-        Beside them, a receiver has their parts twice: those that it reads and those that come.
-        """
+        """Limit of a round; its parts take as much again twice: those read, those in flight."""
         return self.bucket_bytes * 2 // 3
 
     def plan(self, shards: Iterator[WeightShard]) -> SendPlan:
-        """Who sends what; the same for every transfer of these ranks. Collective.
-
-        Args:
-            shards: of this rank; values are not looked at.
-
-        Returns:
-            The plan, equal on every rank.
-
-        Raises:
-            WeightSyncError: see `make_plan`.
-        """
+        """Return the plan for all transfers of these ranks; raises as `make_plan`. Collective."""
         mine: list[list[Any]] = []
         for shard in shards:
             if shard.is_owner:
@@ -110,14 +94,7 @@ class ShardedTransport(MeetingTransport):
         return make_plan(owned, num_bytes, self.round_bytes)
 
     def send_parts(self, shards: Iterator[WeightShard], plan: SendPlan) -> Receipt:
-        """Send what this rank owns, in the thread of the trainer; on each rank. Collective.
-
-        Args:
-            shards: of this rank, as they were planned.
-            plan: of these ranks.
-
-        Returns:
-            What every receiver put together; equal on every rank.
+        """Send this rank's shards; return what every receiver assembled. Collective.
 
         Raises:
             ReceiverGoneError: a receiver gave up.
@@ -134,7 +111,7 @@ class ShardedTransport(MeetingTransport):
                 if rank() in plan.senders:
                     lane, fill = meeting.lane(rank()), partial(outgoing.fill, plan)
                     send_lane(source, lane, address, self.round_bytes, fill)
-                for _ in outgoing:  # what others speak for
+                for _ in outgoing:  # shards that other ranks send; checksummed only
                     pass
         except (ReceiverGoneError, DeadlineError) as error:
             problem = error
@@ -147,7 +124,7 @@ class ShardedTransport(MeetingTransport):
 
 
 class _Outgoing(Iterator[WeightShard]):
-    """The shards of this rank as they are received, each with a checksum."""
+    """Shards of this rank in the receiver's dtype, each with a checksum."""
 
     def __init__(self, shards: Iterator[WeightShard], transport: ShardedTransport) -> None:
         self._shards, self._transport = shards, transport
@@ -160,7 +137,7 @@ class _Outgoing(Iterator[WeightShard]):
         return replace(shard, values=values)
 
     def fill(self, plan: SendPlan, packer: Packer) -> None:
-        """Pack what this rank sends; each round ends with what lies in the bucket."""
+        """Pack what this rank sends; a round ends with a flush."""
         for each in plan.rounds:
             for place in each.parts[rank()]:
                 shard = next((shard for shard in self if shard.is_owner), None)
@@ -172,7 +149,7 @@ class _Outgoing(Iterator[WeightShard]):
 
 
 class _Lane:
-    """What one sender has for this reader; a part is gone when the next is asked for."""
+    """What one sender has for this reader; a part is valid until the next one."""
 
     def __init__(self, source: MeetingSource, meeting: Meeting, address: str, sender: int) -> None:
         self._sender = sender
@@ -180,11 +157,10 @@ class _Lane:
         self._first: tuple[Entry, Tensor] | None = None
 
     def begin(self) -> None:
-        """Wait for the first part."""
         self._first = next(self._parts, None)
 
     def take(self, place: WeightPlace) -> Tensor:
-        """The next part, which must be this one, unharmed."""
+        """Return the next part after checking name, shape and checksum."""
         first, self._first = self._first, None
         found = first or next(self._parts, None)
         if found is None:
@@ -201,17 +177,16 @@ class _Lane:
         return tensor
 
     def end(self) -> None:
-        """Say that all was taken; there must be no more."""
+        """Report that all was taken; raise if there is more."""
         if (more := self._first or next(self._parts, None)) is not None:
             raise WeightSyncError(f"rank {self._sender} sent {more[0].name}, which is not planned")
 
     def close(self) -> None:
-        """Read no more."""
         self._parts.close()
 
 
 class _Assembly:
-    """Weights that are put together, and what they were."""
+    """Assembles weights from parts and records their checksums."""
 
     def __init__(self, lanes: Mapping[int, _Lane]) -> None:
         self._lanes = lanes
@@ -220,11 +195,9 @@ class _Assembly:
 
     @property
     def receipt(self) -> Receipt:
-        """Of all so far."""
         return Receipt(combine(self._checksums.items()), len(self._checksums), self._num_bytes)
 
     def put_together(self, each: Round) -> Iterator[tuple[str, Tensor]]:
-        """The weights of a round."""
         whole: dict[str, Tensor] = {}
         for sender, places in enumerate(each.parts):
             for place in places:
@@ -242,7 +215,7 @@ class _Assembly:
 
 
 def _compare_ranks(problem: Exception | None, checksums: Mapping[str, str]) -> None:
-    """Raise where a rank could not send, or ranks hold unequal copies of a part. Collective."""
+    """Raise if a rank could not send, or ranks hold unequal copies of a part. Collective."""
     if world_size() == 1 and problem is not None:
         raise problem
     mine = json.dumps([str(problem) if problem else None, dict(checksums)])
@@ -260,7 +233,7 @@ def _compare_ranks(problem: Exception | None, checksums: Mapping[str, str]) -> N
 
 
 def _held_by_all(source: MeetingSource, meeting: Meeting) -> Receipt:
-    """What every reader says that it put together."""
+    """Return the receipt that all readers report."""
     held = [
         Receipt(**json.loads(meeting.wait(f"held {reader}", what, source.timeout_s)))
         for reader in range(source.num_readers)

@@ -1,12 +1,9 @@
 """Weights from a trainer to rollout engines in other processes of one machine.
 
-Two buckets of shared memory are filled in turn: while the receivers read one, the sender fills
-the other. A bucket is described by a small file that appears when it is full, and is free again
-when every receiver has left its own beside it.
-Promises: nothing is written before every receiver has come; two buckets are the whole of the
-extra memory; whichever side fails, or stays away, the others end with an error by the deadline;
-the memory of a sender that was killed is freed by the next one.
-Does not promise speed across machines, or with tensors on a device: they are copied to the host.
+Two buckets of shared memory are used in turn. A small file that appears when a bucket is full
+describes it; the bucket is free when every receiver has created a file for it.
+Promises: if one side fails or does not come, the others end with an error by the deadline. The
+memory of a killed sender is freed by the next one. Tensors on a device are copied to the host.
 """
 
 import mmap
@@ -35,7 +32,7 @@ from engines.weight_sync.outgoing import OutgoingStream, in_step
 from infra.errors import DeadlineError
 from infra.faults import fault
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  memory, not a place for files to be guessed
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  shared memory; the directory name is random
 PREFIX = "rlhf-weights-"
 BUCKET_BYTES = 64 * 2**20
 POLL_S = 0.0005
@@ -44,20 +41,14 @@ FAILED = "failed"
 
 @dataclass(frozen=True)
 class SharedMemorySource:
-    """See `WeightSource`; plain data.
-
-    Attributes:
-        directory: of the transport.
-        reader: number of this reader; the workers of one receiver have numbers in a row.
-        timeout_s: how long it waits for the next bucket.
-    """
+    """Source that reads shared memory; workers of one receiver have consecutive `reader`s."""
 
     directory: Path
     reader: int
     timeout_s: float
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `WeightSource`; a tensor is a view of a bucket, overwritten once it was left."""
+        """See `WeightSource`; a tensor is a view of a bucket, valid until the next one."""
         done = False
         try:
             (self.directory / f"reader-{self.reader}").touch()
@@ -82,7 +73,7 @@ class SharedMemorySource:
         return replace(self, reader=self.reader + worker)
 
     def _bucket(self, number: int) -> list[Entry]:
-        """What lies in a bucket; nothing in the last one."""
+        """Return the entries of a bucket; empty at the end."""
         message = self.directory / f"{number}.json"
         end = time.monotonic() + self.timeout_s
         while not message.exists():
@@ -96,15 +87,10 @@ class SharedMemorySource:
 
 @dataclass(frozen=True)
 class SharedMemoryTransport:
-    """See `Transport`; plain data, so that it travels to the rank that sends.
+    """Transport through shared memory; plain data, so that it can be sent to the sending rank.
 
-    Attributes:
-        dtype: name of the receivers' dtype (`float32`, `bfloat16`).
-        float32_names: of `OutgoingStream`.
-        num_workers: of each receiver on this machine; all of them read.
-        timeout_s: how long one side waits for the other.
-        bucket_bytes: of each of the two; a larger tensor makes its bucket as large as it is.
-        directory: where the buckets are; made by `open_transport`.
+    `num_workers` has one number per receiver. A tensor larger than `bucket_bytes` enlarges its
+    bucket.
     """
 
     dtype: str
@@ -123,7 +109,7 @@ class SharedMemoryTransport:
         )
 
     def send(self, tensors: Iterator[tuple[str, Tensor]]) -> Receipt:
-        """See `Transport`. Every rank counts what it holds, rank 0 passes it on."""
+        """See `Transport`; rank 0 sends, the other ranks only compute the receipt."""
         stream = OutgoingStream(tensors, getattr(torch, self.dtype), frozenset(self.float32_names))
         if rank() != 0:
             for _ in stream:
@@ -148,7 +134,7 @@ class SharedMemoryTransport:
             raise
 
     def stop(self) -> None:
-        """See `Transport`; the memory is given back."""
+        """See `Transport`; removes the directory."""
         _mark_failed(self.directory)
         shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -174,18 +160,7 @@ def open_transport(
     num_workers: Sequence[int],
     bucket_bytes: int = BUCKET_BYTES,
 ) -> SharedMemoryTransport:
-    """A transport with a place of its own; what killed processes left is removed.
-
-    Args:
-        dtype: as in `SharedMemoryTransport`.
-        float32_names: as in `SharedMemoryTransport`.
-        timeout_s: as in `SharedMemoryTransport`.
-        num_workers: as in `SharedMemoryTransport`.
-        bucket_bytes: as in `SharedMemoryTransport`.
-
-    Returns:
-        The transport; `stop` removes its place.
-    """
+    """Return a transport with its own directory; removes directories of killed processes."""
     for left in SHARED_MEMORY.glob(f"{PREFIX}*"):
         namespace, process, _ = left.name.removeprefix(PREFIX).split("-")
         if namespace == _process_namespace() and not Path("/proc", process).exists():
@@ -199,19 +174,19 @@ def open_transport(
 
 
 class _Buckets:
-    """The two files, mapped once for as long as they keep their size."""
+    """The two bucket files, mapped again only when their size changes."""
 
     def __init__(self, directory: Path) -> None:
         self._paths = (directory / "bucket-0", directory / "bucket-1")
         self._mapped: dict[int, Tensor] = {}
 
     def memory(self, number: int, num_bytes: int = 0) -> Tensor:
-        """All bytes of a bucket, (N,) uint8; the file is made, and as large as `num_bytes`."""
+        """Return all bytes of a bucket, (N,) uint8; `num_bytes` > 0 creates or enlarges it."""
         place = number % 2
         with self._paths[place].open("a+b" if num_bytes else "r+b") as file:
             size_bytes = os.fstat(file.fileno()).st_size
             if size_bytes < num_bytes:
-                # Taken now, so that full memory is an error here, not a signal at the first write.
+                # Allocated here, so that full memory is an error, not SIGBUS at the first write.
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
                 size_bytes = num_bytes
             held = self._mapped.get(place)
@@ -222,15 +197,13 @@ class _Buckets:
 
 
 class _Writer:
-    """Publishes one bucket after the other."""
-
     def __init__(self, to: SharedMemoryTransport) -> None:
         self._to = to
         self._buckets = _Buckets(to.directory)
         self._number = 0
 
     def open_bucket(self, num_bytes: int) -> Tensor:
-        """Memory of the bucket before the last one, once it is free again."""
+        """Wait for the bucket before the last one and return its memory."""
         self.await_read()
         return self._buckets.memory(self._number, num_bytes)
 
@@ -240,7 +213,7 @@ class _Writer:
             self._to.await_read(self._number - 2)
 
     def publish(self, entries: Sequence[Entry]) -> None:
-        """Say what lies in the next bucket; nothing in the last one."""
+        """Describe the next bucket; no entries mean the end."""
         message = self._to.directory / f"{self._number}.json"
         draft = message.with_suffix(".draft")
         draft.write_text(entries_to_json(entries), "utf-8")
@@ -249,10 +222,10 @@ class _Writer:
 
 
 def _mark_failed(directory: Path) -> None:
-    with suppress(FileNotFoundError):  # removed meanwhile, which says the same
+    with suppress(FileNotFoundError):  # removed: receivers treat that as a failure too
         (directory / FAILED).touch()
 
 
 def _process_namespace() -> str:
-    """Names what process ids are unique in: containers may share memory and not those."""
+    """Return the PID namespace: containers may share memory but not process ids."""
     return str(Path("/proc/self/ns/pid").stat().st_ino)

@@ -1,8 +1,7 @@
-"""A weight source as plain data, for a receiver that runs in another process.
+"""A weight source as JSON, for a receiver that runs in another process.
 
-Promises: what travels is JSON: the name of a class and its fields. Only frozen dataclasses of
-`engines.weight_sync` are taken, so that a message cannot make the receiver import or build
-anything else.
+Promises: only frozen dataclasses of `engines.weight_sync` are accepted, so a message cannot make
+the receiver import or build anything else.
 """
 
 import importlib
@@ -19,17 +18,7 @@ _SCALARS = (str, int, float, bool)
 
 
 def source_to_json(source: WeightSource) -> dict[str, Any]:
-    """What `source_from_json` makes the same source of.
-
-    Args:
-        source: a frozen dataclass of this package whose fields are paths and scalars.
-
-    Returns:
-        An object for `json.dumps`.
-
-    Raises:
-        WeightSyncError: it is anything else.
-    """
+    """Return a source for `json.dumps`; WeightSyncError unless its fields are paths and scalars."""
     kind = type(source)
     if not is_dataclass(source) or not kind.__module__.startswith(_PACKAGE):
         raise WeightSyncError(
@@ -46,17 +35,7 @@ def source_to_json(source: WeightSource) -> dict[str, Any]:
 
 
 def source_from_json(data: Mapping[str, Any]) -> WeightSource:
-    """Undo `source_to_json`.
-
-    Args:
-        data: what that function returned.
-
-    Returns:
-        An equal source.
-
-    Raises:
-        WeightSyncError: no such class, or other fields than it has.
-    """
+    """Read the result of `source_to_json`; WeightSyncError if its class or fields are unknown."""
     module, name, values = str(data["module"]), str(data["name"]), data["fields"]
     if not module.startswith(_PACKAGE):
         raise WeightSyncError(f"{module}.{name} is no weight source of this project")

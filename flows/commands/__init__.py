@@ -1,1 +1,1 @@
-"""The commands of `rlhf`: one module each, imported only when its command is given."""
+"""The commands of `rlhf`, one module each; a module is imported only when its command runs."""

@@ -1,8 +1,8 @@
-"""The command `rlhf`: what can be asked, and how errors are told.
+"""The command `rlhf`: its parser, and how errors are reported.
 
-Promises: `--help` and every error in a recipe come within a second or two: nothing heavy is
-imported before it is needed. A `ConfigError` is one line on stderr and exit code 2; other
-expected errors are their text and exit code 1; `--debug` adds the traceback.
+Promises: `--help` and every error in a recipe appear within two seconds, because nothing heavy is
+imported before it is needed. A `ConfigError` is one line on stderr and exit code 2; other expected
+errors print their text and exit with code 1. `--debug` adds the traceback.
 """
 
 import argparse
@@ -24,24 +24,18 @@ from infra.waiting import FULL_DISK
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
 MODULES = dict.fromkeys(("up", "down", "status", "automations"), "services")
-"""Modules of commands that are not named like their module."""
+"""Modules of the commands that have a name other than their module's."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, as all others are."""
-
     def error(self, message: str) -> NoReturn:
-        """End with code 2; `--help` shows the usage."""
+        """Exit with code 2; the line refers to `--help` for the usage."""
         problem = message.removeprefix("argument ")
         self.exit(EXIT_USER_ERROR, f"{redact(problem)}; see `{self.prog} --help`\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the console command.
-
-    Args:
-        argv: arguments without the program's name; None takes those of the process.
-    """
+    """Run the console command; `argv` excludes the program name, and None means `sys.argv`."""
     in_own_process = argv is None
     debug = False
     try:
@@ -50,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             debug = arguments.debug
             if debug:
                 env.set_for_process(env.RLHF_DEBUG.name, "1")
-            # By name, so that `rlhf recipes` does not pay for what `rlhf run` imports.
+            # Imported by name, so that `rlhf recipes` skips the heavy imports of `rlhf run`.
             name = MODULES.get(arguments.command, arguments.command)
             command = importlib.import_module(f"flows.commands.{name}")
             return command.main(arguments)
@@ -59,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PipelineError as error:
         return _fail(error, EXIT_FAILURE, debug)
     except BrokenPipeError:
-        # `rlhf doctor | head` closes the pipe. Python would report that again at exit.
+        # `rlhf doctor | head` closes the pipe. Without this, Python reports it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILURE
     except OSError as error:
@@ -70,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Return the parser of all commands."""
     parser = _Parser(
         prog="rlhf", description="RL post-training as one resumable, reproducible pipeline"
     )

@@ -1,6 +1,6 @@
 """`rlhf diagnose`: findings about a run, in the order resources, communication, algorithm.
 
-A run that goes on is looked at as far as it is. The thresholds are those of its recipe.
+An unfinished run is diagnosed up to its current step, with the thresholds of its recipe.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from infra.tracking.history import StageHistory
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write the page and print its findings; the exit code is 0 without any."""
+    """Write the page and print its findings; the exit code is 0 if there are none."""
     home = env.home()
     history = StageHistory(open_storage(arguments.store or str(home / "store")))
     run, only = find_run(history.storage, home, arguments.run, "RUN")
@@ -43,7 +43,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _thresholds(directory: Path) -> DiagnosisConfig:
-    """Thresholds of the run's recipe; the defaults if this home has no such run."""
+    """Return the thresholds of the run's recipe, or the defaults if this home has no such run."""
     try:
         recipe = json.loads((directory / RECIPE_JSON).read_bytes())
     except FileNotFoundError:

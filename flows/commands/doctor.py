@@ -1,4 +1,4 @@
-"""`rlhf doctor`: one line per part of this machine, and one verdict."""
+"""`rlhf doctor`: one line per check of this machine, and a verdict."""
 
 import argparse
 import dataclasses
@@ -11,7 +11,7 @@ MARKS = {"ok": "ok  ", "warning": "warn", "error": "FAIL"}
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Check everything; the exit code is 1 if something that is needed is broken."""
+    """Run all checks; the exit code is 1 if a required part is broken."""
     checks: list[Check] = []
     for check in all_checks(arguments.store):
         checks.append(check)

@@ -21,7 +21,7 @@ from flows.report.engine_matrix import (
 )
 
 PIPE_WIDTH = 240
-"""Columns where no terminal says how many there are: nothing is cut."""
+"""Columns of output that is not a terminal, so that nothing is cut."""
 MEANINGS = {
     Tested.CONTRACT.value: "contract tests on CPU process groups, in continuous integration",
     Tested.ENVIRONMENT.value: "the same, inside the backend's own environment",
@@ -34,7 +34,7 @@ MEANINGS = {
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print both tables; modules that might have added rows and did not are named on stderr."""
+    """Print both tables; name external modules that cannot be imported on stderr."""
     rows, engines = list(engine_matrix(installed=True)), list(rollout_matrix(installed=True))
     if arguments.json:
         tables = {"training": rows, "rollout": engines}
@@ -80,11 +80,7 @@ def _print_table(console: Console, rows: list[MatrixRow]) -> None:
 
 
 def folded(rows: list[MatrixRow]) -> list[MatrixRow]:
-    """The rows, those that differ in nothing but the model type as one.
-
-    Returns:
-        In the order of their first ones; a joined `model_type` lists all.
-    """
+    """Join rows that differ only in the model type; the joined `model_type` lists all of them."""
     groups: dict[MatrixRow, list[str]] = {}
     for row in rows:
         groups.setdefault(replace(row, model_type=""), []).append(row.model_type)

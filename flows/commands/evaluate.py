@@ -1,7 +1,7 @@
-"""`rlhf evaluate`: a model on suites, perhaps beside another.
+"""`rlhf evaluate`: evaluate a model on suites, optionally against another model.
 
-A recipe that trains nothing, made from the command line, and run as any recipe is: what was
-measured before is reused, an interrupted evaluation goes on, MLflow and Prefect show it.
+The command builds a recipe without training and runs it like any other: finished evaluations are
+reused, interrupted ones resume, and MLflow and Prefect record it.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from infra.errors import ConfigError
 
 MAX_NAME = 48
 POLICY_PARTS = ("checkpoint", "trainer.json")
-"""File that only the directory of a policy checkpoint has."""
+"""Files that exist only in the directory of a policy checkpoint."""
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Measure, and print a table of what came out."""
+    """Evaluate the model and print a table of the scores."""
     recipe = evaluation_recipe(
         arguments.model, arguments.suites, arguments.against, arguments.overrides, arguments.seed
     )
@@ -48,16 +48,13 @@ def evaluation_recipe(
     overrides: list[str] | None = None,
     seed: int | None = None,
 ) -> Recipe:
-    """The recipe that measures a model.
+    """Return the recipe that evaluates a model (a directory, a hub id or `models:/NAME@ALIAS`).
 
     Args:
-        model: a directory, a hub id or `models:/NAME@ALIAS`.
-        suites: names of shipped ones, or YAML files.
-        overrides: `path.to.key=value`.
-        seed: of the run; None takes the default.
+        suites: names of shipped suites, or YAML files.
 
     Raises:
-        ConfigError: one line about what is wrong.
+        ConfigError: an argument is invalid.
     """
     refuse_secrets(model, "MODEL")  # before a name is made of it
     named = {suite_name(suite): suite for suite in suites}
@@ -78,12 +75,12 @@ def evaluation_recipe(
 
 
 def suite_name(suite: str) -> str:
-    """Name of a suite in a run: that of its file."""
+    """Return the name of a suite within a run, made from its file name."""
     return re.sub(r"[^a-z0-9_-]+", "_", Path(suite).stem.lower()).strip("_-") or "suite"
 
 
 def slug(model: str) -> str:
-    """A model's name as a part of a recipe's: its last words, in letters and digits."""
+    """Return the end of a model's name in characters that a recipe name allows."""
     text = re.sub(r"[^a-z0-9._]+", "-", model.removeprefix("models:/").lower())
     return text[-MAX_NAME:].strip("-._") or "model"
 

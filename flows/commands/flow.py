@@ -1,6 +1,6 @@
-"""`rlhf flow`: run a flow from a Python file.
+"""`rlhf flow`: run a flow from a Python file in this process.
 
-In this process, and with the Prefect server that `rlhf run` would use.
+It uses the same Prefect server as `rlhf run`.
 """
 
 import argparse
@@ -16,12 +16,12 @@ from infra import env
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the flow and print what came out."""
+    """Run the flow and print its outcome."""
     home = env.home()
     tell_broken_modules()
     with prefect_server(home) as server:
         use_prefect(home, server.api_url, quiet=not arguments.debug)
-        # Prefect reads those settings when it is imported: not before now.
+        # Prefect reads these settings at import time.
         own_flow: Any = importlib.import_module("flows.local.own_flow")
         own_flow.run_own_flow(arguments.flow, arguments.overrides, home, Console(), server)
     sys.stdout.flush()

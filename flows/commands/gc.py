@@ -1,7 +1,7 @@
-"""`rlhf gc`: artifacts and work files that nothing refers to; `--delete` removes them.
+"""`rlhf gc`: list artifacts and work files that nothing refers to; `--delete` removes them.
 
-Promises: what an alias of the registry points to stays, so a registry that cannot be asked ends the
-command before anything is removed; one that never was is asked nothing.
+Promises: models with an alias in the registry stay. If the registry does not answer, the command
+ends before it removes anything. A registry that was never used is not contacted.
 """
 
 import argparse
@@ -28,7 +28,7 @@ _SIZE_BYTES = {None: 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Show what goes, and remove it if asked; the exit code is 1 if some of it could not be."""
+    """List what can be removed, and remove it if asked; the exit code is 1 if a removal failed."""
     home = env.home()
     storage = open_storage(arguments.store or str(home / "store"))
     limits = limits_of(arguments.unused, arguments.max_size)
@@ -37,7 +37,7 @@ def main(arguments: argparse.Namespace) -> int:
             keep(storage.runs, name, kept=kept)
     found, done = survey(storage, storage.inventory, aliased(home), limits), None
     if arguments.delete:
-        # Only here: a look at a large store takes long, and others wait while this lasts.
+        # Only for the removal: the survey of a large store takes long, and other processes wait.
         with storage.inventory.exclusively():
             done = collect(storage, storage.inventory, found)
     lines = [json.dumps(as_json(found, done))] if arguments.json else as_text(found, done)
@@ -46,17 +46,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def limits_of(unused: str, max_size: str | None) -> Limits:
-    """The limits that a command line names.
-
-    Args:
-        unused: an age in hours or days.
-        max_size: a size; None: no limit.
-
-    Returns:
-        Both, in seconds and bytes.
+    """Parse an age (`36h`, `30d`; at least a day) and a size (`500GB`) into seconds and bytes.
 
     Raises:
-        ConfigError: one of them is none; names the argument.
+        ConfigError: a value is invalid; names the argument.
     """
     age = _AGE.fullmatch(unused)
     if age is None or int(age[1]) * _AGE_S[age[2]] < DAY_S:
@@ -69,13 +62,10 @@ def limits_of(unused: str, max_size: str | None) -> Limits:
 
 
 def keep(runs: Runs, name: str, *, kept: bool) -> None:
-    """Keep what the runs of a name used, or keep it no longer.
-
-    Args:
-        name: of a run, as `rlhf run` prints it.
+    """Set or clear the keep mark of all runs with a name, as `rlhf run` prints it.
 
     Raises:
-        ConfigError: the store knows no such run.
+        ConfigError: the store has no such run.
     """
     found = [run for run in runs.known() if run.name == name]
     if not found:
@@ -91,13 +81,13 @@ def aliased(home: Path) -> Mapping[str, str]:
     """Return the models that have an alias in the registry, by digest.
 
     Raises:
-        ServiceError: the registry does not answer, so nothing is known of it.
+        ServiceError: the registry does not answer.
     """
     address = tracking_address(home)
     tracker = TRACKERS.load("mlflow")(TrackerSettings(home, address))
     try:
         found = tracker.aliased()
-    except Exception as error:  # what a service that is away raises is its own affair
+    except Exception as error:  # the tracker's own exceptions are not known here
         raise ServiceError(
             f"{address} does not say which models bear an alias ({error}); start it, or name "
             "another one with MLFLOW_TRACKING_URI"
@@ -106,7 +96,7 @@ def aliased(home: Path) -> Mapping[str, str]:
 
 
 def as_text(found: Survey, done: Collected | None) -> Iterator[str]:
-    """For people: a line for each thing that goes, then sums."""
+    """Yield lines for a terminal: one for each thing to remove, then totals."""
     for stage in found.goes:
         size = stage.log.size_bytes + stage.work.size_bytes
         what = stage.name or "half-trained"
@@ -130,7 +120,7 @@ def as_text(found: Survey, done: Collected | None) -> Iterator[str]:
 
 
 def as_json(found: Survey, done: Collected | None) -> dict[str, object]:
-    """For machines."""
+    """Return the result as a JSON object."""
     return {
         "total_bytes": found.total_bytes,
         "freed_bytes": found.freed_bytes if done is None else done.freed_bytes,
@@ -148,7 +138,7 @@ def as_json(found: Survey, done: Collected | None) -> dict[str, object]:
 
 
 def size_text(num_bytes: int) -> str:
-    """A size as people read it."""
+    """Return a size in decimal units, e.g. `1.5 GB`."""
     value, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
     while value >= 1000 and len(units) > 1:
         value, units = value / 1000, units[1:]

@@ -1,6 +1,6 @@
-"""`rlhf merge`: a policy checkpoint as a Hugging Face directory, outside any pipeline.
+"""`rlhf merge`: write a policy checkpoint as a Hugging Face directory, without a pipeline.
 
-The same job as the stage `merge`, in a child process and over a store of its own.
+It runs the job of the stage `merge` in a child process, with a temporary store.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out).expanduser().resolve()
     check_paths(checkpoint, out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, so that the result gets its name by a rename.
+    # Beside the target, so that a rename can publish the result.
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
         merged = run_merge(
             checkpoint, Path(scratch), arguments.dtype, adapter_only=arguments.adapter_only
@@ -43,7 +43,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def check_paths(checkpoint: Path, out: Path) -> None:
-    """Refuse what is no published policy, and a target that exists.
+    """Check that the checkpoint is a published policy and that the target does not exist.
 
     Raises:
         ConfigError: names the argument.
@@ -65,14 +65,10 @@ def check_paths(checkpoint: Path, out: Path) -> None:
 def run_merge(
     checkpoint: Path, scratch: Path, dtype: Literal["float32", "bfloat16"], *, adapter_only: bool
 ) -> Path:
-    """Run the job and return its output, still inside `scratch`.
-
-    Args:
-        scratch: an empty directory.
-        adapter_only: write the adapter alone.
+    """Run the merge job in the empty directory `scratch` and return its output there.
 
     Raises:
-        JobFailedError: the job failed; its own lines are on stderr already.
+        JobFailedError: the job failed; its log is on stderr.
     """
     state = json.loads((checkpoint / "checkpoint" / "engine.json").read_text(encoding="utf-8"))
     config = MergeStageConfig(backend=state["backend"], dtype=dtype, adapter_only=adapter_only)

@@ -1,4 +1,4 @@
-"""`rlhf nightly`: recipes computed afresh, each judged; or the last night taken for right."""
+"""`rlhf nightly`: recompute recipes and judge each, or accept the last night as the baseline."""
 
 import argparse
 import importlib
@@ -22,11 +22,11 @@ def main(arguments: argparse.Namespace) -> int:
         for path in nights.accept(nights.last_night(home), names, baselines):
             sys.stdout.write(f"{path}\n")
         return 0
-    nights.load_matrix(arguments.recipes)  # before anything is started
+    nights.load_matrix(arguments.recipes)  # invalid recipes fail before a server starts
     console = Console()
     with prefect_server(home) as server:
         use_prefect(home, server.api_url, quiet=not arguments.debug)
-        # Prefect reads those settings when it is imported: not before now.
+        # Prefect reads these settings at import time.
         local_night: Any = importlib.import_module("flows.local.local_night")
         night = local_night.run_night(arguments.recipes, baselines, console, server)
     local_night.print_night(night, nights.nights_of(home) / night.name, console)

@@ -1,4 +1,4 @@
-"""`rlhf plan`: what a run would do."""
+"""`rlhf plan`: which stages a run would compute, and which it would reuse."""
 
 import argparse
 import dataclasses
@@ -25,7 +25,7 @@ WORDS: Mapping[Status, str] = {
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Look every stage up and print what was found."""
+    """Look up every stage and print the result."""
     recipe = load_recipe(arguments.recipe, arguments.overrides, seed=arguments.seed)
     tell_broken_modules()
     tokens = dict.fromkeys(filter(None, (*arguments.force, arguments.start_from)), "plan")

@@ -1,4 +1,4 @@
-"""`rlhf recipes`: the recipes that ship with this project."""
+"""`rlhf recipes`: list the recipes that ship with this project."""
 
 import argparse
 import sys
@@ -7,7 +7,7 @@ from flows.recipe.source import RECIPES_DIR, recipe_names
 
 
 def main(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command takes them)
-    """Print each recipe's name and what its leading comment says."""
+    """Print each recipe's name and its leading comment."""
     for name in recipe_names():
         sys.stdout.write(f"{name}\n")
         for line in _summary(name):
@@ -16,7 +16,6 @@ def main(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command 
 
 
 def _summary(name: str) -> list[str]:
-    """The recipe's leading comment, without the command line that opens it."""
     lines = []
     for line in (RECIPES_DIR / f"{name}.yaml").read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):

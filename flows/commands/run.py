@@ -1,8 +1,8 @@
-"""`rlhf run`: a recipe, from raw data to a promoted model.
+"""`rlhf run`: run a recipe, from raw data to a promoted model.
 
-Under `rlhf up`, where the deployment is registered, its worker does the run. Else this process
-does: with a Prefect server (PREFECT_API_URL, or the one of `rlhf up`) the run is recorded there;
-without one, a server of our own records it for as long as the run takes.
+If `rlhf up` runs and the deployment is registered, its worker executes the run. Otherwise this
+process does. It records the run at the configured Prefect server (PREFECT_API_URL, or the one of
+`rlhf up`), or else at an embedded server that lives as long as the run.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from infra.services.stack import worker_api_url
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run a recipe and print what came out."""
+    """Run a recipe and print its outcome."""
     recipe = load_recipe(arguments.recipe, arguments.overrides, seed=arguments.seed)
     run(recipe, Console(), arguments)
     sys.stdout.flush()
@@ -30,15 +30,14 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def run(recipe: Recipe, console: Console, arguments: argparse.Namespace) -> Report:
-    """Run a recipe where the command says, and print what came out.
+    """Run a recipe in the worker or in this process, and print its outcome.
 
     Args:
-        console: where the run is shown.
-        arguments: of a command: `local`, `debug` and, if it has them, `force`, `adopt` and
+        arguments: of a command, with `local`, `debug` and optionally `force`, `adopt` and
             `start_from`.
 
     Raises:
-        ConfigError: one line about what is wrong.
+        ConfigError: the recipe or an argument is invalid.
     """
     force, adopt = getattr(arguments, "force", []), getattr(arguments, "adopt", [])
     start_from = getattr(arguments, "start_from", None)
@@ -48,7 +47,7 @@ def run(recipe: Recipe, console: Console, arguments: argparse.Namespace) -> Repo
     console.print(f"{recipe.run_name}, in {recipe.home}", highlight=False, soft_wrap=True)
     with prefect_server(recipe.home) as server:
         use_prefect(recipe.home, server.api_url, quiet=not arguments.debug)
-        # Prefect reads those settings when it is imported: not before now.
+        # Prefect reads these settings at import time.
         local_run: Any = importlib.import_module("flows.local.local_run")
         served_run: Any = importlib.import_module("flows.local.served_run")
         is_served = server.api_url == worker_api_url(recipe.home) and not arguments.local

@@ -1,7 +1,7 @@
 """`rlhf up`, `rlhf down`, `rlhf status`: Prefect, its worker, the Ray head and MLflow of a home.
 
-`rlhf automations` has a Prefect server pick up runs whose process was killed; `rlhf up` does the
-same for its own.
+`rlhf automations` makes a Prefect server restart runs whose process was killed. `rlhf up` does so
+for its own server.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from infra.services.held_stages import held_stages
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Do what was asked; each says what its exit code means."""
+    """Run the given command; each command's docstring states its exit code."""
     home = env.home()
     if arguments.command == "up":
         return up(home)
@@ -31,7 +31,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def up(home: Path) -> int:
-    """Start what does not run yet, say where it answers and how other shells reach it."""
+    """Start the missing servers, and print their addresses and how other shells reach them."""
     make_place(home, "RLHF_HOME", "name another")
     stack.up(home)
     print_servers(home)
@@ -47,7 +47,7 @@ def up(home: Path) -> int:
 
 
 def down(home: Path) -> int:
-    """Stop the servers of this home; the exit code is 1 if a living run keeps some of them."""
+    """Stop the servers of this home; the exit code is 1 if a live run still uses one of them."""
     ended, kept = stack.down(home)
     sys.stdout.write(f"stopped {', '.join(ended)}\n" if ended else "nothing to stop\n")
     for server in kept:
@@ -57,14 +57,14 @@ def down(home: Path) -> int:
 
 
 def status(home: Path, store: str | None) -> int:
-    """Print servers and stages that are held; the exit code is 0 if all servers answer."""
+    """Print the servers and the stages held by a job; the exit code is 0 if all servers answer."""
     all_up = print_servers(home)
     sys.stdout.writelines(f"{line}\n" for line in held_stages(store or home / "store"))
     return 0 if all_up else 1
 
 
 def print_servers(home: Path) -> bool:
-    """Print each server of a home; says whether all of them answer."""
+    """Print each server of a home; return True if all of them answer."""
     found = stack.status(home)
     for service in found:
         pid = f"pid {service.pid}" if service.pid else ""
@@ -75,7 +75,7 @@ def print_servers(home: Path) -> bool:
 
 
 def automations(home: Path) -> int:
-    """Create or repair the automations of the configured server, else of that of `rlhf up`."""
+    """Create or repair the automations of the configured server, else of the one of `rlhf up`."""
     api_url = env.PREFECT_API_URL.get() or stack.running_prefect_url(home)
     if api_url is None:
         raise ConfigError(
@@ -91,7 +91,7 @@ def automations(home: Path) -> int:
 def print_automations(home: Path, api_url: str) -> None:
     """Create or repair the automations of a server, and print each."""
     use_prefect(home, api_url, quiet=True)
-    # Prefect reads those settings when it is imported: not before now.
+    # Prefect reads these settings at import time.
     module: Any = importlib.import_module("flows.automations")
     for each in module.apply_automations():
         change = each.change if each.enabled else f"{each.change}, paused"

@@ -1,7 +1,7 @@
-"""`rlhf show`: what a run's policy wrote, step by step, as a page that opens offline.
+"""`rlhf show`: an offline page of the samples that a run's policy wrote, step by step.
 
-A run that goes on is shown as far as it is. What is shown comes from the store: the tracking
-ledger is asked only for what a tracker calls a run.
+An unfinished run is shown up to its current step. The content comes from the store; the tracking
+ledger is read only to translate run ids of a tracker.
 """
 
 import argparse
@@ -24,7 +24,7 @@ MIN_DIGITS = 6
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write the page and say where it is."""
+    """Write the page and print its path."""
     home = env.home()
     storage = open_storage(arguments.store or str(home / "store"))
     history = StageHistory(storage)
@@ -41,7 +41,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _shown(asked: str | None, argument: str, home: Path, history: StageHistory) -> ShownRun:
-    """A run as far as it is; refused where no step kept anything."""
     run, only = find_run(history.storage, home, asked, argument)
     rounds = sorted(_rounds(history, run, only))
     shown = shown_run(run.name, [fingerprint for *_, fingerprint in rounds], history)
@@ -56,19 +55,16 @@ def _shown(asked: str | None, argument: str, home: Path, history: StageHistory) 
 def find_run(
     storage: Storage, home: Path, asked: str | None, argument: str
 ) -> tuple[KnownRun, str]:
-    """The run that a person means.
+    """Find a run; return it and the fingerprint of the stage that was asked for, empty for all.
 
     Args:
-        home: whose trackers may have called it otherwise.
-        asked: name of a run, id of its Prefect flow run, id of it or of a stage of it on a
-            tracker, or the beginning of a stage's fingerprint; None: the latest.
-        argument: that names it, for the error line.
-
-    Returns:
-        The latest such run, and the fingerprint of the one stage of it that is meant; empty: all.
+        home: its trackers' run ids are accepted, too.
+        asked: name of a run, id of its Prefect flow run, a tracker's id of the run or of one of its
+            stages, or the beginning of a stage's fingerprint; None: the latest run.
+        argument: name of the argument, for the error.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such run.
     """
     known = sorted(storage.runs.known(), key=lambda run: max(run.used_at.values(), default=0.0))
     if asked is None and known:
@@ -92,7 +88,7 @@ def find_run(
 
 
 def _rounds(history: StageHistory, run: KnownRun, only: str) -> Iterator[tuple[int, float, str]]:
-    """Number, last use and fingerprint of each round; of one that was edited, the last."""
+    """Yield number, last use and fingerprint of each round; the newest if a number occurs twice."""
     newest: dict[int, tuple[float, str]] = {}
     for fingerprint, used_at in run.used_at.items():
         if only and only != fingerprint:

@@ -1,8 +1,8 @@
 """Findings from training curves: named symptoms of RL, and a diverging loss.
 
-Promises: a pure function of what the stages committed and of thresholds. A symptom compares means
-over windows; a curve of fewer than two windows, or without the metric, says nothing.
-Does not promise that a curve without a symptom is a good one.
+Promises: pure functions of the stages' records and the thresholds. A symptom compares means over
+windows; a missing metric, or a curve of fewer than two windows, gives no finding.
+Does not promise: that a curve without a symptom is good.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,10 +32,10 @@ CURVES = {
     "response length": (LENGTH,),
     "mismatch": (MISMATCH,),
 }
-"""Metrics of each plot: the first that a run has; the KL to the reference, else to the sampler."""
+"""Metrics of each plot; the first that a run has is shown."""
 
 SOLVED = 0.95
-"""Mean score over the best one above which a task has nothing left to explore."""
+"""Mean score relative to the best score above which low entropy is no problem."""
 LOSS_GROWTH = 1.5
 
 Rounds = Sequence[StageView]
@@ -45,14 +45,9 @@ Rule = Callable[[Rounds, DiagnosisConfig], Finding | None]
 def round_findings(
     rounds: Rounds, evaluations: Mapping[str, StageView], thresholds: DiagnosisConfig
 ) -> list[Finding]:
-    """The symptoms of some rounds.
+    """Return the symptoms of the last of `rounds`, which are in order, from the first.
 
-    Args:
-        rounds: in order, from the first; the last may go on.
-        evaluations: of policies, by the label of the stage that trained them.
-
-    Returns:
-        What was found, each of the last round.
+    `evaluations` are those of policies, by the label of the stage that trained them.
     """
     if not rounds:
         return []
@@ -62,7 +57,7 @@ def round_findings(
 
 
 def loss_findings(stage: StageView, thresholds: DiagnosisConfig) -> list[Finding]:
-    """Findings of a supervised stage."""
+    """Return a finding if the loss of a supervised stage diverges."""
     _, curve = points([stage], LOSS)
     means = windows(curve, thresholds.window_num_steps)
     if len(means) < 2 or means[-1] <= LOSS_GROWTH * min(means):
@@ -80,7 +75,7 @@ def loss_findings(stage: StageView, thresholds: DiagnosisConfig) -> list[Finding
 
 
 def poisoned_findings(stage: StageView) -> list[Finding]:
-    """Updates that were left out because something was no finite number."""
+    """Return a finding if updates were skipped because of non-finite values."""
     _, curve = points([stage], POISONED)
     if not curve or not curve[-1][1]:
         return []
@@ -107,7 +102,7 @@ def _finding(
 def _ends(
     rounds: Rounds, thresholds: DiagnosisConfig, *names: str
 ) -> tuple[str, Points, list[float]]:
-    """A metric, its curve, and its windows; no window where there are fewer than two."""
+    """Return a metric, its curve, and its window means, or no means if there are fewer than two."""
     name, curve = points(rounds, *names)
     means = windows(curve, thresholds.window_num_steps)
     return name, curve, means if len(means) > 1 else []
@@ -220,7 +215,7 @@ def _no_signal(rounds: Rounds, thresholds: DiagnosisConfig) -> Finding | None:
 def _reward_hacking(
     rounds: Rounds, evaluations: Mapping[str, StageView], thresholds: DiagnosisConfig
 ) -> Finding | None:
-    """The training score rises while the held-out accuracy falls from its best before."""
+    """Detect a rising training score with a held-out accuracy below its earlier best."""
     last = evaluations.get(rounds[-1].label)
     now = last.metrics.get("accuracy") if last else None
     before = {

@@ -21,14 +21,13 @@ NEXT = {
     "reward": ("rl.reward.num_workers", "rl.reward.timeout_s"),
     "update_weights": ("rollout.transport", "rollout.lora_sync", "rollout.placement"),
 }
-"""Advice that makes a phase shorter, by phase."""
+"""Advice that shortens a phase, by phase."""
 
 
 def step_times(stage: StageView) -> dict[str, float]:
-    """Seconds of the median step by phase; what no phase names is `other`.
+    """Return the seconds of each phase in the median step, longest first; `other` is the rest.
 
-    Returns:
-        The longest first; empty without a step that was timed, and where steps have no phases.
+    Empty if no step was timed, or steps have no phases.
     """
     timed = [_times(found) for found in stage.steps.values()]
     steps = [found for found in timed if STEP in found]
@@ -48,7 +47,7 @@ def _times(found: Mapping[str, float]) -> dict[str, float]:
 
 
 def time_findings(stage: StageView, thresholds: DiagnosisConfig) -> list[Finding]:
-    """Findings about the dominant phase and about waiting."""
+    """Return findings about the dominant phase and about waiting."""
     times = step_times(stage)
     whole = sum(times.values())
     if not whole:

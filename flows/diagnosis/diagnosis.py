@@ -1,7 +1,7 @@
 """The diagnosis of a run: resources, then communication, then the algorithm.
 
-In this order, because a cause in one shows as a symptom in the next: a replica that is lost makes
-steps long, and weights that do not arrive make rewards fall.
+The order follows causes: a lost replica makes steps slow, and weights that do not arrive make
+rewards fall.
 """
 
 import re
@@ -23,12 +23,7 @@ _SEVERITIES = ("failed", "sick", "note")
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Findings about a run.
-
-    Attributes:
-        stages: that were looked at, in order.
-        findings: by area in the order of `AREAS`, the gravest first.
-    """
+    """Findings about a run, sorted by area in the order of `AREAS`, then by severity."""
 
     run: str
     stages: Sequence[StageView]
@@ -36,12 +31,12 @@ class Diagnosis:
 
     @property
     def ills(self) -> list[Finding]:
-        """Findings that are more than a note."""
+        """Findings more severe than a note."""
         return [finding for finding in self.findings if finding.severity != "note"]
 
     @property
     def verdict(self) -> str:
-        """The run in one line."""
+        """Summary of the run in one line."""
         places: dict[str, dict[str, None]] = {}
         for finding in self.ills:
             places.setdefault(finding.symptom, {})[finding.place] = None
@@ -50,11 +45,7 @@ class Diagnosis:
 
 
 def diagnose(run: str, stages: Sequence[StageView], thresholds: DiagnosisConfig) -> Diagnosis:
-    """Diagnose a run, finished or not.
-
-    Args:
-        stages: in order.
-    """
+    """Diagnose a run, finished or not; `stages` are in order."""
     found: list[Finding] = []
     for stage in stages:
         found += resource_findings(stage, thresholds)
@@ -71,7 +62,7 @@ def diagnose(run: str, stages: Sequence[StageView], thresholds: DiagnosisConfig)
 
 
 def _of_rounds(stages: Sequence[StageView], thresholds: DiagnosisConfig) -> list[Finding]:
-    """Findings of each round; later rounds are compared with accepted ones alone."""
+    """Return the findings of each round, compared only with accepted earlier rounds."""
     found: list[Finding] = []
     accepted: list[StageView] = []
     evaluations = _evaluations(stages)
@@ -89,14 +80,7 @@ def _of_rounds(stages: Sequence[StageView], thresholds: DiagnosisConfig) -> list
 
 
 def rejecting(found: Sequence[Finding], thresholds: DiagnosisConfig) -> list[Finding]:
-    """Return the findings for which a round is rejected.
-
-    Args:
-        found: of `symptoms`.
-
-    Returns:
-        In the order in which the recipe names their symptoms; of a round that counts, none.
-    """
+    """Return the findings that reject a round, in the order in which the recipe names them."""
     shown = {finding.symptom: finding for finding in found}
     return [shown[name] for name in thresholds.reject_round if name in shown]
 
@@ -104,12 +88,7 @@ def rejecting(found: Sequence[Finding], thresholds: DiagnosisConfig) -> list[Fin
 def symptoms(
     rounds: Sequence[StageView], stages: Sequence[StageView], thresholds: DiagnosisConfig
 ) -> list[Finding]:
-    """Return the findings of the last round, seen with earlier rounds and evaluations.
-
-    Args:
-        rounds: in order.
-        stages: all of the run, among which their evaluations are.
-    """
+    """Return the findings of the last of `rounds`; their evaluations are among `stages`."""
     known = {"sft", *(each.label for each in rounds)}
     evaluations = {
         of: stage
@@ -120,7 +99,6 @@ def symptoms(
 
 
 def _evaluations(stages: Sequence[StageView]) -> Mapping[str, StageView]:
-    """Evaluations, by the label of what they are of."""
     return {
         stage.config.of: stage for stage in stages if isinstance(stage.config, EvaluateStageConfig)
     }

@@ -45,27 +45,16 @@ _STAGES: dict[str, type[StageConfig]] = {
 
 
 def run_views(history: StageHistory, run: KnownRun, only: str = "") -> list[StageView]:
-    """The stages of a run, in the order in which it last asked for them.
+    """Return the stages of a run, in the order in which it last requested them.
 
-    Args:
-        only: fingerprint of the one stage that is meant; empty: all.
-
-    Returns:
-        Of a stage that was edited, the one asked for last.
+    Of several stages with one label, only the last is returned. `only` selects one by fingerprint.
     """
     asked = sorted(run.used_at, key=lambda fingerprint: run.used_at[fingerprint])
     return stage_views(history, [each for each in asked if only in {"", each}])
 
 
 def stage_views(history: StageHistory, fingerprints: Iterable[str]) -> list[StageView]:
-    """Some stages.
-
-    Args:
-        fingerprints: in order.
-
-    Returns:
-        Those that say what they are; of two with one label, the latter.
-    """
+    """Return the stages that have a readable specification; of several with one label, the last."""
     views = (_view(history, fingerprint) for fingerprint in fingerprints)
     newest: dict[str, StageView] = {}
     for view in views:
@@ -76,7 +65,7 @@ def stage_views(history: StageHistory, fingerprints: Iterable[str]) -> list[Stag
 
 
 def _view(history: StageHistory, fingerprint: str) -> StageView | None:
-    """A stage; None where no attempt left a specification that this code can read."""
+    """Read a stage; None if no attempt left a specification that this code can read."""
     spec = history.specification(fingerprint)
     if spec is None or spec.stage not in _STAGES:
         return None

@@ -9,20 +9,19 @@ from engines.config.stages.base import StageConfig
 from infra.store.work_channel import JobProblem
 
 Area = Literal["resources", "communication", "algorithm"]
-"""In the order in which they are looked at: a cause in one shows as a symptom in the next."""
+"""In the order of diagnosis, in which causes come before their symptoms."""
 Severity = Literal["failed", "sick", "note"]
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A number that was found.
+    """A recorded number or mean of a window, optionally with an earlier value to compare.
 
     Attributes:
         metric: its name in the journal or the commit record.
-        value: as it was recorded, or the mean of a window.
-        step: the last one that it speaks of; None where it belongs to no step.
-        was: the earlier value beside which it stands; None where there is none.
-        was_step: the last one that the earlier value speaks of; None as of `step`.
+        step: last step of the value; None if it belongs to no step.
+        was: the earlier value, if any.
+        was_step: last step of the earlier value.
         was_in: label of the stage of the earlier value.
     """
 
@@ -46,15 +45,12 @@ def _at(step: int | None) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something worth knowing.
+    """One finding about a stage.
 
     Attributes:
-        area: where it belongs.
-        stage: label of the stage that shows it.
-        text: what was found, in words.
-        next: what to try first, and then.
-        severity: `failed` ended the stage, `sick` crosses a threshold, `note` is only told.
-        rejected: whether the stage is a round from which nothing follows.
+        next: what to try, most promising first.
+        severity: `failed` ended the stage, `sick` crosses a threshold, `note` is information.
+        rejected: True if the stage is a round whose policy was rejected.
     """
 
     area: Area
@@ -68,24 +64,21 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """The stage, and whether it was rejected."""
+        """Label of the stage, marked if it was rejected."""
         return f"rejected {self.stage}" if self.rejected else self.stage
 
 
 @dataclass(frozen=True)
 class StageView:
-    """Journal and commit of a stage, as far as it has come.
+    """Journal and commit of a stage up to its current step; fields of the commit are empty before.
 
     Attributes:
-        label: within the run.
         steps: metrics by step.
-        messages: lines for people, oldest first.
-        problem: why its newest attempt ended without a commit; None: it did not say so.
-        phase: of its last sign of life; empty where there is none.
-        is_gone: it has no commit, said nothing, and its process is certainly dead.
-        is_committed: it is done.
-        metrics: of its commit; empty before.
-        seconds: of its job's phases, the same.
+        messages: log lines, oldest first.
+        problem: error of the newest attempt, if it ended without a commit and reported one.
+        phase: of the last heartbeat; empty if there is none.
+        is_gone: True without a commit or a reported error if its process is certainly dead.
+        seconds: time of each phase of the committed job.
     """
 
     label: str
@@ -101,23 +94,18 @@ class StageView:
 
     @property
     def last_step(self) -> int | None:
-        """The last step with metrics."""
+        """Last step with metrics."""
         return max(self.steps, default=None)
 
 
 Points = Sequence[tuple[int, float]]
-"""Values of one metric: (step, value), ascending, all finite."""
+"""Values of one metric as (step, value), ascending by step, all finite."""
 
 
 def points(views: Sequence[StageView], *names: str) -> tuple[str, Points]:
-    """One curve over some stages.
+    """Return the name and the finite points of the first of `names` that any step has.
 
-    Args:
-        views: in order.
-        *names: metrics, of which the first that any step has is taken.
-
-    Returns:
-        The metric, empty if there is none, and its finite points.
+    The name is empty if no step has one of them.
     """
     values = {step: found for view in views for step, found in view.steps.items()}
     for name in names:
@@ -128,30 +116,17 @@ def points(views: Sequence[StageView], *names: str) -> tuple[str, Points]:
 
 
 def windows(curve: Points, num_steps: int) -> list[float]:
-    """Means over windows that do not overlap, aligned to the end of a curve.
-
-    Returns:
-        Oldest first; fewer than two say nothing.
-    """
+    """Return means over non-overlapping windows aligned to the end of a curve, oldest first."""
     values = [value for _, value in curve]
     ends = range(len(values), num_steps - 1, -num_steps)
     return [sum(values[end - num_steps : end]) / num_steps for end in reversed(ends)]
 
 
 def compared(views: Sequence[StageView], metric: str, num_steps: int, earlier: int = 0) -> Evidence:
-    """The last window of a curve beside an earlier one.
-
-    Args:
-        views: in order.
-        metric: of the curve, which has two windows or more.
-        earlier: index of the other window, oldest first.
-
-    Returns:
-        Both means, each with the last step of its window.
-    """
+    """Compare a curve's last window with the one at index `earlier`; there must be at least two."""
     _, curve = points(views, metric)
     means = windows(curve, num_steps)
     step, _ = curve[len(curve) - 1 - num_steps * (len(means) - 1 - earlier)]
-    # Of two views that have a step, `points` takes the latter.
+    # `points` takes a step from the last view that has it.
     place = next(view.label for view in reversed(views) if step in view.steps)
     return Evidence(metric, means[-1], curve[-1][0], means[earlier], step, place)

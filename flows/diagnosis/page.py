@@ -1,7 +1,6 @@
-"""A diagnosis for people: a page that opens offline, Markdown for a run page, lines for a terminal.
+"""Renders a diagnosis as an offline HTML page, as Markdown for the run page and as terminal text.
 
-Promises: the page has no script and no resource outside it; whatever a log or an error says is
-shown as text.
+Promises: the page has no script and no external resource; text of logs and errors is escaped.
 """
 
 import re
@@ -26,7 +25,7 @@ SHOWN = {
     "seconds of a step": (STEP,),
     "peak memory, GB": (PEAK_MEMORY,),
 }
-"""Metrics by title of their plot."""
+"""Metrics by the title of their plot."""
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 260, 110, 46, 16
 _STYLE = """
 body { margin: 0 auto; max-width: 1100px; padding: 12px 20px; color: #0f172a; background: #f8fafc;
@@ -55,11 +54,7 @@ def write_diagnosis(diagnosis: Diagnosis, directory: Path) -> Path:
 
 
 def told_verdict(run: str, directory: Path) -> str:
-    """Read the last diagnosis that was written, as text.
-
-    Returns:
-        Each symptom with its stages.
-    """
+    """Return the symptoms of the last written diagnosis and their stages, as text."""
     try:
         first = (directory / DIAGNOSIS_MD).read_text("utf-8").partition("\n")[0]
     except FileNotFoundError:
@@ -68,7 +63,7 @@ def told_verdict(run: str, directory: Path) -> str:
 
 
 def html_page(diagnosis: Diagnosis) -> str:
-    """The page."""
+    """Return the page as HTML."""
     plots = "".join(
         f"<div><b>{escape(title)}</b>{_plot(curve)}</div>"
         for title, names in SHOWN.items()
@@ -88,14 +83,7 @@ def html_page(diagnosis: Diagnosis) -> str:
 
 
 def markdown(diagnosis: Diagnosis, path: Path) -> str:
-    """Return the diagnosis as the run page shows it.
-
-    Args:
-        path: where the page is.
-
-    Returns:
-        Markdown, in which what was said is code that it cannot end.
-    """
+    """Return the diagnosis as Markdown for the run page, with text of logs escaped as code."""
     lines = [f"# {diagnosis.verdict}", "", f"With curves: [{path}]({path.as_uri()})", ""]
     for area, found in _areas(diagnosis):
         lines += [f"## {area}", ""]
@@ -111,7 +99,7 @@ def markdown(diagnosis: Diagnosis, path: Path) -> str:
 
 
 def text(diagnosis: Diagnosis) -> str:
-    """Return the diagnosis as the terminal shows it."""
+    """Return the diagnosis as text for the terminal."""
     lines = [diagnosis.verdict]
     for area, found in _areas(diagnosis):
         lines += ["", area]
@@ -129,7 +117,7 @@ def _areas(diagnosis: Diagnosis) -> list[tuple[str, list[Finding]]]:
 
 
 def _curve(diagnosis: Diagnosis, names: Sequence[str]) -> Points:
-    """Over all rounds; of what no round has, over the others, which count their steps anew."""
+    """Return the points over all rounds, or over the other stages if no round has the metric."""
     rounds = [view for view in diagnosis.stages if isinstance(view.config, RLRoundStageConfig)]
     return (
         points(rounds, *names)[1]
@@ -153,7 +141,6 @@ def _article(finding: Finding) -> str:
 
 
 def _plot(curve: Points) -> str:
-    """A line with the ends of its axes."""
     steps, values = [step for step, _ in curve], [value for _, value in curve]
     low, high = min(values), max(values)
     span_x, span_y = max(1, steps[-1] - steps[0]), (high - low) or 1.0

@@ -29,12 +29,12 @@ NEXT = {
         "training.dtype float32",
     ),
 }
-"""Advice by cause of a failure; out of memory depends on the stage and has its own."""
+"""Advice by cause of a failure; for out of memory it depends on the stage."""
 ANY_NEXT = ("the error and the end of the job's log", "the same command resumes")
 
 
 def failure(stage: StageView) -> Finding | None:
-    """Why a stage ended without a commit; None of one that was committed, or that runs."""
+    """Return why a stage ended without a commit; None if it is committed or running."""
     at = tuple(Evidence(PEAK_MEMORY, value, step) for step, value in _memory(stage)[-1:])
     if stage.problem is None:
         if not stage.is_gone:
@@ -57,7 +57,7 @@ def failure(stage: StageView) -> Finding | None:
 
 
 def resource_findings(stage: StageView, thresholds: DiagnosisConfig) -> list[Finding]:
-    """How memory went, and which replicas were lost; after `failure`."""
+    """Return the stage's failure, growth of its memory and lost replicas."""
     found = [each for each in (failure(stage), _growth(stage, thresholds)) if each is not None]
     _, restarts = points([stage], RESTARTS)
     if restarts and restarts[-1][1]:

@@ -1,1 +1,1 @@
-"""A run in this process, watched from a terminal."""
+"""Runs that a command shows on the terminal."""

@@ -1,6 +1,6 @@
-"""A pipeline run on the terminal: one line per step, a bar per stage, a table at the end.
+"""Shows a pipeline run on the terminal: a line per step, a bar per stage, a table at the end.
 
-Promises: plain, readable lines when the output is no terminal; nothing here can fail a run.
+Promises: plain lines if the output is no terminal; an error here cannot fail a run.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,7 @@ LABEL_WIDTH = 19
 
 
 class TerminalDisplay:
-    """A `tasks.runner.stage.StageObserver` on the terminal.
-
-    Args:
-        console: where to write.
-    """
+    """A `tasks.runner.stage.StageObserver` that writes to the terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -38,29 +34,29 @@ class TerminalDisplay:
         self._bar: TaskID | None = None
 
     def stage_started(self, label: str, fingerprint: str) -> None:
-        """A stage is looked up; its bar appears with its first progress record."""
+        """Remove the bar of the stage before; a new one appears with the first progress record."""
         self._end_bar()
 
     def message(self, label: str, text: str) -> None:
-        """Something happened to a stage's job."""
+        """Print a line about a stage's job."""
         self._say(label, text)
 
     def record(self, label: str, record: JournalRecord) -> None:
-        """One journal record of a running stage: its message as a line, its progress as a bar."""
+        """Show a journal record of a running stage: message as a line, progress as a bar."""
         if record.message:
             self._say(label, record.message)
         if record.kind == "progress" and record.done is not None and record.total:
             self._show_bar(label, record.done, record.total)
 
     def stage_finished(self, result: StageResult) -> None:
-        """One line that sums the stage up."""
+        """Print a line that summarizes the stage."""
         self._end_bar()
         done = "reused" if result.reused else f"ran in {result.wall_s:.1f} s"
         parts = [done, f"digest {result.digest[:DIGEST_DIGITS]}", headline_metric(result.metrics)]
         self._say(result.label, ", ".join(part for part in parts if part))
 
     def close(self) -> None:
-        """Leave the terminal in order."""
+        """Stop the live display."""
         self._end_bar()
         self._progress.stop()
 
@@ -83,7 +79,7 @@ class TerminalDisplay:
 
 
 def summary_table(stages: Sequence[StageReport]) -> Table:
-    """Stage, ran or reused, seconds, digest, headline metric."""
+    """Return a table of stage, state, seconds, digest and headline metric."""
     table = Table(show_edge=False, pad_edge=False)
     for column in ("stage", "", "seconds", "digest", "metric"):
         table.add_column(column, justify="right" if column == "seconds" else "left")

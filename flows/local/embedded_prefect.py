@@ -1,10 +1,10 @@
-"""A Prefect server of our own for the `rlhf run`s of a home, where no server is configured.
+"""An embedded Prefect server for the runs of a home, used if no server is configured.
 
-Prefect can start such a server itself, but only after its import, and with its log on our
-terminal. Ours starts at once, loads while we load, and logs to a file.
-Promises: history stays in `<home>/prefect` from run to run; runs at one time share one server; it
-ends with the last of them, also if they were killed; a run that was killed under an earlier
-server is *Crashed* in the history; nothing is sent to third parties.
+Prefect can start such a server itself, but only after its import, and with its log on the terminal.
+This one starts early, loads while this process loads, and logs to a file.
+Promises: the history in `<home>/prefect` persists. Concurrent runs share one server, which ends
+with the last of them, even if they were killed. A run that was killed under an earlier server
+becomes *Crashed* in the history. Telemetry is off.
 """
 
 import contextlib
@@ -29,13 +29,12 @@ NAME = "prefect-embedded"
 
 @dataclass(frozen=True)
 class PrefectServer:
-    """The server of a run.
+    """The Prefect server of a run.
 
     Attributes:
-        api_url: where it answers.
-        wait: returns when it answers, or raises ServiceError or DeadlineError.
-        lasting: whether it is there after the run.
-        history_is_dead: whether no run in its database can be alive.
+        wait: returns when it answers; raises ServiceError or DeadlineError.
+        lasting: True if it outlives the run.
+        history_is_dead: True if no run in its database can be alive.
     """
 
     api_url: str
@@ -46,14 +45,7 @@ class PrefectServer:
 
 @contextlib.contextmanager
 def prefect_server(home: Path) -> Iterator[PrefectServer]:
-    """The configured server, else the one of `rlhf up`, else one for the runs of this home.
-
-    Args:
-        home: where the servers are recorded.
-
-    Yields:
-        PrefectServer: the server; an embedded one may not answer yet.
-    """
+    """Yield the configured server, else that of `rlhf up`, else an embedded one."""
     api_url = env.PREFECT_API_URL.get() or running_prefect_url(home)
     if api_url:
         check_answers(api_url)
@@ -65,14 +57,7 @@ def prefect_server(home: Path) -> Iterator[PrefectServer]:
 
 @contextlib.contextmanager
 def embedded_prefect(home: Path) -> Iterator[PrefectServer]:
-    """Start a server or share the one that runs, without waiting for it, and leave it at the end.
-
-    Args:
-        home: its database is in `<home>/prefect`.
-
-    Yields:
-        PrefectServer: the server; it may not answer yet.
-    """
+    """Start or join an embedded server, which may not answer yet, and leave it at the end."""
     try:
         with servers.lock(home, NAME):
             record = servers.load(home, NAME)
@@ -95,16 +80,16 @@ def embedded_prefect(home: Path) -> Iterator[PrefectServer]:
 
 
 def check_answers(api_url: str) -> None:
-    """Refuse a configured server that is not there, before anything is started.
+    """Check that a configured server answers, before anything is started.
 
     Raises:
-        ServiceError: nothing answers.
+        ServiceError: it does not answer.
     """
     try:
         with urllib.request.urlopen(f"{api_url}/health", timeout=10.0):  # noqa: S310  the user's own address
             return
     except urllib.error.HTTPError:
-        return  # it answers; what it thinks of our credentials Prefect will say
+        return  # it answers; Prefect reports wrong credentials itself
     except (OSError, ValueError) as error:
         raise ServiceError(
             f"the Prefect server at {api_url} does not answer ({error}); start it, or unset "
@@ -113,14 +98,7 @@ def check_answers(api_url: str) -> None:
 
 
 def server_command(home: Path) -> ServerCommand:
-    """Command of the Prefect server, without the start-up of `prefect server start`.
-
-    Args:
-        home: its database is in `<home>/prefect`.
-
-    Returns:
-        The command, on a port that is free now.
-    """
+    """Return the server's command on a free port, without the cost of `prefect server start`."""
     port = pick_ports(1)[0]
     url = f"http://127.0.0.1:{port}/api"
     prefect_home = home / "prefect"
@@ -146,11 +124,9 @@ def server_command(home: Path) -> ServerCommand:
 
 
 def use_prefect(home: Path, api_url: str, *, quiet: bool) -> None:
-    """Set what Prefect reads when it is imported; to be called before.
+    """Set the variables that Prefect reads at import; call it before Prefect is imported.
 
-    Args:
-        home: results are kept in `<home>/prefect`.
-        quiet: keep Prefect's lines off the terminal; they still reach the run page.
+    `quiet` keeps Prefect's log off the terminal; it still reaches the run page.
     """
     settings = {
         env.PREFECT_API_URL: api_url,

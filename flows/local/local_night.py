@@ -1,4 +1,4 @@
-"""A night's flow in this process, watched from a terminal."""
+"""Runs the nightly flow in this process and shows it on the terminal."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,13 +19,7 @@ from infra import env
 def run_night(
     recipes: Sequence[str], baselines: Path, console: Console, prefect: PrefectServer
 ) -> Night:
-    """Run the flow here.
-
-    Args:
-        recipes: shipped names or YAML files; empty for the shipped matrix.
-        console: where the runs are shown.
-        prefect: the server that keeps the history.
-    """
+    """Run the flow in this process; without `recipes`, it runs the shipped matrix."""
     home = env.home()
     display = TerminalDisplay(console)
     show_warnings(console)
@@ -44,11 +38,7 @@ def run_night(
 
 
 def print_night(night: Night, directory: Path, console: Console) -> None:
-    """One line for each recipe, and where the report is.
-
-    Args:
-        console: where to print.
-    """
+    """Print a line for each recipe, and the path of the report."""
     console.print()
     for outcome in night.outcomes:
         verdict = outcome.verdict

@@ -1,4 +1,4 @@
-"""The pipeline's flow in this process, watched from a terminal."""
+"""Runs the pipeline's flow in this process and shows it on the terminal."""
 
 import logging
 from collections.abc import Iterator
@@ -35,11 +35,7 @@ UNFINISHED = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
 
 
 def run_locally(asked: AskedRun, console: Console, prefect: PrefectServer) -> Report:
-    """Run the flow here; Ray starts beside Prefect if some stage has to run.
-
-    Args:
-        console: where the run is shown.
-        prefect: the server that keeps the history.
+    """Run the flow in this process; if a stage has to run, Ray starts while Prefect does.
 
     Raises:
         ConfigError: a job refused its input.
@@ -53,16 +49,7 @@ def run_locally(asked: AskedRun, console: Console, prefect: PrefectServer) -> Re
 
 @contextmanager
 def watched(cluster: LazyCluster, console: Console, prefect: PrefectServer) -> Iterator[None]:
-    """Show a flow of this process in the terminal.
-
-    Args:
-        cluster: its Ray; released at the end.
-        console: where its stages are shown.
-        prefect: the server that keeps the history.
-
-    Yields:
-        None: for as long as the flow runs.
-    """
+    """Show a flow of this process on the terminal; release `cluster` at the end."""
     display = TerminalDisplay(console)
     show_warnings(console)
     resetter = SURROUNDINGS.set(Surroundings(observer=display, cluster=cluster))
@@ -72,7 +59,7 @@ def watched(cluster: LazyCluster, console: Console, prefect: PrefectServer) -> I
             crash_dead_runs()
         yield
     finally:
-        # The flow released it, if it came so far.
+        # The flow releases it too, unless it failed before that.
         cluster.release()
         SURROUNDINGS.reset(resetter)
         display.close()
@@ -80,7 +67,7 @@ def watched(cluster: LazyCluster, console: Console, prefect: PrefectServer) -> I
 
 
 def crash_dead_runs() -> None:
-    """Mark flow runs as crashed that a stopped server left in a running state."""
+    """Mark flow runs as crashed that a stopped server left in an unfinished state."""
     running = FlowRunFilterState(type=FlowRunFilterStateType(any_=UNFINISHED))
     with get_client(sync_client=True) as client:
         for run in client.read_flow_runs(flow_run_filter=FlowRunFilter(state=running)):
@@ -90,8 +77,6 @@ def crash_dead_runs() -> None:
 
 
 class _ConsoleHandler(logging.Handler):
-    """Log records as lines above the progress bar."""
-
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
         self._console = console
@@ -104,11 +89,7 @@ class _ConsoleHandler(logging.Handler):
 
 
 def show_warnings(console: Console) -> None:
-    """Print our own warnings: Prefect's logging, set to be quiet here, would swallow them.
-
-    Args:
-        console: where to print.
-    """
+    """Print the warnings of the project's packages, which Prefect's quiet logging would hide."""
     for package in ("engines", "flows", "infra", "tasks"):
         logger = logging.getLogger(package)
         logger.handlers = [_ConsoleHandler(console)]
@@ -116,7 +97,7 @@ def show_warnings(console: Console) -> None:
 
 
 def drain_prefect() -> None:
-    """Send what Prefect still holds back, while its server is there to take it."""
+    """Send Prefect's buffered events and log lines while its server still runs."""
     EventsWorker.drain_all(timeout=DRAIN_DEADLINE_S, at_exit=False)
     APILogWorker.drain_all(timeout=DRAIN_DEADLINE_S, at_exit=False)
 
@@ -124,12 +105,7 @@ def drain_prefect() -> None:
 def print_outcome(
     report: Report, recipe: Recipe, prefect_url: str | None, console: Console
 ) -> None:
-    """Print the outcome and where to find more.
-
-    Args:
-        prefect_url: API address of a server that is still there; None if it was for this run.
-        console: where to print.
-    """
+    """Print the outcome and links; `prefect_url` is None if the server ends with the run."""
     print_report(report, recipe.home, console)
     hints = (
         f"MLflow      {mlflow_hint(recipe)}",
@@ -140,11 +116,7 @@ def print_outcome(
 
 
 def print_report(report: Report, home: Path, console: Console) -> None:
-    """The table of stages, the accuracies, and where the report is.
-
-    Args:
-        console: where to print.
-    """
+    """Print the table of stages, the accuracies, and the path of the report."""
     console.print()
     console.print(summary_table(report.stages))
     console.print()
@@ -159,13 +131,13 @@ def print_report(report: Report, home: Path, console: Console) -> None:
 
 
 def mlflow_hint(recipe: Recipe) -> str:
-    """How to look at the run in MLflow."""
+    """Return how to open the run in MLflow."""
     uri = tracking_uri(recipe.location)
     return uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
 
 
 def prefect_hint(recipe: Recipe, prefect_url: str | None) -> str:
-    """How to look at the run in Prefect."""
+    """Return how to open the run in Prefect."""
     if prefect_url:
         return prefect_url.removesuffix("/api")
     return f"PREFECT_HOME={recipe.home / 'prefect'} prefect server start"

@@ -1,7 +1,7 @@
-"""Run a flow from a Python file in this process, and show it in the terminal.
+"""Runs a flow from a Python file in this process and shows it on the terminal.
 
-Promises: the file is executed once, as Prefect's worker executes it for a deployment; what it can
-import is what `python FILE` could. Does not promise that the flow uses our stages.
+Promises: the file is executed once, as Prefect's worker does for a deployment, and can import what
+`python FILE` could. Does not promise that the flow uses the stages of this project.
 """
 
 import importlib.util
@@ -24,13 +24,7 @@ from infra.errors import ConfigError
 def run_own_flow(
     entrypoint: str, overrides: Sequence[str], home: Path, console: Console, prefect: PrefectServer
 ) -> None:
-    """Run the flow, and print what came out if it returns the report of its run.
-
-    Args:
-        entrypoint: a Python file, or `FILE:FLOW`.
-        overrides: what the flow is called with; with none it is called without arguments.
-        console: where the run is shown.
-        prefect: the server that keeps the history.
+    """Run the flow, and print its result if that is a `Report`; `overrides` is its argument.
 
     Raises:
         ConfigError: there is no such flow, or it refused its recipe.
@@ -43,10 +37,7 @@ def run_own_flow(
 
 
 def load_own_flow(entrypoint: str) -> Flow[..., Any]:
-    """The flow of a file.
-
-    Args:
-        entrypoint: a Python file with one flow, or `FILE:FLOW`.
+    """Load the flow of a Python file with one flow, or of `FILE:FLOW`.
 
     Raises:
         ConfigError: there is no such file or flow.
@@ -67,7 +58,7 @@ def load_own_flow(entrypoint: str) -> Flow[..., Any]:
 
 
 def _executed(file: Path) -> ModuleType:
-    """A module of a file, whose neighbours it may import."""
+    """Execute a file as a module that can import its neighbours."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
         raise ConfigError("FLOW", f"got {file.name!r}; need a Python file, which ends in .py")

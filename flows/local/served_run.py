@@ -1,11 +1,11 @@
-"""A run that the worker of `rlhf up` does, watched from a terminal.
+"""Runs a recipe in the worker of `rlhf up` and shows it on the terminal.
 
-Promises: the run is one of the deployment, so Prefect's page of it has *Retry* and *Cancel*; its
-log lines come out here; Ctrl-C cancels it and waits for that, any other end of this process
-leaves it alone; a run that crashes is watched on while it may be started again by itself
-(`flows.automations`); what ends it is told as if it had run here.
-Does not promise: a deployment. One of another checkout, or that no worker of this home serves,
-is none.
+Promises: the run belongs to the deployment, so its Prefect page offers *Retry* and *Cancel*. Ctrl-C
+cancels the run and waits until it ended; any other end of this process leaves it running. A crashed
+run is followed while it may be restarted (`flows.automations`). Its errors are raised as if it had
+run in this process.
+Does not promise: a deployment. One of another checkout, or without a worker of this home, is not
+used.
 """
 
 import logging
@@ -48,26 +48,19 @@ HINT = (
     "Retry; `PREFECT_API_URL={url} prefect --no-prompt deploy --all` in {checkout} registers one"
 )
 GIVEN_UP_S = STRANDED_S + 25
-"""A crashed run that was not restarted for this long is given up."""
+"""A crashed run that is not restarted within this time is given up."""
 LATE = timedelta(seconds=10)
-"""A line may reach the server so long after one that was written later."""
+"""Maximum delay of a log line relative to a later one."""
 PAGE = 200
 SHOWN_LOGGERS = frozenset({"prefect.flow_runs", "prefect.task_runs"})
-"""Loggers whose lines are shown: the flow and its stages, not the worker."""
+"""Loggers that are shown: those of the flow and its stages, not the worker's."""
 FAILED = "Flow run encountered an exception: "
-"""How Prefect begins to tell of an error, before its type and text."""
+"""Start of Prefect's message about an error; the error's type and text follow."""
 OF_THE_USER = {kind.__name__ for kind in (ConfigError, UnknownPluginError)}
 
 
 def find_deployment(checkout: Path = CHECKOUT) -> UUID | None:
-    """The deployment of this code at the configured server.
-
-    Args:
-        checkout: where its workers have to read the code.
-
-    Returns:
-        Its id; None if there is none, or its code is another's.
-    """
+    """Return the id of the deployment whose workers read the code from `checkout`, or None."""
     with get_client(sync_client=True) as client:
         try:
             found = client.read_deployment_by_name(DEPLOYMENT)
@@ -79,15 +72,7 @@ def find_deployment(checkout: Path = CHECKOUT) -> UUID | None:
 
 
 def find_or_hint(console: Console, checkout: Path = CHECKOUT) -> UUID | None:
-    """Find the deployment; without one, print how to make it.
-
-    Args:
-        console: where to say it.
-        checkout: as of `find_deployment`.
-
-    Returns:
-        The id, or None.
-    """
+    """Return the id of the deployment; without one, print how to register it and return None."""
     found = find_deployment(checkout)
     if found is None:
         hint = HINT.format(checkout=checkout, url=PREFECT_API_URL.value())
@@ -96,15 +81,12 @@ def find_or_hint(console: Console, checkout: Path = CHECKOUT) -> UUID | None:
 
 
 def run_served(asked: AskedRun, deployment: UUID, console: Console) -> Report:
-    """Ask the worker for a run, and follow it to its end.
-
-    Args:
-        console: where the run is shown.
+    """Start a run in the worker, and follow it to its end.
 
     Raises:
         ConfigError: a job refused its input.
         PipelineError: the run did not complete.
-        ServiceError: the server does not answer any more.
+        ServiceError: the server stopped answering.
     """
     with get_client(sync_client=True) as client:
         try:
@@ -132,11 +114,7 @@ def run_served(asked: AskedRun, deployment: UUID, console: Console) -> Report:
 
 
 def failure_of(state: State) -> PipelineError:
-    """Return the error that ended the run in the worker.
-
-    Args:
-        state: in which the run ended, not completed.
-    """
+    """Return the error that ended the run in the worker."""
     message = state.message or ""
     kind, _, told = message.removeprefix(FAILED).partition(": ")
     if not message.startswith(FAILED):
@@ -153,22 +131,16 @@ def _follow(client: SyncPrefectClient, run: FlowRun, console: Console) -> State:
             time.sleep(POLL_S)
     except KeyboardInterrupt:
         console.print("cancelling the run", highlight=False)
-        # Without force: what did not begin yet is cancelled by the server itself.
+        # Without force, the server itself cancels a run that did not begin.
         client.set_flow_run_state(run.id, Cancelling(message="Ctrl-C"))
         wait_for(shown.end, f"run {run.name} to be cancelled", CANCEL_DEADLINE_S, POLL_S)
         raise
     time.sleep(POLL_S)
-    shown.end()  # the last lines come after the end
+    shown.end()  # the last log lines arrive after the final state
     return state
 
 
 class _Shown:
-    """The part of a flow run that was shown.
-
-    Args:
-        console: where to show it.
-    """
-
     def __init__(self, client: SyncPrefectClient, run: UUID, console: Console) -> None:
         self._client, self._run, self._console = client, run, console
         self._state = ""
@@ -176,7 +148,7 @@ class _Shown:
         self._newest: datetime | None = None
 
     def end(self) -> State | None:
-        """Show what is new; the state in which the run ended, None while it goes on."""
+        """Print what is new; return the final state, or None while the run continues."""
         state = self._client.read_flow_run(self._run).state
         if state is None:
             return None
@@ -192,7 +164,7 @@ class _Shown:
         return state if state.is_final() and (rests or not state.is_crashed()) else None
 
     def _logs(self) -> list[Log]:
-        """Lines that may be new, oldest first."""
+        """Return lines that may be new, oldest first."""
         newest, found = self._newest, list[Log]()
         since = LogFilterTimestamp.model_validate({"after_": newest - LATE}) if newest else None
         which = LogFilter(

@@ -1,7 +1,7 @@
-"""Measurements of a recipe: those of one night, and those of a baseline.
+"""Measurements of a recipe, of one night or of a baseline.
 
-A baseline is a measurement of several runs, under version control as `<baselines>/<recipe>.json`:
-digests and what they were made from are those of its newest run, the figures are of all of them.
+A baseline covers several runs and is under version control as `<baselines>/<recipe>.json`. Its
+digests and their inputs are those of the newest run; its measured values are those of all runs.
 """
 
 import json
@@ -17,20 +17,19 @@ from infra.frozen_model import FrozenModel
 from infra.store.atomic import atomic_write_bytes
 
 MAX_RUNS = 10
-"""Runs that a baseline keeps; older ones are dropped."""
+"""Number of runs that a baseline keeps; older ones are dropped."""
 
 
 class Machine(FrozenModel):
-    """Machine of a run, as far as it can change numbers or speed."""
+    """Machine of a run, as far as it can change results or speed."""
 
     platform: str
     device_kind: str
     processor: str
-    """Processor of the host that asks; nodes of a cluster are not looked at."""
+    """Processor of the host of the driver; nodes of a cluster are not inspected."""
     num_cores: int
     memory_gib: int
     system: str
-    """Operating system and architecture."""
 
     @property
     def kind(self) -> tuple[str, ...]:
@@ -42,67 +41,63 @@ class Machine(FrozenModel):
 
 
 class Made(FrozenModel):
-    """Output of a stage, and what it was made from besides outputs of other stages."""
+    """Output of a stage, and its inputs besides outputs of other stages."""
 
     digest: str
     settings: str
-    """sha256 of those that count."""
+    """sha256 of the settings that can change a result."""
     sources: str
-    """The first stage that ran the same sources: a key of `Measurement.sources`."""
+    """The first stage with the same sources; a key of `Measurement.sources`."""
     libraries: dict[str, str | None]
     """Versions by distribution, and of Python."""
     data: dict[str, str] = {}
-    """Digests of what it read from outside the pipeline."""
+    """Digests of inputs from outside the pipeline."""
 
 
 class Observed(FrozenModel):
-    """The figures of a stage in one run; what it does not have is empty or None."""
+    """Measured values of a stage in one run; missing ones are empty or None."""
 
     model_config = ConfigDict(ser_json_inf_nan="strings")
 
     curve: tuple[float, ...] = ()
-    """Mean reward of each RL step, or loss of each supervised one."""
+    """Mean reward of each RL step, or loss of each supervised step."""
     accuracy: float | None = None
     accuracy_room: float = 0.0
-    """Half the width of its own 95 % interval."""
+    """Half the width of the 95 % confidence interval."""
     tokens_per_s: float | None = None
-    """Median over the steps, of one rank."""
+    """Median over the steps, per rank."""
     peak_bytes: float | None = None
-    """Memory, as the training engine reports it."""
+    """Peak memory, as the training engine reports it."""
 
 
 class Run(FrozenModel):
-    """One night's figures."""
+    """Measured values of one night."""
 
     night: str
     stages: dict[str, Observed]
 
 
 class Measurement(FrozenModel):
-    """One recipe: where, from what, and what came out."""
+    """Inputs, outputs and measured values of one recipe."""
 
     schema_version: int = 1
     recipe: str
     machine: Machine
     settings: dict[str, Any]
-    """Settings that can change a number, by dotted path."""
+    """Settings that can change a result, by dotted path."""
     stages: dict[str, Made]
     """Stages in order; the digest of an unfinished one is empty."""
     sources: dict[str, dict[str, str]]
-    """sha256 (16 digits) by file, of what each stage reaches."""
+    """sha256 (16 digits) by file, for each group of stages with the same sources."""
     runs: tuple[Run, ...]
     """Oldest first."""
     stopped_at: str = ""
-    """The stage that did not end; empty if all did."""
+    """Label of the stage that did not finish; empty if all did."""
     problem: str = ""
-    """Why, in one line."""
 
 
 def read_baseline(directory: Path, recipe: str) -> Measurement | None:
-    """Stored measurements of a recipe.
-
-    Returns:
-        The baseline; None if there is none.
+    """Read the baseline of a recipe; None if there is none.
 
     Raises:
         ConfigError: it is damaged.
@@ -119,7 +114,7 @@ def read_baseline(directory: Path, recipe: str) -> Measurement | None:
 
 
 def write_baseline(directory: Path, measurement: Measurement) -> Path:
-    """Store what the next nights are compared with."""
+    """Write a baseline and return its path."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{measurement.recipe}.json"
     atomic_write_bytes(path, json.dumps(measurement.model_dump(mode="json"), indent=1).encode())
@@ -127,14 +122,9 @@ def write_baseline(directory: Path, measurement: Measurement) -> Path:
 
 
 def accepted(baseline: Measurement | None, tonight: Measurement) -> Measurement:
-    """Return the baseline after a night's result was accepted.
+    """Return the baseline that results when a finished night is accepted.
 
-    Earlier runs stay part of the spread while the settings, the data and the machine are the same:
-    figures of others say nothing about these.
-
-    Args:
-        baseline: before; None is none.
-        tonight: a night that came to its end.
+    The earlier runs stay in it if settings, data and machine are the same.
     """
     if baseline is None or not _is_alike(baseline, tonight):
         return tonight
@@ -148,7 +138,7 @@ def _is_alike(one: Measurement, other: Measurement) -> bool:
 
 
 def flattened(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Nested mappings as one, by dotted path."""
+    """Flatten nested mappings to one with dotted paths."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         inner = flattened(value, f"{path}{name}.") if isinstance(value, dict) and value else None

@@ -1,11 +1,10 @@
-"""One night: where it computes, what was found, how it is kept and taken for right.
+"""One night: its directory, and how its results are stored and accepted.
 
     <home>/nightly/<night>/                a home of its own, with Ray, MLflow and reports
-    <home>/nightly/<night>/stores/<recipe> a store of its own for each recipe
+    <home>/nightly/<night>/stores/<recipe> a store for each recipe
     <home>/nightly/<night>/night.json      measurements and verdicts; night.md and plots beside it
 
-Promises: nothing of ordinary runs is reused, read or touched, nor anything of another recipe or
-night: no store, no tracking server, no registry.
+A night shares no store, tracking server or registry with ordinary runs or other nights.
 """
 
 import re
@@ -25,7 +24,7 @@ from infra.store.atomic import atomic_write_bytes
 BASELINES = Path(__file__).resolve().parents[1] / "baselines"
 NIGHT_JSON = "night.json"
 NUM_KEPT = 7
-"""Nights whose stores are kept."""
+"""Number of nights whose directories are kept."""
 _NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}")
 
 
@@ -37,25 +36,22 @@ class Outcome(FrozenModel):
 
 
 class Night(FrozenModel):
-    """`night.json`."""
+    """Content of `night.json`."""
 
     name: str
     outcomes: tuple[Outcome, ...]
 
     @property
     def failed(self) -> list[str]:
-        """Recipes that failed."""
+        """Names of the recipes that failed."""
         return [each.verdict.recipe for each in self.outcomes if each.verdict.word == "fail"]
 
 
 def load_matrix(recipes: Sequence[str]) -> list[Recipe]:
-    """The recipes of a night.
-
-    Args:
-        recipes: shipped names, or YAML files.
+    """Load the recipes of a night, by shipped name or YAML file.
 
     Raises:
-        ConfigError: one is not, or two have one name.
+        ConfigError: a recipe is invalid, or two have the same name.
     """
     loaded = [load_recipe(each) for each in recipes]
     names = [recipe.name for recipe in loaded]
@@ -66,19 +62,15 @@ def load_matrix(recipes: Sequence[str]) -> list[Recipe]:
 
 
 def nights_of(home: Path) -> Path:
-    """Directory of the nights of a home."""
+    """Return the directory of the nights of a home."""
     return home / "nightly"
 
 
 def afresh(recipe: Recipe, night: Path) -> Recipe:
-    """A recipe that finds nothing where it runs.
+    """Return the recipe with the night's home and database, and a store of its own.
 
-    Args:
-        night: directory of the night.
-
-    Returns:
-        The same recipe in another place. Its model bears its name there: of two recipes that call
-        theirs alike, the second could not read the first one's champion.
+    Its registered model gets the recipe's name, because an incumbent of another recipe would have
+    its files in another store.
     """
     place = {
         "home": str(night),
@@ -91,11 +83,7 @@ def afresh(recipe: Recipe, night: Path) -> Recipe:
 
 
 def open_night(home: Path, name: str) -> Path:
-    """Make a night's directory, and remove those of nights long gone.
-
-    Args:
-        name: time and a part of the flow run's id: a retry goes on with its night.
-    """
+    """Create a night's directory, or reuse it in a retry, and remove directories of old nights."""
     nights = nights_of(home)
     (nights / name).mkdir(parents=True, exist_ok=True)
     for old in sorted(path for path in nights.iterdir() if _NAME.fullmatch(path.name))[:-NUM_KEPT]:
@@ -104,15 +92,15 @@ def open_night(home: Path, name: str) -> Path:
 
 
 def keep_night(directory: Path, night: Night) -> None:
-    """Write what a night found."""
+    """Write `night.json`."""
     atomic_write_bytes(directory / NIGHT_JSON, night.model_dump_json(indent=1).encode())
 
 
 def last_night(home: Path) -> Night:
-    """The newest night that finished a recipe; of one that was ended early, those it finished.
+    """Read the newest night; if it was interrupted, it has only the recipes that finished.
 
     Raises:
-        ConfigError: there is none, or it is damaged.
+        ConfigError: there is no night, or it is damaged.
     """
     found = sorted(nights_of(home).glob(f"*/{NIGHT_JSON}"))
     if not found:
@@ -124,13 +112,13 @@ def last_night(home: Path) -> Night:
 
 
 def accept(night: Night, recipes: Sequence[str], baselines: Path) -> list[Path]:
-    """Take a night's results for right.
+    """Accept a night's results as baselines; return their paths.
 
     Args:
         recipes: names; empty for all of the night.
 
     Raises:
-        ConfigError: a recipe is not of the night, or did not come to its end.
+        ConfigError: a recipe is not in the night, or did not finish.
     """
     found = {each.measurement.recipe: each.measurement for each in night.outcomes}
     for name in recipes or found:

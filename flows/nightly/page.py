@@ -1,6 +1,6 @@
-"""A night for people: `night.md` and its plots, and the same on the Prefect run page.
+"""Renders a night as `night.md` with plots, and as an artifact on the Prefect run page.
 
-Promises: nothing here can change a verdict; a page that Prefect does not take is on disk.
+Promises: nothing here changes a verdict; the page is on disk even if Prefect refuses it.
 """
 
 import logging
@@ -23,11 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def write_night(night: Night, stored: Mapping[str, Measurement | None], directory: Path) -> None:
-    """Write the page and its plots.
-
-    Args:
-        stored: by recipe, what it was compared with.
-    """
+    """Write the page and its plots; `stored` has the baseline of each recipe."""
     draw_ratios(night, stored, directory / "ratios.svg")
     for each in night.outcomes:
         name = each.verdict.recipe
@@ -36,29 +32,20 @@ def write_night(night: Night, stored: Mapping[str, Measurement | None], director
 
 
 def show_night(night: Night, stored: Mapping[str, Measurement | None], directory: Path) -> None:
-    """Create the artifact of a night that was written.
-
-    Args:
-        stored: by recipe, what it was compared with.
-    """
+    """Publish the page of a written night on the Prefect run page."""
     page = markdown(night, stored, directory, embed=True)
     if len(page) > MAX_PAGE_BYTES:
         page = f"{markdown(night, stored, directory)}\nThe plots are in `{directory}`."
     try:
         create_markdown_artifact(markdown=page, key="nightly", description=night.name)
-    except Exception as error:  # noqa: BLE001  the page is a courtesy; it is on disk
+    except Exception as error:  # noqa: BLE001  the page is optional; it is on disk
         _log.warning("the night is not shown on the run page: %s", error)
 
 
 def markdown(
     night: Night, stored: Mapping[str, Measurement | None], directory: Path, *, embed: bool = False
 ) -> str:
-    """The page of a night.
-
-    Args:
-        stored: baseline by recipe.
-        embed: put the plots into the text itself.
-    """
+    """Return the page of a night; `embed` puts the plots into the text as data URIs."""
     words = [each.verdict.word for each in night.outcomes]
     counts = ", ".join(f"{words.count(word)} {mark}" for word, mark in MARKS.items())
     lines = [
@@ -93,14 +80,12 @@ def _row(outcome: Outcome, stored: Measurement | None) -> str:
 
 
 def _accuracy(measurement: Measurement | None) -> str:
-    """Accuracy of the newest run's last evaluated stage, as text; empty without any."""
     stages = measurement.runs[-1].stages.values() if measurement else ()
     values = [stage.accuracy for stage in stages if stage.accuracy is not None]
     return f"{values[-1]:.1%}" if values else ""
 
 
 def _findings(outcome: Outcome) -> Iterator[str]:
-    """Details of a recipe below its row."""
     verdict = outcome.verdict
     if not (verdict.problems or verdict.drifted or verdict.notes):
         return

@@ -1,4 +1,4 @@
-"""The plots of a night: each curve over the stored runs, and speed and memory as ratios."""
+"""Plots of a night: curves over the stored runs, and speed and memory as ratios."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
 
 def ratios(tonight: Measurement, stored: Measurement) -> dict[str, float]:
-    """Tonight's speed and memory over the median of the stored runs, over all stages.
+    """Return tonight's `speed` and `memory` relative to the median of the stored runs.
 
-    Returns:
-        `speed` and `memory`, each if both have it.
+    A ratio is missing if either side lacks the value.
     """
     found = {}
     for name, measured in (("speed", _speed), ("memory", _memory)):
@@ -31,7 +30,6 @@ def ratios(tonight: Measurement, stored: Measurement) -> dict[str, float]:
 
 
 def _speed(run: Run) -> float:
-    """Mean over the stages that train, which have one share each."""
     speeds = [stage.tokens_per_s for stage in run.stages.values() if stage.tokens_per_s]
     return statistics.geometric_mean(speeds) if speeds else 0.0
 
@@ -41,13 +39,10 @@ def _memory(run: Run) -> float:
 
 
 def draw_curve(outcome: Outcome, stored: Measurement | None, path: Path) -> None:
-    """Rewards of the RL steps, stage after stage, or the losses of SFT if that is named.
+    """Plot rewards of the RL steps, or SFT losses, over the band of the stored runs.
 
-    Behind them is the band of the stored runs.
-
-    Args:
-        outcome: what the night found of a recipe.
-        path: of the SVG; a PNG is written beside it.
+    Losses are shown if the verdict names a supervised stage, or if there are no RL rounds. `path`
+    is that of the SVG; a PNG is written beside it.
     """
     tonight, verdict = outcome.measurement.runs[-1], outcome.verdict
     labels = [label for label, stage in tonight.stages.items() if stage.curve]
@@ -91,18 +86,13 @@ def _draw_band(axes: Axes, steps: range, curves: Sequence[Sequence[float]]) -> N
     if alike:
         low = [min(values) for values in zip(*alike, strict=True)]
         high = [max(values) for values in zip(*alike, strict=True)]
-        # A line as well: a band of equal runs has no height.
+        # A line as well, because a band of equal runs has no height.
         axes.fill_between(steps, low, high, color=GREY, alpha=0.5, linewidth=0)
         axes.plot(steps, high, color=GREY, linewidth=4, alpha=0.5)
 
 
 def draw_ratios(night: Night, stored: Mapping[str, Measurement | None], path: Path) -> None:
-    """Speed and memory of each recipe over its stored median.
-
-    Args:
-        stored: baseline by recipe.
-        path: of the SVG; a PNG is written beside it.
-    """
+    """Plot speed and memory of each recipe relative to the stored median, as SVG and PNG."""
     found = {}
     for outcome in night.outcomes:
         before = stored[outcome.verdict.recipe]

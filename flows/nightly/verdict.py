@@ -1,18 +1,17 @@
-"""Compare a night with its baseline: pass, drift or fail, where and why.
+"""Compares a night with its baseline: pass, drift or fail, with stage and cause.
 
-* A stage whose digest is the stored one is reproduced, whatever the clock says. If all are, the
-  recipe passes.
-* A stage whose digest is another is compared by its accuracy and by its curve of rewards or losses.
-  Beyond the spread of the stored runs and the room below, in either direction, the recipe fails:
-  a figure that is better than it can be is no reproduction. Within them it drifts.
-* The first stage with another digest is named, with what differs of its settings, sources,
-  libraries and data. Where nothing does, the stage does not repeat.
-* On another kind of machine digests are not compared, only those figures; nothing drifts there.
+* A stage with the stored digest is reproduced, whatever its speed. If all are, the recipe passes.
+* A stage with another digest is compared by accuracy and by its curve of rewards or losses. Outside
+  the spread of the stored runs plus a tolerance, in either direction, the recipe fails; within it,
+  it drifts. An implausibly good value fails, too.
+* The first stage with another digest is named, with differences of its settings, sources, libraries
+  and data. If there are none, the stage is not deterministic.
+* On another kind of machine digests are not compared, only these values; nothing drifts there.
 * Speed and memory are compared on an equal machine with at least `MIN_RUNS` stored runs, else
-  noted. Much more memory fails; much lower speed fails where the digest is another, too.
-* A run that did not end fails at the stage where it stopped. Without a baseline it drifts.
+  noted. Much more memory fails; much lower speed fails only if the digest differs, too.
+* A run that did not finish fails at the stage where it stopped. Without a baseline it drifts.
 
-Promises: nothing is read, asked or written here: equal measurements give equal verdicts.
+Promises: pure functions; equal measurements give equal verdicts.
 """
 
 import math
@@ -28,14 +27,14 @@ Word = Literal["pass", "drift", "fail"]
 
 MIN_ACCURACY_ROOM = 0.01
 CURVE_ROOM = 0.02
-"""Share of the largest value of a curve, or of 1 if all are smaller."""
+"""Tolerance relative to the largest absolute value of a curve, or to 1 if all are smaller."""
 NUM_NOISES = 3.0
-"""How many standard deviations of a stretch's mean a curve has room for."""
+"""Tolerance of a stretch's mean, in standard deviations."""
 NUM_STRETCHES = 4
-"""Stretches of a curve, which are compared by their means."""
+"""Number of stretches of a curve, which are compared by their means."""
 SPEED_ROOM, MEMORY_ROOM = 0.25, 0.10
 MIN_RUNS = 3
-"""Fewer tell nothing about how much speed and memory vary."""
+"""With fewer runs, the variation of speed and memory is unknown."""
 NOTHING_DIFFERS = "nothing that is recorded differs: the stage does not repeat"
 
 
@@ -45,22 +44,18 @@ class Verdict(FrozenModel):
     recipe: str
     word: Word
     stage: str = ""
-    """The first that failed, or else drifted; empty for a pass."""
+    """The first stage that failed, or else drifted; empty for a pass."""
     drifted: str = ""
-    """The first with another digest than the stored one."""
+    """The first stage whose digest is not the stored one."""
     causes: tuple[str, ...] = ()
-    """Differences in what the stage was made from."""
+    """Differences in the inputs of the drifted stage."""
     problems: tuple[str, ...] = ()
-    """Failures."""
+    """Reasons of a failure."""
     notes: tuple[str, ...] = ()
 
 
 def judge(baseline: Measurement | None, tonight: Measurement) -> Verdict:
-    """Compare a night with what is stored.
-
-    Args:
-        baseline: of the recipe; None if nothing is stored.
-    """
+    """Compare a night with the baseline of the recipe; None if there is no baseline."""
     stopped = (f"{tonight.stopped_at}: {tonight.problem}",) if tonight.problem else ()
     if baseline is None:
         note = "no baseline is stored; `rlhf nightly --accept` takes this night for one"
@@ -92,7 +87,7 @@ def judge(baseline: Measurement | None, tonight: Measurement) -> Verdict:
 
 
 def _labels(baseline: Measurement, tonight: Measurement) -> list[str]:
-    """Stages of tonight in their order, then those that it has no more, unless it stopped."""
+    """Return tonight's stages, then those that only the baseline has, unless the run stopped."""
     gone = () if tonight.problem else baseline.stages
     return list(dict.fromkeys((*tonight.stages, *gone)))
 
@@ -105,13 +100,9 @@ def _differs(baseline: Measurement, tonight: Measurement, label: str) -> bool:
 def _compared(
     baseline: Measurement, tonight: Measurement, changed: Sequence[str] | None
 ) -> tuple[list[tuple[str, str]], list[str]]:
-    """Problems by stage, and notes; of the stages that are not `changed` not by their figures.
+    """Return problems as (stage, text), and notes, both in the order of the stages.
 
-    Args:
-        changed: stages with another digest; None where digests say nothing.
-
-    Returns:
-        Both, in the order of the stages.
+    Accuracy and curve are compared for `changed` stages; None means all.
     """
     problems: list[tuple[str, str]] = []
     notes: list[str] = []
@@ -131,7 +122,7 @@ def _compared(
 
 
 def _figures_beyond(before: Sequence[Observed], now: Observed) -> Iterator[str]:
-    """Accuracy and curve, where they left the spread of earlier runs."""
+    """Yield accuracy and curve if they are outside the spread of earlier runs."""
     known = [each for each in before if each.accuracy is not None]
     values = [each.accuracy for each in known if each.accuracy is not None]
     if now.accuracy is not None and values:
@@ -152,7 +143,7 @@ def _figures_beyond(before: Sequence[Observed], now: Observed) -> Iterator[str]:
 
 
 def _resources_beyond(before: Sequence[Observed], now: Observed) -> Iterator[tuple[str, bool]]:
-    """Speed and memory that are worse than in all earlier runs, with room; whether it is speed."""
+    """Yield speed and memory worse than in all earlier runs, each with True if it is the speed."""
     speeds = [each.tokens_per_s for each in before if each.tokens_per_s]
     if speeds and now.tokens_per_s and now.tokens_per_s < min(speeds) * (1 - SPEED_ROOM):
         ratio = now.tokens_per_s / statistics.median(speeds)
@@ -164,16 +155,16 @@ def _resources_beyond(before: Sequence[Observed], now: Observed) -> Iterator[tup
 
 
 def _stretches(curve: Sequence[float]) -> list[float]:
-    """Means of a curve's consecutive parts, as equal as can be; of a short one its values."""
+    """Return means of equal consecutive parts of a curve; a short curve gives its values."""
     num = min(NUM_STRETCHES, len(curve))
     ends = [len(curve) * part // num for part in range(num + 1)]
     return [statistics.fmean(curve[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
 
 
 def _curve_room(curve: Sequence[float]) -> float:
-    """Difference of the mean of a stretch that sampling alone explains.
+    """Return the difference of stretch means that sampling noise alone explains.
 
-    The noise of a step is taken from second differences, which a slope does not enlarge: the
+    The noise of a step is estimated from second differences, which are insensitive to a slope: the
     variance of x[i] - 2 x[i+1] + x[i+2] is six times that of x.
     """
     floor = CURVE_ROOM * max(1.0, *(abs(value) for value in curve if math.isfinite(value)), 0.0)
@@ -189,7 +180,6 @@ def _span(values: Sequence[float], form: str = ".4g") -> str:
 
 
 def _causes(baseline: Measurement, tonight: Measurement, label: str) -> list[str]:
-    """List differences in what a stage was made from."""
     before, now = baseline.stages.get(label), tonight.stages.get(label)
     settings = differences(baseline.settings, tonight.settings)
     if before is None or now is None:
@@ -206,13 +196,12 @@ def _causes(baseline: Measurement, tonight: Measurement, label: str) -> list[str
 def _changed_files(
     baseline: Measurement, tonight: Measurement, before: Made, now: Made
 ) -> set[str]:
-    """Files that are in one and not in the other, or have other bytes."""
     one, other = baseline.sources.get(before.sources, {}), tonight.sources.get(now.sources, {})
     return {file for file, _ in one.items() ^ other.items()}
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Each name with both of its values, where they differ."""
+    """List each name whose values differ, with both values."""
     return [
         f"{name} {before.get(name)} -> {now.get(name)}"
         for name in sorted({*before, *now})

@@ -1,3 +1,3 @@
-"""What is checked before a run: storage, platform, models, data and rewards."""
+"""Checks before a run: storage, platform, models, data and rewards."""
 
 from flows.preflight.resolve import preflight as preflight

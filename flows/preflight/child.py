@@ -1,6 +1,6 @@
-"""Asks a child process what this one must not load itself: torch, a plugin, a user's reward.
+"""Asks a child process that loads what this process must not: torch, plugins, users' rewards.
 
-Promises: an answer of the stated type, or one line within the deadline.
+Promises: an answer of the stated type, or an error of one line, within the deadline.
 """
 
 import subprocess
@@ -19,18 +19,16 @@ AnswerT = TypeVar("AnswerT", bound=BaseModel)
 def ask(
     answer: type[AnswerT], what: str, deadline_s: float, command: Sequence[str], text: str = ""
 ) -> AnswerT:
-    """Run one of our modules to its end.
+    """Run a module of this project and parse its last line of output as JSON.
 
-    Args:
-        answer: what its last line is, as JSON.
-        what: it does, for errors.
+    `command` is the module's name and arguments, `text` its standard input.
 
     Raises:
-        ServiceError: it gave none in time.
+        ServiceError: it gave no valid answer in time.
     """
     try:
         ended = subprocess.run(
-            # -P: what lies in the current directory is not installed.
+            # -P keeps the current directory off the import path.
             [sys.executable, "-P", "-m", *command],
             input=text,
             capture_output=True,

@@ -1,9 +1,9 @@
-"""Which device the jobs will compute on: asked once, in a child process, since torch answers.
+"""Resolves the device that the jobs will compute on, in a child process because it needs torch.
 
-Promises: a plan names the device that its stages count with; a machine is asked once per boot,
-installation and choice of visible devices, and the answer kept in the home.
-Does not promise: what another machine of a cluster has. A recipe for one names it, and jobs refuse
-to start on another.
+Promises: the plan uses the same device as the stages. The result is cached in the home, per boot,
+installation and choice of visible devices.
+Does not promise: devices of other machines of a cluster. A recipe for a cluster names its device,
+and jobs refuse to start on another.
 """
 
 import contextlib
@@ -40,14 +40,10 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def resolve_hardware(hardware: HardwareConfig, home: Path) -> HardwareConfig:
-    """The platform and the device that a recipe's setting leads to.
-
-    Args:
-        hardware: of the recipe; what it states in full is not asked for.
-        home: where this machine's answer is kept.
+    """Return the setting with platform and device filled in; a complete one is returned as it is.
 
     Raises:
-        ConfigError: the platform is unknown or not available, or the devices are another machine's.
+        ConfigError: the platform is unknown or unavailable, or this machine has other devices.
     """
     if hardware.platform != AUTO and hardware.device_kind and not env.RLHF_PLATFORM.get():
         TABLES["platform"].find(hardware.platform)
@@ -68,13 +64,10 @@ def resolve_hardware(hardware: HardwareConfig, home: Path) -> HardwareConfig:
 
 
 def check_devices(num_workers: int, hardware: HardwareConfig, home: Path) -> None:
-    """Refuse more ranks than this machine has places for, unless a cluster was named.
-
-    Args:
-        home: where this machine's answer is kept.
+    """Check that this machine has a place for each rank; skipped if RAY_ADDRESS names a cluster.
 
     Raises:
-        ConfigError: says how many were asked for, and how many there are.
+        ConfigError: it has too few.
     """
     if env.RAY_ADDRESS.get():
         return
@@ -93,15 +86,9 @@ def check_devices(num_workers: int, hardware: HardwareConfig, home: Path) -> Non
 
 
 def memory_shortage(checkpoint_bytes: int, hardware: HardwareConfig) -> str:
-    """Say why the memory of this machine cannot hold the training; empty if it can.
+    """Return why this machine's memory cannot hold weights and optimizer state on the CPU.
 
-    Args:
-        checkpoint_bytes: of the weights and of what the optimizer keeps of them; gradients and
-            activations come on top.
-
-    Returns:
-        What is needed and what there is, in words; empty if it may fit, if another device holds
-        it, or if a cluster was named.
+    Empty if it may, if the platform is not `cpu`, or if RAY_ADDRESS names a cluster.
     """
     has_bytes = psutil.virtual_memory().total
     for limit in _MEMORY_LIMITS:
@@ -116,7 +103,6 @@ def memory_shortage(checkpoint_bytes: int, hardware: HardwareConfig) -> str:
 
 
 def _is_elsewhere(address: str | None) -> bool:
-    """True if jobs may run on other machines than this one."""
     if not address:
         return False
     if urlsplit(address).hostname not in _LOOPBACK:
@@ -124,7 +110,7 @@ def _is_elsewhere(address: str | None) -> bool:
     try:
         return num_nodes(RayApi(address, existing_token())) > 1
     except (JobSubmitError, ConfigError):
-        return False  # submitting a job reports what is wrong
+        return False  # reported when a job is submitted
 
 
 def _surveyed(requested: str, home: Path) -> FoundPlatform:
@@ -142,28 +128,26 @@ def _surveyed(requested: str, home: Path) -> FoundPlatform:
     with contextlib.suppress(OSError, ValidationError):
         return FoundPlatform.model_validate_json(kept.read_bytes())
     found = platform_of(survey_machine(requested))
-    with contextlib.suppress(OSError):  # a plan needs no home
+    with contextlib.suppress(OSError):  # a plan works without a writable home
         kept.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_bytes(kept, found.model_dump_json(indent=2).encode())
     return found
 
 
 def survey_machine(*requested: str) -> SurveyReport:
-    """The platform that a job would choose here.
+    """Return the platform that a job would choose on this machine.
 
-    Args:
-        *requested: a platform's name, or `auto`; nothing is `auto`, with what comes of loading
-            every plugin.
+    Without an argument, the report also has the result of loading every plugin.
 
     Raises:
-        ServiceError: torch does not start, or a plugin takes the process down.
+        ServiceError: torch does not start, or a plugin crashes the process.
     """
     command = ["hardware.survey", *requested]
     return ask(SurveyReport, "the platform probe", PROBE_DEADLINE_S, command)
 
 
 def platform_of(report: SurveyReport) -> FoundPlatform:
-    """The platform of a report.
+    """Return the platform of a report.
 
     Raises:
         ConfigError: it has none; says why.

@@ -1,4 +1,4 @@
-"""Models that a recipe names by their alias in the registry: looked up once, before a run."""
+"""Resolves models that a recipe names by an alias in the registry, once, before a run."""
 
 from functools import partial
 
@@ -12,15 +12,12 @@ from infra.tracking.tracker import Tracker
 
 
 def with_registered_models(recipe: Recipe, storage: Storage) -> Recipe:
-    """Put the directory of its files in the place of each model that is named by an alias.
+    """Replace each model that is named by an alias with the directory of its files in the store.
 
-    What counts of it are its bytes: an alias that moves makes another run of it.
-
-    Args:
-        storage: of the run, which has their files.
+    The fingerprint covers the files' bytes, so moving the alias changes it.
 
     Raises:
-        ConfigError: nothing bears an alias, or the store does not have its files.
+        ConfigError: the alias does not exist, or the store does not have the files.
         ServiceError: the registry does not answer.
     """
     return recipe.with_models(partial(_directory, open_tracker(recipe.location), storage))
@@ -32,9 +29,9 @@ def _directory(tracker: Tracker, storage: Storage, setting: str, path: str) -> s
         return path
     try:
         found = tracker.incumbent(asked.name, asked.alias)
-    except ServiceError:  # says what to do
+    except ServiceError:
         raise
-    except Exception as error:  # what a service that is away raises is its own affair
+    except Exception as error:  # the tracker's own exceptions are not known here
         said = redact(" ".join(f"{type(error).__name__}: {error}".split()))[:200]
         raise ServiceError(
             f"{redact(tracker.address)} does not say which model is {path} ({said}); run it again "
@@ -48,7 +45,7 @@ def _directory(tracker: Tracker, storage: Storage, setting: str, path: str) -> s
         )
     try:
         return str(storage.local_copy(found.artifact))
-    except (ArtifactError, ValueError):  # the latter: a version that no pipeline registered
+    except (ArtifactError, ValueError):  # ValueError: a version that no pipeline registered
         raise ConfigError(
             setting,
             f"got {path}, which is version {found.version} ({found.artifact.uri}); need its files "

@@ -1,4 +1,4 @@
-"""The models, data and rewards of a recipe that a child process checks."""
+"""Selects the models, data and rewards of a recipe that a child process checks."""
 
 from engines.config.plugins import REWARDS
 from engines.config.preflight_request import PreflightRequest
@@ -9,14 +9,7 @@ from flows.stage_order import stages_of
 
 
 def request_of(recipe: Recipe) -> PreflightRequest | None:
-    """Return what the child process checks.
-
-    Args:
-        recipe: its fields agree with each other.
-
-    Returns:
-        None where the run makes everything itself.
-    """
+    """Return what the child process checks; None if the recipe uses nothing from outside."""
     ours = {row.name for row in REWARDS.rows}
     own = {*recipe.rl.reward.functions} <= ours
     reward, teacher = recipe.rl.reward, recipe.rl.distillation
@@ -45,7 +38,7 @@ def request_of(recipe: Recipe) -> PreflightRequest | None:
         scoring=reward,
         scored=("rl", "evaluation") if samples else ("evaluation",),
         reward_model=reward.model,
-        # An evaluation has a rank of its own for it, whatever trained the policy.
+        # An evaluation runs it on a rank of its own, independent of the training settings.
         reward_training=recipe.training if has_rounds else TrainingConfig(),
         judge=reward.judge,
         teacher=teacher,

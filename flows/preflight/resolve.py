@@ -1,11 +1,11 @@
-"""Settles a recipe on this machine, and checks what it names, before a run starts.
+"""Resolves a recipe on this machine, and checks what it names, before a run starts.
 
-Promises: a store that is not there, does not let us, or would let two own one stage, a missing
-shard, an adapter that matches nothing, an absent column, a platform that is not here or that the
-training backend has no engine for, a part of others that is not where it was said to be, and a
-reward that cannot be called are found before anything is started, in seconds. A recipe that names
-nothing of the user's costs no process.
-Does not promise: what only the whole data or the weights can tell.
+Promises: these errors are found within seconds and before anything starts: a store that is missing,
+not writable or without safe locks, a missing shard, an adapter that matches no layer, a missing
+column, a platform that is unavailable or has no engine in the training backend, a plugin that
+cannot be imported, and a reward that cannot be called. A recipe with only built-in parts and data
+needs no child process.
+Does not promise: errors that only the whole data or the weights can show.
 """
 
 from collections.abc import Mapping
@@ -31,32 +31,27 @@ from infra.services.stack import tracking_address
 from infra.store.storage import open_storage
 
 DEADLINE_S = 180.0
-"""A reward may load a library of its own before its first answer."""
+"""Long enough for a reward that loads a library before its first answer."""
 
 
 def preflight(recipe: Recipe, force: Mapping[str, str] = NOTHING_FORCED) -> Recipe:
-    """Refuse a recipe whose files, platform or reward would end the run later.
+    """Return the recipe with its device and the commits of everything from the hub.
 
-    Args:
-        recipe: its fields agree with each other.
-        force: by label of a stage that runs although it is done, its token.
-
-    Returns:
-        The recipe that runs: on a known device, and what it names on the hub has its commit.
+    `force` has a token by label of each finished stage that runs again.
 
     Raises:
-        ConfigError: names the field and what to do.
-        ServiceError: the child process that looks at models, data and rewards failed.
-        StoreError: the service of the store does not answer, or failed.
+        ConfigError: names the field and how to fix it.
+        ServiceError: the child process that checks models, data and rewards failed.
+        StoreError: the service of the store failed or does not answer.
     """
     make_place(recipe.home, "home", "set RLHF_HOME, or location.home of the recipe")
-    if recipe.location.home:  # where this process and its jobs keep what they know of files
+    if recipe.location.home:  # file caches of this process and its jobs are there
         env.set_for_process(env.RLHF_HOME.name, str(recipe.home))
     check_store(recipe.store_uri)
     check_tracking_database(recipe.location.tracking_uri or tracking_address(recipe.home))
     recipe = with_registered_models(recipe, open_storage(recipe.store_uri))
     hardware = resolve_hardware(recipe.hardware, recipe.home)
-    if hardware != recipe.hardware:  # else it was stated in full, perhaps for another machine
+    if hardware != recipe.hardware:  # a complete setting may be for another machine
         check_devices(recipe.training.num_workers, hardware, recipe.home)
     recipe = recipe.model_copy(update={"hardware": hardware})
     _check_engine(recipe)
@@ -76,7 +71,6 @@ def preflight(recipe: Recipe, force: Mapping[str, str] = NOTHING_FORCED) -> Reci
 
 
 def _with_commits(recipe: Recipe, found: PreflightRequest) -> Recipe:
-    """The recipe with the commit of everything on the hub."""
     judges = {"model": found.reward_model, "judge": found.judge}
     reward = recipe.rl.reward.model_copy(update=judges)
     rl = recipe.rl.model_copy(update={"reward": reward, "distillation": found.teacher})
@@ -85,10 +79,9 @@ def _with_commits(recipe: Recipe, found: PreflightRequest) -> Recipe:
 
 
 def _check_engine(recipe: Recipe) -> None:
-    """A device that the training backend has no engine for is refused before anything starts."""
     platform = TABLES["platform"].find(recipe.hardware.platform)
     device = env.RLHF_ENGINE_DEVICE.get()
-    if device is None and platform.is_ours:  # of another's only the platform itself knows
+    if device is None and platform.is_ours:  # an outside platform's device name is not known here
         device = (*platform.also_called, platform.name)[0]
     ENGINES.place(
         recipe.training.backend,
@@ -98,7 +91,7 @@ def _check_engine(recipe: Recipe) -> None:
 
 
 def _check_parts(recipe: Recipe) -> None:
-    """A part of others that is not there is refused before the stages in front of it run."""
+    """Check that the targets of plugins exist, before earlier stages run."""
     algorithm = recipe.rl.algorithm
     named: tuple[tuple[PluginKind, str], ...] = (
         ("backend", recipe.training.backend),

@@ -12,18 +12,18 @@ from infra.host.mounts import NETWORK, file_system_of
 from infra.store.storage import open_storage
 
 NUM_CHECKPOINTS = 2
-"""The newest stays until the next one is whole."""
+"""The newest checkpoint stays until the next one is complete."""
 TRAINING_STAGES = ("sft", "reward_model", "preference", "rl_round")
-"""How the labels of those begin that write step checkpoints."""
+"""Label prefixes of the stages that write step checkpoints."""
 NOTHING_FORCED: Mapping[str, str] = {}
 
 
 def check_store(uri: str) -> None:
-    """Refuse a store that does not answer or that denies access.
+    """Check that the store answers and allows access.
 
     Raises:
         ConfigError: names `location.store`.
-        StoreError: its service does not answer, or failed.
+        StoreError: its service failed or does not answer.
     """
     try:
         open_storage(uri).probe()
@@ -42,10 +42,10 @@ def check_store(uri: str) -> None:
 
 
 def check_tracking_database(uri: str) -> None:
-    """Refuse a database of runs where its locks do not hold.
+    """Check that an SQLite database of runs is on a disk with working locks.
 
     Raises:
-        ConfigError: it is a file on a network disk.
+        ConfigError: it is on a network disk.
     """
     if not uri.startswith("sqlite:///"):
         return
@@ -61,15 +61,10 @@ def check_tracking_database(uri: str) -> None:
 def check_room(
     recipe: Recipe, checkpoint_bytes: int, force: Mapping[str, str] = NOTHING_FORCED
 ) -> None:
-    """Refuse a store without room for its checkpoints, and memory without room for one.
-
-    Args:
-        recipe: what it names on the hub has its commit.
-        force: by label of a stage that runs although it is done, its token.
+    """Check that the store has space for checkpoints, and the memory for the training.
 
     Raises:
-        ConfigError: some stage is to train; says how much is needed, and how much there is; or of
-            `plan_run`.
+        ConfigError: a stage has to train and there is too little, or `plan_run` failed.
     """
     shortage = memory_shortage(checkpoint_bytes, recipe.hardware)
     if shortage and _trains(recipe, force):
@@ -78,7 +73,7 @@ def check_room(
             f"got {recipe.model.path}: {shortage}; take a smaller model or training.lora, or set "
             "RAY_ADDRESS to a cluster",
         )
-    if "://" in recipe.store_uri:  # a bucket does not say
+    if "://" in recipe.store_uri:  # the free space of a bucket is unknown
         return
     num_checkpoints = NUM_CHECKPOINTS + recipe.keeps_average
     need_bytes = num_checkpoints * checkpoint_bytes
@@ -93,7 +88,6 @@ def check_room(
 
 
 def _trains(recipe: Recipe, force: Mapping[str, str]) -> bool:
-    """True if some stage will write checkpoints."""
     planned = plan_run(recipe, force).stages
     trains = [each for each in planned if each.label.startswith(TRAINING_STAGES)]
     return any(each.status not in {"hit", "likely_reuse"} for each in trains)

@@ -1,1 +1,1 @@
-"""The recipe: loaded, overlaid, validated."""
+"""Loading and checking of recipes."""

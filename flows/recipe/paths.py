@@ -1,9 +1,9 @@
-"""The paths of a recipe: local ones made absolute, and aliases of registered models read.
+"""Makes the local paths of a recipe absolute, and parses names of registered models.
 
 A model is named by a directory, by a hub id, or by its alias in the registry of the recipe's
 tracker: `models:/NAME@ALIAS`.
-Promises: an existing path is made absolute, since jobs run in directories of their own; anything
-else, such as a hub id, stays as it is.
+Promises: an existing path becomes absolute, because jobs run in other directories; anything else,
+such as a hub id, is not changed.
 """
 
 import re
@@ -21,24 +21,17 @@ _FORM = re.compile(r"models:/(?P<name>[^/@]+)@(?P<alias>[^/@]+)")
 
 
 class RegisteredModel(NamedTuple):
-    """An alias in the model registry.
-
-    Attributes:
-        alias: of one of its versions.
-    """
+    """A model in the registry and the alias of one of its versions."""
 
     name: str
     alias: str
 
 
 def registered_model(setting: str, path: str) -> RegisteredModel | None:
-    """Read the name of a model in the registry.
-
-    Returns:
-        None where it is no such name.
+    """Parse the name of a registered model; None if `path` is not of that form.
 
     Raises:
-        ConfigError: it begins as one and is none.
+        ConfigError: it begins with `models:` and is malformed.
     """
     if not path.startswith(_SCHEME):
         return None
@@ -53,11 +46,7 @@ def registered_model(setting: str, path: str) -> RegisteredModel | None:
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """The same recipe, whatever directory it is run in.
-
-    Args:
-        recipe: with paths of the current directory.
-    """
+    """Return the recipe with paths that do not depend on the current directory."""
     recipe = recipe.with_models(lambda _, path: _absolute(path))
     rl = recipe.rl.model_copy(update={"reward": _reward(recipe.rl.reward)})
     suites = {name: _suite(suite) for name, suite in recipe.suites.items()}
@@ -99,6 +88,5 @@ def _suite(suite: SuiteConfig) -> SuiteConfig:
 
 
 def _absolute(path: str) -> str:
-    """An existing local path in full; anything else as it is."""
     local = Path(path).expanduser()
     return str(local.resolve()) if local.exists() else path

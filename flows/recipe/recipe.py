@@ -1,8 +1,8 @@
-"""A recipe from a YAML file or from plain data, checked.
+"""Loads and checks a recipe from a YAML file or from plain data.
 
-Promises: `load_recipe` either returns a recipe whose fields agree with each other, or raises one
-`ConfigError` line in well under a second, without torch.
-Does not promise: that data and models are well formed inside; the jobs check that in preflight.
+Promises: `load_recipe` returns a recipe with consistent fields or raises one `ConfigError` line, in
+well under a second and without torch.
+Does not promise: that data and models are well formed; preflight checks them.
 """
 
 from collections.abc import Sequence
@@ -28,16 +28,10 @@ __all__ = [
 
 
 def parse_recipe(data: Any) -> Recipe:
-    """Validate plain data as a recipe.
-
-    Args:
-        data: nested mappings, as YAML or JSON gives them.
-
-    Returns:
-        The recipe; its fields agree with each other.
+    """Parse and check a recipe of nested mappings, as YAML or JSON gives them.
 
     Raises:
-        ConfigError: one line about what is wrong.
+        ConfigError: the recipe is invalid.
     """
     refuse_secrets(data)
     try:
@@ -48,13 +42,10 @@ def parse_recipe(data: Any) -> Recipe:
 
 
 def prepare_recipe(recipe: Recipe) -> Recipe:
-    """Make a recipe's local paths absolute, and check its fields against each other.
-
-    Args:
-        recipe: a recipe whose fields are valid one by one, as a Prefect parameter is.
+    """Make local paths absolute, and check the fields against each other.
 
     Raises:
-        ConfigError: one line about what is wrong.
+        ConfigError: the recipe is invalid.
     """
     recipe = with_absolute_paths(recipe)
     check_recipe(recipe)
@@ -64,7 +55,7 @@ def prepare_recipe(recipe: Recipe) -> Recipe:
 def load_recipe(
     name_or_path: str, overrides: Sequence[str] = (), *, seed: int | None = None
 ) -> Recipe:
-    """Load, overlay and validate a recipe.
+    """Load a recipe with overrides and check it.
 
     Args:
         name_or_path: a shipped name (`quickstart`) or a YAML file.
@@ -72,7 +63,7 @@ def load_recipe(
         seed: replaces the recipe's seed; None keeps it.
 
     Raises:
-        ConfigError: one line about what is wrong.
+        ConfigError: the recipe is invalid.
     """
     data = read_recipe(name_or_path, overrides)
     if seed is not None:

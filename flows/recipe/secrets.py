@@ -1,4 +1,4 @@
-"""Credentials do not go into recipes: found before anything is validated or echoed."""
+"""Refuses credentials in recipes, before anything is validated or echoed."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,7 @@ _VARIABLE_BY_SECTION: Mapping[str, str] = {
 
 
 def refuse_secrets(data: Any, path: str = "recipe") -> None:
-    """Refuse text that looks like a credential, anywhere in plain data, without echoing it.
-
-    Args:
-        data: nested mappings, sequences and scalars.
-        path: where `data` stands.
+    """Refuse text in plain data that looks like a credential, or has a key that names one.
 
     Raises:
         ConfigError: names the place, never the value.

@@ -1,8 +1,8 @@
-"""Recipe and suite files as plain data: strict YAML, `extends`, and dotted overlays.
+"""Reads recipe and suite files as plain data: strict YAML, `extends`, and dotted overrides.
 
-Promises: a duplicate key is refused with both line numbers, a tag or an oversized, over-deep or
-alias-bombed document is refused, nothing in a file can run code, and an overlay that names no
-key of the recipe is left for the schema to refuse. Numbers such as `1e-5` are numbers.
+Promises: nothing in a file can run code. Duplicate keys (both lines are named), tags, and documents
+that are too large, too deep or expand through aliases are refused. `1e-5` is a number. An override
+of an unknown key is refused later, by the schema.
 Does not promise: that the data are a valid recipe; see `flows.recipe.recipe`.
 """
 
@@ -45,12 +45,12 @@ _Loader.add_implicit_resolver(
 
 
 def recipe_names() -> list[str]:
-    """Names of the recipes that ship with this project."""
+    """Return the names of the shipped recipes."""
     return _names(RECIPES_DIR)
 
 
 def suite_names() -> list[str]:
-    """Names of the suites that ship with this project."""
+    """Return the names of the shipped suites."""
     return _names(SUITES_DIR)
 
 
@@ -59,13 +59,10 @@ def _names(directory: Path) -> list[str]:
 
 
 def find_recipe(name_or_path: str) -> Path:
-    """The file of a shipped recipe or of a path.
-
-    Args:
-        name_or_path: a shipped name, or anything with a suffix or a directory.
+    """Return the file of a shipped recipe, or of a path (with a YAML suffix or a directory).
 
     Raises:
-        ConfigError: neither a shipped name nor a file.
+        ConfigError: there is no such recipe or file.
     """
     return _find("recipe", RECIPES_DIR, name_or_path)
 
@@ -83,30 +80,24 @@ def _find(what: str, directory: Path, name_or_path: str) -> Path:
 
 
 def read_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """A recipe as plain data, with what it extends below it and the overlays on top.
+    """Read a recipe as plain data, merged over its bases and with overrides applied.
 
     Args:
         name_or_path: a shipped name (`quickstart`) or a YAML file.
-        overrides: `path.to.key=value`, the value in YAML; a mapping is merged into the one that
-            stands there, as what a file sets is merged into what it extends.
-
-    Returns:
-        Nested mappings, sequences and scalars.
+        overrides: `path.to.key=value`, the value in YAML; a mapping is merged into the existing
+            one.
 
     Raises:
-        ConfigError: the file, what it extends, or an overlay cannot be read.
+        ConfigError: the file, a base or an override cannot be read.
     """
     return with_overrides(_read_with_bases(find_recipe(name_or_path), find_recipe), overrides)
 
 
 def with_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """A recipe as plain data, with overlays on top.
-
-    Args:
-        overrides: of `read_recipe`.
+    """Apply overrides to a recipe as plain data.
 
     Raises:
-        ConfigError: an overlay cannot be read, or a suite that it names.
+        ConfigError: an override, or a suite that it names, cannot be read.
     """
     for override in overrides:
         data = with_suites(_overridden(data, override))
@@ -114,23 +105,17 @@ def with_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, 
 
 
 def read_suite(name_or_path: str) -> dict[str, Any]:
-    """A suite as plain data, with what it extends below it.
-
-    Args:
-        name_or_path: a shipped name (`gsm8k`) or a YAML file.
-
-    Returns:
-        Nested mappings, sequences and scalars.
+    """Read a suite (a shipped name or a YAML file) as plain data, merged over its bases.
 
     Raises:
-        ConfigError: the file, or what it extends, cannot be read.
+        ConfigError: the file or a base cannot be read.
     """
     find = partial(_find, "suite", SUITES_DIR)
     return _read_with_bases(find(name_or_path), find)
 
 
 def with_suites(data: dict[str, Any]) -> dict[str, Any]:
-    """A recipe as plain data, with the files of those suites that it only names."""
+    """Replace suites that are given by name with the content of their files."""
     suites = data.get("suites")
     if not isinstance(suites, Mapping):
         return data
@@ -142,16 +127,10 @@ def with_suites(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """Parse one YAML document into plain data.
-
-    Args:
-        name: how error lines call it.
-
-    Returns:
-        Nested dicts, lists and scalars; None for an empty document.
+    """Parse one YAML document into plain data; None if it is empty. Errors begin with `name`.
 
     Raises:
-        ConfigError: not YAML, too large or too deep, a duplicate key, a tag.
+        ConfigError: it is not YAML, too large or too deep, or has a duplicate key or a tag.
     """
     if len(text.encode("utf-8", "surrogatepass")) > MAX_FILE_BYTES:
         raise ConfigError(name, f"larger than {MAX_FILE_BYTES // 1024} KiB; this is no recipe")
@@ -171,7 +150,7 @@ def parse_yaml(text: str, name: str) -> Any:
 
 
 class _Builder:
-    """Turns a node graph into data, counting nodes through aliases."""
+    """Turns a node graph into data, and counts nodes with aliases expanded."""
 
     def __init__(self, loader: _Loader, name: str) -> None:
         self._loader = loader
@@ -214,15 +193,7 @@ class _Builder:
 def _read_with_bases(
     path: Path, find: Callable[[str], Path], seen: tuple[Path, ...] = ()
 ) -> dict[str, Any]:
-    """A file as plain data, with what it extends below it.
-
-    Args:
-        find: the file of a base that is not beside it.
-        seen: files that lead here.
-
-    Raises:
-        ConfigError: a file cannot be read, or the chain has no end.
-    """
+    """Read a file as plain data, merged over its bases; `seen` are the files that extend it."""
     if path in seen or len(seen) >= MAX_EXTENDS:
         chain = " -> ".join(each.name for each in (*seen, path))
         raise ConfigError(f"{path.name}: extends", f"a circle or too long a chain: {chain}")
@@ -234,7 +205,7 @@ def _read_with_bases(
     if not isinstance(data, dict):
         raise ConfigError(path.name, "need a mapping of recipe fields; see `rlhf recipes`")
     base = data.pop("extends", None)
-    if find is find_recipe:  # before the overlay: what is above may change a part of one
+    if find is find_recipe:  # before merging, so that this file can change parts of a suite
         data = with_suites(data)
     if base is None:
         return data
@@ -248,14 +219,13 @@ def _read_with_bases(
 
 
 def overlay(below: Any, above: Any) -> Any:
-    """`below` with `above` put over it; mappings merge, everything else replaces."""
+    """Merge `above` into `below`; mappings merge, everything else replaces."""
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
     return {**below, **{key: overlay(below.get(key), value) for key, value in above.items()}}
 
 
 def _overridden(data: dict[str, Any], override: str) -> dict[str, Any]:
-    """`data` with `path.to.key=value` put into it."""
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
@@ -264,14 +234,9 @@ def _overridden(data: dict[str, Any], override: str) -> dict[str, Any]:
 
 
 def _with_value(level: Any, keys: Sequence[str], value: Any, path: str) -> Any:
-    """A copy of `level` with the value at the end of the keys; makes the mappings on the way.
+    """Return a copy of `level` with a value at the end of the keys; missing mappings are created.
 
-    Args:
-        level: what stands at `path`.
-        value: merged into a mapping, but an entry of a list is replaced.
-
-    Raises:
-        ConfigError: a list has no entry of that number.
+    The value is merged into a mapping, but replaces an entry of a list.
     """
     if not keys:
         return overlay(level, value)

@@ -1,8 +1,7 @@
-"""Rules that no single field can check: sizes that must divide, names that must exist.
+"""Checks rules that involve several fields: sizes that must divide, names that must exist.
 
-Promises: every rule names the field, what it got, what it needs and what to do; nothing here
-imports torch or reads more of a file than its name.
-Does not promise: the content of files, or devices; `flows.preflight` looks at those.
+Promises: every error names the field, its value, what is needed and how to fix it. Nothing here
+imports torch or opens a file; `flows.preflight` checks files and devices.
 """
 
 import re
@@ -33,17 +32,14 @@ NUM_SIMILAR_FILES = 3
 _OF_TASKS = "the tasks of a harness say how they are asked and judged; remove it"
 _NOT_TRAINED = "nothing is trained here; remove it"
 MEASURED = re.compile(r"sft|preference(_\d+)?|rl_round_\d+|incumbent|final|(.*_)?against")
-"""Labels that evaluations may have; a suite must not have one of these names."""
+"""Labels that evaluations of stages have, which suite names must not match."""
 
 
 def check_recipe(recipe: Recipe) -> None:
     """Check a recipe's fields against each other and against what is installed.
 
-    Args:
-        recipe: a recipe whose fields are valid one by one.
-
     Raises:
-        ConfigError: the first rule that is broken.
+        ConfigError: the first rule that is violated.
     """
     _check_plugins(recipe)
     _check_lengths(recipe)
@@ -85,7 +81,7 @@ def check_recipe(recipe: Recipe) -> None:
             "missing, and no stage trains a reward model; need a model directory or a hub id; set "
             "it, or give the recipe a section reward_model",
         )
-    stages = stages_of(recipe)  # last: the order of stages relies on the rules above
+    stages = stages_of(recipe)  # last, because the order of stages relies on the rules above
     _check_options(recipe.stages, stages)
     _check_rows(recipe.data, stages)
     for stage in stages:
@@ -93,7 +89,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def _check_options(options: Iterable[str], stages: Sequence[StageConfig]) -> None:
-    """Each entry of `stages` is one that a stage of the run reads."""
+    """Check that a stage of the run reads each entry of `stages`."""
     read = {stage.stage for stage in stages if stage.options}
     for name in options:
         if name not in read:
@@ -104,7 +100,6 @@ def _check_options(options: Iterable[str], stages: Sequence[StageConfig]) -> Non
 
 
 def _check_rows(data: DataConfig | None, stages: Sequence[StageConfig]) -> None:
-    """The recipe's data has the rows that its stages read."""
     if data is None:
         return
     for name in sorted({name for stage in stages for name in stage.rows}):
@@ -123,7 +118,7 @@ def _check_rows(data: DataConfig | None, stages: Sequence[StageConfig]) -> None:
 
 
 def _check_promotion(recipe: Recipe) -> None:
-    """The metric that decides is one that the evaluation which decides has."""
+    """Check that the deciding evaluation reports the deciding metric."""
     suite, metric = recipe.suites.get(recipe.promote.suite or ""), recipe.promote.metric
     evaluation = suite.evaluation if suite else recipe.evaluation
     k = int(metric.partition("@")[2] or 0)
@@ -150,7 +145,7 @@ def _check_plugins(recipe: Recipe) -> None:
 
 
 def _check_warmup(recipe: Recipe) -> None:
-    """A warm-up as long as the training never reaches its learning rate."""
+    """Check that the warm-up is shorter than the training, so that the learning rate is reached."""
     rl = recipe.rl
     num_steps = rl.num_rounds * rl.num_steps_per_round
     num_batches = num_steps * (rl.batch_size_prompts // rl.prompts_per_update)
@@ -219,7 +214,6 @@ def _check_data(recipe: Recipe) -> None:
 
 
 def _check_harness(suite: SuiteConfig, setting: str) -> None:
-    """Check that the directory of the user's tasks exists."""
     directory = suite.harness.include if suite.harness else None
     if directory and not Path(directory).expanduser().is_dir():
         raise ConfigError(
@@ -234,7 +228,7 @@ def _check_paths(data: DataConfig, section: str) -> None:
 
 
 def _check_num_problems(data: DataConfig, evaluation: EvaluationConfig, section: str) -> None:
-    """Problems that are generated are as many as are asked for."""
+    """Check that as many problems are generated as are requested."""
     asked = evaluation.num_problems or 0
     if data.arithmetic is not None and data.arithmetic.num_eval < asked:
         raise ConfigError(
@@ -245,7 +239,7 @@ def _check_num_problems(data: DataConfig, evaluation: EvaluationConfig, section:
 
 
 def _check_path(setting: str, text: str) -> None:
-    """Refuse a text that can only be a path and is none; anything else may be a hub id."""
+    """Refuse a missing file if the text can only be a path; anything else may be a hub id."""
     path = Path(text).expanduser()
     if looks_like_path(text) and not path.exists():
         near = sorted(
@@ -256,7 +250,7 @@ def _check_path(setting: str, text: str) -> None:
 
 
 def looks_like_path(text: str) -> bool:
-    """True if a text can only be a path: a hub id is `owner/name`, without suffix or dots."""
+    """Return True if a text can only be a path; a hub id is `owner/name` without suffix."""
     path = Path(text)
     return (
         text.startswith(("/", "./", "../", "~"))
@@ -266,7 +260,7 @@ def looks_like_path(text: str) -> bool:
 
 
 def _check_measured_alone(recipe: Recipe) -> None:
-    """A recipe that trains nothing measures something, and sets nothing that no stage reads."""
+    """Check that a recipe without training evaluates something and sets no unused field."""
     if recipe.model.init == "random":
         raise ConfigError(
             "rl.num_rounds",
@@ -284,7 +278,7 @@ def _check_measured_alone(recipe: Recipe) -> None:
 
 
 def _check_suites_alone(recipe: Recipe) -> None:
-    """The suites say how they are answered and judged; the recipe's own sections do not."""
+    """Check that a recipe without data of its own sets nothing that only its suites define."""
     some = next(iter(recipe.data_suites), None)
     why_evaluation = why_reward = _OF_TASKS
     if some is not None:
@@ -308,7 +302,7 @@ def _check_suites_alone(recipe: Recipe) -> None:
 
 
 def _refuse(path: str, section: StrictModel, used: set[str], why: str) -> None:
-    """Raise where a field that is not used has another value than its default."""
+    """Raise ConfigError if a field outside `used` has a non-default value."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if name not in used and value != field.get_default(call_default_factory=True):

@@ -1,7 +1,7 @@
 """Curves of training, from the journals of a run's stages.
 
-Promises: a step has one point, however many attempts of a stage recorded it; a metric that nobody
-recorded has no curve.
+Promises: a step has one point even if several attempts recorded it; a metric without records has no
+curve.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ STEP_PHASES = (
 )  # fmt: skip
 """Phases of `timing_s/*`, in the order of the loop."""
 IDLE_S = 5e-5
-"""A phase that takes less had nothing to do."""
+"""Phases shorter than this are not shown."""
 HELD_OUT = f"val-core/{PAIR_ACCURACY}"
 
 Journal = Sequence[JournalRecord]
@@ -26,14 +26,9 @@ Points = Mapping[int, Mapping[str, float]]
 
 
 def run_on(journals: Sequence[Journal], metric: str) -> Curve:
-    """One metric over all stages; steps go on counting from stage to stage.
+    """Return one metric over consecutive rounds, with steps counted continuously.
 
-    Args:
-        journals: of rounds, in order. A round counts its steps anew, or goes on from the round
-            before: both read the same.
-
-    Returns:
-        Without points where no step has the metric.
+    A round may count its steps from 1 or continue the count. The curve is empty without the metric.
     """
     steps: list[float] = []
     values: list[float] = []
@@ -49,14 +44,11 @@ def run_on(journals: Sequence[Journal], metric: str) -> Curve:
 
 
 def pair_curves(journals: Sequence[Journal], trainer: str) -> PairCurves:
-    """Join the curves of stages that train on pairs.
+    """Return the curves of stages that train on pairs.
 
     Args:
-        journals: one, or those of the iterations of self-play, in order; each counts from step 1.
-        trainer: what the metrics of its loss begin with, `preference` or `reward_model`.
-
-    Returns:
-        A curve for each stage that recorded any.
+        journals: of one stage or of all iterations, in order; each counts from step 1.
+        trainer: prefix of the metrics, `preference` or `reward_model`.
     """
     return PairCurves(
         accuracy=_stage_by_stage(journals, f"{trainer}/accuracy"),
@@ -67,7 +59,7 @@ def pair_curves(journals: Sequence[Journal], trainer: str) -> PairCurves:
 
 
 def _stage_by_stage(journals: Sequence[Journal], metric: str) -> list[Curve]:
-    """A curve for each stage: an iteration begins with a reference and pairs of its own."""
+    """Return a separate curve for each stage, since each has its own reference and pairs."""
     curves: list[Curve] = []
     shift = 0
     for journal in journals:
@@ -84,11 +76,9 @@ def _stage_by_stage(journals: Sequence[Journal], metric: str) -> list[Curve]:
 
 
 def median_step(journals: Iterable[Journal]) -> dict[str, float]:
-    """Return the time of a step by phase.
+    """Return the seconds of each phase in the median training step, and the rest as `other`.
 
-    Returns:
-        Seconds of each phase of a step that trained, and of what lies between them as `other`;
-        nothing where no step did.
+    Empty if no step trained.
     """
     steps = [
         record.values

@@ -1,7 +1,6 @@
-"""The matrix of training engines: backend x model type x device x parallelism x tested how.
+"""Tables of training engines and rollout engines, with their features and how they are tested.
 
-And the rollout engines, with what their rows say of them. Made from the tables of built-in parts
-and the announcements of outside plugins; imports neither torch nor a plugin.
+They are made without an import of torch or a plugin.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +25,7 @@ _LIMITS: Mapping[str, str] = {
     "tokens at once",
     "torchtitan": "dense qwen3 and llama; trains all weights",
 }
-"""Backend -> what it cannot do, in words. Here, so that no job's sources hold prose."""
+"""Limits of each backend; kept here so that the text is not part of a job's sources."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,10 @@ class MatrixRow:
     """One engine on one device.
 
     Attributes:
-        backend: setting `training.backend`.
         model_type: `language_model` or `value_model`.
         device: torch device type, and whether a test runs on it.
         parallelism: dimensions, grouped by how they are tested.
-        needs: what has to be installed, if it is not, and what the backend cannot do.
+        needs: what has to be installed, and limits of the backend.
     """
 
     backend: str
@@ -49,19 +47,16 @@ class MatrixRow:
     needs: str
 
     def cells(self) -> tuple[str, ...]:
-        """The values in the order of `HEADINGS`."""
+        """Return the values in the order of `HEADINGS`."""
         return tuple(asdict(self).values())
 
 
 def engine_matrix(*, installed: bool) -> Iterator[MatrixRow]:
-    """Every engine that can be named.
+    """Yield a row for every engine, built-in backends first.
 
     Args:
-        installed: also say what is missing here, and list what other distributions announce;
-            False is the same on every machine.
-
-    Yields:
-        MatrixRow: built-in backends in their order, then outside ones.
+        installed: also report what is missing on this machine, and list outside plugins; False
+            gives the same rows on every machine.
     """
     for name, backend in BACKENDS.items():
         for model_type in backend.targets:
@@ -92,11 +87,9 @@ class RolloutMatrixRow:
     """One rollout engine.
 
     Attributes:
-        engine: setting `rollout.engine`.
-        capabilities: what it can do beyond the contract, some of it by options and platform.
+        capabilities: capabilities beyond the contract; some depend on options and platform.
         routing: how several replicas share a batch.
-        options: keys of `rollout.options`.
-        needs: what has to be installed and, where it was looked for, whether it is.
+        needs: what has to be installed and, if it was looked up, whether it is.
     """
 
     engine: str
@@ -106,20 +99,12 @@ class RolloutMatrixRow:
     needs: str
 
     def cells(self) -> tuple[str, ...]:
-        """The values in the order of `ROLLOUT_HEADINGS`."""
+        """Return the values in the order of `ROLLOUT_HEADINGS`."""
         return tuple(asdict(self).values())
 
 
 def rollout_matrix(*, installed: bool) -> Iterator[RolloutMatrixRow]:
-    """Every rollout engine that can be named.
-
-    Args:
-        installed: also say what is here, and list what other distributions announce; False is
-            the same on every machine.
-
-    Yields:
-        RolloutMatrixRow: built-in engines in their order, then outside ones.
-    """
+    """Yield a row for every rollout engine; `installed` is as in `engine_matrix`."""
     for row in (*ROLLOUT_ENGINES.rows, *(ROLLOUT_ENGINES.outside() if installed else ())):
         schema = schema_of(row, ROLLOUT_ENGINES.setting) if row.is_ours else None
         yield RolloutMatrixRow(
@@ -159,7 +144,7 @@ def _brought(row: Row) -> str:
 
 
 def _grouped(claims: Mapping[str, Tested], on_device: Tested) -> str:
-    """`contract: data, tensor; gpu: context`; what needs several devices has its CPU twin alone."""
+    """Return text such as `contract: data, tensor; gpu: context`."""
     groups: dict[str, list[str]] = {}
     for claim, tested in claims.items():
         if on_device is Tested.REGISTRY:

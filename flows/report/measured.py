@@ -1,7 +1,7 @@
-"""Tables of the report with the measurements of a run.
+"""Tables of the report with the results of evaluations and comparisons.
 
-Promises: only what the stages' commit records say. A run with one final evaluation, and nothing
-that it is compared with, has no such table.
+Promises: the values are those of the stages' commit records. A run with one final evaluation and no
+comparison has no such table.
 """
 
 from collections.abc import Mapping
@@ -18,15 +18,11 @@ from infra.tracking.comparison import (
 )
 
 EVALUATION, COMPARISON, HARNESS, OF_SUITE = "evaluate", "compare", "harness_", "preprocess_"
-"""How the labels of these stages begin; the last makes the dataset of a suite."""
+"""Label prefixes of these stages; the last one makes the dataset of a suite."""
 
 
 def measured_tables(stages: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Pairs told apart before and after training, evaluations, what came of comparing two models.
-
-    Args:
-        stages: metrics by label, of a run.
-    """
+    """Return Markdown lines: pair accuracy, evaluations, harness tasks and comparisons."""
     evaluations = {each: found for each, found in stages.items() if each.startswith(EVALUATION)}
     comparisons = {each: found for each, found in stages.items() if each.startswith(COMPARISON)}
     harnesses = {each: found for each, found in stages.items() if each.startswith(HARNESS)}
@@ -38,7 +34,6 @@ def measured_tables(stages: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 
 def _pairs(stages: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """A row for each stage that trained on pairs and looked at held-out ones."""
     found = {label: metrics for label, metrics in stages.items() if PAIR_ACCURACY in metrics}
     if not found:
         return []
@@ -78,7 +73,6 @@ def _evaluations(found: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 
 def _harnesses(found: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """A row for each metric of each task: they are as different as the tasks are."""
     return [
         "| harness | metric | value | interval |",
         "|---|---|---:|---|",
@@ -93,7 +87,7 @@ def _harnesses(found: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 
 def _interval(metrics: Mapping[str, float], name: str) -> str:
-    """Empty where the harness has no standard error."""
+    """Return the interval of a metric; empty if the harness has no standard error."""
     ends = [f"{metrics[name + bound]:.4g}" for bound in BOUNDS if name + bound in metrics]
     return f"[{', '.join(ends)}]" if ends else ""
 

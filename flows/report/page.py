@@ -1,7 +1,4 @@
-"""The report on the Prefect run page: stages, plots, samples and diagnosis.
-
-Promises: nothing here can fail a run that has its results already.
-"""
+"""Shows the report on the Prefect run page; an error here cannot fail a finished run."""
 
 import logging
 from pathlib import Path
@@ -45,17 +42,13 @@ def show_report(report: Report, directory: Path) -> None:
                 key=f"samples-{key}",
                 description=f"{report.run}: samples",
             )
-    except Exception as error:  # noqa: BLE001  the page is a courtesy; the report is on disk
+    except Exception as error:  # noqa: BLE001  the page is optional; the report is on disk
         _log.warning("the report is not shown on the run page: %s", error)
     show_diagnosis(report.recipe, report.run, directory)
 
 
 def show_diagnosis(recipe: str, run: str, directory: Path) -> None:
-    """Create the artifact that shows the diagnosis of a run.
-
-    Args:
-        directory: of the run; holds the diagnosis, if there is one to show.
-    """
+    """Create the artifact of a run's diagnosis, if its directory has one with findings."""
     path = directory / DIAGNOSIS_MD
     try:
         if path.exists():

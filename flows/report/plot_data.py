@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over the steps of one or more stages, laid end to end.
+    """Values over the steps of consecutive stages.
 
     Attributes:
         steps: step numbers, counted over all stages.
-        values: one per step.
         bounds: first steps of the stages after the first, drawn as lines.
-        low: lower ends of the values' intervals, one per step; none if they have no interval.
+        low: lower ends of the values' intervals, one per step, or empty.
         high: upper ends, likewise.
     """
 
@@ -28,12 +27,9 @@ class PairCurves:
     """Curves of stages that train on pairs of answers; a metric without records has none.
 
     Attributes:
-        accuracy: share of a step's pairs whose chosen answer has the larger reward, as the loss
-            counts it.
-        held_out: the same of held-out pairs, with intervals, after the steps at which they were
-            looked at; 0 is before the first.
-        loss: per step.
-        margin: mean difference of the rewards of a step's pairs, as the loss counts it.
+        accuracy: share of a step's pairs whose chosen answer has the larger reward in the loss.
+        held_out: the same for held-out pairs, with intervals; step 0 is before training.
+        margin: mean difference of the rewards of a step's pairs in the loss.
     """
 
     accuracy: Sequence[Curve] = ()
@@ -44,13 +40,7 @@ class PairCurves:
 
 @dataclass(frozen=True)
 class Bar:
-    """One measured share with its interval.
-
-    Attributes:
-        value: in [0, 1].
-        low: lower end of the interval, or None.
-        high: upper end of the interval, or None.
-    """
+    """A measured share in [0, 1] with its interval, if there is one."""
 
     label: str
     value: float
@@ -63,10 +53,8 @@ class PlotData:
     """Everything that is drawn; an empty part is left out.
 
     Attributes:
-        loss: supervised loss per step.
         preference: of training on preferences, in all iterations of self-play.
         reward: mean reward per RL step.
-        distillation: loss per RL step of what a teacher says.
         lengths: mean response length per RL step.
         accuracy: held-out accuracy per stage.
         step: seconds by phase of the median RL step, in the order of the loop.

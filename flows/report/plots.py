@@ -1,7 +1,7 @@
 """The report's plots: accuracy, curves of every trainer, time. SVG for pages, PNG for the rest.
 
-matplotlib is imported here and only here, inside the drawing functions: a run that reuses every
-stage and has its report already never pays for it.
+matplotlib is imported only inside the drawing functions here, so that a run without new plots does
+not load it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ SIZE_INCHES = (7.0, 3.2)
 PNG_DPI = 150
 MIN_SMOOTHED = 10
 MAX_LINE_LABELS, MAX_LEVEL_LABELS = 5, 8
-"""More bars than the first have labels of a word a line, more than the second upright ones."""
+"""With more bars than the first, labels have one word per line; than the second, vertical text."""
 BAR_INCHES, AROUND_BARS_INCHES = 0.17, 1.2
-"""Least height of a lying bar, and of what stands above and below all of them."""
+"""Minimum height of a horizontal bar, and of the space around all bars."""
 STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -42,15 +42,11 @@ STYLE: dict[Any, Any] = {
 
 
 Drawing = tuple[str, Callable[["Axes"], None]]
-"""Name of the files, and what fills the axes."""
+"""Base name of the files, and the function that draws."""
 
 
 def draw_plots(data: PlotData, directory: Path) -> list[Path]:
-    """Write `<name>.svg` and `<name>.png` for every part that has data.
-
-    Returns:
-        The SVG files, in the order of a report.
-    """
+    """Write SVG and PNG files for every part with data; return the SVG files in report order."""
     drawings: list[Drawing] = []
     if data.accuracy:
         drawings.append(("accuracy", lambda axes: _draw_accuracy(axes, data.accuracy)))
@@ -77,7 +73,7 @@ def save_figure(path: Path, draw: Callable[[Axes], None]) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # The object interface, not pyplot: no global state, so it may run in any thread.
+    # Not pyplot: without its global state this may run in any thread.
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=SIZE_INCHES, layout="constrained")
         FigureCanvasAgg(figure)
@@ -88,7 +84,6 @@ def save_figure(path: Path, draw: Callable[[Axes], None]) -> Path:
 
 
 def _pair_drawings(name: str, title: str, pairs: PairCurves) -> Iterator[Drawing]:
-    """Plots of one trainer: pair accuracy, loss and margin."""
     if pairs.accuracy or pairs.held_out:
         yield (
             f"{name}_accuracy",
@@ -116,7 +111,7 @@ def _curves_drawing(
     color: str,
     held_out: Sequence[Curve] | None = None,
 ) -> Callable[[Axes], None]:
-    """Curves that no line connects; with `held_out` shares, and those of held-out rows on top."""
+    """Draw unconnected curves; with `held_out`, all are shares, and held-out ones are on top."""
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     def draw(axes: Axes) -> None:
@@ -140,7 +135,6 @@ def _curves_drawing(
 
 
 def _draw_steps(axes: Axes, curve: Curve, color: str) -> None:
-    """Each step, and where there are many their moving mean."""
     if len(curve.values) < MIN_SMOOTHED:
         axes.plot(
             curve.steps, curve.values, color=color, linewidth=2, marker="o", label="each step"
@@ -152,7 +146,6 @@ def _draw_steps(axes: Axes, curve: Curve, color: str) -> None:
 
 
 def _draw_looks(axes: Axes, curve: Curve) -> None:
-    """Values that were looked at now and then, in a band of their intervals."""
     if len(curve.low) == len(curve.steps) == len(curve.high):
         axes.fill_between(curve.steps, curve.low, curve.high, color=INK, alpha=0.15, linewidth=0)
     axes.plot(
@@ -166,7 +159,7 @@ def _draw_looks(axes: Axes, curve: Curve) -> None:
 
 
 def _moving_mean(values: Sequence[float], width: int = 5) -> list[float]:
-    """Mean of each value and those before it, so that no step sees its future."""
+    """Return the mean of each value and the ones before it."""
     return [
         sum(values[max(0, end - width) : end]) / min(end, width)
         for end in range(1, len(values) + 1)
@@ -202,7 +195,7 @@ def _draw_accuracy(axes: Axes, bars: Sequence[Bar]) -> None:
 
 
 def _draw_step(axes: Axes, phases: Mapping[str, float]) -> None:
-    """Phases one below the other, each where it begins; those until the next token stand out."""
+    """Draw phases one below the other at their start times; those after the update are orange."""
     start, whole = 0.0, sum(phases.values())
     is_after_update = False
     for place, (phase, seconds) in enumerate(phases.items()):

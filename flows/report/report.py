@@ -1,10 +1,9 @@
-"""The report of a pipeline run: what ran, what came out, where the time went.
+"""The report of a pipeline run: stages, results and times.
 
-`<home>/runs/<run name>/` holds `report.json` (for machines), `report.md` (for people), the plots
-as SVG and PNG, `samples.html`, `diagnosis.html`, and `recipe.json`, the resolved recipe, which is
-there from the beginning of the run.
-Promises: times are those of the work itself, whichever run did it; a run that reuses every stage
-leaves the report of the run that did the work as it is.
+`<home>/runs/<run name>/` has `report.json`, `report.md`, the plots as SVG and PNG, `samples.html`,
+`diagnosis.html`, and from the beginning of the run `recipe.json`, the resolved recipe.
+Promises: times are those of the work itself, whichever run did it. A run that reuses every stage
+does not change an existing report of the same stages.
 """
 
 import base64
@@ -58,25 +57,25 @@ class StageReport(BaseModel, frozen=True):
     name: str
     reused: bool
     seconds: float
-    """Wall seconds of the work: as this run waited for it, or of the job that is reused."""
+    """Wall seconds that this run waited, or of the job whose output is reused."""
     digest: str
     fingerprint: str
     metrics: dict[str, float]
     job_seconds: dict[str, float]
     """Seconds of the job's phases when it was computed."""
     adopted: Adoption | None = None
-    """Half-trained work that the stage continued; None: it began by itself."""
+    """Half-trained work of another fingerprint that the stage continued."""
     rejected: str = ""
-    """The symptom for which what follows took the policy before it; empty: it counts."""
+    """Symptom for which a round's policy was rejected; empty if it was accepted."""
 
     @property
     def state(self) -> str:
-        """Outcome, one word for tables."""
+        """Outcome in one word."""
         return "rejected" if self.rejected else "reused" if self.reused else "ran"
 
 
 class Report(BaseModel, frozen=True):
-    """`report.json`."""
+    """Content of `report.json`."""
 
     run: str
     recipe: str
@@ -84,25 +83,24 @@ class Report(BaseModel, frozen=True):
     finished_at: str
     """UTC, ISO 8601."""
     seconds: float
-    """Wall seconds of this run, from its first stage to the end of its last."""
+    """Wall seconds from the first stage to the end of the last."""
     stages: list[StageReport]
     accuracy: dict[str, float]
-    """Held-out accuracy by training stage, in order; then `final`, of the final model, `against`
-    and `incumbent`, of those that it was compared with, and by suite, `<suite>_against` too."""
+    """Held-out accuracy by training stage, then of the final model and others.
+
+    `final` is the final model, `against` and `incumbent` are models that it was compared with.
+    Suites have their own entries, `<suite>` and `<suite>_against`.
+    """
     promoted: bool
 
     @property
     def outputs(self) -> list[tuple[str, str, str]]:
-        """Fingerprint, digest and rejection of each stage, which the plots depend on."""
+        """Fingerprint, digest and rejection of each stage, which determine the plots."""
         return [(stage.fingerprint, stage.digest, stage.rejected) for stage in self.stages]
 
 
 def run_directory(recipe: Recipe) -> Path:
-    """The directory of a run's report, with its recipe in it.
-
-    Args:
-        recipe: of the run; its home holds the directory.
-    """
+    """Create the directory of a run's report, with `recipe.json` in it."""
     directory = recipe.home / "runs" / recipe.run_name
     make_directories(directory)
     atomic_write_bytes(directory / RECIPE_JSON, canonical_json(recipe))
@@ -115,12 +113,10 @@ def build_report(
     seconds: float,
     rejected: Mapping[str, str] = NOTHING_REJECTED,
 ) -> Report:
-    """Sum up a finished run.
+    """Build the report of a finished run.
 
     Args:
-        results: its stages, in order.
-        seconds: wall seconds of the run.
-        rejected: symptom by label of a round from which nothing followed.
+        rejected: symptoms by label of a rejected round.
     """
     names = distinct_names([result.label for result in results])
     return Report(
@@ -153,11 +149,7 @@ def build_report(
 
 
 def distinct_names(labels: Sequence[str]) -> list[str]:
-    """Number equal labels, which a flow of the user's may have: `sft`, `sft_2`, `sft_3`.
-
-    Args:
-        labels: of stages, in order.
-    """
+    """Number equal labels, which a user's flow may have: `sft`, `sft_2`, `sft_3`."""
     names: list[str] = []
     for label in labels:
         numbered = (label, *(f"{label}_{number}" for number in range(2, len(labels) + 2)))
@@ -170,17 +162,12 @@ def _work_seconds(result: StageResult) -> float:
 
 
 def evaluated_name(label: str) -> str:
-    """Name of what an evaluation measured: `sft` for `evaluate_sft`, `final` for `evaluate`."""
+    """Return the name of the evaluated model: `sft` for `evaluate_sft`, `final` for `evaluate`."""
     return label.removeprefix("evaluate").removeprefix("_") or "final"
 
 
 def write_report(report: Report, recipe: Recipe, history: StageHistory) -> Path:
-    """Write the report's files, unless this run did nothing that they do not tell.
-
-    Args:
-        recipe: stored beside it; its home holds the run directories.
-        history: has the stages' journals.
-    """
+    """Write the report's files, unless nothing was computed and they are up to date."""
     directory = run_directory(recipe)
     if all(stage.reused for stage in report.stages) and _is_told(report, directory):
         return directory
@@ -197,7 +184,6 @@ def write_report(report: Report, recipe: Recipe, history: StageHistory) -> Path:
 
 
 def _is_told(report: Report, directory: Path) -> bool:
-    """True if the last report in the directory has the same stages."""
     try:
         last = Report.model_validate_json((directory / REPORT_JSON).read_bytes())
     except (FileNotFoundError, ValidationError):
@@ -240,18 +226,13 @@ def _bars(report: Report) -> list[Bar]:
 
 
 def _phases(stage: StageReport) -> dict[str, float]:
-    """Phases of a job, and what lies between them as `other`."""
     phases = {name: value for name, value in stage.job_seconds.items() if name != "total"}
     rest = stage.job_seconds.get("total", 0.0) - sum(phases.values())
     return phases | ({"other": rest} if rest > 0.0 else {})
 
 
 def markdown(report: Report, directory: Path, *, embed: bool = False) -> str:
-    """The report for people.
-
-    Args:
-        embed: put the plots into the text itself, for a page that cannot reach the files.
-    """
+    """Return the report as Markdown; `embed` puts the plots into the text as data URIs."""
     lines = [
         f"# {report.run}",
         "",
@@ -292,5 +273,5 @@ def _verdict(report: Report) -> str:
 
 
 def data_uri(path: Path) -> str:
-    """An SVG file as an address that holds all of it."""
+    """Return an SVG file as a data URI."""
     return f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode('ascii')}"

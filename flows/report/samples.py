@@ -1,8 +1,7 @@
-"""The page of samples: what a policy wrote step by step, alone or beside another run.
+"""The page of samples that a policy wrote, step by step, alone or beside another run.
 
-Promises: one file without a resource outside it; whatever a text says is shown as text: the data
-are JSON in which no tag can begin or end, the page writes them as text alone, and its policy lets
-no script run but its own.
+Promises: one file without external resources. Samples cannot inject markup or scripts: they are
+JSON with escaped tags, the page inserts them as text, and its policy allows only its own script.
 """
 
 import base64
@@ -27,13 +26,7 @@ _ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&"}
 
 @dataclass(frozen=True)
 class ShownRun:
-    """A run as the page shows it.
-
-    Attributes:
-        curves: `[step, value]` by title of the plot.
-        steps: samples by step.
-        num_steps: that kept samples; `steps` may be fewer, for the size of the page.
-    """
+    """A run as the page shows it; `steps` may have fewer than `num_steps`, to limit its size."""
 
     name: str
     curves: Mapping[str, Sequence[tuple[int, float]]]
@@ -42,11 +35,7 @@ class ShownRun:
 
 
 def shown_run(name: str, rounds: Sequence[str], history: StageHistory) -> ShownRun:
-    """Samples of a run's rounds that the store has, finished or not.
-
-    Args:
-        rounds: fingerprints of its RL rounds.
-    """
+    """Read the stored samples and curves of RL rounds by their fingerprints."""
     values: dict[int, Mapping[str, float]] = {}
     steps: dict[int, Sequence[KeptSample]] = {}
     for fingerprint in rounds:
@@ -64,29 +53,17 @@ def shown_run(name: str, rounds: Sequence[str], history: StageHistory) -> ShownR
 
 
 def samples_page(runs: Sequence[ShownRun]) -> str:
-    """The page.
-
-    Args:
-        runs: one, or two that are compared.
-    """
+    """Return the page of one run, or of two to compare."""
     page = files("flows.report").joinpath("samples.html").read_text("utf-8")
     script = page.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
-    # No character of the data can end the element that holds them.
+    # The data cannot close the element that holds them.
     data = json.dumps([_plain(run) for run in runs], allow_nan=False).translate(_ESCAPES)
     return page.replace("SCRIPT_DIGEST", digest, 1).replace("PAGE_DATA", data, 1)
 
 
 def samples_markdown(page: str, path: Path) -> str:
-    """Return a few samples of the last step, for pages without scripts.
-
-    Args:
-        page: from `samples_page`, of one run.
-        path: where it is.
-
-    Returns:
-        Markdown, with every text inside a fence that it cannot end.
-    """
+    """Return a few samples of the last step as Markdown, inside fences that no text can close."""
     data = page.partition('id="data">')[2].partition("</script>")[0]
     (run,) = json.loads(data)
     lines = [f"# {run['name']}: samples", "", f"All of them: [{path}]({path.as_uri()})", ""]
@@ -112,7 +89,6 @@ def _plain(run: ShownRun) -> dict[str, object]:
 def _curve(
     values: Mapping[int, Mapping[str, float]], metrics: Sequence[str]
 ) -> list[tuple[int, float]]:
-    """The first of some metrics that any step has."""
     for metric in metrics:
         points = [
             (step, found[metric]) for step, found in sorted(values.items()) if metric in found

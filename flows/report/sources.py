@@ -1,26 +1,16 @@
-"""The metrics of an evaluation by data source, as a table of the report.
-
-Promises: only what the stage's commit record says; a stage without sources has no table.
-"""
+"""The metrics of an evaluation by data source, as a table of the report."""
 
 from collections import defaultdict
 from collections.abc import Mapping
 
 PREFIX = "source/"
-"""Pattern of `source/<name>/<metric>`; the name may contain a `/`, the metric must not."""
+"""Metrics are `source/<name>/<metric>`; the name may contain a `/`, the metric must not."""
 BOUNDS = ("_low", "_high")
-"""Behind the name of a metric: the ends of its interval."""
+"""Suffixes of a metric for the ends of its interval."""
 
 
 def source_table(stage: str, metrics: Mapping[str, float]) -> list[str]:
-    """A table with one row for each data source.
-
-    Args:
-        stage: label of the evaluation.
-
-    Returns:
-        Lines of Markdown; none without sources.
-    """
+    """Return Markdown lines with a row for each data source; empty if there are none."""
     sources: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for key, value in metrics.items():
         if key.startswith(PREFIX):
@@ -48,19 +38,14 @@ def source_table(stage: str, metrics: Mapping[str, float]) -> list[str]:
 
 
 def is_shown(metric: str) -> bool:
-    """True if a metric has a column of its own: the accuracy, and those at k."""
+    """True if a metric has a column: the accuracy, and metrics at k."""
     return metric == "accuracy" or ("@" in metric and not metric.endswith(BOUNDS))
 
 
 def shown_share(found: Mapping[str, float], name: str) -> str:
-    """A value and its interval: a share in percent, the best of k scores as it is.
+    """Return a value with its interval as a table cell; empty if the metric is missing.
 
-    Args:
-        found: metrics of an evaluation.
-        name: one of them, or of others.
-
-    Returns:
-        For a cell of a table; empty where there is no such metric.
+    Shares are in percent, best-of-k scores as they are.
     """
     if name not in found:
         return ""

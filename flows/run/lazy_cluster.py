@@ -1,4 +1,4 @@
-"""A Ray cluster that starts when it is first needed, or a little earlier in the background."""
+"""A Ray cluster that starts on first use, or earlier in the background."""
 
 import logging
 import threading
@@ -15,11 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class LazyCluster:
-    """One cluster for one pipeline run.
-
-    Args:
-        home: where a cluster of our own keeps its files.
-    """
+    """The cluster of one pipeline run; a local one keeps its files in `home`."""
 
     def __init__(self, home: Path) -> None:
         self._home = home
@@ -28,7 +24,7 @@ class LazyCluster:
         self._starting: Future[Cluster] | None = None
 
     def jobs(self) -> RayJobs:
-        """Return the job client of the cluster, which is started if it is not running.
+        """Return the job client of the cluster; start the cluster if it is not running.
 
         Raises:
             ServiceError: the cluster could not be started.
@@ -39,10 +35,7 @@ class LazyCluster:
     def release(self, besides: Collection[str] = ()) -> None:
         """End the cluster if it has no other user and no job; may be called twice.
 
-        A start that is under way is given up.
-
-        Args:
-            besides: names of jobs that do not keep it.
+        A start in progress is aborted. Jobs named in `besides` do not keep the cluster alive.
         """
         if self._starting is None:
             return

@@ -1,8 +1,7 @@
 """Home, store, cluster, tracking and display of a pipeline run.
 
-Promises: the Ray cluster is started by the first stage that has to run, and ended by its last
-user; a run that ends while its job runs on leaves both to the next run, if
-it was not cancelled or interrupted.
+Promises: the first stage that has to run starts the Ray cluster, and the last user ends it. A run
+that ends while its job runs leaves both to the next run, unless it was cancelled or interrupted.
 """
 
 import logging
@@ -49,29 +48,24 @@ NOTHING_FORCED: Mapping[str, str] = {}
 
 
 class SilentObserver:
-    """An observer that does nothing: the Prefect run page shows everything."""
+    """An observer that does nothing, because the Prefect run page shows everything."""
 
     def stage_started(self, label: str, fingerprint: str) -> None:
-        """A stage is looked up."""
+        """Do nothing."""
 
     def message(self, label: str, text: str) -> None:
-        """Something happened to a stage's job."""
+        """Do nothing."""
 
     def record(self, label: str, record: JournalRecord) -> None:
-        """A stage wrote to its journal."""
+        """Do nothing."""
 
     def stage_finished(self, result: StageResult) -> None:
-        """A stage has its result."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Observer and cluster that a command gives to a flow in its own process.
-
-    Attributes:
-        observer: sees stages while they run.
-        cluster: may have been started while Prefect was still loading.
-    """
+    """Observer and cluster that a command gives to a flow in its own process."""
 
     observer: StageObserver = field(default_factory=SilentObserver)
     cluster: LazyCluster | None = None
@@ -82,17 +76,12 @@ SURROUNDINGS: ContextVar[Surroundings | None] = ContextVar("SURROUNDINGS", defau
 
 
 def is_watched() -> bool:
-    """True if a command watches the flow; a function, since globals of a flow must be picklable."""
+    """Return True if a command watches the flow; a function, since a flow's globals are pickled."""
     return SURROUNDINGS.get() is not None
 
 
 class PipelineRun:
-    """One run of the pipeline.
-
-    Args:
-        observer: sees the stages while they run.
-        orchestrated: whether Prefect shows the run.
-    """
+    """One run of the pipeline."""
 
     def __init__(
         self,
@@ -116,7 +105,7 @@ class PipelineRun:
         self._started = time.monotonic()
 
     def finish(self) -> Report:
-        """Write the report, and show it where the run is shown."""
+        """Write the report, and show it on the run page."""
         seconds = time.monotonic() - self._started
         report = build_report(self._recipe, self.stages.results, seconds, self.gate.rejected)
         directory = write_report(report, self._recipe, self._history)
@@ -140,11 +129,10 @@ class PipelineRun:
             show_diagnosis(recipe.name, recipe.run_name, self._directory)
 
     def close(self) -> None:
-        """Send the trackers what they did not get yet."""
+        """Send remaining records to the trackers."""
         self._recorder.close()
 
     def _warn(self, label: str, text: str) -> None:
-        """Tell the observer and the log of the run."""
         self._observer.message(label, f"warning: {text}")
         logger = get_run_logger() if self._orchestrated else _log
         logger.warning("%s  %s", label, redact(text))
@@ -154,11 +142,9 @@ class PipelineRun:
 def open_run(
     recipe: Recipe, force: Mapping[str, str] = NOTHING_FORCED, adopt: Collection[str] = ()
 ) -> Iterator[PipelineRun]:
-    """Everything a run needs, for as long as it runs.
+    """Open the resources of a run, and release them at its end.
 
-    Args:
-        force: by stage label, a token that makes the stage run anew.
-        adopt: labels of stages that continue what was half-trained under another fingerprint.
+    `force` and `adopt` are those of `flows.plan.plan_run`.
     """
     surroundings = SURROUNDINGS.get() or Surroundings()
     cluster = surroundings.cluster or LazyCluster(recipe.home)
@@ -167,8 +153,8 @@ def open_run(
     try:
         yield run
     except BaseException as error:
-        # Ctrl-C means the job too, unless another run follows it. Whatever else ends a run leaves
-        # a job that runs alone: its work is not lost, and the next run attaches to it.
+        # Ctrl-C also stops the job, unless another run follows it. Any other end of a run keeps
+        # the job running, so that its work is not lost and the next run attaches to it.
         if isinstance(error, KeyboardInterrupt):
             stopped = frozenset(run.stages.followed)
             with suppress(PipelineError):
@@ -177,7 +163,7 @@ def open_run(
         raise
     finally:
         try:
-            # First the cluster: its end takes longest.
+            # The cluster first: it is free at once, while the trackers may take minutes.
             cluster.release(stopped)
         finally:
             run.close()
@@ -190,12 +176,11 @@ def _begun(
     cluster: LazyCluster,
     observer: StageObserver,
 ) -> PipelineRun:
-    """A run that the store and the trackers know of."""
     context = FlowRunContext.get()
     flow_run = context.flow_run if context else None
     metadata = {"flow_run_id": str(flow_run.id)} if flow_run else {}
     history = StageHistory(open_storage(recipe.store_uri))
-    # A command that is repeated continues its run; a flow run of a deployment is one of its own.
+    # A repeated command continues its run; a flow run of a deployment is a separate run.
     repeated = is_watched() or flow_run is None
     recorder = _recorder(recipe, history, {} if repeated else metadata)
     stages = StageContext(
@@ -216,25 +201,25 @@ def _begun(
     history.storage.runs.begin(recorder.run_key, recipe.run_name)
     for _, path in recipe.models():
         digest = digest_in_path(path)
-        if digest is not None:  # else `rlhf gc` may take a model whose alias has moved
+        if digest is not None:  # else `rlhf gc` may remove a model whose alias has moved
             history.storage.runs.read(recorder.run_key, digest)
     return PipelineRun(recipe, history, stages, recorder, observer, flow_run is not None)
 
 
 def _diagnosed(recipe: Recipe, history: StageHistory, run_key: str, directory: Path) -> str:
-    """Diagnose a failed run and write the page; returns one line, empty without a finding."""
+    """Diagnose a failed run and write the page; return one line, empty if there are no findings."""
     try:
         runs = [run for run in history.storage.runs.known() if run.key == run_key]
         views = [view for run in runs for view in run_views(history, run)]
         diagnosis = diagnose(recipe.run_name, views, recipe.diagnosis)
         page = write_diagnosis(diagnosis, directory)
         return f"{diagnosis.verdict}: {page}" if diagnosis.ills else ""
-    except (PipelineError, OSError, ValueError) as error:  # the error of the run is what counts
+    except (PipelineError, OSError, ValueError) as error:  # must not hide the error of the run
         return f"none: {redact(str(error))}"
 
 
 def _recorder(recipe: Recipe, history: StageHistory, flow_run: Mapping[str, str]) -> Recorder:
-    """Keeps the lineage of a run that is identified by its flow run, else by home and recipe."""
+    """Return the recorder of a run that is identified by its flow run, else by home and recipe."""
     params = recipe.model_dump(mode="json", exclude=NOT_IDENTITY)
 
     def shipper(tracker: Tracker) -> Shipper:
@@ -253,11 +238,7 @@ def _recorder(recipe: Recipe, history: StageHistory, flow_run: Mapping[str, str]
 
 
 def stop_jobs_of(flow_run_id: str, home: Path, store_uri: str) -> None:
-    """Stop every job that only this flow run follows.
-
-    Args:
-        flow_run_id: as it joined the followers of its stages.
-    """
+    """Stop every job that only this flow run follows."""
     try:
         cluster = living_cluster(home)
         if cluster is None:

@@ -1,9 +1,8 @@
-"""The registered model that has the alias which the run's model competes for.
+"""Finds the registered model that a run's model has to beat, by its alias.
 
-Promises: the registry is asked once per run. A model that already has the alias is compared with
-its predecessor, so a repeated run asks for the same stages.
-Does not promise: that the answer still holds when the decision is recorded; the tracker checks it
-again.
+Promises: the registry is asked once per run. If the run's model already has the alias, it is
+compared with its predecessor, so a repeated run requests the same stages.
+Does not promise: that the answer is still valid at promotion; the tracker checks it again.
 """
 
 from dataclasses import replace
@@ -26,13 +25,13 @@ def tracking_uri(location: LocationConfig) -> str:
 
 
 def open_tracker(location: LocationConfig) -> Tracker:
-    """Make the tracker of a run; it connects when it is first used."""
+    """Return the tracker of a run; it connects on first use."""
     return TRACKERS.load(location.tracker)(_settings(location))
 
 
 def open_mirrors(location: LocationConfig) -> list[Tracker]:
-    """Make the mirrors of a run, which are told what the tracker is told."""
-    settings = replace(_settings(location), uri=None)  # the URI is that of the tracker alone
+    """Return the mirrors of a run, which get the same records as the tracker."""
+    settings = replace(_settings(location), uri=None)  # the URI is only for the tracker
     return [TRACKERS.load(name)(settings) for name in location.mirrors]
 
 
@@ -41,24 +40,13 @@ def _settings(location: LocationConfig) -> TrackerSettings:
 
 
 class Registry:
-    """The registered model that a run's model has to beat.
-
-    Args:
-        promote: names the registered model and the alias.
-        storage: store of the run.
-    """
+    """Looks up the registered model with the recipe's `promote` name and alias."""
 
     def __init__(self, promote: PromoteConfig, tracker: Tracker, storage: Storage) -> None:
         self._gate, self._tracker, self._storage = promote, tracker, storage
 
     def incumbent(self, candidate: Artifact) -> Artifact | None:
-        """The model that a candidate has to beat.
-
-        Args:
-            candidate: a model; its digest is empty while a plan does not know it.
-
-        Returns:
-            The model; None if there is none, and the minimum alone decides.
+        """Return the model that a candidate has to beat; None if there is none.
 
         Raises:
             ServiceError: the registry does not answer.
@@ -84,9 +72,9 @@ class Registry:
         gate = self._gate
         try:
             return self._tracker.incumbent(gate.model_name, gate.alias)
-        except ServiceError:  # says what to do
+        except ServiceError:
             raise
-        except Exception as error:  # what a service that is away raises is its own affair
+        except Exception as error:  # the tracker's own exceptions are not known here
             said = redact(" ".join(f"{type(error).__name__}: {error}".split()))[:200]
             raise ServiceError(
                 f"{redact(self._tracker.address)} does not say which version of {gate.model_name} "
@@ -97,6 +85,6 @@ class Registry:
     def _has(self, model: Artifact) -> bool:
         try:
             self._storage.verify(model, "manifest")
-        except (ArtifactError, ValueError):  # the latter: a version that no pipeline registered
+        except (ArtifactError, ValueError):  # ValueError: a version that no pipeline registered
             return False
         return True

@@ -1,9 +1,8 @@
 """The gate that accepts or rejects the policy of a finished RL round.
 
-Promises: the decision is a pure function of what stages committed and of the recipe's thresholds,
-so a repetition decides alike and trains nothing; a rejected round stays committed, and what follows
-takes the policy before it, whose digest makes it another stage; that is said when it is decided.
-Other thresholds may decide otherwise: then only what was given another policy runs.
+Promises: the decision is a pure function of committed stages and the recipe's thresholds, so a
+repeated run decides the same. A rejected round stays committed, and later stages use the policy
+before it. With other thresholds, only stages that get another policy run again.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,14 +22,7 @@ def say_nothing(label: str, text: str) -> None:
 
 
 class RoundGate:
-    """Accepts or rejects rounds, in order.
-
-    Args:
-        warn: is told at once, by label of a round, why it is rejected and what follows from that.
-
-    Attributes:
-        rejected: symptoms by label of a round that nothing follows from.
-    """
+    """Accepts or rejects rounds, in order; `rejected` has the symptoms of rejected ones."""
 
     def __init__(
         self,
@@ -43,16 +35,10 @@ class RoundGate:
         self.rejected: dict[str, str] = {}
 
     def accepts(self, trained: StageResult, evaluated: StageResult) -> bool:
-        """True if the next stages take the policy of a stage.
-
-        Args:
-            trained: SFT, which always counts, or a round.
-
-        Returns:
-            False if the round is rejected; a stage that is only planned is taken for healthy.
+        """Return True if the next stages use the policy of a stage; a planned one is accepted.
 
         Raises:
-            SickRunError: it shows what the recipe says ends the run.
+            SickRunError: a symptom occurred for which the recipe ends the run.
         """
         results = [*self._accepted, trained, evaluated]
         shown = self._symptoms(results)

@@ -1,1 +1,1 @@
-"""What nobody needs any more of a store: found, shown, and taken away."""
+"""Garbage collection of a store."""

@@ -1,12 +1,9 @@
-"""Taking away what a survey found, while others use the store.
+"""Removal of what a survey found, while others use the store.
 
-A stage loses its log first, so that nobody finds it done; then what its attempts left; then the
-artifacts that no other log names; then it is the next one's turn. Before each is removed for good
-it is asked once more whether somebody needs it, which is when whoever came in between has said so
-(`infra.store.runs`).
-
-Promises: a kill at any point leaves a store that works, and the rest to the next collection;
-what was done before it has made room.
+A stage first loses its log, so it does not count as done any more; then its working files; then the
+artifacts that no other log names; then the next stage follows. Just before each removal the records
+of use are read once more (`infra.store.runs`), to spare what became needed meanwhile. A kill at any
+moment leaves a working store, and the rest for the next collection.
 """
 
 import functools
@@ -23,13 +20,7 @@ from infra.store.storage import Storage
 
 @dataclass(frozen=True)
 class Collected:
-    """What a collection did.
-
-    Attributes:
-        freed_bytes: of what is gone.
-        spared: what somebody began to need meanwhile.
-        problems: what could not be removed, and why.
-    """
+    """Result of a collection: bytes freed, places spared by new uses, and failed removals."""
 
     freed_bytes: int
     spared: tuple[str, ...]
@@ -37,18 +28,9 @@ class Collected:
 
 
 def collect(storage: Storage, inventory: Inventory, found: Survey) -> Collected:
-    """Take away what may go, unless somebody began to need it after the survey.
+    """Remove what may go unless it became needed; a failed removal does not stop the others.
 
-    Args:
-        storage: that was surveyed.
-        inventory: of the same store, which is the caller's (`Inventory.exclusively`).
-        found: by the survey.
-
-    Returns:
-        What was done; that something could not be removed stops nothing else.
-
-    Raises:
-        NotExclusiveError: as of `Inventory.exclusively`, which lasts no more.
+    The caller holds `Inventory.exclusively`; `NotExclusiveError` is raised if it was lost.
     """
     removal = _Removal(storage, inventory, found)
     for stage in found.goes:
@@ -62,14 +44,6 @@ def collect(storage: Storage, inventory: Inventory, found: Survey) -> Collected:
 
 
 class _Removal:
-    """A collection, and what it did so far.
-
-    Args:
-        storage: that was surveyed.
-        inventory: of the same store.
-        found: by the survey.
-    """
-
     def __init__(self, storage: Storage, inventory: Inventory, found: Survey) -> None:
         self._storage, self._inventory = storage, inventory
         self._spoke = _who_spoke(storage, inventory, found)
@@ -78,12 +52,12 @@ class _Removal:
         self.spared: list[str] = []
         self.problems: list[str] = []
         self.copies: dict[str, list[Stored]] = {}
-        """Artifacts that nobody tried to take yet, by digest."""
+        """Artifacts that were not tried yet, by digest."""
         for digest, stored in found.artifacts:
             self.copies.setdefault(digest, []).append(stored)
 
     def take(self, stored: Stored, is_needed: Callable[[float], bool]) -> bool:
-        """Whether it is gone; what could not be removed stops nothing else."""
+        """Remove something and note the result; return True if it is gone."""
         try:
             if not self._inventory.take(stored.place, is_needed):
                 self.spared.append(stored.place)
@@ -95,7 +69,7 @@ class _Removal:
         return True
 
     def take_stage(self, stage: SurveyedStage) -> None:
-        """Its log, its work, and what it was the last to name: so each stage makes room."""
+        """Remove log, work and artifacts that only this stage named, so each stage frees space."""
         name, attempts = stage.fingerprint, self._storage.attempts
         if not self.take(stage.log, lambda at: _is_used(stage, at, self._spoke())):
             return
@@ -106,7 +80,7 @@ class _Removal:
                 self.take_artifact(digest)
 
     def take_artifact(self, digest: str) -> None:
-        """All that is of this content, unless a log names it or somebody reads or published it."""
+        """Remove all copies, unless a log names the digest or it was read or published again."""
         for stored in self.copies.pop(digest, ()):
             self.take(
                 stored,
@@ -121,20 +95,17 @@ class _Removal:
 def _who_spoke(
     storage: Storage, inventory: Inventory, found: Survey
 ) -> Callable[[], Collection[KnownRun]]:
-    """Asks which runs said anything after the survey: they need all that is theirs.
-
-    Records are compared, and no times: the store's clock may be behind this machine's, or slow.
-    """
+    """Return a function that lists the runs whose records changed after the survey."""
     before = {run.key: run for run in found.runs}
 
     def ask() -> Collection[KnownRun]:
+        # Not by time: the store's clock may be behind this machine's.
         return [run for run in storage.runs.known() if run != before.get(run.key)]
 
     return functools.cache(ask) if inventory.others_wait else ask
 
 
 def _is_used(stage: SurveyedStage, touched_at: float, spoke: Collection[KnownRun]) -> bool:
-    """Whether a stage is one of a run that spoke, or somebody wrote to its log meanwhile."""
     return touched_at > stage.log.touched_at or any(
         stage.fingerprint in run.used_at or not stage.digests.isdisjoint(run.read_at)
         for run in spoke
@@ -142,7 +113,6 @@ def _is_used(stage: SurveyedStage, touched_at: float, spoke: Collection[KnownRun
 
 
 def _is_at_work(storage: Storage, place: str) -> bool:
-    """Whether these are steps of a stage that somebody computes anew by now."""
     parts = place.split("/")
     if parts[0] != "work" or not parts[-1].startswith("steps-"):
         return False
@@ -153,21 +123,16 @@ def _is_at_work(storage: Storage, place: str) -> bool:
 
 
 def _naming(storage: Storage) -> dict[str, set[str]]:
-    """Fingerprints of the stages whose logs name an artifact by now, by its digest.
-
-    Of a damaged log nothing is known, and nothing of it went. Who commits one that is there
-    already has published it anew, which shows.
-    """
+    """Return by digest the stages whose logs name an artifact now."""
     found: dict[str, set[str]] = {}
     for fingerprint, log in storage.attempts.logs().items():
-        for entry in log or ():
+        for entry in log or ():  # None: a damaged log, which the survey kept
             if entry.record is not None:
                 found.setdefault(entry.record.artifact.digest, set()).add(fingerprint)
     return found
 
 
 def _forget(storage: Storage, inventory: Inventory, found: Survey) -> None:
-    """Runs of which no stage is left, and that are not just about to compute one."""
     left = set(inventory.stages())
     for run in storage.runs.known():
         recent = found.at - run.spoke_at < YOUNG_S

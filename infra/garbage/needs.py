@@ -1,9 +1,9 @@
-"""Who needs what of a store: runs, the aliases of gates, and attempts that live.
+"""What is needed in a store: by runs, by aliases of gates, and by active attempts.
 
-Promises: what a run that is kept, or may be at work, used or said that it reads is needed; so is
-what an attempt that may be at work reads, even where its path names the store's own files.
-Does not promise: to tell who is dead. A run counts as at work for `YOUNG_S` after anything of it
-was written to, so that its end, and a pause between two stages of it, change nothing at once.
+Promises: everything that a kept or possibly active run used or read is needed; so are the inputs of
+a possibly active attempt, even if a path names the store's own files.
+Does not promise: to detect dead runs. A run counts as active for `YOUNG_S` after anything of it was
+written, so its end, or a pause between two of its stages, changes nothing at once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,21 +20,16 @@ from infra.tracking.promotion import PROMOTION, Decision
 
 DAY_S = 24 * 3600.0
 YOUNG_S = DAY_S
-"""What was used since then stays, whatever the limits: its user may just be at work."""
-Log = Sequence[LogEntry] | None
-"""None of a stage whose log is damaged."""
+"""What was used more recently stays despite all limits, since its user may be active."""
+Log = Sequence[LogEntry] | None  # None: the log is damaged
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Who needs what.
+    """Reasons for people, by key of a run or by digest, why parts of a store are needed.
 
-    Attributes:
-        runs: all that the store knows.
-        of_runs: by the runs' keys, why they need all that they used and read; not of every run.
-        of_artifacts: by digest, why an artifact is needed.
-        read_at: by digest, when a run last said that it reads an artifact that no stage of it
-            made; seconds since the epoch.
+    `read_at` is when a run last read an artifact that none of its stages made, by digest; seconds
+    since the epoch.
     """
 
     runs: Sequence[KnownRun]
@@ -43,12 +38,12 @@ class Needs:
     read_at: Mapping[str, float]
 
     def touched_at(self, digest: str, stored: Stored) -> float:
-        """When a copy of an artifact was last written or read; seconds since the epoch."""
+        """Return when a copy of an artifact was last written or read; seconds since the epoch."""
         return max(stored.touched_at, self.read_at.get(digest, 0.0))
 
 
 def is_done(log: Log) -> bool:
-    """Whether a stage is committed, and nobody works on it anew."""
+    """Return True if a stage is committed and no new attempt works on it."""
     return bool(log) and log[-1].kind == "committed"
 
 
@@ -59,21 +54,7 @@ def needs_of(
     logs: Mapping[str, Log],
     now: float,
 ) -> Needs:
-    """Who needs what, but for aliases of a registry.
-
-    Args:
-        storage: of the promotions and specifications.
-        runs: that it knows.
-        stages: that it has.
-        logs: of those stages.
-        now: in seconds since the epoch.
-
-    Returns:
-        All of it.
-
-    Raises:
-        OSError: the store cannot be read.
-    """
+    """Return what is needed, except by aliases; `OSError` if the store cannot be read."""
     of_runs = _needing(runs, stages, now)
     reads = [(run, digest, at) for run in runs for digest, at in run.read_at.items()]
     of_artifacts = {
@@ -88,10 +69,7 @@ def needs_of(
 def _needing(
     runs: Iterable[KnownRun], stages: Mapping[str, StoredStage], now: float
 ) -> dict[str, str]:
-    """Why runs need all that they used and read, by their keys.
-
-    A job beats, and whoever waits for it says so again and again; both write to its stage.
-    """
+    """Return the reasons by run key; heartbeats and follower files show that a run is active."""
     found: dict[str, str] = {}
     for run in runs:
         signs = [stages[each].touched_at for each in run.used_at if each in stages]
@@ -103,7 +81,7 @@ def _needing(
 
 
 def _promoted(storage: Storage, logs: Iterable[Log]) -> dict[str, str]:
-    """Last champions and challengers, by digest: a registry elsewhere may still offer them."""
+    """Return the last champions and challengers by digest, which a registry may still offer."""
     records = [
         entry.record
         for log in logs
@@ -115,7 +93,7 @@ def _promoted(storage: Storage, logs: Iterable[Log]) -> dict[str, str]:
         try:
             decision = Decision.read(storage.local_copy(record.artifact))
         except ArtifactError:
-            continue  # then it is not known which model it was
+            continue  # the model of this decision is unknown
         if decision.given_alias:
             newest[f"{decision.model_name}@{decision.given_alias}"] = decision.model_digest
     return {digest: f"last {alias} of a gate" for alias, digest in newest.items()}
@@ -124,7 +102,7 @@ def _promoted(storage: Storage, logs: Iterable[Log]) -> dict[str, str]:
 def _being_read(
     storage: Storage, logs: Mapping[str, Log], stages: Mapping[str, StoredStage], now: float
 ) -> dict[str, str]:
-    """What stages read that may be at work, and what their jobs go on with, by digest."""
+    """Return by digest the inputs of possibly active stages and of those that follow in a job."""
     found: dict[str, str] = {}
     for fingerprint, log in logs.items():
         if not log or is_done(log) or now - stages[fingerprint].work.touched_at > YOUNG_S:
@@ -138,7 +116,6 @@ def _being_read(
 
 
 def _inputs(spec: StageSpec) -> Iterator[tuple[str, str]]:
-    """Stages and the digests that they read: of a job's stage, and of those that follow in it."""
     for one in spec.inputs.values():
         yield spec.stage, _digest(one)
     if spec.then is not None:
@@ -146,6 +123,6 @@ def _inputs(spec: StageSpec) -> Iterator[tuple[str, str]]:
 
 
 def _digest(given: Artifact) -> str:
-    """What a path outside the pipeline names may lie in a store after all."""
+    """Return the digest of an input; a path outside the pipeline may point into a store."""
     inside = digest_in_path(given.uri) if given.kind == EXTERNAL_KIND else None
     return inside or given.digest

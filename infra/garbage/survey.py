@@ -1,14 +1,11 @@
-"""What of a store may go, and why the rest stays.
+"""What may be removed from a store, and why the rest stays.
 
-A stage stays while something needs it (`infra.garbage.needs`): a run that somebody keeps or that
-may be at work, a model that an alias points to, an attempt that reads it. What nothing needs goes
-once it was not used for a time; beyond a limit of bytes the least recently used goes earlier,
-unless it is half-trained: its checkpoints may be adopted. An artifact goes with the last stage
-that names it.
+A stage stays while something needs it (`infra.garbage.needs`). Otherwise it goes after a time
+without use; above a limit of bytes the least recently used go earlier, except unfinished ones with
+checkpoints, which may be adopted. An artifact goes with the last stage that names it.
 
-Promises: nothing is changed here; nothing whose log is damaged is called garbage.
-Does not promise: to know runs of a time before stores recorded them. Their stages count as used
-when they were last written to.
+Promises: a survey changes nothing, and keeps every stage with a damaged log. Stages without a
+recorded run count as used when they were last written.
 """
 
 import time
@@ -24,13 +21,7 @@ from infra.store.storage import Storage
 
 @dataclass(frozen=True)
 class Limits:
-    """When what nothing needs goes.
-
-    Attributes:
-        unused_s: once it was not used for so long; `YOUNG_S` at least.
-        max_bytes: beyond so many in all the least recently used goes too, but for what has
-            checkpoints that may be adopted; None: no limit.
-    """
+    """Unneeded stages go after `unused_s` (at least `YOUNG_S`), or above `max_bytes` in total."""
 
     unused_s: float = 30 * DAY_S
     max_bytes: int | None = None
@@ -38,16 +29,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class SurveyedStage:
-    """A stage and what its attempts left.
+    """A stage and its working files; `needed_by` is the reason why it stays, or empty.
 
-    Attributes:
-        fingerprint: of the stage.
-        name: of its kind (`sft`); empty where nothing says it.
-        digests: of the artifacts that its log names; none of a stage that is not done.
-        log: of the stage.
-        work: of its attempts.
-        used_at: when it was last asked for, read or written to; seconds since the epoch.
-        needed_by: why it stays however old it is; empty: nothing needs it.
+    `digests` are of the artifacts that its log names. `used_at` is when it was last requested, read
+    or written, in seconds since the epoch. An unknown `name` is empty.
     """
 
     fingerprint: str
@@ -61,16 +46,11 @@ class SurveyedStage:
 
 @dataclass(frozen=True)
 class Survey:
-    """What a store has.
+    """What a store contains at the time `at` (seconds since the epoch).
 
-    Attributes:
-        goes: stages, the longest unused first.
-        stays: stages.
-        artifacts: that go, with their digests: with those stages, or since no stage names them.
-        rests: that go: of writers that died, and steps of stages that are done.
-        total_bytes: of everything in the store but its logs of runs.
-        runs: as they were before anything else was looked at.
-        at: when the store was looked at; seconds since the epoch.
+    `goes`, `artifacts` and `rests` go: stages (the longest unused first), artifacts that no staying
+    stage names, and files of dead writers or step checkpoints of finished stages. `runs` were read
+    first; `total_bytes` excludes the records of runs.
     """
 
     goes: tuple[SurveyedStage, ...]
@@ -83,7 +63,7 @@ class Survey:
 
     @property
     def freed_bytes(self) -> int:
-        """Of what goes."""
+        """Size of what goes."""
         return sum(
             (
                 *(stage.log.size_bytes + stage.work.size_bytes for stage in self.goes),
@@ -96,22 +76,9 @@ class Survey:
 def survey(
     storage: Storage, inventory: Inventory, aliased: Mapping[str, str], limits: Limits
 ) -> Survey:
-    """Look at a store.
-
-    Args:
-        storage: of the logs and the runs.
-        inventory: of the same store.
-        aliased: why an artifact stays, by digest: a registry's alias points to it.
-        limits: when things go.
-
-    Returns:
-        What it has.
-
-    Raises:
-        OSError: the store cannot be read.
-    """
+    """Survey a store; `aliased` gives reasons by digest for artifacts with an alias."""
     now = time.time()
-    # First: whoever says later that he needs something is seen by whoever takes it away.
+    # Runs are read first: the collector notices every use that is recorded later.
     runs = storage.runs.known()
     known, read = inventory.stages(), storage.attempts.logs()
     logs: dict[str, Log] = {name: read.get(name, ()) for name in known}
@@ -127,7 +94,7 @@ def survey(
     old_s = max(limits.unused_s, YOUNG_S)
     goes = {stage.fingerprint: stage for stage in stages if _is_old(stage, now, old_s)}
     if limits.max_bytes is not None:
-        # Steps of stages that are done go first: nobody misses them.
+        # Step checkpoints of finished stages go first, since nothing needs them.
         free = (*leftovers, *(stored for each in steps.values() for stored in each))
         excess = total - limits.max_bytes - sum(stored.size_bytes for stored in free)
         adoptable = {n for n, log in logs.items() if not is_done(log) and known[n].steps}
@@ -136,7 +103,7 @@ def survey(
     stays = tuple(stage for stage in stages if stage.fingerprint not in goes)
     named = {digest for stage in stays for digest in stage.digests} | needed.keys()
     left = {digest for stage in goes.values() for digest in stage.digests}
-    # What a damaged log names is not known.
+    # A damaged log may name any artifact.
     orphan_s = old_s if None not in logs.values() else float("inf")
     return Survey(
         goes=tuple(sorted(goes.values(), key=lambda stage: stage.used_at)),
@@ -210,7 +177,6 @@ def _beyond(
     excess: int,
     now: float,
 ) -> dict[str, SurveyedStage]:
-    """Stages that go for the size of the store alone, the longest unused first."""
     stages = list(stages)
     num_named = Counter(digest for stage in stages for digest in stage.digests)
     found: dict[str, SurveyedStage] = {}

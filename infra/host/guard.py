@@ -1,10 +1,9 @@
-"""A server that ends when nobody uses it any more, also if its users were killed.
+"""A thread in a server that ends it when it has no users, also if its users were killed.
 
-`python -m infra.host.guard HOME NAME MODULE ARGUMENT...` runs a module as the program with a
-thread beside it that looks into the server's record.
-Promises: a server that is no service ends within `IDLE_S` and a stop after its last user and its
-last piece of work are gone, whatever happened to them; one whose home was removed ends too.
-Does not promise: to end work that hangs. Its follower judges that; `rlhf down` ends all.
+`python -m infra.host.guard HOME NAME MODULE ARGUMENT...` runs a module under such a guard.
+Promises: a server that is not persistent ends within `IDLE_S` plus the stop time after its last
+user and its last work are gone, whatever ended them; so does one whose home was removed.
+Does not promise: to end work that hangs. Its follower detects that; `rlhf down` ends everything.
 """
 
 import runpy
@@ -22,19 +21,13 @@ from infra.host.servers import STOP_DEADLINE_S, ServerRecord, load, lock, stop
 
 POLL_S = 2.0
 IDLE_S = 6.0
-"""A run that follows at once finds the server still there."""
+"""Long enough that a run that starts at once reuses the server."""
 
 
 def start_guard(
     home: Path, name: str, is_busy: Callable[[ServerRecord], bool] = lambda record: False
 ) -> None:
-    """Watch over the server that this process is.
-
-    Args:
-        home: of the server.
-        name: of the server.
-        is_busy: whether it has work that goes on without users.
-    """
+    """End this server process when it is not persistent, has no users and `is_busy` is False."""
     mark = env.RLHF_PROCESS_MARK.require()
 
     def watch() -> None:
@@ -44,7 +37,7 @@ def start_guard(
             try:
                 needed = _is_needed(load(home, name), mark, is_busy)
             except (PipelineError, OSError):
-                needed = True  # an unreadable record is no reason to end what may be working
+                needed = True  # do not end a working server because its record is unreadable
             if needed:
                 idle_since = time.monotonic()
             if time.monotonic() - idle_since >= IDLE_S:
@@ -55,13 +48,7 @@ def start_guard(
 
 
 def end_unneeded(home: Path, name: str, mark: str) -> None:
-    """End the server with this mark, unless somebody came for it since.
-
-    Args:
-        home: of the server; it may be gone.
-        name: of the server.
-        mark: of its family.
-    """
+    """End the server with this mark unless it has a new user; its home may be gone."""
     if home.is_dir():
         with lock(home, name):
             record = load(home, name)
@@ -81,7 +68,7 @@ def _is_needed(
 
 
 def _start_end(home: Path, name: str, mark: str) -> None:
-    """By a process outside the family: ours would die of its own work half way."""
+    """End the server from a process outside its family, which the stop does not kill."""
     code = "import sys; from pathlib import Path; from infra.host.guard import end_unneeded; "
     subprocess.Popen(
         [sys.executable, "-c", f"{code}end_unneeded(Path(sys.argv[1]), *sys.argv[2:])"]

@@ -1,4 +1,4 @@
-"""Whether the servers of this machine answer."""
+"""HTTP checks of servers on this machine."""
 
 import http.client
 import json
@@ -9,20 +9,12 @@ TIMEOUT_S = 3.0
 
 
 def answers_ok(url: str) -> bool:
-    """Whether a GET of a plain HTTP address gives status 200."""
+    """Return True if a GET of a plain HTTP address gives status 200."""
     return _exchange("GET", url) is not None
 
 
 def online_workers(api_url: str, pool: str) -> int:
-    """Count the workers of a Prefect work pool that the server calls online.
-
-    Args:
-        api_url: `http://host:port/api`.
-        pool: name of the work pool.
-
-    Returns:
-        Their number; 0 if the server does not answer.
-    """
+    """Return the number of online workers of a Prefect work pool; 0 if the server is silent."""
     answer = _exchange("POST", f"{api_url}/work_pools/{pool}/workers/filter", {})
     if answer is None:
         return 0
@@ -30,7 +22,7 @@ def online_workers(api_url: str, pool: str) -> int:
 
 
 def _exchange(method: str, url: str, body: Any = None) -> bytes | None:
-    """The content of a 200 answer; None for anything else, silence included."""
+    """Return the content of a 200 answer; None for anything else, silence included."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(
         parts.hostname or "127.0.0.1", parts.port, timeout=TIMEOUT_S

@@ -1,25 +1,15 @@
-"""Which file system a path is on, as Linux tells it.
-
-Does not promise: an answer where there is no `/proc`; then nothing is known.
-"""
+"""File system type of a path on Linux."""
 
 import re
 from pathlib import Path
 
 NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "afs", "fuse.sshfs", "fuse.glusterfs"})
-"""On which locks of a database do not hold."""
+"""File systems on which database locks are unreliable."""
 MOUNTS = Path("/proc/self/mounts")
 
 
 def file_system_of(path: Path) -> str | None:
-    """Kind of the file system that a path is on, or would be if it were made.
-
-    Args:
-        path: absolute.
-
-    Returns:
-        As in `/proc/mounts`, `ext4` or `nfs4`; None where nothing says it.
-    """
+    """Return the type (`ext4`, `nfs4`) of an absolute path's file system; None without `/proc`."""
     try:
         lines = MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
@@ -28,7 +18,7 @@ def file_system_of(path: Path) -> str | None:
     best, kind = -1, None
     for line in lines:
         mounted, found = map(_unescaped, line.split(" ")[1:3])
-        # Of two mounts on one place the later one is seen.
+        # A later mount on the same path hides an earlier one.
         if place.is_relative_to(mounted) and len(mounted) >= best:
             best, kind = len(mounted), found
     return kind

@@ -1,12 +1,10 @@
-"""TCP ports of the loopback interface for servers that take seconds to bind them.
+"""Free TCP ports of the loopback interface for servers that take seconds to bind them.
 
-Until a server listens its port looks free, and two starters of two homes would take the same one:
-the server of one then ends, and his clients talk to the other's. So who picks a port also takes its
-name among Linux's abstract sockets. They belong to the network namespace as ports do, whoever the
-user and whatever the container, and go with their process.
-Promises: what a living process picked here no other one picks, a child that it forks included.
-Does not promise: anything about programs that do not ask here; or about ours outside Linux, or
-where a sandbox allows no such names.
+Until a server listens, its port looks free, so two homes could pick the same one and clients would
+talk to the wrong server. So a picked port is also claimed by a Linux abstract socket, which belongs
+to the network namespace as ports do and vanishes with its process.
+Promises: no other process that asks here, forked children included, picks a port of a living one.
+Does not promise: anything about other programs, other systems, or sandboxes without such names.
 """
 
 import errno
@@ -16,40 +14,24 @@ import socket
 import sys
 from pathlib import Path
 
-_FIRST_PORT = 20_000
-"""Ray's workers take 10,002 to 19,999."""
+_FIRST_PORT = 20_000  # Ray's workers use 10,002 to 19,999
 _NUM_PORT_TRIES = 100
-# Another process must not make the same choices; nothing that a run computes depends on them.
+# Not seeded: processes must choose differently, and no result depends on the choice.
 _dice = random.SystemRandom()
 
 _claims: dict[int, socket.socket] = {}
-"""The names of the ports that this process picked."""
 
 
 def pick_ports(count: int) -> list[int]:
-    """TCP ports that are free now, all different.
+    """Return different TCP ports that are free now.
 
-    They lie below those that the operating system hands out by itself, if it leaves room there:
-    a server may take seconds to bind its port, and until then nobody shall get it by chance.
-
-    Args:
-        count: how many.
-
-    Returns:
-        The ports.
+    If possible they are below the ephemeral range, so the system does not hand them out meanwhile.
     """
     return [_any_port() for _ in range(count)]
 
 
 def pick_port(preferred: int) -> int:
-    """A port of one's choice.
-
-    Args:
-        preferred: the port.
-
-    Returns:
-        It, where it is free now and no other process picked it; else another one.
-    """
+    """Return the preferred port if it is free and unclaimed, else another one."""
     return preferred if _take(preferred) else _any_port()
 
 
@@ -59,7 +41,7 @@ def _any_port() -> int:
         port = _dice.randrange(_FIRST_PORT, end)
         if port not in _claims and _take(port):
             return port
-    while True:  # ends at the latest when every port is taken, which is an error
+    while True:  # ends at the latest when no port is left, which raises
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port = found.getsockname()[1]
@@ -68,11 +50,10 @@ def _any_port() -> int:
 
 
 def _take(port: int) -> bool:
-    """Whether the port is free, and nobody else's: this process has its name from now on."""
     is_new = port not in _claims
     if is_new and not _claim(port):
         return False
-    # Now, and not before: whoever had the name may have ended since, with his server listening.
+    # Check after the claim: a previous claimer may have just ended and left its server listening.
     if _is_free(port):
         return True
     if is_new:
@@ -81,7 +62,7 @@ def _take(port: int) -> bool:
 
 
 def _is_free(port: int) -> bool:
-    """Whether a server could listen there; what a server left that just ended does not count."""
+    """Return True if a server could listen there; sockets in TIME_WAIT do not count."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -92,7 +73,6 @@ def _is_free(port: int) -> bool:
 
 
 def _claim(port: int) -> bool:
-    """Whether this process, which has it not yet, gets the port's name."""
     name = socket.socket(socket.AF_UNIX)
     try:
         if sys.platform == "linux":
@@ -106,7 +86,7 @@ def _claim(port: int) -> bool:
 
 
 def _forget() -> None:
-    """A forked child has nothing: else it would keep the names when its parent is gone."""
+    """Drop the claims in a forked child, which would otherwise keep them after its parent ended."""
     for name in _claims.values():
         name.close()
     _claims.clear()
@@ -116,7 +96,6 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _first_ephemeral_port() -> int:
-    """The first port that the operating system hands out by itself; IANA's outside Linux."""
     try:
         text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii")
     except FileNotFoundError:

@@ -1,12 +1,10 @@
-"""Child processes that outlive us, known by more than their pid, and ended to the last one.
+"""Child processes that outlive their parent, identified by more than a pid, and ended completely.
 
-Promises: a started process leads its own session, inherits no ignored SIGINT and no file mode
-that others can read; a record names one process and never another that got its pid later;
-`stop_all` ends the whole family (session, process group, descendants, and whoever inherited the
-family's mark and moved to a session of its own) and touches nobody else; every wait here has a
-deadline and says what it waits for.
-Does not promise: to find a process that left the session AND overwrote its environment AND
-lost its parent.
+Promises: a started process leads its own session, and inherits neither an ignored SIGINT nor a
+umask that lets others read its files. A record never matches another process that reuses its pid.
+`stop_all` ends the whole family (session, process group, descendants, and processes with the
+family's mark in other sessions) and no other process. Every wait has a deadline.
+Does not promise: to find an orphan that left the session and overwrote its environment.
 """
 
 import contextlib
@@ -26,9 +24,8 @@ from infra.errors import DeadlineError, ServiceError
 from infra.frozen_model import FrozenModel
 from infra.host.records import log_tail
 
-# SIGINT that our parent ignores would be ignored by the child for good: a Prefect worker that
-# was started from a shell with `&` then never stops. `preexec_fn` is unsafe beside threads, so
-# a first interpreter of a few milliseconds repairs it and becomes the program.
+# An ignored SIGINT is inherited: a Prefect worker started from a shell with `&` would never stop.
+# `preexec_fn` is unsafe with threads, so a short-lived interpreter resets it and execs the program.
 _BOOTSTRAP = (
     "import os, signal, sys\n"
     "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
@@ -38,28 +35,27 @@ _BOOTSTRAP = (
 )
 
 _children: dict[int, subprocess.Popen[bytes]] = {}
-"""Our own children, kept so that `is_alive` can reap them: a zombie looks alive to others."""
+"""Children of this process, so that `is_alive` can reap them: a zombie looks alive to others."""
 
 
 class ProcessIdentity(FrozenModel):
-    """One process, and never another one that got the same pid later."""
+    """One process, distinct from a later one with the same pid."""
 
     pid: int
     started: str
-    """When it started, in ticks of this boot; equal only for the same process."""
+    """Start time in clock ticks and boot id; equal only for the same process."""
 
 
 class ProcessRecord(ProcessIdentity):
-    """A process that we started with `start_detached`; also its session and group id."""
+    """A process started with `start_detached`; its pid is also its session and group id."""
 
-    mark: str
-    """Value of RLHF_PROCESS_MARK in the environment of the whole family."""
+    mark: str  # value of RLHF_PROCESS_MARK in the environment of the whole family
     argv: tuple[str, ...]
     log_path: Path
 
 
 def identify(pid: int) -> ProcessIdentity | None:
-    """The living process with this pid; None if there is none or it is a zombie."""
+    """Return the living process with this pid; None if there is none or it is a zombie."""
     try:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE:
@@ -70,7 +66,7 @@ def identify(pid: int) -> ProcessIdentity | None:
 
 
 def num_bytes_read() -> int:
-    """Bytes that this process read from files so far, cached or not; 0 where that is not known."""
+    """Return the bytes that this process read from files, cached or not; 0 if unknown."""
     try:
         counted = Path("/proc/self/io").read_text(encoding="ascii")
     except OSError:
@@ -79,12 +75,12 @@ def num_bytes_read() -> int:
 
 
 def own_identity() -> ProcessIdentity:
-    """This process."""
+    """Return the identity of this process."""
     return ProcessIdentity(pid=os.getpid(), started=_start_stamp(psutil.Process()))
 
 
 def is_alive(process: ProcessIdentity) -> bool:
-    """Whether that very process still runs."""
+    """Return True if exactly this process still runs."""
     child = _children.get(process.pid)
     if child is not None and child.poll() is not None:
         del _children[process.pid]
@@ -99,17 +95,9 @@ def start_detached(
     cwd: Path | None = None,
     mark: str | None = None,
 ) -> ProcessRecord:
-    """Start a program as the leader of a new session; it survives us.
+    """Start a program as the leader of a new session, which outlives this process.
 
-    Args:
-        argv: program and arguments.
-        log_path: gets its output, appended; its directory is created.
-        environment: the whole environment of the program.
-        cwd: its working directory; ours by default.
-        mark: names its family; a new one by default.
-
-    Returns:
-        What names the process from now on, also for other processes.
+    Its output is appended to the log; `environment` is complete; None as `mark` makes a new one.
 
     Raises:
         ServiceError: it ended at once.
@@ -138,22 +126,18 @@ def start_detached(
 def stop_all(
     records: Sequence[ProcessRecord], deadline_s: float, marks: Collection[str] = ()
 ) -> None:
-    """End processes and their families: SIGTERM, and SIGKILL after half of the deadline.
+    """End processes and their families: SIGTERM, then SIGKILL after half of the deadline.
 
-    Args:
-        records: may be dead already; what is left of their families still ends.
-        deadline_s: for all of them together, in seconds.
-        marks: of families whose first process nobody knows.
+    Dead `records` may have living families; `marks` name families whose first process is unknown.
 
     Raises:
-        DeadlineError: some process survived.
+        DeadlineError: a process survived.
     """
     started = time.monotonic()
     known: set[psutil.Process] = set()
     signalled: set[psutil.Process] = set()
     while True:
-        # Again each time: a family may fork while it is being ended, and descendants can no
-        # longer be told once their parent is gone.
+        # Collected each time: a family may fork meanwhile, and orphans lose their parent link.
         known |= _families(records, marks)
         living = {process for process in known if _is_running(process)}
         if not living:
@@ -171,15 +155,12 @@ def stop_all(
 
 
 def _start_stamp(process: psutil.Process) -> str:
-    """Start time in ticks since boot, with the boot's id: a clock that jumps changes neither.
-
-    Outside Linux, the creation time that psutil knows.
-    """
+    """Return start ticks and boot id, unaffected by clock jumps; elsewhere the creation time."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except FileNotFoundError:
         return f"{process.create_time():.2f}"
-    # The program's name, in parentheses, may itself hold spaces and parentheses.
+    # The program name in parentheses may itself contain spaces and parentheses.
     stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8", errors="replace")
     return f"{boot_id}:{stat.rpartition(')')[2].split()[19]}"
 
@@ -187,9 +168,8 @@ def _start_stamp(process: psutil.Process) -> str:
 def _families(
     records: Sequence[ProcessRecord], known_marks: Collection[str]
 ) -> set[psutil.Process]:
-    """Every living process that belongs to one of the records or marks."""
-    # A session keeps its number while it has members. Only if another process has the leader's
-    # pid now was the number given away; its members are then strangers.
+    # A session keeps its id while it has members, so if another process has the leader's pid now,
+    # the session is not the recorded one.
     sessions = set()
     for record in records:
         holder = identify(record.pid)
@@ -209,7 +189,7 @@ def _belongs(process: psutil.Process, sessions: set[int], marks: set[str]) -> bo
             return True
         return process.environ().get(env.RLHF_PROCESS_MARK.name) in marks
     except (psutil.Error, ProcessLookupError, PermissionError, OSError):
-        return False  # it is gone, or another user's and so not ours
+        return False  # it is gone, or belongs to another user
 
 
 def _same_boot(record: ProcessRecord) -> bool:
@@ -228,6 +208,6 @@ def _is_running(process: psutil.Process) -> bool:
 
 def _signal(processes: set[psutil.Process], number: signal.Signals) -> None:
     for process in processes:
-        # psutil compares the start time first, so a reused pid is not hit.
+        # psutil compares the start time first, so a reused pid is not signalled.
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)

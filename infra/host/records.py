@@ -1,8 +1,7 @@
-"""The files that processes of one host leave for each other: records, locks, logs.
+"""Files that processes of one host share: records, locks, logs.
 
-Promises: a record appears whole or not at all, in a directory closed to others; a lock is freed by
-the kernel when its holder dies, so none is ever stale.
-Does not promise: locks across hosts; the directory is expected on a local disk.
+A record appears completely or not at all, in a directory that only its user can read. The kernel
+frees a lock when its holder dies. Locks work on a local disk only, not across hosts.
 """
 
 import contextlib
@@ -25,17 +24,10 @@ Record = TypeVar("Record", bound=BaseModel)
 
 @contextlib.contextmanager
 def file_lock(path: Path, deadline_s: float) -> Iterator[None]:
-    """Hold an exclusive lock on a file of this host; the kernel frees it if we die.
-
-    Args:
-        path: created if absent; nothing is written to it.
-        deadline_s: how long to wait for another holder, in seconds.
-
-    Yields:
-        None: while the lock is held.
+    """Hold an exclusive lock on a file of this host; the kernel frees it if this process dies.
 
     Raises:
-        DeadlineError: another process held it all the time.
+        DeadlineError: another process held it for `deadline_s` seconds.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -55,16 +47,7 @@ def file_lock(path: Path, deadline_s: float) -> Iterator[None]:
 
 
 def make_place(place: Path, setting: str, remedy: str) -> None:
-    """Make a directory of what a run keeps, or say in one line why it cannot be.
-
-    Args:
-        place: the directory.
-        setting: what names it, for the error.
-        remedy: what else could name it.
-
-    Raises:
-        ConfigError: it cannot be made or written to.
-    """
+    """Create a directory if needed; raise `ConfigError` about `setting` if that is impossible."""
     try:
         place.mkdir(parents=True, exist_ok=True)
         reason = "" if os.access(place, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
@@ -79,16 +62,7 @@ def make_place(place: Path, setting: str, remedy: str) -> None:
 
 
 def log_tail(path: Path, num_lines: int = 15, noise: str | None = None) -> str:
-    """The last lines of a log, each on a new indented line; empty if there is none.
-
-    Args:
-        path: of the log.
-        num_lines: how many.
-        noise: regular expression that is found in lines which are left out.
-
-    Returns:
-        The lines.
-    """
+    """Return the last lines of a log, indented, without those that match the regex `noise`."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 16_384))
@@ -100,23 +74,16 @@ def log_tail(path: Path, num_lines: int = 15, noise: str | None = None) -> str:
 
 
 def save_record(path: Path, record: BaseModel) -> None:
-    """Keep a record; its directory, if it is new, is closed to others."""
+    """Write a record atomically; a new directory is accessible to this user only."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     atomic_write_bytes(path, record.model_dump_json(indent=2).encode())
 
 
 def load_record(path: Path, model: type[Record]) -> Record | None:
-    """Read a record.
-
-    Args:
-        path: the file.
-        model: what it holds.
-
-    Returns:
-        The record; None if there is no such file.
+    """Return a record; None if there is no file.
 
     Raises:
-        ServiceError: the file is no such record.
+        ServiceError: the content is invalid.
     """
     try:
         data = path.read_bytes()

@@ -1,12 +1,11 @@
 """Servers of a home: recorded before they run, shared by their users, ended with the last one.
 
-`<home>/services/<name>.json` names each by a mark that its whole family carries in its
-environment, and is written before the process exists: whenever a starter is killed, the server is
-found and ended by that mark. All of Ray, Prefect and MLflow go through here.
-Promises: two processes that need one server share it; it ends with its last living user, a
-service (`persistent`) with `end` only; a server that could not be recorded does not stay; what is
-on a full disk ends like anything else.
-Does not promise: to notice users that were killed. `infra.host.guard` does, inside the server.
+All of Ray, Prefect and MLflow are started here. `<home>/services/<name>.json` is written before the
+process exists and has a mark that the whole process family carries in its environment. So at
+whatever moment the starter is killed, the server can be found and ended by its mark.
+Promises: processes that need one server share it. It ends with its last living user; a persistent
+one ends with `end` only. A server that could not be recorded is ended; a full disk prevents no end.
+Does not promise: to notice killed users. `infra.host.guard` does, inside the server.
 """
 
 import contextlib
@@ -34,103 +33,78 @@ from infra.waiting import wait_for
 
 START_DEADLINE_S = 240.0
 STOP_DEADLINE_S = 12.0
-LOCK_DEADLINE_S = 3 * (START_DEADLINE_S + STOP_DEADLINE_S)
-"""Whoever holds a server's lock may start it, end it and start it again, twice."""
+LOCK_DEADLINE_S = 3 * (START_DEADLINE_S + STOP_DEADLINE_S)  # its holder may start and end it twice
 
 _log = logging.getLogger(__name__)
 
 
 class Server(FrozenModel):
-    """What a server is called and where it answers."""
+    """Name and address of a server."""
 
-    name: str
-    """`prefect`, `worker`, `mlflow`, `ray` or `prefect-embedded`."""
-    url: str
-    """Where its clients reach it; a worker answers through its server."""
-    health_url: str = ""
-    """Answers 200 when the server can work; empty for a worker."""
-    gcs_address: str = ""
-    """Of a Ray head, `host:port` for `ray.init`."""
-    token_path: Path | None = None
-    """Of a Ray head, the file with the token that its clients show."""
+    name: str  # `prefect`, `worker`, `mlflow`, `ray` or `prefect-embedded`
+    url: str  # address for its clients; a worker is reached through its server
+    health_url: str = ""  # answers 200 when the server is ready; empty for a worker
+    gcs_address: str = ""  # Ray head only: `host:port` for `ray.init`
+    token_path: Path | None = None  # Ray head only: file with the token for its clients
 
 
 class ServerCommand(Server):
-    """One server, not yet started."""
+    """A server that is not started yet; `environment` is complete."""
 
     argv: tuple[str, ...]
     environment: Mapping[str, str]
-    """The whole environment of its process."""
 
 
 class ServerRecord(Server):
     """`<home>/services/<name>.json`: a server that is about to start, or runs."""
 
-    mark: str
-    """Value of RLHF_PROCESS_MARK in the environment of the whole family."""
+    mark: str  # value of RLHF_PROCESS_MARK in the environment of the whole family
     log_path: Path
     users: tuple[ProcessIdentity, ...]
-    """Processes that asked for it and have not left it."""
     persistent: bool
-    """A service: it outlives its users."""
-    process: ProcessRecord | None = None
-    """None until the starter has seen it run."""
+    process: ProcessRecord | None = None  # None until the starter has seen it run
 
     @property
     def living_users(self) -> tuple[ProcessIdentity, ...]:
-        """Those users that still run."""
+        """Users that still run."""
         return tuple(user for user in self.users if is_alive(user))
 
     @property
     def is_running(self) -> bool:
-        """Whether its first process still runs."""
+        """True if its first process still runs."""
         return self.process is not None and is_alive(self.process)
 
 
 def record_path(home: Path, name: str) -> Path:
-    """Where a server's record is."""
+    """Return the path of a server's record."""
     return home / "services" / f"{name}.json"
 
 
 def load(home: Path, name: str) -> ServerRecord | None:
-    """A server's record, if there is one."""
+    """Return a server's record, or None."""
     return load_record(record_path(home, name), ServerRecord)
 
 
 def running(home: Path, name: str) -> ServerRecord | None:
-    """A server's record, if it runs."""
+    """Return a server's record if it runs, else None."""
     record = load(home.absolute(), name)
     return record if record is not None and record.is_running else None
 
 
 def recorded(home: Path) -> list[str]:
-    """Names of all servers of a home that have a record."""
+    """Return the names of all servers of a home that have a record."""
     return sorted(path.stem for path in (home / "services").glob("*.json"))
 
 
 def lock(home: Path, name: str) -> contextlib.AbstractContextManager[None]:
-    """What guards a server's record and its start and end.
-
-    Args:
-        home: of the server.
-        name: of the server.
-
-    Returns:
-        To be entered; waits for another holder as `file_lock` does, up to `LOCK_DEADLINE_S`.
-    """
+    """Return the lock for a server's record, start and end; it waits up to `LOCK_DEADLINE_S`."""
     return file_lock(home / "services" / f"{name}.lock", LOCK_DEADLINE_S)
 
 
 def start(home: Path, command: ServerCommand, *, persistent: bool) -> ServerRecord:
-    """Start a server, recorded from before its first instruction on; called under its lock.
+    """Start a server that is recorded before its process exists; the caller holds its lock.
 
-    Args:
-        home: where its record and its log go.
-        command: what to start.
-        persistent: whether it outlives its users; otherwise this process is its first.
-
-    Returns:
-        Its record. It may not answer yet.
+    It may not answer yet. Unless it is persistent, this process is its first user.
 
     Raises:
         ServiceError: it ended at once.
@@ -165,7 +139,7 @@ def start(home: Path, command: ServerCommand, *, persistent: bool) -> ServerReco
 
 
 def join(home: Path, record: ServerRecord, *, persistent: bool) -> ServerRecord:
-    """Become a user of a server, or make it a service; called under its lock."""
+    """Become a user of a server, or make it persistent; the caller holds its lock."""
     me = own_identity()
     wanted = record.persistent or persistent
     if record.persistent == wanted and (persistent or me in record.users):
@@ -177,16 +151,7 @@ def join(home: Path, record: ServerRecord, *, persistent: bool) -> ServerRecord:
 
 
 def leave(home: Path, name: str, is_busy: Callable[[], bool] = lambda: False) -> bool:
-    """Say that this process needs a server no more; its last user ends it.
-
-    Args:
-        home: of the server.
-        name: of the server.
-        is_busy: whether it has work that goes on without users; asked of the last user.
-
-    Returns:
-        Whether the server was ended.
-    """
+    """Stop using a server; the last user ends it unless it is busy. Return True if it was ended."""
     with lock(home, name):
         record = load(home, name)
         if record is None:
@@ -196,22 +161,16 @@ def leave(home: Path, name: str, is_busy: Callable[[], bool] = lambda: False) ->
         if not others and not record.persistent and not is_busy():
             stop(home, record)
             return True
-        # On a full disk our name stays; that we are dead soon says the same.
+        # On a full disk this user stays recorded, which is harmless once this process has ended.
         with contextlib.suppress(OSError):
             save_record(record_path(home, name), record.model_copy(update={"users": others}))
         return False
 
 
 def end(home: Path, name: str, *, spare_users: bool = False) -> bool:
-    """End a server, whether or not its start was seen to its end.
+    """End a server, even if its start was interrupted; return True if one was ended.
 
-    Args:
-        home: of the server.
-        name: of the server.
-        spare_users: leave a server that is no service and that a living process uses.
-
-    Returns:
-        Whether there was one, and it was ended.
+    `spare_users` leaves a server that is not persistent and has a living user.
     """
 
     def is_spared(record: ServerRecord) -> bool:
@@ -219,7 +178,7 @@ def end(home: Path, name: str, *, spare_users: bool = False) -> bool:
 
     record = load(home, name)
     if record is None or is_spared(record):
-        return False  # without the lock, which its user may hold for as long as it starts
+        return False  # checked without the lock, which a user holds while the server starts
     with lock(home, name):
         record = load(home, name)
         if record is None or is_spared(record):
@@ -229,14 +188,9 @@ def end(home: Path, name: str, *, spare_users: bool = False) -> bool:
 
 
 def stop(home: Path, *records: ServerRecord) -> None:
-    """End servers with everything they started, then forget them; called under their locks.
-
-    Args:
-        home: of the servers.
-        *records: of the servers; `STOP_DEADLINE_S` holds for all of them together.
-    """
+    """End servers with all their processes and remove the records; the caller holds the locks."""
     processes = [record.process for record in records if record.process is not None]
-    with uninterrupted():  # without its guard, a dead server's record would be there for ever
+    with uninterrupted():  # else a dead server's record could stay, without a guard to remove it
         stop_all(processes, STOP_DEADLINE_S, marks=[record.mark for record in records])
         for record in records:
             record_path(home, record.name).unlink(missing_ok=True)
@@ -249,17 +203,11 @@ def wait_until_ready(
     deadline_s: float = START_DEADLINE_S,
     given_up: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Wait until a server can work.
-
-    Args:
-        record: of the server.
-        is_ready: whether it can; by default whether its health address answers.
-        deadline_s: in seconds.
-        given_up: whether nobody wants it any more.
+    """Wait until `is_ready` (None: its health address answers); `given_up` cancels the wait.
 
     Raises:
-        ServiceError: it ended, or nobody wants it; carries the path and the tail of its log.
-        DeadlineError: it runs and cannot work.
+        ServiceError: it ended (with the tail of its log), or was given up.
+        DeadlineError: it runs but is not ready.
     """
 
     def answers() -> bool:

@@ -1,10 +1,9 @@
-"""How a command ends when it is told to: once, in order, and whatever is pressed meanwhile.
+"""Orderly end of a command on Ctrl-C, SIGTERM or a closed terminal (SIGHUP).
 
-Promises: Ctrl-C, SIGTERM and a closed terminal raise in the main thread from the first moment on,
-so that every `finally` runs; where a library swallows or replaces that exception, it is raised
-again; what comes after it does not interrupt the end, which has bounds of its own, and does not
-change the exit code that tells of the first. What is done under `uninterrupted` is done whole.
-Does not promise: anything after SIGKILL. Guards and records stand for that.
+Promises: these signals raise in the main thread, so every `finally` runs. If a library swallows or
+replaces the exception, it is raised again. Later signals neither interrupt the end, whose time is
+bounded, nor change the exit code of the first. Code under `uninterrupted` runs to its end.
+Does not promise: anything after SIGKILL; guards and records cover that.
 """
 
 import atexit
@@ -22,26 +21,17 @@ from infra.errors import EXIT_TERMINATED
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 END_LIMIT_S = 60.0
-"""All ends are bounded to less; who asks again after it was not heard."""
+"""Longer than any orderly end; a later signal raises again."""
 LOOK_AGAIN_S = 0.05
-IMPORT_SYSTEM = "<frozen importlib"
-"""Raised between two lines of it, an exception leaves its lock taken, and every import waits."""
+IMPORT_SYSTEM = "<frozen importlib"  # an exception inside it would leave an import lock held
 
 
 _scopes: list["OrderlyEnd"] = []
-"""Of this process, the innermost last."""
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Scope that has bounds of its own, and that half done is worse than late.
-
-    A signal that comes inside it raises at its end. Nothing happens to other threads, where no
-    signal raises, nor outside of `OrderlyEnd`.
-
-    Yields:
-        None: inside the scope.
-    """
+    """Scope that must not be left half done: a signal to the main thread raises at its end."""
     if not _scopes or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -50,11 +40,11 @@ def uninterrupted() -> Iterator[None]:
 
 
 class OrderlyEnd:
-    """Around all that a command does in its main thread: handles what ends it.
+    """Context around everything that a command does in its main thread; handles its end.
 
     Raises:
-        KeyboardInterrupt: on SIGINT, also where another exception came out of it.
-        SystemExit: on the others, with `EXIT_TERMINATED`.
+        KeyboardInterrupt: on SIGINT, also if another exception resulted from it.
+        SystemExit: on the other signals, with `EXIT_TERMINATED`.
     """
 
     def __init__(self) -> None:
@@ -67,7 +57,7 @@ class OrderlyEnd:
 
     @contextlib.contextmanager
     def held_back(self) -> Iterator[None]:
-        """What `uninterrupted` enters."""
+        """Implements `uninterrupted`."""
         self._num_holding += 1
         try:
             yield
@@ -78,13 +68,12 @@ class OrderlyEnd:
                 raise _end(self._asked_by)
 
     def __enter__(self) -> Self:
-        """Handle from now on what ends a command; signals that are ignored stay so."""
         _scopes.append(self)
         sys.unraisablehook = _without_our_own
         for number in ENDING:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
-                # Python takes its handlers away before it ends; what comes then would kill it.
+                # Python removes its handlers before it exits; a signal then would kill it.
                 atexit.register(signal.signal, number, signal.SIG_IGN)
         return self
 
@@ -94,7 +83,6 @@ class OrderlyEnd:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Tell of the signal, not of what a library made of its exception."""
         self._over = True
         _scopes.remove(self)
         if self._asked_by and isinstance(error, Exception) and _tells_of_an_end(error):
@@ -122,7 +110,6 @@ class OrderlyEnd:
         raise _end(self._asked_by)
 
     def _look(self) -> None:
-        """Have the main thread see whether it ends: only there it can be known."""
         self._is_look = True
         os.kill(os.getpid(), self._asked_by)
 
@@ -132,13 +119,11 @@ def _end(number: int) -> BaseException:
 
 
 def _tells_of_an_end(error: BaseException | None) -> bool:
-    """Whether an exception ends the command, or came of one that did."""
     while error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def _without_our_own(ignored: "sys.UnraisableHookArgs") -> None:
-    """What Python tells of exceptions that it ignores, but for those that are raised again."""
     if not issubclass(ignored.exc_type, KeyboardInterrupt | SystemExit):
         sys.__unraisablehook__(ignored)

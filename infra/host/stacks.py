@@ -1,8 +1,7 @@
-"""Stacks of processes that hang: each adds its own to its log when it is asked by a signal.
+"""Stacks of hanging processes: on a signal, each appends its own to its log.
 
-Promises: the stacks of all threads, even of a process that is stuck in native code and holds the
-interpreter; one that cannot answer is told with its state, as the kernel names it.
-Does not promise: processes of other machines; those are named as such.
+Promises: the stacks of all threads, even of a process that is stuck in native code with the GIL;
+for a process that does not answer, its kernel state. Processes of other machines cannot be asked.
 """
 
 import contextlib
@@ -22,26 +21,14 @@ _SUFFIX = ".process"
 
 
 def leave_stacks_on_signal(log: IO[str], path: Path) -> None:
-    """Have this process answer; its stamp is left beside its log, for whoever asks.
-
-    Args:
-        log: of this process; stays open.
-        path: of the log.
-    """
+    """Let this process answer the signal; its stamp is written beside its log, which stays open."""
     faulthandler.register(STACKS_SIGNAL, log, all_threads=True)
-    # Afterwards: the signal would end a process that does not expect it.
+    # After the handler: the signal would kill a process without one.
     path.with_suffix(_SUFFIX).write_text(own_stamp(), encoding="ascii")
 
 
 def ask_for_stacks(directory: Path) -> str:
-    """Ask every process with a log below a directory, and wait for a moment.
-
-    Args:
-        directory: of the logs.
-
-    Returns:
-        What they added, each below the name of its log; empty if there are none.
-    """
+    """Ask every process with a log below a directory; return the stacks by name of the log."""
     asked: dict[Path, tuple[int | None, int]] = {}
     for mark in sorted(directory.rglob(f"*{_SUFFIX}")):
         log, pid = mark.with_suffix(".log"), living_pid(mark.read_text(encoding="ascii"))
@@ -54,7 +41,7 @@ def ask_for_stacks(directory: Path) -> str:
         pid is None or _added(log, size) for log, (pid, size) in asked.items()
     ):
         time.sleep(POLL_S)
-    time.sleep(POLL_S if asked else 0.0)  # who began to answer comes to an end
+    time.sleep(POLL_S if asked else 0.0)  # let answers that have begun end
     return "".join(
         f"{log.stem}:\n{(pid and _added(log, size)) or _state(pid)}\n"
         for log, (pid, size) in asked.items()
@@ -68,7 +55,6 @@ def _added(log: Path, size: int) -> str:
 
 
 def _state(pid: int | None) -> str:
-    """What is known of a process that did not answer."""
     if pid is None:
         return "it has ended, or runs on another machine"
     try:

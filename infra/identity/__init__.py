@@ -1,1 +1,1 @@
-"""What makes a stage the stage it is."""
+"""Computes what identifies a stage: its fingerprint and the digests of its code."""

@@ -1,10 +1,10 @@
-"""The identity of a stage: one digest over everything that can change what it yields.
+"""The fingerprint of a stage: one digest over everything that can change its output.
 
 Promises: equal (stage, schema version, configuration, input digests, seed, sources, environment)
-give an equal fingerprint on every machine, and a change of any of them another one.
-Sources are the bytes of our modules that the job's modules reach by `import` statements, read
-with `ast` and never executed, so that the control plane needs none of the job's libraries.
-Does not promise: to follow what is imported by name at run time (a registry's "module:Class").
+give equal fingerprints on every machine, and a change of any of them another one. Sources are the
+bytes of this project's modules that the job's modules reach by `import` statements. They are parsed
+and not executed, so that the control plane needs no job libraries.
+Does not promise: to follow modules imported by name at run time (a registry's "module:Class").
 The caller passes the modules of the chosen plugins as further roots.
 """
 
@@ -39,19 +39,10 @@ def stage_identity(
     sources_digest: str,
     environment_digest: str,
 ) -> dict[str, Any]:
-    """What makes a stage the stage it is.
+    """Return the identity of a stage as plain JSON values; their sha256 is the fingerprint.
 
-    Args:
-        stage: its name.
-        schema_version: of the stage; raised when its output changes its layout.
-        config: what counts of the resolved configuration, as plain JSON values.
-        inputs: by name; only their digests count, not where they lie or who made them.
-        seed: of all randomness in the stage.
-        sources_digest: of `sources_digest`.
-        environment_digest: of `environment_digest`.
-
-    Returns:
-        Plain JSON values; their sha256 is the fingerprint.
+    `schema_version` is raised when the layout of the output changes. `config` is the part of the
+    resolved configuration that counts, as plain JSON values.
     """
     return {
         "stage": stage,
@@ -65,7 +56,7 @@ def stage_identity(
 
 
 def next_fingerprint(stage: NextStage, output: Artifact) -> str:
-    """The fingerprint of a stage whose last input was just made."""
+    """Return the fingerprint of a stage whose last input was just produced."""
     inputs = {**stage.identity["inputs"], output.kind: output.digest}
     return sha256_json({**stage.identity, "inputs": inputs})
 
@@ -75,20 +66,15 @@ def source_closure(
     packages: Sequence[str] = OUR_PACKAGES,
     counts: Callable[[str], bool] = lambda name: True,  # noqa: ARG005
 ) -> dict[str, str]:
-    """Every module of ours that importing some modules can execute.
+    """Return the sha256 of every module that importing some modules can execute, by sorted name.
 
-    Imports inside functions count; those under `if TYPE_CHECKING:` do not. The `__init__` of
-    every package on the way counts, since an import executes it.
+    Imports inside functions count, those under `if TYPE_CHECKING:` do not. Parent packages count.
 
     Args:
         modules: dotted names, or paths that end in `.py` (their key is `file:<name>`).
-        packages: imports are followed into these top-level packages, and into those of
-            `modules`; everything else is the environment's.
-        counts: whether a reached module is one that can change a number; what does not count is
-            not followed either. Roots always count.
-
-    Returns:
-        sha256 of each file by module name, sorted.
+        packages: imports are followed into these top-level packages and those of `modules`.
+        counts: returns False for a reached module to leave out and not to follow. Roots always
+            count.
 
     Raises:
         ConfigError: a root does not exist, or a reached file is not Python.
@@ -106,16 +92,10 @@ def source_closure(
 
 
 def refuse_changed_code(sources: Mapping[str, str], libraries: Mapping[str, str | None]) -> None:
-    """Refuse to compute under a fingerprint that was made from other code than is here.
+    """Raise ConfigError if the code here is not the code from which a fingerprint was computed.
 
-    A module that was added is imported by one that changed.
-
-    Args:
-        sources: of `source_closure`, perhaps of another machine or an earlier time.
-        libraries: of `installed_libraries`, of the same.
-
-    Raises:
-        ConfigError: names the modules or distributions.
+    The arguments are the results of `source_closure` and `installed_libraries` at planning time. A
+    new module needs no check: the module that imports it has changed.
     """
     modules = [name for name, digest in sources.items() if _digest_here(name) != digest]
     versions = [
@@ -133,15 +113,9 @@ def refuse_changed_code(sources: Mapping[str, str], libraries: Mapping[str, str 
 
 
 def refuse_other_libraries(planned: Mapping[str, str | None], interpreter: Path, who: str) -> None:
-    """Refuse to compute beside other libraries than a fingerprint was made from.
+    """Raise ConfigError if a job environment does not have the planned `installed_libraries`.
 
-    Args:
-        planned: of `installed_libraries`, perhaps of another machine or an earlier time.
-        interpreter: of the job environment that they are in.
-        who: would run them.
-
-    Raises:
-        ConfigError: names the distributions.
+    `who` is what runs in the environment, for the error.
     """
     here = installed_distributions(interpreter)
     changed = [
@@ -165,15 +139,9 @@ def _digest_here(module: str) -> str | None:
 def installed_libraries(
     distributions: Sequence[str], interpreter: Path | None = None
 ) -> dict[str, str | None]:
-    """Versions of what can change what a job computes.
+    """Return the version of each distribution; None where it is not installed.
 
-    Args:
-        distributions: by name.
-        interpreter: of the job environment that the job runs in: all that is installed there
-            counts instead. None: it runs in this one.
-
-    Returns:
-        Version by name; None where it is not installed.
+    With the `interpreter` of a job environment, return all distributions installed there instead.
     """
     if interpreter is not None:
         return {**installed_distributions(interpreter)}
@@ -185,17 +153,7 @@ def environment_digest(
     outside: Mapping[str, Any] | None = None,
     interpreter: Path | None = None,
 ) -> str:
-    """sha256 of Python's minor version, the installed versions of distributions, and plugins.
-
-    Args:
-        distributions: by name; one that is not installed counts as absent.
-        outside: of `outside_code`; None or empty where no plugin is installed.
-        interpreter: of the job environment that the job runs in: all that is installed there
-            counts instead. None: it runs in this one.
-
-    Returns:
-        64 hex digits.
-    """
+    """Return the sha256 of Python's minor version, `installed_libraries` and `outside_code`."""
     environment: dict[str, Any] = {
         "python": ".".join(python_version_tuple()[:2]),
         "distributions": installed_libraries(distributions, interpreter),
@@ -206,21 +164,13 @@ def environment_digest(
 
 
 def outside_code(named: Sequence[Row] = ()) -> dict[str, Any]:
-    """What identifies the code of other people that a stage may run; empty without any.
+    """Return owners and source digests of the external code that a stage may run, as JSON values.
 
-    That is the parts that its configuration names, and modules
-    that are imported and register nothing: they may change anything. A module that registers
-    parts counts for those who name one of them. A version alone would miss an editable
-    installation: the sources of each one's own package that its module reaches count too. A module
-    that cannot be found or read counts as absent, since a broken plugin may only stop whoever asks
-    for it. A listed module that cannot be imported is another identity than the same one repaired,
-    even if only its surroundings were.
-
-    Args:
-        named: rows that the stage's configuration names.
-
-    Returns:
-        Owners and source digests, as plain JSON values.
+    This covers the plugins of the rows in `named`, and listed modules that register nothing, since
+    those may change anything. Sources count besides the version, because an editable installation
+    changes without one. A module that cannot be found or read has no digest: a broken plugin may
+    only stop its users. Listed modules that fail to import are named, so that repairing one changes
+    the result. Empty if there is no such code.
     """
     outside = outside_rows()
     registrars = {row.registrar for _, row in outside}
@@ -239,17 +189,9 @@ def outside_code(named: Sequence[Row] = ()) -> dict[str, Any]:
 
 
 def script_files(script: Path) -> dict[str, Path]:
-    """A user's Python file, and every module beside it that importing it can execute.
+    """Return a script and the modules in its directory that it can import, by sorted relative path.
 
-    Args:
-        script: imports are looked for in its directory, as Python does for a script; what is not
-            found there belongs to the environment.
-
-    Returns:
-        Paths by name relative to that directory, sorted.
-
-    Raises:
-        ConfigError: one of them is not Python.
+    Raises ConfigError if one of them is not Python.
     """
     folder = script.parent
 
@@ -261,14 +203,7 @@ def script_files(script: Path) -> dict[str, Path]:
 
 
 def project_modules(script: Path) -> set[str]:
-    """Modules of this project that a user's Python file, or one beside it, imports.
-
-    Args:
-        script: the file.
-
-    Returns:
-        Dotted names of modules that exist.
-    """
+    """Return the existing modules of this project that a script, or a file beside it, imports."""
     names = {
         name
         for path in script_files(script).values()
@@ -279,17 +214,10 @@ def project_modules(script: Path) -> set[str]:
 
 
 def imported_modules(module: str, path: Path) -> tuple[str, ...]:
-    """Absolute names that a module may import.
+    """Return the sorted absolute names that a module may import.
 
-    Args:
-        module: its dotted name, from which relative imports start.
-        path: its file.
-
-    Returns:
-        Names, sorted; `a.b` of `from a import b` may turn out to be no module.
-
-    Raises:
-        ConfigError: it is not Python.
+    `a.b` of `from a import b` may turn out to be no module. `module` is the dotted name of the
+    file, to resolve relative imports. Raises ConfigError if the file is not Python.
     """
     return _imported_names(_Source(module, path))
 
@@ -303,14 +231,12 @@ def _own_sources_digest(module: str) -> str | None:
 
 @dataclass(frozen=True)
 class _Source:
-    """One module and its file."""
-
     name: str
     path: Path
 
     @property
     def package(self) -> str:
-        """What a relative import in it starts from."""
+        """Package that relative imports start from."""
         if self.path.name == "__init__.py":
             return self.name
         return self.name.rpartition(".")[0]
@@ -319,7 +245,7 @@ class _Source:
 def _reached(
     roots: Iterable[_Source], executed: Callable[[str], Iterable[_Source]]
 ) -> set[_Source]:
-    """Sources and all that importing them executes, of which `executed` tells for one name."""
+    """Return the roots and all sources that their imports reach; `executed` resolves one name."""
     reached: set[_Source] = set()
     pending = [*roots]
     while pending:
@@ -343,7 +269,6 @@ def _root_sources(name: str) -> list[_Source]:
 
 
 def _executed_by(name: str) -> Iterator[_Source]:
-    """The sources that `import name` executes: its packages from the top, then itself."""
     parts = name.split(".")
     for length in range(1, len(parts) + 1):
         module = ".".join(parts[:length])
@@ -353,7 +278,6 @@ def _executed_by(name: str) -> Iterator[_Source]:
 
 
 def _beside(directory: Path, name: str) -> Iterator[_Source]:
-    """The files below a directory that `import name` executes."""
     parts = name.split(".")
     for length in range(1, len(parts) + 1):
         base = directory.joinpath(*parts[:length])
@@ -364,7 +288,7 @@ def _beside(directory: Path, name: str) -> Iterator[_Source]:
 
 
 def module_file(name: str) -> Path | None:
-    """The file of a module, or the directory of a namespace package; nothing is imported."""
+    """Return the file of a module, or the directory of a namespace package; imports nothing."""
     top, *rest = name.split(".")
     for directory in _package_directories(top):
         base = directory.joinpath(*rest)
@@ -378,7 +302,7 @@ def module_file(name: str) -> Path | None:
 
 
 def _package_directories(top: str) -> list[Path]:
-    """Where a top-level package lies: ours beside this one, others where Python finds them."""
+    """Return a top-level package's directories; this project's lie beside this package."""
     ours = _PROJECT_ROOT / top
     if top in OUR_PACKAGES and ours.is_dir():
         return [ours]
@@ -388,7 +312,6 @@ def _package_directories(top: str) -> list[Path]:
 
 
 def _single_file(top: str) -> Path | None:
-    """The file of a top-level module that is no package."""
     spec = _top_level_spec(top)
     if spec is None or spec.submodule_search_locations is not None or not spec.has_location:
         return None
@@ -396,7 +319,7 @@ def _single_file(top: str) -> Path | None:
 
 
 def _top_level_spec(top: str) -> Any:
-    # For a name without dots, `find_spec` looks without importing anything.
+    # For a name without dots, `find_spec` imports nothing.
     try:
         return importlib.util.find_spec(top)
     except ValueError:  # a module put into sys.modules by hand, without a spec
@@ -410,10 +333,7 @@ def _imported_names(source: _Source) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _parsed_imports(source: _Source, mtime_ns: int, size_bytes: int) -> tuple[str, ...]:
-    """Absolute names a file may import; `a.b` of `from a import b` may turn out to be no module.
-
-    `mtime_ns` and `size_bytes` only make an edited file a new key.
-    """
+    """Cached by `mtime_ns` and `size_bytes`, so that an edited file is parsed again."""
     try:
         tree = parsed_file(source.path)
     except (SyntaxError, ValueError) as error:
@@ -431,7 +351,6 @@ def _parsed_imports(source: _Source, mtime_ns: int, size_bytes: int) -> tuple[st
 
 
 def _absolute_base(node: ast.ImportFrom, package: str) -> str:
-    """The module that `from ... import` names, without leading dots; empty if there is none."""
     if not node.level:
         return node.module or ""
     parts = package.split(".")
@@ -440,7 +359,6 @@ def _absolute_base(node: ast.ImportFrom, package: str) -> str:
 
 
 def _executed_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes below `node`, except the bodies of `if TYPE_CHECKING:`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and _is_type_checking(child.test):
             for other in child.orelse:

@@ -1,8 +1,8 @@
-"""What lies on the Hugging Face hub, as an input of a stage: a commit, never a branch.
+"""Hugging Face hub repositories as inputs of a stage, pinned to a commit.
 
-Promises: a name is resolved when a run is planned, and a job fetches the commit that was planned,
-wherever the branch points by then. What the hub does not answer, its cache on this machine does.
-Does not promise a deadline: whoever asks has one.
+Promises: the planner resolves a name to a commit, and the job fetches that commit even if the
+branch has moved. If the hub does not answer, its local cache is used.
+Does not promise: a deadline; the caller sets one.
 """
 
 import re
@@ -21,20 +21,12 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def hub_commit(repo_id: str, repo_type: RepoType, revision: str | None, section: str) -> str:
-    """The commit that a revision of a repository names now.
+    """Return the commit (40 hex digits) that a revision of the repository `owner/name` names now.
 
-    Args:
-        repo_id: `owner/name`.
-        repo_type: what it holds.
-        revision: a branch, a tag or a commit; None is the default branch.
-        section: of the configuration, for errors: its `path` and `revision` are the names.
-
-    Returns:
-        40 hex digits.
+    A `revision` of None is the default branch. Errors name fields of the configuration `section`.
 
     Raises:
-        ConfigError: there is no such repository or revision, or neither the hub nor its cache
-            tells.
+        ConfigError: repository or revision do not exist, or neither hub nor cache answers.
     """
     with _refusals(repo_id, revision, section):
         found = huggingface_hub.HfApi().resolve_revision(
@@ -50,20 +42,10 @@ def hub_snapshot(
     section: str,
     patterns: Sequence[str],
 ) -> Path:
-    """The files of a planned commit, downloaded unless the hub's cache has them.
-
-    Args:
-        repo_id: `owner/name`.
-        repo_type: what it holds.
-        revision: of `hub_commit`.
-        section: of the configuration, for errors.
-        patterns: of the names of files that are fetched.
-
-    Returns:
-        A directory of the cache, whose name is the commit.
+    """Return the cache directory of a `hub_commit`; downloads missing files that match `patterns`.
 
     Raises:
-        ConfigError: `revision` is no commit, or neither the hub nor its cache gives it.
+        ConfigError: `revision` is not a commit, or neither hub nor cache provides it.
     """
     if revision is None or not _COMMIT.fullmatch(revision):
         raise ConfigError(
@@ -80,7 +62,7 @@ def hub_snapshot(
 
 @contextmanager
 def _refusals(repo_id: str, revision: str | None, section: str) -> Iterator[None]:
-    """Whatever the hub's client ends with, as one line with its field."""
+    """Convert any error of the hub's client to one line with its field."""
     from huggingface_hub import errors  # loads the HTTP library
 
     try:

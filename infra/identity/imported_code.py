@@ -1,11 +1,10 @@
-"""What a user's Python file imports that is neither of this project nor beside it.
+"""Code that a user's script imports from outside this project and its own directory.
 
-Promises: of an installed distribution the version counts. Of a package that is read where it is
-edited (`pip install -e`, a `.pth` file, `PYTHONPATH`, or of no distribution at all) every module
-counts by its bytes that the file reaches, and what those import counts in the same way. Nothing is
-imported for that.
-Does not promise: an edit below `site-packages` by hand, data files of a package, the dependencies
-of an installed distribution, or what is imported by a name that is made at run time.
+Promises: an installed distribution counts by its version. A package that is read in place (`pip
+install -e`, a `.pth` file, `PYTHONPATH`, or without any distribution) counts by the bytes of
+every module that the script reaches, and its imports count likewise. Nothing is imported.
+Does not promise: to notice manual edits below `site-packages`, data files, dependencies of an
+installed distribution, or imports by a name computed at run time.
 """
 
 import json
@@ -30,28 +29,16 @@ from infra.store.canonical import sha256_file
 
 @dataclass(frozen=True)
 class ImportedCode:
-    """Other people's code that a script runs.
-
-    Attributes:
-        sources: sha256 by module of what is read where it is edited, sorted.
-        distributions: names of what is installed, sorted; their versions count.
-    """
+    """External code of a script: sha256 of sources read in place, and installed distributions."""
 
     sources: dict[str, str]
     distributions: tuple[str, ...]
 
 
 def imported_code(scripts: Iterable[Path]) -> ImportedCode:
-    """What some scripts import, by way of the modules beside them too.
+    """Return the external code that scripts import, directly or through modules beside them.
 
-    Args:
-        scripts: Python files.
-
-    Returns:
-        What this process would import for them. A module that is not found counts as absent.
-
-    Raises:
-        ConfigError: a script, or a module beside it, is not Python.
+    A module that is not found is left out. Raises ConfigError if a script is not Python.
     """
     sources: dict[str, str] = {}
     distributions: set[str] = set()
@@ -75,7 +62,6 @@ def imported_code(scripts: Iterable[Path]) -> ImportedCode:
 
 
 def _imports_of(script: Path) -> set[str]:
-    """What a script imports that does not lie beside it, by way of what does."""
     files = script_files(script)
     beside = {Path(name).parts[0].removesuffix(".py") for name in files}
     names = {name for path in files.values() for name in imported_modules(path.stem, path)}
@@ -87,7 +73,7 @@ def _is_outside(name: str) -> bool:
 
 
 def _own_sources(name: str) -> dict[str, str]:
-    """Modules of its own package that an import executes; empty if there is no source of it."""
+    """Return the modules of its own package that an import executes; empty without sources."""
     root, file = name, module_file(name)
     while file is None and "." in root:  # `b` of `from a import b` may be no module
         root = root.rpartition(".")[0]
@@ -96,7 +82,7 @@ def _own_sources(name: str) -> dict[str, str]:
         return {}
     try:
         return source_closure([root], packages=())
-    except ConfigError:  # a file that it may reach is of another Python: nobody imports that
+    except ConfigError:  # some reachable file has syntax of another Python version
         return {root: sha256_file(file)} if file.is_file() else {}
 
 
@@ -108,13 +94,12 @@ def _parsed(module: str, file: Path) -> tuple[str, ...]:
 
 
 def _distributions(name: str) -> list[str]:
-    """Installed ones that a top-level package is of, but for those that are edited in place."""
     found = _by_package().get(name.partition(".")[0], ())
     return [each for each in found if not _is_editable(each)]
 
 
 def _is_edited(name: str) -> bool:
-    """Whether a package, or a part of it, is read from where it is edited."""
+    """True if a package, or a part of it, is read in place."""
     top = name.partition(".")[0]
     if any(map(_is_editable, _by_package().get(top, ()))):
         return True
@@ -124,7 +109,6 @@ def _is_edited(name: str) -> bool:
 
 @cache
 def _by_package() -> dict[str, frozenset[str]]:
-    """Distributions by top-level package; found out once per process."""
     return {name: frozenset(found) for name, found in metadata.packages_distributions().items()}
 
 

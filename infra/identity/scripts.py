@@ -1,8 +1,8 @@
-"""A user's Python file as an input of a stage, with the modules beside it that it imports.
+"""A user's Python file and the modules beside it that it imports, as an input of a stage.
 
-Promises: an edit of the file or of a module that it reaches is another digest; what runs is a copy
-whose digest is that of the plan, whatever happens to the user's files meanwhile.
-Does not promise: data files that the code opens by itself; their paths belong into its arguments.
+Promises: an edit of any of these files changes the digest; a job runs a copy with the planned
+digest.
+Does not promise: to track data files that the code opens; pass their paths as its arguments.
 """
 
 import shutil
@@ -18,17 +18,10 @@ SCRIPT_KIND = "script"
 
 
 def script_artifact(script: Path, field: str) -> Artifact:
-    """A handle to a Python file that lies outside the store.
-
-    Args:
-        script: the file.
-        field: the configuration field that named it, for the error.
-
-    Returns:
-        An artifact of kind `script` whose uri is the absolute path of the file.
+    """Return an artifact of kind `script` whose uri is the absolute path of the file.
 
     Raises:
-        ConfigError: it does not exist, or something that it reaches is not Python.
+        ConfigError: the file does not exist, or a file that it reaches is not Python.
     """
     script = script.expanduser().absolute()
     if not script.is_file():
@@ -42,15 +35,10 @@ def script_artifact(script: Path, field: str) -> Artifact:
 
 
 def copy_script(artifact: Artifact, target: Path, field: str) -> None:
-    """Copy a script's files, and see that they still are what was planned.
-
-    Args:
-        artifact: of `script_artifact`.
-        target: replaced if it exists; the script lies in it under its own name.
-        field: the configuration field that named it, for the error.
+    """Replace `target` by a copy of a `script_artifact`'s files.
 
     Raises:
-        ConfigError: a file was changed since.
+        ConfigError: a file no longer has the planned digest; names the configuration `field`.
     """
     shutil.rmtree(target, ignore_errors=True)
     for name, path in script_files(Path(artifact.uri)).items():

@@ -1,1 +1,1 @@
-"""Ray as a place where jobs run: clusters, the job server, jobs as attempts."""
+"""Ray as the place where jobs run: clusters, the job server, jobs."""

@@ -1,9 +1,7 @@
-"""The few HTTP calls we make to a Ray head: its version and its job server.
+"""HTTP client of a Ray head: its version and its job server.
 
-Promises: the token travels in a header and never in a URL, an error text or a log; every call
-has a time limit; an answer is typed or an error. Plain HTTP keeps `import ray` (a second of CPU)
-out of the control plane.
-Does not promise: retries; the callers know which call may be repeated.
+Plain HTTP avoids `import ray` (a second of CPU) in the control plane. The token is sent in a header
+and appears in no URL, error text or log. Every call has a timeout and is not retried.
 """
 
 import http.client
@@ -18,21 +16,15 @@ from infra import env
 from infra.errors import ConfigError, JobSubmitError
 
 REQUEST_TIMEOUT_S = 30.0
-"""A submission may take this long: the head itself waits 10 s for its job agent."""
+"""Long enough for a submission: the head itself waits 10 s for its job agent."""
 
 
 class RayUnreachableError(JobSubmitError):
-    """Nothing answers at the address of the Ray head."""
+    """The Ray head does not answer."""
 
 
 class RayResponseError(JobSubmitError):
-    """The Ray head answered with an error.
-
-    Args:
-        what: the call.
-        status: HTTP status.
-        reason: the last line of the answer.
-    """
+    """The Ray head answered with an HTTP error; `reason` is the last line of the answer."""
 
     def __init__(self, what: str, status: int, reason: str) -> None:
         super().__init__(f"{what}: Ray answered {status}: {reason}")
@@ -44,12 +36,7 @@ class RayResponseError(JobSubmitError):
 
 
 class RayApi:
-    """One Ray head's dashboard address.
-
-    Args:
-        url: `http://host:port` or `https://host:port`.
-        token: its authentication token; None sends none.
-    """
+    """Client of a Ray head's dashboard (`http(s)://host:port`); a token of None sends none."""
 
     def __init__(self, url: str, token: str | None) -> None:
         self.url = url.rstrip("/")
@@ -67,7 +54,7 @@ class RayApi:
         self._prefix = parts.path
 
     def version(self, timeout_s: float = 5.0) -> str:
-        """The Ray version of the head, which proves that it answers and takes our token."""
+        """Return the head's Ray version; a success proves that it answers and accepts the token."""
         return str(self.call("GET", "/api/version", timeout_s=timeout_s)["ray_version"])
 
     def call(
@@ -77,21 +64,14 @@ class RayApi:
         body: Mapping[str, Any] | None = None,
         timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> Any:
-        """One call.
+        """Send a request; return the decoded JSON answer, or its text if it is not JSON.
 
-        Args:
-            method: of HTTP.
-            path: below the address, with its first slash.
-            body: sent as JSON.
-            timeout_s: for connecting and for each piece of the answer, in seconds.
-
-        Returns:
-            The decoded JSON answer, or its text if it is not JSON.
+        `timeout_s` limits the connection and each read. `path` starts with a slash.
 
         Raises:
             RayUnreachableError: no answer within `timeout_s`.
-            RayResponseError: any status but 200.
-            ConfigError: the head refuses our token.
+            RayResponseError: the status is not 200.
+            ConfigError: the head refuses the token.
         """
         status, text = self._exchange(method, path, body, timeout_s)
         if status in {401, 403}:
@@ -132,7 +112,7 @@ class RayApi:
 
 
 def existing_token() -> str | None:
-    """The token for a cluster we did not start, found where Ray itself looks."""
+    """Return the token of an existing cluster, from the places where Ray looks for it."""
     value = env.RAY_AUTH_TOKEN.get()
     if value:
         return value.strip()

@@ -1,11 +1,10 @@
-"""The Ray cluster that jobs run on: an existing one by address, or one that we embed.
+"""The Ray cluster that jobs run on: an existing one, or an embedded head.
 
-Promises: an embedded head listens on loopback only and answers nobody without its token (a file
-under the home that only its owner reads); two processes that need one at once share one; it ends
-with its last user and its last job, including users that were killed; a head that is returned
-could run a job now; a head whose leader died is cleaned up before the next starts, so no job of
-it still writes. An existing cluster is never stopped.
-Does not promise: that jobs survive their head. The journal and the step checkpoints do.
+Promises: an embedded head listens on loopback only and requires its token, a file in the home that
+only its owner can read. Processes of one home share it. It ends with its last user and its last
+job, even if users were killed. A head whose main process died is cleaned up, jobs included, before
+a new one starts. An existing cluster is never stopped.
+Does not promise: that jobs survive their head; journals and step checkpoints do.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ from infra.ray.embedded import NAME, head_command, is_ready, open_api, unfinishe
 from infra.waiting import wait_for
 
 UNRESPONSIVE_DEADLINE_S = 60.0
-"""A head whose leader runs may be mute so long where load is high; replacing it ends its jobs."""
+"""How long a living head may not answer under load before it is replaced, which ends its jobs."""
 JOB_END_GRACE_S = 3.0
 NUM_STARTS = 3
 
@@ -38,11 +37,9 @@ class Cluster:
     """A Ray cluster that answers.
 
     Attributes:
-        jobs_url: address of the dashboard and job server.
-        gcs_address: `host:port` for `ray.init`; None where only the job server is known.
-        started: whether this call started it.
-        home: of the embedded head; None for an existing cluster.
-        api: the HTTP client, token inside.
+        gcs_address: `host:port` for `ray.init`; None if only the job server is known.
+        started: True if this call started it.
+        home: home of the embedded head; None for an existing cluster.
     """
 
     jobs_url: str
@@ -52,16 +49,10 @@ class Cluster:
     api: RayApi = field(repr=False)
 
     def release(self, besides: Collection[str] = ()) -> bool:
-        """Say that this process needs the cluster no more; the last user ends an embedded head.
+        """Stop using the cluster; the last user stops an embedded head. True if it was stopped.
 
-        A head on which a job still runs stays for it: a later run attaches, and the head ends
-        with its last job.
-
-        Args:
-            besides: names of jobs that do not keep the head: they were stopped, or should be.
-
-        Returns:
-            Whether the head was stopped.
+        A head with a running job, other than those in `besides`, is kept: a later run attaches to
+        the job, and the head ends after it.
         """
         if self.home is None:
             return False
@@ -81,15 +72,15 @@ class Cluster:
         return stopped
 
     def _jobs_that_go_on(self, besides: Collection[str]) -> list[str]:
-        """Jobs that are not about to end: a job commits before its process is gone."""
+        """Return the jobs that still run after a grace: a job commits before its process exits."""
         left: list[str] = []
 
         def all_ended() -> bool:
             left[:] = [job for job in unfinished_jobs(self.api) if job not in besides]
             return not left
 
-        # A head that does not answer runs nothing that could be attached to; an API that says
-        # nothing useful within the time leaves the jobs it named.
+        # If the head does not answer, there is no job to attach to. If the calls fail later, the
+        # last known jobs count.
         with contextlib.suppress(DeadlineError, JobSubmitError):
             wait_for(all_ended, "jobs to end", JOB_END_GRACE_S)
         return left
@@ -104,31 +95,28 @@ def ensure_cluster(
     persistent: bool = False,
     given_up: Callable[[], bool] = lambda: False,
 ) -> Cluster:
-    """A cluster that answers: the one at an address, the living embedded one, or a new one.
+    """Return the cluster at an address, the running embedded one, or a new embedded one.
 
-    Sets Ray's authentication variables for this process, so that Ray's own clients work in it.
+    Sets Ray's authentication variables in this process, so that Ray's own clients work in it. The
+    caller releases the cluster.
 
     Args:
-        home: where the embedded head's record, token and logs are.
-        address: `http://host:port` of an existing cluster; default RAY_ADDRESS; neither: embed.
-        num_cpus: CPUs of a new embedded head; by default those this process may use.
-        num_gpus: GPUs of a new embedded head; by default Ray counts them.
-        persistent: a service: it outlives its users and serves the full dashboard.
-        given_up: asked while a new head starts: whether nobody wants it any more.
-
-    Returns:
-        The cluster; `release` it when no more jobs are wanted.
+        address: `http://host:port` of an existing cluster; None means RAY_ADDRESS, else embed.
+        num_cpus: CPUs of a new embedded head; None means those this process may use, at least 4.
+        num_gpus: GPUs of a new embedded head; None lets Ray count them.
+        persistent: keep the head after its last user; a new one serves the full dashboard.
+        given_up: polled while a new head starts; True cancels the start.
 
     Raises:
-        ConfigError: the address is not one, or the cluster refuses our token.
+        ConfigError: the address is invalid, or the cluster refuses the token.
         ServiceError: the cluster does not answer, or the head did not start.
-        DeadlineError: the head did not answer in time; what was started is stopped.
+        DeadlineError: a new head did not answer in time; it is stopped.
     """
     address = address or env.RAY_ADDRESS.get()
     if address:
         return _existing(address)
     home = home.absolute()
-    # The lock covers the start: whoever comes second waits, and then finds the record.
+    # Held during the start, so that a second process waits and then finds the record.
     with servers.lock(home, NAME):
         record = _living(home)
         started = record is None
@@ -145,14 +133,7 @@ def ensure_cluster(
 
 
 def living_cluster(home: Path) -> Cluster | None:
-    """The cluster that a run of this home would find now; starts none.
-
-    Args:
-        home: of the run.
-
-    Returns:
-        The cluster, or None.
-    """
+    """Return the cluster that a run of this home would use now; starts none."""
     if env.RAY_ADDRESS.get():
         return ensure_cluster(home)
     record = servers.running(home, NAME)
@@ -169,11 +150,8 @@ def _start(
     persistent: bool,
     given_up: Callable[[], bool],
 ) -> ServerRecord:
-    """A new head that can take jobs.
-
-    Ray's raylet ends at its start if a port was lost between its choice and its use, or if its
-    agent takes more than some 30 s to load, as on a machine that is busy.
-    """
+    # The raylet exits at start if a chosen port was taken before its use, or if its agent takes
+    # more than about 30 s to load on a busy machine.
     for _ in range(NUM_STARTS - 1):
         try:
             return _start_once(home, command(), persistent, given_up)
@@ -210,7 +188,6 @@ def _existing(address: str) -> Cluster:
 
 
 def _living(home: Path) -> ServerRecord | None:
-    """The embedded head if it can take jobs; a dead or mute one is cleaned up."""
     record = servers.load(home, NAME)
     if record is None:
         return None
@@ -220,7 +197,7 @@ def _living(home: Path) -> ServerRecord | None:
         )
     except (DeadlineError, ServiceError, ConfigError, OSError) as error:
         _log.warning("the embedded Ray head is replaced: %s", str(error).partition("\n")[0])
-        # Its jobs may outlive a killed head, in sessions of their own, and still write.
+        # Jobs run in their own sessions, so they can outlive a killed head and still write.
         servers.stop(home, record)
         return None
     return record

@@ -1,9 +1,8 @@
-"""The Ray head that we run ourselves: its files, its command line, when it is ready.
+"""The embedded Ray head: its files, its command line, its readiness.
 
-Promises: every server of it listens on loopback; nobody gets an answer without the token, which
-stands in a file that only its owner reads; it runs as `ray start --head --block` in a session of
-its own and is ended by that session, never by `ray stop`, which ends every Ray of the host.
-Does not promise anything about who may start or end it when: `infra.ray.cluster` does.
+Promises: all its servers listen on loopback and require the token, a file that only its owner can
+read. It runs as `ray start --head --block` in its own session and is ended by that session;
+`ray stop` would end every Ray of the host. `infra.ray.cluster` decides when it starts and ends.
 """
 
 import hashlib
@@ -24,29 +23,29 @@ from infra.ray.api import RayApi
 
 NAME = "ray"
 JOB_QUEUE_DEADLINE_S = 604_800
-"""A job whose device another's job holds waits; Ray itself would end it after 15 minutes."""
+"""A job may wait this long for a device that another job holds; Ray's default is 15 minutes."""
 OBJECT_STORE_BYTES = 200_000_000
 """Jobs exchange files and handles, not objects; Ray's own minimum is 75 MB."""
 MIN_NUM_CPUS = 4
-"""Ray counts CPUs only to admit actors: ranks of a small test share a smaller machine."""
+"""Ray uses CPUs only to admit actors; the ranks of a small test may share fewer cores."""
 
 _log = logging.getLogger(__name__)
 
 
 def default_num_cpus() -> int:
-    """CPUs of a head whose starter names none."""
+    """Return the default number of CPUs of a head."""
     return max(MIN_NUM_CPUS, len(os.sched_getaffinity(0)))
 
 
 def open_api(record: ServerRecord) -> RayApi:
-    """The HTTP client of the head, with its token."""
+    """Return an HTTP client of the head, with its token."""
     if record.token_path is None:
         raise ServiceError(f"the record of {record.name} names no token; remove it")
     return RayApi(record.url, record.token_path.read_text(encoding="utf-8").strip())
 
 
 def unfinished_jobs(api: RayApi) -> list[str]:
-    """Names of the jobs that are pending or run; drivers that connected by themselves count."""
+    """Return the names of pending and running jobs, including drivers connected without a job."""
     jobs = api.call("GET", "/api/jobs/")
     return [
         job.get("submission_id") or f"driver {job.get('job_id')}"
@@ -58,17 +57,7 @@ def unfinished_jobs(api: RayApi) -> list[str]:
 def head_command(
     home: Path, num_cpus: int | None, num_gpus: int | None, *, full_dashboard: bool
 ) -> ServerCommand:
-    """How a head is started.
-
-    Args:
-        home: where its token goes.
-        num_cpus: CPUs that Ray admits actors to.
-        num_gpus: GPUs; by default Ray counts them.
-        full_dashboard: serve every dashboard page, at port 8265 if it is free.
-
-    Returns:
-        The command, on ports that are free now.
-    """
+    """Return the command that starts a head on free ports; `num_gpus` None lets Ray count them."""
     token_path = _token_file(home)
     gcs, agent, *others = pick_ports(8)
     dashboard = pick_port(8265) if full_dashboard else others.pop()
@@ -93,7 +82,7 @@ def head_command(
         argv=argv,
         environment=_environment(token_path),
         url=f"http://127.0.0.1:{dashboard}",
-        # Of the agent that starts jobs, which asks after the raylet: a dashboard alone runs none.
+        # The job agent's check, which includes the raylet: a dashboard alone cannot run jobs.
         health_url=f"http://127.0.0.1:{agent}/api/local_raylet_healthz",
         gcs_address=f"127.0.0.1:{gcs}",
         token_path=token_path,
@@ -101,7 +90,7 @@ def head_command(
 
 
 def is_ready(record: ServerRecord) -> bool:
-    """Whether a job that is submitted now would run."""
+    """True if a job submitted now would run."""
     if not answers_ok(record.health_url):
         return False
     try:
@@ -112,7 +101,6 @@ def is_ready(record: ServerRecord) -> bool:
 
 
 def _environment(token_path: Path) -> dict[str, str]:
-    """What the head, and so every job on it, inherits; a job's own variables are set per job."""
     environment = env.child_environment(
         RAY_AUTH_MODE="token",
         RAY_AUTH_TOKEN_PATH=str(token_path),
@@ -120,16 +108,15 @@ def _environment(token_path: Path) -> dict[str, str]:
         RAY_ADDRESS=None,
         RAY_USAGE_STATS_ENABLED="0",
         RAY_JOB_START_TIMEOUT_SECONDS=str(JOB_QUEUE_DEADLINE_S),
-        # Without it GCS, raylet and agents listen on all interfaces, --node-ip-address or not.
+        # Otherwise GCS, raylet and agents listen on all interfaces despite --node-ip-address.
         RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
         RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="0",
     )
-    # A later run's jobs must not report to the Prefect run that happened to start the head.
+    # Jobs of later runs must not report to the Prefect run that started the head.
     return {k: v for k, v in environment.items() if not k.startswith("PREFECT__")}
 
 
 def _token_file(home: Path) -> Path:
-    """The head's token, made once; mode 0600 from its first byte on."""
     path = home / "ray_token"
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -147,6 +134,6 @@ def _token_file(home: Path) -> Path:
 
 
 def _temp_dir(home: Path) -> Path:
-    """Ray's sockets live below it, and a socket's path holds 107 bytes at most."""
+    """Return a short path: Ray puts sockets below it, and a socket path has at most 107 bytes."""
     digest = hashlib.sha256(os.fsencode(home)).hexdigest()[:10]
     return Path(tempfile.gettempdir()) / f"rlhf-ray-{os.getuid()}-{digest}"

@@ -1,11 +1,8 @@
-"""`python -m infra.ray.head HOME jobs|full start --head ...`: `ray start` that ends by itself.
+"""`python -m infra.ray.head HOME jobs|full start --head ...`: `ray start` with automatic shutdown.
 
-Promises: the arguments and the behaviour of `ray start`; a head that is no service ends when its
-last user and its last job are gone (`infra.host.guard`).
-`jobs` leaves out, for a start that is several seconds faster and 200 MB lighter: the dashboard
-pages besides jobs and node state, and the Ray client server, a second way in that we do not need.
-Does not promise to leave them out: where Ray's internals differ from those of 2.60 it starts
-the full head.
+A head that is not persistent ends after its last user and its last job (`infra.host.guard`). `jobs`
+starts several seconds faster and uses 200 MB less: it omits the Ray client server and all dashboard
+pages except jobs and nodes. Where Ray's internals differ from 2.60 it starts the full head.
 """
 
 import sys
@@ -18,11 +15,11 @@ from infra.host.servers import ServerRecord
 from infra.ray.embedded import NAME, open_api, unfinished_jobs
 
 DASHBOARD_MODULES = ("JobHead", "NodeHead")
-"""Jobs, and the node records that the job server looks its agent up in."""
+"""The job server, and the node records in which it looks up its agent."""
 
 
 def main() -> int:
-    """Run Ray's command line, narrowed."""
+    """Run Ray's command line with the reduced services."""
     home, pages = sys.argv[1:3]
     del sys.argv[1:3]
     start_guard(Path(home), NAME, has_jobs)
@@ -34,7 +31,7 @@ def main() -> int:
 
 
 def has_jobs(record: ServerRecord) -> bool:
-    """Whether jobs run on a head; one that does not answer may have some."""
+    """True if jobs run on a head, or if it does not answer."""
     try:
         return bool(unfinished_jobs(open_api(record)))
     except JobSubmitError:

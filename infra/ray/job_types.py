@@ -1,8 +1,4 @@
-"""What goes to and comes from Ray's job server, typed.
-
-Promises: everything outside `infra.ray.jobs` sees these types and never a raw answer; texts that
-Ray gives us are free of known secrets.
-"""
+"""Typed requests to and answers from Ray's job server; texts from Ray are redacted."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,30 +19,24 @@ class JobState(StrEnum):
 
 
 class JobRequest(NamedTuple):
-    """What to run."""
+    """A job to submit."""
 
     argv: Sequence[str]
-    """The program by absolute path (`sys.executable`), and its arguments."""
+    """Absolute path of the program (`sys.executable`), and its arguments."""
     env: Mapping[str, str]
-    """Variables on top of the cluster's environment. Everyone who may list jobs can read them:
-    no secrets."""
+    """Variables added to the cluster's environment. No secrets: everyone who may list jobs can read
+    them."""
     metadata: Mapping[str, str]
-    """Travels with the job; shown by Ray's own tools."""
+    """Stored with the job and shown by Ray's tools."""
     resources: Mapping[str, Any] = {}
-    """Keyword arguments of `ray.remote` that reserve what the program itself uses; with none it
-    runs on the head node."""
+    """`ray.remote` arguments that reserve resources; if empty, it runs on the head node."""
 
 
 @dataclass(frozen=True)
 class JobStatus:
-    """What Ray says about a job.
+    """Ray's record of a job; for a failed job the message is the tail of its log.
 
-    Attributes:
-        submission_id: its name.
-        state: one of Ray's states.
-        message: Ray's words; for a failed job the tail of its log.
-        exit_code: of the entry point, -9 after SIGKILL; None while it runs or if stopped.
-        metadata: as submitted.
+    `exit_code` is that of the entry point, -9 after SIGKILL; None while it runs or if stopped.
     """
 
     submission_id: str
@@ -57,12 +47,12 @@ class JobStatus:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether the job has ended."""
+        """True if the job has ended."""
         return self.state not in {JobState.PENDING, JobState.RUNNING}
 
 
 def parse_status(job: Mapping[str, Any]) -> JobStatus:
-    """A job as the job server lists it."""
+    """Convert a job server entry to a `JobStatus`."""
     return JobStatus(
         submission_id=job["submission_id"],
         state=JobState(job["status"]),

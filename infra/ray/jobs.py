@@ -1,8 +1,8 @@
-"""Ray jobs: submit, look, follow, stop.
+"""Ray jobs: submit, look up, stop.
 
-Promises: a name stands for one job: of any number of callers with the same name exactly one
-submits it. Whose answer was lost takes the job of that name for its own.
-Does not promise: that Ray's status is the truth about the work. The stage's log is.
+Promises: a submission id names one job; of several callers with the same id exactly one submits
+it. A caller whose answer was lost counts as the submitter if the job exists.
+Does not promise: that Ray's status is the truth about the work; the stage's log is.
 """
 
 import shlex
@@ -19,40 +19,25 @@ from infra.redact import redact
 from infra.waiting import wait_for
 
 SUBMIT_DEADLINE_S = 30.0
-"""A fresh head refuses jobs until its agent is up; a busy one may drop a connection."""
+"""A new head refuses jobs until its agent is up; a busy one may drop a connection."""
 NO_AGENT = "No available agent"
 ALREADY_EXISTS = "already exists"
 STOP_DEADLINE_S = 15.0
 LOOK_DEADLINE_S = 5.0
-"""Whoever follows a job looks every second; a head that is gone must not hold that up."""
+"""Short, because followers poll every second and must not block on a head that is gone."""
 
 
 class RayJobs:
-    """The job server of a cluster.
-
-    Args:
-        cluster: where the jobs run.
-    """
+    """The job server of a cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.api = cluster.api
         here = socket.gethostname()
         self.cluster_id = f"{here}:{cluster.home}" if cluster.home else cluster.jobs_url
-        """Names the cluster, over restarts of an embedded head."""
+        """Names the cluster; stable over restarts of an embedded head."""
 
     def submit(self, submission_id: str, request: JobRequest) -> bool:
-        """Submit one job, unless there is one of that name.
-
-        Args:
-            submission_id: names the job; the same name never runs twice on a cluster.
-            request: what to run.
-
-        Returns:
-            False if the name was taken before.
-
-        Raises:
-            JobSubmitError: Ray refused the job or cannot be reached.
-        """
+        """Submit a job; False if that id existed. Raises JobSubmitError if Ray refuses the job."""
         body: dict[str, Any] = {
             "entrypoint": _entrypoint(request),
             "submission_id": submission_id,
@@ -76,7 +61,7 @@ class RayJobs:
             time.sleep(0.2)
 
     def look(self, submission_id: str) -> JobStatus | None:
-        """What Ray says about a job now; None if it knows none of that name."""
+        """Return the current status of a job; None if Ray knows no such job."""
         try:
             return parse_status(
                 self.api.call("GET", f"/api/jobs/{submission_id}", timeout_s=LOOK_DEADLINE_S)
@@ -87,40 +72,22 @@ class RayJobs:
             raise
 
     def status(self, submission_id: str) -> JobStatus:
-        """What Ray says about a job now.
-
-        Args:
-            submission_id: of the job.
-
-        Returns:
-            Its status.
-
-        Raises:
-            JobSubmitError: there is no such job, or Ray cannot be reached.
-        """
+        """Return the current status of a job; raises JobSubmitError if Ray knows no such job."""
         status = self.look(submission_id)
         if status is None:
             raise JobSubmitError(f"Ray at {self.api.url} knows no job {submission_id}")
         return status
 
     def log_tail(self, submission_id: str, num_lines: int = 20) -> str:
-        """The last lines the job printed, secrets masked."""
+        """Return the last lines of a job's output, secrets masked."""
         answer = self.api.call("GET", f"/api/jobs/{submission_id}/logs")
         return "\n".join(redact(str(answer.get("logs", ""))).splitlines()[-num_lines:])
 
     def stop(self, submission_id: str, deadline_s: float = STOP_DEADLINE_S) -> JobStatus:
-        """Stop a job: SIGTERM to its processes, SIGKILL after Ray's grace.
-
-        Args:
-            submission_id: of the job.
-            deadline_s: how long to wait for its end, in seconds.
-
-        Returns:
-            Its last status.
+        """Stop a job (SIGTERM, then SIGKILL after Ray's grace period) and return its last status.
 
         Raises:
-            DeadlineError: it has not ended, as a job that cannot be scheduled does not.
-            JobSubmitError: there is no such job, or Ray cannot be reached.
+            DeadlineError: the job did not end in `deadline_s`; an unschedulable job never does.
         """
         self.api.call("POST", f"/api/jobs/{submission_id}/stop")
 
@@ -132,17 +99,7 @@ class RayJobs:
 
 
 def num_nodes(api: RayApi) -> int:
-    """Machines of a cluster that live.
-
-    Args:
-        api: of its head.
-
-    Returns:
-        The head counts.
-
-    Raises:
-        JobSubmitError: it does not answer, or not in this way.
-    """
+    """Return the number of alive nodes; raises JobSubmitError if the head does not tell."""
     answer = api.call("GET", "/nodes?view=summary", timeout_s=LOOK_DEADLINE_S)
     try:
         nodes = [node["raylet"]["state"] for node in answer["data"]["summary"]]
@@ -152,8 +109,8 @@ def num_nodes(api: RayApi) -> int:
 
 
 def _entrypoint(request: JobRequest) -> str:
-    """A shell line that becomes the program, so that its exit code and signals are the job's.
+    """Return a shell line that execs the program, to keep its exit code and signals.
 
-    It works in the caller's directory, if the job's host has it.
+    It uses the working directory of the caller, if the job's host has it.
     """
     return f"cd {shlex.quote(str(Path.cwd()))} 2>/dev/null; exec {shlex.join(request.argv)}"

@@ -1,1 +1,1 @@
-"""What `rlhf up` starts."""
+"""The servers that `rlhf up` starts."""

@@ -1,7 +1,7 @@
-"""How the servers of `rlhf up` are started: command line, environment, address.
+"""Command line, environment and address of each server of `rlhf up`.
 
-Promises: each listens on 127.0.0.1 only, keeps its data below the home and reports to nobody
-outside; the worker is started again when it ends, and whoever it runs says that it lives.
+Promises: each listens on 127.0.0.1 only, keeps its data below the home and sends no telemetry. The
+worker is restarted when it ends, and its flow runs send heartbeats.
 """
 
 import sys
@@ -11,20 +11,11 @@ from infra import env
 from infra.host.servers import ServerCommand
 
 WORK_POOL = "rlhf-pool"
-HEARTBEAT_S = 30
-"""How often a flow run says that it lives; Prefect allows no less."""
+HEARTBEAT_S = 30  # Prefect's minimum
 
 
 def prefect_server(home: Path, port: int) -> ServerCommand:
-    """The Prefect server; its database is `<home>/prefect/prefect.db`.
-
-    Args:
-        home: of the services.
-        port: a free one.
-
-    Returns:
-        The command.
-    """
+    """Return the command of the Prefect server; its database is `<home>/prefect/prefect.db`."""
     url = f"http://127.0.0.1:{port}/api"
     return ServerCommand(
         name="prefect",
@@ -36,7 +27,7 @@ def prefect_server(home: Path, port: int) -> ServerCommand:
             PREFECT_HOME=str(home / "prefect"),
             PREFECT_API_URL=url,
             PREFECT_SERVER_ANALYTICS_ENABLED="false",
-            # In memory, a server that starts again would end the runs whose slots it forgot.
+            # In memory, a restarted server would lose the slots and end the runs that hold them.
             PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE=(
                 "prefect.server.concurrency.lease_storage.filesystem"
             ),
@@ -48,15 +39,7 @@ def prefect_server(home: Path, port: int) -> ServerCommand:
 
 
 def mlflow_server(home: Path, port: int) -> ServerCommand:
-    """The MLflow server, over the database that runs without a server write to as well.
-
-    Args:
-        home: of the services.
-        port: a free one.
-
-    Returns:
-        The command.
-    """
+    """Return the command of the MLflow server; runs without a server write to the same database."""
     url = f"http://127.0.0.1:{port}"
     return ServerCommand(
         name="mlflow",
@@ -68,7 +51,7 @@ def mlflow_server(home: Path, port: int) -> ServerCommand:
             *("--artifacts-destination", str(home / "mlflow-artifacts")),
         ),
         environment=env.child_environment(
-            # Its job runner and queue consumers take 0.65 GB, and nothing here uses them.
+            # The job runner and queue consumers take 0.65 GB and are not used here.
             MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false",
             MLFLOW_DISABLE_TELEMETRY="true",
             MLFLOW_TRACKING_URI=None,
@@ -80,16 +63,7 @@ def mlflow_server(home: Path, port: int) -> ServerCommand:
 
 
 def process_worker(home: Path, prefect_url: str, mlflow_url: str) -> ServerCommand:
-    """The worker that runs deployments as processes; it creates its work pool if need be.
-
-    Args:
-        home: of the services, and of the runs it starts.
-        prefect_url: API address of its server.
-        mlflow_url: where its runs are tracked.
-
-    Returns:
-        The command.
-    """
+    """Return the command of the Prefect worker, which creates its work pool if it is missing."""
     return ServerCommand(
         name="worker",
         argv=(

@@ -1,7 +1,4 @@
-"""Who works on which stage of a store.
-
-Promises: a stage is told of for as long as nothing says that whoever holds it has ended.
-"""
+"""Report of the stages of a store that attempts hold now."""
 
 import time
 from collections.abc import Iterator
@@ -12,14 +9,7 @@ from infra.store.storage import open_storage
 
 
 def held_stages(store: str | Path) -> Iterator[str]:
-    """Who works on what in a store.
-
-    Args:
-        store: its address.
-
-    Yields:
-        str: a line for each stage that is held by an attempt of which nothing says that it ended.
-    """
+    """Yield a line for each held stage whose attempt is not known to have ended."""
     storage = open_storage(str(store))
     for fingerprint, stored in storage.inventory.stages().items():
         log, channel = storage.attempts.entries(fingerprint), storage.channel(fingerprint)

@@ -1,12 +1,9 @@
-"""Keeps a program running: starts it again when it ended, however it ended.
+"""Keeps a program running: starts it again whenever it ends.
 
-`python -m infra.services.keeper PROGRAM ARGUMENT...` is the process that a record names; the
-program is of its family, by session and mark, and so ends with it in `rlhf down`.
-Promises: a program that ends is back within seconds; one that ends `MAX_RESTARTS` times without
-having run for `SETTLED_S` in between is given up, and its keeper ends with its exit code.
-Does not promise: to end the program when it is killed itself. That runs on, unwatched, until
-`rlhf up` or `rlhf down` end the family. Nothing heavy is imported: what has little memory is not
-what a machine that runs out of memory kills first.
+`python -m infra.services.keeper PROGRAM ARGUMENT...` is the process in the server's record; the
+program shares its session and mark, so `rlhf down` ends both. If the keeper is killed, the program
+runs on without restarts until `rlhf up` or `rlhf down` ends the family. Nothing heavy is imported,
+because the OOM killer prefers large processes.
 """
 
 import subprocess
@@ -17,7 +14,7 @@ from collections.abc import Sequence
 MAX_RESTARTS = 5
 SETTLED_S = 600.0
 PAUSE_S = 1.0
-"""Before the first restart; each further one waits for one more of it."""
+"""Pause before the first restart; it grows by this much with each further one."""
 
 
 def keep(
@@ -27,21 +24,14 @@ def keep(
     settled_s: float = SETTLED_S,
     pause_s: float = PAUSE_S,
 ) -> int:
-    """Run a program, again and again.
+    """Run a program until it has ended `max_restarts` + 1 times in a row; return its exit code.
 
-    Args:
-        argv: program and arguments.
-        max_restarts: in a row.
-        settled_s: who ran for so long begins a new row.
-        pause_s: before the first restart of a row.
-
-    Returns:
-        Its exit code when it was given up; negative: the signal that ended it.
+    A run of `settled_s` seconds starts a new row. A negative code is the signal that ended it.
     """
     num_restarts = 0
     while True:
         started = time.monotonic()
-        code = subprocess.call(argv)  # without a deadline: a service has none
+        code = subprocess.call(argv)  # no deadline: a service runs for ever
         if time.monotonic() - started >= settled_s:
             num_restarts = 0
         if num_restarts == max_restarts:

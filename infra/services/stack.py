@@ -1,10 +1,9 @@
 """`rlhf up`, `down` and `status`: the four servers of a machine that runs pipelines.
 
-Promises: Prefect server, its worker, Ray head and MLflow server listen on loopback, each in a
-session of its own; what answers already is left as it is; if one of them does not start, those
-that this call started are ended again; `down` ends exactly the recorded ones with everything
-they started, within 30 s, and twice is as good as once.
-Does not promise: to restart a server that dies later. `up` does, when it is called again.
+Promises: Prefect server and worker, Ray head and MLflow server listen on loopback, each in its own
+session. `up` leaves running servers as they are; if one fails to start, those that this call
+started are ended. `down` ends exactly the recorded servers with all their processes, within 30 s.
+Does not promise: to restart a server that dies later; the next `up` does.
 """
 
 import logging
@@ -34,15 +33,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServiceStatus:
-    """What is known of a service.
+    """State of a service; `pid` is its first process, `users` are pids of living runs.
 
-    Attributes:
-        name: `prefect`, `worker`, `ray` or `mlflow`.
-        state: `up`, `silent` (it runs and does not answer), `starting` (its starter has not
-            seen it run, or was killed before) or `down`.
-        url: where it answers, or would.
-        pid: of its first process.
-        users: pids of the runs that use it and are alive; a service needs none.
+    `state` is `up`, `silent` (runs but does not answer), `down` or `starting` (its starter has not
+    seen it run, or was killed before).
     """
 
     name: str
@@ -59,20 +53,13 @@ def up(
     mlflow_port: int = MLFLOW_PORT,
     deadline_s: float = UP_DEADLINE_S,
 ) -> list[ServiceStatus]:
-    """Start what does not run yet and wait until all of it answers.
+    """Start the servers that do not run and wait until all answer; return their states.
 
-    Args:
-        home: where records, logs and databases go.
-        prefect_port: if it is taken, another one is used.
-        mlflow_port: if it is taken, another one is used.
-        deadline_s: for each of the four, in seconds.
-
-    Returns:
-        The state of each.
+    A taken port is replaced by another one; `deadline_s` holds for each server.
 
     Raises:
-        ServiceError: one ended; carries the tail of its log.
-        DeadlineError: one does not answer in time.
+        ServiceError: one ended; the text has the tail of its log.
+        DeadlineError: one did not answer in time.
     """
     home = home.absolute()
     with servers.lock(home, LOCK):
@@ -87,13 +74,9 @@ def up(
 
 
 def down(home: Path) -> tuple[list[str], list[ServiceStatus]]:
-    """End every server of a home, whoever started it and however far its start got.
+    """End every recorded server, even a half-started one, that no living `rlhf run` uses.
 
-    Args:
-        home: of the servers.
-
-    Returns:
-        Names of those that were ended, and those that a living `rlhf run` uses and that stay.
+    Return the names of the ended servers and the states of those that stay.
     """
     home = home.absolute()
     with servers.lock(home, LOCK):
@@ -102,14 +85,14 @@ def down(home: Path) -> tuple[list[str], list[ServiceStatus]]:
 
 
 def status(home: Path) -> list[ServiceStatus]:
-    """The four services, up or down, and whatever else runs in this home."""
+    """Return the states of the four services and of all other servers of a home."""
     home = home.absolute()
     others = [name for name in servers.recorded(home) if name not in SERVICES]
     return [status_of(home, name) for name in (*SERVICES, *others)]
 
 
 def status_of(home: Path, name: str) -> ServiceStatus:
-    """Whether one server runs and answers."""
+    """Return the state of one server."""
     record = servers.load(home, name)
     if record is None:
         return ServiceStatus(name, "down")
@@ -123,34 +106,33 @@ def status_of(home: Path, name: str) -> ServiceStatus:
 
 
 def running_prefect_url(home: Path) -> str | None:
-    """API address of the Prefect server that `up` started, if it runs."""
+    """Return the API address of the Prefect server that `up` started, if it runs."""
     return _running_url(home, "prefect")
 
 
 def worker_api_url(home: Path) -> str | None:
-    """API address of the Prefect server whose worker `up` started, if the worker answers there."""
+    """Return the API address of the Prefect server of the worker, if the worker is up."""
     worker = status_of(home, "worker")
     return worker.url if worker.state == "up" else None
 
 
 def running_mlflow_url(home: Path) -> str | None:
-    """Address of the MLflow server that `up` started, if it runs."""
+    """Return the address of the MLflow server that `up` started, if it runs."""
     return _running_url(home, "mlflow")
 
 
 def tracking_address(home: Path) -> str:
-    """The MLflow of a home: MLFLOW_TRACKING_URI, or what `up` started, or a database in it."""
+    """Return MLFLOW_TRACKING_URI, else the running MLflow server, else a database in the home."""
     found = env.MLFLOW_TRACKING_URI.get() or running_mlflow_url(home)
     return found or f"sqlite:///{home / 'mlflow.db'}"
 
 
 def _end(home: Path, names: Sequence[str], *, spare_users: bool) -> list[str]:
-    """End servers at once, but the worker first: its runs would report to one that is gone."""
 
     def end(name: str) -> bool:
         return servers.end(home, name, spare_users=spare_users)
 
-    workers = [name for name in names if name == "worker"]
+    workers = [name for name in names if name == "worker"]  # first: its runs report to the others
     others = [name for name in names if name != "worker"]
     ended = [name for name in workers if end(name)]
     with ThreadPoolExecutor() as threads:
@@ -160,7 +142,7 @@ def _end(home: Path, names: Sequence[str], *, spare_users: bool) -> list[str]:
 
 
 def _start_all(home: Path, prefect_port: int, mlflow_port: int, deadline_s: float) -> None:
-    """All at once, since each loads for many seconds; the worker when its server answers."""
+    """Start all in parallel, since each loads for seconds; the worker once its server answers."""
 
     def wait(record: ServerRecord) -> None:
         servers.wait_until_ready(record, lambda: _is_healthy(record), deadline_s=deadline_s)
@@ -175,7 +157,6 @@ def _start_all(home: Path, prefect_port: int, mlflow_port: int, deadline_s: floa
 
 
 def _begin(home: Path, name: str, make_command: Callable[[], ServerCommand]) -> ServerRecord:
-    """The living server, or a new one that does not answer yet."""
     with servers.lock(home, name):
         record = servers.load(home, name)
         if record is not None and record.is_running:

@@ -1,1 +1,1 @@
-"""Where a stage's work and its results live: artifacts, commit records, the work of attempts."""
+"""The store: artifacts, the logs of stages, and the working files of attempts."""

@@ -1,11 +1,10 @@
-"""What an artifact is: a directory of regular files, and a manifest that vouches for each byte.
+"""Artifacts: a directory of regular files and a manifest with the size and sha256 of each file.
 
-Promises: equal content has an equal digest, whoever wrote it, wherever it lies; `verify_directory`
-catches flipped bits, truncation, swapped, missing and extra files, and links out of the
-directory; a read error stays an `OSError` and is never taken for an absent or a damaged file.
-Files are hashed several at a time: hashlib frees the interpreter while it works.
-Does not promise: anything about file modes, times or empty directories; they are not content.
-The digest covers (schema, kind, files), so nothing that varies between equal runs may be in them.
+Promises: equal content has an equal digest; `verify_directory` detects flipped bits, truncation,
+swapped, missing and extra files, and links out of the directory; a read error stays an `OSError`
+and never counts as an absent or damaged file.
+Does not promise: anything about file modes, times or empty directories; they are not content. The
+digest covers (schema, kind, files), so files must not contain what varies between equal runs.
 """
 
 import hashlib
@@ -34,11 +33,11 @@ _STORED = re.compile(r"/artifacts/[a-z][a-z0-9_-]*/(?P<digest>[0-9a-f]{64})(?:/|
 NUM_HASH_THREADS = min(8, os.cpu_count() or 1)
 
 Level = Literal["manifest", "size", "bytes"]
-"""How closely to look: at the manifest alone, at names and sizes too, or at every byte."""
+"""What is checked: only the manifest; also names and sizes; or every byte."""
 
 
 def _check_name(name: str) -> str:
-    """Refuse every name that could mean a file outside the directory, or two things at once."""
+    """Refuse names that could point outside the directory or that have several spellings."""
     parts = PurePosixPath(name).parts
     if (
         not name
@@ -59,14 +58,14 @@ Kind = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_-]*$")]
 
 
 class FileEntry(FrozenModel, strict=True):
-    """Size and digest of one file."""
+    """Size and sha256 of one file."""
 
     size_bytes: int = Field(ge=0)
     sha256: Sha256
 
 
 class Manifest(FrozenModel, strict=True, populate_by_name=True, serialize_by_alias=True):
-    """The list of an artifact's files; written last, so its presence means the rest is there."""
+    """List of an artifact's files; it is written last, so if it exists, all files do."""
 
     schema_version: int = Field(default=MANIFEST_SCHEMA, alias="schema")
     kind: Kind
@@ -79,26 +78,17 @@ class Manifest(FrozenModel, strict=True, populate_by_name=True, serialize_by_ali
         return sha256_json(self)
 
     def to_bytes(self) -> bytes:
-        """The text of the manifest file."""
+        """Return the content of the manifest file."""
         return canonical_json(self) + b"\n"
 
 
 def build_manifest(
     directory: Path, kind: str, digests: Mapping[str, str] | None = None
 ) -> Manifest:
-    """Hash every file of a directory, except a manifest of its own.
-
-    Args:
-        directory: what will be published.
-        kind: of the artifact; lower case.
-        digests: sha256 by name of files that were hashed while they were written.
-
-    Returns:
-        The manifest, not yet written.
+    """Hash the files of a directory into a new manifest; `digests` has known sha256 by name.
 
     Raises:
-        ArtifactError: there is no file, or an entry is not a regular file (a symlink, a socket)
-            or has a name that other systems could not hold.
+        ArtifactError: no file, an entry is not a regular file, or a name is not portable.
     """
     known = digests or {}
     to_hash = {}
@@ -124,10 +114,7 @@ def build_manifest(
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest file, durably, into a complete directory that nobody can see yet.
-
-    In place: a temporary file that a killed process left would be content the next time.
-    """
+    """Write the manifest durably and in place; a leftover temporary file would become content."""
     with (directory / MANIFEST_NAME).open("wb") as file:
         file.write(manifest.to_bytes())
         file.flush()
@@ -135,19 +122,10 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path, kind: str | None = None) -> Manifest:
-    """The manifest as written; the files are not looked at.
-
-    Args:
-        directory: what was published.
-        kind: that it has to be of; None: of any.
-
-    Returns:
-        The manifest, of a schema that this code knows: the one text of its values, byte by byte.
+    """Parse the manifest of a directory, without looking at the files.
 
     Raises:
-        ArtifactNotFoundError: there is no manifest, so nothing was published here.
-        ArtifactCorruptError: the manifest does not parse, or is not the text that was written.
-        ArtifactError: a newer version of this program wrote it.
+        ArtifactNotFoundError: there is no manifest. Other errors are those of `parse_manifest`.
     """
     path = directory / MANIFEST_NAME
     try:
@@ -158,18 +136,10 @@ def read_manifest(directory: Path, kind: str | None = None) -> Manifest:
 
 
 def parse_manifest(data: bytes, where: str, kind: str | None = None) -> Manifest:
-    """The manifest in the bytes of its file.
-
-    Args:
-        data: of the file.
-        where: it is, for errors.
-        kind: that it must say; None: any.
-
-    Returns:
-        The manifest, well-formed and of a schema that this code knows.
+    """Parse the bytes of a manifest file; `kind` is the required kind, None accepts any.
 
     Raises:
-        ArtifactCorruptError: it is not what this code writes.
+        ArtifactCorruptError: the bytes are not what this code writes.
         ArtifactError: a newer version of this program wrote it.
     """
     schema = None
@@ -196,21 +166,13 @@ def _damaged(where: str, data: bytes, reason: str) -> ArtifactCorruptError:
 
 
 def verify_directory(directory: Path, level: Level = "bytes", kind: str | None = None) -> Manifest:
-    """Compare a directory with its manifest.
-
-    Args:
-        directory: what was published.
-        level: how closely to look.
-        kind: that it has to be of; None: of any, and then nothing vouches for the kind.
-
-    Returns:
-        The manifest, which is true of the directory now as far as `level` goes.
+    """Compare a directory with its manifest, which is returned; None as `kind` accepts any kind.
 
     Raises:
         ArtifactNotFoundError: there is no manifest.
-        ArtifactCorruptError: a file is altered, missing, extra or not regular; names it, and the
-            digests that were found and expected of an altered one.
-        OSError: something could not be read; nothing is known about the content then.
+        ArtifactCorruptError: the text names a file that is altered, missing, extra or not
+            regular.
+        OSError: a file could not be read; nothing is known about its content.
     """
     try:
         manifest = read_manifest(directory, kind)
@@ -230,7 +192,6 @@ def verify_directory(directory: Path, level: Level = "bytes", kind: str | None =
 
 
 def _listed(directory: Path, manifest: Manifest) -> "dict[str, os.DirEntry[str]]":
-    """The files of a directory, which are those of its manifest."""
     present = {}
     for name, entry in _walk(directory):
         if name == MANIFEST_NAME and entry.is_file(follow_symlinks=False):
@@ -249,7 +210,6 @@ def _listed(directory: Path, manifest: Manifest) -> "dict[str, os.DirEntry[str]]
 
 
 def _with_digests(error: ArtifactCorruptError, directory: Path, kind: str) -> ArtifactCorruptError:
-    """The error of a manifest that is not that of its directory, with the digest it had to have."""
     try:
         need = hashlib.sha256(build_manifest(directory, kind).to_bytes()).hexdigest()
     except ArtifactError:
@@ -261,21 +221,14 @@ def _with_digests(error: ArtifactCorruptError, directory: Path, kind: str) -> Ar
 
 
 def external_artifact(path: Path, field: str | None = None) -> Artifact:
-    """A handle to a user's file or directory that lies outside the store.
+    """Return a handle of kind `external` to a user's file or directory outside the store.
 
-    The digest is of the content: where it lies, and what a single file is called, do not
-    count. Inside a directory, entries whose name starts with a dot are skipped (a hub download
-    keeps times there) and links to files are followed (a hub cache is made of them).
-
-    Args:
-        path: a file or a directory.
-        field: the configuration field that named it, for the error; the path itself if None.
-
-    Returns:
-        An artifact of kind `external` whose uri is the absolute path.
+    The digest covers only the content, not its location. In a directory, entries that start with a
+    dot are skipped (a hub download keeps times there) and links to files are followed (a hub cache
+    consists of them). `field` is the configuration field that named the path, for errors.
 
     Raises:
-        ConfigError: nothing is there, it holds no file, or a link in it leads to a directory.
+        ConfigError: the path does not exist, holds no file, or contains a link to a directory.
     """
     path = path.expanduser().absolute()
     where = field or str(path)
@@ -291,14 +244,7 @@ def external_artifact(path: Path, field: str | None = None) -> Artifact:
 
 
 def digest_in_path(path: str) -> str | None:
-    """The digest of the artifact whose files a path names: in a store, or a copy of it here.
-
-    Args:
-        path: of a directory `artifacts/<kind>/<digest>` of whatever root, or of something in it.
-
-    Returns:
-        The digest; None if the path is no such one.
-    """
+    """Return the digest in a path below `artifacts/<kind>/<digest>` of any store, or None."""
     found = _STORED.search(path)
     return found["digest"] if found else None
 
@@ -321,7 +267,6 @@ def _hash_external(path: Path) -> FileEntry:
 def _walk(
     directory: Path, prefix: str = "", hidden: bool = True
 ) -> Iterator[tuple[str, "os.DirEntry[str]"]]:
-    """Everything below `directory` that is not a directory, by relative name, sorted."""
     with os.scandir(directory) as entries:
         ordered = sorted(entries, key=lambda entry: entry.name)
     for entry in ordered:
@@ -334,7 +279,7 @@ def _walk(
 
 
 def _hash_regular(path: Path) -> FileEntry:
-    # Non-blocking, so that a pipe that took the file's place cannot hold us forever.
+    # Non-blocking: if a pipe replaced the file, the open must not hang.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -347,7 +292,6 @@ def _hash_regular(path: Path) -> FileEntry:
 def _hash_all(
     paths: Mapping[str, Path], hash_file: Callable[[Path], FileEntry] = _hash_regular
 ) -> dict[str, FileEntry]:
-    """Size and digest of files by name, several at a time."""
     if len(paths) < 2:
         return {name: hash_file(path) for name, path in paths.items()}
     with ThreadPoolExecutor(NUM_HASH_THREADS, "hash") as pool:

@@ -1,10 +1,9 @@
-"""Files and directories that appear whole or not at all, also after a power loss.
+"""Files and directories that appear completely or not at all, also after a power loss.
 
-The order that holds it: write under a temporary name in the same directory, fsync the content,
-rename (or link) to the visible name, fsync the directory that holds the name.
-Temporary names start with `TEMPORARY_PREFIX` and name their writer; readers skip them, and what a
-killed process left is removed by `remove_abandoned`.
-Not promised: anything on file systems without atomic rename.
+Order: write under a temporary name in the same directory, fsync the content, rename (or link) to
+the visible name, fsync the parent directory. Temporary names contain the stamp of their writer;
+readers skip them, and `remove_abandoned` removes those of killed processes.
+Does not promise: anything on file systems without atomic rename.
 """
 
 import errno
@@ -21,11 +20,11 @@ from infra.store.process_stamp import find_stamp, is_dead, own_stamp
 
 TEMPORARY_PREFIX = ".tmp-"
 _ABANDONED_AFTER_S = 24 * 3600.0
-"""A writer on another machine is taken for dead after this; on this one at once."""
+"""A writer on another machine counts as dead after this time; on this machine at once."""
 
 
 def temporary_sibling(path: Path) -> Path:
-    """A fresh name beside `path`; nothing is created."""
+    """Return a new unique temporary path beside `path`; creates nothing."""
     unique = f"{own_stamp()}-{uuid.uuid4().hex[:12]}"
     return path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{unique}")
 
@@ -40,7 +39,7 @@ def fsync_directory(directory: Path) -> None:
 
 
 def fsync_tree(directory: Path) -> None:
-    """Make every file and every name below `directory` durable, itself included."""
+    """Make every file and every name below `directory`, and the directory itself, durable."""
     for parent, _, names in os.walk(directory, topdown=False, onerror=_raise):
         for name in names:
             path = Path(parent, name)
@@ -55,7 +54,7 @@ def fsync_tree(directory: Path) -> None:
 
 
 def make_directories(directory: Path) -> None:
-    """Create a directory and its parents, each made durable in its own parent."""
+    """Create a directory and its parents, and make each name durable in its parent."""
     missing = [d for d in (directory, *directory.parents) if not d.exists()]
     for path in reversed(missing):
         path.mkdir(exist_ok=True)
@@ -63,7 +62,7 @@ def make_directories(directory: Path) -> None:
 
 
 def atomic_write_bytes(path: Path, data: bytes) -> None:
-    """Replace the content of `path`: a reader sees the old bytes or the new ones, whole."""
+    """Replace the content of `path`; a reader sees either all old bytes or all new bytes."""
     with _written_temporary(path, data) as temporary:
         fault("atomic.before_rename")
         os.replace(temporary, path)
@@ -71,10 +70,9 @@ def atomic_write_bytes(path: Path, data: bytes) -> None:
 
 
 def create_exclusively(path: Path, data: bytes) -> bool:
-    """Create `path` with its whole content, unless the name is taken.
+    """Create `path` with its whole content; return False if the name exists.
 
-    Of several processes that try at once exactly one gets True. A hard link fails where a
-    rename would replace, which makes "whole" and "first" one step.
+    Of several processes exactly one gets True: a hard link fails where a rename would replace.
     """
     with _written_temporary(path, data) as temporary:
         fault("atomic.before_link")
@@ -83,20 +81,16 @@ def create_exclusively(path: Path, data: bytes) -> bool:
             created = True
         except FileExistsError:
             created = False
-    # Also after a lost race: whoever won may die before the name is durable, and we build on it.
+    # Also after a lost race: the winner may die before the name is durable, and we rely on it.
     fsync_directory(path.parent)
     return created
 
 
 def publish_directory(tmp: Path, final: Path) -> None:
-    """Make everything in `tmp` durable, then give it its visible name in one step.
-
-    Args:
-        tmp: a complete directory on the same file system as `final`.
-        final: the visible name; its parent exists.
+    """Make everything in `tmp` durable, then rename it to `final` on the same file system.
 
     Raises:
-        FileExistsError: `final` is taken; `tmp` is untouched.
+        FileExistsError: `final` exists; `tmp` is unchanged.
     """
     fsync_tree(tmp)
     fault("atomic.before_publish")
@@ -104,7 +98,7 @@ def publish_directory(tmp: Path, final: Path) -> None:
         os.rename(tmp, final)
     except OSError as error:
         if error.errno in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
-            fsync_directory(final.parent)  # whoever won may die before the name is durable
+            fsync_directory(final.parent)  # the winner may die before the name is durable
             raise FileExistsError(errno.EEXIST, "already published", str(final)) from error
         raise
     fault("atomic.after_publish")
@@ -114,14 +108,7 @@ def publish_directory(tmp: Path, final: Path) -> None:
 
 
 def remove_directory(directory: Path) -> None:
-    """Take a directory's name away in one step, then its content: nobody finds half of it.
-
-    Args:
-        directory: may be absent.
-
-    Raises:
-        OSError: its name could not be taken away, or some of its content stays, under another.
-    """
+    """Rename a directory, which may be absent, then delete it; a partial one is never visible."""
     trash = temporary_sibling(directory)
     try:
         directory.rename(trash)
@@ -132,23 +119,19 @@ def remove_directory(directory: Path) -> None:
 
 
 def remove_abandoned(directory: Path) -> None:
-    """Remove temporary entries whose writer is dead, and those that nobody touched for a day.
-
-    Args:
-        directory: holds them; what cannot be removed stays for the next time.
-    """
+    """Remove temporary entries with a dead writer or untouched for a day; ignores failures."""
     for path in directory.glob(f"{TEMPORARY_PREFIX}*"):
         if is_abandoned(path):
             _remove(path)
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether the writer that a name tells of is dead, or has not touched it for a day."""
+    """Return True if the writer named in the path is dead or did not touch it for a day."""
     try:
         stamp = find_stamp(path.name)
         silent_s = time.time() - path.lstat().st_mtime
     except FileNotFoundError:
-        return False  # its writer finished between the listing and the look
+        return False  # its writer finished after the listing
     return (stamp is not None and is_dead(stamp)) or silent_s > _ABANDONED_AFTER_S
 
 
@@ -161,7 +144,6 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def _written_temporary(path: Path, data: bytes) -> Iterator[Path]:
-    """A durable file beside `path` holding `data`; removed at the end if it is still there."""
     temporary = temporary_sibling(path)
     try:
         try:
@@ -170,7 +152,7 @@ def _written_temporary(path: Path, data: bytes) -> Iterator[Path]:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            error.filename = error.filename or str(path)  # a full disk does not say which
+            error.filename = error.filename or str(path)  # ENOSPC of a write names no file
             raise
         yield temporary
     finally:
@@ -178,5 +160,5 @@ def _written_temporary(path: Path, data: bytes) -> Iterator[Path]:
 
 
 def _raise(error: OSError) -> None:
-    # os.walk skips directories it cannot read unless told otherwise.
+    # Without this, os.walk silently skips directories that it cannot read.
     raise error

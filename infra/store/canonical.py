@@ -1,9 +1,8 @@
 """One JSON text per value, so that equal values have equal digests on every machine.
 
-Promises: `canonical_json` sorts keys, writes ASCII without white space, and refuses everything
-whose text would depend on the Python version, a library or the order of insertion: sets,
-non-string keys, NaN, infinities and unknown objects.
-Does not promise that 1 and 1.0 are equal: a schema decides what a number is before it gets here.
+Keys are sorted; the text is ASCII without white space. Sets, non-string keys, NaN, infinities and
+unknown objects are refused, since their text depends on Python, a library or insertion order. 1 and
+1.0 differ.
 """
 
 import hashlib
@@ -17,17 +16,10 @@ from pydantic import BaseModel
 
 
 def canonical_json(obj: Any) -> bytes:
-    """The one JSON text of a value.
-
-    Args:
-        obj: made of pydantic models, mappings, lists, tuples, numbers, strings, booleans, None.
-
-    Returns:
-        ASCII bytes, without a line end.
+    """Return the canonical JSON of a value as ASCII bytes without a line end.
 
     Raises:
-        TypeError: a value or key has no canonical form; names where it stands.
-        ValueError: a number is NaN or infinite; names where it stands.
+        TypeError, ValueError: a part has no canonical form; the text names its position.
     """
     plain = _plain(obj, "$")
     return json.dumps(
@@ -36,18 +28,17 @@ def canonical_json(obj: Any) -> bytes:
 
 
 def sha256_json(obj: Any) -> str:
-    """sha256 of the canonical JSON, 64 hex digits."""
+    """Return the sha256 of the canonical JSON, 64 hex digits."""
     return hashlib.sha256(canonical_json(obj)).hexdigest()
 
 
 def sha256_file(path: Path) -> str:
-    """sha256 of a file's bytes, 64 hex digits; reads in pieces."""
+    """Return the sha256 of a file's bytes, 64 hex digits; reads in chunks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _plain(obj: Any, where: str) -> Any:
-    """`obj` as dict, list, str, int, float, bool and None only."""
     if isinstance(obj, BaseModel):
         obj = obj.model_dump(mode="json")
     if obj is None or isinstance(obj, bool | int | str):

@@ -1,8 +1,7 @@
-"""Digests of large files outside the store, hashed once per (path, size, times, inode).
+"""Cache of the sha256 of large files outside the store, by (path, size, times, inode).
 
-Promises: a file that was written to since is hashed again, because the kernel then changes one
-of these; a cache that cannot be read or written costs time and nothing else.
-Does not promise: to notice bits that the disk itself turns.
+A modified file is hashed again, because the kernel then changes one of these. A cache that cannot
+be read or written costs only time. Bits that flip on the disk are not noticed.
 """
 
 import contextlib
@@ -16,22 +15,14 @@ from infra import env
 from infra.store.canonical import sha256_json
 
 MIN_BYTES = 1 << 20
-"""Smaller files are hashed faster than they are looked up."""
+"""Hashing a smaller file is faster than the cache lookup."""
 SETTLED_NS = 2_000_000_000
-"""A file that was written a moment ago may be written again within one tick of its clock."""
+"""A younger file is not cached: another write may fall into the same tick of its timestamp."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def digest_once(path: Path, compute: Callable[[], str]) -> str:
-    """A file's sha256, from the cache in the home if the file is the one that was hashed.
-
-    Args:
-        path: a regular file.
-        compute: hashes it now.
-
-    Returns:
-        64 hex digits.
-    """
+    """Return the sha256 of a regular file (64 hex digits), from the cache in the home if known."""
     status = path.stat()
     if status.st_size < MIN_BYTES:
         return compute()

@@ -1,9 +1,8 @@
-"""Who waits for the result of a stage: `work/<fingerprint>/followers/<name>`, one file each.
+"""The processes that wait for a stage: one file `work/<fingerprint>/followers/<name>` each.
 
-Promises: a job is not stopped while someone else waits for it. A follower that died is not
-counted: on this machine its process is gone; elsewhere its file was not touched for long,
-by the clock of the file system that both write to.
-Does not promise: to see a dead follower elsewhere at once. Its job then merely runs on.
+Promises: a job is not stopped while another follower waits for it. A dead follower does not count:
+on this machine its process is gone; on another one its file was not touched for `STALE_S`, by the
+clock of the shared file system. Until that is noticed, the job merely runs on.
 """
 
 from contextlib import suppress
@@ -18,7 +17,7 @@ STALE_S = 120.0
 
 
 class Followers(Protocol):
-    """The followers of all stages of a store, wherever it is: a part of `Attempts`."""
+    """The followers of all stages of a store; a part of `Attempts`."""
 
     def join(self, fingerprint: str, follower: str) -> None:
         """See `Attempts.join`."""
@@ -34,18 +33,14 @@ class Followers(Protocol):
 
 
 class LocalFollowers:
-    """`Followers` in a directory.
-
-    Args:
-        work: holds a directory for each fingerprint.
-    """
+    """`Followers` in a directory with one subdirectory per fingerprint."""
 
     def __init__(self, work: Path) -> None:
         self._work = work
         self._joined: dict[Path, FixedFile] = {}
 
     def join(self, fingerprint: str, follower: str) -> None:
-        """See `Attempts.join`. The file keeps its size, so that a full disk cannot stop it."""
+        """See `Attempts.join`. The file keeps its size, so a full disk cannot make this fail."""
         path = self._directory(fingerprint) / check_fingerprint(follower)
         if path not in self._joined or not path.exists():
             self._joined[path] = FixedFile(path)
@@ -72,7 +67,6 @@ class LocalFollowers:
 
 
 def _touched(directory: Path) -> dict[Path, float]:
-    """When each file was; others may be leaving, too."""
     found: dict[Path, float] = {}
     with suppress(FileNotFoundError):
         for path in directory.iterdir():

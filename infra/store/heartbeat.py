@@ -1,12 +1,10 @@
-"""A sign of life in a file, and the watcher that judges silence by its own clock.
+"""A heartbeat file, and the watcher that measures its silence with its own clock.
 
-Promises: while the interpreter can run a thread, the file is overwritten every `every_s`, in
-place and in its first size, so that a full disk cannot stop it; a stopped process, a dead one
-and one stuck in native code that holds the interpreter all fall silent. Silence is the time in
-which a watcher, by its own monotonic clock, saw no new beat although it could look: clocks that
-differ or jump, and disks that fail the watcher, make nobody look dead.
-A phase that makes no progress past the deadline it declared is reported once, with the stacks
-of all threads dumped even if one of them holds the interpreter.
+Promises: while the interpreter can run a thread, the file is overwritten every `every_s`, in place
+and with constant size, so a full disk cannot stop it. A stopped or dead process and one stuck in
+native code with the GIL become silent. Silence is the time without a new beat while the watcher
+could look; clock differences and read errors never make a process look dead. A phase without
+progress past its deadline is reported once, with the stacks of all threads, despite a held GIL.
 """
 
 import contextlib
@@ -29,31 +27,23 @@ from infra.store.process_stamp import own_stamp
 
 BEAT_BYTES = 512
 MAX_GAP_S = 5.0
-"""A watcher that itself stood still for longer knows nothing of what happened meanwhile."""
+"""Longest time between two looks that counts as silence; for the rest the watcher stood still."""
 
 _log = logging.getLogger(__name__)
 
 
 class Beat(BaseModel, frozen=True):
-    """One sign of life."""
+    """One heartbeat; `number` counts them."""
 
-    process: str
-    """Stamp of the writer (`infra.store.process_stamp`)."""
+    process: str  # stamp of the writer (`infra.store.process_stamp`)
     number: int
-    """Counts the beats: a greater one is a new sign of life."""
     phase: str
     step: int | None
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A phase that made no progress within its deadline.
-
-    Attributes:
-        phase: what the job was doing.
-        step: the last step it told, None before the first.
-        deadline_s: what the phase had declared.
-    """
+    """A phase that made no progress within `deadline_s`; `step` is None before the first step."""
 
     phase: str
     step: int | None
@@ -61,11 +51,7 @@ class Stall:
 
 
 class FixedFile:
-    """A small file that is overwritten in place; its room on the disk is taken at once.
-
-    Args:
-        path: created, with its directory; what it held is overwritten.
-    """
+    """A small file that is overwritten in place; its disk space is allocated when it is created."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +65,7 @@ class FixedFile:
             raise
 
     def write(self, content: bytes) -> None:
-        """Overwrite the whole file with a text, its checksum, and blanks."""
+        """Overwrite the whole file with a checksum, the text and blanks."""
         checked = b"%08x " % zlib.crc32(content) + content
         if len(checked) >= BEAT_BYTES:
             raise ValueError(f"{len(checked)} bytes; need less than {BEAT_BYTES}")
@@ -93,17 +79,7 @@ class FixedFile:
 
 
 def read_fixed(path: Path) -> bytes | None:
-    """The text of a `FixedFile`.
-
-    Args:
-        path: the file.
-
-    Returns:
-        What was written last; None if the file is absent, or was torn or spoiled.
-
-    Raises:
-        OSError: it could not be read, which says nothing about the writer.
-    """
+    """Return the text of a `FixedFile`; None if it is absent, torn or damaged."""
     try:
         return checked_content(path.read_bytes())
     except FileNotFoundError:
@@ -111,18 +87,18 @@ def read_fixed(path: Path) -> bytes | None:
 
 
 def checked_content(data: bytes) -> bytes | None:
-    """The text in the bytes of a `FixedFile`; None if they were torn or spoiled."""
+    """Return the text in the bytes of a `FixedFile`; None if they are torn or damaged."""
     content = data[9:].rstrip()
     return content if data[:8] == b"%08x" % zlib.crc32(content) else None
 
 
 def read_beat(path: Path) -> Beat | None:
-    """What a heartbeat file says; raises as `read_fixed`, None also before the first beat."""
+    """Read a heartbeat file as `read_fixed`; None also before the first beat."""
     return parse_beat(read_fixed(path), str(path))
 
 
 def parse_beat(content: bytes | None, where: str) -> Beat | None:
-    """What the text of a heartbeat says; None if it is absent or says nothing."""
+    """Parse the text of a heartbeat; None if it is absent or invalid."""
     if not content:
         return None
     try:
@@ -133,12 +109,7 @@ def parse_beat(content: bytes | None, where: str) -> Beat | None:
 
 
 class BeatWatch:
-    """Judges one process by its beats and by this process's own monotonic clock.
-
-    Args:
-        read: gives the last beat; an `OSError` says that the watcher cannot look.
-        clock: monotonic, in seconds.
-    """
+    """Measures the silence of one process by this process's monotonic clock."""
 
     def __init__(
         self, read: Callable[[], Beat | None], clock: Callable[[], float] = time.monotonic
@@ -151,14 +122,7 @@ class BeatWatch:
         """Seconds without a new beat in which the watcher could look."""
 
     def look(self) -> float:
-        """Look now.
-
-        Returns:
-            `silence_s`; since the first look, if there never was a beat.
-
-        Raises:
-            OSError: the watcher cannot look; until it can again, no time counts.
-        """
+        """Read the beat and return `silence_s`; time after a failed read does not count."""
         looked_at, self._looked_at = self._looked_at, None
         beat = self._read()
         self._looked_at = self._clock()
@@ -169,19 +133,15 @@ class BeatWatch:
         return self.silence_s
 
     def skip(self) -> None:
-        """The watcher could not look: the time until it looks again does not count."""
+        """Do not count the time until the next look, because the watcher cannot look now."""
         self._looked_at = None
 
 
 class Heartbeat:
-    """Sends beats from a thread while the context is open; the job sets `phase` and `step`.
+    """Writes heartbeats from a thread while the context is open; the job sets `phase` and `step`.
 
-    Args:
-        path: the file; its directory is created.
-        every_s: seconds between two beats, > 0.
-        on_stall: called on the thread when a phase made no progress within its deadline.
-        stacks: gets the stacks of all threads just before that; stderr by default.
-        deadlines_s: by phase, instead of what the phase declares.
+    `on_stall` is called on that thread for a phase without progress within its deadline, after the
+    stacks were written to `stacks` (None: stderr). `deadlines_s` overrides deadlines by phase.
     """
 
     def __init__(
@@ -208,22 +168,17 @@ class Heartbeat:
         self._changed_at = time.monotonic()
 
     def enter(self, phase: str, deadline_s: float) -> None:
-        """Begin a phase.
-
-        Args:
-            phase: what the job is doing now.
-            deadline_s: the longest time without a new step or tick that is still healthy.
-        """
+        """Begin a phase; `deadline_s` is its longest healthy time without a new step or tick."""
         self.phase = phase
         self._deadline_s = self._deadlines_s.get(phase, deadline_s)
         self.tick()
 
     def tick(self) -> None:
-        """Progress that is no step: the deadline of the phase starts anew."""
+        """Report progress within a step: the deadline of the phase starts again."""
         self._num_ticks += 1
 
     def __enter__(self) -> Self:
-        # Here an unwritable directory raises in the job, not in the thread.
+        # The first beat is written here, so an unwritable directory raises in the job.
         self._file = FixedFile(self._path)
         self._beat()
         self._thread.start()
@@ -248,7 +203,7 @@ class Heartbeat:
             self._watch_progress()
 
     def _beat_or_warn(self) -> None:
-        """A failing disk must not end the job here: it will say so where it saves."""
+        """Only warn: a failing disk ends the job where it saves, not here."""
         try:
             self._beat()
         except OSError as error:
@@ -260,7 +215,7 @@ class Heartbeat:
         self._file.write(beat.model_dump_json().encode())
 
     def _watch_progress(self) -> None:
-        """Report a stalled phase, once; stacks come from a timer that needs no interpreter."""
+        """Report a stalled phase once; the stacks come from a timer that does not need the GIL."""
         if self._on_stall is None:
             return
         now, deadline_s = time.monotonic(), self._deadline_s

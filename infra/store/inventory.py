@@ -1,9 +1,8 @@
-"""What lies in a store, how large it is, and how it is taken away while others work there.
+"""What a store contains, how large it is, and how it is removed while others use the store.
 
-Promises: nothing goes that somebody is found to need, or begins to need meanwhile; a kill at any
-point leaves a store in which every stage is done, or not at all.
-Does not promise: sizes to the block. What hard links share, with a registry for one, is counted
-here, and is free only when the last of them is gone.
+Promises: nothing is removed that is needed or becomes needed meanwhile; a kill at any moment leaves
+a store in which every stage is either done or not done.
+Does not promise: exact sizes. A hard-linked file is counted, but freed only with its last link.
 """
 
 import shutil
@@ -19,13 +18,7 @@ from infra.store.atomic import TEMPORARY_PREFIX, fsync_directory, is_abandoned, 
 
 @dataclass(frozen=True)
 class Stored:
-    """Something in a store.
-
-    Attributes:
-        place: names it there.
-        size_bytes: of its files.
-        touched_at: when the newest of them changed; seconds since the epoch.
-    """
+    """Something in a store; `touched_at` is its newest change in seconds since the epoch."""
 
     place: str
     size_bytes: int
@@ -34,13 +27,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class StoredStage:
-    """What a store has of a stage.
-
-    Attributes:
-        log: of no bytes where it has none.
-        work: what its attempts left; of no bytes where nothing is there.
-        steps: step checkpoints by generation, which are a part of the work.
-    """
+    """A stage's log and working files (0 bytes if absent); `steps` are a part of `work`."""
 
     log: Stored
     work: Stored
@@ -48,68 +35,49 @@ class StoredStage:
 
     @property
     def touched_at(self) -> float:
-        """When somebody last wrote to it; seconds since the epoch."""
+        """Time of the last write to the stage; seconds since the epoch."""
         return max(self.log.touched_at, self.work.touched_at)
 
 
 class Inventory(Protocol):
-    """A store as its garbage collector sees it, wherever its bytes are."""
+    """A store as the garbage collector sees it."""
 
     @property
     def others_wait(self) -> bool:
-        """Whether who begins to need something while `exclusively` lasts looks again after it.
-
-        Then all that counts was said before it began.
-        """
+        """True if new users wait for `exclusively` to end, so later uses need not be checked."""
         ...
 
     def stages(self) -> dict[str, StoredStage]:
-        """All that have a log or work, by fingerprint, sorted; one look for all of them."""
+        """Return all stages with a log or working files by fingerprint, sorted; one listing."""
         ...
 
     def artifacts(self) -> dict[str, list[Stored]]:
-        """By digest; equal content may have several kinds."""
+        """Return artifacts by digest; equal content may exist under several kinds."""
         ...
 
     def leftovers(self) -> list[Stored]:
-        """What writers that are dead, or long silent, had not finished, and damaged copies."""
+        """Return unfinished files of dead or long silent writers, and damaged copies."""
         ...
 
     def exclusively(self) -> AbstractContextManager[None]:
-        """For whoever takes things away; others may have to wait for its end.
-
-        Returns:
-            The time that it lasts.
-
-        Raises:
-            StoreError: another collector is at work there.
-        """
+        """Return the context for `take`; raise `StoreError` if another collector is active."""
         ...
 
     def take(self, place: str, is_needed: Callable[[float], bool]) -> bool:
-        """Take something away, unless it is needed.
+        """Remove the `Stored` at a place unless it is needed; return True if it is gone.
 
-        Args:
-            place: of a `Stored`.
-            is_needed: asked when nobody finds the thing any more, or begins to need it, with the
-                time at which it was changed last itself; if so it is there as before.
-
-        Returns:
-            Whether it is gone.
+        `is_needed` is called with the time of the last change once the thing is hidden or new users
+        wait; if it returns True, the thing stays as it was.
 
         Raises:
-            NotExclusiveError: `exclusively` does not last, or lasts no more.
-            OSError: some of it could not be removed; nobody takes it for whole any more.
+            NotExclusiveError: the context of `exclusively` is not active, or was lost.
+            OSError: a part could not be removed; readers do not see the rest as complete.
         """
         ...
 
 
 class LocalInventory:
-    """`Inventory` of a store in a directory (`infra.store.storage.LocalStorage`).
-
-    Args:
-        root: of the store.
-    """
+    """`Inventory` of a store in a directory (`infra.store.storage.LocalStorage`)."""
 
     others_wait = False
 
@@ -140,7 +108,7 @@ class LocalInventory:
         return [self._stored(path) for path in sorted(hidden) if is_abandoned(path)]
 
     def exclusively(self) -> AbstractContextManager[None]:
-        """See `Inventory.exclusively`. A name goes in one step, so that nobody has to wait."""
+        """See `Inventory.exclusively`; does nothing, since a rename hides a thing in one step."""
         return nullcontext()
 
     def take(self, place: str, is_needed: Callable[[float], bool]) -> bool:
@@ -154,7 +122,7 @@ class LocalInventory:
         fsync_directory(path.parent)
         fault("garbage.taken")
         if is_needed(trash.lstat().st_mtime):
-            # Whoever made another in between has what he needs; this one goes with the leftovers.
+            # If the rename fails, a new one was created meanwhile; this one becomes a leftover.
             with suppress(OSError):
                 trash.rename(path)
                 return False
@@ -182,7 +150,6 @@ class LocalInventory:
 
 
 def _walk(path: Path) -> Iterator[Path]:
-    """A file, or a directory and what is below it and finished; less what goes away meanwhile."""
     yield path
     with suppress(FileNotFoundError, NotADirectoryError):
         if not path.is_symlink():

@@ -1,7 +1,7 @@
-"""Which process wrote something, so that whoever finds it can tell whether its writer is dead.
+"""Stamps that identify the process that wrote a file, to detect files of dead writers.
 
-Promises: a stamp names one process of one boot of one machine and process namespace;
-`is_dead` is True only when that is certain, so a writer elsewhere never looks dead.
+Promises: a stamp identifies one process of one boot of one machine and PID namespace; `is_dead` is
+True only if that is certain, so a writer elsewhere never counts as dead.
 """
 
 import functools
@@ -14,26 +14,19 @@ _STAMP = re.compile(r"([0-9a-f]{8})\.(\d+)\.(\d+)")
 
 
 def own_stamp() -> str:
-    """`<machine>.<pid>.<start>` of this process; plain enough for a file name."""
+    """Return `<machine>.<pid>.<start>` of this process, which is valid in a file name."""
     pid = os.getpid()
     return f"{_machine()}.{pid}.{_started(pid) or 0}"
 
 
 def find_stamp(name: str) -> str | None:
-    """The stamp inside a file's name; None if there is none."""
+    """Return the stamp in a file name; None if there is none."""
     match = _STAMP.search(name)
     return match.group(0) if match else None
 
 
 def is_dead(stamp: str) -> bool:
-    """Whether the process is certainly gone: it was of this machine, and is no more.
-
-    Args:
-        stamp: of `own_stamp`, there.
-
-    Returns:
-        False also for a process elsewhere, of which nothing is known here.
-    """
+    """Return True if the process ran on this machine and has ended; False if it ran elsewhere."""
     match = _STAMP.fullmatch(stamp)
     if match is None or match.group(1) != _machine():
         return False
@@ -41,7 +34,7 @@ def is_dead(stamp: str) -> bool:
 
 
 def living_pid(stamp: str) -> int | None:
-    """Id of the process of a stamp, if it lives here; None says only that it is not known to."""
+    """Return the pid of a process that is alive on this machine; None if it is dead or unknown."""
     match = _STAMP.fullmatch(stamp)
     if match is None or match.group(1) != _machine():
         return None
@@ -51,21 +44,20 @@ def living_pid(stamp: str) -> int | None:
 
 @functools.cache
 def _machine() -> str:
-    """This boot of this machine and this process namespace: where a pid means one process."""
+    """Return an id of this boot and PID namespace, in which a pid identifies one process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
-        return "0" * 8  # no /proc: then no process is known by its start either
+        return "0" * 8  # without /proc the start time of a process is unknown, too
     return hashlib.sha256(f"{boot} {namespace}".encode()).hexdigest()[:8]
 
 
-def _started(pid: int) -> int | None:
-    """When a process started, in ticks of this boot; None if it is gone or a zombie."""
+def _started(pid: int) -> int | None:  # ticks since boot; None: gone, or a zombie
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name, in parentheses, may hold anything; state and start time are behind it.
+    # The process name in parentheses may contain any character; the fields follow it.
     fields = stat[stat.rindex(b")") + 2 :].split()
     return None if fields[0] in {b"Z", b"X"} else int(fields[19])

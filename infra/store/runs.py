@@ -1,14 +1,13 @@
-"""Which pipeline runs use which stages and read what: `runs/<key>/`, a directory for each run.
+"""Pipeline runs and what they use: one directory `runs/<key>/` per run.
 
-    runs/<key>/name                    what people call it
+    runs/<key>/name                    name for people
     runs/<key>/stages/<fingerprint>    touched whenever the run asks for the stage
-    runs/<key>/artifacts/<digest>      of the store, which the run reads as if it lay elsewhere
-    runs/<key>/kept                    a person wants to keep what the run used
+    runs/<key>/artifacts/<digest>      artifact of this store that the run reads by its path
+    runs/<key>/kept                    a user asked to keep what the run used
 
-Promises: a run says that it uses a stage before it looks whether the stage is done; so whoever
-takes the stage away and looks here afterwards sees the use, or the run sees that it is gone.
-The same of what it reads.
-Does not promise: that a use outlives a power loss that came with it.
+Promises: a run records a use before it looks the stage or artifact up, so a collector that removes
+it and then reads the records sees the use, or the run sees that it is gone.
+Does not promise: that the record of a use survives a power loss.
 """
 
 import shutil
@@ -26,15 +25,11 @@ _NAME, _KEPT, _STAGES, _ARTIFACTS = "name", "kept", "stages", "artifacts"
 
 @dataclass(frozen=True)
 class KnownRun:
-    """A pipeline run that used a store.
+    """A pipeline run that used a store; times are in seconds since the epoch.
 
     Attributes:
-        key: identifies it; a repetition of the same run has the same.
-        name: for people.
-        kept: somebody asked to keep what it used.
-        used_at: by fingerprint, when it last asked for the stage; seconds since the epoch.
-        read_at: by digest, when it last said that it reads an artifact that no stage of it made;
-            seconds since the epoch.
+        used_at: by fingerprint, when the run last asked for the stage.
+        read_at: by digest, when the run last read an artifact that none of its stages made.
     """
 
     key: str
@@ -45,49 +40,40 @@ class KnownRun:
 
     @property
     def spoke_at(self) -> float:
-        """When it last said that it needs something; seconds since the epoch."""
+        """Time of the last recorded use or read; seconds since the epoch."""
         return max((*self.used_at.values(), *self.read_at.values()), default=0.0)
 
 
 class Runs(Protocol):
-    """The runs that use a store, wherever its bytes are."""
+    """The runs that use a store."""
 
     def begin(self, key: str, name: str) -> None:
-        """Say that there is a run.
-
-        Args:
-            key: sha256 that identifies it.
-            name: for people.
-        """
+        """Record a run; `key` is a sha256, `name` is for people."""
         ...
 
     def use(self, key: str, fingerprint: str) -> None:
-        """Say that a run uses a stage, before the stage is looked up."""
+        """Record that a run uses a stage; called before the stage is looked up."""
         ...
 
     def read(self, key: str, digest: str) -> None:
-        """Say that a run reads an artifact of the store that no stage of it made."""
+        """Record that a run reads an artifact of the store that none of its stages made."""
         ...
 
     def keep(self, key: str, kept: bool) -> None:
-        """Keep what a run used and read, however long ago, or keep it no longer."""
+        """Set or clear the mark that keeps everything a run used and read, however old."""
         ...
 
     def known(self) -> list[KnownRun]:
-        """All of them, sorted by name and key."""
+        """Return all runs, sorted by name and key."""
         ...
 
     def forget(self, key: str) -> None:
-        """Take a run's record away; may be absent."""
+        """Remove the record of a run, which may be absent."""
         ...
 
 
 class LocalRuns:
-    """`Runs` in a directory.
-
-    Args:
-        root: of the store.
-    """
+    """`Runs` in the directory of a local store."""
 
     def __init__(self, root: Path) -> None:
         self._runs = root / "runs"
@@ -134,11 +120,10 @@ class LocalRuns:
 
 
 def _read(directory: Path) -> KnownRun:
-    """What a directory says; of a run that is just being forgotten perhaps the half."""
     used_at, read_at = _touched_at(directory / _STAGES), _touched_at(directory / _ARTIFACTS)
     try:
         name = (directory / _NAME).read_text(encoding="utf-8")
-    except FileNotFoundError:
+    except FileNotFoundError:  # the run is being forgotten
         name = directory.name[:12]
     return KnownRun(directory.name, name, (directory / _KEPT).exists(), used_at, read_at)
 

@@ -1,14 +1,12 @@
-"""The log of a stage: `stages/<fingerprint>/<n>`, the only fence between attempts.
+"""The log of a stage, `stages/<fingerprint>/<n>`, which fences off attempts that were replaced.
 
-Each entry says *held by X* or *committed D* and is made by one exclusive create, so of any
-number of callers exactly one makes entry n. Only the holder of entry n may make the commit
-n + 1; whoever finds n + 1 taken is fenced. A *held* after a *committed* is a forced generation.
-So is, within one, a *held* that says what it adopts: a generation has one origin.
-An entry also says how many bytes of each earlier journal segment of its generation count, so
-that what a woken writer appends later never does.
-
-Promises: entries never change; after a kill at any point an entry is there whole or not at all.
-Does not promise: to know who is alive. Whoever makes the next *held* has to.
+Each entry says *held by X* or *committed D* and is made by one exclusive create, so exactly one
+caller makes entry n. Only the holder of entry n may commit n + 1; if n + 1 exists, that holder is
+fenced. A new generation starts with a *held* after a *committed* (forced), or with a *held* that
+adopts other work. An entry also records how many bytes of each earlier journal segment of its
+generation count; what a suspended writer appends later is ignored. Entries never change, and after
+a kill at any moment an entry exists completely or not at all. The log does not know who is alive;
+the maker of the next *held* has to.
 """
 
 import socket
@@ -30,20 +28,15 @@ from infra.store.followers import Followers
 from infra.store.stage_spec import Adoption, CommitRecord, check_fingerprint
 
 NUM_READERS = 8
-"""Logs that are read at a time where all of them are."""
 
 
 class Holder(FrozenModel):
-    """Who asked for an attempt."""
+    """The requester of an attempt."""
 
-    id: str
-    """Unlike any other holder's."""
-    process: str
-    """Stamp of the process that asked (`infra.store.process_stamp`)."""
-    ray_job: str = "none"
-    """Ray's name of the job that runs it, perhaps after the stage before; `none`: no job of Ray."""
-    cluster: str = ""
-    """Where that job is known: `infra.ray.jobs.RayJobs.cluster_id`."""
+    id: str  # unique
+    process: str  # stamp of the process that requested it (`infra.store.process_stamp`)
+    ray_job: str = "none"  # perhaps that of the previous stage; `none`: no Ray job
+    cluster: str = ""  # of that job: `infra.ray.jobs.RayJobs.cluster_id`
 
 
 class LogEntry(FrozenModel):
@@ -52,31 +45,23 @@ class LogEntry(FrozenModel):
     schema_version: int = 1
     kind: Literal["held", "committed"]
     number: int
-    """Its place in the log; that of a *held* is also the number of the attempt."""
+    """Position in the log; for a *held* entry also the number of the attempt."""
     holder: Holder
     host: str = ""
-    """Where its maker ran, for people."""
     force: str = ""
-    """The token that asked for this generation; empty for the first one."""
+    """Token that requested this generation; empty for the first one."""
     adopted: Adoption | None = None
-    """Of a *held* that begins a generation: whose work its attempts continue."""
+    """In a *held* that starts a generation: the work that its attempts continue."""
     journal: dict[int, int] = {}
     """By attempt, the bytes that count of the generation's journal segments before this entry."""
     record: CommitRecord | None = None
-    """Of a *committed*."""
     made_at: str
-    """UTC, for people; nothing is decided by it."""
+    """UTC, for people; no decision depends on it."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """The right to commit entry `number` + 1.
-
-    Attributes:
-        fingerprint: of the stage.
-        number: of the *held* entry.
-        holder: id of who has it.
-    """
+    """The right of `holder` (an id) to commit entry `number` + 1."""
 
     fingerprint: str
     number: int
@@ -84,32 +69,21 @@ class Attempt:
 
 
 class Segment(NamedTuple):
-    """What counts of one attempt's journal."""
+    """The part that counts of one attempt's journal."""
 
     attempt: int
-    num_bytes: int | None
-    """None while the attempt may still append."""
+    num_bytes: int | None  # None while the attempt may still append
 
 
 class Attempts(Protocol):
-    """Who works on a stage, wherever the store is."""
+    """The logs of all stages, and their followers."""
 
     def entries(self, fingerprint: str) -> Sequence[LogEntry]:
-        """The stage's log from its beginning.
-
-        Args:
-            fingerprint: of the stage.
-
-        Returns:
-            All entries; none if nobody ever asked for the stage.
-
-        Raises:
-            ArtifactCorruptError: an entry is missing in the middle, or does not parse.
-        """
+        """Return the stage's log; raise `ArtifactCorruptError` if an entry is lost or damaged."""
         ...
 
     def logs(self) -> Mapping[str, Sequence[LogEntry] | None]:
-        """All logs by fingerprint, sorted, as `entries`; None of one that is damaged."""
+        """Return all logs as `entries`, by fingerprint, sorted; None for a damaged one."""
         ...
 
     def hold(
@@ -120,20 +94,15 @@ class Attempts(Protocol):
         force: str = "",
         adopted: Adoption | None = None,
     ) -> Attempt:
-        """Make the *held* entry of a number; the caller knows that what it follows is over.
+        """Make the *held* entry `number`; the caller knows that the previous attempt is over.
 
         Args:
-            fingerprint: of the stage.
-            holder: who wants it.
-            number: the length of the log as the caller saw it.
-            force: of a new generation; until there is a commit, the token of the first is kept.
-            adopted: whose work the attempt continues; begins a generation.
-
-        Returns:
-            The right to commit the next entry.
+            number: length of the log when the caller read it.
+            force: token of a new generation; ignored while the current one has no commit.
+            adopted: work that the attempt continues, which starts a generation.
 
         Raises:
-            FencedError: someone else made that entry, or the log before it was taken away.
+            FencedError: another caller made that entry, or the earlier log was removed.
         """
         ...
 
@@ -142,14 +111,7 @@ class Attempts(Protocol):
         ...
 
     def commit(self, attempt: Attempt, record: CommitRecord) -> CommitRecord:
-        """Make the *committed* entry behind the attempt's; a second call changes nothing.
-
-        Args:
-            attempt: what `hold` gave.
-            record: names an artifact that was published before.
-
-        Returns:
-            The record.
+        """Make the *committed* entry; a second call changes nothing.
 
         Raises:
             FencedError: another attempt took over.
@@ -157,64 +119,48 @@ class Attempts(Protocol):
         ...
 
     def join(self, fingerprint: str, follower: str) -> None:
-        """Say that someone waits for the stage's result; said again while the wait goes on.
-
-        Args:
-            fingerprint: of the stage.
-            follower: names who waits.
+        """Record that a follower waits; called repeatedly while it waits.
 
         Raises:
-            OSError: it could not be said, so others may believe that nobody waits.
+            OSError: not recorded, so others may believe that no follower waits.
         """
         ...
 
     def leave(self, fingerprint: str, follower: str) -> int:
-        """Say that someone waits no more.
-
-        Args:
-            fingerprint: of the stage.
-            follower: names who waited.
-
-        Returns:
-            How many others wait.
-        """
+        """Record that a follower stopped waiting; return how many others wait."""
         ...
 
     def followed_by(self, follower: str) -> list[str]:
-        """Fingerprints that a follower joined and did not leave."""
+        """Return the fingerprints that a follower joined and did not leave."""
         ...
 
 
 class LogFiles(Protocol):
-    """The entries of all logs as bytes, by fingerprint and number; none of them ever changes."""
+    """Raw entries of all logs by fingerprint and number; an entry never changes."""
 
     def place(self, fingerprint: str) -> str:
-        """Where a log is, for error lines."""
+        """Return the location of a log, for error messages."""
         ...
 
     def numbers(self, fingerprint: str) -> list[int]:
-        """Those that are taken, sorted; none if nobody ever asked for the stage."""
+        """Return the sorted numbers of a log's entries; empty if there are none."""
         ...
 
     def all_numbers(self) -> dict[str, list[int]]:
-        """Those that are taken, sorted, by fingerprint: of every log, by one look."""
+        """Return `numbers` of every log by fingerprint, from one listing."""
         ...
 
     def read(self, fingerprint: str, number: int) -> bytes:
-        """An entry that is there."""
+        """Return the bytes of an existing entry."""
         ...
 
     def create(self, fingerprint: str, number: int, data: bytes) -> bool:
-        """Make an entry, whole; False if its number is taken, and then it stays as it is."""
+        """Create a whole entry; return False and change nothing if its number is taken."""
         ...
 
 
 class LocalLogFiles:
-    """`LogFiles` in a directory: an entry is made by `link`, which fails where a name is taken.
-
-    Args:
-        root: of the store.
-    """
+    """`LogFiles` in a directory; an entry is made by `link`, which fails if the name exists."""
 
     def __init__(self, root: Path) -> None:
         self._stages = root / "stages"
@@ -248,14 +194,7 @@ class LocalLogFiles:
 
 
 class StageLogs:
-    """`Attempts` on logs wherever they are.
-
-    Args:
-        files: the entries.
-        followers: who waits for what.
-        journal_bytes: how many bytes of complete records an attempt's journal segment has now,
-            by fingerprint and attempt.
-    """
+    """`Attempts` over log files; `journal_bytes` takes fingerprint and attempt."""
 
     def __init__(
         self,
@@ -275,7 +214,7 @@ class StageLogs:
         return self._entries(fingerprint, self._files.numbers(fingerprint))
 
     def logs(self) -> dict[str, list[LogEntry] | None]:
-        """See `Attempts.logs`. What this process has read before is not read again."""
+        """See `Attempts.logs`; entries that this process has read before are not read again."""
 
         def log(found: tuple[str, Sequence[int]]) -> list[LogEntry] | None:
             try:
@@ -356,7 +295,7 @@ class StageLogs:
         return standing.record
 
     def _counted(self, fingerprint: str, held: LogEntry) -> dict[int, int]:
-        """What counts of the segments up to that of a *held* entry, its own as it is now."""
+        """Return the bytes that count of all segments up to that of a *held* entry, inclusive."""
         return {**held.journal, held.number: self._journal_bytes(fingerprint, held.number)}
 
     def _create(self, fingerprint: str, entry: LogEntry) -> bool:
@@ -380,15 +319,7 @@ class StageLogs:
 
 
 def latest_commit(entries: Sequence[LogEntry], force: str = "") -> CommitRecord | None:
-    """The commit that stands.
-
-    Args:
-        entries: of a log.
-        force: only a commit of the generation that this token asked for; empty: any.
-
-    Returns:
-        Its record; None if there is none yet.
-    """
+    """Return the newest commit record, or None; a `force` token selects its generation."""
     for entry in reversed(entries):
         if entry.record is not None and force in {"", entry.force}:
             return entry.record
@@ -396,14 +327,9 @@ def latest_commit(entries: Sequence[LogEntry], force: str = "") -> CommitRecord 
 
 
 def generation(entries: Sequence[LogEntry], attempt: int | None = None) -> Sequence[LogEntry]:
-    """The attempts that share their steps, and their *committed* entry.
+    """Return the *held* entries of an attempt's generation, and its *committed* one if it exists.
 
-    Args:
-        entries: of a log.
-        attempt: one of the generation; by default the newest.
-
-    Returns:
-        *held* entries in order, and the *committed* one if it is there; empty for an empty log.
+    They share their step checkpoints. None as `attempt` means the newest generation.
     """
     if not entries:
         return ()
@@ -419,7 +345,7 @@ def generation(entries: Sequence[LogEntry], attempt: int | None = None) -> Seque
 
 
 def current_generation(entries: Sequence[LogEntry]) -> int:
-    """Number of the first attempt of the generation that is under way, or that would be next."""
+    """Return the first attempt's number of the generation in progress, or of the next one."""
     members = generation(entries)
     if not members or members[-1].kind == "committed":
         return len(entries)
@@ -427,7 +353,7 @@ def current_generation(entries: Sequence[LogEntry]) -> int:
 
 
 def journal_segments(entries: Sequence[LogEntry], attempt: int | None = None) -> list[Segment]:
-    """What the journal of a generation consists of; arguments as of `generation`."""
+    """Return the journal segments of a generation; arguments as of `generation`."""
     members = generation(entries, attempt)
     counted = members[-1].journal if members else {}
     return [Segment(e.number, counted.get(e.number)) for e in members if e.kind == "held"]

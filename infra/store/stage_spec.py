@@ -1,8 +1,8 @@
-"""What travels between a task and its job: plain JSON, validated on both sides.
+"""Data that a task and its job exchange: plain JSON, validated on both sides.
 
-A task writes a `StageSpec` to the stage's `WorkChannel` and submits
-`python -m <job_module> STORE FINGERPRINT ATTEMPT`. The job publishes its files as one artifact and
-commits the fingerprint. Between stages only `Artifact` handles travel.
+A task writes a `StageSpec` to the stage's `WorkChannel` and submits `python -m <job_module> STORE
+FINGERPRINT ATTEMPT`. The job publishes its files as one artifact and commits the fingerprint.
+Between stages only `Artifact` handles travel.
 """
 
 import re
@@ -16,51 +16,46 @@ _NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]*")
 
 
 def check_fingerprint(name: str) -> str:
-    """A fingerprint (or a follower's name) that is a plain name: it becomes part of a path."""
+    """Return a fingerprint or follower name if it is a safe path component."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"fingerprint: got {name!r}; need {_NAME.pattern}")
     return name
 
 
 def some(names: Sequence[str]) -> str:
-    """The first names of a list, and how many there are besides."""
+    """Join the first names of a list and say how many more there are."""
     more = len(names) - NUM_SHOWN
     return ", ".join(names[:NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 class Artifact(FrozenModel):
-    """A handle to an immutable directory in the store.
-
-    Equal content has an equal `digest`, whoever made it; who made it stands in the commit
-    record of `fingerprint`.
-    """
+    """A handle to an immutable directory in the store; equal content has an equal `digest`."""
 
     kind: str
     """`dataset`, `policy`, `model`, `evaluation`, `promotion` or `external`."""
     uri: str
-    """Where the files are: an absolute directory, or a store URI."""
+    """Location of the files: an absolute directory, or a store URI."""
     digest: str
     """sha256 of the manifest's canonical form, 64 hex digits."""
     fingerprint: str | None = None
-    """The stage that published it; None for input from outside the pipeline."""
+    """Stage that published it; None for input from outside the pipeline."""
 
 
 class Adoption(FrozenModel):
-    """Whose steps a stage continues that was half-trained under another fingerprint.
+    """Unfinished work of another fingerprint that a stage continues after its step `step`.
 
-    The steps up to `step` were computed by that other work, which may itself have adopted some.
+    That work may itself have adopted earlier steps.
     """
 
     fingerprint: str
-    """Of the work that was continued."""
     generation: int
     """Number of its first attempt in that fingerprint's log."""
     step: int
-    """Last step of it that is in the result, counted within the stage."""
+    """Last adopted step, counted within the stage."""
     digest: str
-    """Of that step's checkpoint."""
+    """Digest of that step's checkpoint."""
     differs: tuple[str, ...]
-    """How that work differed: modules of source, libraries, fields with both values."""
+    """Differences of that work: source modules, libraries, fields with both values."""
 
     def __str__(self) -> str:
         differs = some(self.differs)
@@ -77,46 +72,44 @@ class StageSpec(FrozenModel):
     attempt: int
     """Number of its *held* entry in the stage's log."""
     holder: str = ""
-    """Id of that entry's holder, on whose behalf the job commits."""
+    """Id of that entry's holder, for which the job commits."""
     config: dict[str, Any]
-    """The resolved stage configuration, validated by the job with `engines.config.stages`."""
+    """Resolved stage configuration; the job validates it with `engines.config.stages`."""
     inputs: dict[str, Artifact]
     seed: int
     store_uri: str
     adopted: Adoption | None = None
-    """Of the attempt's generation."""
     sources: dict[str, str] = {}
-    """sha256 by module of the code that the fingerprint was made from; compared by the job."""
+    """sha256 by module of the code in the fingerprint; the job compares it with its own."""
     libraries: dict[str, str | None] = {}
-    """Versions by distribution, the same."""
+    """Versions by distribution; also compared."""
     rollout_libraries: dict[str, str | None] = {}
-    """The same of the replicas' job environment; empty where they have none of their own."""
+    """Versions in the replicas' job environment; empty if they have none of their own."""
     runtime: dict[str, Any] = {}
-    """`engines.config.stages.base.Runtime`: what cannot change the output."""
+    """`engines.config.stages.base.Runtime`: settings that cannot change the output."""
     then: "NextStage | None" = None
-    """What the job's process runs after this, as a process of its own would."""
+    """Stage that the job's process runs after this one, as a separate process would."""
 
     @property
     def job_argv(self) -> list[str]:
-        """How the interpreter of the job runs it: its options and arguments."""
+        """Options and arguments of the interpreter that runs the job."""
         return ["-P", "-m", self.job_module, self.store_uri, self.fingerprint, str(self.attempt)]
 
 
 class NextStage(FrozenModel):
-    """A stage that waits for nothing but the output of another, and names it by its kind."""
+    """A stage whose only missing input is the output of the previous one, named by its kind."""
 
     spec: StageSpec
-    """Of its first attempt; the output is not among the inputs, nor in the fingerprint."""
+    """Specification of its first attempt; inputs and fingerprint lack that output."""
     identity: dict[str, Any]
-    """What its fingerprint is made of, but for the output's digest."""
+    """Everything that its fingerprint hashes, except the digest of that output."""
     follower: str
-    """Who waits for it."""
+    """Name of the follower that waits for it."""
     run_key: str
-    """Of the run that uses it, as the store knows it."""
 
 
 class CommitRecord(FrozenModel):
-    """What a *committed* entry of a stage's log says: it is done, and this is its output."""
+    """The content of a *committed* log entry: the stage is done, and `artifact` is its output."""
 
     schema_version: int = 1
     fingerprint: str
@@ -124,10 +117,8 @@ class CommitRecord(FrozenModel):
     artifact: Artifact
     attempt: int
     adopted: Adoption | None = None
-    """Whose work the result continues; None: every step was computed under this fingerprint."""
+    """Work that the result continues; None: every step was computed under this fingerprint."""
     metrics: dict[str, float] = {}
-    """Headline metrics of the stage."""
     seconds: dict[str, float] = {}
-    """Wall seconds of the job's phases (`load`, `train`, `gen`, `reward`, `total` ...)."""
-    committed_at: str
-    """UTC, ISO 8601."""
+    """Wall-clock seconds of the job's phases (`load`, `train`, `gen`, `reward`, `total` ...)."""
+    committed_at: str  # UTC, ISO 8601

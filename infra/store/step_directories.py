@@ -1,10 +1,9 @@
-"""The names of step checkpoints on disk, and how one gets a second place.
+"""The names of step checkpoints on disk, and links to a second place.
 
     <root>/step-00000050                  the checkpoint of step 50
-           step-00000050-1a2b3c4d5e6f     the same, where other content had that name already
+           step-00000050-1a2b3c4d5e6f     another one of step 50, if that name was taken
 
-Promises: a checkpoint that is linked elsewhere stays there whatever happens to the first place;
-what is linked was verified, byte by byte.
+A linked checkpoint stays in its second place whatever happens to the first one.
 """
 
 import logging
@@ -29,38 +28,23 @@ _log = logging.getLogger(__name__)
 
 
 def step_directories(root: Path) -> dict[int, list[Path]]:
-    """What is published below a directory; whether it verifies is not said.
-
-    Args:
-        root: may not exist.
-
-    Returns:
-        By step, ascending: its directories, the oldest first; nearly always one.
-    """
+    """Return the published directories by step, ascending, the oldest first; not verified."""
     steps: dict[int, list[Path]] = {}
     for path in root.glob("step-*"):
         match = _NAME.fullmatch(path.name)
         if match:
             steps.setdefault(int(match[1]), []).append(path)
     for paths in steps.values():
-        # A name alone is not looked at: its directory may be gone by now.
+        # No `stat` of a single directory: it may be gone by now.
         paths.sort(key=lambda path: path.stat().st_mtime_ns if len(paths) > 1 else 0)
     return dict(sorted(steps.items()))
 
 
 def newest_valid(root: Path, last: int | None = None) -> tuple[int, Path, str] | None:
-    """The newest checkpoint whose every byte is as it was written.
-
-    Args:
-        root: holds checkpoints.
-        last: those of later steps are left aside; None: there is no limit.
-
-    Returns:
-        Its step, directory and digest; None if none was ever published.
+    """Return step, directory and digest of the newest intact checkpoint up to step `last`, or None.
 
     Raises:
         ArtifactCorruptError: there are checkpoints, and all of them are damaged.
-        OSError: one could not be read.
     """
     damaged: list[str] = []
     for step in reversed(step_directories(root)):
@@ -77,7 +61,7 @@ def newest_valid(root: Path, last: int | None = None) -> tuple[int, Path, str] |
 
 
 def remove_steps_after(root: Path, last: int) -> None:
-    """Remove the checkpoints of later steps than one; they would push out those that count."""
+    """Remove checkpoints of steps after `last`, so that retention keeps the valid ones."""
     for step, paths in step_directories(root).items():
         for path in paths if step > last else ():
             _log.warning("removing the checkpoint of step %d: the journal ends at %d", step, last)
@@ -85,20 +69,13 @@ def remove_steps_after(root: Path, last: int) -> None:
 
 
 def verify_step(root: Path, step: int) -> tuple[Path, str]:
-    """The checkpoint of a step, byte by byte.
-
-    Args:
-        root: holds checkpoints.
-        step: its number.
-
-    Returns:
-        Its directory and digest.
+    """Verify every byte of a step's checkpoint; return its directory and digest.
 
     Raises:
         ArtifactNotFoundError: it was never published.
-        ArtifactCorruptError: it does not verify.
+        ArtifactCorruptError: its content differs from the manifest.
     """
-    # Who was killed between a replacement and the removal of what it replaces left both.
+    # A kill after a replacement was published and before the old one was removed leaves both.
     *others, path = step_directories(root).get(step) or [root / f"step-{step:08d}"]
     try:
         return path, verify_directory(path, kind=STEP_KIND).digest
@@ -109,15 +86,7 @@ def verify_step(root: Path, step: int) -> tuple[Path, str]:
 
 
 def link_checkpoint(source: Path, root: Path) -> None:
-    """Give a published checkpoint a second place; its files are linked, since none ever changes.
-
-    Args:
-        source: the checkpoint.
-        root: on the same file system; created if absent.
-
-    Raises:
-        OSError: the checkpoint was removed meanwhile, or the disk fails.
-    """
+    """Hard-link a verified checkpoint into another root; `OSError` if it vanishes meanwhile."""
     final = root / source.name
     if final.exists():
         return

@@ -1,9 +1,7 @@
-"""Where artifacts are, and what was committed.
+"""The store: published artifacts, the logs of stages, and the working files of attempts.
 
-Promises: publishing equal content again changes nothing; `lookup` reads a stage's log and a
-manifest, never the bytes of an artifact; `local_copy` gives bytes that this process has verified,
-once; damage raises and is never taken for "not done yet".
-Does not promise: room on the disk, or removal of what nobody needs any more.
+Promises: publishing equal content again changes nothing; `lookup` reads no artifact bytes;
+`local_copy` returns verified bytes; damage raises an error, it never counts as "not done yet".
 """
 
 import contextlib
@@ -59,87 +57,67 @@ STORES = PluginTable(
     [Row(name="s3", target="infra.store.s3.storage:S3Storage", requires="boto3", extra="s3")],
     Row,
 )
-"""Stores that are not directories, by the scheme of their address."""
+"""Stores that are not local directories, by the scheme of their address."""
 SECOND_REFUSED = "of two who create one name the second is refused"
 
 
 class Storage(Protocol):
-    """What callers may ask of a store, wherever its bytes are."""
+    """A store, local or remote."""
 
     @property
     def uri(self) -> str:
-        """What `open_storage` takes to open this store again, on any host that reaches it."""
+        """Address for `open_storage` on any host that can reach the store."""
         ...
 
     @property
     def name(self) -> str:
-        """Names the store among all others, in a few characters that suit any system."""
+        """Short name, unique among all stores, that is valid in any system."""
         ...
 
     @property
     def attempts(self) -> Attempts:
-        """Who works on what: the logs of the stages."""
+        """The logs of all stages: which attempt holds or committed each stage."""
         ...
 
     @property
     def runs(self) -> Runs:
-        """Which pipeline runs use which stages."""
+        """The pipeline runs, and the stages that each of them uses."""
         ...
 
     @property
     def inventory(self) -> Inventory:
-        """What lies there, for whoever takes away what nobody needs."""
+        """Sizes and ages of everything in the store, for garbage collection."""
         ...
 
     def probe(self) -> str:
-        """Show that the store can be written, and tells two creators of one name apart.
-
-        Returns:
-            What was seen, in one line.
+        """Check that the store is writable and has exclusive creation; return a line of text.
 
         Raises:
-            ConfigError: both creators succeeded, so that two attempts could own one stage.
-            OSError: the store cannot be written, or not reached.
+            ConfigError: two creates of one name succeeded, so two attempts could own one stage.
         """
         ...
 
     def channel(self, fingerprint: str) -> WorkChannel:
-        """What the jobs of a stage and their watchers tell each other."""
+        """Return the channel between the jobs of a stage and the processes that watch them."""
         ...
 
     def with_steps(self) -> list[str]:
-        """Fingerprints that have step checkpoints, sorted; reads names of directories only."""
+        """Return the sorted fingerprints that have step checkpoints; reads directory names only."""
         ...
 
     def publish(self, source: Path, kind: str, digests: Mapping[str, str] = NO_DIGESTS) -> Artifact:
-        """Take a directory's files into the store and say what they are called there.
+        """Move the files of a directory into the store as an artifact; the caller gives it up.
 
-        The directory is used up: the caller must not touch it afterwards, and finds the files
-        again with `local_copy`.
-
-        Args:
-            source: a local directory of regular files.
-            kind: of the artifact; lower case.
-            digests: sha256 by name of files that were hashed while they were written; the
-                others are read once, now.
-
-        Returns:
-            The handle; equal content of one kind always has the same digest and uri.
+        Equal content of one kind always gets the same digest and uri. `digests` has the sha256 of
+        files that were hashed while they were written.
 
         Raises:
-            ArtifactError: the directory holds no file, or something that is not a file.
+            ArtifactError: `source` has no file, or an entry that is not a regular file.
         """
         ...
 
     def commit(self, attempt: Attempt, record: CommitRecord) -> CommitRecord:
-        """Record that a stage is done, as `Attempts.commit`, if its artifact is in the store.
-
-        Args:
-            attempt: that did it.
-            record: names an artifact that was published before.
-
-        Returns:
-            The record.
+        """Record that a stage is done, as `Attempts.commit`.
 
         Raises:
             ArtifactNotFoundError: the record's artifact is not in the store.
@@ -148,65 +126,34 @@ class Storage(Protocol):
         ...
 
     def lookup(self, fingerprint: str, force: str = "") -> CommitRecord | None:
-        """Whether a stage is finished, and with what; reads no bytes of the artifact.
+        """Return the commit record of a stage; None if it is not finished. Reads no artifact bytes.
 
-        Args:
-            fingerprint: of the stage.
-            force: only a commit of the generation that this token asked for; empty: the latest.
-
-        Returns:
-            Its record; None if the stage is not finished.
+        A `force` token accepts only the generation that it requested.
 
         Raises:
-            ArtifactCorruptError: the stage is finished, and its log or the artifact's manifest
-                is damaged.
+            ArtifactCorruptError: the stage is finished, but its log or manifest is damaged.
         """
         ...
 
     def verify(self, artifact: Artifact, level: Level) -> Manifest:
-        """Compare an artifact with its manifest.
-
-        Args:
-            artifact: of this store.
-            level: how closely.
-
-        Returns:
-            The manifest.
+        """Compare an artifact with its manifest, which is returned.
 
         Raises:
             ArtifactNotFoundError: the store has no such artifact.
-            ArtifactCorruptError: it does not verify.
+            ArtifactCorruptError: the content differs from the manifest.
         """
         ...
 
     def local_copy(self, artifact: Artifact) -> Path:
-        """Bring an artifact where it can be read as files.
-
-        Args:
-            artifact: of this store, or an external one.
-
-        Returns:
-            A local directory (or an external file), every byte verified once by this process.
-            It belongs to the store: the caller reads it and changes nothing.
-
-        Raises:
-            ArtifactNotFoundError: the store has no such artifact.
-            ArtifactCorruptError: it does not verify.
-        """
+        """Return a local read-only path after verifying every byte once; raises as `verify`."""
         ...
 
 
 def open_storage(uri: str) -> Storage:
-    """The store at an address.
-
-    Args:
-        uri: `/path`, `path`, `file:///path` or `s3://bucket/prefix`.
-
-    Returns:
-        The store; its directory is made when something is published.
+    """Open the store at a path, `file:///path` or `s3://bucket/prefix`.
 
     Raises:
-        ConfigError: no store of that scheme is known.
+        ConfigError: the scheme is unknown.
     """
     parts = urlsplit(uri)
     if not parts.scheme:
@@ -222,7 +169,7 @@ def open_storage(uri: str) -> Storage:
 
 
 class StageResults(ABC):
-    """What is asked of any store about finished stages, by their logs."""
+    """Queries about finished stages that every store answers from its logs."""
 
     attempts: Attempts
 
@@ -232,7 +179,7 @@ class StageResults(ABC):
 
     @abstractmethod
     def _place(self, kind: str, digest: str) -> str:
-        """Where the store has, or would have, an artifact."""
+        """Return the uri that an artifact has, or would have, in this store."""
 
     def commit(self, attempt: Attempt, record: CommitRecord) -> CommitRecord:
         """See `Storage.commit`."""
@@ -254,7 +201,7 @@ class StageResults(ABC):
         return self._located(record)
 
     def _located(self, record: CommitRecord) -> CommitRecord:
-        """The record with the artifact's place in this store, also after the store was moved."""
+        """Set the artifact's uri to its current place, since the store may have been moved."""
         place = self._place(record.artifact.kind, record.artifact.digest)
         artifact = record.artifact.model_copy(
             update={"uri": place, "fingerprint": record.fingerprint}
@@ -263,11 +210,7 @@ class StageResults(ABC):
 
 
 class LocalStorage(StageResults):
-    """A store in a directory: `artifacts/<kind>/<digest>/`, `stages/<fingerprint>/`, `work/`.
-
-    Args:
-        root: created on first use.
-    """
+    """A store in a directory: `artifacts/<kind>/<digest>/`, `stages/<fingerprint>/`, `work/`."""
 
     def __init__(self, root: Path) -> None:
         self._root = root.expanduser().absolute()
@@ -279,12 +222,12 @@ class LocalStorage(StageResults):
 
     @property
     def uri(self) -> str:
-        """The absolute path of the store."""
+        """Absolute path of the store."""
         return str(self._root)
 
     @property
     def name(self) -> str:
-        """Made once per store, so that two stores of equal paths on two machines differ."""
+        """See `Storage.name`; random, since stores on two machines may have the same path."""
         path = self._root / "name"
         try:
             return path.read_text(encoding="ascii")
@@ -314,7 +257,7 @@ class LocalStorage(StageResults):
         return sorted({path.parent.parent.name for path in found})
 
     def publish(self, source: Path, kind: str, digests: Mapping[str, str] = NO_DIGESTS) -> Artifact:
-        """See `Storage.publish`. On the store's own file system this is one rename, no copy."""
+        """See `Storage.publish`; on the store's own file system this is one rename, no copy."""
         require(KIND, kind, "artifact kind")
         fault("storage.before_publish")
         manifest = build_manifest(source, kind, digests)
@@ -322,7 +265,7 @@ class LocalStorage(StageResults):
         final = self._artifact_dir(kind, manifest.digest)
         make_directories(final.parent)
         if self._holds(final, manifest.digest):
-            # Whoever published it may have died before its name was durable.
+            # Its publisher may have died before the name was durable.
             fsync_directory(final.parent)
             shutil.rmtree(source)
         else:
@@ -362,7 +305,7 @@ class LocalStorage(StageResults):
         return self._root / "artifacts" / kind / digest
 
     def _holds(self, final: Path, digest: str) -> bool:
-        """Whether the store has these very bytes; a damaged copy is moved out of the way."""
+        """Return True if the store has intact files of this digest; move a damaged copy aside."""
         try:
             final.lstat()
         except FileNotFoundError:
@@ -372,18 +315,17 @@ class LocalStorage(StageResults):
         except ArtifactCorruptError as error:
             aside = final.with_name(f".damaged-{temporary_sibling(final).name.lstrip('.')}")
             _log.warning("replacing a damaged artifact, kept as %s: %s", aside, error)
-            # Another publisher may have been faster; its copy is as good as ours.
+            # Another publisher may have replaced it already; equal digests are interchangeable.
             with contextlib.suppress(FileNotFoundError):
                 final.rename(aside)
             return False
         try:
-            os.utime(final)  # whoever collects garbage sees that it was just needed
+            os.utime(final)  # the garbage collector sees a recent use
         except FileNotFoundError:
             return False
         return True
 
     def _take_in(self, source_dir: Path, final: Path, digest: str) -> None:
-        """Give the directory its name in the store, by rename or through a copy."""
         try:
             publish_directory(source_dir, final)
         except FileExistsError:
@@ -397,7 +339,6 @@ class LocalStorage(StageResults):
         shutil.rmtree(source_dir)
 
     def _copy_in(self, source_dir: Path, final: Path, digest: str) -> None:
-        """Publish a verified copy of a directory that lies on another file system."""
         remove_abandoned(final.parent)
         temporary = temporary_sibling(final)
         try:
@@ -412,13 +353,13 @@ class LocalStorage(StageResults):
 
 
 def require(pattern: re.Pattern[str], value: str, what: str) -> None:
-    """These values become path components, so nothing but the expected form may pass."""
+    """Raise `ValueError` unless a value that becomes a path component matches the pattern."""
     if not pattern.fullmatch(value):
         raise ValueError(f"{what}: got {value!r}; need {pattern.pattern}")
 
 
 def verify_named(directory: Path, digest: str, level: Level = "bytes") -> Manifest:
-    """Verify a directory below the name of its kind that must have the manifest of that digest."""
+    """Verify the artifact directory `<kind>/<name>` and that its manifest has the given digest."""
     try:
         found = read_manifest(directory, directory.parent.name).digest
     except ArtifactNotFoundError as error:
@@ -431,20 +372,12 @@ def verify_named(directory: Path, digest: str, level: Level = "bytes") -> Manife
 
 
 def check_unchanged(artifact: Artifact) -> None:
-    """Refuse an external input whose bytes are others than when it was planned.
-
-    Args:
-        artifact: of `external_artifact`.
-
-    Raises:
-        ArtifactCorruptError: they are.
-        ConfigError: nothing is there.
-    """
+    """Raise `ArtifactCorruptError` if an external input has changed since it was planned."""
     found = external_artifact(Path(artifact.uri))
     if found.digest != artifact.digest:
         raise ArtifactCorruptError(
             f"{artifact.uri} changed after it was planned: "
-            f"digest {found.digest} != {artifact.digest}; run again once nobody writes to it"
+            f"digest {found.digest} != {artifact.digest}; run again once no process writes to it"
         )
 
 

@@ -1,20 +1,18 @@
-"""What a job and its watchers tell each other: `work/<fingerprint>/` of the store.
+"""The working files of a stage, which connect its jobs and their watchers.
 
-Specification, heartbeat, errors and journal of each attempt, and the step checkpoints of each
-generation. It belongs to the store and not to a home, so whoever reaches the store can watch.
+They belong to the store and not to a home, so every process that reaches the store can watch.
 
     work/<fingerprint>/
         attempt-<n>/spec.json, error.json, heartbeat, stacks.txt, journal.jsonl, output/ ...
-                    samples/00000010.json  what a step kept, see `infra.tracking.samples`
-        steps-<g>/step-00000050/         g: first attempt of the generation; if it adopted a
-                                         checkpoint, a part of that one's digest follows
+                    samples/00000010.json  samples of a step, see `infra.tracking.samples`
+        steps-<g>/step-00000050/         g: first attempt of the generation; with an adopted
+                                         checkpoint, a part of its digest follows
         followers/<name>                 see `infra.store.followers`
 
-Promises: nothing here is shared by two attempts but the step checkpoints, which are named by
-their content's manifest and appear whole, and no attempt continues from one whose steps the
-counted journals do not have; what a commit prunes, neither a reader of journals nor a
-person who looks for the reason of something misses.
-Does not promise: that any of it is true of a living job. The stage's log is.
+Promises: attempts share only the step checkpoints, which appear completely and are named by
+content. No attempt continues from a checkpoint whose steps the counted journals lack. A prune after
+the commit keeps journals and everything that explains a failure.
+Does not promise: that a job is alive. Only the stage's log decides who holds it.
 """
 
 import contextlib
@@ -41,133 +39,97 @@ Cause = Literal["", "dead_rank", "disk_full", "hang", "non_finite", "out_of_memo
 
 
 class JobProblem(FrozenModel):
-    """Why an attempt ended without a commit."""
+    """The reason why an attempt ended without a commit, and the job's phase at that time."""
 
     type: str
     message: str
     exit_code: int
-    cause: Cause = ""
-    """Of those that are told apart; empty: another."""
+    cause: Cause = ""  # empty: any other
     phase: str = ""
-    """What the job was doing; empty: not known."""
 
 
 class WorkChannel(Protocol):
-    """The channel of one fingerprint, wherever the store is."""
+    """The channel of one fingerprint."""
 
     def write_specification(self, spec: StageSpec) -> None:
-        """Say what an attempt is to do; before its job is submitted."""
+        """Write the specification of an attempt; called before its job is submitted."""
         ...
 
     def read_specification(self, attempt: int) -> StageSpec:
-        """What an attempt is to do.
-
-        Args:
-            attempt: its number.
-
-        Returns:
-            The specification, validated.
-
-        Raises:
-            ConfigError: there is none, or it is damaged.
-        """
+        """Return the validated specification of an attempt; `ConfigError` if absent or damaged."""
         ...
 
     def write_error(self, attempt: int, problem: JobProblem) -> None:
-        """Say that an attempt is over."""
+        """Record why an attempt is over."""
         ...
 
     def read_error(self, attempt: int) -> JobProblem | None:
-        """Why an attempt is over; None if it did not say so."""
+        """Return why an attempt is over; None if it recorded no error."""
         ...
 
     def read_beat(self, attempt: int) -> Beat | None:
-        """An attempt's last sign of life; an `OSError` says nothing about it."""
+        """Return an attempt's last heartbeat; an `OSError` says nothing about the attempt."""
         ...
 
     def read_journal(self, attempt: int, start: int = 0, end: int | None = None) -> bytes:
-        """A stretch of an attempt's journal segment; empty if there is none."""
+        """Return bytes `start` to `end` of an attempt's journal segment; empty if there is none."""
         ...
 
     def read_samples(self, attempt: int) -> dict[int, bytes]:
-        """What an attempt kept of its steps, by step; see `infra.tracking.samples`."""
+        """Return the samples that an attempt kept, by step; see `infra.tracking.samples`."""
         ...
 
     def local_dir(self, attempt: int) -> Path:
-        """A directory of the attempt alone, on this machine, where it may write what it likes.
+        """Return this attempt's own directory on this machine.
 
-        `heartbeat`, `journal.jsonl` and `samples/` in it reach the watchers; an output that lies
-        here is published without a copy.
+        Watchers see its heartbeat, journal and samples; an output in it is published by rename.
         """
         ...
 
     def steps_dir(self, generation: int, adopted: Adoption | None = None) -> Path:
-        """Where the step checkpoints of a generation are; shared by its attempts.
+        """Return a generation's checkpoint directory, shared by its attempts; it may not exist.
 
-        Args:
-            generation: number of its first attempt.
-            adopted: what that one adopted. The place has a name of its own, so that it can be
-                filled before anybody holds the attempt.
-
-        Returns:
-            The directory; it may not exist.
+        With `adopted` it has its own name, so that it can be filled before any attempt is held.
         """
         ...
 
     def share_steps(
         self, attempt: int, steps: Path, last: int, before_publish: Callable[[], None]
     ) -> None:
-        """Bring the newest valid step checkpoint here, and let others have those to come.
+        """Fetch the newest valid checkpoint up to step `last`, and publish later ones from now on.
 
-        Args:
-            attempt: that continues from it, is held, and has opened its journal.
-            steps: the place, as `steps_dir` named it.
-            last: step at which what counts of the journal ends. A checkpoint of a later one was
-                published by an attempt that was replaced, and is removed here.
-            before_publish: called before others can have one; `FencedError` ends the sharing.
+        The attempt is held and has opened its journal, which counts up to step `last`; checkpoints
+        of later steps come from a replaced attempt and are removed. `before_publish` is called
+        before a checkpoint becomes visible; `FencedError` ends the sharing.
 
         Raises:
-            OSError: what is there cannot be known.
+            OSError: the existing checkpoints cannot be read.
         """
         ...
 
     def fetch_steps(self, steps: Path, last: int) -> None:
-        """Bring the newest valid step checkpoint of a place here that is not of a later step.
-
-        Raises as `share_steps`.
-        """
+        """Fetch the newest valid checkpoint up to step `last`; raises as `share_steps`."""
         ...
 
     def ship_steps(self, steps: Path) -> None:
-        """Let others have the checkpoints of a place before this returns; raises the same."""
+        """Make the checkpoints of a directory visible to others before returning."""
         ...
 
     def step_numbers(self, steps: Path) -> list[int]:
-        """Steps with a checkpoint in a place, ascending; whether they verify is not said."""
+        """Return the steps with a checkpoint, ascending; not verified."""
         ...
 
     def prune(self, attempts: Iterable[int], steps: Path) -> None:
-        """Remove what only a stage that is not done needs: after its commit, once or again.
+        """Remove what only an unfinished stage needs; called after its commit, may be repeated.
 
-        Step checkpoints go, and what the attempts kept in directories of their own, but for logs.
-        Specifications, errors, stacks, beats, journals and kept samples stay.
-
-        Args:
-            attempts: numbers of all attempts of the committed generation.
-            steps: its step checkpoints, as `steps_dir` named them.
-
-        Raises:
-            OSError: some of it could not be removed; the rest may be.
+        Step checkpoints and subdirectories of attempts go, except logs and samples. Specifications,
+        errors, stacks, heartbeats and journals stay. Raises `OSError` if some files remain.
         """
         ...
 
 
 class FileChannel:
-    """`WorkChannel` in a directory that the job and its watchers share.
-
-    Args:
-        directory: of one fingerprint; created when something is written.
-    """
+    """`WorkChannel` in a directory that the job and its watchers share."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -213,7 +175,7 @@ class FileChannel:
         return {int(path.stem): path.read_bytes() for path in files if path.stem.isdigit()}
 
     def journal_bytes(self, attempt: int) -> int:
-        """Bytes of the complete lines of an attempt's journal segment."""
+        """Return the size of the complete lines of an attempt's journal segment."""
         return self.read_journal(attempt).rfind(b"\n") + 1
 
     def local_dir(self, attempt: int) -> Path:
@@ -229,7 +191,7 @@ class FileChannel:
     def share_steps(
         self, attempt: int, steps: Path, last: int, before_publish: Callable[[], None]
     ) -> None:
-        """See `WorkChannel.share_steps`: the place is shared, whoever saves there asks himself."""
+        """See `WorkChannel.share_steps`; the directory is shared already, so nothing is shipped."""
         remove_steps_after(steps, last)
 
     def fetch_steps(self, steps: Path, last: int) -> None:
@@ -253,7 +215,7 @@ class FileChannel:
 
 
 def parse_specification(data: bytes | None, where: str) -> StageSpec:
-    """The specification in the bytes of its file, of which None says that there are none."""
+    """Parse the bytes of a specification file; None means that the file is absent."""
     if data is None:
         raise ConfigError(where, "does not exist; need the specification")
     try:
@@ -265,7 +227,7 @@ def parse_specification(data: bytes | None, where: str) -> StageSpec:
 
 
 def parse_problem(data: bytes | None, where: str) -> JobProblem | None:
-    """The problem in the bytes of its file, of which None says that there are none."""
+    """Parse the bytes of an error file; None means that the file is absent."""
     try:
         return None if data is None else JobProblem.model_validate_json(data)
     except ValidationError as error:
@@ -273,12 +235,12 @@ def parse_problem(data: bytes | None, where: str) -> JobProblem | None:
 
 
 def steps_name(generation: int, adopted: Adoption | None) -> str:
-    """What the place of a generation's step checkpoints is called."""
+    """Return the directory name of a generation's step checkpoints."""
     return f"steps-{generation}{f'-{adopted.digest[:12]}' if adopted else ''}"
 
 
 def prune_attempt(directory: Path) -> None:
-    """Remove what an attempt kept in directories of its own, but for logs and samples."""
+    """Remove the subdirectories of an attempt, except logs and samples."""
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink() and path.name != SAMPLES_DIR:
             _remove_but_logs(path)
@@ -297,5 +259,5 @@ def _remove_but_logs(directory: Path) -> None:
             _remove_but_logs(path)
         elif path.suffix != ".log":
             path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # it holds a log
+    with contextlib.suppress(OSError):  # not empty: it holds a log
         directory.rmdir()

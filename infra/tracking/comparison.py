@@ -1,32 +1,22 @@
-"""What a stage's metrics say of two models, or of one before and after its training."""
+"""Verdicts on two models, or on one before and after training, from a stage's metrics."""
 
 from collections.abc import Mapping
 from typing import Literal
 
 Verdict = Literal["better", "worse", "alike", "higher", "lower"]
-"""The last two where nobody says which way is better."""
+"""`higher` and `lower` are used if it is unknown which direction is better."""
 GAIN, MARGIN = "gain/", "margin/"
-"""In front of a metric's name: by how much it is larger, and what chance alone gives."""
+"""Prefixes of a metric's name: the difference to the other model, and its statistical margin."""
 HIGHER_IS_BETTER = "higher_is_better/"
-"""In front of a metric's name: 1 where a larger value is the better one, 0 where a smaller one is;
-absent where nobody says."""
+"""Prefix of a metric's name: 1 if a larger value is better, 0 if not; absent if unknown."""
 BEFORE = "before/"
-"""In front of a metric's name: what it was before the first step."""
+"""Prefix of a metric's name: its value before the first step."""
 PAIR_ACCURACY, PAIR_MARGIN, NUM_PAIRS = "pair_accuracy", "pair_margin", "num_pairs"
-"""Of held-out pairs: the share told apart, the mean difference of their rewards, how many."""
+"""On held-out pairs: share ranked correctly, mean reward difference, number of pairs."""
 
 
 def verdict(gain: float, margin: float, higher_is_better: bool | None) -> Verdict:
-    """What a gain says of the model.
-
-    Args:
-        gain: by how much its value is larger.
-        margin: what chance alone gives.
-        higher_is_better: which way is better; None: nobody says.
-
-    Returns:
-        `alike` where the gain lies within the margin.
-    """
+    """Judge a difference; `higher_is_better` is None if the direction is unknown."""
     if abs(gain) <= margin:
         return "alike"
     if higher_is_better is None:
@@ -35,14 +25,7 @@ def verdict(gain: float, margin: float, higher_is_better: bool | None) -> Verdic
 
 
 def verdicts(metrics: Mapping[str, float]) -> dict[str, Verdict]:
-    """What a comparison found.
-
-    Args:
-        metrics: of a stage.
-
-    Returns:
-        The verdict by metric; nothing of a stage that compares no models.
-    """
+    """Return the verdict by metric; empty for a stage that compares no models."""
     gains = {
         name.removeprefix(GAIN): gain for name, gain in metrics.items() if name.startswith(GAIN)
     }

@@ -1,4 +1,4 @@
-"""What the store knows of stages: the shipper's and the report's source."""
+"""Read access to the journals and commits of stages, for the shipper and the report."""
 
 import json
 from contextlib import suppress
@@ -11,11 +11,7 @@ from infra.tracking.journal import JournalRecord, read_journal
 
 
 class StageHistory:
-    """Stages of one store, without a tracker.
-
-    Args:
-        storage: where they work and are committed.
-    """
+    """Stages of one store, read without a tracker."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -23,18 +19,13 @@ class StageHistory:
     def records(
         self, fingerprint: str, position: str, generation: int | None = None
     ) -> tuple[list[JournalRecord], str]:
-        """What a stage's journal gained since a position.
+        """Return the journal records of a stage after a position, and the new position.
 
-        Args:
-            fingerprint: of the stage.
-            position: empty for the start, or what an earlier call gave.
-            generation: number of its first attempt; by default the newest.
-
-        Returns:
-            The records, and the position behind them.
+        An empty position is the start. `generation` is its first attempt's number; None: the
+        newest.
 
         Raises:
-            JournalError: the journal is damaged, or the position is none of this journal's.
+            JournalError: the journal is damaged, or the position does not belong to it.
         """
         try:
             read = {int(number): end for number, end in json.loads(position or "{}").items()}
@@ -44,7 +35,7 @@ class StageHistory:
         return records, json.dumps(new, sort_keys=True)
 
     def specification(self, fingerprint: str) -> StageSpec | None:
-        """The newest specification of a stage; a process that was killed early wrote none."""
+        """Return the newest readable specification of a stage; None if there is none."""
         for entry in reversed(self.storage.attempts.entries(fingerprint)):
             if entry.kind == "held":
                 with suppress(ConfigError):
@@ -52,15 +43,7 @@ class StageHistory:
         return None
 
     def commit(self, fingerprint: str, generation: int) -> CommitRecord | None:
-        """What a generation of a stage committed, if it is done.
-
-        Args:
-            fingerprint: of the stage.
-            generation: number of its first attempt.
-
-        Returns:
-            Its record; None while it is not done.
-        """
+        """Return the commit of a generation (number of its first attempt); None without one."""
         log = self.storage.attempts.entries(fingerprint)
         members = stage_log.generation(log, generation)
         return members[-1].record if members else None

@@ -1,11 +1,10 @@
-"""A stage's append-only record of metrics, progress and log lines: one strict JSON line each.
+"""A stage's append-only journal of metrics, progress and log lines: one strict JSON line each.
 
-Promises: a record that was returned from survives any kill and any power loss (fsync before
-return); opening cuts a torn tail; a metric of a step is recorded once, so a stage that resumes
-from an older checkpoint and repeats steps doubles nothing; times never run backwards; a full disk
-delays a record and does not end the job.
-Each attempt of a stage appends to a segment of its own; `read_journal` gives what counts of all
-of them, which the stage's log says, to any number of readers.
+Each attempt of a stage appends to its own segment; `read_journal` returns the valid records of all
+of them, as the stage's log defines them, to any number of readers.
+Promises: a record survives any kill and power loss once its method returns (fsync); opening cuts an
+incomplete tail; a metric of a step is recorded once, so steps that are repeated after a resume add
+no duplicates; times never decrease; a full disk delays a record and does not end the job.
 Does not promise: two writers of one segment.
 """
 
@@ -39,36 +38,34 @@ class JournalRecord(FrozenModel):
 
     kind: RecordKind
     time_ms: int
-    """Milliseconds since the epoch, UTC; never less than in the record before."""
+    """Milliseconds since the epoch, UTC; never less than in the previous record."""
     step: int | None = None
-    """`metrics`: the step that the values belong to."""
+    """`metrics`: step of the values."""
     values: Mapping[str, float] = {}
-    """`metrics`: by name; may be NaN or infinite, as JSON strings in the file."""
+    """`metrics`: values by name; NaN and infinities are JSON strings in the file."""
     done: int | None = None
-    """`progress`: units done."""
+    """`progress`: units done, of `total`."""
     total: int | None = None
-    """`progress`: units there are."""
     message: str = ""
     """`progress` and `log`: one line for people."""
 
     @field_serializer("values")
     def _strict_json(self, values: Mapping[str, float]) -> dict[str, float | str]:
-        """JSON has no NaN and no infinity: their words are strings, which pydantic reads back."""
+        """Write NaN and infinities, which JSON lacks, as strings that pydantic parses."""
         return {k: v if math.isfinite(v) else json.dumps(v) for k, v in values.items()}
 
     def to_line(self) -> bytes:
-        """The record as it stands in the file, line end included."""
+        """Serialize the record as one line, line end included."""
         values = self.model_dump(exclude_none=True)
         return canonical_json({k: v for k, v in values.items() if v not in ({}, "")}) + b"\n"
 
 
 class Journal:
-    """The one writer of a journal file.
+    """The only writer of a journal file; it creates the file or cuts an incomplete tail.
 
     Args:
-        path: created, with its directory, if absent; otherwise its torn tail is cut.
-        earlier: what counts of earlier segments; their steps are not recorded again.
-        adopted: what the generation adopted; its steps count as done.
+        earlier: valid records of earlier segments; their steps are not recorded again.
+        adopted: work that the generation continues; its steps count as done.
 
     Raises:
         JournalError: the file is damaged before its last record.
@@ -81,7 +78,7 @@ class Journal:
         adopted: Adoption | None = None,
     ) -> None:
         self.num_done = num_done((), adopted)
-        """Of the stage's steps, those that are told in all that counts."""
+        """Number of finished steps of the stage, over all its segments."""
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -99,17 +96,10 @@ class Journal:
             self._remember(record)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> bool:
-        """Record the metrics of a step.
+        """Record metrics of a step; False if the step already has all of these names.
 
-        Names that the step already has are left as they are: a repeated step is bitwise the
-        first one, and only its timings differ.
-
-        Args:
-            step: not negative.
-            values: by name; anything `float` takes.
-
-        Returns:
-            False, and nothing is written, if the step already has all of these names.
+        Existing names are kept: a repeated step is bitwise equal to the first one except for
+        timings.
         """
         have = self._recorded.get(step, set())
         fresh = {name: float(value) for name, value in values.items() if name not in have}
@@ -119,13 +109,13 @@ class Journal:
         return True
 
     def copy(self, records: Iterable[JournalRecord]) -> None:
-        """Take metrics of another journal as they are, but for steps that have some already."""
+        """Copy metrics of another journal, except for steps that already have some."""
         fresh = [r for r in records if r.step is not None and r.step not in self._recorded]
         if fresh:
             self._append(*fresh)
 
     def progress(self, done: int, total: int, message: str = "") -> None:
-        """Record how far the stage is."""
+        """Record the progress of the stage."""
         self._append(
             JournalRecord(
                 kind="progress", time_ms=self._now(), done=done, total=total, message=message
@@ -137,7 +127,7 @@ class Journal:
         self._append(JournalRecord(kind="log", time_ms=self._now(), message=message))
 
     def close(self) -> None:
-        """Close the file; the journal is of no use afterwards. A second call does nothing."""
+        """Close the file; a second call has no effect."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -154,7 +144,7 @@ class Journal:
         self.close()
 
     def _append(self, *records: JournalRecord) -> None:
-        """Write records durably; waits for room on a full disk."""
+        """Write records durably; waits while the disk is full."""
         line = b"".join(record.to_line() for record in records)
         when_there_is_room(lambda: self._write(line), str(self._path))
         self._end += len(line)
@@ -162,7 +152,7 @@ class Journal:
             self._remember(record)
 
     def _write(self, line: bytes) -> None:
-        """Write lines durably, or leave the file as it was and raise."""
+        """Write lines durably, or restore the file and raise."""
         fault("journal.before_write")
         try:
             written = 0
@@ -171,7 +161,7 @@ class Journal:
             fault("journal.after_write")
             os.fsync(self._descriptor)
         except OSError:
-            # Half a line in the middle of the file would be damage that no reader forgives.
+            # Readers report an incomplete line in the middle of the file as damage.
             os.ftruncate(self._descriptor, self._end)
             raise
 
@@ -186,31 +176,15 @@ class Journal:
 
 
 def num_done(records: Iterable[JournalRecord], adopted: Adoption | None) -> int:
-    """How many of a stage's steps its journal tells.
-
-    Args:
-        records: what counts of the segments of a generation.
-        adopted: what that adopted.
-
-    Returns:
-        The number of the last one.
-    """
+    """Return the number of finished steps according to the valid records and the adopted work."""
     return max([adopted.step if adopted else 0, *(each.done or 0 for each in records)])
 
 
 def read_records(path: Path, offset: int = 0) -> tuple[list[JournalRecord], int]:
-    """The complete records from a byte offset on.
-
-    Args:
-        path: a journal; one that is absent has no records.
-        offset: 0, or what an earlier call returned.
-
-    Returns:
-        The records, and the offset behind the last of them.
+    """Return the complete records from a byte offset on, and the offset after them; none if absent.
 
     Raises:
-        JournalError: a line that is not the last is damaged, or the file is shorter than
-            `offset`, so it is not the journal that was read before.
+        JournalError: a line before the last is damaged, or the file is shorter than `offset`.
     """
     try:
         with path.open("rb") as file:
@@ -232,19 +206,14 @@ def read_journal(
     positions: Mapping[int, int] = NOTHING_READ,
     attempt: int | None = None,
 ) -> tuple[list[JournalRecord], dict[int, int]]:
-    """What counts of a stage's journal, over all attempts of a generation.
+    """Return the valid records of a generation after some positions, and the new positions.
 
     Args:
-        storage: of the stage.
-        fingerprint: of the stage.
-        positions: bytes that were read before, by attempt, as an earlier call returned them.
-        attempt: one of the generation; by default the newest.
-
-    Returns:
-        The records behind the positions, and the new positions.
+        positions: bytes read before, by attempt, as an earlier call returned them.
+        attempt: any attempt of the generation; None means the newest generation.
 
     Raises:
-        JournalError: a record is damaged that is not the last of its segment.
+        JournalError: a record that is not the last of its segment is damaged.
     """
     channel = storage.channel(fingerprint)
     records: list[JournalRecord] = []
@@ -257,21 +226,21 @@ def read_journal(
                 channel.read_journal(number, start, end), start, f"attempt {number}"
             )
             records += found
-        # Who took over meanwhile says what counts: an attempt may have written more than that.
+        # If another attempt took over meanwhile, it determines the valid records: an old attempt
+        # may have written more.
         if len(storage.attempts.entries(fingerprint)) == len(before):
             return records, new
         records, new = [], dict(positions)
 
 
 def _records(data: bytes, offset: int, where: str) -> tuple[list[JournalRecord], int]:
-    """The complete records of a stretch that begins at `offset`, and where they end."""
     records = []
     lines = data.split(b"\n")[:-1]
     for number, line in enumerate(lines):
         try:
             records.append(_parse(line))
         except ValueError as error:
-            # After a power loss the last line may have its end and lack its middle.
+            # After a power loss the last line may have its end but lack its middle.
             if number == len(lines) - 1:
                 break
             reason = str(error).splitlines()[0]
@@ -281,7 +250,6 @@ def _records(data: bytes, offset: int, where: str) -> tuple[list[JournalRecord],
 
 
 def _parse(line: bytes) -> JournalRecord:
-    """One record; a ValueError if the line is none."""
     try:
         values = json.loads(line, parse_constant=_refuse_constant)
     except RecursionError:

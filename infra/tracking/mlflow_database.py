@@ -1,16 +1,14 @@
-"""The embedded MLflow database of a home: made and migrated beside its place, renamed when whole.
+"""The embedded MLflow database of a home: created and migrated in a temporary file, then renamed.
 
 `python -m infra.tracking.mlflow_database DATABASE PROGRAM ARGUMENT...` prepares a database and
-then becomes the program, which is how the MLflow server of `rlhf up` starts.
-Promises: whenever a process is killed, the database is as it was or it is whole, and the next
-process goes on from there; no row that another program commits meanwhile is lost. A database that
-MLflow cannot migrate keeps its bytes under another name, with one line that says so, and a new one
-takes its place, with its registered models and their aliases; a tracker sees by `origin` that it
-is another one, and sends the runs that it knows. That happens only if every run, model and trace
-in it is of this project. Otherwise, if it cannot be read, and if a newer MLflow made it, nothing
-is changed and the error says what to do.
-Does not promise: notes, assessments and empty experiments that people added to one that is
-replaced; they are in the file that is kept.
+then executes the program; the MLflow server of `rlhf up` starts this way.
+Promises: a kill leaves the old database or the complete new one; no row that another program
+commits meanwhile is lost. If MLflow cannot migrate a database and every run, model and trace in it
+is of this project, it is renamed and a new one with its registered models and aliases replaces it;
+trackers see the change by `origin` and send their runs again. If it holds anything else, is
+unreadable or was made by a newer MLflow, nothing is changed and the error says what to do.
+Does not promise: to carry over notes, assessments and empty experiments that people added; the
+renamed file keeps them.
 """
 
 import logging
@@ -34,7 +32,6 @@ from infra.store.atomic import (
 
 LOCK_DEADLINE_S = 120.0
 BUSY_S = 60.0
-"""How long SQLite waits for another writer, in seconds."""
 _SIDE_FILES = ("", "-journal", "-wal", "-shm")
 _UNREADABLE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 _OF_THE_MACHINE = frozenset(
@@ -43,9 +40,9 @@ _OF_THE_MACHINE = frozenset(
         *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM),
     }
 )
-"""What SQLite answers on a full disk and the like, which says nothing of the database."""
+"""SQLite errors that come from the machine (disk full, locked) and not from the database."""
 _UNFINISHED = "_alembic_tmp_"
-"""Begins the name of the copy of a table that a migration was making."""
+"""Name prefix of the table copy that a migration makes."""
 _ROWS_OF_OTHERS = {
     "runs": "SELECT run_uuid FROM runs EXCEPT SELECT run_uuid FROM tags WHERE key = 'rlhf.key'",
     "logged_models": (
@@ -61,39 +58,35 @@ _ROWS_OF_OTHERS = {
         "SELECT request_id FROM trace_tags WHERE key = 'rlhf.step'"
     ),
 }
-"""Tables whose rows programs make, each with a query for those that this project did not make."""
+"""Tables with rows of programs, each with a query for the rows that this project did not make."""
 _DEPENDENT_TABLES = (
     *("alembic_", "experiment", "workspaces", "scheduler_leases", "registered_model"),
     *("params", "metrics", "latest_metrics", "tags", "inputs", "input_tags", "datasets"),
     *("logged_model_", "model_version_", "trace_", "spans", "span_metrics", "assessments", "sql_"),
 )
-"""Beginnings of names of tables whose rows belong to a row of those, or to MLflow itself."""
+"""Name prefixes of tables whose rows belong to a row of those tables, or to MLflow itself."""
 _REGISTRY = (
     *("registered_models", "registered_model_tags", "registered_model_aliases"),
     *("model_versions", "model_version_tags"),
 )
-"""Tables of the registry, each behind those that it refers to."""
+"""Tables of the model registry, each after the tables that it refers to."""
 
 _log = logging.getLogger(__name__)
 
 
 def database_lock(database: Path) -> AbstractContextManager[None]:
-    """What one process of this machine at a time holds: to make the database, and to add runs."""
+    """Return the machine-wide lock for creating the database and adding runs."""
     return file_lock(database.with_name(f"{database.name}.lock"), LOCK_DEADLINE_S)
 
 
 def ensure_whole(database: Path) -> None:
-    """Make the database if there is none, migrate it if it is older, replace it if it is broken.
+    """Create the database, migrate an older one, or replace one that cannot be migrated.
 
-    Called under `database_lock`. Imports MLflow.
-
-    Args:
-        database: the SQLite file; absolute.
+    The caller holds `database_lock`. `database` is absolute. Imports MLflow.
 
     Raises:
-        ServiceError: a newer MLflow made it, or it cannot be migrated or read and holds, or may
-            hold, what other programs wrote.
-        OSError: the disk refuses.
+        ServiceError: a newer MLflow made it, or it cannot be migrated or read and may hold data of
+            other programs.
     """
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # they print tracebacks of SQL
@@ -102,9 +95,9 @@ def ensure_whole(database: Path) -> None:
         if is_abandoned(path):
             path.unlink(missing_ok=True)
     if database.exists() and not database.stat().st_size:
-        database.unlink()  # SQLite had opened it and was killed before its first write
+        database.unlink()  # the process was killed before SQLite's first write
     if not database.exists():
-        for path in _files(database):  # SQLite would play it into the new database
+        for path in _files(database):  # SQLite would replay it into the new database
             path.rename(_aside(path))
         with _beside(database) as made:
             _make_tables(made)
@@ -122,7 +115,7 @@ def ensure_whole(database: Path) -> None:
 
 
 def _migrate(database: Path, made: Path) -> Path | None:
-    """Make the migrated database, else a new one; the name under which the old one is kept then."""
+    """Build the migrated database, else a new one; returns the old one's new name in that case."""
     from mlflow.store.db.utils import _upgrade_db
 
     try:
@@ -130,7 +123,7 @@ def _migrate(database: Path, made: Path) -> Path | None:
             source.execute("VACUUM INTO ?", (str(made),))
         _upgrade_db(_engine(made))
         return None
-    except Exception as error:  # a migration raises whatever it stumbles over
+    except Exception as error:  # a migration may raise anything
         if _is_of_the_machine(error):
             raise
         reason = " ".join(str(error).partition("[SQL")[0].split())[:120]
@@ -161,7 +154,7 @@ def _engine(made: Path):  # noqa: ANN202  SQLAlchemy's, which is imported with M
 
 
 def _carry_registry(database: Path, made: Path) -> None:
-    """Copy registered models with versions and aliases: a gate and `rlhf gc` go by them."""
+    """Copy registered models with versions and aliases: promotion gates and `rlhf gc` need them."""
     with closing(_connect(made)) as new:
         new.execute("ATTACH ? AS old", (str(database),))
         try:
@@ -183,7 +176,6 @@ def _carry_registry(database: Path, made: Path) -> None:
 
 
 def _publish(made: Path, database: Path) -> None:
-    """Give a whole database its name."""
     with made.open("rb+") as file:
         os.fsync(file.fileno())
     if database.exists():
@@ -194,7 +186,7 @@ def _publish(made: Path, database: Path) -> None:
 
 @contextmanager
 def _beside(database: Path) -> Iterator[Path]:
-    """The name of a database that is being made; nothing of it stays."""
+    """Yield a temporary database path; removes all its files at exit."""
     made = temporary_sibling(database)
     try:
         yield made
@@ -205,16 +197,16 @@ def _beside(database: Path) -> Iterator[Path]:
 
 @contextmanager
 def _held(database: Path) -> Iterator[None]:
-    """Keep writers out until another file has the name; they are refused then, by SQLite."""
+    """Block writers until the file is replaced; SQLite then refuses writes to the old one."""
     with closing(_connect(database)) as holder:
-        # A log of writes would be taken for that of the new file; locked while others have one.
+        # A leftover WAL would be applied to the new file. This fails while another has it open.
         holder.execute("PRAGMA journal_mode = DELETE")
         holder.execute("BEGIN IMMEDIATE")
         yield
 
 
 def _is_current(database: Path) -> bool:
-    """Whether the last migration of this MLflow is noted; it is noted when it is done."""
+    """True if this MLflow's last migration is recorded; MLflow records it when it is done."""
     from alembic.script import ScriptDirectory
     from mlflow.store.db.utils import _get_alembic_config
 
@@ -225,7 +217,7 @@ def _is_current(database: Path) -> bool:
         except sqlite3.DatabaseError as error:
             if _code(error) in _UNREADABLE:
                 raise _refusal(database, f"cannot be read ({error})") from error
-            if _code(error) != sqlite3.SQLITE_ERROR:  # there is no such table
+            if _code(error) != sqlite3.SQLITE_ERROR:  # SQLITE_ERROR: no such table
                 raise
             return False
     noted = {version for (version,) in rows}
@@ -236,7 +228,7 @@ def _is_current(database: Path) -> bool:
 
 
 def _others(database: Path) -> str:
-    """What of a database is not this project's, in words; empty if there is nothing."""
+    """Describe contents that are not this project's; empty if there are none."""
     found = []
     try:
         with closing(_connect(database)) as connection:
@@ -275,18 +267,15 @@ def _is_of_the_machine(error: Exception) -> bool:
 
 
 def _code(error: Exception) -> int:
-    """SQLite's own code of an error; 0 for any other."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
 def _files(database: Path) -> list[Path]:
-    """What there is of a database: itself, and what SQLite keeps beside it."""
     paths = (database.with_name(database.name + suffix) for suffix in _SIDE_FILES)
     return [path for path in paths if path.exists()]
 
 
 def _aside(path: Path) -> Path:
-    """A fresh name under which a file is kept."""
     return path.with_name(f"{path.name}.broken-{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}")
 
 
@@ -295,7 +284,7 @@ def _connect(database: Path) -> sqlite3.Connection:
 
 
 def main(database: str, *program: str) -> None:
-    """Prepare a database, then become the program that serves it."""
+    """Prepare a database, then replace this process by the program that serves it."""
     path = Path(database).resolve()
     try:
         with database_lock(path):

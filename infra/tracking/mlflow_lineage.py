@@ -1,11 +1,11 @@
-"""What stages read and made, as MLflow's logged models and datasets.
+"""Inputs and outputs of stages as MLflow's logged models and datasets.
 
-Promises: a policy or a model is one logged model of an experiment, known by its digest and linked
-to every run that made or read it; whatever else goes between stages is one dataset for each digest,
-an input of the runs that read it and, with the context `output`, of those that made it. The
-manifest is an artifact of the run, and of the logged model. Told again, each is there once.
-Does not promise: the files; the dataset's source and the tag `rlhf.uri` say where they are. One
-logged model when two machines tell one digest through a server in the same instant.
+Promises: a policy or model is one logged model of an experiment, identified by its digest and
+linked to every run that made or read it. Any other artifact is one dataset per digest: an input of
+the runs that read it and, with the context `output`, of the run that made it. The manifest is
+logged with the run and the logged model. Every call can be repeated.
+Does not promise: to upload the files; the dataset's source and the tag `rlhf.uri` give their
+location. Two machines that log one digest at the same moment may create two logged models.
 """
 
 import json
@@ -28,17 +28,11 @@ if TYPE_CHECKING:
 MODEL_KINDS = frozenset({"policy", "model"})
 OUTPUT = "output"
 MAX_DIGEST_CHARS = 36
-"""MLflow's own limit for a dataset; the whole digest stands in a tag of the input."""
+"""MLflow's limit for a dataset; a tag of the input holds the whole digest."""
 
 
 def log_inputs(client: "MlflowClient", run: "Run", inputs: Mapping[str, Artifact]) -> None:
-    """Link a run to what it reads.
-
-    Args:
-        client: of the server.
-        run: reads it.
-        inputs: by name.
-    """
+    """Link a run to the artifacts that it reads."""
     from mlflow.entities import LoggedModelInput
 
     models = {each.digest: each for name, each in inputs.items() if _is_model(name, each)}
@@ -52,14 +46,9 @@ def log_inputs(client: "MlflowClient", run: "Run", inputs: Mapping[str, Artifact
 
 
 def log_output(client: "MlflowClient", run: "Run", output: TrackedOutput) -> None:
-    """Link a run to what it made, and its headline numbers to the model they are about.
+    """Link a run to its output, and its headline metrics to the model that they describe.
 
-    They are about the model that the run made, else about the only one that it read.
-
-    Args:
-        client: of the server.
-        run: made it.
-        output: what it made.
+    That is the model that the run made, else the only model that it read, else none.
     """
     from mlflow.entities import LoggedModelOutput
 
@@ -88,16 +77,9 @@ def log_output(client: "MlflowClient", run: "Run", output: TrackedOutput) -> Non
 def model_of(
     client: "MlflowClient", run: "Run", artifact: Artifact, made_as: str | None = None
 ) -> str:
-    """The logged model of an artifact, made if there is none.
+    """Return the id of an artifact's logged model; creates it if necessary.
 
-    Args:
-        client: of the server.
-        run: made or reads it.
-        artifact: the model.
-        made_as: name of the stage, if the run made it.
-
-    Returns:
-        Its id.
+    `made_as` is the name of the stage if `run` produced the artifact; None if it reads it.
     """
     found = client.search_logged_models(
         [run.info.experiment_id],
@@ -129,7 +111,7 @@ def _models_read(run: "Run") -> list[str]:
 
 
 def _is_model(name: str, artifact: Artifact) -> bool:
-    """Whether an input is one; of a user's directories, the one that a stage starts from."""
+    """True for a model; a user's directory counts as one if it is the input `model`."""
     return artifact.kind in MODEL_KINDS or (artifact.kind == EXTERNAL_KIND and name == "model")
 
 
@@ -148,7 +130,7 @@ def _dataset(
         sizes = [entry.size_bytes for entry in manifest.files.values()]
         profile |= {"num_files": len(sizes), "size_bytes": sum(sizes)}
     dataset = Dataset(
-        # One name for one digest, whatever the stages that read it call it.
+        # A digest needs the same name in all stages, whose input names differ.
         name if artifact.kind == EXTERNAL_KIND else artifact.kind,
         artifact.digest[:MAX_DIGEST_CHARS],
         source_type=urlsplit(artifact.uri).scheme or "local",
@@ -161,7 +143,6 @@ def _dataset(
 
 
 def _tables(artifact: Artifact, manifest: Manifest) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Columns and numbers of rows of the tables that lie on this machine."""
     import pyarrow.parquet as pq
     from mlflow.types.schema import ColSpec
 
@@ -180,7 +161,7 @@ def _tables(artifact: Artifact, manifest: Manifest) -> tuple[list[dict[str, Any]
 
 
 def _type(arrow: Any) -> Any:
-    """An Arrow type in MLflow's words; what has none there is a text."""
+    """Convert an Arrow type to an MLflow type; string if there is no equivalent."""
     import pyarrow.types as of
     from mlflow.types.schema import Array, DataType, Object, Property
 

@@ -1,12 +1,11 @@
-"""Models that a gate decided about, as versions in MLflow's registry.
+"""Models of promotion gates as versions in MLflow's model registry.
 
-Promises: one version per digest, however often the same model is registered; the alias points to
-it afterwards; `mlflow.transformers.load_model("models:/NAME@champion")` and `mlflow.pyfunc` load
-it, on another machine too if a server holds the files: they lie with the run as an MLflow model
-does, weights beside an `MLmodel` file. Embedded they are links to the store's files where the
-disk allows it, not copies.
-Does not promise: the files of a model above `MAX_UPLOAD_BYTES` through a server. Of that only
-`MLmodel` and the manifest are there, and the tag `rlhf.uri` says where the weights are.
+Promises: one version per digest, however often a model is registered, and the alias points to it;
+`mlflow.transformers.load_model("models:/NAME@champion")` and `mlflow.pyfunc` load it, with a server
+also on other machines. The run holds the files in MLflow's model layout. An embedded tracker
+hard-links the store's files where possible.
+Does not promise: to upload weights above `MAX_UPLOAD_BYTES` to a server; then only `MLmodel` and
+the manifest are uploaded, and the tag `rlhf.uri` gives the location of the weights.
 """
 
 import json
@@ -31,24 +30,15 @@ DIGEST_TAG = "rlhf.digest"
 URI_TAG = "rlhf.uri"
 FINGERPRINT_TAG = "rlhf.fingerprint"
 MODEL_TAG = "rlhf.logged_model"
-"""Id of the logged model that a version is. MLflow's own field for it is none for files that lie
-with a run: a server refuses a version whose files are not the logged model's own."""
+"""Id of the version's logged model. MLflow's own field cannot be used: a server refuses a version
+whose files are not the logged model's, and these files belong to the run."""
 BEAT_TAG = "rlhf.beat"
-"""The model that had the alias before, as JSON; empty: none that it was compared with."""
+"""The model that it was compared with and that had the alias before, as JSON; empty if none."""
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
 def register_version(client: "MlflowClient", candidate: ModelCandidate, model_id: str) -> str:
-    """Register a model and give it the alias.
-
-    Args:
-        client: of the registry.
-        candidate: the model.
-        model_id: the logged model that it is.
-
-    Returns:
-        The version.
-    """
+    """Register a model with the id of its logged model, set the alias, and return the version."""
     artifact = candidate.artifact
     version = _version_with(client, candidate.name, artifact.digest)
     if version is None:
@@ -69,16 +59,7 @@ def register_version(client: "MlflowClient", candidate: ModelCandidate, model_id
 
 
 def bearer_of(client: "MlflowClient", name: str, alias: str) -> Incumbent | None:
-    """The version that an alias points to, as its tags tell it.
-
-    Args:
-        client: of the registry.
-        name: of the registered model.
-        alias: of one of its versions.
-
-    Returns:
-        The version; None without one.
-    """
+    """Return the version that an alias points to, read from its tags; None if there is none."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -101,7 +82,7 @@ def bearer_of(client: "MlflowClient", name: str, alias: str) -> Incumbent | None
 
 
 def aliased_digests(client: "MlflowClient") -> dict[str, str]:
-    """The digests of the versions that aliases point to, each with one `name@alias`."""
+    """Return the digests of all aliased versions, each with one `name@alias`."""
     found: dict[str, str] = {}
     token: str | None = None
     while True:
@@ -117,7 +98,7 @@ def aliased_digests(client: "MlflowClient") -> dict[str, str]:
 
 
 def _version_with(client: "MlflowClient", name: str, digest: str) -> str | None:
-    """The version that holds this digest; creates the registered model if it is absent."""
+    """Return the version with this digest; creates the registered model if it is absent."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -132,7 +113,6 @@ def _version_with(client: "MlflowClient", name: str, digest: str) -> str | None:
 
 
 def _log_model(client: "MlflowClient", candidate: ModelCandidate) -> str:
-    """Put the model with the run; where it is then."""
     run = client.get_run(candidate.run_id)
     place = f"{run.info.artifact_uri}/{ARTIFACT_PATH}"
     if place.startswith("file://"):
@@ -146,7 +126,6 @@ def _log_model(client: "MlflowClient", candidate: ModelCandidate) -> str:
 
 
 def _lay_out(candidate: ModelCandidate, directory: Path, *, links: bool) -> None:
-    """The model's files as MLflow's flavor `transformers` wants them."""
     from mlflow.models import Model
 
     source = candidate.directory
@@ -173,7 +152,6 @@ def _lay_out(candidate: ModelCandidate, directory: Path, *, links: bool) -> None
 
 
 def _flavor(config: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """What `mlflow.transformers` reads before it loads a directory."""
     flavor: dict[str, Any] = {
         "task": "text-generation",
         "instance_type": "TextGenerationPipeline",
@@ -194,7 +172,7 @@ def _place(source: Path, target: Path, *, links: bool) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     target.unlink(missing_ok=True)
     try:
-        # A link of the weights for the upload too, where scratch and store share a disk.
+        # Also for an upload: scratch directory and store may share a disk.
         os.link(source, target)
     except OSError:
         if links:

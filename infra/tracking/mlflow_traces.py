@@ -1,9 +1,9 @@
-"""What a policy wrote in the steps of a stage, as MLflow's traces of the stage's run.
+"""Samples of a stage's steps as MLflow traces of its run.
 
-Promises: one trace for each sample, whose id follows from the run, the step and the sample, so
-that whoever tells it again replaces it. Prompt, answer, score and advantage are those of the page
-that `rlhf show` writes, and so is the difference of trainer and sampler for each token.
-Does not promise: how long an answer took; a trace begins and ends when its step was recorded.
+Promises: one trace per sample, with an id derived from run, step and sample, so that sending it
+again replaces it. It has the data of the page that `rlhf show` writes: prompt, completion, score,
+advantage, and the logprob difference of trainer and sampler per token.
+Does not promise: durations; a trace begins and ends when its step was recorded.
 """
 
 import base64
@@ -27,14 +27,7 @@ def log_traces(
     steps: Mapping[int, Sequence[KeptSample]],
     times_ms: Mapping[int, int],
 ) -> None:
-    """Show samples with a run.
-
-    Args:
-        uri: of the server or database.
-        run: of the stage.
-        steps: samples by step.
-        times_ms: when the steps were, milliseconds since the epoch.
-    """
+    """Send samples, by step, as traces of a run; `times_ms` of the steps are since the epoch."""
     from mlflow.tracing.client import TracingClient
 
     client = TracingClient(uri)
@@ -64,7 +57,7 @@ def _trace(run: "Run", step: int, sample: KeptSample, at_ms: int, key: str) -> "
         if value is not None:
             by = AssessmentSource("CODE", "reward" if name == "score" else "trainer")
             feedback = Feedback(name=name, value=value, source=by)
-            # One of its own making would double it when it is told again.
+            # A generated id would duplicate the assessment when the trace is sent again.
             feedback.assessment_id = f"a-{sha256_json([key, name])[:_TRACE_DIGITS]}"
             assessments.append(feedback)
     return TraceInfo(

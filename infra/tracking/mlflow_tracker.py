@@ -1,11 +1,11 @@
-"""MLflow as the tracker: runs of one experiment, with their lineage.
+"""MLflow as a tracker: runs of one experiment, with their lineage.
 
-Promises: MLflow is imported at the first call (two seconds of CPU); an embedded database is whole
-or is not there (`infra.tracking.mlflow_database`), and one process at a time creates runs in it; a
-metric carries its journal time, and MLflow keeps one row per (name, step, time, value), so a row
-that is sent twice is there once.
-Does not promise: one run per key when two machines create it through a server in the same
-instant; the older one is then the run, for everybody.
+Promises: MLflow is imported at the first call (two seconds of CPU); an embedded database is
+complete or absent (`infra.tracking.mlflow_database`), and one process at a time creates runs in it;
+a metric carries its journal time, and MLflow keeps one row per (name, step, time, value), so
+sending a row again has no effect.
+Does not promise: one run per key if two machines create it through a server at the same moment; all
+then use the older one.
 """
 
 import logging
@@ -36,14 +36,13 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 TAG = "rlhf."
-"""Prefix of every tag of ours."""
 KEY_TAG = TAG + "key"
 POSITION_TAG = TAG + "journal_position"
 DESCRIBED_TAG = TAG + "described"
-"""On a run whose settings and inputs are all there."""
+"""Set once settings and inputs of a run are complete."""
 SQLITE = "sqlite:///"
 METRICS_PER_CALL = 500
-"""Ten times fewer rows per second arrive in calls of 20 than in calls of hundreds."""
+"""Calls with 20 rows reach a tenth of the throughput of calls with hundreds."""
 PARAMS_PER_CALL = 100
 MAX_PARAM_CHARS = 500
 MAX_KEY_CHARS = 250
@@ -53,15 +52,13 @@ _REFUSALS = frozenset(
         *("RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS", "INVALID_STATE"),
     }
 )
-"""Answers of a server that works; only the call was wrong."""
+"""Error codes of a working server that rejects a call."""
 
 
 class MlflowTracker:
-    """An MLflow server, or an embedded database of one home.
+    """An MLflow server (`http(s)://...`), or an embedded database (`sqlite:////absolute/path`).
 
-    Args:
-        settings: `uri` is `http(s)://...` or `sqlite:////absolute/path`; None uses
-            MLFLOW_TRACKING_URI, else `<home>/mlflow.db`.
+    Without `settings.uri` it uses MLFLOW_TRACKING_URI, else `<home>/mlflow.db`.
     """
 
     def __init__(self, settings: TrackerSettings) -> None:
@@ -77,21 +74,21 @@ class MlflowTracker:
 
     @property
     def address(self) -> str:
-        """The server's or database's URI, and the experiment."""
+        """URI of the server or database, and the experiment."""
         return f"{self.uri}#{self._experiment}"
 
     def is_absent(self) -> bool:
-        """Whether an embedded database was never made, or removed."""
+        """True if an embedded database does not exist."""
         return self._database is not None and not self._database.exists()
 
     def origin(self) -> str:
-        """The experiment, by its number and the time of its creation."""
+        """Return the experiment's id and creation time."""
         with _refusals(), self._writing():
             experiment = self._client.get_experiment(self._experiment_id)
             return f"{experiment.experiment_id} {experiment.creation_time}"
 
     def open_run(self, run: TrackedRun) -> str:
-        """The run with this key; the oldest, if there are several."""
+        """Return the id of the run with this key, the oldest if there are several."""
         with _refusals(), self._writing():
             found = self._find(run.key) or self._create(run)
             if DESCRIBED_TAG not in found.data.tags:
@@ -99,12 +96,12 @@ class MlflowTracker:
             return found.info.run_id
 
     def position(self, run_id: str) -> str:
-        """As the run's tag holds it."""
+        """Return the position in the run's tag."""
         with _refusals():
             return self._client.get_run(run_id).data.tags.get(POSITION_TAG, "")
 
     def log_metrics(self, run_id: str, points: Sequence[MetricPoint], position: str) -> None:
-        """Rows in calls of hundreds, then the position: whoever is killed sends rows again."""
+        """Send rows in batches, then the position; after a kill the rows are sent again."""
         with _refusals():
             from mlflow.entities import Metric
 
@@ -120,7 +117,7 @@ class MlflowTracker:
         tags: Mapping[str, str],
         metrics: Mapping[str, float],
     ) -> None:
-        """Headline numbers stand at step 0, with the run's own start as their time."""
+        """Set the state; headline metrics are rows at step 0 with the run's start time."""
         with _refusals():
             from mlflow.entities import RunTag
 
@@ -134,7 +131,7 @@ class MlflowTracker:
                 self._client.set_terminated(run_id, state)
 
     def log_output(self, run_id: str, output: TrackedOutput) -> None:
-        """As a logged model, else as a dataset."""
+        """Log the output as a logged model or a dataset."""
         with _refusals(), self._writing():
             from infra.tracking.mlflow_lineage import log_output
 
@@ -146,19 +143,19 @@ class MlflowTracker:
         steps: Mapping[int, Sequence[KeptSample]],
         times_ms: Mapping[int, int],
     ) -> None:
-        """As traces."""
+        """Log the samples as traces."""
         with _refusals():
             from infra.tracking.mlflow_traces import log_traces
 
             log_traces(self.uri, self._client.get_run(run_id), steps, times_ms)
 
     def log_files(self, run_id: str, directory: Path, path: str) -> None:
-        """As artifacts of the run."""
+        """Log the files as artifacts of the run."""
         with _refusals():
             self._client.log_artifacts(run_id, str(directory), path)
 
     def register(self, candidate: ModelCandidate) -> str:
-        """As a version that MLflow's own API loads."""
+        """Register the model as a version that MLflow's API can load."""
         with _refusals(), self._writing():
             from infra.tracking.mlflow_lineage import model_of
             from infra.tracking.mlflow_models import register_version
@@ -168,7 +165,7 @@ class MlflowTracker:
             return register_version(self._client, candidate, model_id)
 
     def incumbent(self, name: str, alias: str) -> Incumbent | None:
-        """As the registry says now; a database that was never made is not made for it."""
+        """Return the registry's current version; does not create a missing database."""
         if self.is_absent():
             return None
         with _refusals(), self._writing():
@@ -177,7 +174,7 @@ class MlflowTracker:
             return bearer_of(self._client, name, alias)
 
     def aliased(self) -> dict[str, str]:
-        """Of all models of the registry, whoever registered them."""
+        """Return the aliases of all registered models, also of other programs."""
         if self.is_absent():
             return {}
         with _refusals(), self._writing():
@@ -186,8 +183,8 @@ class MlflowTracker:
             return aliased_digests(self._client)
 
     def _writing(self) -> Any:
-        """Alone among the processes of this machine that write one embedded database."""
-        _ = self._client  # holds the same lock while it is made
+        """Return the machine-wide lock of an embedded database; no lock for a server."""
+        _ = self._client  # its creation takes the same lock
         return nullcontext() if self._database is None else database_lock(self._database)
 
     @cached_property
@@ -196,26 +193,26 @@ class MlflowTracker:
             (env.MLFLOW_HTTP_REQUEST_MAX_RETRIES, "1"),
             (env.MLFLOW_HTTP_REQUEST_TIMEOUT, "5"),
             (env.MLFLOW_DISABLE_TELEMETRY, "true"),
-            # Else a server's client prints two lines for each run that ends.
+            # Otherwise a server's client prints two lines at the end of each run.
             (env.MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT, "true"),
         ):
             if variable.get() is None:
                 env.set_for_process(variable.name, value)
         from mlflow.tracking import MlflowClient
 
-        # What fails is said in one line by whoever called; these print tracebacks of SQL.
+        # The caller reports a failure in one line; these loggers print SQL tracebacks.
         for name in ("mlflow", "alembic", "urllib3"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         with database_lock(self._database) if self._database else nullcontext():
             if self._database:
                 ensure_whole(self._database)
             client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
-            client.search_experiments(max_results=1)  # makes the default experiment, once
+            client.search_experiments(max_results=1)  # creates the default experiment
         return client
 
     @cached_property
     def _experiment_id(self) -> str:
-        # A server decides by itself; embedded, MLflow would use the current directory.
+        # A server has its own location; an embedded MLflow would use the working directory.
         location = self._files.as_uri() if self._database else None
         return _ensure_experiment(self._client, self._experiment, location)
 
@@ -245,7 +242,7 @@ class MlflowTracker:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Tell what MLflow refuses from MLflow being away."""
+    """Convert a rejection by MLflow to TrackerRefusedError; other errors mean it is unreachable."""
     try:
         yield
     except Exception as error:
@@ -271,7 +268,7 @@ def _ensure_experiment(client: "MlflowClient", name: str, location: str | None) 
 
 
 def _describe(client: "MlflowClient", found: "Run", run: TrackedRun) -> None:
-    """Settings and inputs, then a mark: whoever was killed in between is repeated."""
+    """Add settings and inputs, then a tag that they are complete; repeated after a kill."""
     from mlflow.entities import Param
 
     from infra.tracking.mlflow_lineage import log_inputs
@@ -289,15 +286,9 @@ def _describe(client: "MlflowClient", found: "Run", run: TrackedRun) -> None:
 def headline_rows(
     run: "Run", metrics: Mapping[str, float], model_id: str | None = None
 ) -> list["Metric"]:
-    """Headline numbers that a run does not have yet, as rows at step 0.
+    """Return the headline metrics that a run lacks, as rows at step 0 with the run's start as time.
 
-    Args:
-        run: as it is.
-        metrics: by name.
-        model_id: the logged model that they are about.
-
-    Returns:
-        With the run's own start as their time: told again, they are the same rows.
+    With that time, sending them again has no effect. `model_id` is the model that they describe.
     """
     from mlflow.entities import Metric
 
@@ -309,9 +300,9 @@ def headline_rows(
 
 
 def metric_key(name: str) -> str:
-    """A metric's name in the characters that MLflow allows: `pass@4` becomes `pass_at_4`.
+    """Replace the characters that MLflow does not allow: `pass@4` becomes `pass_at_4`.
 
-    It has to look like a path too, so that a part that is none (`a//b`, `../b`) becomes `_`.
+    MLflow also requires a valid path, so empty and dot parts (`a//b`, `../b`) become `_`.
     """
     parts = re.sub(r"[^/\w.\- :]", "_", name.replace("@", "_at_")).split("/")
     path = "/".join("_" if part in {"", ".", ".."} else part for part in parts)
@@ -319,7 +310,7 @@ def metric_key(name: str) -> str:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings as dotted keys and short texts, secrets masked."""
+    """Flatten nested settings to dotted keys and short texts, secrets masked."""
     flat: dict[str, str] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"

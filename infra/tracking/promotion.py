@@ -1,4 +1,4 @@
-"""The decision of a gate, as the artifact of kind `promotion` holds it."""
+"""The decision of a promotion gate: content of an artifact of kind `promotion`."""
 
 from pathlib import Path
 from typing import Self
@@ -14,27 +14,27 @@ from infra.store.canonical import canonical_json
 PROMOTION = "promotion"
 DECISION_NAME = "decision.json"
 INCUMBENT = "incumbent"
-"""Name of the stage's input that is the model which had the alias."""
+"""Name of the stage's input that is the model with the alias."""
 CHALLENGER = "challenger"
-"""Alias of the last model that was good enough but did not beat the incumbent."""
+"""Alias of the last model that reached the minimum but did not beat the incumbent."""
 
 
 class Comparison(FrozenModel):
-    """A model beside the incumbent, on the same problems."""
+    """Comparison of a model with the incumbent on the same problems."""
 
     incumbent_digest: str
     value: float
-    """Of the incumbent's own evaluation."""
+    """The metric in the incumbent's own evaluation."""
     gain: float
-    """Mean difference of the problems that both were scored on; above 0: the new one is better."""
+    """Mean difference over the common problems; positive if the new model is better."""
     margin: float
-    """What chance alone gives: the interval of the gain is `gain` -+ `margin`."""
+    """Half width of the confidence interval of `gain`."""
     confidence: float
     num_problems: int
 
     @property
     def is_beaten(self) -> bool:
-        """Whether the interval of the gain lies above 0."""
+        """True if the confidence interval of the gain lies above 0."""
         return self.gain > self.margin
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Comparison(FrozenModel):
 
 
 class Decision(FrozenModel):
-    """`decision.json`: whether a model may bear an alias."""
+    """Content of `decision.json`: whether a model gets an alias."""
 
     promoted: bool
     metric: str
@@ -55,37 +55,26 @@ class Decision(FrozenModel):
     min_value: float
     model_digest: str
     model_name: str
-    """Of the registered model."""
     alias: str
-    """Of the incumbent, which the model takes if it is promoted."""
+    """Alias of the incumbent, which moves to a promoted model."""
     comparison: Comparison | None = None
-    """None: there was no incumbent."""
+    """None if there was no incumbent."""
     reason: str = ""
 
     @property
     def given_alias(self) -> str:
-        """The alias that the model gets; empty: it is not registered, as it is below the bar."""
+        """Alias that the model gets; empty if it is below `min_value` and is not registered."""
         if self.promoted:
             return self.alias
         return CHALLENGER if self.value >= self.min_value else ""
 
     def write(self, directory: Path) -> None:
-        """Put it into a directory."""
+        """Write the decision to a directory."""
         atomic_write_bytes(directory / DECISION_NAME, canonical_json(self))
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """The decision that a directory holds.
-
-        Args:
-            directory: of the artifact.
-
-        Returns:
-            What `write` put there.
-
-        Raises:
-            ArtifactCorruptError: there is none, or none that this version reads.
-        """
+        """Read the decision from a directory; ArtifactCorruptError if it is missing or invalid."""
         path = directory / DECISION_NAME
         try:
             return cls.model_validate_json(path.read_bytes())

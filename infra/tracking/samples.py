@@ -1,11 +1,9 @@
-"""Samples of a round's steps that are kept for people, beside the journal of the attempt.
+"""Samples of RL steps, kept for people in `attempt-<n>/samples/<step>.json`.
 
-    attempt-<n>/samples/00000010.json      what step 10, over all rounds, kept
-
-Promises: a step's file appears whole and is replaced whole, so an attempt that repeats a step
-doubles nothing; the attempts of a generation are read as one, of a step that several of them did
-the last; what is kept stays when the stage is committed.
-Does not promise: that every step has a file. Nothing depends on one: a disk that is full costs it.
+Promises: a step's file is written and replaced atomically, so repeating a step adds no duplicates.
+Readers see all attempts of a generation as one; the last attempt of a step wins. The files stay
+after the commit.
+Does not promise: a file for every step; on a full disk it is skipped.
 """
 
 import logging
@@ -24,40 +22,39 @@ _log = logging.getLogger(__name__)
 
 
 class KeptSample(FrozenModel):
-    """One answer. Numbers that are not finite are None."""
+    """One completion. Numbers that are not finite are None."""
 
     name: str
     """Request and number of the sample."""
     group: int
-    """Place of its prompt within the step."""
+    """Index of its prompt within the step."""
     prompt: str
     tokens: tuple[str, ...]
-    """Text of each token of the answer; of a long answer its two ends, half of them each."""
+    """Text of each token of the completion; of a long one only its first and last part."""
     num_tokens: int
-    """Of the whole answer."""
+    """Length of the whole completion."""
     mismatch: tuple[float | None, ...] = ()
-    """Logprob of the trainer minus that of the sampler, in nats, for each of `tokens`; empty where
-    it was not measured."""
+    """Trainer logprob minus sampler logprob of each of `tokens`, in nats; empty if not measured."""
     score: float | None
     reward: float | None
-    """The score with its shaping."""
+    """The score with reward shaping."""
     advantage: float | None = None
-    """Mean over the answer's tokens; None for what was not trained on."""
+    """Mean over the tokens of the completion; None if it was not trained on."""
     finish_reason: str
     extras: dict[str, float | None] = {}
-    """What else the reward function reported."""
+    """Further values that the reward function returned."""
 
 
 class KeptStep(FrozenModel):
-    """What a step kept."""
+    """Samples of one step."""
 
     step: int
-    """Over all rounds."""
+    """Step number over all rounds."""
     samples: tuple[KeptSample, ...]
 
 
 def write_samples(attempt_dir: Path, kept: KeptStep) -> None:
-    """Keep samples of a step; raises an `OSError` where the disk does."""
+    """Write the samples of a step; raises `OSError` if the disk fails."""
     directory = attempt_dir / SAMPLES_DIR
     directory.mkdir(exist_ok=True)
     atomic_write_bytes(directory / f"{kept.step:08d}.json", kept.model_dump_json().encode())
@@ -66,15 +63,9 @@ def write_samples(attempt_dir: Path, kept: KeptStep) -> None:
 def read_samples(
     storage: Storage, fingerprint: str, attempt: int | None = None
 ) -> dict[int, KeptStep]:
-    """What a generation of a stage kept, by step; a damaged file is left out.
+    """Return the samples of a generation of a stage, in step order; skips damaged files.
 
-    Args:
-        storage: of the stage.
-        fingerprint: of the stage.
-        attempt: one of the generation; by default the newest.
-
-    Returns:
-        In the order of the steps.
+    `attempt` is any attempt of the generation; None means the newest generation.
     """
     files: dict[int, bytes] = {}
     for entry in generation(storage.attempts.entries(fingerprint), attempt):
@@ -86,15 +77,9 @@ def read_samples(
 def within(
     steps: Mapping[int, Sequence[KeptSample]], max_bytes: int, max_num: int | None = None
 ) -> dict[int, Sequence[KeptSample]]:
-    """All steps, or every second, fourth, ... and the last, so that whoever shows them can.
+    """Thin out steps until their samples fit: every second, fourth, ... step and the last.
 
-    Args:
-        steps: samples by step.
-        max_bytes: of their JSON; one step may have more.
-        max_num: of samples; one step may have more. None: any number.
-
-    Returns:
-        Samples by step, in order.
+    `max_bytes` limits their JSON, `max_num` their number; a single remaining step may exceed both.
     """
     sizes = {step: sum(len(s.model_dump_json()) for s in each) for step, each in steps.items()}
     chosen = sorted(steps)

@@ -1,12 +1,12 @@
-"""Brings a tracker to where the ledger, the journals and the commits are, from its own thread.
+"""Background thread that brings a tracker up to date with ledger, journals and commits.
 
-Promises: nobody waits for the tracker but `close`, and that for a bounded time; nothing is opened
-before there is something to tell; whatever could not be told, because the tracker was away or
-because a process died, is told by the next contact, whoever makes it and whatever it came for;
-a metric stands in the tracker once. A failure of the tracker is one line, and it is left alone
-for a while then. An entry that fails while the tracker answers is set aside, in one line with its
-cause: the others go on, and it is tried again after them, more and more seldom, and by later runs.
-Does not promise: that two processes which tell one run at the same moment do not both send it.
+Promises: only `close` waits for the tracker, for a bounded time. The tracker is opened when there
+is something to send. What was not sent, because the tracker was unreachable or a process died, is
+sent at the next contact by any process of the home. A metric appears in the tracker once. If the
+tracker fails, one line is logged and it is not called for a while. An entry that fails while the
+tracker answers is set aside with one line: the others go on, and it is retried with growing delays
+and by later runs.
+Does not promise: that two processes which send one run at the same moment do not both send it.
 """
 
 import logging
@@ -35,38 +35,27 @@ from infra.tracking.tracker import (
 SHIP_EVERY_S = 2.0
 RETRY_AFTER_S = 60.0
 MAX_ASIDE_S = 3600.0
-"""The longest time between two tries of an entry that fails; each is twice the one before."""
+"""Longest delay between two tries of a failing entry; the delay doubles each time."""
 MAX_REASON_CHARS = 200
 LOOK_EVERY_S = 1.0
 MOVED_BYTES = 2**16
-"""So many within the deadline are a sign of life of an upload, which reads the files that it sends;
-looking for it reads less."""
+"""An upload is alive if the process reads this much within the deadline; polling reads less."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Aside:
-    """An entry that failed while the tracker answered.
-
-    Attributes:
-        due_at: when it is tried again, on this process's monotonic clock.
-        wait_s: how long that is after its last failure.
-    """
+    """Next try of a failing entry, on the monotonic clock, and the delay before it."""
 
     due_at: float
     wait_s: float
 
 
 class Shipper:
-    """Tells one tracker the runs of one ledger.
+    """Sends the runs of one ledger to one tracker, at most one round of calls per `ship_every_s`.
 
-    Args:
-        ledger: about this tracker.
-        tracker: not opened before something is told.
-        history: of the stages.
-        ship_every_s: at most one round of calls in this time, in seconds.
-        retry_after_s: seconds for which a tracker that failed is not asked again.
+    A tracker that failed is not called for `retry_after_s`.
     """
 
     def __init__(
@@ -102,7 +91,7 @@ class Shipper:
         self._positions: dict[str, str] = {}
 
     def begin(self) -> None:
-        """Take up what earlier runs left untold, if they did."""
+        """Start sending what earlier runs left over."""
         try:
             if self._tracker.is_absent():
                 self._ledger.forget()
@@ -112,21 +101,22 @@ class Shipper:
             self._wake()
 
     def find(self, key: str) -> RunEntry | None:
-        """A run as it was told last, or is to be told."""
+        """Return the newest entry of a run; None if it is unknown."""
         with self._lock:
             return self._entries.get(key) or self._ledger.find(key)
 
     def is_settled(self, key: str) -> bool:
-        """Whether the tracker knows everything about a run."""
+        """True if the tracker knows everything about a run."""
         return self._ledger.is_settled(key)
 
     def put(self, entry: RunEntry) -> None:
-        """Tell a run, now or by the next contact."""
+        """Queue a run; it is kept until it is sent."""
         with self._lock:
-            # One step: an entry without its news would be told with another's, and then again.
+            # Under one lock: otherwise the thread could send the entry before its key is queued,
+            # and then send it again.
             self._entries[entry.key] = entry
             self._news[entry.key] = None
-            if entry.key in self._aside:  # something about it is new, so it may succeed
+            if entry.key in self._aside:  # the entry changed, so it may succeed now
                 wait_s = self._aside[entry.key].wait_s
                 self._aside[entry.key] = _Aside(time.monotonic(), wait_s)
             try:
@@ -136,25 +126,24 @@ class Shipper:
         self._wake()
 
     def journal_grew(self, key: str) -> None:
-        """A stage of ours has new records; before it is put, that is no news of its own."""
+        """Queue a stage with new journal records, if it was put before."""
         with self._lock:
             if key in self._entries:
                 self._news[key] = None
         self._wake()
 
     def finish(self) -> None:
-        """Tell the rest at once and then no more; nobody waits for it here."""
+        """Send the rest at once, then end the thread; does not wait."""
         self._is_closing.set()
         self._is_news.set()
 
     def close(self, deadline_s: float, upload_s: float = 0.0, waited_s: float = 0.0) -> None:
-        """Tell the rest, but not for ever.
+        """Send the rest, and wait for a bounded time.
 
         Args:
-            deadline_s: how long to wait, in seconds.
-            upload_s: for so long in all, in seconds, the wait begins anew while a report or a
-                model is on its way and its bytes move.
-            waited_s: how much of both is over since `finish`; there is one look in any case.
+            deadline_s: longest wait without upload progress.
+            upload_s: longest total wait while a report or model upload makes progress.
+            waited_s: time since `finish` that counts towards both.
         """
         if self._thread is None:
             return
@@ -162,7 +151,7 @@ class Shipper:
         began_at = time.monotonic() - waited_s
         moved_at = max(began_at, time.monotonic() - max(0.0, deadline_s - LOOK_EVERY_S))
         moved_bytes, is_said = num_bytes_read(), False
-        # Not `join`: Ctrl-C in the middle of one has CPython 3.11 take the thread for dead.
+        # Not `join`: if Ctrl-C interrupts it, CPython 3.11 takes the thread for dead.
         while not self._has_ended.wait(min(LOOK_EVERY_S, deadline_s)):
             now, num_bytes = time.monotonic(), num_bytes_read()
             is_moving = self._is_uploading and num_bytes - moved_bytes >= MOVED_BYTES
@@ -180,7 +169,7 @@ class Shipper:
                 return
 
     def _leave(self, waited_s: float) -> None:
-        """Somebody else's turn: what took so long comes last there."""
+        """Give up waiting; the entry that took so long is sent last by the next run."""
         if self._telling is not None:
             self._note_aside(self._telling)
         _log.warning(
@@ -239,11 +228,11 @@ class Shipper:
                 self._set_aside(newest, failure)
 
     def _due(self) -> list[RunEntry]:
-        """What is to be told now, in the order in which it is told.
+        """Return the entries to send now, in order.
 
-        Stages first: the end of a pipeline run is told when its stages are. Who made something
-        before who reads it, and the older first: of two models, that of the later commit is to
-        have the alias. What failed before, here or in another process, comes last.
+        Stages come before pipeline runs, whose end is sent after their stages. Older commits come
+        first: a producer before its readers, and of two models the later one must get the alias.
+        Entries that failed before, here or in another process, come last.
         """
         now = time.monotonic()
         with self._lock:
@@ -261,7 +250,7 @@ class Shipper:
         return sorted(entries, key=turn)
 
     def _meets(self, what: str, failure: Exception | None = None) -> bool:
-        """Whether the tracker answers; if not, that is why `what` failed."""
+        """Return whether the tracker answers; if not, log that `what` failed for this reason."""
         silence = _failure(self._meet)
         if silence is None or isinstance(silence, TrackerRefusedError):
             return True
@@ -269,7 +258,6 @@ class Shipper:
         return False
 
     def _is_away(self, what: str, error: Exception) -> None:
-        """Leave the tracker alone for a while."""
         _log.debug("tracking", exc_info=error)
         self._silent_until = time.monotonic() + self._retry_after_s
         self._in_touch = False
@@ -282,9 +270,8 @@ class Shipper:
             )
 
     def _set_aside(self, entry: RunEntry, error: Exception) -> None:
-        """Go on without an entry that failed while the tracker answers."""
         _log.debug("tracking", exc_info=error)
-        if isinstance(error, TrackerRefusedError):  # perhaps somebody removed the run
+        if isinstance(error, TrackerRefusedError):  # the run may have been deleted
             for known in (self._run_ids, self._states, self._positions):
                 known.pop(entry.key, None)
         with self._lock:
@@ -311,12 +298,12 @@ class Shipper:
 
     def _words(self, what: str, error: Exception) -> tuple[str, str, str]:
         said = " ".join(f"{type(error).__name__}: {error}".split())
-        # What we say ourselves ends with what to do.
+        # Errors of this project are not cut, because they end with the remedy.
         num_chars = None if isinstance(error, PipelineError) else MAX_REASON_CHARS
         return redact(self._tracker.address), what, redact(said)[:num_chars]
 
     def _adopt(self) -> None:
-        """Take up what processes that died and failed contacts left."""
+        """Queue what dead processes and failed contacts left over."""
         for entry in self._ledger.pending():
             failure = _failure(partial(self._take_up, entry))
             if failure is not None:
@@ -330,7 +317,7 @@ class Shipper:
                 self._news[entry.key] = None
 
     def _meet(self) -> None:
-        """Look who answers; another server than before has to be told everything."""
+        """Contact the tracker; a different server than before has to be sent everything."""
         if self._ledger.check_origin(self._tracker.origin()):
             for known in (self._run_ids, self._states, self._positions):
                 known.clear()
@@ -339,7 +326,7 @@ class Shipper:
             self._adopt()
 
     def _resolve(self, entry: RunEntry) -> RunEntry | None:
-        """A pending run of others as it really stands; None if there is nothing to tell."""
+        """Return the real state of another process's pending run; None if there is no news."""
         if entry.fingerprint and entry.state != "FINISHED":
             record = self._history.commit(entry.fingerprint, entry.generation)
             if record is not None:
@@ -355,7 +342,6 @@ class Shipper:
         return entry
 
     def _tell(self, entry: RunEntry) -> None:
-        """Bring the tracker to where one run is."""
         run_id = self._open(entry)
         position = self._send_journal(entry, run_id) if entry.fingerprint else ""
         if entry.state == "FINISHED" or self._states.get(entry.key) != entry.state:
@@ -364,8 +350,8 @@ class Shipper:
         told = entry.model_copy(update={"run_id": run_id, "told": f"{entry.state} {position}"})
         with self._lock:
             if self._entries[entry.key] is not entry or entry.state == "RUNNING":
-                return  # it went on meanwhile
-            # The job of a stage that was killed may go on, and that of a failed one start again.
+                return  # it changed meanwhile
+            # A killed or failed stage stays pending: its job may continue or start again.
             if entry.state == "FINISHED" or not entry.fingerprint:
                 self._ledger.settle(told)
             else:
@@ -400,11 +386,10 @@ class Shipper:
         try:
             return self._history.records(entry.fingerprint, position, entry.generation)
         except JournalError:
-            # Not the journal that was read before. Sending all of it doubles nothing.
+            # The journal was replaced. Sending all of it causes no duplicates.
             return self._history.records(entry.fingerprint, "", entry.generation)
 
     def _upload(self, send: Callable[[], object]) -> None:
-        """Send files, which may take long."""
         self._is_uploading = True
         try:
             send()
@@ -427,7 +412,7 @@ class Shipper:
                 continue
             stage_id = self._run_ids.get(key) or stage.run_id
             if not stage_id and key not in self._aside:
-                stage_id = self._open(stage)  # another process left it behind, or we did
+                stage_id = self._open(stage)  # not sent yet
             if stage_id:
                 tags[f"run.{label}"] = stage_id
         if entry.files is not None and entry.files.is_dir():
@@ -438,7 +423,6 @@ class Shipper:
 
 
 def _failure(action: Callable[[], None]) -> Exception | None:
-    """What became of something that is done with a tracker; None: it went well."""
     try:
         action()
     except Exception as error:  # noqa: BLE001  process boundary: a tracker's failure ends no run

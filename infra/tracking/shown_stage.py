@@ -1,11 +1,11 @@
-"""What a stage that ended made, wrote and decided, told a tracker.
+"""Sends the output, samples and promotion of a finished stage to a tracker.
 
-Promises: a tracker that refuses to show something is told everything else, and the user is told
-once; of samples it gets a bounded number; a store that has an output no longer costs its manifest
-alone. A committed promotion is what registers a model, whichever process sees it first; the alias
-moves only from the incumbent that the model was compared with, if there is one: a decision that is
-told late takes nothing from a later champion.
-Does not promise: samples of a stage that still runs. `rlhf show` has them.
+Promises: if a tracker refuses one item, the others are still sent and the user is told once. The
+number of samples is bounded. If the store has lost an output, only its manifest is missing. A
+committed promotion registers a model, in whichever process sees it first; the alias moves only from
+the incumbent that the model was compared with, so a late decision does not replace a newer
+champion.
+Does not promise: samples of a running stage; `rlhf show` has them.
 """
 
 import logging
@@ -28,21 +28,14 @@ from infra.tracking.tracker import (
 )
 
 MAX_SAMPLES = 128
-"""Of a stage; a step that kept more shows so many."""
+"""Per stage; a single step is cut to this number."""
 MAX_SAMPLES_BYTES = 4 * 2**20
 
 _log = logging.getLogger(__name__)
 
 
 def show_stage(tracker: Tracker, history: StageHistory, entry: RunEntry, run_id: str) -> None:
-    """Tell a tracker what a stage that ended made, and what its policy wrote.
-
-    Args:
-        tracker: is told.
-        history: of the stages.
-        entry: of the stage.
-        run_id: of the stage on the tracker.
-    """
+    """Send the output and the samples of a finished stage to its run on the tracker."""
     if entry.output is not None:
         manifest: Manifest | None = None
         with suppress(ArtifactError):
@@ -59,17 +52,7 @@ def show_stage(tracker: Tracker, history: StageHistory, entry: RunEntry, run_id:
 
 
 def register(tracker: Tracker, history: StageHistory, entry: RunEntry, run_id: str) -> None:
-    """Register the model that a committed promotion decided about, if it gets an alias.
-
-    Args:
-        tracker: is told.
-        history: of the stages.
-        entry: of the promotion.
-        run_id: of the promotion on the tracker.
-
-    Raises:
-        ArtifactError: the decision or the model cannot be read.
-    """
+    """Register the model of a committed promotion, if it gets an alias; may raise ArtifactError."""
     if entry.output is None or "model" not in entry.inputs:
         return
     decision = Decision.read(history.storage.local_copy(entry.output))

@@ -1,11 +1,10 @@
-"""What shows runs to people: the one face of every tracking server.
+"""The interface of a tracking service.
 
-A tracker stores what it is told and nothing else: when to tell it, what it knows already and what
-to do while it is away is `infra.tracking.shipper`'s work. MLflow stands behind this in
-`infra.tracking.mlflow_tracker`; another service takes one class and one row of kind `tracker`.
-A tracker's promises, which `tests/contracts/test_tracker.py` holds it to: making one and asking
-for its `address` opens and imports nothing; every call may be repeated, by any process, and
-changes nothing the second time; a call that failed half way is made whole by its repeat.
+A tracker only stores what it is sent; `infra.tracking.shipper` decides when to send what. To add a
+service: write one class and one row of kind `tracker`. Every tracker promises, as
+`tests/contracts/test_tracker.py` checks: creating it and reading its `address` opens and imports
+nothing; any process may repeat any call, and the repetition changes nothing; repeating a call that
+failed half way completes it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,17 +20,15 @@ RunState = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 
 
 class TrackerRefusedError(Exception):
-    """The service works and refused this one call; any other exception means that it is away."""
+    """The service works but refused this call; any other exception means that it is unreachable."""
 
 
 @dataclass(frozen=True)
 class TrackerSettings:
-    """What a tracker is made from.
+    """Settings from which a tracker is created; runs are grouped under `experiment`.
 
-    Attributes:
-        home: directory that a service without a server may keep its files in; absolute.
-        uri: address of the service; None leaves it to the tracker.
-        experiment: name under which the runs are gathered.
+    `home` is the absolute directory for files of a service without a server. A `uri` of None means
+    the tracker's default.
     """
 
     home: Path
@@ -41,15 +38,9 @@ class TrackerSettings:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as it is created.
+    """A run to create; there is one run per `key`.
 
-    Attributes:
-        key: identifies it: one run per key, whoever asks.
-        name: for people.
-        parent_id: id of the run that it belongs to.
-        params: settings, nested.
-        tags: short texts.
-        inputs: what it reads, by name.
+    `params` may be nested; `inputs` are the artifacts that it reads, by name.
     """
 
     key: str
@@ -62,14 +53,7 @@ class TrackedRun:
 
 @dataclass(frozen=True)
 class TrackedOutput:
-    """What a stage made.
-
-    Attributes:
-        name: of the stage.
-        artifact: what it made.
-        manifest: of its files; None where the store has it no longer.
-        metrics: headline numbers of the stage.
-    """
+    """The output of the stage `name`; the manifest is None if the store has lost it."""
 
     name: str
     artifact: Artifact
@@ -79,14 +63,7 @@ class TrackedOutput:
 
 @dataclass(frozen=True)
 class MetricPoint:
-    """One value of a metric.
-
-    Attributes:
-        name: of the metric.
-        value: may be NaN or infinite.
-        step: of the stage.
-        time_ms: when it was measured, milliseconds since the epoch.
-    """
+    """One value of a metric, possibly NaN or infinite, with the time since the epoch."""
 
     name: str
     value: float
@@ -96,16 +73,10 @@ class MetricPoint:
 
 @dataclass(frozen=True)
 class ModelCandidate:
-    """A model that is to be registered.
+    """A model to register under `name` and to give the alias (`champion`).
 
-    Attributes:
-        name: of the registered model.
-        alias: moves to this model (`champion`).
-        artifact: the model.
-        directory: its files, a Hugging Face directory of this machine.
-        run_id: the run that decided about it.
-        metrics: headline numbers.
-        beat: the model that it was compared with and that it takes the alias from; None: none.
+    `directory` is a local Hugging Face directory; `run_id` is the run that decided about it; `beat`
+    is the model that it replaces under the alias after a comparison, None if there is none.
     """
 
     name: str
@@ -119,12 +90,9 @@ class ModelCandidate:
 
 @dataclass(frozen=True)
 class Incumbent:
-    """The version that bears an alias.
+    """The version that an alias points to; `beat` as of its last `ModelCandidate`.
 
-    Attributes:
-        version: its number.
-        artifact: the model; its digest is empty where somebody else registered the version.
-        beat: as the last `ModelCandidate` of this digest had it.
+    The artifact's digest is empty if another program registered the version.
     """
 
     version: str
@@ -133,37 +101,31 @@ class Incumbent:
 
 
 class Tracker(Protocol):
-    """A tracking server, an embedded database, a file."""
+    """A tracking server, an embedded database, or a file."""
 
     @property
     def address(self) -> str:
-        """Which service this is, resolved: equal for two trackers that show the same runs."""
+        """Resolved name of the service, equal for two trackers that show the same runs."""
         ...
 
     def is_absent(self) -> bool:
-        """Whether it can be seen, without asking, that nothing was ever told to this address."""
+        """True if it is known, without contacting the service, that nothing was ever sent to it."""
         ...
 
     def origin(self) -> str:
-        """Names what is behind the address now; another one has lost what it was told."""
+        """Return the identity of the storage behind the address; a new one lacks earlier runs."""
         ...
 
     def open_run(self, run: TrackedRun) -> str:
-        """The id of the run with this key; created as RUNNING if there is none."""
+        """Return the id of the run with this key; creates it as RUNNING if there is none."""
         ...
 
     def position(self, run_id: str) -> str:
-        """The position of the last `log_metrics`; empty if there was none."""
+        """Return the position of the last `log_metrics`; empty if there was none."""
         ...
 
     def log_metrics(self, run_id: str, points: Sequence[MetricPoint], position: str) -> None:
-        """Add points to a run, then keep how far its source was read.
-
-        Args:
-            run_id: from `open_run`.
-            points: those that the run has already are not doubled.
-            position: kept once all points are there.
-        """
+        """Add points that the run does not have, then store the position of its source."""
         ...
 
     def set_state(
@@ -173,18 +135,11 @@ class Tracker(Protocol):
         tags: Mapping[str, str],
         metrics: Mapping[str, float],
     ) -> None:
-        """Say how a run stands.
-
-        Args:
-            run_id: from `open_run`.
-            state: `RUNNING` starts it again.
-            tags: replace those of the same name.
-            metrics: headline numbers; those that the run has already are left.
-        """
+        """Set state and tags of a run; `RUNNING` restarts it. Existing metrics are not changed."""
         ...
 
     def log_output(self, run_id: str, output: TrackedOutput) -> None:
-        """Show what a run made; digest, kind and place are among the tags of `set_state` too."""
+        """Show the output of a run; `set_state` sends its digest, kind and location as tags too."""
         ...
 
     def log_samples(
@@ -193,28 +148,24 @@ class Tracker(Protocol):
         steps: Mapping[int, Sequence[KeptSample]],
         times_ms: Mapping[int, int],
     ) -> None:
-        """Show what a policy wrote.
+        """Show completions of the policy; they replace earlier ones of the same step.
 
-        Args:
-            run_id: from `open_run`.
-            steps: samples by step, bounded in number and bytes; those of a step that the run has
-                already are replaced.
-            times_ms: when the steps were, milliseconds since the epoch.
+        The samples are bounded in number and bytes. Times are in milliseconds since the epoch.
         """
         ...
 
     def log_files(self, run_id: str, directory: Path, path: str) -> None:
-        """Keep the files of a local directory with a run, under `path`."""
+        """Store the files of a local directory with a run, under `path`."""
         ...
 
     def register(self, candidate: ModelCandidate) -> str:
-        """Make a model a version, once per digest, and give it the alias; its number."""
+        """Register a model as a version, once per digest, set the alias, and return its number."""
         ...
 
     def incumbent(self, name: str, alias: str) -> Incumbent | None:
-        """Who bears an alias of a registered model; None: nobody, or there is no such model."""
+        """Return the version that an alias points to; None if there is none."""
         ...
 
     def aliased(self) -> Mapping[str, str]:
-        """Registered models that an alias points to: `name@alias` by digest of the artifact."""
+        """Return `name@alias` of the models that an alias points to, by digest."""
         ...

@@ -1,1 +1,1 @@
-"""How a stage comes to its result."""
+"""Brings a stage to its result."""

@@ -1,18 +1,15 @@
-"""Continuing a stage from what was half-trained under another fingerprint.
+"""Continues a stage from half-trained work under another fingerprint.
 
-A stage that is edited, or given another layout, is another stage: the step checkpoints of the
-work before lie under its fingerprint, where nothing looks for them. Adopting begins a generation
-of the new stage whose first checkpoint is the newest valid one of that work, and whose journal
-begins with the metrics of its steps. It says so in the stage's log, which the commit, the tracker
-and the report repeat.
+An edited stage, or one with another layout, has a new fingerprint, under which the step checkpoints
+of the earlier work are not found. Adoption starts a generation of the new stage with the newest
+valid checkpoint of that work, and copies the metrics of its steps into the new journal.
 
-Promises: what is trained stays the same: model, data, seed, algorithm, optimizer and schedule are
-compared field by field, and a difference is refused by name. Code, libraries and what is marked
-`Execution` may differ, and are named. Nothing of the other work is changed, and its checkpoint is
-linked before anything is recorded, so a failure or a kill leaves the stage as it was.
-Does not promise: that the adopted steps are what the code of now would compute. The order of rows
-and the seeds of a step are functions of (seed, step), so no row is left out or read twice; random
-generators of ranks are restored at the same number of ranks only.
+Promises: a difference in model, data, seed, algorithm, optimizer or schedule is refused by name.
+Code, libraries and `Execution` fields may differ, and are named. The other work is not changed, and
+its checkpoint is linked before anything is recorded, so that a failure leaves the stage as it was.
+Does not promise: that today's code would compute the adopted steps the same. Order of rows and
+seeds are functions of (seed, step), so no row is skipped or repeated; random generators of ranks
+are restored only if the number of ranks is the same.
 """
 
 from dataclasses import dataclass
@@ -35,10 +32,9 @@ class HalfTrained:
 
     Attributes:
         generation: number of its first attempt.
-        root: holds its checkpoints.
-        step: its newest checkpoint, counted within the stage; nothing was verified.
-        differs: what may differ and does: fields with both values, modules of source, libraries.
-        refused: what is trained and differs.
+        step: newest checkpoint within the stage, not verified.
+        differs: differences that do not prevent adoption.
+        refused: differences that prevent it.
     """
 
     fingerprint: str
@@ -52,7 +48,7 @@ class HalfTrained:
         return f"step {self.step} of {self.fingerprint[:DIGITS]}"
 
     def offer(self, label: str) -> str:
-        """Describe how a stage can adopt it; empty if it was given other inputs."""
+        """Describe how a stage can adopt it; empty if its inputs differ."""
         fields = [change.field for change in self.refused]
         if not fields:
             return (
@@ -66,14 +62,7 @@ class HalfTrained:
 
 
 def half_trained(storage: Storage, request: StageRequest) -> list[HalfTrained]:
-    """Half-trained work on a stage that is further than its own.
-
-    Args:
-        storage: where the work is; no checkpoint is read.
-
-    Returns:
-        One for each other fingerprint: first what may be adopted, then the most steps.
-    """
+    """Return half-trained work that is ahead of the stage's own, adoptable and longest first."""
     at = own_step(storage, request)
     found = [
         work
@@ -85,19 +74,13 @@ def half_trained(storage: Storage, request: StageRequest) -> list[HalfTrained]:
 
 
 def own_step(storage: Storage, request: StageRequest) -> int:
-    """The newest step checkpoint of a stage's own work that is not committed; 0 without one."""
+    """Return the newest step checkpoint of a stage's uncommitted work; 0 without one."""
     own = _open_generation(storage, request.fingerprint)
     return max(_told_steps(storage, request.fingerprint, *own), default=0) if own else 0
 
 
 def find_adoptable(storage: Storage, request: StageRequest) -> HalfTrained | None:
-    """Find the half-trained work that `--adopt` continues.
-
-    Args:
-        storage: where the work is.
-
-    Returns:
-        The work; None where the stage's own is as far, after an earlier adoption for one.
+    """Return the work that `--adopt` continues; None if the stage's own is as far.
 
     Raises:
         ConfigError: there is none, or it trains something else; names the field.
@@ -123,20 +106,13 @@ def find_adoptable(storage: Storage, request: StageRequest) -> HalfTrained | Non
 
 
 def link_adopted(work: HalfTrained, storage: Storage, fingerprint: str, attempt: int) -> Adoption:
-    """Put the work's newest valid checkpoint where an attempt that adopts it would look.
+    """Link the work's newest valid checkpoint for `attempt`; return the adoption to log.
 
-    One of a step that the work's journal lacks is left aside: its metrics could not be told.
-
-    Args:
-        storage: where both are.
-        fingerprint: of the stage that goes on.
-        attempt: that would begin a generation with it; need not be held.
-
-    Returns:
-        What its entry in the log is to say.
+    A checkpoint beyond the last step in the work's journal is ignored, because it has no metrics.
+    The attempt need not be held.
 
     Raises:
-        ArtifactError: no checkpoint of the work is valid any more.
+        ArtifactError: the work has no valid checkpoint any more.
     """
     last = _num_told(storage, work.fingerprint, work.generation)
     storage.channel(work.fingerprint).fetch_steps(work.root, last)
@@ -161,16 +137,9 @@ def link_adopted(work: HalfTrained, storage: Storage, fingerprint: str, attempt:
 
 
 def copy_adopted_steps(storage: Storage, request: StageRequest, attempt: int) -> Adoption | None:
-    """Begin an attempt's journal with the adopted steps, if its generation has not got them.
+    """Copy adopted steps into an attempt's journal if missing; return what it adopted, if anything.
 
-    They are told as the other work recorded them, once, up to the checkpoint.
-
-    Args:
-        storage: where both journals are.
-        attempt: is held, and has no job yet.
-
-    Returns:
-        What the attempt's generation adopted; None if all of it is its own.
+    The attempt is held, and has no job yet.
     """
     first = generation(storage.attempts.entries(request.fingerprint), attempt)[0]
     adopted = first.adopted
@@ -188,7 +157,7 @@ def copy_adopted_steps(storage: Storage, request: StageRequest, attempt: int) ->
 
 
 def _work(storage: Storage, fingerprint: str, request: StageRequest) -> HalfTrained | None:
-    """A fingerprint's work, if it is half-trained and on the stage that is asked for."""
+    """Return a fingerprint's work, if it is half-trained and on the requested stage."""
     work, spec = _open_generation(storage, fingerprint), specification(storage, fingerprint)
     if work is None or spec is None or spec.stage != request.config.stage:
         return None
@@ -208,21 +177,20 @@ def _work(storage: Storage, fingerprint: str, request: StageRequest) -> HalfTrai
 
 
 def _told_steps(storage: Storage, fingerprint: str, number: int, root: Path) -> list[int]:
-    """Step checkpoints of a generation that may be continued; they are not read."""
+    """Return step checkpoints of a generation that can be continued, without reading them."""
     steps = storage.channel(fingerprint).step_numbers(root)
     last = _num_told(storage, fingerprint, number) if steps else 0
     return [step for step in steps if step <= last]
 
 
 def _num_told(storage: Storage, fingerprint: str, number: int) -> int:
-    """Steps that a generation's journal tells."""
     first = generation(storage.attempts.entries(fingerprint), number)[0]
     records, _ = read_journal(storage, fingerprint, attempt=number)
     return num_done(records, first.adopted)
 
 
 def _open_generation(storage: Storage, fingerprint: str) -> tuple[int, Path] | None:
-    """Number and step checkpoints of the newest generation, if that is not committed."""
+    """Return number and checkpoint directory of the newest generation, if it is not committed."""
     members = generation(storage.attempts.entries(fingerprint))
     if not members or members[-1].kind == "committed":
         return None

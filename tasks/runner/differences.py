@@ -1,8 +1,9 @@
 """Differences between a stage and earlier runs, field by field.
 
-Promises: everything that the specification of an earlier run keeps is compared: configuration,
-seed, digests of inputs, modules of source, libraries. Only specifications are read.
-Does not promise: to name what none keeps: the device, and code of other distributions.
+Promises: compares everything in the specification of an earlier run: configuration, seed, digests
+of inputs, source modules, libraries. Only specifications are read.
+Does not promise: differences of the device and of other distributions' code, which are not
+recorded.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,17 +26,12 @@ from tasks.runner.identity import STAGE_SCHEMA_VERSION, StageRequest
 UNNAMED = "the device, or code of other distributions"
 DIGITS = 12
 MAX_NUM_EARLIER = 256
-"""The stages that runs asked for last; a plan takes no longer in a large store."""
+"""Number of most recently used stages that are compared, which bounds the time of a plan."""
 
 
 @dataclass(frozen=True)
 class Differences:
-    """Differences between an earlier run of a stage and a request.
-
-    Attributes:
-        changes: fields of the configuration, the seed and digests of inputs.
-        libraries: distributions with both versions.
-    """
+    """Differences between an earlier run of a stage and a request."""
 
     changes: tuple[Change, ...]
     sources: tuple[str, ...]
@@ -52,12 +48,7 @@ class Differences:
 
 
 def differences(spec: StageSpec, request: StageRequest) -> Differences:
-    """Compare a request with what an attempt was to do.
-
-    Args:
-        spec: of an attempt on a stage of the same kind.
-        request: the stage; an input of no digest is not compared.
-    """
+    """Compare a request with an attempt's specification; inputs without a digest are skipped."""
     libraries = _differing(spec.libraries, request.libraries)
     return Differences(
         changes=tuple(_changes(spec, request)),
@@ -67,23 +58,18 @@ def differences(spec: StageSpec, request: StageRequest) -> Differences:
 
 
 def specification(storage: Storage, fingerprint: str) -> StageSpec | None:
-    """Specification of the stage's newest generation; None if none can be read."""
+    """Return the specification of the stage's newest generation; None if none can be read."""
     for entry in generation(storage.attempts.entries(fingerprint)):
         try:
             return storage.channel(fingerprint).read_specification(entry.number)
         except ConfigError:
-            continue  # it died before it was written, or newer code wrote it
+            continue  # the attempt died before writing it, or newer code wrote it
     return None
 
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """A stage of an earlier run, which a request is compared with.
-
-    Attributes:
-        spec: what it was to do.
-        output: what was committed; None: it is half-trained.
-    """
+    """A stage of an earlier run; `output` is None if it is half-trained."""
 
     spec: StageSpec
     output: Artifact | None
@@ -94,24 +80,15 @@ class EarlierRun:
 
 
 class EarlierRuns:
-    """The stages that runs of a store committed or half-trained.
-
-    Args:
-        storage: of the runs; read when something is asked for first, and once.
-    """
+    """The committed and half-trained stages of a store; it is read once, on first use."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
 
     def nearest(self, request: StageRequest) -> EarlierRun | None:
-        """The run that a stage differs least from.
+        """Return the earlier run with the fewest differences; None if the stage was never run.
 
-        Args:
-            request: the stage; an input of no digest is not compared.
-
-        Returns:
-            The run with the fewest fields that differ; of equals one that is committed, then the
-            latest. None if the stage was never run.
+        Of equals, a committed one is preferred, then the latest.
         """
         known = all(artifact.digest for artifact in request.inputs.values())
         own = request.fingerprint if known else None
@@ -126,7 +103,7 @@ class EarlierRuns:
 
     @cached_property
     def _known(self) -> list[tuple[StageSpec, Artifact | None]]:
-        """Specification and output, what was asked for last first."""
+        """Specifications and outputs, the last used first."""
         used_at: dict[str, float] = {}
         for run in self._storage.runs.known():
             for fingerprint, at in run.used_at.items():
@@ -148,11 +125,10 @@ def _distance(run: EarlierRun) -> tuple[int, bool, int]:
 
 
 def _changes(spec: StageSpec, request: StageRequest) -> Iterator[Change]:
-    """Fields in which a specification and a request differ, without code and libraries."""
     before = _values(spec.schema_version, spec.seed, spec.inputs)
     now = _values(STAGE_SCHEMA_VERSION, request.seed, request.inputs)
     for name, (old, new) in _differing(before, now).items():
-        if new != "":  # else that input is not known yet
+        if new != "":  # an empty digest is not known yet
             yield Change(name, old, new, is_execution=False)
     try:
         config = type(request.config).model_validate(spec.config)
@@ -169,7 +145,7 @@ def _values(schema_version: int, seed: int, inputs: Mapping[str, Artifact]) -> d
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Both values of each name whose values differ; None where there is none."""
+    """Return both values of each name whose values differ; None if one is missing."""
     names = sorted({*before, *now})
     return {
         name: (before.get(name), now.get(name))

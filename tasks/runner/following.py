@@ -1,10 +1,9 @@
-"""Following a stage's job from its claim to its commit.
+"""Follows a stage's job from its claim to its commit.
 
-Promises: the stage log alone says which attempt owns the stage, and that it is done. Ray's status
-and the heartbeat only decide how long to wait. Silence is measured by this process's clock while
-it can read and write the channel. A store that fails is retried for `STORE_AWAY_S`, with one
-message. A cancelled run stops the job if no other follower is known; a run that ends otherwise
-leaves the job to the next run.
+Promises: the stage log alone decides which attempt owns the stage, and that it is done. Ray's
+status and the heartbeat only decide how long to wait. Silence is measured by this process's clock
+while it can access the channel. A failing store is retried for `STORE_AWAY_S`, with one message. A
+cancelled run stops the job if no other follower is known; any other end leaves it to the next run.
 """
 
 import logging
@@ -48,20 +47,19 @@ STATUS_EVERY_S = 1.0
 HEARTBEAT_STALE_S = 60.0
 """Silence after which a job counts as dead; it beats every `Runtime.heartbeat_s` seconds."""
 START_GRACE_S = 300.0
-"""How long a job that Ray calls running may take to its first beat."""
+"""Time limit from Ray's state running to the first heartbeat."""
 LOST_GRACE_S = 45.0
-"""How long a job that never beat may be unknown to Ray, or Ray unreachable; a submission that is
-on its way takes `infra.ray.jobs.SUBMIT_DEADLINE_S`."""
+"""Time that a job without a heartbeat may be unknown to Ray; longer than a submission takes."""
 STORE_AWAY_S = 600.0
-"""How long the store may fail at a stretch before the run ends; the job goes on without it."""
+"""Time that the store may fail continuously before the run ends; the job continues."""
 QUEUED_TOLD_S = 15.0
 EXIT_KILLED = {128 + signal.SIGKILL, -signal.SIGKILL}
-"""Exit status of a killed process: as a shell and as Ray report it."""
+"""Exit status of a killed process, as reported by a shell and by Ray."""
 MEMORY = "out of memory?"
 NUM_KNOBS = 4
 """Number of settings that an error suggests; `rlhf diagnose` names all."""
 COMMIT_GRACE_S = 5.0
-"""A job that Ray calls finished may have committed after our last look at the store."""
+"""Wait for the commit of a job that Ray reports as finished."""
 
 Value = TypeVar("Value")
 OnRecord = Callable[[JournalRecord], None]
@@ -76,32 +74,30 @@ class _Verdict(Enum):
     ENDED = auto()
     SILENT = auto()
     PASSED = auto()
-    """The log has an entry behind the attempt: its commit, or another attempt."""
+    """The log has a later entry: the attempt's commit, or another attempt."""
 
 
 def _no_beat() -> BeatWatch:
-    """Counts the time in which this process could look."""
+    """Return a watch that only counts the time in which this process could look."""
     return BeatWatch(lambda: None)
 
 
 @dataclass
 class _Job:
-    """One attempt, as this process sees it."""
-
     attempt: int
     name: str
     attached: bool
     watch: BeatWatch
     is_here: bool
-    """True if the attempt runs on our cluster: Ray does not know jobs of another one."""
+    """True if the attempt runs on this run's cluster; Ray does not know jobs of other clusters."""
     lost: BeatWatch = field(default_factory=_no_beat)
-    """How long Ray has not known it."""
+    """Time since Ray last knew the job."""
     judged_at: float = field(default_factory=lambda: time.monotonic())
-    """When Ray was asked last, on this process's monotonic clock."""
+    """Time of the last query to Ray, on the monotonic clock."""
     queued: BeatWatch = field(default_factory=_no_beat)
-    """How long it has waited for what it needs of the cluster."""
+    """Time that it has waited for resources of the cluster."""
     is_told: bool = False
-    """True if it was already reported."""
+    """True if the waiting was reported."""
 
 
 class JobFollower:
@@ -109,12 +105,10 @@ class JobFollower:
 
     Args:
         force: token of the wanted generation; empty accepts any commit.
-        follower: name of this process among the followers of the stage.
-        say: called with one line whenever something happens to the job.
-        on_stand: called with the number of the attempt that owns the stage, before the wait for it;
-            it may be committed by then.
-        ours: true if a job that this run followed began the stage: its records and its failure so
-            far are reported.
+        say: called with a line about each event of the job.
+        on_stand: called with the number of the attempt that owns the stage, before the wait for it.
+        ours: True if a job that this run followed began the stage; then its earlier records and its
+            failure are reported.
     """
 
     def __init__(
@@ -151,9 +145,6 @@ class JobFollower:
     def follow(self, jobs: RayJobs, on_record: OnRecord) -> CommitRecord:
         """Submit or attach, then wait for the commit.
 
-        Args:
-            on_record: gets every journal record written from now on.
-
         Raises:
             ConfigError: the job refused its configuration or input.
             JobFailedError: the job ended, or fell silent, without a commit.
@@ -164,7 +155,7 @@ class JobFollower:
             record = self._to_commit(jobs, on_record)
         except BaseException as error:
             num_others = self._leave()
-            # SIGTERM and Ctrl-C arrive here as exceptions, in whatever we happen to be doing.
+            # SIGTERM and Ctrl-C arrive here as exceptions, at any point of the work.
             if isinstance(error, KeyboardInterrupt) or run_is_cancelled(error):
                 self._cancel(jobs, num_others)
             raise
@@ -175,7 +166,7 @@ class JobFollower:
         if not self._ours:
             self._ask(self._skip_history)
         while True:
-            # A late starter may find that it is done: it must not begin another attempt.
+            # The stage may be done by now; then no other attempt must begin.
             record = self._ask(self._lookup)
             job = self._stand(jobs) if record is None else None
             if job is not None:
@@ -184,10 +175,9 @@ class JobFollower:
                 self._ask(partial(self._read, record.attempt))
                 self._show(on_record)
                 return record
-            self._ours = False  # what comes now is a job of its own
+            self._ours = False  # the next attempt is a job of its own
 
     def _ask(self, ask: Callable[[], Value]) -> Value:
-        """Read or write the store, which may be away for a while."""
         return when_it_answers(ask, f"{self._label}: {self._storage.uri}", STORE_AWAY_S)
 
     def _lookup(self) -> CommitRecord | None:
@@ -197,7 +187,7 @@ class JobFollower:
         return self._storage.attempts.entries(self._fingerprint)
 
     def _leave(self) -> int:
-        """Leave, and return the known number of other followers; a failing store is only logged."""
+        """Stop following; return the number of other followers, or 0 if the store fails."""
         try:
             return self._storage.attempts.leave(self._fingerprint, self._follower)
         except (ArtifactError, OSError) as error:
@@ -205,7 +195,7 @@ class JobFollower:
             return 0
 
     def _stand(self, jobs: RayJobs) -> _Job | None:
-        """Return the attempt that owns the stage, a new one of ours if needed; None: it is done."""
+        """Return the attempt that owns the stage, or a new one; None if the stage is done."""
         while True:
             log = self._ask(self._log)
             if latest_commit(log, self._force) is not None:
@@ -217,10 +207,10 @@ class JobFollower:
             try:
                 if not attached:
                     self._ours = False
-                    # Once: each try is an attempt in the log.
+                    # Not retried, because each try is an attempt in the log.
                     self._submission.submit(jobs, attempt, self._force)
             except FencedError:
-                continue  # someone was faster
+                continue  # another process claimed it first
             holder = self._ask(self._log)[attempt].holder
             self.ray_job = holder.ray_job
             self._say(f"{'attached to' if attached else 'submitted'} {holder.ray_job}")
@@ -229,10 +219,10 @@ class JobFollower:
             return _Job(attempt, self.ray_job, attached, self._watch(attempt), is_here)
 
     def _is_over(self, jobs: RayJobs, held: LogEntry) -> bool:
-        """True if an attempt is certainly over, without waiting for silence."""
+        """Return True if an attempt is certainly over, without waiting for silence."""
         problem = self._channel.read_error(held.number)
         if problem is not None:
-            # A failure of this run's own job is told, not tried again; its being stopped is none.
+            # A failure of this run's own job is reported, not retried, unless it was stopped.
             return not self._ours or problem.exit_code == EXIT_TERMINATED
         beat = self._channel.read_beat(held.number)
         if beat is not None and is_dead(beat.process):
@@ -248,7 +238,6 @@ class JobFollower:
         return status.is_terminal
 
     def _wait(self, jobs: RayJobs, job: _Job, on_record: OnRecord) -> CommitRecord | None:
-        """Wait for the commit; None if the work needs a new attempt."""
         while True:
             verdict = self._ask(partial(self._turn, jobs, job))
             self._show(on_record)
@@ -264,7 +253,6 @@ class JobFollower:
             time.sleep(POLL_S)
 
     def _turn(self, jobs: RayJobs, job: _Job) -> _Verdict:
-        """Look once at everything that says how the job is."""
         try:
             self._read(job.attempt)
             if len(self._log()) > job.attempt + 1:
@@ -281,7 +269,7 @@ class JobFollower:
         return verdict
 
     def _watch(self, attempt: int) -> BeatWatch:
-        """Watch the heartbeat of an attempt, as long as the channel can be written and read."""
+        """Watch the heartbeat of an attempt; joining tests that the channel can be written, too."""
 
         def look() -> Beat | None:
             self._storage.attempts.join(self._fingerprint, self._follower)
@@ -290,14 +278,13 @@ class JobFollower:
         return BeatWatch(look)
 
     def _judge(self, jobs: RayJobs, job: _Job) -> _Verdict:
-        """Tell from Ray's status and the heartbeat if the job ended or fell silent."""
         beat = job.watch.beat
         if self._channel.read_error(job.attempt) or (beat is not None and is_dead(beat.process)):
             return _Verdict.ENDED
         try:
             status = jobs.look(job.name)
         except JobError as error:
-            # A lost head says nothing about the job: its beats and its commit do.
+            # An unreachable head says nothing about the job.
             _log.debug("%s: %s", job.name, error)
             status = None
         if status is not None and status.is_terminal:
@@ -315,14 +302,14 @@ class JobFollower:
         return _Verdict.SILENT if silent else _Verdict.ALIVE
 
     def _tell_queued(self, job: _Job) -> None:
-        """Say once that a job waits its turn; one that runs at once is pending for seconds."""
+        """Report once that a job waits for resources; every job is pending for a few seconds."""
         if job.queued.look() >= QUEUED_TOLD_S and not job.is_told:
             job.is_told = True
             needs = ", ".join(f"{k} {v}" for k, v in self._submission.resources.items())
             self._say(f"{job.name} waits until the cluster has room for it ({needs})")
 
     def _give_up(self, jobs: RayJobs, job: _Job) -> None:
-        """End a silent job. A follower takes the stage over; for its submitter it is an error."""
+        """End a silent job; raise an error if this process submitted it, else let it take over."""
         silence_s = max(job.watch.silence_s, job.lost.silence_s)
         message = f"gave no sign of life for {silence_s:.0f} s"
         problem = JobProblem(type="SilentJobError", message=message, exit_code=1)
@@ -339,28 +326,26 @@ class JobFollower:
         )
 
     def _skip_history(self) -> None:
-        """Lines of earlier attempts were shown by the run that followed them."""
         records, self._positions = read_journal(self._storage, self._fingerprint)
         steps = [record.step for record in records if record.step is not None]
         if steps:
             self._say(f"earlier attempts reached step {max(steps)}")
 
     def _read(self, attempt: int) -> None:
-        """New records of an attempt's journal."""
         records, self._positions = read_journal(
             self._storage, self._fingerprint, self._positions, attempt
         )
         self._unshown += records
 
     def _show(self, on_record: OnRecord) -> None:
-        """Not while the store is asked: that a terminal fails is no failure of the store."""
+        """Show records outside of store accesses, whose errors are retried."""
         while self._unshown:
             record = self._unshown.popleft()
             self._page.show(record)
             on_record(record)
 
     def _last_look(self, jobs: RayJobs, job: _Job) -> CommitRecord | None:
-        """The job has ended: its commit, or the reason why there is none."""
+        """Return the commit of a job that has ended, or raise the reason why there is none."""
         deadline = time.monotonic() + COMMIT_GRACE_S
         problem = None
         while problem is None and time.monotonic() < deadline:
@@ -407,7 +392,7 @@ class JobFollower:
         self._watcher(text)
 
     def _cancel(self, jobs: RayJobs, num_others: int) -> None:
-        """Stop the attempt that the log names, wherever in `follow` we were."""
+        """Stop the attempt that the log names, whatever state `follow` was in."""
         name = self._standing_job()
         if not name:
             return
@@ -419,11 +404,11 @@ class JobFollower:
         self._stop(jobs, name)
 
     def _standing_job(self) -> str:
-        """Name of the job that stands for the work; empty if none does."""
+        """Return the name of the job that owns the stage; empty if none does."""
         try:
             log = self._log()
         except (ArtifactError, OSError):
-            return self.ray_job  # nothing can be read: the one that was waited for last
+            return self.ray_job  # unreadable: the job that was waited for last
         return log[-1].holder.ray_job if log and log[-1].kind == "held" else ""
 
     def _stop(self, jobs: RayJobs, name: str) -> None:
@@ -434,7 +419,6 @@ class JobFollower:
 
 
 def _end(jobs: RayJobs, name: str) -> str:
-    """How a job ended that could not say so itself."""
     try:
         status = jobs.status(name)
     except JobError as error:

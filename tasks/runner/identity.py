@@ -1,7 +1,7 @@
 """The request of a stage, and the fingerprint computed from it.
 
-Promises: two requests have one fingerprint exactly when stage, configuration, input digests,
-seed, reachable sources, installed libraries, installed plugins and what a user's file imports are
+Promises: two requests have one fingerprint exactly if stage, configuration, input digests, seed,
+reachable sources, installed libraries, installed plugins and the imports of a user's scripts are
 the same; nothing else enters.
 """
 
@@ -34,10 +34,7 @@ NUMERIC_DISTRIBUTIONS = (
     "megatron-core", "mbridge", "liger-kernel", "transformer-engine", "jinja2",
     "math-verify", "sympy", "latex2sympy2-extended", "pillow",
 )  # fmt: skip
-"""Libraries whose version can change what a job computes, whatever a recipe names.
-
-Images are decoded and resized with Pillow, and whether a dataset has some is not known before it
-is made: it counts for stages of text, too."""
+"""Libraries whose version can change what a job computes; Pillow because data may have images."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +42,8 @@ class StageRequest:
     """One stage to be run, before it is known whether its output exists.
 
     Attributes:
-        given: artifacts of other stages by the name the job knows them by.
-        then: a stage that waits for nothing but this one's output, which it knows by its kind; not
-            part of what this stage is.
+        given: artifacts of other stages by the name under which the job knows them.
+        then: a stage that only waits for this one's output; not part of the identity.
     """
 
     config: StageConfig
@@ -57,13 +53,10 @@ class StageRequest:
 
     @cached_property
     def inputs(self) -> Mapping[str, Artifact]:
-        """Given artifacts and external inputs, by name.
-
-        Returns:
-            Artifacts, those from outside by their bytes.
+        """Given artifacts, and external inputs identified by their bytes.
 
         Raises:
-            ConfigError: something from outside is not there.
+            ConfigError: an external input is missing.
         """
         outside = {
             name: (script_artifact if source.is_script else external_artifact)(
@@ -80,12 +73,12 @@ class StageRequest:
 
     @property
     def interpreter(self) -> Path | None:
-        """Python of the job environment that the job needs; None: this one."""
+        """Python of the job's environment; None: this one."""
         return self.config.interpreter
 
     @cached_property
     def sources(self) -> dict[str, str]:
-        """sha256 by module of our code, and of what scripts import, that can change the output."""
+        """sha256 by module of project code and scripts' imports that can change the output."""
         used = [module for script in self._scripts for module in project_modules(script)]
         ours = numeric_sources([self.config.job_module, *self.config.plugin_modules(), *used])
         return {**ours, **self._imported.sources}
@@ -101,26 +94,26 @@ class StageRequest:
 
     @cached_property
     def libraries(self) -> dict[str, str | None]:
-        """Versions by distribution that can change what the job yields."""
+        """Versions by distribution that can change the job's output."""
         distributions = (*NUMERIC_DISTRIBUTIONS, *self._imported.distributions)
         return installed_libraries(distributions, self.interpreter)
 
     @property
     def rollout_libraries(self) -> dict[str, str | None]:
-        """The same of rollout replicas in a job environment of their own; else empty."""
+        """Library versions of a rollout environment; empty without one."""
         interpreter = self.config.rollout_interpreter
         return {} if interpreter is None else installed_libraries((), interpreter)
 
     @cached_property
     def environment(self) -> str:
-        """Digest of libraries and third-party code that the job would run."""
+        """Digest of the libraries and third-party code that the job would run."""
         named, config = frozenset(self.config.plugins()), self.config
         imported = self._imported.distributions
         return environment_of(named, config.interpreter, config.rollout_interpreter, imported)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """All of the above that counts, and the code and libraries that would run."""
+        """Everything that determines the output."""
         chosen = [env.RLHF_ENGINE_DEVICE.get(), env.RLHF_ENGINE_VENDOR.get()]
         return stage_identity(
             stage=self.config.stage,
@@ -145,16 +138,12 @@ def environment_of(
     rollout_interpreter: Path | None = None,
     imported: tuple[str, ...] = (),
 ) -> str:
-    """Digest of what is installed, of which other people's parts count where they are named.
+    """Return the digest of what is installed, cached per process.
 
     Args:
-        named: kind and name of parts.
-        interpreter: of a job environment; None: this one.
-        rollout_interpreter: of the rollout replicas' environment; None: they run in the job's.
-        imported: distributions that count beside those that count for every stage.
-
-    Returns:
-        64 hex digits; found out once per process.
+        named: kind and name of parts; an outside plugin counts only if it is named.
+        interpreter: of the job's environment; None: this one.
+        rollout_interpreter: of the rollout replicas' environment; None: the job's.
     """
     outside = outside_code(named_rows(named))
     job = environment_digest((*NUMERIC_DISTRIBUTIONS, *imported), outside, interpreter)
@@ -166,11 +155,6 @@ def environment_of(
 def stage_request(
     config: StageConfig, seed: int, then: StageRequest | None = None, /, **given: Artifact | None
 ) -> StageRequest:
-    """A stage with what other stages made for it.
-
-    Args:
-        then: what waits for nothing but its output.
-        **given: artifacts of a flow by name, of which the stage takes its inputs; None is none.
-    """
+    """Build the request of a stage, with those of the `given` artifacts that it reads."""
     there = {name: artifact for name, artifact in given.items() if artifact is not None}
     return StageRequest(config, config.inputs(there), seed, then)

@@ -1,7 +1,7 @@
-"""Which settings of a stage would make it need less memory, in the order in which to try them.
+"""Lists settings that would lower a stage's memory, in the order in which to try them.
 
-Promises: only settings that the stage has and that are not at their smallest, each with the value
-to try. First come those that change no result but its rounding.
+Promises: only settings that the stage has and that can still be lowered, each with a value. Those
+that change results only by rounding come first.
 Does not promise: that one of them suffices.
 """
 
@@ -12,19 +12,12 @@ from engines.config.stages.serving import AnsweringStageConfig
 from engines.config.training import TrainingConfig
 
 SAMPLING_PHASES = frozenset({"gen", "evaluate"})
-"""Phases of a clock or heartbeat in which the rollout engine holds most."""
+"""Phases of a clock or heartbeat in which the rollout engine uses the most memory."""
 SWITCHES = ("gradient_checkpointing", "optimizer_offload", "param_offload", "activation_offload")
 
 
 def memory_knobs(config: StageConfig, phase: str = "") -> list[str]:
-    """Return settings to try.
-
-    Args:
-        phase: in which memory ran out; empty: not known.
-
-    Returns:
-        `path: value instead of value`, the first to try first.
-    """
+    """Return settings to try, the best first; `phase` is where memory ran out, empty if unknown."""
     sampling = _sampling(config)
     training = _training(config.training) if isinstance(config, TrainingStageConfig) else []
     if isinstance(config, MergeStageConfig):

@@ -1,8 +1,6 @@
-"""Which of our code can change a number, and so counts for the stages that reach it.
+"""Decides which project code can change a result, and so counts for the stages that import it.
 
-Promises: everything that a job imports counts, except what is listed here with its reason. Names
-that a configuration gives count as what they lead to: the modules of its parts are roots of their
-own, wherever the tables that hold the names stand.
+Promises: everything that a job imports counts, except what is listed here with its reason.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,26 +25,20 @@ UNCOUNTED: Mapping[str, str] = {
     "hardware.cpu_megatron": "counts for stages of that backend",
     "hardware.cpu_torchtitan": "counts for stages of that backend",
 }
-"""Modules, and packages with all that is in them, that cannot change a number: why not."""
+"""Modules and packages that cannot change a result, with the reason."""
 
 COUNTED: Mapping[str, str] = {
     "infra.store.canonical": "writes files of artifacts",
     "infra.tracking.comparison": "says which of two models is better",
     "infra.tracking.promotion": "says whether a model beats the incumbent, and what it becomes",
 }
-"""Exceptions: why they count."""
+"""Exceptions to `UNCOUNTED`, with the reason."""
 
 
 def numeric_sources(roots: Sequence[str]) -> dict[str, str]:
-    """The source closure of a job, without what cannot change a number.
+    """Return sha256 by module that the `roots` reach and that can change a result, sorted.
 
-    Read once per process: a job compares the files with these digests before it begins.
-
-    Args:
-        roots: the job's main module, and those of the parts that its configuration names.
-
-    Returns:
-        sha256 by module name, sorted.
+    Read once per process; a job compares the files with these digests before it begins.
     """
     return dict(_closure(tuple(sorted(set(roots)))))
 

@@ -1,9 +1,9 @@
 """Writes what a pipeline run and its stages report into the tracking ledger.
 
-Promises: nothing here waits for a tracker; one run per pipeline run, a retry and a repetition
-included; a stage's run stays below the pipeline run that computed it, and later ones carry its
-id; a forced generation is a run of its own. A run whose stages the tracker knows already, and that
-it knows itself, opens nothing.
+Promises: nothing here waits for a tracker. A pipeline run, with its retries and repetitions, is one
+run of the tracker. A stage's run stays below the pipeline run that computed it, and later runs
+refer to its id. A forced generation is a separate run. A repeated run whose stages the tracker
+already has writes nothing.
 """
 
 from collections.abc import Mapping
@@ -17,8 +17,7 @@ from infra.tracking.mirrors.fan_out import Teller
 from tasks.runner.identity import StageRequest
 
 CLOSE_DEADLINE_S = 60.0
-"""For a run that succeeded; begins anew while a report or a model moves, `UPLOAD_DEADLINE_S` at
-most."""
+"""For a successful run; each upload of a report or model extends it, to `UPLOAD_DEADLINE_S`."""
 UPLOAD_DEADLINE_S = 3600.0
 """Deadline of all uploads: 2 GiB, the largest model that is uploaded, at 0.6 MB/s."""
 CLOSE_IN_HASTE_S = 5.0
@@ -30,11 +29,7 @@ EndStatus = Literal["FAILED", "KILLED"]
 class Recorder:
     """One pipeline run in the tracker: a parent run, and a child for each stage it computes.
 
-    Args:
-        identity: what makes this pipeline run this one; the same continues its run.
-        params: settings of the parent run.
-        tags: tags of the parent run.
-        store_uri: of the stages; equal stages of two stores are two runs.
+    A run with the same `identity` continues the tracker's run.
     """
 
     def __init__(
@@ -67,13 +62,13 @@ class Recorder:
 
     @property
     def run_key(self) -> str:
-        """Identifies the pipeline run; its repetitions have the same."""
+        """Key of the pipeline run; its repetitions have the same."""
         return self._run.key
 
     def stage_reused(
         self, request: StageRequest, record: CommitRecord, generation: int = 0
     ) -> None:
-        """A stage was found committed, by a generation whose first attempt has this number."""
+        """Record a stage that was found committed; `generation` is its first attempt's number."""
         entry = self._stage(request, generation)
         if not self._shipper.is_settled(entry.key):
             self._shipper.put(self._run)
@@ -82,31 +77,27 @@ class Recorder:
     def stage_started(
         self, request: StageRequest, generation: int = 0, adopted: Adoption | None = None
     ) -> None:
-        """A stage begins to run, perhaps where other work on it ended."""
+        """Record that a stage starts, with the work that it adopted."""
         entry = self._stage(request, generation).adopting(adopted)
         self._shipper.put(self._run)
         self._shipper.put(entry)
 
     def stage_grew(self, request: StageRequest, generation: int = 0) -> None:
-        """A stage's journal has new records."""
+        """Record that a stage's journal has new records."""
         self._shipper.journal_grew(self._key(request, generation))
 
     def stage_finished(
         self, request: StageRequest, record: CommitRecord, generation: int = 0
     ) -> None:
-        """A stage was committed."""
+        """Record that a stage was committed."""
         self._shipper.put(self._stage(request, generation).committed(record))
 
     def stage_ended(self, request: StageRequest, status: EndStatus, generation: int = 0) -> None:
-        """A stage ended without a commit."""
+        """Record that a stage ended without a commit."""
         self._shipper.put(self._stage(request, generation).model_copy(update={"state": status}))
 
     def run_finished(self, directory: Path, metrics: Mapping[str, float]) -> None:
-        """The run has its results.
-
-        Args:
-            metrics: headline numbers of the whole run.
-        """
+        """Record the report directory and the headline metrics of the finished run."""
         self._run = self._run.model_copy(
             update={"state": "FINISHED", "metrics": dict(metrics), "files": directory}
         )
@@ -118,13 +109,13 @@ class Recorder:
             self._shipper.put(self._run)
 
     def run_ended(self, status: EndStatus) -> None:
-        """The run ended without its results."""
+        """Record that the run ended without results."""
         self._close_deadline_s, self._upload_deadline_s = CLOSE_IN_HASTE_S, 0.0
         if self._run.stages:
             self._shipper.put(self._run.model_copy(update={"state": status}))
 
     def close(self) -> None:
-        """Wait until everything is sent, or until a deadline; ending the run shortens it."""
+        """Wait until everything is sent or the deadline has passed; an interrupt shortens it."""
         try:
             self._shipper.close(self._close_deadline_s, self._upload_deadline_s)
         except (KeyboardInterrupt, SystemExit):
@@ -135,7 +126,6 @@ class Recorder:
         return sha256_json([self._store_uri, request.fingerprint, generation])
 
     def _stage(self, request: StageRequest, generation: int) -> RunEntry:
-        """A stage as it begins, below the run that computes it or computed it."""
         key = self._key(request, generation)
         stages = {**self._run.stages, request.label: key}
         self._run = self._run.model_copy(update={"stages": stages})
@@ -160,5 +150,5 @@ class Recorder:
 
 
 def end_status(error: BaseException) -> EndStatus:
-    """How an error ends a run: by itself, or by someone's hand (SIGTERM, Ctrl-C)."""
+    """Return `FAILED` for an exception, `KILLED` for SIGTERM or Ctrl-C."""
     return "FAILED" if isinstance(error, Exception) else "KILLED"

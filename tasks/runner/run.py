@@ -1,4 +1,4 @@
-"""The two boundary types of the task floor: what runs stages, and what a stage yields."""
+"""What runs stages (`StageRunner`), and the result of a stage."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -13,7 +13,7 @@ COUNT_METRICS = ("num_rows", "num_rl", "num_sft", "num_eval", "num_steps", "size
 
 
 def headline_metric(metrics: Mapping[str, float]) -> str:
-    """The one number of a stage that people compare; empty if it has none."""
+    """Return a stage's most important metrics as short text; empty if it has none."""
     if "promoted" in metrics:
         verdict = "promoted" if metrics["promoted"] else "not promoted"
         if "gain" not in metrics:
@@ -40,13 +40,13 @@ class StageResult(FrozenModel):
     fingerprint: str
     artifact: Artifact
     reused: bool
-    """True if the output existed before this run asked for it."""
+    """True if the output existed before this run requested it."""
     wall_s: float
-    """Seconds this run spent on the stage, looking it up included."""
+    """Seconds that this run spent on the stage, including the lookup."""
     metrics: dict[str, float]
     """Headline metrics from the commit record."""
     adopted: Adoption | None = None
-    """Half-trained work that the result continues; None: it began by itself."""
+    """Half-trained work of another fingerprint that the result continues."""
     job_seconds: dict[str, float]
     """Wall seconds of the job's phases, from the commit record."""
 
@@ -57,15 +57,15 @@ class StageResult(FrozenModel):
 
 
 class StageRunner(Protocol):
-    """Whatever can bring a stage to its result."""
+    """Runs stages, or only plans them."""
 
     @property
     def seed(self) -> int:
-        """Seed of the run: all randomness of every stage derives from it."""
+        """Seed of the run, from which all randomness of every stage derives."""
         ...
 
     def run(self, request: StageRequest) -> StageResult:
-        """Run one stage, or find that it is done."""
+        """Run one stage, or return its existing result."""
         ...
 
 
@@ -76,15 +76,10 @@ def run_stage(
     /,
     **given: Artifact | None,
 ) -> StageResult:
-    """Run one stage on those of a flow's artifacts that it reads.
+    """Run one stage with those of the given artifacts that it reads.
 
     Args:
-        run: runs it, or plans it.
-        then: waits for nothing but its output; the process that makes it runs this next.
-        **given: artifacts by name; None is none.
-
-    Returns:
-        The result, whose artifact other stages are given.
+        then: a stage that only waits for this one's output; the same job process runs it next.
 
     Raises:
         ValueError: an artifact is missing that the stage needs.

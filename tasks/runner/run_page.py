@@ -1,9 +1,9 @@
-"""Log lines and progress of a stage on its Prefect run page.
+"""Shows log lines and progress of a stage on its Prefect run page.
 
-Promises: outside a Prefect run everything here goes to the plain logger instead; a Prefect server
-that is slow or gone costs a stage one warning and no work.
-Does not promise: news in the meantime. Prefect's client tries again for up to a minute, and who
-follows the job waits for it; the job does not.
+Promises: outside a Prefect run, everything goes to a plain logger. A slow or missing Prefect server
+costs a stage one warning and no work.
+Does not promise: that a follower is not delayed. Prefect's client retries for up to a minute, in
+which the follower waits but the job does not.
 """
 
 import logging
@@ -22,11 +22,7 @@ Logger = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
 
 class RunPage:
-    """The run page of one stage.
-
-    Args:
-        label: name of the stage, used as the artifact's key.
-    """
+    """The run page of one stage; its label is used in the artifact's key."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -39,18 +35,18 @@ class RunPage:
         self._gave_up = False
 
     def log(self, message: str) -> None:
-        """One line."""
+        """Write one line."""
         self._logger.info("%s", redact(message))
 
     def show(self, record: JournalRecord) -> None:
-        """One journal record: its message as a line, its progress as the ring."""
+        """Show a journal record: its message as a line, its progress as the ring."""
         if record.message:
             self.log(f"{self._label}  {record.message}")
         if record.kind == "progress" and record.done is not None and record.total:
             self._ring(100.0 * record.done / record.total)
 
     def close(self) -> None:
-        """The stage is done: the ring is full."""
+        """Fill the ring of a finished stage."""
         self._updated_at = -UPDATE_EVERY_S
         if self._artifact_id is not None:
             self._ring(100.0)
@@ -70,6 +66,6 @@ class RunPage:
                 self._artifact_id = created if isinstance(created, UUID) else None
             else:
                 update_progress_artifact(artifact_id=self._artifact_id, progress=percent)
-        except Exception as error:  # noqa: BLE001  the run page is a courtesy: a stage outlives it
+        except Exception as error:  # noqa: BLE001  the run page is optional
             self._gave_up = True
             self._logger.warning("progress is no longer shown on the run page: %s", error)

@@ -1,10 +1,9 @@
-"""How a stage comes to its result: fingerprint, reuse, attach or submit, follow, verify, record.
+"""Brings a stage to its result: fingerprint, reuse, attach or submit, follow, verify, record.
 
-Promises: a committed fingerprint is never computed again; two runs that want one stage at the
-same time share one Ray job; a run that dies leaves the job alone and the next run attaches to
-it; a cancelled run stops it within seconds; a wrong configuration found by the job comes out as
-the same one line. This is the only code that knows how.
-Does not promise: to retry a failed job. The next run does, from its newest step checkpoint.
+Promises: a committed fingerprint is not computed again. Two runs that need one stage at the same
+time share one Ray job. A run that dies leaves its job running, and the next run attaches to it; a
+cancelled run stops it within seconds. A ConfigError of the job is raised here as the same line.
+Does not promise: a retry of a failed job. The next run resumes from its newest step checkpoint.
 """
 
 import time
@@ -36,40 +35,35 @@ from tasks.runner.submission import Submission
 
 
 class StageObserver(Protocol):
-    """Sees stages while they run: a terminal, a test."""
+    """Sees stages while they run, e.g. a terminal."""
 
     def stage_started(self, label: str, fingerprint: str) -> None:
-        """A stage is looked up."""
+        """Handle that a stage is looked up."""
         ...
 
     def message(self, label: str, text: str) -> None:
-        """Something happened to a stage's job."""
+        """Handle an event of a stage's job."""
         ...
 
     def record(self, label: str, record: JournalRecord) -> None:
-        """A stage that runs wrote to its journal."""
+        """Handle a new journal record of a running stage."""
         ...
 
     def stage_finished(self, result: StageResult) -> None:
-        """A stage has its result."""
+        """Handle the result of a stage."""
         ...
 
 
 class StageContext:
-    """Everything the stages of one pipeline run share; a `tasks.runner.run.StageRunner`.
+    """State shared by the stages of one pipeline run; a `tasks.runner.run.StageRunner`.
 
     Args:
-        storage: the store of artifacts and commit records.
-        ray_jobs: gives the job client, starting a cluster if need be; not called while every
-            stage is reused.
-        recorder: keeps metrics and lineage.
-        observer: sees stages while they run.
-        runtime: what jobs need but does not change their output.
-        orchestrated: whether each stage is to be a Prefect task run.
-        force: by stage label, a token: only a commit that was made for it will do.
-        adopt: labels of stages that continue what was half-trained under another fingerprint.
-        metadata: travels with each Ray job (`flow_run_id`).
-        run_key: of the pipeline run, as the store knows it.
+        ray_jobs: returns the job client, and starts a cluster; called only if a stage has to run.
+        orchestrated: True if each stage is a Prefect task run.
+        force: by stage label, a token; only a commit that was made under it is reused.
+        adopt: labels of stages that continue half-trained work of another fingerprint.
+        metadata: attached to each Ray job (`flow_run_id`).
+        run_key: key of the pipeline run in the store.
     """
 
     def __init__(
@@ -99,7 +93,7 @@ class StageContext:
         self._metadata = metadata
         self._follower = metadata.get("flow_run_id") or uuid.uuid4().hex
         self.followed: set[str] = set()
-        """Jobs that this run waited for, but for those that go on for someone else."""
+        """Jobs that this run waited for, except those that continue for another run."""
         self.results: list[StageResult] = []
 
     def run(self, request: StageRequest) -> StageResult:
@@ -107,14 +101,14 @@ class StageContext:
 
         Raises:
             ConfigError: the job refused its configuration or its input, or nothing can be adopted.
-            JobFailedError: the job ended without committing; carries the tail of its log.
-            ArtifactError: the committed output does not verify any more.
+            JobFailedError: the job ended without a commit; has the tail of its log.
+            ArtifactError: the committed output does not verify.
         """
         if not self._orchestrated:
             return self._bring(request)
 
-        # The store's commit decides what is reused, on any host and under any Prefect server: its
-        # own cache is off. Results are JSON, never pickled.
+        # The store decides what is reused, on any host and under any Prefect server, so Prefect's
+        # cache is off. Results are JSON, never pickled.
         @task(
             name=request.config.stage,
             task_run_name=request.label,
@@ -134,9 +128,7 @@ class StageContext:
         return cast(StageResult, outcome.result() if isinstance(outcome, State) else outcome)
 
     def stop_jobs(self) -> None:
-        """Stop jobs that only this run follows.
-
-        The job of a stage may have begun the next one, before anybody here asked for it.
+        """Stop jobs that only this run follows, including next stages that they already began.
 
         Raises:
             JobError: Ray cannot be reached.
@@ -145,14 +137,13 @@ class StageContext:
             stop_followed(self._storage, self._ray_jobs(), self._follower)
 
     def _bring(self, request: StageRequest) -> StageResult:
-        """Look the stage up, and compute what is not there."""
         started = time.monotonic()
         force = self._force.get(request.label, "")
         self._observer.stage_started(request.label, request.fingerprint)
         # Before the lookup, so that `rlhf gc` does not remove it in between.
         self._storage.runs.use(self._run_key, request.fingerprint)
         log = self._storage.attempts.entries(request.fingerprint)
-        # A job that this run followed may have gone on with this stage, even to its commit.
+        # A job that this run followed may have continued with this stage, even to its commit.
         ours = bool(log) and log[-1].holder.ray_job in self.followed
         record = self._storage.lookup(request.fingerprint, force)
         of = current_generation(log if record is None else log[: record.attempt + 1])
@@ -181,10 +172,9 @@ class StageContext:
         return result
 
     def _compute(self, request: StageRequest, force: str, of: int, ours: bool) -> CommitRecord:
-        """Submit the stage's job, or attach to the one that runs, and follow it to its commit."""
         page = RunPage(request.label)
         if request.then is not None and request.then.label in self._force:
-            request = replace(request, then=None)  # the job before knows nothing of its token
+            request = replace(request, then=None)  # the job does not know its token
         asked = request.label in self._adopt
         submission = Submission(
             request=request,
@@ -235,12 +225,6 @@ class StageContext:
         return record
 
     def _tell_end(self, request: StageRequest, of: int, status: EndStatus) -> None:
-        """Record that this run waits no longer, or report a commit that it did not see.
-
-        Args:
-            of: number of the first attempt of the generation that was waited for.
-            status: of a stage without a commit.
-        """
         record = StageHistory(self._storage).commit(request.fingerprint, of)
         if record is None:
             self._recorder.stage_ended(request, status, of)
@@ -248,11 +232,7 @@ class StageContext:
             self._recorder.stage_finished(request, record, of)
 
     def _generation(self, request: StageRequest, attempt: int) -> tuple[int, Adoption | None]:
-        """Number of the first attempt of a generation, and what that adopted.
-
-        Args:
-            attempt: one of the generation, which may be committed.
-        """
+        """Return the number of the first attempt of the generation, and what that adopted."""
         log = self._storage.attempts.entries(request.fingerprint)
         of = current_generation(log[: attempt + 1])
         return of, log[of].adopted

@@ -1,6 +1,6 @@
-"""One stage as a Ray job: how an attempt is claimed in the store, and submitted.
+"""Runs one stage as a Ray job: claims an attempt in the store, and submits it.
 
-Promises: only the holder of an attempt in the stage's log submits it; a failed submission is
+Promises: only the holder of an attempt in the stage's log submits it. A failed submission is
 recorded in the stage's channel, so that no follower waits for its job.
 """
 
@@ -28,14 +28,11 @@ HOLDER_DIGITS = 8
 
 
 class Submission:
-    """A stage's attempts.
+    """Submits attempts of a stage.
 
     Args:
-        storage: where its log is, and where the job publishes.
-        runtime: what the job needs but does not change its output.
-        metadata: travels with the Ray job.
-        run_key: of the run that uses it, as the store knows it.
-        adopts: work that the next entry of the log begins with, unless someone else makes it.
+        metadata: attached to the Ray job.
+        adopts: work that the next log entry adopts, unless another process writes that entry.
     """
 
     def __init__(
@@ -60,7 +57,7 @@ class Submission:
 
     @property
     def config(self) -> StageConfig:
-        """Label of the stage."""
+        """Configuration of the stage."""
         return self._request.config
 
     @property
@@ -69,14 +66,10 @@ class Submission:
         return self._request.config.driver_resources
 
     def submission_id(self, attempt: int, holder: str) -> str:
-        """Ray's name of an attempt's job; who follows it reads the name in the stage's log.
+        """Return a unique Ray job name for an attempt; followers read it from the stage's log.
 
-        Args:
-            holder: id of who holds it. Numbers begin again with a log that was collected as
-                garbage, and a cluster keeps the names of finished jobs.
-
-        Returns:
-            A name that no other job ever has.
+        The holder makes it unique: attempt numbers restart after garbage collection of a log, while
+        the cluster keeps the names of finished jobs.
         """
         stage, fingerprint = self._request.config.stage, self._request.fingerprint
         at = f"{fingerprint[:FINGERPRINT_DIGITS]}-{self._storage.name}-a{attempt}"
@@ -87,12 +80,11 @@ class Submission:
 
         Args:
             attempt: length of the stage's log as the caller saw it.
-            force: token of a new generation.
 
         Raises:
-            FencedError: someone else claimed it.
+            FencedError: another process claimed it.
             JobSubmitError: Ray did not take the job; the attempt is over.
-            ArtifactError: what is to be adopted does not verify.
+            ArtifactError: the work to adopt does not verify.
         """
         holder_id, request = uuid.uuid4().hex, self._request
         name = self.submission_id(attempt, holder_id)
@@ -124,7 +116,7 @@ class Submission:
     def _specification(self, request: StageRequest, attempt: int, holder: str) -> StageSpec:
         after = request.then
         if after is not None and after.config.driver_resources != request.config.driver_resources:
-            after = None  # it has to wait for what it needs, holding nothing
+            after = None  # it has to wait for its resources without holding others
         return StageSpec(
             schema_version=STAGE_SCHEMA_VERSION,
             stage=request.config.stage,
@@ -152,9 +144,9 @@ class Submission:
 
 
 def forwarded_environment() -> dict[str, str]:
-    """Variables of this process that a job needs although the cluster was started without them.
+    """Return variables of this process that a job needs but the cluster may not have.
 
-    Secrets are left out: every client that can list jobs can read a job's environment.
+    Secrets are left out, because every client that can list jobs can read a job's environment.
     """
     forwarded = (
         env.AWS_ENDPOINT_URL,

@@ -13,7 +13,8 @@ from flows.recipe.recipe import load_recipe, parse_recipe
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SHELL_BLOCKS = re.findall(r"```\n(.*?)```", README, re.DOTALL)
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+SHELL_BLOCKS = [text for language, text in BLOCKS if not language]
 
 
 def command_lines() -> list[str]:
@@ -89,3 +90,12 @@ def test_generated_reference_pages_are_current() -> None:
         [sys.executable, "docs/generate.py", "--check"], cwd=ROOT, capture_output=True, timeout=120
     )
     assert done.returncode == 0, done.stderr.decode()
+
+
+def test_no_sentence_of_the_readme_is_long() -> None:
+    prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+    prose = re.sub(r"\]\([^)]*\)", "]", prose)
+    paragraphs = re.split(r"\n\s*\n|\n(?=[*|#!])", prose)
+    texts = [" ".join(text.split()) for text in paragraphs]
+    sentences = [s for text in texts for s in re.split(r"(?<=[.:;?])\s", text)]
+    assert [s for s in sentences if len(s.split()) > 40] == []

@@ -1,8 +1,8 @@
-"""Advantages against the other samples of the same prompt.
+"""Advantages relative to the other samples of the same prompt.
 
-Promises: one value per sample, on each of its trained tokens; what a group gives does not depend on
-other groups, except where a function says that it looks at the whole step. A group of equal scores
-gives exactly 0, not the rounding error of its mean, and so does a group of one sample.
+Promises: one value per sample, on each of its trained tokens. Groups are independent, except where
+a function says that it uses the whole step. A group of equal scores or of one sample gives exactly
+0, not the rounding error of its mean.
 Letters: B samples, P groups, R components of a score.
 """
 
@@ -18,33 +18,21 @@ STD_EPS = 1e-6
 
 
 def grpo_advantages(inputs: AdvantageInputs) -> Advantages:
-    """How much better each sample is than its group: GRPO (arXiv:2402.03300).
+    """GRPO (arXiv:2402.03300): each sample's score relative to its group.
 
-    With outcome rewards: ``(R - mean) / (std + 1e-6)``, std with n - 1. With
-    `norm_adv_by_std_in_grpo: false` it is Dr. GRPO (arXiv:2503.20783): ``R - mean``. Departure
-    from the paper: eps is added to the std.
-
-    Args:
-        inputs: rewards and groups.
-
-    Returns:
-        Each group's values sum to 0.
+    With outcome rewards ``(R - mean) / (std + 1e-6)``, std with n - 1. With
+    `norm_adv_by_std_in_grpo: false` it is Dr. GRPO (arXiv:2503.20783): ``R - mean``. Departure from
+    the paper: eps is added to the std.
     """
     by_std = inputs.algorithm.norm_adv_by_std_in_grpo
     return Advantages.of_samples(_grpo_B(inputs.outcomes_B, inputs, by_std), inputs.batch)
 
 
 def grpo_passk_advantages(inputs: AdvantageInputs) -> Advantages:
-    """The best sample earns what it adds to the best of its group: pass@k (arXiv:2503.19595).
+    """Pass@k (arXiv:2503.19595): only the best sample of a group has an advantage.
 
     ``R_max - R_second`` for the best sample, divided by ``std + 1e-6`` unless
-    `norm_adv_by_std_in_grpo` is false; 0 for all others, and for all where two are best.
-
-    Args:
-        inputs: rewards and groups.
-
-    Returns:
-        Not centred: at most one sample of a group has a value, and it is positive.
+    `norm_adv_by_std_in_grpo` is false; 0 for all others, and for all if two are best. Not centred.
     """
     outcomes_B, group_B = inputs.outcomes_B, inputs.group_B
     groups = group_statistics(outcomes_B, group_B, inputs.num_groups)
@@ -62,15 +50,9 @@ def grpo_passk_advantages(inputs: AdvantageInputs) -> Advantages:
 
 
 def rloo_advantages(inputs: AdvantageInputs) -> Advantages:
-    """Each sample against the mean of the others: REINFORCE leave-one-out (arXiv:2402.14740).
+    """REINFORCE leave-one-out (arXiv:2402.14740): each sample relative to the mean of the others.
 
     ``R_i - sum of the other R / (n - 1)``, which is ``n / (n - 1) (R_i - mean)``.
-
-    Args:
-        inputs: rewards and groups.
-
-    Returns:
-        Each group's values sum to 0.
     """
     outcomes_B = inputs.outcomes_B
     groups = group_statistics(outcomes_B, inputs.group_B, inputs.num_groups)
@@ -80,16 +62,10 @@ def rloo_advantages(inputs: AdvantageInputs) -> Advantages:
 
 
 def opo_advantages(inputs: AdvantageInputs) -> Advantages:
-    """Against the mean weighted by length, which is the optimal baseline: OPO (arXiv:2505.23585).
+    """OPO (arXiv:2505.23585): relative to the mean weighted by length, the optimal baseline.
 
-    ``R_i - sum(l R) / sum(l)`` over the group, with l the trained tokens of a sample: where the
-    squared gradient norm of an answer grows with its length, no other baseline has less variance.
-
-    Args:
-        inputs: rewards and groups.
-
-    Returns:
-        Each group's values, weighted by length, sum to 0.
+    ``R_i - sum(l R) / sum(l)`` over the group, with l the trained tokens of a sample. No other
+    baseline has less variance if the squared gradient norm of an answer grows with its length.
     """
     outcomes_B, group_B = inputs.outcomes_B, inputs.group_B
     groups = group_statistics(outcomes_B, group_B, inputs.num_groups)
@@ -103,17 +79,11 @@ def opo_advantages(inputs: AdvantageInputs) -> Advantages:
 
 
 def gpg_advantages(inputs: AdvantageInputs) -> Advantages:
-    """Centred scores, scaled for the groups that teach nothing: GPG (arXiv:2504.02546).
+    """GPG (arXiv:2504.02546): centred scores, scaled up for groups without a gradient.
 
-    ``alpha (R - mean) / f_norm`` with ``alpha = B / (B - M)``, M the samples of groups whose
-    scores are all equal: their zero gradient would shrink the mean over the step. Looks at the
-    whole step for alpha.
-
-    Args:
-        inputs: rewards and groups; options `f_norm`.
-
-    Returns:
-        Each group's values sum to 0; the metric `critic/gpg_alpha`.
+    ``alpha (R - mean) / f_norm`` with ``alpha = B / (B - M)``, M the samples of groups whose scores
+    are all equal: their zero gradient would shrink the mean over the step. alpha, the metric
+    `critic/gpg_alpha`, uses the whole step.
     """
     options = options_as(GpgOptions, inputs.options)
     outcomes_B = inputs.outcomes_B
@@ -126,17 +96,11 @@ def gpg_advantages(inputs: AdvantageInputs) -> Advantages:
 
 
 def reinforce_plus_plus_baseline_advantages(inputs: AdvantageInputs) -> Advantages:
-    """Centred in the group, whitened over the step: REINFORCE++ w/ baseline (arXiv:2501.03262).
+    """REINFORCE++ with baseline (arXiv:2501.03262): centred per group, whitened over the step.
 
     ``R - mean`` of the group on each trained token, then whitened over all trained tokens of the
-    step. Answers differ in length, so whitening moves groups of equal scores away from 0, too;
-    only a step whose scores are equal in every group gives 0.
-
-    Args:
-        inputs: rewards and groups.
-
-    Returns:
-        Mean 0 and variance 1 over the trained tokens.
+    step. Since answers differ in length, whitening also moves groups of equal scores away from 0,
+    unless the scores are equal in every group.
     """
     outcomes_B = inputs.outcomes_B
     groups = group_statistics(outcomes_B, inputs.group_B, inputs.num_groups)
@@ -145,25 +109,18 @@ def reinforce_plus_plus_baseline_advantages(inputs: AdvantageInputs) -> Advantag
 
 
 def gdpo_advantages(inputs: AdvantageInputs) -> Advantages:
-    """Each component of the score normalised by itself, then summed: GDPO (arXiv:2601.05242).
+    """GDPO (arXiv:2601.05242): each component of the score is normalised, then they are summed.
 
     ``sum_k w_k (s_k - mean) / (std + 1e-6)`` of the group, whitened over all trained tokens of the
-    step: a component with a large range cannot drown the others. A KL in the reward is no
-    component and does not count here.
-
-    Args:
-        inputs: components of the scores; options `gdpo_reward_keys`, by default the only
-            component, and `gdpo_reward_weights`, by default 1 each. A round names both, see
-            `engines.config.rules.components`.
-
-    Returns:
-        Mean 0 and variance 1 over the trained tokens.
+    step, so a component with a large range does not dominate. A KL in the reward is no component
+    and is not included. Options: `gdpo_reward_keys`, by default the only component, and
+    `gdpo_reward_weights`, by default 1 each; see `engines.config.rules.components`.
 
     Raises:
         ValueError: the reward gives no such component, or several of which none is named.
     """
     options = options_as(GdpoOptions, inputs.options)
-    # What a step's samples happen to have in common must not decide what is compared.
+    # The components that a step's samples share by chance must not decide what is compared.
     keys = options.gdpo_reward_keys or inputs.components
     weights = options.gdpo_reward_weights or (1.0,) * len(keys)
     is_open = options.gdpo_reward_keys is None and len(inputs.components) > 1

@@ -1,7 +1,7 @@
-"""Advantages from what each token still earns, with a critic and without.
+"""Advantages from returns to go, with and without a critic.
 
-Promises: tokens that are not trained on (an environment's, a tool's) are passed over: value,
-return and advantage before them are those behind them.
+Promises: tokens that are not trained on (of an environment or a tool) are skipped: value, return
+and advantage before them equal those behind them.
 Letters: B samples, T tokens, L trained tokens of the longest sample.
 """
 
@@ -13,18 +13,14 @@ from engines.algorithms.parts import AdvantageInputs, Advantages, options_as
 from engines.algorithms.sequences import TrainedTokens, masked_whiten
 
 _ROUNDING = 1e-9
-"""Relative; far above that of a sum in float64, far below that of the float32 a critic sees."""
+"""Relative; far above that of a float64 sum, far below that of a critic's float32."""
 
 
 def discounted_sums(values_BL: Tensor, factor_B: Tensor) -> Tensor:
-    """(B, L) ``y_t = x_t + factor y_{t+1}``, from the right.
+    """Return (B, L) ``y_t = x_t + factor y_{t+1}``, computed from the right.
 
     Args:
         values_BL: float64, 0 behind the end of a row.
-        factor_B: of each row.
-
-    Returns:
-        In the same layout.
     """
     sums_BL = torch.empty_like(values_BL)
     carried_B = torch.zeros_like(factor_B)
@@ -38,19 +34,12 @@ def gae_advantages(inputs: AdvantageInputs) -> Advantages:
     """Generalised advantage estimation (arXiv:1506.02438 eq. 16), decoupled, length-adaptive.
 
     ``delta_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = delta_t + gamma lam A_{t+1}``, with V_t the
-    value of the state in which token t is chosen. Behind the last token of an answer that ended by
-    itself the value is 0; an answer that was truncated is not over, so there V is the critic's
-    value behind its last token, unless `bootstrap_truncated` is off. The critic's targets are
-    ``A_t + V_t`` with `lam_critic` (VAPO, arXiv:2504.05118 sec. 4.1, takes 1: unbiased targets),
-    the policy's advantages have `lam`, or ``1 - 1 / (alpha l)`` for an answer of l tokens (sec. 4.1
-    eq. 8; not below 0).
-
-    Args:
-        inputs: rewards; column `values` and row `last_values` (B,); options of `GaeOptions`.
-
-    Returns:
-        Advantages, whitened unless `whiten` is off; targets, never whitened; the metric
-        `critic/vf_explained_var`, ``1 - var(target - V) / var(target)``.
+    value of the state in which token t is chosen. V behind the last token is 0. For a truncated
+    answer it is the critic's value there (row `last_values`), unless `bootstrap_truncated` is off.
+    The critic's targets are ``A_t + V_t`` with `lam_critic` (VAPO, arXiv:2504.05118 sec. 4.1, uses
+    1: unbiased targets) and are never whitened. The advantages use `lam`, or ``1 - 1 / (alpha l)``
+    for an answer of l tokens (sec. 4.1 eq. 8; not below 0), and are whitened unless `whiten` is
+    off. Reads column `values`; metric `critic/vf_explained_var`.
     """
     options = options_as(GaeOptions, inputs.options)
     tokens = TrainedTokens(inputs.mask_T, inputs.batch)
@@ -73,32 +62,20 @@ def gae_advantages(inputs: AdvantageInputs) -> Advantages:
 
 
 def reinforce_plus_plus_advantages(inputs: AdvantageInputs) -> Advantages:
-    """What each token still earns, whitened over the step: REINFORCE++ (arXiv:2501.03262).
+    """REINFORCE++ (arXiv:2501.03262): returns to go, whitened over the step.
 
-    ``G_t = r_t + gamma G_{t+1}``, then mean 0 and variance 1 over all trained tokens of the step.
-    Without groups: the whole step is the baseline.
-
-    Args:
-        inputs: rewards; options `gamma`.
-
-    Returns:
-        Exactly 0 where every token still earns the same.
+    ``G_t = r_t + gamma G_{t+1}``, then mean 0 and variance 1 over all trained tokens of the step;
+    there are no groups. Exactly 0 if all returns are equal.
     """
     _, returns_T = _returns_to_go(inputs)
     return Advantages(masked_whiten(returns_T, inputs.mask_T).to(torch.float32))
 
 
 def remax_advantages(inputs: AdvantageInputs) -> Advantages:
-    """Against the score of the greedy answer to the same prompt: ReMax (arXiv:2310.10505).
+    """ReMax (arXiv:2310.10505): return to go minus the score of the prompt's greedy answer.
 
-    ``G_t - R(greedy)``. The baseline does not depend on the sample, so it costs no bias; unlike a
-    group's mean it needs one answer more, not many.
-
-    Args:
-        inputs: rewards; row `greedy_scores` (B,); options `gamma`.
-
-    Returns:
-        Not centred.
+    ``G_t - R(greedy)``, row `greedy_scores` (B,). The baseline does not depend on the sample, so it
+    adds no bias, and it needs only one more answer per prompt. Not centred.
     """
     _, returns_T = _returns_to_go(inputs)
     baseline_T = inputs.batch.rows["greedy_scores"].to(returns_T)[inputs.batch.sequence_index_T]
@@ -106,10 +83,10 @@ def remax_advantages(inputs: AdvantageInputs) -> Advantages:
 
 
 def explained_variance(values_N: Tensor, targets_N: Tensor) -> float:
-    """``1 - var(targets - values) / var(targets)``; 0 where the targets do not vary."""
+    """Return ``1 - var(targets - values) / var(targets)``; 0 if the targets do not vary."""
     if targets_N.numel() < 2:
         return 0.0
-    # A target is a sum of values, so equal ones differ by the rounding error of values.
+    # A target is a sum with values, so equal targets differ by their rounding error.
     largest = torch.maximum(targets_N.abs().max(), values_N.abs().max())
     if bool(targets_N.max() - targets_N.min() <= _ROUNDING * largest):
         return 0.0

@@ -1,9 +1,7 @@
-"""Estimators that choose: the answers they keep are imitated, the others are not trained on.
+"""Estimators that select answers to imitate; the others are not trained on.
 
-Promises: what is kept of a prompt depends on its own answers alone and not on their order; an
-answer without trained tokens is never kept, and equal answers to a prompt are kept once. A step may
-keep nothing at all.
-Letters: B samples, T tokens.
+Promises: the selection depends only on the prompt's own answers, not on their order. Answers
+without trained tokens are never kept, equal answers once. A step may keep nothing.
 """
 
 from collections import defaultdict
@@ -18,19 +16,13 @@ from engines.algorithms.sequences import num_trained_B
 
 
 def raft_advantages(inputs: AdvantageInputs) -> Advantages:
-    """1 for the best answers to each prompt, and no others: RAFT (arXiv:2304.06767 alg. 1).
+    """RAFT (arXiv:2304.06767 alg. 1): 1 for the best answers to each prompt, 0 for the others.
 
     With the loss `reinforce` a step is supervised fine-tuning on them: the mean of ``-log pi`` over
     their tokens. With `vanilla` it is RAFT++ (arXiv:2504.11343 sec. 3), which clips the ratio. The
-    paper keeps one answer per prompt; `raft_num_kept` distinct ones of a least reward are rejection
-    sampling fine-tuning (arXiv:2308.01825 sec. 3.3). Of answers that earned the same, those whose
-    last token drew the smaller number come first.
-
-    Args:
-        inputs: rewards, groups, the column `uniform`; options `raft_num_kept`, `raft_min_reward`.
-
-    Returns:
-        With `kept_B`; the metric `critic/num_kept_samples`.
+    paper keeps one answer per prompt; `raft_num_kept` distinct ones with a minimum reward are
+    rejection sampling fine-tuning (arXiv:2308.01825 sec. 3.3). Of answers with equal rewards, those
+    with the smaller `uniform` number on their last token come first.
     """
     options = options_as(RaftOptions, inputs.options)
     kept_B = best_answers(inputs, options.raft_num_kept, options.raft_min_reward)
@@ -40,15 +32,9 @@ def raft_advantages(inputs: AdvantageInputs) -> Advantages:
 
 
 def best_answers(inputs: AdvantageInputs, num_kept: int, min_reward: float | None) -> Tensor:
-    """The distinct answers to each prompt that earned most.
+    """Return (B,) bool, at most `num_kept` distinct answers per prompt with the largest rewards.
 
-    Args:
-        inputs: rewards, groups, the column `uniform`.
-        num_kept: at most so many of each prompt.
-        min_reward: none that earned less; None: any.
-
-    Returns:
-        (B,) bool.
+    Answers that earned less than `min_reward` are not kept; None: any reward.
     """
     sizes = num_trained_B(inputs.batch, inputs.mask_T).tolist()
     answers = inputs.batch.input_ids_T[inputs.mask_T].split(sizes)

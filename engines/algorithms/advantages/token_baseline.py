@@ -1,9 +1,9 @@
-"""A baseline for each token: the one with the least variance of the gradient (arXiv:2602.07078).
+"""The baseline of each token that minimises the variance of the gradient (arXiv:2602.07078).
 
 The squared norm of the gradient of ``log pi`` with respect to the logits is
-``1 - 2 pi + sum of pi^2``, and the energy of an answer up to token t is the sum of these: known
-from the forward pass alone.
-Letters: B samples, P groups, L trained tokens of the longest sample.
+``1 - 2 pi + sum of pi^2``, known from the forward pass. The energy of an answer up to token t is
+the sum of these.
+Letters: B samples, P groups, L trained tokens of the longest sample, K places (tokens or turns).
 """
 
 import torch
@@ -15,18 +15,14 @@ from engines.algorithms.sequences import TrainedTokens
 
 
 def optimal_token_baseline_advantages(inputs: AdvantageInputs) -> Advantages:
-    """Return to go less the mean over the group's answers, weighted by their energy so far.
+    """Return to go minus the group's mean, weighted by the answers' energy so far.
 
     ``A_t = G_t - B_t`` with ``B_t = sum_i G_it W_it / sum_i W_it`` over the answers of the group
-    that have a token t, and ``W_it = sum_{j <= t} (1 - 2 pi_ij + sum pi_ij^2)``. Where only one
-    answer is that long its own return is the baseline and the advantage 0. Departure: where no
+    that have a token t, and ``W_it = sum_{j <= t} (1 - 2 pi_ij + sum pi_ij^2)``; exactly 0 if all
+    returns of the group are equal at t, so also if only one answer is that long. Departure: if no
     answer has any energy (every token was certain) the mean is not weighted.
 
-    Args:
-        inputs: rewards and groups; columns `old_logprobs` and `sum_pi_squared`.
-
-    Returns:
-        Exactly 0 where all returns of a group agree at t.
+    Reads the columns `old_logprobs` and `sum_pi_squared`.
     """
     tokens = TrainedTokens(inputs.mask_T, inputs.batch)
     returns_BL, energy_BL = _returns_and_energy(inputs, tokens)
@@ -35,16 +31,11 @@ def optimal_token_baseline_advantages(inputs: AdvantageInputs) -> Advantages:
 
 
 def turn_baseline_advantages(inputs: AdvantageInputs) -> Advantages:
-    """The same with one baseline for each turn of a conversation: the policy's tokens in a row.
+    """As `optimal_token_baseline_advantages`, with one baseline per turn of a conversation.
 
-    The n-th turn of an answer is compared with the n-th turns of the group's other answers, by
-    the return to go at its first token, weighted by the energy up to its last one.
-
-    Args:
-        inputs: as of `optimal_token_baseline_advantages`.
-
-    Returns:
-        Exactly 0 where all returns of a group agree at a turn.
+    A turn is a run of consecutive tokens of the policy. The n-th turn of an answer is compared with
+    the n-th turns of the group's other answers, by the return to go at its first token, weighted by
+    the energy up to its last one.
     """
     tokens = TrainedTokens(inputs.mask_T, inputs.batch)
     returns_BL, energy_BL = _returns_and_energy(inputs, tokens)
@@ -71,7 +62,7 @@ def _returns_and_energy(inputs: AdvantageInputs, tokens: TrainedTokens) -> tuple
 def _weighted_mean(
     values_BK: Tensor, weights_BK: Tensor, there_BK: Tensor, inputs: AdvantageInputs
 ) -> Tensor:
-    """(B, K) mean of each group's values at each place, by weight; the value itself where equal."""
+    """Return (B, K) each group's weighted mean per place; the value itself if all are equal."""
     group_B, shape = inputs.group_B, (inputs.num_groups, values_BK.shape[1])
 
     def total(of_BK: Tensor) -> Tensor:
@@ -91,7 +82,7 @@ def _weighted_mean(
 
 
 def _turns_T(inputs: AdvantageInputs) -> Tensor:
-    """(T,) float64: for each trained token, how many turns its answer had before its own."""
+    """Return (T,) float64, for each trained token the number of turns before its own."""
     batch, mask_T = inputs.batch, inputs.mask_T
     before_T = torch.cat([mask_T.new_zeros(1), mask_T[:-1]])
     before_T = before_T & (batch.position_ids_T > 0)
@@ -103,7 +94,7 @@ def _turns_T(inputs: AdvantageInputs) -> Tensor:
 
 
 def _turn_ends(turn_BL: Tensor, mask_BL: Tensor, num_turns: int) -> tuple[Tensor, Tensor]:
-    """(B, K) columns of the first and last token of each turn; -1 where there is none."""
+    """Return (B, K) columns of the first and last token of each turn; -1 if there is none."""
     place_BL = torch.arange(turn_BL.shape[1], device=turn_BL.device).expand_as(turn_BL)
     none_BK = turn_BL.new_full((turn_BL.shape[0], num_turns), -1)
     last_BK = none_BK.scatter_reduce(1, turn_BL, torch.where(mask_BL, place_BL, -1), "amax")

@@ -1,1 +1,1 @@
-"""A teacher's distributions as a loss."""
+"""Losses that learn a teacher's distributions."""

@@ -1,10 +1,9 @@
 """On-policy distillation: a student learns a teacher's distributions on the student's own samples.
 
-GKD (arXiv:2306.13649). Two ways to hold them together at each token: the KL from the teacher over
-its K most likely tokens, or an estimate of the KL to the teacher from the sampled token alone.
-Promises: a micro-batch's share of the step's loss, and metrics that add up likewise, whatever the
-cut. With `bucket`, a student whose logprobs are its teacher's has loss 0 and gradient 0, exactly.
-Does not promise the teacher's columns; those are made beforehand.
+GKD (arXiv:2306.13649). Two losses per token: the KL from the teacher over its K most likely tokens,
+or an estimate of the KL to the teacher from the sampled token alone.
+Promises: a micro-batch's share of the step's loss and metrics, independent of how the step is cut.
+With `bucket`, a student whose logprobs equal its teacher's has exactly loss 0 and gradient 0.
 Letters: T tokens, K most likely tokens of the teacher.
 """
 
@@ -34,10 +33,10 @@ TOPK_IDS, TOPK_LOGPROBS, SAMPLED_LOGPROBS = (
 OF_TEACHERS_TOKENS = Readouts(logprobs_of=TOPK_IDS)
 
 Tail = Literal["bucket", "renormalise", "ignore"]
-"""What becomes of the tokens outside of the teacher's K most likely; see `forward_kl_topk`."""
+"""Treatment of the tokens outside the teacher's K most likely; see `forward_kl_topk`."""
 
 TAIL_MASS_EPS = 1e-5
-"""A rest below it counts as this much: float32 knows one minus a sum of probabilities to 1e-6."""
+"""Minimum of the rest: float32 knows 1 minus a sum of probabilities to about 1e-6."""
 
 
 def forward_kl_topk(
@@ -48,34 +47,30 @@ def forward_kl_topk(
     log_prob_min_clamp: float | None = None,
     tail_mass_eps: float = TAIL_MASS_EPS,
 ) -> Tensor:
-    """KL(teacher || student) of each token, over the teacher's K most likely ones.
+    """Return KL(teacher || student) of each token over the teacher's K most likely, (T,) in nats.
 
     With p the teacher's and q the student's probabilities of these K, P and Q their sums:
 
     - `bucket`: ``sum p log(p / q) + (1 - P) log((1 - P) / (1 - Q))``: all others are one token,
-      the rest. It is a KL: never negative, 0 just where q = p, at most the KL over the whole
+      the rest. It is a KL: never negative, 0 only if q = p, at most the KL over the whole
       vocabulary (grouping tokens loses information), and equal to it at K = V.
-    - `renormalise`: ``sum p/P log((p / P) / (q / Q))``: a KL too, of the distributions given that
-      the token is one of the K. It does not see Q: a student may move all its mass elsewhere.
-    - `ignore`: ``sum p log(p / q)``. It can be negative where Q > P, and is least where q = p / P:
-      it teaches a sharper distribution than the teacher's (the bias of top-k, arXiv:2503.16870),
-      and has a gradient where student and teacher are equal.
+    - `renormalise`: ``sum p/P log((p / P) / (q / Q))``: also a KL, of the distributions given that
+      the token is one of the K. It does not depend on Q: a student may move all its mass elsewhere.
+    - `ignore`: ``sum p log(p / q)``. It can be negative where Q > P, and is least at q = p / P: it
+      teaches a sharper distribution than the teacher's (the bias of top-k, arXiv:2503.16870), and
+      has a gradient where student and teacher are equal.
 
-    Hence the default. Below `tail_mass_eps` the value of a rest stays and its slope goes on: the
-    pull on a student with hardly a rest fades as (1 - Q) / `tail_mass_eps`, where a clamp would
-    end it. A teacher's missing rest counts as a true one of that size.
+    Hence the default. Below `tail_mass_eps` the value of a rest is constant but keeps a slope: the
+    pull on a student with hardly any rest fades as (1 - Q) / `tail_mass_eps`, where a clamp would
+    end it. A teacher's missing rest counts as one of that size.
 
     Args:
         logprobs_TK: (T, K) of the student, with gradient.
-        teacher_logprobs_TK: (T, K) of the teacher, same tokens, distinct in each row; -inf is
-            probability 0.
-        tail: of the three above.
-        log_prob_min_clamp: lower logprobs of either count as this; the student's have no gradient
-            there. None: they count as they are.
-        tail_mass_eps: smallest 1 - P and 1 - Q; of `bucket`.
-
-    Returns:
-        (T,) in nats, of the dtype of `logprobs_TK`.
+        teacher_logprobs_TK: (T, K) of the teacher for the same tokens, distinct in each row; -inf
+            is probability 0.
+        log_prob_min_clamp: minimum of both logprobs; the student's have no gradient below it.
+            None: no clamp.
+        tail_mass_eps: minimum of 1 - P and 1 - Q; for `bucket`.
     """
     if log_prob_min_clamp is not None:
         logprobs_TK = logprobs_TK.clamp(min=log_prob_min_clamp)
@@ -84,7 +79,7 @@ def forward_kl_topk(
         logprobs_TK = logprobs_TK.log_softmax(dim=1)
         teacher_logprobs_TK = teacher_logprobs_TK.log_softmax(dim=1)
     p_TK = teacher_logprobs_TK.exp()
-    # 0 log 0 is 0, not 0 times -inf.
+    # 0 log 0 is 0, not 0 * -inf.
     kl_T = torch.where(p_TK > 0, p_TK * (teacher_logprobs_TK - logprobs_TK), 0.0).sum(dim=1)
     if tail != "bucket":
         return kl_T
@@ -92,22 +87,17 @@ def forward_kl_topk(
     rest_T = (1.0 - mass_T.detach()).clamp(min=tail_mass_eps)
     teacher_rest_T = (1.0 - p_TK.sum(dim=1)).clamp(min=tail_mass_eps)
     value_T = teacher_rest_T * (teacher_rest_T.log() - rest_T.log())
-    # Its gradient, (1 - P) / (1 - Q) times that of Q, written out: where student and teacher are
-    # equal the quotient is 1, and what is left of the gradient is exactly 0.
+    # Its gradient, (1 - P) / (1 - Q) times that of Q, written out: if student and teacher are
+    # equal the quotient is 1, and the whole gradient is exactly 0.
     slope_T = teacher_rest_T / rest_T
     return kl_T + value_T + slope_T * (mass_T - mass_T.detach())
 
 
 @dataclass(frozen=True)
 class TopKDistillation:
-    """The KL from the teacher over its K most likely tokens, as the loss of a step.
+    """Loss of a step: the KL from the teacher over its K most likely tokens.
 
-    Attributes:
-        tail, log_prob_min_clamp, tail_mass_eps: see `forward_kl_topk`.
-        loss_max_clamp: a token's loss is cut to [-c, c], and has no gradient beyond; None: uncut.
-        loss_agg_mode: see `aggregate`.
-        scale_factor: likewise.
-        readouts: what it reads of the student.
+    A token's loss is clamped to +-`loss_max_clamp`; None: no clamp.
     """
 
     tail: Tail = "bucket"
@@ -121,17 +111,11 @@ class TopKDistillation:
     def __call__(
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
     ) -> LossOutput:
-        """This micro-batch's share.
+        """Return this micro-batch's share of the loss and of the metrics.
 
-        Args:
-            outputs: of the student, with the logprobs of the tokens `teacher_topk_ids`.
-            batch: with the columns `loss_mask`, `teacher_topk_ids`, (T, K) int64, and
-                `teacher_topk_logprobs`, (T, K); finite on tokens that are not trained on too.
-            counts: of the step.
-
-        Returns:
-            The loss; its value, and what the teacher and the student give to these K tokens, as
-            `distillation/loss`, `distillation/teacher_mass` and `distillation/student_mass`.
+        The metrics are `distillation/loss` and the mass of the K tokens, `teacher_mass` and
+        `student_mass`. Columns of `batch`: `loss_mask`, `teacher_topk_ids`, (T, K) int64, and
+        `teacher_topk_logprobs`, (T, K), finite also on tokens that are not trained on.
 
         Raises:
             ValueError: the student's logprobs are absent or do not have the teacher's shape.
@@ -161,18 +145,11 @@ class TopKDistillation:
 
 @dataclass(frozen=True)
 class SampledDistillation:
-    """An estimate of KL(student || teacher) from the sampled tokens, as the loss of a step.
+    """Loss of a step: an estimate of KL(student || teacher) from the sampled tokens.
 
-    Only on samples of the student as it is: they are not weighted for an older one.
-
-    Attributes:
-        estimator: of `kl_estimate`. With a trailing `+`, as of `k2`, the expected gradient is that
-            of this KL; that of `k1` is 0, and that of `k3` is the gradient of the other one,
-            KL(teacher || student), where it is not bent.
-        loss_max_clamp: as of `TopKDistillation`.
-        loss_agg_mode: see `aggregate`.
-        scale_factor: likewise.
-        readouts: what it reads of the student.
+    Only for samples of the current student: they are not reweighted for an older one. With `k2` or
+    an `estimator` that ends in `+`, the expected gradient is that of this KL. That of `k1` is 0;
+    that of `k3` is the gradient of KL(teacher || student), except where `k3` continues as a line.
     """
 
     estimator: str = "k3+"
@@ -184,18 +161,10 @@ class SampledDistillation:
     def __call__(
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
     ) -> LossOutput:
-        """This micro-batch's share.
-
-        Args:
-            outputs: of the student.
-            batch: with the columns `loss_mask` and `teacher_logprobs`, (T,) of the sampled tokens.
-            counts: of the step.
-
-        Returns:
-            The loss, and its value as `distillation/loss`.
+        """Return this micro-batch's share of the loss, and of the metric `distillation/loss`.
 
         Raises:
-            UnknownPluginError: no such estimator.
+            UnknownPluginError: there is no such estimator.
         """
         kl_T = kl_estimate(self.estimator, outputs.logprobs_T, batch.columns[SAMPLED_LOGPROBS])
         loss = _aggregated(self, kl_T, batch, counts)

@@ -1,7 +1,4 @@
-"""The loss of an update with a teacher: what the teacher says, and beside it what rewards say.
-
-Promises: one pass of the policy for both; each keeps its own metrics.
-"""
+"""The loss of an update with a teacher: the teacher's loss plus the policy loss, in one forward."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,10 +17,7 @@ class DistilledObjective:
     """A loss function, as `PolicyObjective`: ``weight * teacher + policy_weight * policy``.
 
     Attributes:
-        teacher: the loss of the teacher's columns.
-        policy: of the algorithm.
-        weight: of the teacher's.
-        policy_weight: of the policy's; at 0 it is not computed, and only the entropy is measured.
+        policy_weight: at 0 the policy loss is not computed; only the entropy is measured.
     """
 
     teacher: TopKDistillation | SampledDistillation
@@ -33,17 +27,17 @@ class DistilledObjective:
 
     @property
     def readouts(self) -> Readouts:
-        """Of both."""
+        """Readouts of both losses."""
         return replace(self.policy.readouts, logprobs_of=self.teacher.readouts.logprobs_of)
 
     def extras(self, batch: TokenBatch, gather: Gather) -> Mapping[str, float]:
-        """Of the policy's loss, where it counts."""
+        """Return the policy loss's extras, if it has a weight."""
         return self.policy.extras(batch, gather) if self.policy_weight else {}
 
     def __call__(
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
     ) -> LossOutput:
-        """This micro-batch's share of both; raises as they do."""
+        """Return this micro-batch's share of both; raises as they do."""
         taught = self.teacher(outputs, batch, counts)
         loss, metrics = self.weight * taught.loss, {**taught.metrics}
         if self.policy_weight:
@@ -59,14 +53,7 @@ Objective = PolicyObjective | DistilledObjective
 
 
 def round_loss_fn(rl: RLConfig) -> Objective:
-    """The loss function of a round's policy.
-
-    Args:
-        rl: of the round.
-
-    Returns:
-        The algorithm's, or what a teacher and it make together.
-    """
+    """Return the loss function of a round's policy, with the teacher's if there is one."""
     policy = policy_loss_fn(rl.algorithm, rl.sampling.max_new_tokens)
     section = rl.distillation
     if section is None:

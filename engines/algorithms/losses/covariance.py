@@ -1,10 +1,9 @@
-"""Policy losses that hold back the tokens which drive the entropy down (arXiv:2505.22617).
+"""Policy losses that restrain the tokens which drive the entropy down (arXiv:2505.22617).
 
-The entropy falls by the covariance of log-probability and advantage: a few tokens of large
-covariance carry most of it. ``cov_t = (A_t - mean A) (log pi_t - mean log pi)``, means over the
-trained tokens of the step.
-Promises: means, thresholds and draws are of the whole step, found before it is cut. Departure: log
-pi is that of `old_logprobs`, before the step's first update; after that the paper's moves on.
+The entropy falls by the covariance of log-probability and advantage; a few tokens carry most of it.
+``cov_t = (A_t - mean A) (log pi_t - mean log pi)``, means over the trained tokens of the step.
+Promises: means, thresholds and draws are of the whole step, computed before it is cut. Departure:
+log pi is that of `old_logprobs`, before the step's first update; the paper's changes with updates.
 """
 
 from collections.abc import Mapping
@@ -21,13 +20,10 @@ _THRESHOLD, _SHARE = "cov_threshold", "cov_share_of_ties"
 
 
 def clip_cov_prepass(inputs: PrepassInputs) -> Mapping[str, float]:
-    """Which tokens lose their gradient: of those with a covariance between the bounds, the share.
+    """Return the means of advantage and log-probability, and the threshold of the draw.
 
-    Args:
-        inputs: with the column `uniform`, (T,) float64 numbers in [0, 1) drawn for each token.
-
-    Returns:
-        Means of advantage and log-probability, and the number below which a `uniform` is taken.
+    The loss takes a candidate token if its column `uniform`, (T,) float64 in [0, 1), is at most the
+    threshold.
     """
     options = options_as(ClipCovOptions, inputs.options)
     num_tokens, means = _means(inputs)
@@ -43,15 +39,8 @@ def clip_cov_prepass(inputs: PrepassInputs) -> Mapping[str, float]:
 def clip_cov_loss(inputs: PolicyLossInputs) -> TokenLoss:
     """PPO-clip, without gradient on tokens drawn from those of large covariance (sec. 4.2).
 
-    Of the tokens with `clip_cov_lb` < cov < `clip_cov_ub`, so many are drawn as `clip_cov_ratio`
-    of the step's tokens, rounded down. No dual clip.
-
-    Args:
-        inputs: logprobs, old logprobs and advantages of each token, the column `uniform`;
-            options of `ClipCovOptions`.
-
-    Returns:
-        The loss of each token; `actor/pg_clipfrac` and `actor/cov_clipfrac`.
+    Of the tokens with `clip_cov_lb` < cov < `clip_cov_ub`, a number is drawn that is
+    `clip_cov_ratio` of the step's tokens, rounded down. No dual clip.
     """
     options = options_as(ClipCovOptions, inputs.options)
     eps_low, eps_high = clip_range(inputs.algorithm)
@@ -73,14 +62,9 @@ def clip_cov_loss(inputs: PolicyLossInputs) -> TokenLoss:
 
 
 def kl_cov_prepass(inputs: PrepassInputs) -> Mapping[str, float]:
-    """From which covariance on a token is held back: the largest of the step, by the share.
+    """Return means, the smallest covariance of a restrained token, and the share of tied tokens.
 
-    Args:
-        inputs: advantages and old logprobs of each token.
-
-    Returns:
-        Means of advantage and log-probability, the smallest covariance that is taken, and the share
-        of the tokens with just this covariance for which there is room.
+    The share is the part of the tokens with exactly that covariance for which there is room.
     """
     options = options_as(KlCovOptions, inputs.options)
     num_tokens, means = _means(inputs)
@@ -98,15 +82,9 @@ def kl_cov_prepass(inputs: PrepassInputs) -> Mapping[str, float]:
 def kl_cov_loss(inputs: PolicyLossInputs) -> TokenLoss:
     """``-A r``, with a penalty on the tokens of the largest covariance (sec. 4.3).
 
-    The `kl_cov_ratio` of the step's tokens whose covariance is largest, rounded down, also pay
-    ``ppo_kl_coef |log pi - log pi_old|``. Tokens that tie for the last places share them: the
-    certain ones (log pi = 0) of equal advantage do, by the thousand. No clip.
-
-    Args:
-        inputs: logprobs, old logprobs and advantages of each token; options of `KlCovOptions`.
-
-    Returns:
-        The loss of each token; `actor/cov_klfrac`.
+    The `kl_cov_ratio` of the step's tokens with the largest covariance, rounded down, also pay
+    ``ppo_kl_coef |log pi - log pi_old|``. Tokens that tie for the last places share them: certain
+    tokens (log pi = 0) of equal advantage tie by the thousand. No clip.
     """
     options = options_as(KlCovOptions, inputs.options)
     extras = inputs.counts.extras
@@ -125,7 +103,7 @@ def kl_cov_loss(inputs: PolicyLossInputs) -> TokenLoss:
 
 
 def _means(inputs: PrepassInputs) -> tuple[int, dict[str, float]]:
-    """Trained tokens of the step, and their mean advantage and log-probability."""
+    """Return the number of trained tokens of the step, and their means."""
     columns, mask_T = inputs.batch.columns, inputs.mask_T
     own = [mask_T.sum().to(torch.float64)]
     for name in ("advantages", "old_logprobs"):
@@ -136,6 +114,6 @@ def _means(inputs: PrepassInputs) -> tuple[int, dict[str, float]]:
 
 
 def _covariance_T(columns: Mapping[str, Tensor], means: Mapping[str, float]) -> Tensor:
-    """(T,) float64; in double, so that a threshold means the same token wherever it stands."""
+    """Return (T,) float64, so that a threshold selects the same tokens in every cut of the step."""
     advantages_T = columns["advantages"].to(torch.float64) - means[_ADVANTAGE]
     return advantages_T * (columns["old_logprobs"].to(torch.float64) - means[_LOGPROB])

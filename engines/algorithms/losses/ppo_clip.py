@@ -10,7 +10,7 @@ LOG_RATIO_BOUND = 20.0
 
 
 def clip_range(algorithm: AlgorithmConfig) -> tuple[float, float]:
-    """(eps_low, eps_high): how far the ratio may leave 1 downwards and upwards."""
+    """Return (eps_low, eps_high): how far the ratio may leave 1 downwards and upwards."""
     low, high = algorithm.clip_ratio_low, algorithm.clip_ratio_high
     return (
         algorithm.clip_ratio if low is None else low,
@@ -19,7 +19,7 @@ def clip_range(algorithm: AlgorithmConfig) -> tuple[float, float]:
 
 
 def probability_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
-    """(T,) pi / pi_old with the log-ratio clamped to +-20, so that it is always finite."""
+    """Return (T,) pi / pi_old with the log-ratio clamped to +-20, so that it is finite."""
     return (logprobs_T - old_logprobs_T).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
@@ -27,14 +27,8 @@ def ppo_clip_loss(inputs: PolicyLossInputs) -> TokenLoss:
     """PPO-clip: ``max(-A r, -A clip(r, 1 - eps_low, 1 + eps_high))``.
 
     Where A < 0 the loss is at most ``-A c`` (dual clip), so that one token whose probability
-    exploded cannot dominate the step.
-
-    Args:
-        inputs: logprobs, old logprobs and advantages of each token.
-
-    Returns:
-        The loss of each token; `pg_clipfrac` marks tokens whose gradient the clip removed,
-        `pg_clipfrac_lower` those that the dual clip removed, `ppo_kl` is log pi_old - log pi.
+    exploded cannot dominate the step. `pg_clipfrac` marks tokens whose gradient the clip removed,
+    `pg_clipfrac_lower` those that the dual clip removed, `ppo_kl` is log pi_old - log pi.
     """
     eps_low, eps_high = clip_range(inputs.algorithm)
     advantages_T = inputs.advantages_T

@@ -1,4 +1,4 @@
-"""Policy losses whose ratio is of whole answers; aggregated as the mean over answers."""
+"""Policy losses with a ratio of whole answers; aggregated as the mean over answers."""
 
 import torch
 from torch import Tensor
@@ -11,18 +11,12 @@ SEQUENCE_LOG_RATIO_BOUND = 10.0
 
 
 def gspo_loss(inputs: PolicyLossInputs) -> TokenLoss:
-    """PPO-clip on the geometric mean of an answer's ratios: GSPO (arXiv:2507.18071 eq. 5 and 11).
+    """GSPO (arXiv:2507.18071 eq. 5 and 11): PPO-clip on the geometric mean of an answer's ratios.
 
-    ``s = exp(mean of log(pi / pi_old))``; each token has the value of s, and of its gradient the
-    part that its own log-probability has in GSPO-token: ``s_t = sg(s) pi_t / sg(pi_t)``, so that
-    an advantage may differ between the tokens of an answer. ``max(-A s, -A clip(s))``. Log s is
-    bounded by 10 from above; there is no dual clip.
-
-    Args:
-        inputs: logprobs, old logprobs and advantages of each token.
-
-    Returns:
-        The loss of each token, for `seq-mean-token-mean`; metrics as of `vanilla`.
+    ``s = exp(mean of log(pi / pi_old))``. As in GSPO-token, each token has the value of s and the
+    gradient of its own log-probability: ``s_t = sg(s) pi_t / sg(pi_t)``, so that advantages may
+    differ between the tokens of an answer. ``max(-A s, -A clip(s))``; log s is at most 10; no dual
+    clip.
     """
     eps_low, eps_high = clip_range(inputs.algorithm)
     log_ratio_T = inputs.logprobs_T - inputs.old_logprobs_T
@@ -42,19 +36,12 @@ def gspo_loss(inputs: PolicyLossInputs) -> TokenLoss:
 
 
 def geo_mean_loss(inputs: PolicyLossInputs) -> TokenLoss:
-    """The geometric mean of an answer's clipped ratios: GMPO (arXiv:2507.20673 eq. 4).
+    """GMPO (arXiv:2507.20673 eq. 4): the geometric mean of an answer's clipped ratios.
 
-    ``-A exp(mean of d)``, where d is a token's log-ratio, held within [-eps_low, eps_high] on the
-    side where the objective would gain by leaving it: log-ratios above eps_high if A > 0, below
-    -eps_low if A < 0. The clip ratios are bounds of log-ratios here; the paper takes 0.4 for both.
-
-    Args:
-        inputs: logprobs, old logprobs and advantages of each token; those of an answer are one
-            number, and where they are not their mean is taken.
-
-    Returns:
-        The loss of an answer on each of its tokens, for `seq-mean-token-mean`;
-        `actor/pg_clipfrac` marks tokens that the bound holds.
+    ``-A exp(mean of d)``, where d is a token's log-ratio, clamped on the side where the objective
+    would gain: above eps_high if A > 0, below -eps_low if A < 0. The clip ratios are bounds of
+    log-ratios here; the paper uses 0.4 for both. If the advantages of an answer differ, their mean
+    is used. `actor/pg_clipfrac` marks clamped tokens.
     """
     eps_low, eps_high = clip_range(inputs.algorithm)
     log_ratio_T = inputs.logprobs_T - inputs.old_logprobs_T

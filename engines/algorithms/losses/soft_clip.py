@@ -8,17 +8,11 @@ from engines.algorithms.parts import PolicyLossInputs, TokenLoss, options_as
 
 
 def cispo_loss(inputs: PolicyLossInputs) -> TokenLoss:
-    """REINFORCE with a clipped, detached ratio as its weight: CISPO (arXiv:2506.13585 eq. 4).
+    """CISPO (arXiv:2506.13585 eq. 4): REINFORCE weighted by a clipped, detached ratio.
 
-    ``-sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi``: every token keeps a gradient, the rare
-    ones that PPO-clip would drop too. The paper leaves the lower side open (`clip_ratio_low` near
-    1) and clips above.
-
-    Args:
-        inputs: logprobs, old logprobs and advantages of each token.
-
-    Returns:
-        The loss of each token; `actor/pg_clipfrac` marks tokens whose weight is clipped.
+    ``-sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi``: every token keeps a gradient, also the
+    rare ones that PPO-clip would drop. The paper leaves the lower side open (`clip_ratio_low` near
+    1) and clips above. `actor/pg_clipfrac` marks tokens whose weight is clipped.
     """
     eps_low, eps_high = clip_range(inputs.algorithm)
     ratio_T = probability_ratio(inputs.logprobs_T.detach(), inputs.old_logprobs_T)
@@ -33,16 +27,10 @@ def cispo_loss(inputs: PolicyLossInputs) -> TokenLoss:
 
 
 def sapo_loss(inputs: PolicyLossInputs) -> TokenLoss:
-    """A sigmoid gate in place of the clip: SAPO (arXiv:2511.20347).
+    """SAPO (arXiv:2511.20347): a sigmoid gate instead of the clip.
 
     ``-A (4 / tau) sigmoid(tau (r - 1))``, with `tau_pos` where A > 0 and `tau_neg` elsewhere. At
     r = 1 its gradient is that of the ratio; it fades as the ratio leaves 1 on either side.
-
-    Args:
-        inputs: logprobs, old logprobs and advantages of each token; options `tau_pos`, `tau_neg`.
-
-    Returns:
-        The loss of each token, for `seq-mean-token-mean`.
     """
     options = options_as(SapoOptions, inputs.options)
     ratio_T = probability_ratio(inputs.logprobs_T, inputs.old_logprobs_T)
@@ -58,13 +46,7 @@ def sapo_loss(inputs: PolicyLossInputs) -> TokenLoss:
 def reinforce_loss(inputs: PolicyLossInputs) -> TokenLoss:
     """``-A log pi`` of each token: REINFORCE (Williams 1992), and GPG (arXiv:2504.02546 eq. 6).
 
-    No ratio and no clip, so it is right for one update of a batch that the policy itself sampled.
-
-    Args:
-        inputs: logprobs and advantages of each token.
-
-    Returns:
-        The loss of each token.
+    Without ratio and clip, so it is correct for one update of a batch that the policy sampled.
     """
     return TokenLoss(
         -inputs.advantages_T * inputs.logprobs_T,

@@ -1,4 +1,4 @@
-"""Policy losses that bound a distance to the old policy, not the ratio."""
+"""Policy losses that bound a distance to the old policy instead of the ratio."""
 
 import torch
 from torch import Tensor
@@ -11,18 +11,12 @@ _EPS = 1e-8
 
 
 def dppo_tv_loss(inputs: PolicyLossInputs) -> TokenLoss:
-    """REINFORCE with a truncated ratio, inside a bound of probability: DPPO-TV (arXiv:2602.04879).
+    """DPPO-TV (arXiv:2602.04879): REINFORCE with a truncated ratio and a bound of probability.
 
     ``-A sg(min(r, c)) log pi``, without gradient where ``pi - pi_old > eps_high`` and A > 0, or
-    ``pi - pi_old < -eps_low`` and A < 0: the total variation of choosing this token or not. A
-    rare token may multiply its probability and a frequent one may not move by much, where a bound
-    of the ratio does the reverse. c is `clip_ratio_c`.
-
-    Args:
-        inputs: logprobs, old logprobs and advantages of each token.
-
-    Returns:
-        The loss of each token; `actor/pg_clipfrac` marks tokens outside of the bound.
+    ``pi - pi_old < -eps_low`` and A < 0: the total variation of choosing this token or not. Unlike
+    a bound of the ratio, it lets a rare token multiply its probability and holds a frequent one.
+    c is `clip_ratio_c`; `actor/pg_clipfrac` marks tokens outside the bound.
     """
     eps_low, eps_high = clip_range(inputs.algorithm)
     moved_T = inputs.logprobs_T.detach().exp() - inputs.old_logprobs_T.exp()
@@ -31,17 +25,11 @@ def dppo_tv_loss(inputs: PolicyLossInputs) -> TokenLoss:
 
 
 def dppo_kl_loss(inputs: PolicyLossInputs) -> TokenLoss:
-    """The same, bounded by the binary KL: DPPO-KL (arXiv:2602.04879).
+    """DPPO-KL (arXiv:2602.04879): as `dppo_tv_loss`, bounded by the binary KL.
 
     ``KL = p_o log(p_o / p) + (1 - p_o) log((1 - p_o) / (1 - p))``, of choosing this token or not,
-    from the old policy; a token is outside where it exceeds eps_high (A > 0) or eps_low (A < 0)
-    and the gradient would lead further away.
-
-    Args:
-        inputs: logprobs, old logprobs and advantages of each token.
-
-    Returns:
-        The loss of each token; `actor/pg_clipfrac` marks tokens outside of the bound.
+    from the old policy. A token is outside if it exceeds eps_high (A > 0) or eps_low (A < 0) and
+    the gradient would lead further away.
     """
     eps_low, eps_high = clip_range(inputs.algorithm)
     logprobs_T, old_T = inputs.logprobs_T.detach(), inputs.old_logprobs_T
@@ -55,16 +43,10 @@ def dppo_kl_loss(inputs: PolicyLossInputs) -> TokenLoss:
 
 
 def dro_loss(inputs: PolicyLossInputs) -> TokenLoss:
-    """A quadratic pull to the old policy: DRO (arXiv:2405.19107).
+    """DRO (arXiv:2405.19107): a quadratic pull to the old policy.
 
-    ``-(A log pi - beta / 2 (log pi - log pi_old)^2)``. Departures: token by token, where the paper
+    ``-(A log pi - beta / 2 (log pi - log pi_old)^2)``. Departures: per token, where the paper
     has whole answers, and with an advantage, where it learns a value.
-
-    Args:
-        inputs: logprobs, old logprobs and advantages of each token; option `dro_beta`.
-
-    Returns:
-        The loss of each token.
     """
     options = options_as(DroOptions, inputs.options)
     log_ratio_T = inputs.logprobs_T - inputs.old_logprobs_T

@@ -1,1 +1,1 @@
-"""Losses over preferences: pairs, answers by themselves, and the scores of a reward model."""
+"""Losses of preference training: pairs, single answers, and the scores of a reward model."""

@@ -1,9 +1,7 @@
-"""Answers and pairs of answers in a packed batch, and the share of a step that they make up.
+"""Answers and pairs of answers in a packed batch, and their share of a step.
 
-A pair is a unit of two sequences, of which the row `chosen` is 1 for one and 0 for the other.
-Promises: units are never torn apart, so a micro-batch holds whole pairs, in whatever order; sums
-over answers are in float64. A pair counts if a token of it is trained on, which is what
-`GlobalCounts.num_units` counts; those of a filler do not.
+A pair is a unit of two sequences; the row `chosen` is 1 for one and 0 for the other. A micro-batch
+holds whole pairs, in any order. `GlobalCounts.num_units` counts pairs with a trained token.
 Letters: N answers, P pairs.
 """
 
@@ -22,13 +20,9 @@ CHOSEN, MARGIN = "chosen", "margin"
 
 @dataclass(frozen=True)
 class Answers:
-    """What policy and reference say of N answers.
+    """Sums of logprobs of N answers over their trained tokens, float64 with gradient.
 
-    Attributes:
-        log_ratio_N: (N,) float64 log pi(y|x) - log pi_ref(y|x), a sum over the trained tokens, with
-            gradient; log pi(y|x) alone where the loss takes no reference.
-        num_tokens_N: (N,) int64 trained tokens.
-        logprob_N: (N,) float64 log pi(y|x), likewise a sum with gradient.
+    `log_ratio_N` is log pi(y|x) - log pi_ref(y|x); log pi(y|x) alone if the loss uses no reference.
     """
 
     log_ratio_N: Tensor
@@ -37,30 +31,24 @@ class Answers:
 
     @property
     def mean_log_ratio_N(self) -> Tensor:
-        """(N,) the same for each token; 0 of an answer without one."""
+        """(N,) mean log-ratio per token; 0 for an answer without trained tokens."""
         return self.log_ratio_N / self.num_tokens_N.clamp(min=1)
 
     @property
     def mean_logprob_N(self) -> Tensor:
-        """(N,) of a token; 0 of an answer without one."""
+        """(N,) mean logprob per token; 0 for an answer without trained tokens."""
         return self.logprob_N / self.num_tokens_N.clamp(min=1)
 
     def take(self, places: Tensor) -> "Answers":
-        """Those at the (P,) places."""
+        """Return the answers at the (P,) places."""
         return Answers(self.log_ratio_N[places], self.num_tokens_N[places], self.logprob_N[places])
 
 
 def answers_of(logprobs_T: Tensor, batch: TokenBatch, *, reference: bool) -> Answers:
     """Add up the trained tokens of each sequence.
 
-    Args:
-        logprobs_T: (T,) of the policy, with or without gradient.
-        batch: with the column `loss_mask` and, to compare, `ref_logprobs`.
-        reference: whether to compare with it. The difference is taken token by token, before
-            sums of some thousand nats could swallow it.
-
-    Returns:
-        One answer for each sequence.
+    With `reference` the column `ref_logprobs` is subtracted token by token, since sums of thousands
+    of nats would lose the difference.
     """
     mask_T = batch.columns[MASK] > 0
 
@@ -74,12 +62,9 @@ def answers_of(logprobs_T: Tensor, batch: TokenBatch, *, reference: bool) -> Ans
 
 @dataclass(frozen=True)
 class Pairs:
-    """The pairs of a batch, in the order of their units.
+    """The pairs of a batch, in the order of their units, as (P,) int64 sequence indices.
 
-    Attributes:
-        chosen_P: (P,) int64, which sequence the chosen answer is.
-        rejected_P: (P,) int64, likewise.
-        counted_P: (P,) bool, whether a token of either is trained on.
+    `counted_P`, bool, is True if a token of either answer is trained on.
     """
 
     chosen_P: Tensor
@@ -88,13 +73,7 @@ class Pairs:
 
 
 def pairs_of(batch: TokenBatch) -> Pairs:
-    """Find who belongs to whom.
-
-    Args:
-        batch: with `unit_B`, the row `chosen` and the column `loss_mask`.
-
-    Returns:
-        As many pairs as there are units.
+    """Find the two sequences of each unit (`unit_B`) by the row `chosen`.
 
     Raises:
         ValueError: a unit is not one chosen and one rejected answer.
@@ -117,13 +96,7 @@ def pairs_of(batch: TokenBatch) -> Pairs:
 
 @dataclass(frozen=True)
 class PairLoss:
-    """What a loss over pairs returns.
-
-    Attributes:
-        loss_P: (P,) with gradient.
-        chosen_reward_P: (P,) the reward of the chosen answer that the loss compares.
-        rejected_reward_P: (P,) of the rejected one.
-    """
+    """What a loss over pairs returns: (P,) loss with gradient, and the rewards that it compares."""
 
     loss_P: Tensor
     chosen_reward_P: Tensor
@@ -131,17 +104,9 @@ class PairLoss:
 
 
 def share_of_pairs(prefix: str, found: PairLoss, pairs: Pairs, counts: GlobalCounts) -> LossOutput:
-    """This micro-batch's share of the means over the pairs of the step.
+    """Return this micro-batch's share of the means over the pairs of the step, in float64.
 
-    Args:
-        prefix: of the metrics' names.
-        found: loss and rewards of each pair.
-        pairs: which of them count.
-        counts: of the step.
-
-    Returns:
-        The loss in float64, with `loss`, `accuracy` (a tie counts half), `margin`, `chosen_reward`
-        and `rejected_reward`.
+    Metrics: `loss`, `accuracy` (a tie counts half), `margin`, `chosen_reward`, `rejected_reward`.
     """
 
     def share(values_P: Tensor) -> Tensor:
@@ -161,17 +126,12 @@ def share_of_pairs(prefix: str, found: PairLoss, pairs: Pairs, counts: GlobalCou
 
 
 def right_side(margin_N: Tensor) -> Tensor:
-    """(N,) 1 where a margin is above 0, 0 below, and a half at 0, as a coin would have it."""
+    """Return (N,) 1 where a margin is above 0, 0 below, and 0.5 at 0."""
     return (margin_N.sign() + 1) / 2
 
 
 def check_batch(batch: TokenBatch, columns: Iterable[str], rows: Iterable[str]) -> None:
-    """Refuse a batch that lacks what a loss reads.
-
-    Args:
-        batch: of any kind.
-        columns: per-token columns that it has to carry.
-        rows: values of sequences that it has to carry.
+    """Check that a batch has the columns (per token) and rows (per sequence) that a loss reads.
 
     Raises:
         ValueError: names what is missing, and what there is.

@@ -1,18 +1,15 @@
-"""The loss function of preference training on answers that are good or bad by themselves: KTO.
+"""The loss function of preference training on single answers that are good or bad: KTO.
 
-An answer's reward is held against a reference point z0, the KL of policy and reference, estimated
-on answers to other prompts. Promises: z0 is one number of the whole step, without gradient, made
-before the step is cut: the policy has the same weights in all of its micro-batches, so nothing is
-stale. The mean is over the answers of the step; metrics are shares that add up.
-
-How a trainer makes z0, before each step:
+An answer's reward is compared with a reference point z0, the KL of policy and reference, estimated
+on answers to other prompts. Promises: z0 is one number of the whole step, without gradient,
+computed before the step is cut. A trainer computes it before each step:
 
 1. `mismatched(batch, max_length)` of the whole step;
 2. the log-probabilities of policy and reference on it (two passes without gradient);
 3. `answers_of(...).log_ratio_N` of these as the row `mismatch_log_ratio` of the step.
 
 `KtoObjective.extras` then takes the mean over all ranks. Departure: the paper and TRL take that of
-each micro-batch, which would make the loss depend on how the step was cut.
+each micro-batch, which would make the loss depend on how the step is cut.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,12 +38,9 @@ Z0, NUM_CHOSEN, NUM_REJECTED = "kto_z0", "kto_num_chosen", "kto_num_rejected"
 
 @dataclass(frozen=True)
 class AnswerLoss:
-    """What a loss over single answers returns.
+    """What a loss over N single answers returns; `loss_N` has a gradient.
 
-    Attributes:
-        loss_N: (N,) with gradient.
-        reward_N: (N,) of each answer.
-        margin_N: (N,) by how much the reward is on the right side of the reference point's.
+    `margin_N` is the distance to the reference point's reward, positive on the right side.
     """
 
     loss_N: Tensor
@@ -55,18 +49,10 @@ class AnswerLoss:
 
 
 def kto_loss(answers: Answers, chosen_N: Tensor, z0: float, options: KtoOptions) -> AnswerLoss:
-    """KTO (arXiv:2402.01306 eq. 8): ``w_D (1 - sigmoid(beta (h - z0)))`` of a good answer.
+    """KTO (arXiv:2402.01306 eq. 8): ``w_D (1 - sigmoid(beta (h - z0)))`` for a good answer.
 
-    And ``w_U (1 - sigmoid(beta (z0 - h)))`` of a bad one; h the log-ratio.
-
-    Args:
-        answers: N of them.
-        chosen_N: (N,) bool, which are good.
-        z0: the reference point, at least 0.
-        options: beta and the two weights.
-
-    Returns:
-        Rewards are beta h.
+    And ``w_U (1 - sigmoid(beta (z0 - h)))`` for a bad one; h the log-ratio, z0 >= 0, rewards are
+    beta h.
     """
     reward_N = options.beta * answers.log_ratio_N
     away_N = reward_N - options.beta * z0
@@ -80,14 +66,9 @@ def kto_loss(answers: Answers, chosen_N: Tensor, z0: float, options: KtoOptions)
 
 
 def kto_prepass(inputs: PrepassInputs) -> Mapping[str, float]:
-    """The reference point ``z0 = max(0, mean of h)`` over the answers to other prompts.
+    """Return ``z0 = max(0, mean of h)`` over the answers to other prompts, and the counts.
 
-    Args:
-        inputs: with the rows `mismatch_log_ratio` and `chosen`. What is NaN there stays it, so that
-            the step is refused.
-
-    Returns:
-        It, and how many answers of the step are good and bad.
+    Reads the rows `mismatch_log_ratio` and `chosen`. NaN is kept, so that the step is refused.
     """
     trained_B = num_trained_B(inputs.batch, inputs.mask_T) > 0
     rows = inputs.batch.rows
@@ -102,37 +83,28 @@ def kto_prepass(inputs: PrepassInputs) -> Mapping[str, float]:
 class KtoObjective:
     """A loss function (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
 
-    Attributes:
-        options: of the loss.
-        loss: of an answer; a function of a module, so that the object travels to other processes.
+    `loss` is a function of a module, so that the object can be sent to other processes.
     """
 
     options: KtoOptions
     loss: Callable[[Answers, Tensor, float, KtoOptions], AnswerLoss] = kto_loss
 
     def extras(self, batch: TokenBatch, gather: Gather) -> Mapping[str, float]:
-        """Numbers of the whole step; see `LossFn`."""
+        """Return the numbers of the whole step; see `LossFn`."""
         check_batch(batch, [MASK], [CHOSEN, MISMATCH])
         return kto_prepass(PrepassInputs(batch, batch.columns[MASK] > 0, gather, self.options))
 
     def __call__(
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
     ) -> LossOutput:
-        """This micro-batch's share.
+        """Return this micro-batch's share of the loss and metrics.
 
-        Args:
-            outputs: of a language model.
-            batch: with the columns `loss_mask` and `ref_logprobs`, and the row `chosen`: 1 of a
-                good answer, 0 of a bad one.
-            counts: of the step, with what `extras` found.
-
-        Returns:
-            The loss, with `preference/` and `loss`, `accuracy` (rewards on the right side of
-            beta z0), `margin` (by how much), `kl` (z0), and `chosen_reward` and `rejected_reward`
-            where the step has such answers.
+        Metrics under `preference/`: `loss`, `accuracy` (rewards on the right side of beta z0),
+        `margin` (distance from it), `kl` (z0), and `chosen_reward` and `rejected_reward` if the
+        step has such answers.
 
         Raises:
-            ValueError: the batch lacks something.
+            ValueError: the batch lacks the columns `loss_mask`, `ref_logprobs` or the row `chosen`.
         """
         check_batch(batch, [MASK, REFERENCE], [CHOSEN])
         answers = answers_of(outputs.logprobs_T, batch, reference=True)

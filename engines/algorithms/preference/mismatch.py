@@ -1,7 +1,6 @@
-"""Answers to other prompts: where the reference point of `kto` is measured.
+"""Prompts with answers to other prompts, on which KTO measures its reference point.
 
-Promises: made of a whole step, before ranks or micro-batches cut it, so that it depends on the
-step alone.
+Made of a whole step, before ranks or micro-batches cut it, so that it depends on the step alone.
 """
 
 from collections.abc import Sequence
@@ -14,20 +13,15 @@ from engines.types import TokenBatch
 
 
 def mismatched(batch: TokenBatch, max_length: int) -> TokenBatch:
-    """Prompts with each other's answers (arXiv:2402.01306 sec. 4.1).
+    """Combine prompts with each other's answers (arXiv:2402.01306 sec. 4.1), in the same order.
 
-    Answers, good ones and bad ones, are dealt anew: each is given once, to another prompt where
-    there is one, since what is measured is an expectation over the answers of the step. A prompt
-    ends before the first trained token. A sequence without one stays as it is.
+    Each answer, good or bad, is used once, for another prompt if there is one: the result estimates
+    an expectation over the answers of the step. A prompt ends before the first trained token; a
+    sequence without one is unchanged. The result has only the column `loss_mask`.
 
     Args:
-        batch: a whole step, on the CPU, with the column `loss_mask` and no sequence longer than
-            `max_length`.
-        max_length: of a sequence; an answer that does not fit loses its end. At least one token
-            of it is left.
-
-    Returns:
-        As many sequences, in the order of `batch`, with the column `loss_mask` and no other.
+        batch: a whole step, on the CPU, with no sequence longer than `max_length`.
+        max_length: a longer result loses its end, but keeps at least one token of the answer.
     """
     lengths = batch.lengths_B.tolist()
     ids, masks = batch.input_ids_T.split(lengths), batch.columns[MASK].split(lengths)
@@ -48,16 +42,16 @@ def mismatched(batch: TokenBatch, max_length: int) -> TokenBatch:
 
 
 def _first_trained(mask: Tensor) -> int:
-    """The length, where no token is trained on."""
+    """Return the index of the first trained token; the length if there is none."""
     places_N = (mask > 0).nonzero().flatten()
     return int(places_N[0]) if places_N.numel() else mask.numel()
 
 
 def _givers(prompts: Sequence[tuple[int, ...]], answered: Sequence[bool]) -> list[int]:
-    """Whose answer each sequence gets: sequences by prompt, moved on by the most of one prompt.
+    """Return whose answer each sequence gets: sorted by prompt, rotated by the largest count.
 
-    Nothing shorter takes every answer out of the longest run, and where a prompt has more than
-    half of all answers, no other deal leaves it fewer of its own.
+    A smaller rotation would leave that prompt some of its own answers. If a prompt has more than
+    half of all answers, no other assignment leaves it fewer.
     """
     givers = list(range(len(prompts)))
     by_prompt: dict[tuple[int, ...], list[int]] = {}

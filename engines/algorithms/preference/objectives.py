@@ -13,17 +13,10 @@ from infra.plugins import load_row
 
 
 def preference_objective(loss: str, options: Mapping[str, Any]) -> PairObjective | KtoObjective:
-    """Look a loss up.
-
-    Args:
-        loss: its name in the table.
-        options: its own, as the user wrote them.
-
-    Returns:
-        A loss function over pairs, or over answers by themselves.
+    """Return the loss of that name: over pairs, or over single answers.
 
     Raises:
-        ConfigError: no such loss, or options that it does not take.
+        ConfigError: there is no such loss, or it does not have these options.
         TypeError: its row names the schema of another kind of loss.
     """
     row = PREFERENCE_LOSSES.find(loss)

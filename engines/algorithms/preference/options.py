@@ -1,4 +1,4 @@
-"""Options of the losses over preferences, and of a reward model's. No torch."""
+"""Options of preference losses, and of a reward model's loss. No torch."""
 
 from pydantic import Field
 
@@ -6,85 +6,83 @@ from engines.config.base import StrictModel
 
 
 class PairOptions(StrictModel):
-    """Of a loss over pairs: the base of its options."""
+    """Base of the options of losses over pairs."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss reads the column `ref_logprobs`."""
+        """True if the loss reads the column `ref_logprobs`."""
         return True
 
 
 class SigmoidOptions(PairOptions):
-    """Of `sigmoid`."""
+    """Options of `sigmoid`."""
 
     beta: float = Field(default=0.1, gt=0)
-    """How strongly the policy is held to the reference: rewards are beta times log-ratios."""
+    """Strength of the pull to the reference: rewards are beta times log-ratios."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Share of pairs that are taken to be labelled the wrong way round; 0 believes all labels."""
+    """Assumed share of pairs with swapped labels; 0 trusts all labels."""
     likelihood_coef: float = Field(default=0.0, ge=0)
-    """Weight of the chosen answer's negative log-probability, a mean over its tokens, beside the
-    comparison (arXiv:2404.19733 eq. 1), which alone may make both answers less likely."""
+    """Weight of the chosen answer's negative log-probability, a mean over its tokens, added because
+    the comparison alone may make both answers less likely (arXiv:2404.19733 eq. 1)."""
     reference_free: bool = False
-    """Compare log-probabilities instead of log-ratios: every answer is as likely to the reference
-    as any other."""
+    """Compare log-probabilities instead of log-ratios."""
 
     @property
     def needs_reference(self) -> bool:
-        """Unless it is `reference_free`."""
+        """True unless `reference_free`."""
         return not self.reference_free
 
 
 class IpoOptions(PairOptions):
-    """Of `ipo`."""
+    """Options of `ipo`."""
 
     beta: float = Field(default=0.1, gt=0)
-    """The paper's tau: the margin aimed at is 1 / (2 beta), in nats per token."""
+    """The paper's tau: the target margin is 1 / (2 beta), in nats per token."""
 
 
 class SimpoOptions(PairOptions):
-    """Of `simpo`."""
+    """Options of `simpo`."""
 
     beta: float = Field(default=2.0, gt=0)
-    """Rewards are beta times the mean log-probability of a token; the paper takes 2 to 2.5."""
+    """Rewards are beta times the mean log-probability of a token; the paper uses 2 to 2.5."""
     gamma: float = Field(default=1.0, ge=0)
-    """Margin by which the chosen answer's reward has to be larger; the paper takes 0.3 to 1.6."""
+    """Margin by which the chosen answer's reward must be larger; the paper uses 0.3 to 1.6."""
 
     @property
     def needs_reference(self) -> bool:
-        """It has none."""
+        """False."""
         return False
 
 
 class OrpoOptions(PairOptions):
-    """Of `orpo`."""
+    """Options of `orpo`."""
 
     beta: float = Field(default=0.1, gt=0)
-    """The paper's lambda: weight of the odds ratio beside the likelihood of the chosen answer."""
+    """The paper's lambda: weight of the odds ratio, relative to the chosen answer's likelihood."""
 
     @property
     def needs_reference(self) -> bool:
-        """It has none."""
+        """False."""
         return False
 
 
 class KtoOptions(StrictModel):
-    """Of `kto`."""
+    """Options of `kto`."""
 
     beta: float = Field(default=0.1, gt=0)
-    """How strongly the policy is held to the reference."""
+    """Strength of the pull to the reference."""
     desirable_weight: float = Field(default=1.0, ge=0)
-    """Weight of a good answer. The paper wants it times their number to be 1 to 4/3 times the same
-    of the bad ones."""
+    """Weight of a good answer. In the paper, this times the number of good answers is 1 to 4/3
+    times `undesirable_weight` times the number of bad ones."""
     undesirable_weight: float = Field(default=1.0, ge=0)
-    """Weight of a bad one."""
+    """Weight of a bad answer."""
 
 
 class RewardModelOptions(StrictModel):
-    """Of `bradley_terry`."""
+    """Options of `bradley_terry`."""
 
     margin_coef: float = Field(default=0.0, ge=0)
-    """Times the row `margin`, this is by how much the chosen score has to be larger; 0 reads no
-    margins."""
+    """Factor of the row `margin`, by which the chosen score must be larger; 0 reads no margins."""
     center_coef: float = Field(default=0.0, ge=0)
-    """Weight of a pull of each pair's scores towards a sum of 0, which a comparison leaves
-    open (arXiv:2312.09244); TRL recommends 0.01."""
+    """Weight of a pull of each pair's scores to a sum of 0, which a comparison does not determine
+    (arXiv:2312.09244); TRL recommends 0.01."""

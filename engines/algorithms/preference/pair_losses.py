@@ -1,7 +1,7 @@
-"""Losses over pairs of answers: one pure function each, of `PairInputs` to a `PairLoss`.
+"""Losses over pairs of answers: pure functions of `PairInputs` to a `PairLoss`.
 
-Promises: finite values and gradients for finite log-probabilities, however far apart; each pair
-by itself, so that no loss depends on how a step was cut.
+Promises: finite values and gradients for finite log-probabilities. Pairs are independent, so no
+loss depends on how a step is cut.
 """
 
 import math
@@ -21,19 +21,12 @@ from engines.algorithms.preference.options import (
 )
 
 ODDS_BEND = 1e-4
-"""Nats per token; odds are about 10,000 where the mean log-probability is as near to 0 as this."""
+"""Nats per token; odds are about 10,000 at a mean log-probability this close to 0."""
 
 
 @dataclass(frozen=True)
 class PairInputs:
-    """What a loss over P pairs reads.
-
-    Attributes:
-        chosen: the better answers. Their log-ratios are log-probabilities where the options need
-            no reference.
-        rejected: the other ones, pair by pair.
-        options: the loss's own validated options.
-    """
+    """What a loss over P pairs reads; log-ratios are log-probabilities if it uses no reference."""
 
     chosen: Answers
     rejected: Answers
@@ -45,14 +38,8 @@ def sigmoid_loss(inputs: PairInputs) -> PairLoss:
 
     With `label_smoothing` e it is conservative DPO (Mitchell, A note on DPO with noisy preferences,
     2023): ``-(1 - e) log sigmoid(m) - e log sigmoid(-m)``, least at a margin m = log((1 - e) / e).
-    With `likelihood_coef` a it is RPO (arXiv:2404.19733 eq. 1), ``- a l_w`` more, l_w the mean
-    log-probability of the chosen answer's tokens.
-
-    Args:
-        inputs: options of `SigmoidOptions`.
-
-    Returns:
-        Rewards are beta h.
+    With `likelihood_coef` a it is RPO (arXiv:2404.19733 eq. 1), which adds ``- a l_w``, l_w the
+    mean log-probability of the chosen answer's tokens. Rewards are beta h.
     """
     options = options_as(SigmoidOptions, inputs.options)
     chosen_P = options.beta * inputs.chosen.log_ratio_N
@@ -65,17 +52,11 @@ def sigmoid_loss(inputs: PairInputs) -> PairLoss:
 
 
 def ipo_loss(inputs: PairInputs) -> PairLoss:
-    """IPO (arXiv:2310.12036 eq. 17): ``(h_w - h_l - 1 / (2 beta))^2``.
+    """IPO (arXiv:2310.12036 eq. 17): ``(h_w - h_l - 1 / (2 beta))^2``; rewards are beta h.
 
-    h is a mean over an answer's tokens. The paper writes the log-ratio of the whole answer; the
-    mean is what TRL takes, after its authors asked the paper's: a sum grows with the length, and
-    the margin aimed at is one number.
-
-    Args:
-        inputs: options of `IpoOptions`.
-
-    Returns:
-        Rewards are beta h.
+    h is a mean over an answer's tokens. The paper writes the log-ratio of the whole answer; TRL
+    uses the mean, after asking the paper's authors: a sum grows with the length, but the target
+    margin is constant.
     """
     options = options_as(IpoOptions, inputs.options)
     chosen_P, rejected_P = inputs.chosen.mean_log_ratio_N, inputs.rejected.mean_log_ratio_N
@@ -86,13 +67,7 @@ def ipo_loss(inputs: PairInputs) -> PairLoss:
 def simpo_loss(inputs: PairInputs) -> PairLoss:
     """SimPO (arXiv:2405.14734 eq. 6): ``-log sigmoid(beta (l_w - l_l) - gamma)``.
 
-    l is the mean log-probability of an answer's tokens; there is no reference.
-
-    Args:
-        inputs: options of `SimpoOptions`.
-
-    Returns:
-        Rewards are beta l.
+    l is the mean log-probability of an answer's tokens; there is no reference. Rewards are beta l.
     """
     options = options_as(SimpoOptions, inputs.options)
     chosen_P = options.beta * inputs.chosen.mean_log_ratio_N
@@ -104,15 +79,9 @@ def orpo_loss(inputs: PairInputs) -> PairLoss:
     """ORPO (arXiv:2403.07691 eq. 6 and 7): ``-l_w - beta log sigmoid(log odds_w - log odds_l)``.
 
     l is the mean log-probability of an answer's tokens and ``odds = p / (1 - p)`` of p = exp(l),
-    the geometric mean of their probabilities; there is no reference. Each pair's likelihood of the
-    chosen answer is a mean over that answer, as in the paper; TRL's is one over the tokens of a
-    batch.
-
-    Args:
-        inputs: options of `OrpoOptions`.
-
-    Returns:
-        Rewards are beta l.
+    the geometric mean of their probabilities; there is no reference. The likelihood of the chosen
+    answer is a mean over that answer, as in the paper; TRL's is over the tokens of a batch. Rewards
+    are beta l.
     """
     options = options_as(OrpoOptions, inputs.options)
     chosen_P, rejected_P = inputs.chosen.mean_log_ratio_N, inputs.rejected.mean_log_ratio_N
@@ -122,10 +91,10 @@ def orpo_loss(inputs: PairInputs) -> PairLoss:
 
 
 def log_odds(logprob_N: Tensor) -> Tensor:
-    """(N,) log(p / (1 - p)) of p = exp(l).
+    """Return (N,) log(p / (1 - p)) of p = exp(l).
 
-    Nearer to l = 0 than `ODDS_BEND` it goes on as a straight line: the odds of what is certain are
-    infinite. A clamp would end the push against a rejected answer just where it is needed.
+    Closer to l = 0 than `ODDS_BEND` it continues as a line, since the odds of a certain answer are
+    infinite. A clamp would remove the gradient of a rejected answer there.
     """
     near_N = logprob_N.clamp(max=-ODDS_BEND)
     slope = -1 / math.expm1(ODDS_BEND)

@@ -1,8 +1,7 @@
 """The loss function of preference training on pairs.
 
-Promises: the mean over the pairs of the step, whatever the number of ranks or micro-batches;
-metrics are shares that add up, likewise.
-Does not promise reference logprobs; those are a column made beforehand, as in RL.
+Promises: the mean over the pairs of the step for every number of ranks or micro-batches; metrics
+add up likewise. Reference logprobs are a column made beforehand.
 """
 
 from collections.abc import Callable
@@ -28,9 +27,7 @@ from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
 class PairObjective:
     """A loss function (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
 
-    Attributes:
-        loss: of a pair; a function of a module, so that the object travels to other processes.
-        options: of the loss.
+    `loss` is a function of a module, so that the object can be sent to other processes.
     """
 
     loss: Callable[[PairInputs], PairLoss]
@@ -38,31 +35,22 @@ class PairObjective:
 
     @property
     def required_columns(self) -> frozenset[str]:
-        """Columns the batch must carry."""
+        """Columns that the batch must have."""
         return frozenset({MASK, REFERENCE} if self.options.needs_reference else {MASK})
 
     def __call__(
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
     ) -> LossOutput:
-        """This micro-batch's share.
-
-        Args:
-            outputs: of a language model.
-            batch: whole pairs, as units with the row `chosen`; with the `required_columns`.
-            counts: of the step.
-
-        Returns:
-            The loss, with `preference/` and `loss`, `accuracy`, `margin`, `chosen_reward`,
-            `rejected_reward`; see `share_of_pairs`.
+        """Return this micro-batch's share of the loss and metrics, see `share_of_pairs`.
 
         Raises:
-            ValueError: the batch lacks something, or a unit is no pair.
+            ValueError: the batch lacks a column or the row `chosen`, or a unit is no pair.
         """
         found, pairs = self.of_pairs(outputs, batch)
         return share_of_pairs("preference", found, pairs, counts)
 
     def of_pairs(self, outputs: ModelOutputs, batch: TokenBatch) -> tuple[PairLoss, Pairs]:
-        """Loss and rewards of each pair; arguments and errors as of a call."""
+        """Return loss and rewards of each pair; raises as a call."""
         check_batch(batch, self.required_columns, [CHOSEN])
         pairs = pairs_of(batch)
         answers = answers_of(outputs.logprobs_T, batch, reference=self.options.needs_reference)

@@ -1,9 +1,8 @@
-"""The loss function of a reward model: of two answers the better one gets the larger score.
+"""The loss function of a reward model: the better of two answers should get the larger score.
 
-A score is what a value model says behind the last token of a sequence, as the role `reward` reads
-it. Promises: the mean over the pairs of the step, whatever the number of ranks or micro-batches;
-metrics are shares that add up, likewise.
-Does not promise margins; those are a row made beforehand.
+A score is the output of a value model behind the last token of a sequence, as the role `reward`
+reads it. Promises: the mean over the pairs of the step for every number of ranks or micro-batches;
+metrics add up likewise. Margins are a row made beforehand.
 """
 
 from dataclasses import dataclass
@@ -31,20 +30,11 @@ BEHIND = Readouts(last_values=True)
 def bradley_terry_loss(
     chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor | None, options: RewardModelOptions
 ) -> PairLoss:
-    """Bradley-Terry: ``-log sigmoid(s_w - s_l - a m) + c (s_w + s_l)^2``.
+    """Bradley-Terry: ``-log sigmoid(s_w - s_l - a m) + c (s_w + s_l)^2``; rewards are the scores.
 
     The first term is that of arXiv:2204.05862, with the margin m of Llama 2 (arXiv:2307.09288
-    eq. 2); the second that of arXiv:2312.09244: a comparison says nothing about a number that is
-    added to both scores.
-
-    Args:
-        chosen_P: (P,) scores s_w.
-        rejected_P: (P,) scores s_l.
-        margin_P: (P,) m; None is 0.
-        options: a is `margin_coef`, c `center_coef`.
-
-    Returns:
-        Rewards are the scores.
+    eq. 2); the second that of arXiv:2312.09244: a comparison does not determine a constant added to
+    both scores. a is `margin_coef`, c is `center_coef`; `margin_P` None is 0.
     """
     gap_P = chosen_P - rejected_P
     if margin_P is not None:
@@ -55,36 +45,24 @@ def bradley_terry_loss(
 
 @dataclass(frozen=True)
 class RewardModelObjective:
-    """A loss function (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
-
-    Attributes:
-        options: of the loss.
-        readouts: a score stands behind the last token, which no prediction has.
-    """
+    """A loss function (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`."""
 
     options: RewardModelOptions
     readouts: Readouts = BEHIND
 
     @property
     def required_rows(self) -> frozenset[str]:
-        """Rows the batch must carry."""
+        """Rows that the batch must have."""
         return frozenset({CHOSEN, MARGIN} if self.options.margin_coef else {CHOSEN})
 
     def __call__(
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
     ) -> LossOutput:
-        """This micro-batch's share.
+        """Return this micro-batch's share of the loss and metrics, see `share_of_pairs`.
 
         Args:
-            outputs: of a value model.
-            batch: whole pairs, as units with the `required_rows` (of margins that of the chosen
-                answer counts) and the column `loss_mask`, which says that a pair is no filler: on
-                a single token, but the first, is enough.
-            counts: of the step.
-
-        Returns:
-            The loss, with `reward_model/` and `loss`, `accuracy`, `margin`, `chosen_reward`,
-            `rejected_reward`; see `share_of_pairs`.
+            batch: whole pairs, as units with the `required_rows` (of margins the chosen answer's
+                counts). A pair counts if `loss_mask` is set on any of its tokens but the first.
 
         Raises:
             ValueError: the outputs are of a language model, the batch lacks something, or a unit
@@ -94,7 +72,7 @@ class RewardModelObjective:
         return share_of_pairs("reward_model", found, pairs, counts)
 
     def of_pairs(self, outputs: ModelOutputs, batch: TokenBatch) -> tuple[PairLoss, Pairs]:
-        """Loss and scores of each pair; arguments and errors as of a call."""
+        """Return loss and scores of each pair; raises as a call."""
         if outputs.last_values_B is None:
             raise ValueError("a reward model's loss needs a value model and its last_values")
         check_batch(batch, [MASK], self.required_rows)

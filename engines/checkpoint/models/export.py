@@ -1,10 +1,8 @@
 """Write streamed weights as an ordinary Hugging Face directory.
 
-Promises: equal input gives equal bytes; no more than the size of one output file is in memory at a
-time, the tensor that comes next and its conversion included. Where one tensor takes more than half
-of that, it comes beside half a file.
-Does not promise that for what the source of the tensors keeps (experts that a model stacks are
-taken apart a whole stack at a time), nor atomicity: the caller publishes the directory.
+Promises: equal input gives equal bytes. Memory holds at most one output file, including the next
+tensor and its conversion, or a large tensor beside half a file.
+Does not promise: a limit for the source of the tensors, nor atomicity, as the caller publishes.
 """
 
 import json
@@ -29,17 +27,11 @@ def write_model(
     dtype: str,
     max_shard_bytes: int,
 ) -> None:
-    """Write weights beside a copy of their configuration and tokenizer.
+    """Write weights next to a copy of their configuration and tokenizer.
 
-    The configuration loses what it says of another dtype, and of quantized weights.
-
-    Args:
-        tensors: whole weights by hub name, in the order of the architecture.
-        hf_dir: configuration and tokenizer.
-        out_dir: created if needed; must not hold weights yet.
-        dtype: of the written weights, `float32` or `bfloat16`.
-        max_shard_bytes: size of one weight file, unless a single tensor is larger. Files stay
-            below it by the largest tensor so far (at most by half), as room for the next one.
+    The configuration gets the new dtype and loses its quantization entries. `out_dir` must not hold
+    weights yet. Files leave room below `max_shard_bytes` for the largest tensor so far, at most
+    half.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     for source in sorted(hf_dir.iterdir()):
@@ -68,7 +60,7 @@ def _write_shards(
     for name, tensor in tensors:
         stored = _as_written(tensor, target)
         source_bytes = 0 if stored is tensor else tensor.untyped_storage().nbytes()
-        del tensor  # or it would live beside the next one
+        del tensor  # free it before the next one is made
         needed_bytes = min(stored.nbytes + source_bytes, max_shard_bytes // 2)
         room_bytes = max(room_bytes, needed_bytes)
         if shard and size_bytes + stored.nbytes > max_shard_bytes:
@@ -85,14 +77,14 @@ def _write_shards(
 
 
 def _as_written(tensor: Tensor, target: torch.dtype) -> Tensor:
-    """Of the target's type, contiguous, and not a slice, which would drag all of its storage in."""
+    """Return a contiguous tensor of the target dtype that owns all of its storage."""
     stored = (tensor.to(target) if tensor.is_floating_point() else tensor).contiguous()
     is_part = stored.untyped_storage().nbytes() != stored.nbytes
     return stored.clone() if is_part else stored
 
 
 def _name_shards(parts: list[list[str]], total_bytes: int, out_dir: Path) -> None:
-    """Give the files their final names, which tell how many there are."""
+    """Give the files their final names, which include the number of files."""
     if len(parts) == 1:
         (out_dir / _part_name(0)).rename(out_dir / f"{_WEIGHTS}.safetensors")
         return

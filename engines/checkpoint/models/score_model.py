@@ -1,10 +1,8 @@
-"""A value model on disk as transformers' sequence classification model of one output.
+"""Write a value model as transformers' sequence classification model with one output.
 
-Promises: the directory loads with `AutoModelForSequenceClassification` and gives a conversation
-alone the score that the engine gives it; names of weights are compared before anything trains.
-Does not promise batches: where what pads is also what ends a conversation, transformers would read
-the score in front of it, so such a model is written without a token that pads, and reads one
-conversation at a time.
+Promises: the directory loads with `AutoModelForSequenceClassification` and gives a single
+conversation the engine's score; the head's name is checked before training starts.
+Does not promise batches: a padding token that also ends conversations is removed.
 """
 
 import json
@@ -23,21 +21,15 @@ from infra.errors import ConfigError
 
 HEAD = "score."
 BIAS = f"{HEAD}bias"
-"""What a value model's head has and a sequence classification model's lacks; held at 0."""
+"""Bias of a value model's head, which a sequence classification model lacks; held at 0."""
 _CONFIG = "config.json"
 _OF_WRITERS = "generation_config.json"
 
 
 def write_score_config(hf_dir: Path, last_tokens: Set[int], out_dir: Path) -> None:
-    """Configuration and tokenizer of the model to be.
+    """Write the exported model's configuration and tokenizer to `out_dir`, which is replaced.
 
-    Args:
-        hf_dir: configuration and tokenizer of the language model that it starts from.
-        last_tokens: ids that end a conversation.
-        out_dir: created; replaced if it exists.
-
-    Raises:
-        ConfigError: transformers has no such model of that architecture.
+    `last_tokens` end a conversation. Raises `ConfigError` if transformers has no such model.
     """
     shutil.rmtree(out_dir, ignore_errors=True)
     shutil.copytree(hf_dir, out_dir, ignore=shutil.ignore_patterns(_OF_WRITERS))
@@ -76,18 +68,7 @@ def write_score_model(
     dtype: str,
     max_shard_bytes: int,
 ) -> None:
-    """Write a value model's weights beside its configuration.
-
-    Args:
-        tensors: whole weights by hub name, the head among them.
-        config_dir: of `write_score_config`.
-        out_dir: created if needed; must not hold weights yet.
-        dtype: of the written weights, `float32` or `bfloat16`.
-        max_shard_bytes: of `write_model`.
-
-    Raises:
-        CheckpointError: the head's bias is not 0: no sequence classification model has one.
-    """
+    """Write a value model's weights; `CheckpointError` if its bias, which is dropped, is not 0."""
     write_model(_without_bias(tensors), config_dir, out_dir, dtype, max_shard_bytes)
     check_reward_model(out_dir, max_length=1)
 

@@ -1,9 +1,8 @@
-"""The mean of several models' weights, one tensor at a time (model soups, arXiv:2203.05482 sec. 3).
+"""Mean of several models' weights, tensor by tensor (model soups, arXiv:2203.05482 sec. 3).
 
-Promises: no more than two tensors are in memory beside what the caller keeps; the sum is taken in
-float32, in the order of the models, so that the same models give the same bytes.
-Does not promise that the mean is a good model: that holds for models that were trained from one
-another, or from the same start.
+Promises: at most two tensors are in memory besides those the caller keeps; the sum is in float32 in
+the order of the models, so that the same models give the same bytes.
+Does not promise a good model: for that the models must share a starting point.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,17 +19,10 @@ _FIELD = "soup"
 
 
 def mean_tensors(model_dirs: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
-    """The mean of every weight.
+    """Yield the name and the float32 mean of every weight, in the order of the first model's files.
 
-    Args:
-        model_dirs: Hugging Face directories with the same weights, at least one.
-
-    Yields:
-        tuple[str, Tensor]: name and mean, float32; of weights that are no floating point numbers,
-            which are equal in all of them, the first model's. In the order of the first's files.
-
-    Raises:
-        ConfigError: a model has other weights than the first, or others that cannot be averaged.
+    Weights that are not floating point are yielded unchanged. Raises `ConfigError` if the models
+    have different weights, or such weights differ.
     """
     with ExitStack() as stack:
         opened = [_opened(directory, stack) for directory in model_dirs]
@@ -51,7 +43,6 @@ def mean_tensors(model_dirs: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _opened(directory: Path, stack: ExitStack) -> dict[str, safe_open]:
-    """The file of each weight."""
     found = {}
     for path in sorted(directory.glob("*.safetensors")):
         file = stack.enter_context(safe_open(path, framework="pt"))

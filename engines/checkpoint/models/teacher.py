@@ -1,4 +1,4 @@
-"""Whether a model can teach another one; looks at headers and tokenizers, and imports no torch."""
+"""Check that a model can teach another one; reads headers and tokenizers, imports no torch."""
 
 from pathlib import Path
 
@@ -18,18 +18,9 @@ def check_teacher(
     max_length: int,
     num_spare_tokens: int = 0,
 ) -> None:
-    """Refuse a teacher that speaks of other tokens, or of fewer than are asked for.
+    """Raise `ConfigError` for a teacher with another tokenizer, a short context or few tokens.
 
-    Args:
-        config: what is asked of it.
-        teacher_dir: its Hugging Face directory.
-        policy_dir: of the model that it teaches; None where that is not here yet.
-        max_length: context of the policy, which the teacher reads all of.
-        num_spare_tokens: of its own that it leaves free, see
-            `engines.config.rules.distillation.num_spare_tokens`.
-
-    Raises:
-        ConfigError: names the field.
+    `policy_dir` is None if not available yet. The teacher needs `max_length` + `num_spare_tokens`.
     """
     with renamed_sections({"model": TEACHER_SECTION}):
         check_model_directory(teacher_dir, max_length=max_length)

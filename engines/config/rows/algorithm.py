@@ -1,4 +1,4 @@
-"""The parts of an algorithm by name: estimators, policy losses, KL estimators. Imports none."""
+"""Advantage estimators, policy losses and KL estimators by name; imports none of them."""
 
 from dataclasses import dataclass
 
@@ -11,17 +11,17 @@ class AlgorithmRow(Row):
     """An advantage estimator, a policy loss or a KL estimator.
 
     Attributes:
-        paper: where the formula stands (arXiv id and section, or a title).
-        columns: columns of the `TokenBatch` that it reads, beside `loss_mask`.
-        rows: values of whole sequences that it reads.
-        group_relative: compares samples of one prompt, so it needs two or more of them.
-        loss_agg_mode: the one way in which a policy loss may be aggregated; None: any.
-        properties: what an estimator promises, and its contract tests check: `shift` (a constant
-            added to all scores changes nothing), `linear` (and a factor comes out as one), `scale`
-            (a factor changes nothing), `silent_groups` (a group of equal scores gives exactly 0),
-            `silent_steps` (only a step in which every group is one does).
-        selects: an estimator that says which samples are trained on (`Advantages.kept_B`).
-        prepass: ``module:function`` of a policy loss that looks at the whole step before it is cut;
+        paper: source of the formula (arXiv id and section, or a title).
+        columns: columns of the `TokenBatch` that it reads, besides `loss_mask`.
+        rows: per-sequence values that it reads.
+        group_relative: compares samples of one prompt, so it needs at least two.
+        loss_agg_mode: the only aggregation that a policy loss allows; None: any.
+        properties: invariances that contract tests check. `shift`: a constant added to all scores
+            changes nothing; `linear`: also, a factor scales the result; `scale`: a factor changes
+            nothing; `silent_groups`: equal scores in a group give exactly 0; `silent_steps`: only
+            if all groups do.
+        selects: an estimator that chooses the samples to train on (`Advantages.kept_B`).
+        prepass: ``module:function`` of a policy loss that sees the whole step before it is split;
             see `engines.algorithms.parts.PrepassInputs`.
     """
 

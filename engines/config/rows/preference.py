@@ -1,4 +1,4 @@
-"""Losses over preferences by name. Imports none."""
+"""Preference losses by name; imports none of them."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,13 @@ from infra.plugins import Row
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceRow(Row):
-    """A loss over preferences.
+    """A preference loss.
 
     Attributes:
-        paper: where the formula stands.
-        paired: it compares the two answers of a pair: a function of `PairInputs` to a `PairLoss`.
-            Else it takes every answer by itself, as good or bad, against a reference point of the
-            whole step, as `engines.algorithms.preference.kto.kto_loss` does.
+        paper: source of the formula.
+        paired: it compares the two answers of a pair (`PairInputs` to `PairLoss`). Else it judges
+            each answer alone against a reference point of the whole step, like
+            `engines.algorithms.preference.kto.kto_loss`.
     """
 
     paper: str = ""
@@ -68,4 +68,4 @@ BRADLEY_TERRY = PreferenceRow(
     options=f"{_OPTIONS}:RewardModelOptions",
     paper="arXiv:2204.05862; margins arXiv:2307.09288 eq. 2; centering arXiv:2312.09244",
 )
-"""The loss of a reward model; it is the only one, so that no setting names it."""
+"""The only loss of a reward model, so no setting names it."""

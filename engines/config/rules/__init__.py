@@ -1,5 +1,5 @@
-"""Rules among settings, each written once: the recipe asks them early, the job asks them last.
+"""Rules between settings, each written once; checked early by the recipe and last by the job.
 
-Promises: every rule names the setting as a recipe has it, what it got, what it needs and what to
-do. Does not promise: anything about data, models or devices.
+Promises: every error names the setting as in a recipe, the value, what is needed and what to do.
+Does not promise: checks of data, models or devices.
 """

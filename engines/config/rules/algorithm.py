@@ -1,4 +1,4 @@
-"""Rules among the parts of an RL algorithm: what reads what, and what would be ignored."""
+"""Rules between the parts of an RL algorithm: missing inputs and ignored settings."""
 
 from collections.abc import Mapping
 
@@ -12,14 +12,7 @@ from infra.errors import ConfigError
 
 
 def check_sampling(rl: RLConfig) -> None:
-    """Refuse what would only fail, or quietly mislead, once the models are loaded.
-
-    Args:
-        rl: of a recipe or a round.
-
-    Raises:
-        ConfigError: names the field.
-    """
+    """Refuse sampling and schedules that would fail or mislead; raises `ConfigError`."""
     sampling = rl.sampling
     if sampling.temperature == 0:
         raise ConfigError(
@@ -35,10 +28,10 @@ def check_sampling(rl: RLConfig) -> None:
 
 
 def _check_whole_distribution(rl: RLConfig) -> None:
-    """Refuse a cut distribution where its logprobs are compared with the trainer's.
+    """Refuse a cut distribution whose logprobs are compared with the trainer's.
 
-    The sampler's logprobs are renormalised over what the cut keeps, the trainer's are of the whole
-    vocabulary: a token that both believe in equally differs by the logarithm of the kept mass.
+    The sampler renormalises over the kept tokens, the trainer over the whole vocabulary: equal
+    beliefs differ by the logarithm of the kept mass.
     """
     sampling = rl.sampling
     structured = sampling.structured_output
@@ -58,14 +51,7 @@ def _check_whole_distribution(rl: RLConfig) -> None:
 
 
 def check_algorithm(rl: RLConfig) -> None:
-    """Refuse parts that are not there, and options and sizes that they cannot work with.
-
-    Args:
-        rl: of a recipe or a round.
-
-    Raises:
-        ConfigError: names the field.
-    """
+    """Refuse missing parts, and options and sizes they cannot use; raises `ConfigError`."""
     estimator = check_parts(rl.algorithm)
     _check_needs(rl)
     if estimator.group_relative and rl.group_size < 2 and rl.learns_from_rewards:
@@ -106,14 +92,7 @@ _MADE_BY: Mapping[str, str] = {
 
 
 def check_critic(rl: RLConfig) -> None:
-    """Refuse a critic that nothing reads, or that would start as a model that is not there.
-
-    Args:
-        rl: of a recipe or a round.
-
-    Raises:
-        ConfigError: names the field.
-    """
+    """Refuse a critic that nothing reads or whose start is missing; raises `ConfigError`."""
     if rl.critic is None:
         return
     estimator = ADVANTAGES.find(rl.algorithm.adv_estimator)
@@ -133,7 +112,6 @@ def check_critic(rl: RLConfig) -> None:
 
 
 def _check_needs(rl: RLConfig) -> None:
-    """Refuse parts whose inputs are not computed, and settings that a part would ignore."""
     algorithm = rl.algorithm
     _check_columns(rl)
     loss = POLICY_LOSSES.find(algorithm.loss_mode)
@@ -165,7 +143,6 @@ def _check_needs(rl: RLConfig) -> None:
 
 
 def _check_columns(rl: RLConfig) -> None:
-    """Refuse an estimator or a loss that reads a column which nothing of the recipe computes."""
     algorithm = rl.algorithm
     made = _MADE_ALWAYS | ({"ref_logprobs"} if algorithm.needs_reference else set())
     made |= _MADE_BY_CRITIC if rl.critic else set()
@@ -185,7 +162,7 @@ def _check_columns(rl: RLConfig) -> None:
 
 
 def _check_components(algorithm: AlgorithmConfig) -> None:
-    """Refuse what changes the score alone where its components are compared."""
+    """Refuse settings that change the score but not its components, which are compared."""
     if algorithm.use_kl_in_reward:
         raise ConfigError(
             "rl.algorithm.use_kl_in_reward",
@@ -201,7 +178,6 @@ def _check_components(algorithm: AlgorithmConfig) -> None:
 
 
 def _check_single_answers(algorithm: AlgorithmConfig) -> None:
-    """Refuse what compares the answers to a prompt where there is one."""
     if algorithm.pf_ppo.enable:
         raise ConfigError(
             "rl.algorithm.pf_ppo.enable",

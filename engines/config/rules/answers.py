@@ -1,4 +1,4 @@
-"""Rules of the form of answers."""
+"""The rule for structured output."""
 
 from engines.config.plugins import ROLLOUT_ENGINES, structured_output_engines
 from engines.config.rollout import RolloutConfig, StructuredOutputConfig
@@ -8,14 +8,7 @@ from infra.errors import ConfigError
 def check_structured_output(
     path: str, form: StructuredOutputConfig | None, rollout: RolloutConfig
 ) -> None:
-    """Refuse a form of answers that the rollout engine cannot keep.
-
-    Args:
-        form: of the answers; None: any.
-
-    Raises:
-        ConfigError: names `path`, and the engines that can.
-    """
+    """Refuse a form that the rollout engine cannot enforce; raises `ConfigError` at `path`."""
     if form is None or ROLLOUT_ENGINES.place(rollout.engine).structured_output:
         return
     able = " or ".join(structured_output_engines())

@@ -1,23 +1,15 @@
-"""The rule of a moving average of weights."""
+"""The rule for a moving average of weights."""
 
 from engines.config.backends import BACKENDS
 from engines.config.training import OptimizerConfig, TrainingConfig
 from infra.errors import ConfigError
 
 FEATURE = "ema"
-"""Capability of a training backend that keeps a moving average of weights."""
+"""Feature of a training backend that keeps a moving average of weights."""
 
 
 def check_average(path: str, optimizer: OptimizerConfig, training: TrainingConfig) -> None:
-    """Refuse an average that the built-in backend does not keep.
-
-    Args:
-        optimizer: of a role that is trained.
-        training: names the backend; one of another distribution is asked when it is made.
-
-    Raises:
-        ConfigError: names the setting and the backends that have it.
-    """
+    """Refuse an average that a built-in backend cannot keep; raises `ConfigError`."""
     backend = BACKENDS.get(training.backend)
     if optimizer.ema is None or backend is None or FEATURE in backend.features:
         return

@@ -1,8 +1,7 @@
-"""The components of a score that an estimator compares, and the weight of each.
+"""The score components that an estimator compares, and their weights.
 
-Promises: they follow from the recipe alone, so that a step's samples cannot change the objective;
-a penalty of a mixture stays one. Does not promise that a reward gives them: of a mixture that is
-known, of any other function its first samples say it.
+Promises: they follow from the recipe alone, so a step's samples cannot change the objective. Does
+not promise that a reward reports them: only for mixtures is that known in advance.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,16 +19,10 @@ _OF_ANY_MIXTURE = ("score", "acc")
 
 
 def resolved_algorithm(rl: RLConfig) -> AlgorithmConfig:
-    """The algorithm with the components that it compares, and their weights, written out.
-
-    Args:
-        rl: of a recipe or a round.
-
-    Returns:
-        The same algorithm where the estimator compares none.
+    """Return the algorithm with compared components and weights written out, if it compares any.
 
     Raises:
-        ConfigError: the recipe leaves open what is compared, or names what a route does not give.
+        ConfigError: the components are ambiguous, or a route does not report one of them.
     """
     algorithm, reward = rl.algorithm, rl.reward
     if algorithm.adv_estimator != GDPO:
@@ -45,14 +38,7 @@ def resolved_algorithm(rl: RLConfig) -> AlgorithmConfig:
 
 
 def compared_components(algorithm: AlgorithmConfig) -> Sequence[str]:
-    """What every sample has to have for the estimator; nothing for one that compares none.
-
-    Args:
-        algorithm: as `resolved_algorithm` made it.
-
-    Returns:
-        Names, perhaps with that of the score.
-    """
+    """Return the components every sample needs, from a resolved algorithm; may be empty."""
     return _options(algorithm).gdpo_reward_keys or () if algorithm.adv_estimator == GDPO else ()
 
 
@@ -63,12 +49,11 @@ def _options(algorithm: AlgorithmConfig) -> GdpoOptions:
 
 
 def _routes(reward: RewardConfig) -> Mapping[str, Sequence[str]]:
-    """Components by `data_source`; none where the reward is no mixture."""
     return reward.routes or ({"*": tuple(reward.components)} if reward.components else {})
 
 
 def _all_of(reward: RewardConfig) -> tuple[str, ...]:
-    """Every component of a mixture, sorted: another order would round sums differently."""
+    """Return all components, sorted because the order changes the rounding of sums."""
     found = {tuple(sorted(names)) for names in _routes(reward).values()}
     if len(found) == 1:
         return found.pop()

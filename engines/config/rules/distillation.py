@@ -1,4 +1,4 @@
-"""Rules of a teacher in the rounds of RL."""
+"""Rules for a teacher in the RL rounds."""
 
 from engines.config.distillation import TOPK, DistillationConfig
 from engines.config.options import check_options
@@ -14,14 +14,7 @@ PROMPT_LOGPROBS, ANY_TEMPERATURE = "prompt_logprobs", "prompt_logprobs_at_any_te
 
 
 def check_distillation(rl: RLConfig) -> None:
-    """Refuse a loss that teaches nothing or the wrong thing, and settings that would be ignored.
-
-    Args:
-        rl: of a recipe or a round.
-
-    Raises:
-        ConfigError: names the field.
-    """
+    """Refuse a loss without a useful gradient, and ignored settings; raises `ConfigError`."""
     section = rl.distillation
     if section is None:
         return
@@ -59,7 +52,7 @@ def check_distillation(rl: RLConfig) -> None:
 
 def _check_estimator(rl: RLConfig, loss: str) -> None:
     setting, plain = f"{_SECTION}.loss", loss.removesuffix("+")
-    # An unknown name is told with both kinds of what there is.
+    # The error for an unknown name lists `topk` and the estimators.
     if plain not in KL_ESTIMATORS.names():
         raise ConfigError(
             setting,
@@ -92,15 +85,7 @@ def _check_unread(section: DistillationConfig) -> None:
 
 
 def check_served_teacher(rl: RLConfig, rollout: RolloutConfig, max_length: int) -> None:
-    """Refuse a teacher in engines that cannot say what it is asked for.
-
-    Args:
-        rl: of a recipe or a round.
-        max_length: context of the policy.
-
-    Raises:
-        ConfigError: names the field.
-    """
+    """Refuse served teachers that cannot return the logprobs asked for; raises `ConfigError`."""
     if rl.distillation is None or rl.distillation.served is None:
         return
     setting, options = f"{_SECTION}.served", rl.distillation.served.options
@@ -130,15 +115,7 @@ def check_served_teacher(rl: RLConfig, rollout: RolloutConfig, max_length: int) 
 
 
 def num_spare_tokens(section: DistillationConfig, rollout_engine: str | None) -> int:
-    """Tokens of its context that a teacher leaves free.
-
-    Args:
-        section: says where it is.
-        rollout_engine: engine that serves the teacher; None: not known yet.
-
-    Returns:
-        What an engine needs beside a sequence; 0 on the training ranks.
-    """
+    """Return the tokens of its context that a served teacher leaves free; 0 if not served."""
     if section.served is None or rollout_engine is None:
         return 0
     return ROLLOUT_ENGINES.place(rollout_engine).num_spare_tokens

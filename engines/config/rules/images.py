@@ -1,4 +1,7 @@
-"""Rules of rows that show images: who reads their prompts as text alone, whatever the model is."""
+"""Rules for rows with images: which models would read their prompts as text alone.
+
+`shown` names the source of images, as the beginning of a sentence. Every rule raises `ConfigError`.
+"""
 
 from engines.config.distillation import DistillationConfig
 from engines.config.model import JudgeConfig, RewardModelConfig
@@ -8,14 +11,7 @@ from infra.errors import ConfigError
 def check_seen_by_judges(
     shown: str, reward_model: RewardModelConfig | None, judge: JudgeConfig | None
 ) -> None:
-    """Refuse models that judge answers to images which they are not shown.
-
-    Args:
-        shown: who shows images, as the beginning of a sentence.
-
-    Raises:
-        ConfigError: there is one; names it below `rl.reward`.
-    """
+    """Refuse a reward model or judge, because it does not see the images."""
     if reward_model is None and judge is None:
         return
     raise ConfigError(
@@ -26,14 +22,7 @@ def check_seen_by_judges(
 
 
 def check_not_self_played(shown: str) -> None:
-    """Refuse self-play over rows with images: pairs are text, whatever their prompt showed.
-
-    Args:
-        shown: who shows images, as the beginning of a sentence.
-
-    Raises:
-        ConfigError: always.
-    """
+    """Refuse self-play over rows with images, because pairs hold only text."""
     raise ConfigError(
         "preference.self_play.source",
         f"got best_worst, which asks about rows of data.rl; {shown}, which pairs do not hold; need "
@@ -42,15 +31,7 @@ def check_not_self_played(shown: str) -> None:
 
 
 def check_seen_by_teacher(shown: str, teacher: DistillationConfig | None) -> None:
-    """Refuse a teacher in engines, which are asked about tokens alone.
-
-    Args:
-        shown: who shows images, as the beginning of a sentence.
-        teacher: of a recipe or a round.
-
-    Raises:
-        ConfigError: engines serve it.
-    """
+    """Refuse a served teacher, because its engines get only tokens."""
     if teacher is None or teacher.served is None:
         return
     raise ConfigError(

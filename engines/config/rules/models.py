@@ -1,4 +1,4 @@
-"""Rules of the models beside the policy: critics, reward models, judges."""
+"""Rules for the models beside the policy: critics, reward models, judges."""
 
 from collections.abc import Mapping
 
@@ -14,14 +14,7 @@ from infra.errors import ConfigError
 
 
 def check_value_models(rl: RLConfig, training: TrainingConfig) -> None:
-    """Refuse a critic or a reward model that the backend cannot hold.
-
-    Args:
-        rl: of a recipe or a round.
-
-    Raises:
-        ConfigError: names the model's setting.
-    """
+    """Refuse a critic or reward model that the backend cannot hold; raises `ConfigError`."""
     asked = {"rl.critic": rl.critic, "rl.reward.model": rl.reward.model}
     for setting, model in asked.items():
         if model is not None:
@@ -49,16 +42,7 @@ _SAID_BY: Mapping[str, str] = {
 
 
 def check_reward_models(reward: RewardConfig) -> None:
-    """Refuse a function that reads a model that is not there, and a model that nothing reads.
-
-    And a component as the verdict on answers that says nothing of whether they are right.
-
-    Args:
-        reward: of a recipe or a stage.
-
-    Raises:
-        ConfigError: names the setting.
-    """
+    """Refuse missing or unread models, and `accuracy` without verdict; raises `ConfigError`."""
     parts = {path: part for path, part in reward.parts.items() if part.file is None}
     rows = {path: REWARDS.find(part.function, f"{path}.function") for path, part in parts.items()}
     for path, row in rows.items():
@@ -75,7 +59,7 @@ def check_reward_models(reward: RewardConfig) -> None:
                 f"got {path.rpartition('.')[2]}, whose function {row.name} does not say whether an "
                 f"answer is right; need a component with one of {right}, or a file; name it",
             )
-    # A function in a file may read it, and is not run to find out.
+    # A function in a file may read a model; it is not run to find out.
     if len(parts) < len(reward.parts):
         return
     for name in sorted(reward.models.keys() - {row.reads for row in rows.values()}):
@@ -88,14 +72,7 @@ def check_reward_models(reward: RewardConfig) -> None:
 
 
 def check_judge(reward: RewardConfig, rollout: RolloutConfig) -> None:
-    """Refuse a judge that the recipe's rollout engine cannot be asked for.
-
-    Args:
-        reward: of a recipe or a stage.
-
-    Raises:
-        ConfigError: names the field below `rl.reward.judge`.
-    """
+    """Refuse a judge that the rollout engine cannot serve; raises `ConfigError`."""
     if reward.judge is None:
         return
     section, form = "rl.reward.judge", reward.judge.sampling.structured_output

@@ -1,4 +1,4 @@
-"""Rules of the order in which rows are trained on."""
+"""Rules for the order in which rows are trained on."""
 
 from engines.config.data import OrderConfig
 from engines.config.sections import RLConfig
@@ -6,14 +6,7 @@ from infra.errors import ConfigError
 
 
 def check_order(path: str, order: OrderConfig) -> None:
-    """Refuse settings of an order that its kind would ignore, or lacks.
-
-    Args:
-        path: of the section (`sft.order`).
-
-    Raises:
-        ConfigError: names the field.
-    """
+    """Refuse settings that the order's kind ignores or lacks; raises `ConfigError`."""
     shuffled, banded = order.kind == "shuffled", order.kind == "banded"
     if order.weights and not shuffled:
         raise ConfigError(
@@ -33,7 +26,7 @@ def check_order(path: str, order: OrderConfig) -> None:
         )
     steps = [band.first_step for band in order.bands]
     limits = [band.max_difficulty for band in order.bands]
-    # Of what is null only the last can hold all the rest.
+    # Only the last band may have a null limit.
     known = [limit for limit in limits if limit is not None]
     rising = steps == sorted(set(steps)) and known == sorted(set(known))
     if banded and (steps[0] != 0 or not rising or None in limits[:-1]):
@@ -45,14 +38,7 @@ def check_order(path: str, order: OrderConfig) -> None:
 
 
 def check_rl_order(rl: RLConfig) -> None:
-    """Refuse an order of prompts that dynamic sampling would break.
-
-    Args:
-        rl: of a recipe or a round.
-
-    Raises:
-        ConfigError: names the field.
-    """
+    """Refuse a prompt order that dynamic sampling would break; raises `ConfigError`."""
     check_order("rl.order", rl.order)
     groups = rl.algorithm.filter_groups
     if rl.order.kind == "ascending" and groups.enable and groups.max_num_gen_batches > 1:
@@ -65,14 +51,7 @@ def check_rl_order(rl: RLConfig) -> None:
 
 
 def check_supervised_order(path: str, order: OrderConfig) -> None:
-    """Refuse an order by what conversations and pairs have not.
-
-    Args:
-        path: of the section (`sft.order`).
-
-    Raises:
-        ConfigError: names the field.
-    """
+    """Refuse an order by a column that supervised rows lack; raises `ConfigError`."""
     check_order(path, order)
     if order.difficulty is not None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Rules of the trainers that learn from pairs of answers."""
+"""Rules for the trainers that learn from pairs of answers."""
 
 from engines.config.options import check_options
 from engines.config.rows.preference import BRADLEY_TERRY, PREFERENCE_LOSSES
@@ -11,15 +11,7 @@ from engines.config.training import TrainingConfig
 
 
 def check_preference(preference: PreferenceConfig, training: TrainingConfig) -> None:
-    """Refuse an unknown loss, options that it does not have, and batches that do not divide.
-
-    Args:
-        preference: of a recipe or a stage.
-        training: says how many ranks hold different data.
-
-    Raises:
-        ConfigError: names the field.
-    """
+    """Refuse unknown losses or options, and indivisible batches; raises `ConfigError`."""
     row = PREFERENCE_LOSSES.find(preference.loss)
     check_options(preference.options, [row], "preference.options")
     check_supervised_order("preference.order", preference.order)
@@ -28,14 +20,7 @@ def check_preference(preference: PreferenceConfig, training: TrainingConfig) -> 
 
 
 def check_reward_training(reward: RewardTrainingConfig, training: TrainingConfig) -> None:
-    """Refuse a backend without value models, unknown options, and batches that do not divide.
-
-    Args:
-        reward: of a recipe or a stage.
-
-    Raises:
-        ConfigError: names the field.
-    """
+    """Refuse backends without value models, bad options and batches; raises `ConfigError`."""
     check_value_model("reward_model", training)
     check_options(reward.options, [BRADLEY_TERRY], "reward_model.options")
     check_supervised_order("reward_model.order", reward.order)

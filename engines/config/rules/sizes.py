@@ -7,16 +7,9 @@ from infra.errors import ConfigError
 def check_answer_length(
     path: str, max_new_tokens: int, max_length: int, max_prompt_length: int | None = None
 ) -> None:
-    """Refuse answers for which the context has no room behind a prompt.
+    """Refuse answers that do not fit into the context behind a prompt.
 
-    Args:
-        path: the setting that limits the answer.
-        max_length: of the context, `model.max_length`.
-        max_prompt_length: of a prompt, `data.max_prompt_length`; None: it is not known, and a
-            prompt has a token at least.
-
-    Raises:
-        ConfigError: names `path`.
+    Raises `ConfigError` at `path`. `max_prompt_length` None means unknown: at least one token.
     """
     if max_prompt_length is None:
         if max_new_tokens >= max_length:
@@ -41,14 +34,7 @@ def check_answer_length(
 
 
 def check_divides(path: str, size: int, training: TrainingConfig) -> None:
-    """Refuse a batch that the data-parallel ranks cannot share equally.
-
-    Args:
-        training: says how many ranks hold different data.
-
-    Raises:
-        ConfigError: names `path`.
-    """
+    """Refuse a batch not divisible by the data-parallel ranks; raises `ConfigError` at `path`."""
     ranks = training.data_parallel_size
     if size % ranks == 0:
         return

@@ -1,7 +1,6 @@
 """The declaration of a stage: name, configuration, plugins, external files and rules.
 
-All of a stage's configuration enters its fingerprint, but for the fields marked `NotIdentity`.
-What a job needs without being configured by a recipe stands in `Runtime`.
+All of a stage's configuration counts for its fingerprint, except `NotIdentity` fields.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -37,32 +36,28 @@ InputT = TypeVar("InputT")
 
 
 class Runtime(StrictModel):
-    """Settings of a job that cannot change its output; they are not part of the fingerprint."""
+    """Settings of a job that cannot change its output and are not part of the fingerprint."""
 
     heartbeat_s: float = Field(default=2.0, gt=0)
     progress_deadlines_s: dict[str, float] = {}
-    """Progress deadline by phase; a phase that is left out keeps its own."""
+    """Progress deadline in seconds by phase; a missing phase keeps its default."""
 
 
 class StageConfig(StrictModel):
-    """One stage. Its job is `engines.jobs.<stage>`."""
+    """Base of stage configurations; the job of a stage is `engines.jobs.<stage>`."""
 
     stage: ClassVar[str]
     """Kind of stage, and the name of its job's module."""
     needs: ClassVar[tuple[str, ...]] = ()
-    """Artifacts that its job reads, by the names that the job knows them by."""
+    """Names of the artifacts that its job reads."""
     takes: ClassVar[tuple[str, ...]] = ()
-    """Artifacts that its job reads where a flow has them."""
+    """Names of artifacts that its job reads if the flow has them."""
     options: ClassVar[type[StrictModel] | None] = None
     """Schema of `stages.<stage>` in a recipe, for a stage without a section of its own."""
 
     @classmethod
     def options_of(cls, recipe: "Recipe") -> Any:
-        """Return what the recipe sets for this stage as `options`; None if it sets nothing.
-
-        Raises:
-            ConfigError: a setting is unknown or has a wrong value.
-        """
+        """Return the recipe's settings of this stage; None if unset. Raises `ConfigError`."""
         given = recipe.stages.get(cls.stage)
         if given is None or cls.options is None:
             return None
@@ -72,14 +67,7 @@ class StageConfig(StrictModel):
             raise to_config_error(error, cls.options, f"stages.{cls.stage}") from None
 
     def inputs(self, given: Mapping[str, InputT]) -> dict[str, InputT]:
-        """Select the artifacts that the job reads.
-
-        Args:
-            given: artifacts by name.
-
-        Returns:
-            What the job is given; the rest is left out.
-        """
+        """Select the artifacts that the job reads from those given, by name."""
         return {name: given[name] for name in (*self.needs, *self.takes) if name in given}
 
     @property
@@ -104,53 +92,42 @@ class StageConfig(StrictModel):
 
     @property
     def rollout_interpreter(self) -> Path | None:
-        """Python that its rollout replicas need; None: the job's, or it has none."""
+        """Python of its rollout replicas; None: the job's Python, or there are no replicas."""
         return None
 
     @property
     def driver_resources(self) -> Mapping[str, Any]:
-        """Resources that Ray reserves for the job's driver, as keyword arguments of `ray.remote`.
+        """Keyword arguments of `ray.remote` for the job's driver.
 
-        Nothing where it has to come at once with what the job starts elsewhere: a process that
-        held its part and waited for the rest could wait for another that does the same.
+        Empty if the driver and its other processes must start together: else drivers that hold a
+        part and wait for the rest could block each other.
         """
         return {"num_cpus": 1}
 
     @property
     def num_previous_steps(self) -> int:
-        """Steps of the stages before, from which its journal counts on."""
+        """Steps of earlier stages, from which its journal continues to count."""
         return 0
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """The kind and name of every part that the configuration names."""
+        """Yield the kind and name of every part that the configuration names."""
         yield from ()
 
     def plugin_targets(self) -> list[str]:
-        """Targets of the named plugins, with the facts of their rows that can change numbers."""
+        """Return the plugins' targets, with the row facts that can change numbers."""
         return [row.counted for row in named_rows(self.plugins())]
 
     def plugin_modules(self) -> tuple[str, ...]:
-        """Modules of the named plugins, sorted; their sources are part of the fingerprint."""
+        """Return the sorted plugin modules, whose sources are part of the fingerprint."""
         return plugin_modules(self.plugins())
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
-        """Files and models that the job reads and no stage made.
-
-        Args:
-            given: names of the artifacts that it is given.
-
-        Returns:
-            By the name that the job knows it by.
-        """
+        """Return external files and models to read, by input name; `given` names the artifacts."""
         del given
         return {}
 
     def check(self) -> None:
-        """Refuse settings that do not fit each other; asked by the recipe and by the job.
-
-        Raises:
-            ConfigError: names the field.
-        """
+        """Refuse inconsistent settings with `ConfigError`; called by the recipe and the job."""
 
 
 class ComputingStageConfig(StageConfig):
@@ -160,12 +137,12 @@ class ComputingStageConfig(StageConfig):
 
     @property
     def driver_computes(self) -> bool:
-        """True if the driver computes on a device, which is reserved when it starts."""
+        """True if the driver computes on a device, which Ray reserves for it."""
         return True
 
     @property
     def driver_resources(self) -> Mapping[str, Any]:
-        """A device."""
+        """A device, if the driver computes."""
         if not self.driver_computes:
             return {}
         platform = self.hardware.platform
@@ -173,32 +150,32 @@ class ComputingStageConfig(StageConfig):
         return {**super().driver_resources, **device}
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """The platform; `auto`, before a plan has resolved it, is no plugin."""
+        """Yield the platform; `auto`, before a plan resolves it, is no plugin."""
         yield "platform", self.hardware.platform
 
 
 class BackendStageConfig(ComputingStageConfig):
-    """Base of stages that use a training backend, or read its checkpoints."""
+    """Base of stages that use a training backend or read its checkpoints."""
 
     @property
     def training_backend(self) -> str | None:
-        """Its name; None: there is none."""
+        """Name of the backend; None if there is none."""
         raise NotImplementedError
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """Also the training backend."""
+        """Add the training backend."""
         yield from super().plugins()
         if self.training_backend:
             yield "backend", self.training_backend
 
     def plugin_modules(self) -> tuple[str, ...]:
-        """Also the modules that repair the backend on this platform."""
+        """Add the modules that repair the backend on this platform."""
         repairs = repair_modules(self.hardware.platform, self.training_backend)
         return (*super().plugin_modules(), *repairs)
 
 
 class TrainingStageConfig(BackendStageConfig):
-    """Base of stages that train a policy."""
+    """Base of stages that train a policy or a reward model."""
 
     model: ModelConfig
     training: TrainingConfig
@@ -220,12 +197,12 @@ class TrainingStageConfig(BackendStageConfig):
         return job_interpreter(self.training.backend, "training.backend")
 
     def check(self) -> None:
-        """The backend has the layout."""
+        """Check that the backend supports the layout."""
         check_layout(self.training)
 
 
 def interpreter_of(rollout: RolloutConfig) -> Path | None:
-    """Return the Python of rollout replicas; None: that of the job, or there are no replicas."""
+    """Return the Python of rollout replicas; None: the job's Python, or there are no replicas."""
     if is_embedded(rollout):
         return None
     return ROLLOUT_ENGINES.interpreter(rollout.engine)

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from engines.config.recipe import Recipe
 
 HELD_OUT = "held_out."
-"""Prefix of the input that is the dataset of a suite."""
+"""Prefix of an input that is the dataset of a suite."""
 SOURCE = "data."
-"""Prefix of the input that is a local source; a split and a number follow."""
+"""Prefix of an input that is a local source; split and index follow."""
 
 
 class PreprocessStageConfig(StageConfig):
-    """Turns raw data into rows, and makes the tokenizer of a model that starts from scratch."""
+    """Turns raw data into rows, and trains the tokenizer of a model made from scratch."""
 
     stage = "preprocess"
 
     def inputs(self, given: Mapping[str, InputT]) -> dict[str, InputT]:
-        """The datasets of suites, whose problems are kept out of the training rows."""
+        """Return the suites' datasets, whose problems are kept out of the training rows."""
         return {name: given[name] for name in given if name.startswith(HELD_OUT)}
 
     of: Annotated[str, NotIdentity] = ""
@@ -55,7 +55,7 @@ class PreprocessStageConfig(StageConfig):
         return f"{self.stage}_{self.of}" if self.of else self.stage
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """The preprocessors of the sources; each that `auto` may find."""
+        """Yield the preprocessors of the sources; for `auto`, all that it may choose."""
         for split in SOURCE_SPLITS:
             for source in getattr(self.data, split):
                 names = recognised_layouts() if source.format == AUTO else [source.format]
@@ -63,7 +63,7 @@ class PreprocessStageConfig(StageConfig):
                     yield "preprocessor", name
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
-        """Local sources, and the model for its tokenizer."""
+        """Return the local sources, and the model for its tokenizer."""
         del given
         section = f"suites.{self.of}.data" if self.of else "data"
         sources = {

@@ -1,4 +1,4 @@
-"""The stages behind training: merge, soup, evaluate, compare, promote."""
+"""The stages after training: merge, soup, evaluate, compare, promote."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Literal, Self
@@ -24,18 +24,18 @@ AGAINST = "against"
 
 
 class MergeStageConfig(StageConfig):
-    """Sharded policy checkpoint to a Hugging Face safetensors directory."""
+    """Merges a sharded policy checkpoint into a Hugging Face safetensors directory."""
 
     stage = "merge"
     needs = ("policy",)
     of: Annotated[str, NotIdentity] = ""
-    """Label of the stage whose policy it is, where several are merged; empty for the last."""
+    """Label of the stage whose policy is merged, if several are; empty for the last policy."""
     backend: str
-    """The training backend that wrote the checkpoint: its code writes the model."""
+    """Training backend that wrote the checkpoint; its code writes the model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_shard_bytes: int = Field(default=5_000_000_000, ge=1024)
     adapter_only: bool = False
-    """Write the low-rank adapter alone, as PEFT loads it, instead of whole weights."""
+    """Write only the low-rank adapter, in PEFT's format, instead of whole weights."""
 
     @classmethod
     def from_recipe(cls, recipe: "Recipe", of: str = "") -> Self:
@@ -43,23 +43,23 @@ class MergeStageConfig(StageConfig):
         return cls(
             of=of,
             backend=recipe.training.backend,
-            # A mean is taken of all digits, and rounded once.
+            # Average in float32 and round once.
             dtype="float32" if of else recipe.merge.dtype,
             max_shard_bytes=recipe.merge.max_shard_bytes,
         )
 
     @property
     def label(self) -> str:
-        """`merge`, with the label of the stage whose policy it is."""
+        """`merge`, with the label of the stage that made the policy."""
         return f"{self.stage}_{self.of}" if self.of else self.stage
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """The training backend."""
+        """Yield the training backend."""
         yield "backend", self.backend
 
 
 class SoupStageConfig(StageConfig):
-    """Several models to the mean of their weights."""
+    """Averages the weights of several models."""
 
     stage = "soup"
     num_models: int = Field(ge=1)
@@ -77,33 +77,31 @@ class SoupStageConfig(StageConfig):
         )
 
     def inputs(self, given: Mapping[str, InputT]) -> dict[str, InputT]:
-        """Every model, in order."""
+        """Return every model, in order."""
         return {name: given[name] for name in map(self.input_name, range(self.num_models))}
 
     @staticmethod
     def input_name(place: int) -> str:
-        """Name of the input that is the model at `place`, counted from 0."""
+        """Return the name of the input that is the model at `place`, counted from 0."""
         return f"model_{place}"
 
 
 class EvaluateStageConfig(ServingStageConfig):
-    """A policy or a model, and the evaluation rows, to scores."""
+    """Evaluates a policy or model on evaluation rows."""
 
     stage = "evaluate"
     needs = ("dataset",)
     takes = ("policy", "model", REWARD_MODEL)
     of: Annotated[str, NotIdentity] = ""
-    """Label of the stage whose policy is evaluated, or a suite, or `incumbent`. `against` behind it
-    stands for the model that the final one is compared with. Empty: the final model on the recipe's
-    own problems."""
+    """Label of the evaluated policy's stage, or a suite, or `incumbent`; empty: the final model on
+    the recipe's problems. The suffix `against` means the model that it is compared with."""
     suite: Annotated[str, NotIdentity] = ""
     """Suite that has the problems; empty for the recipe's own."""
     own_reward: Annotated[bool, NotIdentity] = False
-    """True if the suite has a reward of its own; else that of RL scores its answers."""
+    """True if the suite has its own reward; else the RL reward scores its answers."""
     model: ModelConfig | None = None
-    """Model to evaluate, where no stage made it."""
+    """Model to evaluate, if no stage made it."""
     model_section: Annotated[str, NotIdentity] = "model"
-    """Section of the recipe that names the model."""
     evaluation: EvaluationConfig
 
     @classmethod
@@ -128,7 +126,7 @@ class EvaluateStageConfig(ServingStageConfig):
         reward: RewardConfig,
         backend: str | None,
     ) -> Self:
-        # A job sees no more of the recipe, so the length limit is spelled out.
+        # The job does not see `rl.sampling`, so its values replace nulls here.
         sampling = recipe.rl.sampling
         names = ("max_new_tokens", "stop", "stop_token_ids")
         missing = {n: getattr(sampling, n) for n in names if getattr(evaluation, n) is None}
@@ -155,12 +153,12 @@ class EvaluateStageConfig(ServingStageConfig):
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """Problems, where it is of no suite."""
+        """The evaluation problems, unless a suite has them."""
         return () if self.suite else ("evaluation",)
 
     @property
     def label(self) -> str:
-        """`evaluate`, with the label of the stage whose policy it is, or with the suite."""
+        """`evaluate`, with the label of the stage that made the policy, or the suite."""
         return f"{self.stage}_{self.of}" if self.of else self.stage
 
     @property
@@ -173,17 +171,17 @@ class EvaluateStageConfig(ServingStageConfig):
 
     @property
     def answer_setting(self) -> str:
-        """The field of a recipe that limits an answer."""
+        """The recipe field that limits an answer."""
         return f"{self.sections.get('evaluation', 'evaluation')}.max_new_tokens"
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
-        """Also the model, where no stage made it."""
+        """Add the model, if no stage made it."""
         with renamed_sections(self.sections):
             own = model_input(self.model) if self.model else {}
             return {**super().external_inputs(given), **own}
 
     def check(self) -> None:
-        """The rollout engine can keep answers to their form."""
+        """Check that the rollout engine supports structured output."""
         with renamed_sections(self.sections):
             super().check()
             check_structured_output(
@@ -192,7 +190,7 @@ class EvaluateStageConfig(ServingStageConfig):
 
 
 class CompareStageConfig(StageConfig):
-    """Two evaluations of the same problems, to what one model is better by."""
+    """Compares two evaluations of the same problems and computes the gain."""
 
     stage = "compare"
     needs = ("evaluation", "against")
@@ -204,7 +202,7 @@ class CompareStageConfig(StageConfig):
     @classmethod
     def from_recipe(cls, recipe: "Recipe", suite: str = "") -> Self:
         """Compare on a suite, or on the recipe's own problems."""
-        # A harness has no evaluation of its own: its intervals are at the recipe's confidence too.
+        # A harness suite has no evaluation section; it uses the recipe's confidence.
         has_own = suite in recipe.data_suites
         evaluation = recipe.suites[suite].evaluation if has_own else recipe.evaluation
         return cls(of=suite, confidence=evaluation.confidence)
@@ -216,7 +214,7 @@ class CompareStageConfig(StageConfig):
 
 
 class PromoteStageConfig(StageConfig):
-    """Final scores, and the incumbent's on the same problems, to a decision."""
+    """Decides on promotion from the final scores and the incumbent's on the same problems."""
 
     stage = "promote"
     needs = ("evaluation", "model")

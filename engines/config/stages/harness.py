@@ -1,4 +1,4 @@
-"""The stage that measures a model by tasks of lm-evaluation-harness."""
+"""The stage that measures a model with tasks of lm-evaluation-harness."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -19,16 +19,15 @@ if TYPE_CHECKING:
 
 
 class HarnessStageConfig(BackendStageConfig, AnsweringStageConfig):
-    """A model as a user would load it, to the metrics of the harness's tasks."""
+    """Computes the harness's task metrics for a model loaded as a user would load it."""
 
     stage = "harness"
     takes = ("model",)
     suite: Annotated[str, NotIdentity]
-    """Its name."""
     is_against: Annotated[bool, NotIdentity] = False
     """True if the model `against` is measured instead of the final one."""
     model: ModelConfig | None = None
-    """Model to measure, where no stage made it."""
+    """Model to measure, if no stage made it."""
     harness: HarnessConfig
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """Two-sided confidence level of intervals; in a recipe `evaluation.confidence`."""
@@ -67,16 +66,16 @@ class HarnessStageConfig(BackendStageConfig, AnsweringStageConfig):
 
     @property
     def training(self) -> TrainingConfig:
-        """Backend of the rank that computes log-likelihoods of given texts."""
+        """Settings of the rank that computes log-likelihoods of given texts."""
         return TrainingConfig(num_threads=self.num_threads, dtype=self.dtype)
 
     @property
     def training_backend(self) -> str:
-        """True: that rank is the driver."""
+        """Backend of that rank."""
         return self.training.backend
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
-        """The model, where no stage made it, and the user's tasks."""
+        """Return the model, if no stage made it, and the user's tasks."""
         del given
         own = model_input(self.model) if self.model else {}
         if self.harness.include is None:
@@ -85,5 +84,5 @@ class HarnessStageConfig(BackendStageConfig, AnsweringStageConfig):
         return {**own, "tasks": tasks}
 
     def check(self) -> None:
-        """The harness is there."""
+        """Check that the harness is installed."""
         HARNESSES.find(LM_EVAL, self.section)

@@ -1,4 +1,4 @@
-"""Files and directories of the user's that several stages read."""
+"""The user's files and directories that several stages read."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from engines.config.distillation import DistillationConfig
 from engines.config.model import ModelConfig
 
 REWARD_MODEL = "reward.model"
-"""The input by which a stage that scores knows the reward model, wherever it comes from."""
+"""Input name of the reward model, wherever it comes from."""
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,8 @@ class ExternalInput:
     """Something from outside the pipeline that a stage reads.
 
     Attributes:
-        path: a local file or directory.
-        setting: what names it in a recipe, for error lines.
-        is_script: a Python file, which counts with the modules beside it that it imports.
+        setting: recipe setting that names it, for error messages.
+        is_script: a Python file; it counts with the modules beside it that it imports.
     """
 
     path: Path
@@ -28,13 +27,13 @@ class ExternalInput:
 
 
 def model_input(model: ModelConfig) -> dict[str, ExternalInput]:
-    """The user's model directory."""
+    """Return the user's model directory, if it is local."""
     path = local_path(model.path)
     return {"model": ExternalInput(path, "model.path")} if path else {}
 
 
 def reward_inputs(reward: RewardConfig) -> dict[str, ExternalInput]:
-    """The user's reward files, and the directories of the models that judge."""
+    """Return the user's reward files and the local directories of the scoring models."""
     files = {
         path.removeprefix("rl."): ExternalInput(part.file, f"{path}.function", is_script=True)
         for path, part in reward.parts.items()
@@ -49,6 +48,6 @@ def reward_inputs(reward: RewardConfig) -> dict[str, ExternalInput]:
 
 
 def teacher_input(distillation: DistillationConfig | None) -> dict[str, ExternalInput]:
-    """The directory of the user's teacher."""
+    """Return the directory of the user's teacher, if it is local."""
     path = local_path(distillation.path) if distillation else None
     return {"teacher": ExternalInput(path, "rl.distillation.path")} if path else {}

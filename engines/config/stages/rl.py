@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class RLRoundStageConfig(TrainingStageConfig):
-    """Policy checkpoint to policy checkpoint."""
+    """Trains a policy for one round of RL."""
 
     stage = "rl_round"
     needs = ("dataset",)
@@ -61,11 +61,7 @@ class RLRoundStageConfig(TrainingStageConfig):
         )
 
     def inputs(self, given: Mapping[str, InputT]) -> dict[str, InputT]:
-        """Keep the reference only if a KL term needs it.
-
-        It is the policy before the first round, or with `rl.refresh_reference` the policy that this
-        round starts from.
-        """
+        """Keep the reference only if a KL term needs it; `rl.refresh_reference` uses the policy."""
         found = super().inputs(given)
         found.pop("reference", None)
         name = "policy" if self.rl.refresh_reference else "reference"
@@ -112,7 +108,7 @@ class RLRoundStageConfig(TrainingStageConfig):
         return interpreter_of(self.rollout)
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """Also the rollout engine, the reward and the parts of the algorithm."""
+        """Add the rollout engine, the reward and the parts of the algorithm."""
         algorithm = self.rl.algorithm
         yield from super().plugins()
         yield "rollout", self.rollout.engine
@@ -128,7 +124,7 @@ class RLRoundStageConfig(TrainingStageConfig):
             yield "kl_loss_type", taught.loss.removesuffix("+")
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
-        """Files of reward and teacher; the model, if policy or reference starts from it."""
+        """Return files of reward and teacher, and the model if policy or reference starts there."""
         from_model = "policy" not in given or (
             self.rl.algorithm.needs_reference and "reference" not in given
         )
@@ -139,7 +135,7 @@ class RLRoundStageConfig(TrainingStageConfig):
         }
 
     def check(self) -> None:
-        """Also the rules of RL."""
+        """Add the rules of RL."""
         super().check()
         check_structured_output(
             "rl.sampling.structured_output", self.rl.sampling.structured_output, self.rollout
@@ -159,7 +155,7 @@ class RLRoundStageConfig(TrainingStageConfig):
         check_answer_length(
             "rl.sampling.max_new_tokens", self.rl.sampling.max_new_tokens, self.model.max_length
         )
-        # The unset mini-batch is the whole batch, which is what the user can change.
+        # An unset mini-batch is the whole batch, so the error names the batch size.
         smaller = self.rl.prompts_per_update < self.rl.batch_size_prompts
         field = "rl.mini_batch_size_prompts" if smaller else "rl.batch_size_prompts"
         check_divides(field, self.rl.prompts_per_update, self.training)

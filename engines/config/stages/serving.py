@@ -33,8 +33,8 @@ class AnsweringStageConfig(ComputingStageConfig):
     num_threads: int = Field(default=1, ge=1)
     """CPU threads; in a recipe `training.num_threads`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype of models beside the engines, and of the served model unless `rollout.dtype` is given;
-    in a recipe `training.dtype`."""
+    """dtype of models beside the engines, and of the served model unless `rollout.dtype` is set; in
+    a recipe `training.dtype`."""
     rollout: RolloutConfig
 
     @property
@@ -48,7 +48,7 @@ class AnsweringStageConfig(ComputingStageConfig):
         return interpreter_of(self.rollout)
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """Also the rollout engine."""
+        """Add the rollout engine."""
         yield from super().plugins()
         yield "rollout", self.rollout.engine
 
@@ -57,7 +57,7 @@ class ServingStageConfig(BackendStageConfig, AnsweringStageConfig):
     """Base of stages that serve a policy or a model and score its answers."""
 
     backend: str | None = None
-    """The training backend that wrote the policy's checkpoint; null for a merged model."""
+    """Training backend that wrote the policy's checkpoint; null for a merged model."""
     reward: RewardConfig
 
     @property
@@ -71,19 +71,19 @@ class ServingStageConfig(BackendStageConfig, AnsweringStageConfig):
         return self.backend
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """Also the reward."""
+        """Add the reward functions."""
         yield from super().plugins()
         for name in self.reward.functions:
             yield "reward", name
 
     def serving_values(self) -> dict[str, Any]:
-        """Part of `identity_values` that says how the model is served, without the reward."""
+        """Return the part of `identity_values` about serving the model, without the reward."""
         values = self.identity_values()
         names = ("hardware", "backend", "num_threads", "dtype", "rollout", "model")
         return {name: values[name] for name in names if name in values}
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
-        """Files and models of the reward."""
+        """Return the files and models of the reward."""
         del given
         return reward_inputs(self.reward)
 

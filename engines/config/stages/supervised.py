@@ -56,7 +56,7 @@ class SFTStageConfig(TrainingStageConfig):
         return model_input(self.model)
 
     def check(self) -> None:
-        """Also check batch divisibility, weight averages and the columns of the order."""
+        """Check batch size, weight averages and the order."""
         super().check()
         check_divides("sft.batch_size_sequences", self.sft.batch_size_sequences, self.training)
         check_average("sft.optimizer", self.sft.optimizer, self.training)
@@ -71,7 +71,7 @@ class RewardModelStageConfig(TrainingStageConfig):
     takes = ("policy",)
     reward_model: RewardTrainingConfig
     max_shard_bytes: int = Field(default=5_000_000_000, ge=1024)
-    """Largest size of one safetensors file of the model; in a recipe `merge.max_shard_bytes`."""
+    """Largest size in bytes of one safetensors file; in a recipe `merge.max_shard_bytes`."""
 
     @classmethod
     def from_recipe(cls, recipe: "Recipe") -> Self:
@@ -80,7 +80,7 @@ class RewardModelStageConfig(TrainingStageConfig):
             raise ValueError("the recipe has no reward model stage")
         return cls(
             model=recipe.model,
-            # An adapter is the policy's: all of a reward model is trained.
+            # LoRA is for the policy; all weights of a reward model are trained.
             training=recipe.training.model_copy(update={"lora": None}),
             reward_model=recipe.reward_model,
             max_shard_bytes=recipe.merge.max_shard_bytes,
@@ -98,7 +98,7 @@ class RewardModelStageConfig(TrainingStageConfig):
         return {} if "policy" in given else model_input(self.model)
 
     def check(self) -> None:
-        """Also the rules of reward models."""
+        """Add the rules of reward models."""
         super().check()
         check_reward_training(self.reward_model, self.training)
 
@@ -122,7 +122,7 @@ class PreferenceStageConfig(TrainingStageConfig):
             iteration=iteration,
             model=recipe.model,
             training=recipe.training,
-            # What the pairs are made of counts for them.
+            # Self-play settings are part of the fingerprint of the pairs.
             preference=recipe.preference.model_copy(update={"self_play": None}),
             checkpoint=recipe.checkpoint,
             hardware=recipe.hardware,
@@ -130,7 +130,7 @@ class PreferenceStageConfig(TrainingStageConfig):
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """Pairs, where no self-play makes them."""
+        """Pairs, unless self-play makes them."""
         return () if self.iteration else ("preference",)
 
     @property
@@ -139,7 +139,7 @@ class PreferenceStageConfig(TrainingStageConfig):
         return f"{self.stage}_{self.iteration}" if self.iteration else self.stage
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """Also the loss."""
+        """Add the loss."""
         yield from super().plugins()
         yield "preference_loss", self.preference.loss
 
@@ -148,6 +148,6 @@ class PreferenceStageConfig(TrainingStageConfig):
         return {} if "policy" in given else model_input(self.model)
 
     def check(self) -> None:
-        """Also the rules of preferences."""
+        """Add the rules of preference training."""
         super().check()
         check_preference(self.preference, self.training)

@@ -1,12 +1,10 @@
-"""The tensors of a batch in Ray's object store, from which every rank copies its own rows.
+"""Batches in Ray's object store, from which every rank copies its own rows.
 
-A tensor is put once while it lives, however many calls name it: as itself, or as what the batch
-was selected from. A call then carries references and the rows of each sequence.
-Promises: a share is bitwise what `dispatch.take` gives; a rank reads memory that the processes of
-its node share, and copies its own rows alone; an object goes with its tensor, or with the group.
-Does not promise: to notice writes past torch (see `engines.selection`); that each row of what a
-batch was selected from is read. Small tensors go the same way: a put costs less than
-a millisecond, once, and a second path would have to be held equal to this one.
+A tensor is put once while it lives: itself, or the tensor that the batch was selected from. A call
+then carries references and the row spans of each sequence.
+Promises: a share is bitwise equal to the result of `dispatch.take`; a rank reads node-local shared
+memory and copies only its own rows; an object is freed with its tensor or with the group.
+Does not promise to notice writes that bypass torch (see `engines.selection`).
 """
 
 import math
@@ -28,22 +26,15 @@ from engines.types import TokenBatch
 from infra.errors import DeadlineError
 
 GET_DEADLINE_S = 300.0
-"""Of a tensor that this process has put; a store that is full writes others to disk first."""
+"""Deadline to read a tensor that this process has put; a full store first spills others to disk."""
 
 Array = NDArray[np.uint8]
-"""(bytes,) of a tensor, its rows end to end: any dtype, whether numpy knows it or not."""
+"""(bytes,) of a tensor, row after row; works for dtypes that numpy does not have."""
 
 
 @dataclass(frozen=True)
 class PlacedRows:
-    """Rows of a tensor in the object store.
-
-    Attributes:
-        array: place of its bytes among the arrays of the call.
-        dtype: of the tensor.
-        row_shape: of one row.
-        spans_B2: rows of each sequence.
-    """
+    """Rows of a tensor in the object store; `array` is an index into the arrays of the call."""
 
     array: int
     dtype: torch.dtype
@@ -51,15 +42,8 @@ class PlacedRows:
     spans_B2: Spans
 
     def copied(self, arrays: Sequence[Array]) -> Tensor:
-        """The rows, in memory of their own.
-
-        Args:
-            arrays: of the call.
-
-        Returns:
-            (N, *row_shape), one sequence behind the other.
-        """
-        # Torch's memory, not numpy's: it is aligned as that of every other tensor.
+        """Copy the rows out of the arrays of the call: (N, *row_shape), sequence after sequence."""
+        # Memory allocated by torch has the alignment of its other tensors.
         rows = torch.empty((int(np.diff(self.spans_B2).sum()), *self.row_shape), dtype=self.dtype)
         width, source = rows.itemsize * math.prod(self.row_shape), arrays[self.array]
         spans = (self.spans_B2 * width).tolist()
@@ -69,12 +53,7 @@ class PlacedRows:
 
 @dataclass(frozen=True)
 class PlacedImages:
-    """Images of a share, as `ImagePatches`.
-
-    Attributes:
-        patches: of each image.
-        places: `grid_thw_U3`, `image_index_I` and `num_images_B`: small, so by value.
-    """
+    """Images of a share; `places` holds the small index tensors of `ImagePatches` by value."""
 
     patches: tuple[PlacedRows, ...]
     places: tuple[Tensor, Tensor, Tensor]
@@ -82,16 +61,7 @@ class PlacedImages:
 
 @dataclass(frozen=True)
 class Share:
-    """One part of a batch, as it is sent: a `TokenBatch` whose tensors lie in the object store.
-
-    Attributes:
-        input_ids_T: as of the batch.
-        columns: likewise.
-        images: likewise.
-        rows: likewise.
-        unit_B: likewise.
-        trains: False for a filler, whose loss mask is 0.
-    """
+    """One part of a batch as it is sent; a filler has `trains=False` and gets a loss mask of 0."""
 
     input_ids_T: PlacedRows
     columns: Mapping[str, PlacedRows]
@@ -101,11 +71,11 @@ class Share:
     trains: bool = True
 
     def select(self, sequences: Sequence[int], *, trains: bool) -> "Share":
-        """The tokens and rows of some sequences, without their images."""
+        """Return the tokens and rows of some sequences, without their images."""
         chosen: dict[int, Spans] = {}
 
         def of(placed: PlacedRows) -> PlacedRows:
-            # One object for all tensors of a layout is pickled once.
+            # Sharing one object for all tensors of a layout pickles it once.
             key = id(placed.spans_B2)
             if key not in chosen:
                 chosen[key] = placed.spans_B2[list(sequences)]
@@ -121,14 +91,7 @@ class Share:
         )
 
     def batch(self, arrays: Sequence[Array]) -> TokenBatch:
-        """The share as a batch of its own.
-
-        Args:
-            arrays: that were put, in the order in which `TensorStore.shares` names them.
-
-        Returns:
-            On the CPU; no memory is shared with the arrays.
-        """
+        """Build a CPU batch from the arrays of `TensorStore.shares`, in memory of its own."""
         lengths_B = np.diff(self.input_ids_T.spans_B2).flatten()
         images = self.images
         made = TokenBatch(
@@ -144,28 +107,28 @@ class Share:
 
 
 class ObjectStore(Protocol):
-    """Where arrays are put."""
+    """Store of arrays."""
 
     def put(self, array: Array) -> Any:
-        """Copy an array; returns a reference. The copy is freed when the reference is deleted."""
+        """Copy an array and return a reference; deleting the reference frees the copy."""
         ...
 
     def get(self, reference: Any) -> Array:
-        """The copy itself, read-only; it lives as long as what is returned."""
+        """Return the read-only copy itself; it lives as long as the returned array."""
         ...
 
 
 class RayObjectStore:
-    """That of Ray."""
+    """Ray's object store."""
 
     def put(self, array: Array) -> Any:
-        """See `ObjectStore`."""
+        """Put an array into Ray."""
         import ray
 
         return ray.put(array)
 
     def get(self, reference: Any) -> Array:
-        """See `ObjectStore`."""
+        """Get an array from Ray."""
         import ray
         from ray.exceptions import GetTimeoutError
 
@@ -177,13 +140,7 @@ class RayObjectStore:
 
 @dataclass(frozen=True)
 class _Held:
-    """What is known of a tensor.
-
-    Attributes:
-        version: at which it was put.
-        reference: of its bytes.
-        is_view: its memory is that of the store.
-    """
+    """An entry of the store; `is_view` means that the tensor's memory is the store's."""
 
     version: int
     reference: Any
@@ -191,14 +148,7 @@ class _Held:
 
 
 class TensorStore:
-    """What a group holds in the object store, by tensor.
-
-    Args:
-        store: holds the bytes.
-
-    Attributes:
-        num_bytes_put: so far.
-    """
+    """The tensors that a group holds in the object store; `num_bytes_put` counts their bytes."""
 
     def __init__(self, store: ObjectStore | None = None) -> None:
         self._store = store or RayObjectStore()
@@ -208,17 +158,10 @@ class TensorStore:
     def shares(
         self, batch: TokenBatch, parts: Sequence[Sequence[int]]
     ) -> list[tuple[Share, list[Any]]]:
-        """What is sent of a batch to each part.
+        """Return for each part its share and the references of the arrays for `Share.batch`.
 
-        Args:
-            batch: on the CPU.
-            parts: sequences of each, whole units; one without any gets the filler.
-
-        Returns:
-            For each part its share, and references to the arrays of which `Share.batch` makes it.
-
-        Raises:
-            ValueError: the batch is not on the CPU.
+        The batch must be on the CPU. A part is a list of sequences in whole units; an empty one
+        gets the filler.
         """
         if not batch.input_ids_T.is_cpu:
             raise ValueError(
@@ -245,18 +188,9 @@ class TensorStore:
         return found
 
     def placed(self, batch: TokenBatch) -> TokenBatch:
-        """The same batch, its ids and columns read from the store.
+        """Return the batch with ids and columns read from the store (read-only).
 
-        What was selected from a tensor that lives stays as it is: ranks read that tensor.
-
-        Args:
-            batch: on the CPU.
-
-        Returns:
-            Its ids and columns are read-only.
-
-        Raises:
-            DeadlineError: the store does not answer.
+        A tensor whose source is still alive stays as it is, because ranks read the source.
         """
         tokens_B2 = spans_of(batch.cu_seqlens)
 
@@ -281,19 +215,19 @@ class TensorStore:
         )
 
     def _placed(self, tensor: Tensor, spans_B2: Spans, refs: list[Any]) -> PlacedRows:
-        """A tensor's rows of all sequences; adds the reference to `refs`."""
+        """Put a tensor, append its reference to `refs` and return its rows."""
         source = source_of(tensor, spans_B2)
         refs.append(self._put(source.whole).reference)
         return PlacedRows(len(refs) - 1, tensor.dtype, tuple(tensor.shape[1:]), source.spans_B2)
 
     def _view(self, tensor: Tensor) -> Tensor:
-        """A tensor of equal values whose memory is the store's."""
+        """Return a tensor of equal values that lives in the store's memory."""
         held = self._put(tensor)
         if held.is_view:
             return tensor
         array = self._store.get(held.reference)
         with warnings.catch_warnings():
-            # Torch knows no read-only tensors, and says so once.
+            # Torch has no read-only tensors and warns once.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             view = torch.from_numpy(array).view(tensor.dtype).reshape(tensor.shape)
         self._held[view] = _Held(version_of(view), held.reference, is_view=True)
@@ -303,14 +237,14 @@ class TensorStore:
         held: _Held | None = self._held.get(tensor)
         if held is None or held.version != version_of(tensor):
             held = _Held(version_of(tensor), self._store.put(_bytes_of(tensor)))
-            if not tensor.is_inference():  # no write to it would show
+            if not tensor.is_inference():  # its version does not count writes
                 self._held[tensor] = held
             self.num_bytes_put += tensor.nbytes
         return held
 
 
 def _bytes_of(tensor: Tensor) -> Array:
-    """Its bytes, rows end to end; shares memory with a contiguous tensor."""
+    """Return the bytes row after row; shares memory with a contiguous tensor."""
     dense = tensor.detach().contiguous()
-    # Torch takes any stride of a single number for contiguous, but not for bytes.
+    # Torch calls one element with any stride contiguous, but the view as bytes needs stride 1.
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()

@@ -1,1 +1,1 @@
-"""Encoded images of rows: checked, stored by their content, read by it. Imports no torch."""
+"""Encoded images of rows: checked, stored and read by their digest. Imports no torch."""

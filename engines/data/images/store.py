@@ -1,10 +1,9 @@
-"""The images of a data set: each once, by the SHA-256 of its bytes, in one parquet file.
+"""The images of a data set in one parquet file, each stored once by its SHA-256.
 
     images.parquet   sha256 string (hex), width int32, height int32, data binary
 
-Promises: the bytes are those of the source, undecoded; equal images in equal order give an equal
-file; a row group ends at 1 MiB, so reading one image reads no more than that beside it, and writing
-holds no more; what is read has the digest that it is asked by.
+Promises: the bytes are the source's, undecoded. Equal images in equal order give an equal file. A
+row group ends at 1 MiB, which bounds the memory of reading one image and of writing.
 """
 
 import hashlib
@@ -22,9 +21,9 @@ from engines.data.read.rows import Image, RLRow, RowError
 from infra.errors import ConfigError
 
 FORMATS = ("PNG", "JPEG", "WEBP")
-"""What image processors are given, by Pillow's names."""
+"""Pillow's names of the accepted formats."""
 MAX_PIXELS = 100_000_000
-"""More is no picture of a problem; it would take 300 MB decoded."""
+"""Larger images are refused; this many pixels take 300 MB decoded."""
 _GROUP_BYTES = 2**20
 _SCHEMA = pa.schema(
     [
@@ -37,17 +36,10 @@ _SCHEMA = pa.schema(
 
 
 def image_size(data: bytes, name: str) -> tuple[int, int]:
-    """Width and height of an encoded image, by its header.
-
-    Args:
-        data: of a file.
-        name: of the field, for errors.
-
-    Returns:
-        In pixels.
+    """Return an encoded image's width and height in pixels.
 
     Raises:
-        RowError: it is no image, of another format, or too large.
+        RowError: it is not an image, has another format, or is too large.
     """
     try:
         with Pillow.open(io.BytesIO(data), formats=FORMATS) as image:
@@ -65,40 +57,29 @@ def image_size(data: bytes, name: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """Images on disk while a data set is made: a file each, named by its digest.
-
-    Attributes:
-        path: created with the first image.
-    """
+    """Images on disk while a data set is made, one file per digest; `path` is created on demand."""
 
     path: Path
 
     def put(self, sha256: str, data: bytes) -> None:
-        """Keep an image; one that is there stays as it is."""
+        """Store an image unless it is there already."""
         self.path.mkdir(exist_ok=True)
         file = self.path / sha256
         if not file.exists():
             file.write_bytes(data)
 
     def get(self, sha256: str) -> bytes:
-        """The bytes of an image that was put."""
+        """Return the bytes of a stored image."""
         return (self.path / sha256).read_bytes()
 
     def size(self, sha256: str) -> tuple[int, int]:
-        """Width and height of an image that was put, in pixels."""
+        """Return width and height of a stored image, in pixels."""
         with Pillow.open(self.path / sha256, formats=FORMATS) as image:
             return image.size
 
 
 def check_images(row: RLRow) -> None:
-    """Refuse a row whose images cannot be kept.
-
-    Args:
-        row: as a layout made it.
-
-    Raises:
-        RowError: one has no bytes, or they are no whole image.
-    """
+    """Decode the images of a new row; `RowError` if one has no bytes or is not a whole image."""
     for place, image in enumerate(row.images):
         name = f"images[{place}]"
         if image.data is None:
@@ -112,15 +93,7 @@ def check_images(row: RLRow) -> None:
 
 
 def keep_images(row: RLRow, folder: ImageFolder) -> RLRow:
-    """Put the images of a row away, so that whoever holds the row does not hold them.
-
-    Args:
-        row: with or without images.
-        folder: takes those whose bytes are with the row.
-
-    Returns:
-        The row with digests alone.
-    """
+    """Move the images of a row to the folder and return the row with digests alone."""
     if not row.images:
         return row
     for image in row.images:
@@ -134,15 +107,9 @@ def keep_images(row: RLRow, folder: ImageFolder) -> RLRow:
 
 
 def write_images(path: Path, folder: ImageFolder, digests: Iterable[str]) -> int:
-    """Write images of a folder as one file.
+    """Write images in the order of `digests`, which may repeat, and return how many.
 
-    Args:
-        path: of the file; without an image there is none.
-        folder: holds them.
-        digests: in order; read once, may repeat.
-
-    Returns:
-        How many there are.
+    Without images, no file is written.
     """
     unique = dict.fromkeys(digests)
     if not unique:
@@ -153,7 +120,7 @@ def write_images(path: Path, folder: ImageFolder, digests: Iterable[str]) -> int
         compression="none",
         use_dictionary=False,
         store_schema=False,
-        write_statistics=False,  # they would be half of what each reader keeps
+        write_statistics=False,  # they would take half of each reader's memory
     ) as writer:
         for group in _groups(folder, unique):
             writer.write_table(group)
@@ -180,14 +147,7 @@ def _table(rows: list[tuple[str, int, int, bytes]]) -> pa.Table:
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
-    """Where an image stands.
-
-    Attributes:
-        width: in pixels.
-        height: in pixels.
-        group: of the file.
-        row: of the group.
-    """
+    """Size of an image in pixels, and its row group and row within the group."""
 
     width: int
     height: int
@@ -197,12 +157,9 @@ class StoredImage:
 
 @dataclass(frozen=True)
 class ImageFile:
-    """The images of a data set, read when they are asked for.
+    """The images of a data set, read on access.
 
-    Attributes:
-        path: of what `write_images` wrote.
-        places: of each image, by its digest.
-        footer: of the file, which would else be parsed for each image anew; None of no file.
+    `footer` is parsed once instead of for each image; None if there is no file.
     """
 
     path: Path
@@ -211,17 +168,7 @@ class ImageFile:
 
     @staticmethod
     def open(path: Path) -> "ImageFile":
-        """Read where each image stands.
-
-        Args:
-            path: of the file; where there is none, there are no images.
-
-        Returns:
-            The images.
-
-        Raises:
-            ConfigError: the file holds something else.
-        """
+        """Read all positions; none without a file. `ConfigError`: the file holds something else."""
         if not path.exists():
             return ImageFile(path, {})
         try:
@@ -239,32 +186,12 @@ class ImageFile:
         return ImageFile(path, places, footer)
 
     def size(self, sha256: str) -> tuple[int, int]:
-        """Width and height of an image, in pixels.
-
-        Args:
-            sha256: of the image.
-
-        Returns:
-            As its header says.
-
-        Raises:
-            ConfigError: there is no such image.
-        """
+        """Return an image's width and height in pixels; `ConfigError` if it is absent."""
         place = self._place(sha256)
         return place.width, place.height
 
     def read(self, sha256: str) -> bytes:
-        """An image.
-
-        Args:
-            sha256: of it.
-
-        Returns:
-            Its bytes, as the source had them.
-
-        Raises:
-            ConfigError: there is no such image, or its bytes have another digest.
-        """
+        """Return an image's encoded bytes; `ConfigError` if it is absent or has another digest."""
         place = self._place(sha256)
         with pq.ParquetFile(self.path, metadata=self.footer) as file:
             data: bytes = file.read_row_group(place.group, ["data"])["data"][place.row].as_py()

@@ -1,1 +1,1 @@
-"""In which order a stage visits its rows."""
+"""The order in which a stage visits its rows."""

@@ -1,9 +1,9 @@
 """Orders that go from easy rows to difficult ones, as pure functions of the step.
 
-Promises: `batch(step)` depends on the fields and the step, nothing else, so a resumed run needs no
-saved cursor. `AscendingOrder` visits each row once in every epoch. `BandedOrder` visits the open
-rows by one permutation after the other, and begins anew when a band opens: from the last opening
-on, every epoch holds every row once. Permutations come from PCG64's raw stream.
+Promises: `batch(step)` depends only on the fields and the step, so a resumed run needs no saved
+cursor. `AscendingOrder` visits each row once per epoch. `BandedOrder` visits the open rows in one
+permutation after the other and restarts when a band opens; from the last opening on, every epoch
+holds every row once. A field out of range or a negative step raises `ValueError`.
 """
 
 from collections.abc import Callable
@@ -19,16 +19,7 @@ from engines.data.order.resumable import ResumableOrder, Visits, permutation
 
 @dataclass(frozen=True, kw_only=True)
 class AscendingOrder:
-    """Every epoch from the easiest row to the most difficult; equal ones in seeded order.
-
-    Attributes:
-        difficulty: of each row, finite; at least one.
-        batch_size: rows of one step, at least 1.
-        seed: of the order of equally difficult rows, at least 0.
-
-    Raises:
-        ValueError: a field breaks its rule.
-    """
+    """Visits the rows from easy to difficult in every epoch, equal ones in seeded order."""
 
     difficulty: tuple[float, ...]
     batch_size: int
@@ -38,23 +29,13 @@ class AscendingOrder:
         _check(self.difficulty, self.batch_size, self.seed)
 
     def batch(self, step: int) -> list[int]:
-        """Row indices of one step, which may span two epochs.
-
-        Args:
-            step: 0-based.
-
-        Returns:
-            `batch_size` indices, in visiting order.
-
-        Raises:
-            ValueError: the step is below 0.
-        """
+        """Return the `batch_size` row indices of a 0-based step, which may span two epochs."""
         if step < 0:
             raise ValueError(f"step: got {step}; need >= 0")
         return self._visits(step * self.batch_size, self.batch_size).tolist()
 
     def epoch(self, step: int) -> float:
-        """Epochs finished before a step, with its fraction."""
+        """Return the epochs finished before a step, with their fraction."""
         return step * self.batch_size / len(self.difficulty)
 
     @cached_property
@@ -70,12 +51,7 @@ class AscendingOrder:
 
 @dataclass(frozen=True)
 class Band:
-    """Rows that are let in together.
-
-    Attributes:
-        max_difficulty: of its rows; the band before has the easier ones.
-        first_step: 0-based step that may visit them first.
-    """
+    """Rows of at most `max_difficulty`, which steps from the 0-based `first_step` on may visit."""
 
     max_difficulty: float
     first_step: int
@@ -83,17 +59,10 @@ class Band:
 
 @dataclass(frozen=True, kw_only=True)
 class BandedOrder:
-    """The rows of all bands that are open, in seeded order.
+    """Visits the rows of all open bands in seeded order.
 
-    Attributes:
-        difficulty: of each row, finite; at least one.
-        bands: from easy to difficult; the first is open at step 0 and holds a row, the last holds
-            the most difficult one.
-        batch_size: rows of one step, at least 1.
-        seed: of the permutations, at least 0.
-
-    Raises:
-        ValueError: a field breaks its rule.
+    The bands rise in both fields. The first opens at step 0 and has a row; the last includes the
+    most difficult row.
     """
 
     difficulty: tuple[float, ...]
@@ -114,17 +83,7 @@ class BandedOrder:
             )
 
     def batch(self, step: int) -> list[int]:
-        """Row indices of one step.
-
-        Args:
-            step: 0-based.
-
-        Returns:
-            `batch_size` indices of rows that are open, in visiting order.
-
-        Raises:
-            ValueError: the step is below 0.
-        """
+        """Return the `batch_size` row indices of a 0-based step, in visiting order."""
         if step < 0:
             raise ValueError(f"step: got {step}; need >= 0")
         stage = max(number for number, band in enumerate(self.bands) if band.first_step <= step)
@@ -132,7 +91,7 @@ class BandedOrder:
         return rows[order.batch(step - self.bands[stage].first_step)].tolist()
 
     def epoch(self, step: int) -> float:
-        """Passes over the rows that were open, finished before a step, with their fraction."""
+        """Return the passes over the open rows finished before a step, with their fraction."""
         ends = [*(band.first_step for band in self.bands[1:]), step]
         return sum(
             max(0, min(end, step) - band.first_step) * self.batch_size / num_open
@@ -141,13 +100,10 @@ class BandedOrder:
 
     @cached_property
     def _num_open(self) -> list[int]:
-        """Rows that are open from each band on."""
         return [int((self._difficulty <= band.max_difficulty).sum()) for band in self.bands]
 
     @cached_property
     def _open_rows(self) -> Callable[[int], tuple[np.ndarray, ResumableOrder]]:
-        """Of a band's number the open rows and how they are visited; the last ones are kept."""
-
         def open_rows(stage: int) -> tuple[np.ndarray, ResumableOrder]:
             rows = np.flatnonzero(self._difficulty <= self.bands[stage].max_difficulty)
             seed = derived_seed(self.seed, stage)

@@ -1,10 +1,9 @@
 """The order in which training visits several sources by weight, as a pure function of the step.
 
-Promises: `batch(step)` depends on the fields and the step, nothing else, so a resumed run needs no
-saved cursor. After any number t of rows, each source has given floor(w t) or ceil(w t) of them,
-where w is its share of the weights: never a row away from the exact share. Each source is visited
-by one permutation of its rows after the other, and none of its rows is left out. The permutations
-are those of `ResumableOrder`, from PCG64's raw stream.
+Promises: `batch(step)` depends only on the fields and the step, so a resumed run needs no saved
+cursor. After any number t of rows, a source with share w of the weights has given floor(w t) or
+ceil(w t) of them. Each source is visited in one permutation of all its rows after the other, as
+in `ResumableOrder`. A field out of range or a negative step raises `ValueError`.
 Does not promise: that sources end together; a small source with a large weight repeats.
 """
 
@@ -19,22 +18,15 @@ import numpy as np
 from engines.data.order.resumable import Visits, permutation
 
 MAX_PERIOD = 2**20
-"""Rows after which a mixture repeats its order of sources, at most: a second or two to lay out."""
+"""Limit of the period, in rows, of the order of sources; it takes a second or two to compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixedOrder:
-    """A seeded, endless visiting order over sources whose rows lie one source after another.
+    """A seeded, endless visiting order over sources that are stored one after another.
 
-    Attributes:
-        num_rows: rows of each source, at least 1.
-        weights: of each source, above 0; taken as the decimals that they are written with. Numbers
-            of rows give shares by size.
-        batch_size: rows of one step, at least 1.
-        seed: of the permutations, at least 0.
-
-    Raises:
-        ValueError: a field breaks its rule, or the weights have no period of `MAX_PERIOD` rows.
+    `weights` count as exact decimals, with a period of at most `MAX_PERIOD` rows. The numbers of
+    rows as weights give shares by size.
     """
 
     num_rows: tuple[int, ...]
@@ -54,17 +46,7 @@ class MixedOrder:
             )
 
     def batch(self, step: int) -> list[int]:
-        """Row indices of one step.
-
-        Args:
-            step: 0-based.
-
-        Returns:
-            `batch_size` indices into all rows, those of the first source first, in visiting order.
-
-        Raises:
-            ValueError: the step is below 0.
-        """
+        """Return the `batch_size` row indices of a 0-based step, counted through all sources."""
         if step < 0:
             raise ValueError(f"step: got {step}; need >= 0")
         visited = self.visited(step)
@@ -78,7 +60,7 @@ class MixedOrder:
         return rows.tolist()
 
     def visited(self, step: int) -> tuple[int, ...]:
-        """Rows that each source gave before a step, repetitions counted."""
+        """Return how many rows each source gave before a step, repetitions counted."""
         pattern = source_pattern(self._parts)
         periods, rest = divmod(step * self.batch_size, len(pattern))
         counts = np.bincount(pattern[:rest], minlength=len(self._parts)).tolist()
@@ -87,13 +69,13 @@ class MixedOrder:
         )
 
     def epochs(self, step: int) -> tuple[float, ...]:
-        """Epochs of each source that are finished before a step, with their fraction."""
+        """Return the epochs of each source finished before a step, with their fraction."""
         return tuple(
             count / rows for count, rows in zip(self.visited(step), self.num_rows, strict=True)
         )
 
     def epoch(self, step: int) -> float:
-        """Rows visited before a step, per row there is: the mean of `epochs`, by size."""
+        """Return the rows visited before a step divided by all rows."""
         return step * self.batch_size / sum(self.num_rows)
 
     @cached_property
@@ -106,7 +88,6 @@ class MixedOrder:
 
     @cached_property
     def _visits(self) -> list[Visits]:
-        """The stream of each source's rows."""
         return [
             Visits(rows, partial(permutation, rows, derived_seed(self.seed, source)))
             for source, rows in enumerate(self.num_rows)
@@ -114,21 +95,14 @@ class MixedOrder:
 
 
 def derived_seed(seed: int, part: int) -> int:
-    """A seed for one part of an order: equal parts of equal size are visited differently."""
+    """Return a seed for one part of an order, so that parts of equal size get different orders."""
     return int(np.random.PCG64(np.random.SeedSequence([seed, part])).random_raw())
 
 
 def whole_parts(weights: Sequence[float]) -> tuple[int, ...]:
-    """The smallest whole numbers in the proportion of some weights.
+    """Return the smallest whole numbers in the proportion of weights that are finite and above 0.
 
-    Args:
-        weights: above 0 and finite; 0.7 means seven tenths, not the nearest binary fraction.
-
-    Returns:
-        At least 1 each.
-
-    Raises:
-        ValueError: a weight is not above 0, or not finite.
+    A weight counts as its decimal text: 0.7 is seven tenths, not the nearest binary fraction.
     """
     if not all(0 < weight < float("inf") for weight in weights):
         raise ValueError(f"weights: got {tuple(weights)}; need finite numbers above 0")
@@ -140,18 +114,12 @@ def whole_parts(weights: Sequence[float]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4)
 def source_pattern(parts: tuple[int, ...]) -> np.ndarray:
-    """The source of each row of one period.
+    """Return the source of each row of one period, (sum of parts,) int64, read-only.
 
-    Row j of a source with share w may come from place floor(j / w) on, and has to come before
-    place ceil((j + 1) / w). Taking the earliest deadline first meets them all, for one machine
-    with unit jobs and a full load (Tijdeman, The chairman assignment problem, 1980; Baruah et al.,
-    Proportionate progress, 1996), which is the floor and ceiling of w t after every t rows.
-
-    Args:
-        parts: of each source, at least 1.
-
-    Returns:
-        (sum of parts,) int64 source numbers, read-only; source s stands there `parts[s]` times.
+    Row j of a source with share w is released at place floor(j / w) and due before place
+    ceil((j + 1) / w). Earliest deadline first meets all deadlines for one machine with unit jobs
+    and full load (Tijdeman, The chairman assignment problem, 1980; Baruah et al., Proportionate
+    progress, 1996). So a source has given floor(w t) or ceil(w t) rows after every t.
     """
     period = sum(parts)
     given = [0] * len(parts)

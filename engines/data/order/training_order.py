@@ -1,9 +1,4 @@
-"""The order in which a stage visits its rows, as its section `order` asks for it.
-
-Promises: of every kind, `batch(step)` is a pure function of configuration, rows, seed and step;
-without a section of its own a stage visits its rows by `ResumableOrder`, as it is.
-Does not promise: that the difficulty of a row is what the policy finds difficult.
-"""
+"""The order in which a stage visits its rows, as its section `order` configures it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +13,7 @@ from infra.errors import ConfigError
 
 @dataclass(frozen=True)
 class VisitedRow:
-    """What an order may read of a row.
-
-    Attributes:
-        data_source: of the row.
-        num_tokens: of its conversation or prompt.
-        extra_info: of an RL row; others have none.
-    """
+    """The properties of a row that an order may use; only RL rows have `extra_info`."""
 
     data_source: str
     num_tokens: int
@@ -33,22 +22,17 @@ class VisitedRow:
 
 @dataclass(frozen=True)
 class GroupedOrder:
-    """A mixture whose sources lie scattered among the rows.
-
-    Attributes:
-        mixture: over the rows, source by source.
-        rows: the index of each of them.
-    """
+    """A mixture over `rows`, the row indices grouped by source."""
 
     mixture: MixedOrder
     rows: tuple[int, ...]
 
     def batch(self, step: int) -> list[int]:
-        """Row indices of one step; 0-based."""
+        """Return the row indices of a 0-based step."""
         return [self.rows[place] for place in self.mixture.batch(step)]
 
     def epoch(self, step: int) -> float:
-        """Rows visited before a step, per row there is."""
+        """Return the rows visited before a step divided by all rows."""
         return self.mixture.epoch(step)
 
 
@@ -61,18 +45,11 @@ def order_of(
     path: str,
     batches_per_step: int = 1,
 ) -> Order:
-    """The order that a section asks for.
+    """Return the order, over indices into `rows`, that a section configures.
 
     Args:
-        config: the section, by the rules of `engines.config.rules.order.check_order`.
-        rows: of the split, at least one.
-        batch_size: rows of one batch, at least 1.
-        seed: of the order.
-        path: of the section, for errors (`sft.order`).
-        batches_per_step: batches of one training step: a band opens at its step, not at its batch.
-
-    Returns:
-        The order, over indices into `rows`.
+        config: valid by `engines.config.rules.order.check_order`.
+        batches_per_step: batches of one training step; bands open at training steps.
 
     Raises:
         ConfigError: weights or bands do not fit the rows, or a row has no difficulty.
@@ -122,11 +99,10 @@ def _mixed(
 
 
 def _difficulty(row: VisitedRow, place: int, config: OrderConfig, path: str) -> float:
-    """A number of the row; its length where the section names none."""
     if config.difficulty is None:
         return float(row.num_tokens)
     value = row.extra_info.get(config.difficulty)
-    # Only finite numbers are in a row.
+    # Valid rows hold only finite numbers.
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(
             f"{path}.difficulty",

@@ -1,1 +1,1 @@
-"""From raw data to the rows of a dataset: sources, preprocessors, generated problems."""
+"""Make the rows of a dataset from raw data: sources, preprocessors, generated problems."""

@@ -1,4 +1,4 @@
-"""Generated arithmetic problems whose answers a rule can check.
+"""Generated arithmetic problems with answers that a rule can check.
 
 A prompt is the problem and an equals sign, the answer is a string of digits:
 
@@ -10,11 +10,11 @@ A prompt is the problem and an equals sign, the answer is a string of digits:
     compare    12?34=       <                 or > or =; never padded or reversed
     chain      12+34-05=    640;140           046;041 one partial result per step; the last counts
 
-A pair has the right answer and one of the same form with one digit too large or too small by one
-(9 and 0 are neighbours), or with another sign.
+The rejected answer of a pair differs from the right one in one digit, by one (9 and 0 are
+neighbours), or in the sign of a comparison.
 Every problem belongs to one split by a hash of its canonical text (numbers without padding;
-operands of commutative operations sorted): evaluation 10 %, SFT 45 %, RL 45 %. So the splits
-are disjoint whatever the seed, the sizes and the writing, and 34+12 never tests what 12+34 taught.
+operands of commutative operations sorted): evaluation 10 %, SFT 45 %, RL 45 %. So splits are
+disjoint for all seeds, sizes and notations, and 34+12 never tests what 12+34 taught.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from engines.data.read.rows import Message, PreferenceRow, RewardModel, RLRow, S
 from infra.errors import ConfigError
 
 STEP_DELIMITER = ";"
-"""Stands between the partial results of `chain`; the `exact` reward reads what follows the last."""
+"""Separates partial results of `chain`; the `exact` reward reads the text after the last one."""
 
 SPLITS = ("evaluation", "sft", "rl")
 _SPLIT_UPPER_BOUNDS = (0.10, 0.55, 1.0)
@@ -36,12 +36,10 @@ _SYMBOLS = {"add": "+", "subtract": "-", "multiply": "*", "modulo": "%", "compar
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem, before it is written down.
+    """One problem, independent of notation.
 
-    Attributes:
-        operation: `add`, `subtract`, `multiply`, `modulo`, `compare` or `chain`.
-        operands: non-negative; two, or three for `chain`.
-        signs: of the second and third operand of `chain`, else empty.
+    There are two `operands`, all non-negative, or three for `chain`, whose `signs` stand before the
+    second and the third.
     """
 
     operation: str
@@ -49,12 +47,12 @@ class Problem:
     signs: str = ""
 
     def canonical(self) -> str:
-        """Text that is equal for problems that teach the same thing."""
+        """Return a text that is equal for problems that teach the same thing."""
         operands = sorted(self.operands) if self.operation in _COMMUTATIVE else self.operands
         return f"{self.operation}{self.signs}:{','.join(map(str, operands))}"
 
     def split(self) -> str:
-        """The split it belongs to, by the hash of its canonical text."""
+        """Return the split of the problem, from the hash of its canonical text."""
         digest = hashlib.sha256(self.canonical().encode()).digest()
         place = int.from_bytes(digest[:8], "big") / 2**64
         return next(
@@ -62,7 +60,7 @@ class Problem:
         )
 
     def results(self) -> tuple[int, ...]:
-        """Partial results in order; one for every operation but `chain`."""
+        """Return the partial results in order; a single one for operations other than `chain`."""
         first, second, *rest = self.operands
         match self.operation:
             case "add":
@@ -81,21 +79,21 @@ class Problem:
 
 @dataclass(frozen=True)
 class Notation:
-    """How numbers are written: the format of `ArithmeticConfig`."""
+    """Number format of problems and answers, as in `ArithmeticConfig`."""
 
     num_digits: int
     zero_pad: bool
     reverse_answer: bool
 
     def prompt(self, problem: Problem) -> str:
-        """The problem as the user's message."""
+        """Return the text of the user's message."""
         width = self.num_digits if self.zero_pad else 0
         first, *rest = (f"{operand:0{width}d}" for operand in problem.operands)
         signs = problem.signs or _SYMBOLS[problem.operation]
         return first + "".join(s + o for s, o in zip(signs, rest, strict=True)) + "="
 
     def steps(self, problem: Problem) -> list[str]:
-        """The results as they are written, the answer last."""
+        """Return the results as text, the answer last."""
         if problem.operation == "compare":
             first, second = problem.operands
             return ["<" if first < second else ">" if first > second else "="]
@@ -106,7 +104,7 @@ class Notation:
 
 @dataclass(frozen=True)
 class ArithmeticSplits:
-    """The generated rows; the answer to an SFT row is its last message."""
+    """The generated rows."""
 
     sft: tuple[SFTRow, ...]
     rl: tuple[RLRow, ...]
@@ -116,17 +114,10 @@ class ArithmeticSplits:
 
 
 def generate(config: ArithmeticConfig, seed: int) -> ArithmeticSplits:
-    """Generate the splits.
+    """Generate the splits, with operations interleaved.
 
-    Args:
-        config: operations, difficulty, notation and sizes.
-        seed: decides which problems of a split are taken, and their order; never the split.
-
-    Returns:
-        Rows, operations interleaved.
-
-    Raises:
-        ConfigError: an operation has too few problems for the sizes asked for.
+    `seed` selects and orders the problems of a split but never changes a problem's split. If an
+    operation has too few problems for the sizes, raise `ConfigError`.
     """
     notation = Notation(config.num_digits, config.zero_pad, config.reverse_answer)
     mixed = _mixed(
@@ -158,7 +149,6 @@ def generate(config: ArithmeticConfig, seed: int) -> ArithmeticSplits:
 def _mixed(
     config: ArithmeticConfig, seed: int, wanted: dict[str, tuple[str, int]]
 ) -> dict[str, list[Problem]]:
-    """Problems by split, operations interleaved; a split's number has the name of its field."""
     operations = tuple(dict.fromkeys(config.operations))
     if not operations:
         raise ConfigError("data.arithmetic.operations", "got none; need at least one")
@@ -176,7 +166,6 @@ def _mixed(
 def _draw(
     operation: str, num_digits: int, seed: int, wanted: dict[str, tuple[str, int]]
 ) -> dict[str, list[Problem]]:
-    """Walk the operation's problems in a seeded order until every split has its number."""
     size, decode = _problem_space(operation, num_digits)
     drawn: dict[str, list[Problem]] = {split: [] for split in wanted}
     num_open = sum(1 for _, count in wanted.values() if count)
@@ -204,7 +193,7 @@ def _draw(
 
 
 def _problem_space(operation: str, num_digits: int) -> tuple[int, Callable[[int], Problem | None]]:
-    """How many indices there are, and the problem of an index (None where there is none)."""
+    """Return the number of indices, and the function from index to problem (None if invalid)."""
     base = 10**num_digits
 
     def pair(index: int) -> Problem | None:
@@ -224,9 +213,9 @@ def _problem_space(operation: str, num_digits: int) -> tuple[int, Callable[[int]
 
 
 def _walk(size: int, key: str) -> Iterator[int]:
-    """Every index below `size` once, in an order that looks random and depends on `key` alone.
+    """Yield every index below `size` once, in a pseudo-random order that depends on `key` alone.
 
-    A 4-round Feistel network permutes the smallest 4^n >= size; values outside are walked on
+    A 4-round Feistel network permutes the smallest 4^n >= size; results outside are permuted again
     (format-preserving encryption, Black & Rogaway 2002). Needs no memory and no random stream.
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
@@ -245,7 +234,6 @@ def _walk(size: int, key: str) -> Iterator[int]:
 
 
 def _answer_width(operation: str, num_digits: int) -> int:
-    """Digits that hold every result of the operation."""
     return {"add": num_digits + 1, "multiply": 2 * num_digits, "chain": num_digits + 1}.get(
         operation, num_digits
     )
@@ -282,10 +270,10 @@ def _rl_row(problem: Problem, notation: Notation, split: str, index: int) -> RLR
 
 
 def _pair(problem: Problem, notation: Notation, seed: int) -> PreferenceRow:
-    """The right answer, and it with one symbol made its neighbour; which, and where, by a hash.
+    """Make a pair whose rejected answer has one symbol changed to its neighbour, chosen by a hash.
 
-    What a model gets wrong that has half learnt to add is almost always that; other digits would
-    teach to tell answers apart that nobody gives.
+    A partly trained model mostly makes such mistakes; other wrong digits would train on answers
+    that it does not give.
     """
     steps = notation.steps(problem)
     right, symbols = steps[-1], "<>=" if problem.operation == "compare" else "0123456789"

@@ -1,13 +1,9 @@
-"""Makes the dataset artifact: splits of validated rows, a summary, perhaps a tokenizer.
+"""Make the dataset artifact in the layout of `engines.data.read.dataset`.
 
-The layout of its files is that of `engines.data.read.dataset`.
-Promises: equal configuration, sources and seed give byte-equal files; evaluation prompts do not
-occur in the training splits unless `allow_overlap`; what was dropped is counted in the summary.
-With `decontamination` its report says which training rows shared words with held-out ones.
-Memory does not hold the rows of a split: while they are checked they lie beside the artifact, in a
-folder that is gone at the end (`engines.data.prepare.stored_rows`). It grows with the held-out
-rows, by some bytes with a training row, and with the largest .json file, which is read whole.
-Imports without torch and transformers, so the preprocess stage starts fast.
+Promises: equal configuration, sources and seed give byte-equal files. Evaluation prompts do not
+occur in the training splits unless `allow_overlap`. Dropped rows are counted in the summary.
+Memory grows with the held-out rows, by a few bytes per training row, and with the largest .json
+file, which is read whole. Imports neither torch nor transformers, so the stage starts fast.
 """
 
 import json
@@ -56,20 +52,15 @@ _FILES = {
     "preference_evaluation": PREFERENCE_EVALUATION_FILE,
 }
 _PAIRS = ("preference", "preference_evaluation")
-"""Splits that most data have not."""
+"""Splits that are left out if they are empty."""
 
 
 @dataclass(frozen=True)
 class SplitSummary:
-    """One split in numbers.
+    """Statistics of one split.
 
-    Attributes:
-        num_rows: rows written.
-        num_overlong: dropped because they are too long; None where no tokenizer was at hand, then
-            the stage that reads the split refuses them.
-        num_distinct_prompts: rows that differ in their prompt.
-        data_sources: rows by data source.
-        sources: what became of each source's rows; empty for generated data.
+    `num_overlong` counts rows dropped as too long; None if there was no tokenizer, so that later
+    stages check them. `sources` has a report per configured source, none for generated data.
     """
 
     num_rows: int
@@ -81,19 +72,12 @@ class SplitSummary:
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """The artifact in numbers.
+    """Statistics of the artifact; the optional ones are None if the data have no such part.
 
     Attributes:
-        sft: the supervised split.
-        rl: the RL split.
-        evaluation: the held-out split.
         num_overlapping: held-out rows whose prompt occurs in training.
-        vocab_size: of the tokenizer trained here, else None.
-        preference: pairs to train on; None where the data have none.
-        preference_evaluation: pairs that are held out; likewise.
-        num_decontaminated: rows left out since they share words with held-out ones, by split; None
-            where nobody looked.
-        num_images: that rows show, each once; None where they show none.
+        num_decontaminated: by split, rows removed since they share words with held-out ones.
+        num_images: distinct images.
     """
 
     sft: SplitSummary
@@ -107,7 +91,7 @@ class DatasetSummary:
     num_images: int | None = None
 
     def to_json(self) -> str:
-        """Text of summary.json; what the data have none of is not in it."""
+        """Return the text of summary.json, without absent parts."""
         values = {name: value for name, value in asdict(self).items() if name not in self._absent}
         return json.dumps({"schema": _SCHEMA_VERSION, **values}, indent=2, sort_keys=True) + "\n"
 
@@ -132,17 +116,10 @@ def build_dataset(
     """Generate or read the data, check it, and write the artifact's files.
 
     Args:
-        data: where rows come from.
-        model: `init: random` gets a tokenizer trained on the data; None: of any.
-        seed: of generation and sampling.
-        out_dir: created if it does not exist.
-        tokenizer: of a pretrained model, to check lengths now; None leaves that to later stages.
-        suites: further held-out rows, which training rows must not hold either.
-        image_length: of a model that sees, to count the images of prompts too; None: prompts that
-            show images are left to later stages.
-
-    Returns:
-        What summary.json holds.
+        model: with `init: random` a tokenizer is trained on the data; None: data for any model.
+        tokenizer: of a pretrained model, to check lengths now; None leaves this to later stages.
+        suites: further held-out rows that training rows must not repeat.
+        image_length: of a vision model; None leaves prompts with images to later stages.
 
     Raises:
         ConfigError: the data cannot be used; names the place and the remedy.
@@ -190,7 +167,6 @@ def _refuse_images(splits: Splits, model: ModelConfig | None) -> None:
 def _trained_tokenizer(
     splits: Splits, model: ModelConfig | None, out_dir: Path
 ) -> DirectoryTokenizer | None:
-    """Of a model made from scratch, written beside the rows; others bring theirs."""
     if model is None or model.init != "random":
         return None
     directory = train_tokenizer(
@@ -204,7 +180,6 @@ def _trained_tokenizer(
 
 
 def _write_rows(splits: Splits, out_dir: Path) -> int:
-    """Write the files of the splits, and that of their images; returns how many images."""
     for name, file in _FILES.items():
         rows = getattr(splits, name)
         if name not in _PAIRS or len(rows):

@@ -1,21 +1,20 @@
-"""Which training texts occur in evaluation sets: whole, or as a run of words.
+"""Find training texts that occur in evaluation sets, whole or as a run of words.
 
     index = EvaluationIndex({"gsm8k": texts, ...})
     report = index.report(training_texts)
 
-Words are compared, not characters: case, white space, width of letters, punctuation and marks that
-form no letter of their own do not count, nor does what is not seen (soft hyphens). What tells
-problems apart does: the point inside a number, and an operator before one (`3 + 4` is not `3 * 4`,
-which is `3 × 4`). In scripts without spaces each character is a word.
-A text of the evaluation is found in a training text if they share `num_words` words in a row; a
-shorter one if all of its words occur in a row. 13 words, and 8 as the fewest, are those of GPT-3
-(arXiv:2005.14165, appendix C); below 8, where chance hits are many, only equal prompts count.
-A prompt in a template is two texts: the whole equals another whole or what is in its template; of
-runs those count that the template alone does not have.
-Promises: every such run is found, and nothing else; memory is bounded by the evaluation texts,
-training texts are read once and not kept; equal inputs give equal reports.
-Does not promise: to find a paraphrase, or a template: whoever knows the words that all problems
-share says how many they are.
+Compares words. Case, white space, character width, punctuation, marks that form no letter of their
+own, and invisible characters do not count. The point inside a number and operators before a number
+do: `3 + 4` is not `3 * 4`, which is `3 × 4`. In scripts without spaces (Han, Thai), each character
+is a word.
+An evaluation text is found in a training text if they share `num_words` words in a row; a shorter
+one if all its words occur in a row. 13 words, and 8 as the minimum, follow GPT-3
+(arXiv:2005.14165, appendix C); below 8, where chance matches are many, only equal prompts count.
+A prompt with a template may equal another text with or without the template; runs inside the
+template do not count.
+Promises: exactly these matches are found; memory is bounded by the evaluation texts; equal inputs
+give equal reports.
+Does not promise: to find paraphrases, or templates that the caller did not mark.
 """
 
 import json
@@ -38,18 +37,14 @@ _WORD = re.compile(
     rf"\d+(?:\.\d+)*|[{_WITHOUT_SPACES}]|[^\W\d_{_WITHOUT_SPACES}]+|[-+*/%^=<>](?=\s*\d)"
 )
 _SIGNS = {"-": "−–‐‒", "*": "×·∗⋅∙", "/": "÷∕⁄"}
-"""Signs that are written for an operator; Unicode's compatibility leaves them."""
+"""Other signs for an operator, which NFKC does not normalize."""
 
 
 @dataclass(frozen=True)
 class SharedText:
-    """A training text and a text of an evaluation that share words.
+    """A training and an evaluation text that share words, by their numbers from 0.
 
-    Attributes:
-        training_row: number of the training text, from 0.
-        evaluation_row: number within its source, from 0.
-        kind: `exact` (all words of both) or `run`.
-        words: the first ones that they share, as they were compared.
+    `kind` is `exact` (all words of both) or `run`; `words` are the first shared ones, normalized.
     """
 
     training_row: int
@@ -60,15 +55,10 @@ class SharedText:
 
 @dataclass(frozen=True)
 class SourceOverlap:
-    """One evaluation source.
+    """Matches of one evaluation source with `num_rows` rows.
 
-    Attributes:
-        data_source: its name.
-        num_rows: of the source.
-        num_exact: of them whose words are those of a training text.
-        num_shared: of them that share a run of words or all words with a training text.
-        num_training_rows: training texts that share them.
-        first: the first pairs, by training row.
+    Of these, `num_exact` equal a training text and `num_shared` have any match. `num_training_rows`
+    counts the training texts that match; `first` has the first pairs, by training row.
     """
 
     data_source: str
@@ -81,14 +71,7 @@ class SourceOverlap:
 
 @dataclass(frozen=True)
 class DecontaminationReport:
-    """What training and evaluation share.
-
-    Attributes:
-        num_words: of a run.
-        num_training_rows: training texts that were read.
-        num_shared_training_rows: of them that share words with any source.
-        sources: in the order in which they were given.
-    """
+    """Matches of training and evaluation texts; `num_words` is the length of a run."""
 
     num_words: int
     num_training_rows: int
@@ -96,20 +79,14 @@ class DecontaminationReport:
     sources: tuple[SourceOverlap, ...]
 
     def to_json(self) -> str:
-        """Text of a file; equal reports give equal bytes."""
+        """Return the JSON text; equal reports give equal bytes."""
         values = {"schema": _SCHEMA_VERSION, **asdict(self)}
         return json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The words of a prompt, as `words_of` gives them, and those of its template among them.
-
-    Attributes:
-        words: all.
-        num_before: words of the template in front of the rest.
-        num_after: and behind it; together no more than all.
-    """
+    """The words of a prompt; the first `num_before` and the last `num_after` are its template."""
 
     words: list[str]
     num_before: int = 0
@@ -122,28 +99,24 @@ class Prompt:
 
     @property
     def forms(self) -> Iterable[list[str]]:
-        """The words, and those without the template; each once, none without words."""
+        """All words, and the words without the template; distinct and not empty."""
         own = self.own
         return filter(None, (self.words, own) if len(own) < len(self.words) else (own,))
 
 
 Place = tuple[str, int]
-"""Source and row of a text of the evaluation."""
+"""Source and row of an evaluation text."""
 Shared: TypeAlias = tuple[Literal["exact", "run"], str, tuple[Place, ...]]
-"""Kind, shared words, and the texts of the evaluation that hold them."""
+"""Kind, shared words, and the evaluation texts that contain them."""
 
 
 class EvaluationIndex:
-    """The runs of words of evaluation texts.
+    """The runs of `num_words` words of evaluation prompts, given by source and read once.
 
-    Args:
-        evaluation: prompts by source, read once; what has no word is never found.
-        num_words: of a run.
-        min_words: of a text that is shorter than a run and yet looked for inside others, or equal
-            to an answer.
+    Shorter prompts are searched inside others if they have `min_words` words.
 
     Raises:
-        ValueError: a run of less than one word.
+        ValueError: `num_words` is less than 1.
     """
 
     def __init__(
@@ -157,7 +130,7 @@ class EvaluationIndex:
         self._num_words = num_words
         self._min_words = max(1, min(num_words, min_words))
         self._num_rows = dict.fromkeys(evaluation, 0)
-        # Dicts without values keep the order of the rows, sets would not.
+        # Dicts as ordered sets keep the order of the rows.
         runs: defaultdict[str, dict[Place, None]] = defaultdict(dict)
         exact: defaultdict[str, dict[Place, None]] = defaultdict(dict)
         lengths: set[int] = set()
@@ -175,9 +148,9 @@ class EvaluationIndex:
         self._lengths = sorted(lengths, reverse=True)
 
     def _runs_of(self, prompt: Prompt) -> Iterator[tuple[int, str]]:
-        """What of a prompt is looked for inside texts, with its number of words.
+        """Yield the runs of a prompt to search for, with their length in words.
 
-        Where the words without the template are too few, they are together with words of it.
+        If the words without the template are too few, runs include words of the template.
         """
         words, own = prompt.words, prompt.own
         length = min(self._num_words, len(own))
@@ -190,14 +163,9 @@ class EvaluationIndex:
             yield from ((length, run) for run in _runs(words[first - length : last], length))
 
     def shared(self, text: str | Prompt, *, is_answer: bool = False) -> Iterator[Shared]:
-        """What a training text shares with the evaluation; nothing, if it is clean.
+        """Yield what a training text shares: exact matches, then runs from the longest.
 
-        Args:
-            text: of a training row.
-            is_answer: it is no prompt, so that few words which equal a prompt are chance.
-
-        Yields:
-            Shared: all words first, then runs from the longest, in the order of the text.
+        If `is_answer`, an exact match needs `min_words` words, since short answers match by chance.
         """
         prompt = _prompt(text)
         for words in prompt.forms:
@@ -210,15 +178,7 @@ class EvaluationIndex:
                     yield "run", run, self._runs[run]
 
     def report(self, training: Iterable[str], num_shown: int = 5) -> DecontaminationReport:
-        """Compare every training text.
-
-        Args:
-            training: texts, read once.
-            num_shown: pairs that the report shows of each source.
-
-        Returns:
-            The report.
-        """
+        """Compare every training text, read once; the report shows `num_shown` pairs per source."""
         tallies = {source: _Tally(num_shown) for source in self._num_rows}
         num_training_rows = num_shared = 0
         for row, text in enumerate(training):
@@ -238,7 +198,7 @@ class EvaluationIndex:
 
 
 class _Tally:
-    """Counts what one source shares, in memory bounded by the source."""
+    """Counts the matches of one source, in memory bounded by the source."""
 
     def __init__(self, num_shown: int) -> None:
         self._num_shown = num_shown
@@ -249,7 +209,6 @@ class _Tally:
         self._first: dict[tuple[int, int], SharedText] = {}
 
     def add(self, pair: SharedText) -> None:
-        """One pair; those of a training row come one after the other."""
         self._shared.add(pair.evaluation_row)
         if pair.kind == "exact":
             self._exact.add(pair.evaluation_row)
@@ -259,7 +218,6 @@ class _Tally:
             self._first.setdefault((pair.training_row, pair.evaluation_row), pair)
 
     def overlap(self, source: str, num_rows: int) -> SourceOverlap:
-        """What was counted."""
         return SourceOverlap(
             source,
             num_rows,
@@ -271,16 +229,9 @@ class _Tally:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text as they are compared.
-
-    Args:
-        text: any Unicode text.
-
-    Returns:
-        Its words, compatible forms and case folded (Unicode's NFKC and casefold).
-    """
+    """Return the words of a text as they are compared: NFKC-normalized and case-folded."""
     if text.isascii():
-        # Each is compatible with itself alone, and none is a mark.
+        # NFKC keeps ASCII as it is, and no ASCII character is a mark.
         return _WORD.findall(text.lower())
     seen = text.translate(_SEEN)
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", seen).casefold())
@@ -288,13 +239,6 @@ def words_of(text: str) -> list[str]:
 
 
 class _Without(dict[int, int | None]):
-    """A table of `str.translate` that drops the characters of some categories of Unicode.
-
-    Args:
-        *categories: of which a character is dropped.
-        others: what further characters become.
-    """
-
     def __init__(self, *categories: str, others: Mapping[int, int] | None = None) -> None:
         super().__init__(others or {})
         self._categories = categories
@@ -306,7 +250,7 @@ class _Without(dict[int, int | None]):
 
 _SEEN = _Without("Cf")
 _LETTERS = _Without(
-    # Marks are no letters to `re` and would cut words; letters that hold theirs are untouched.
+    # `re` does not count marks as letters, so they would split words; composed letters stay.
     *("Mn", "Mc", "Me"),
     others={ord(sign): ord(operator) for operator, signs in _SIGNS.items() for sign in signs},
 )
@@ -317,6 +261,5 @@ def _prompt(text: str | Prompt) -> Prompt:
 
 
 def _runs(words: Sequence[str], length: int) -> Iterator[str]:
-    """Every run of so many words, from the first."""
     for start in range(len(words) - length + 1):
         yield " ".join(words[start : start + length])

@@ -1,12 +1,11 @@
-"""Which files a data source means: a file, a directory, or a data set of the hub.
+"""Find the files of a data source: a file, a directory, or a data set of the Hugging Face hub.
 
-Promises: files in the order of their relative names; in a directory that separates splits by
-file or folder name only the split asked for is read, so test rows never slip into training; names
-that may separate them are an error. Tables of text (.csv, .tsv) often repeat the files with types
-beside them: of a split they are read where it has no others. Files that hold rows in a form that
-nothing here reads are an error in a local directory; what is left out is named.
-Does not promise: a network; a hub id that cannot be reached is an error that says so. Of a hub data
-set only files that can be read are fetched, so nobody hears of others.
+Promises: files are ordered by their relative names. If file or folder names tell splits apart, only
+the requested split is read, so test rows never enter training; ambiguous names are an error. Tables
+of text (.csv, .tsv) often repeat typed files beside them, so they are read only if a split has no
+others. In a local directory, files with rows in an unsupported form are an error.
+Does not promise: a network; an unreachable hub id is an error. Of a hub data set only supported
+files are fetched, so others are not reported.
 """
 
 import difflib
@@ -26,37 +25,34 @@ from infra.errors import ConfigError
 from infra.identity.hub import hub_snapshot
 
 _CONVERSIONS = {".txt": "; write one JSON object a line, as .jsonl"}
-"""What to do with files that people bring, by suffix."""
+"""How to convert common unsupported files, by suffix."""
 _NO_ROWS = (
     "dataset_info.json",
     "dataset_infos.json",
     "dataset-metadata.json",
     "datapackage.json",
 )
-"""What lies beside rows: of the library `datasets`, of Kaggle, of the Data Package standard."""
+"""Metadata files beside rows: of `datasets`, of Kaggle, of the Data Package standard."""
 _PACKED = (PACKED_SUFFIX, ".zst", ".zstd", ".bz2", ".xz", ".lzma", ".lz4", ".br", ".zip")
 _ROWS_OF_OTHERS = (
     *(".ndjson", ".jsonlines", ".pq", ".parq", ".arrow", ".feather"),
     *(".orc", ".avro", ".xls", ".xlsx"),
 )
-"""Suffixes of rows that nothing here reads."""
+"""Suffixes of unsupported files with rows."""
 _SPLIT_WORDS = ("train", "test", "validation", "valid", "val", "dev", "evaluation", "eval")
 _MAY_NAME_SPLIT = re.compile("train|test|valid|eval")
 _OTHER_WORDS = re.compile("contest|latest|retrieval|medieval|constraint")
-"""That hold the word of a split."""
+"""Words that contain the name of a split."""
 _HUMP = re.compile("(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _LETTER = r"[^\W\d_]"
 
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """The files of one source.
+    """The files of one source; `revision` is the commit of a hub data set, None for local files.
 
-    Attributes:
-        files: at least one.
-        revision: commit of a hub data set, None for local files.
-        passed_over: names of others that may hold rows: tables of text of the same split, which
-            are not read for these files' sake, and files that are named after no split at all.
+    `passed_over` names other files that may hold rows: tables of text beside typed files of the
+    same split, and files whose names contain no split.
     """
 
     files: tuple[Path, ...]
@@ -65,7 +61,7 @@ class SourceFiles:
 
     @property
     def note(self) -> str:
-        """What an error about the files' columns says of the tables that were passed over."""
+        """Part of an error about columns that names the ignored files."""
         if not self.passed_over:
             return ""
         return (
@@ -74,19 +70,13 @@ class SourceFiles:
 
 
 def resolve_source(source: SourceConfig, field: str, default_subset: str | None) -> SourceFiles:
-    """Find the files of a source, downloading the planned commit of a hub data set.
+    """Find the files of a source; downloads the recorded commit of a hub data set.
 
     Args:
-        source: path, split, subset and revision.
-        field: the source's place in the configuration, for errors (`data.rl.0`).
-        default_subset: folder to read when the source names none and the folder exists.
-
-    Returns:
-        At least one file.
+        default_subset: folder to read if the source names none and the folder exists.
 
     Raises:
-        ConfigError: nothing is there, or nothing of the split, or it is not told apart, or a part
-            of it cannot be read.
+        ConfigError: there are no files, none of the split, unclear splits, or unreadable files.
     """
     path = Path(source.path).expanduser()
     if path.is_file():
@@ -102,7 +92,7 @@ def resolve_source(source: SourceConfig, field: str, default_subset: str | None)
     if source.revision is None:
         raise ConfigError(f"{field}.path", _absent(path))
     suffixes = (f"{suffix}{packed}" for suffix in DATA_SUFFIXES for packed in ("", PACKED_SUFFIX))
-    # The hub tells capitals apart.
+    # The hub's patterns are case-sensitive.
     patterns = ["*" + "".join(f"[{c}{c.upper()}]" for c in suffix) for suffix in suffixes]
     root = hub_snapshot(source.path, "dataset", source.revision, field, patterns)
     found = _files_of_split(root, source, field, default_subset, is_hub=True)
@@ -135,7 +125,6 @@ def _files_of_split(
 
 
 def _of_split(names: list[str], split: str, field: str, top: Path) -> list[str]:
-    """Those of the names that are the split's; all of them where none names a split."""
     if len(_of_no_split(names, split)) < len(names):
         if chosen := [name for name in names if _names_split(name, split)]:
             return chosen
@@ -154,13 +143,12 @@ def _of_split(names: list[str], split: str, field: str, top: Path) -> list[str]:
 
 
 def _of_no_split(names: Iterable[str], split: str) -> list[str]:
-    """The names that hold no word of any split."""
     words = (*_SPLIT_WORDS, split)
     return [name for name in names if not any(_names_split(name, word) for word in words)]
 
 
 def _refuse_unreadable(names: Sequence[str], suffixes: Mapping[str, str], field: str) -> None:
-    """Half of a split is not the split."""
+    """Refuse files of the split that cannot be read, since the split would be incomplete."""
     unreadable = [name for name in names if suffixes[name] not in DATA_SUFFIXES]
     if unreadable:
         others = [name for name in names if name not in unreadable]
@@ -173,10 +161,10 @@ def _refuse_unreadable(names: Sequence[str], suffixes: Mapping[str, str], field:
 
 
 def _named(top: Path, root: Path, *, is_hub: bool) -> list[str]:
-    """Names, relative to `root`, of the files below `top` that may hold rows, sorted.
+    """Return the sorted names, relative to `root`, of files below `top` that may hold rows.
 
-    Of a file that lies there both packed and unpacked, one. What else lies in the hub's cache
-    depends on who fetched it.
+    A packed file is skipped beside the same file unpacked. Unsupported files in the hub's cache are
+    ignored, since another download may have left them there.
     """
     suffixes = DATA_SUFFIXES if is_hub else (*DATA_SUFFIXES, *_ROWS_OF_OTHERS)
     return sorted(
@@ -191,16 +179,14 @@ def _named(top: Path, root: Path, *, is_hub: bool) -> list[str]:
 
 
 def _is_packed_otherwise(path: Path) -> bool:
-    """Whether it is packed in a way that nothing here unpacks, and holds rows."""
     inner = Path(path.stem.lower()).suffix
     return path.suffix.lower() in _PACKED and inner in (*DATA_SUFFIXES, *_ROWS_OF_OTHERS)
 
 
 def _names_split(name: str, split: str) -> bool:
-    """Whether words of the file's relative name are the split (`data/train_prefs-0.parquet`).
+    """True if words of the relative name are the split (`data/train_prefs-0.parquet`).
 
-    Words end where letters do, or where a capital follows a small letter. `set` or `ing` may
-    follow the split.
+    Words end at non-letters, or where a capital follows a small letter. `set` or `ing` may follow.
     """
     before = "[^\\W_]" if split[:1].isdigit() else _LETTER
     after = "[^\\W_]" if split[-1:].isdigit() else _LETTER
@@ -219,5 +205,5 @@ def _absent(path: Path) -> str:
 
 
 def some_of(names: Sequence[str]) -> str:
-    """The first names, and how many more there are, for people."""
+    """Return the first five names and the number of the others, for errors."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,10 +1,8 @@
-"""The layout of a source: the one that it names, or the one that its first rows have.
+"""The layout of a source, either named in the configuration or recognised from the first rows.
 
 Promises of `auto`: a layout fits if all its columns occur in the first rows and it can read at
-least one of them; of two, one whose columns the other has all and more gives way; what then is not
-one layout alone is refused, with the columns that were found and the layouts that there are.
-Does not promise: that later rows or files have the layout of the first ones; they are checked as if
-it had been named.
+least one of these. It is dropped if another fitting layout has all its columns and more. Unless
+exactly one remains, an error lists the columns and the known layouts. Later rows may fail in it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,21 +29,17 @@ from engines.data.read.rows import Message, PreferenceRow, RLRow, RowError, SFTR
 from infra.errors import ConfigError
 
 LOOK_ROWS = 100
-"""Rows of a file that say what it holds."""
+"""Number of rows at the start of a file that are inspected."""
 _QUESTIONS = ("question", "problem", "query", "instruction")
-"""What people call the column `prompt`."""
+"""Common names for the column `prompt`."""
 
 
 @dataclass(frozen=True)
 class RowKind(Generic[RowT]):
-    """What a split consists of.
+    """How one kind of row is made and stored.
 
-    Attributes:
-        columns: that a preprocessor needs for such rows; None where it makes none.
-        parse: its function that makes one.
-        identity: what equal rows have in common.
-        refusal: of a layout that makes none.
-        format: of their files.
+    `columns` returns a preprocessor's required columns, None if it makes no such rows (`refusal` is
+    the error). `identity` returns messages that are equal for duplicate rows.
     """
 
     columns: Callable[[Preprocessor[Any]], tuple[str, ...] | None]
@@ -80,14 +74,7 @@ PREFERENCE_ROWS: RowKind[PreferenceRow] = RowKind(
 
 @dataclass(frozen=True)
 class Layout(Generic[RowT]):
-    """How one source's raw rows become rows.
-
-    Attributes:
-        name: as configurations write it.
-        preprocessor: with the source's options.
-        columns: that a raw row has to have.
-        kind: of the rows.
-    """
+    """How one source's raw rows become rows; each raw row needs `columns`."""
 
     name: str
     preprocessor: Preprocessor[Any]
@@ -95,7 +82,7 @@ class Layout(Generic[RowT]):
     kind: RowKind[RowT]
 
     def row(self, raw: RawRow) -> RowT | BadRow:
-        """The row, or what is wrong with it."""
+        """Return the row, or what is wrong with it."""
         try:
             row = self.kind.parse(self.preprocessor)(raw.columns)
             if isinstance(row, RLRow):
@@ -106,18 +93,10 @@ class Layout(Generic[RowT]):
 
 
 def layout_of(source: SourceConfig, path: str, kind: RowKind[RowT]) -> Layout[RowT]:
-    """The layout of a source.
-
-    Args:
-        source: names it, or says `auto`.
-        path: its place in the configuration, for errors (`data.rl.0`).
-        kind: of the rows that are wanted.
-
-    Returns:
-        The layout, under its own name.
+    """Return the layout of a source, resolving `auto`.
 
     Raises:
-        ConfigError: it makes no such rows; or, of `auto`, no layout fits, or several do.
+        ConfigError: the layout makes no such rows; or, for `auto`, not exactly one layout fits.
     """
     if source.format == AUTO:
         return _recognised(source, path, kind)
@@ -131,23 +110,12 @@ def layout_of(source: SourceConfig, path: str, kind: RowKind[RowT]) -> Layout[Ro
 def layouts_with(
     columns: Iterable[str], source: SourceConfig, path: str, kind: RowKind[RowT]
 ) -> list[Layout[RowT]]:
-    """The layouts whose columns are all there.
-
-    Args:
-        columns: that were found.
-        source: where.
-        path: its place in the configuration, for errors.
-        kind: of the rows that are wanted.
-
-    Returns:
-        In the order of the table.
-    """
+    """Return the layouts whose columns are all present, in the order of the plugin table."""
     present = {*columns}
     return [each for each in _layouts(source, path, kind) if present.issuperset(each.columns)]
 
 
 def _layouts(source: SourceConfig, path: str, kind: RowKind[RowT]) -> Iterator[Layout[RowT]]:
-    """The layouts that are recognised, without options."""
     for name in recognised_layouts():
         plain = source.model_copy(update={"format": name, "options": {}})
         preprocessor = create_preprocessor(plain, path)
@@ -183,7 +151,7 @@ def _recognised(source: SourceConfig, path: str, kind: RowKind[RowT]) -> Layout[
 
 
 def _example(present: Sequence[str], kind: RowKind[Any]) -> str:
-    """How a column of questions is named, where `columns` lacks nothing else; or nothing."""
+    """Suggest `columns` if only the name of the question column differs, else nothing."""
     asked = [name for name in _QUESTIONS if name in present]
     if kind is PREFERENCE_ROWS or "answer" not in present or not asked:
         return ""
@@ -193,7 +161,6 @@ def _example(present: Sequence[str], kind: RowKind[Any]) -> str:
 def _first_rows(
     files: SourceFiles, source: SourceConfig, path: str
 ) -> tuple[Path, Sequence[RawRow]]:
-    """The first readable rows of the first file that has some."""
     unreadable: list[BadRow] = []
     for file in files.files:
         read = list(islice(read_file(file), LOOK_ROWS))

@@ -1,14 +1,13 @@
-"""Training rows that share words with held-out ones: found, and removed or refused.
+"""Find training rows that share words with held-out rows, and remove or refuse them.
 
-Compared are texts, as `engines.data.prepare.decontamination` compares them. Of a held-out row its
-prompt; of a training row its prompt, and each later message or answer. System messages are left
-out. The template of a prompt are the words that all prompts of one `data_source` begin or end with,
-where it has at least `MIN_TEMPLATE_ROWS` different ones. Prompts equal each other with it or
-without; it alone is nothing that rows share, for problems with one instruction would all look
-alike. An answer of few words that equals a prompt without its template is no leak.
-Promises: equal rows give equal reports; one entry per training row, so a report is no larger than
-the training splits.
-Does not promise: to look into ground truths, or into the answers of held-out rows.
+Compares, by the rules of `engines.data.prepare.decontamination`, the prompts of held-out rows with
+the prompts, later messages and answers of training rows. System messages, ground truths and
+held-out answers are ignored.
+The template of a prompt is what all prompts of its `data_source` begin or end with, if at least
+`MIN_TEMPLATE_ROWS` of them differ. Prompts may be equal with or without it, but a shared template
+alone is no leak, since all problems with one instruction would match. A short answer that equals
+a prompt without its template is no leak either.
+Promises: equal rows give equal reports, with at most one entry per training row.
 """
 
 import json
@@ -22,13 +21,13 @@ from engines.data.read.rows import Message, PreferenceRow, RLRow, SFTRow
 from infra.errors import ConfigError
 
 MIN_TEMPLATE_ROWS = 8
-"""Fewer prompts may share words by chance, or since they are one problem."""
+"""Fewer prompts may share words by chance, or because they are one problem."""
 Row = SFTRow | RLRow | PreferenceRow
 _SCHEMA_VERSION = 1
 
 
 class Rows(Protocol):
-    """Rows of one split, of which not all need be in memory; they are read twice."""
+    """Rows of one split, which may be on disk; they are iterated twice."""
 
     def __len__(self) -> int: ...
 
@@ -37,16 +36,10 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class Leak:
-    """A training row and the first held-out row that it shares words with.
+    """A training row and the first held-out row that it shares words with; rows count from 0.
 
-    Attributes:
-        split: of the training row.
-        row: its number among the rows that were read, from 0.
-        kind: `exact` (all words of a text of both) or `run`.
-        words: that both have, as they were compared.
-        evaluation_split: of the held-out row.
-        evaluation_row: its number among the rows that were read, from 0.
-        num_evaluation_rows: held-out rows that share words with this one.
+    `kind` is `exact` (all words of both texts) or `run`; `words` are normalized;
+    `num_evaluation_rows` counts the held-out rows that share words with the training row.
     """
 
     split: str
@@ -60,14 +53,10 @@ class Leak:
 
 @dataclass(frozen=True)
 class LeakReport:
-    """What training splits and held-out ones share.
+    """Words shared by training and held-out rows.
 
-    Attributes:
-        num_words: of a run.
-        min_words: the shortest held-out text that is looked for inside others.
-        num_rows: rows that were read, by split.
-        num_leaked: of them that share words, by training split.
-        leaks: by split and row.
+    `num_rows` and `num_leaked` are by split. Runs have `num_words` words; held-out texts of
+    `min_words` or more are searched inside others.
     """
 
     num_words: int
@@ -77,12 +66,12 @@ class LeakReport:
     leaks: tuple[Leak, ...]
 
     def to_json(self) -> str:
-        """Text of a file; equal reports give equal bytes."""
+        """Return the JSON text; equal reports give equal bytes."""
         values = {"schema": _SCHEMA_VERSION, **asdict(self)}
         return json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
     def rows_of(self, split: str) -> frozenset[int]:
-        """Rows of a training split that share words."""
+        """Return the rows of a training split that share words."""
         return frozenset(leak.row for leak in self.leaks if leak.split == split)
 
 
@@ -91,19 +80,10 @@ def find_leaks(
     held_out: Mapping[str, Rows],
     config: DecontaminationConfig,
 ) -> LeakReport:
-    """Compare every training row with every held-out one.
-
-    Args:
-        training: rows by split.
-        held_out: likewise.
-        config: lengths of what counts, and what is done.
-
-    Returns:
-        The report.
+    """Compare every training row with all held-out rows; both are given by split.
 
     Raises:
-        ConfigError: rows share words, and `data.decontamination.action` is `refuse`; or every row
-            of a split does.
+        ConfigError: there are leaks and `action` is `refuse`, or all rows of a split leak.
     """
     prompts = {split: (prompt for _, prompt in _prompts(rows)) for split, rows in held_out.items()}
     index = EvaluationIndex(prompts, config.num_words, config.min_words)
@@ -154,7 +134,6 @@ def _leaks_of(split: str, rows: Rows, index: EvaluationIndex) -> Iterator[Leak]:
 
 
 def _later(row: Row) -> Sequence[Message]:
-    """What follows the prompt of a training row."""
     if isinstance(row, PreferenceRow):
         return row.answers
     if isinstance(row, SFTRow):
@@ -163,7 +142,6 @@ def _later(row: Row) -> Sequence[Message]:
 
 
 def _prompts(rows: Rows) -> Iterator[tuple[Row, Prompt]]:
-    """Each row, and its prompt with the template of its source."""
     templates = _templates(rows)
     for row in rows:
         yield row, Prompt(_words(row), *templates[row.data_source])
@@ -175,7 +153,7 @@ def _words(row: Row) -> list[str]:
 
 
 def _templates(rows: Rows) -> dict[str, tuple[int, int]]:
-    """How many words all prompts of a source begin with, and end with."""
+    """Return by source how many words all its prompts begin with, and end with."""
     found: dict[str, _Template] = {}
     for row in rows:
         words = _words(row)
@@ -184,7 +162,7 @@ def _templates(rows: Rows) -> dict[str, tuple[int, int]]:
 
 
 class _Template:
-    """What the prompts of one source share, in memory that does not grow with them."""
+    """The common words of one source's prompts, in memory that does not grow with the rows."""
 
     def __init__(self, words: list[str]) -> None:
         self._start, self._reversed_end, self._shortest = words, words[::-1], len(words)
@@ -199,7 +177,7 @@ class _Template:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Together no more than the shortest prompt has."""
+        """Words at the start and the end, together at most those of the shortest prompt."""
         if len(self._different) < MIN_TEMPLATE_ROWS:
             return 0, 0
         start = len(self._start)
@@ -207,7 +185,6 @@ class _Template:
 
 
 def _common_start(first: list[str], second: list[str]) -> list[str]:
-    """The words that both begin with."""
     for place, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             return first[:place]

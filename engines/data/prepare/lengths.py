@@ -1,11 +1,10 @@
-"""Rows that are too long for the model are left out, or stop everything.
+"""Drop rows that are too long for the model, or refuse them.
 
-Promises: they are those that the training stages would leave out
-(`engines.data.read.examples`, `engines.data.read.pairs`), in the same words; of token ids one
-batch is in memory, of the rows their lengths.
-An image is as long as the model's processor says for its size. Where nobody knows what that is (the
-model sees no images, or its directory does not say how they are cut), a row that shows some stays,
-and the stage that reads it refuses it or the model.
+Promises: the same rows and errors as in the training stages (`engines.data.read.examples`,
+`engines.data.read.pairs`); memory holds one batch of token ids, and the length of each row.
+An image counts with the tokens that the model's processor gives its size. If that is unknown (a
+text model, or no processor configuration), rows with images stay, and the stage that reads them
+refuses them or the model.
 """
 
 from array import array
@@ -28,11 +27,12 @@ from engines.data.read.tokenizer import ChatTokenizer
 from infra.errors import ConfigError
 
 FindImageLength = Callable[[], Callable[[int, int], int] | None]
-"""Asked when a row shows an image; gives the placeholder tokens of one of so many pixels, width and
-height, which raises `RowError` where the model takes none of this shape. None: not known."""
+"""Called when a row has an image. Returns a function from width and height in pixels to the number
+of placeholder tokens, which raises `RowError` for an unsupported shape; None if unknown.
+"""
 
 _FITS = 1
-"""Tokens of a row that stays, whatever the limit."""
+"""Length of a row that stays, whatever the limit."""
 
 
 def without_overlong(
@@ -42,21 +42,13 @@ def without_overlong(
     tokenizer: ChatTokenizer,
     image_length: FindImageLength | None = None,
 ) -> Splits:
-    """The splits without the rows that are too long.
+    """Return the splits without the rows that are too long, in order.
 
-    Args:
-        splits: that were read.
-        data: `max_prompt_length`, and what happens to a row that is longer.
-        max_length: most tokens of a conversation (`model.max_length`).
-        tokenizer: with a chat template.
-        image_length: of the model; where it is not known, rows that show images stay.
-
-    Returns:
-        The others, in their order.
+    Limits are `max_length` (of `model`), for prompts `data.max_prompt_length`.
 
     Raises:
-        ConfigError: a row is too long and none may be dropped, none is left of a split, or the
-            model takes no image of a shape that a row shows.
+        ConfigError: a row is too long and `data.on_overlong` is `error`, a split becomes empty, or
+            the model does not take an image's shape.
     """
 
     def fitting(
@@ -99,7 +91,6 @@ def without_overlong(
 def _lengths(
     split: str, rows: StoredRows[RowT], of_batch: Callable[[Sequence[RowT]], Iterable[int]]
 ) -> "array[int]":
-    """Tokens of each row, one batch in memory; an error names the row."""
     found = array("q")
     try:
         for batch in in_batches(rows):
@@ -121,7 +112,7 @@ def _of_prompts(
     folder: ImageFolder,
     image_length: FindImageLength | None,
 ) -> Iterator[int]:
-    """An image in place of the placeholder that the template writes for it."""
+    """Yield the tokens of prompts, with each placeholder counted as its image's tokens."""
     num_tokens = image_length() if image_length and any(row.images for row in rows) else None
     known = [row.prompt for row in rows if num_tokens or not row.images]
     texts = iter(render_prompts(tokenizer, known))

@@ -1,14 +1,10 @@
-"""Raw rows from .parquet, .json, .jsonl, .csv and .tsv files, each with the place it was read from.
+"""Read raw rows from .parquet, .json, .jsonl, .csv and .tsv files, each with its place in the file.
 
-Promises: rows come in file order, files in name order; a broken line or row is reported with its
-file and number (lines count from 1, parquet rows from 0), never skipped in silence; what is not
-a user's mistake (a failing disk) propagates as the `OSError` it is.
-Does not promise: that a row has the fields anybody needs.
-A file whose name ends with .gz is unpacked as it is read; a part of one is an error.
-A .json file may hold a list of objects, one object, or one object per line; a .csv or .tsv file has
-a header (`engines.data.prepare.separated`).
-In memory are some rows at a time, of a .json file all: whether it holds a list that is whole shows
-at its end, and the standard library parses no part of one. Large data belong in the other forms.
+Promises: rows come in file order. A broken line or row is reported with file and number (lines
+count from 1, parquet rows from 0). Disk failures propagate as `OSError`.
+Files that end with .gz are unpacked while reading; a truncated one is an error.
+A .json file holds a list of objects, one object, or one object per line. It is read whole, since
+only its end tells whether it is a valid list; of other files a few rows are in memory.
 """
 
 import codecs
@@ -31,21 +27,16 @@ from infra.errors import ConfigError
 
 _SHOWN_CHARACTERS = 40
 _BATCH_BYTES = 64 * 2**20
-"""Of a table's rows, by the mean of the row group that has the largest."""
+"""Limit of a parquet batch, estimated from the largest mean row size of the row groups."""
 
 
 _NO_VALUE = (ValueError, OverflowError, LookupError, pa.ArrowNotImplementedError)
-"""What Arrow raises for a cell that Python has no value for: a far date, an unknown time zone."""
+"""Raised by Arrow for a cell without a Python value, such as a far date or an unknown time zone."""
 
 
 @dataclass(frozen=True)
 class RawRow:
-    """A row as its file holds it.
-
-    Attributes:
-        place: `train.jsonl:7` or `train.parquet row 17`.
-        columns: values by name.
-    """
+    """A row as in its file; `place` is such as `train.jsonl:7` or `train.parquet row 17`."""
 
     place: str
     columns: Mapping[str, Any]
@@ -53,13 +44,7 @@ class RawRow:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that cannot be used.
-
-    Attributes:
-        place: `train.jsonl:7` or `train.parquet row 17`.
-        problem: what is wrong, one line.
-        unreadable: the text is no JSON object or record at all; else it breaks the schema.
-    """
+    """A row that cannot be used; `unreadable` if it is not even a JSON object or record."""
 
     place: str
     problem: str
@@ -67,18 +52,7 @@ class BadRow:
 
 
 def read_file(path: Path) -> Iterator[RawRow | BadRow]:
-    """The rows of one file, by its suffix.
-
-    Args:
-        path: ends with .parquet, .json, .jsonl, .csv or .tsv; .gz may follow, not on .parquet.
-
-    Returns:
-        Every row in order, the unusable ones as `BadRow`.
-
-    Raises:
-        ConfigError: the file as a whole is not what its suffix says, or a part of it that is no row
-            is damaged.
-    """
+    """Yield the rows of a file, unusable ones as `BadRow`; `ConfigError` if the file is damaged."""
     suffix = unpacked_suffix(path)
     if suffix == ".parquet":
         return _read_parquet(path)
@@ -124,14 +98,14 @@ def _batches(file: pq.ParquetFile, path: Path) -> Iterator[pa.RecordBatch]:
 
 
 def _batch_rows_of(file: pq.ParquetFile) -> int:
-    """Rows that are Python objects at a time: fewer where they hold images."""
+    """Return the rows per batch; fewer if they are large, such as rows with images."""
     groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
     largest = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
     return max(1, min(BATCH_ROWS, _BATCH_BYTES // max(1, largest)))
 
 
 def _batch_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | str]:
-    """Rows of a batch; one that is no row of Python's values comes as what is wrong with it."""
+    """Yield rows; for a row with a cell that has no Python value, the problem as text."""
     try:
         rows = batch.to_pylist()
     except _NO_VALUE:
@@ -153,7 +127,7 @@ def _row(batch: pa.RecordBatch, place: int) -> dict[str, Any] | str:
 
 
 def _read_json(path: Path) -> Iterator[RawRow | BadRow]:
-    """A list, one object, or (as many .json files are) one object per line."""
+    """Yield rows from a list, one object, or (as many .json files are) one object per line."""
     with _opened(path) as file:
         raw = file.read()
     text = decode_utf8(raw)
@@ -209,10 +183,7 @@ def _read_separated(path: Path, separator: str) -> Iterator[RawRow | BadRow]:
 
 
 def decode_utf8(raw: bytes) -> str | BadRow:
-    """Text of one line or file, without a byte-order mark; or why it is none.
-
-    The `place` of a bad one is the offset of the byte, in bytes.
-    """
+    """Decode a line or file; else return a `BadRow` whose `place` is the byte offset."""
     raw = raw.removeprefix(codecs.BOM_UTF8)
     try:
         return raw.decode("utf-8")
@@ -227,7 +198,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 _JSON = json.JSONDecoder(parse_constant=_refuse_constant)
-"""`json.loads` would make one for each text."""
+"""One decoder for all lines; `json.loads` would make one per call."""
 
 
 def _object_row(value: object, place: str) -> RawRow | BadRow:

@@ -1,9 +1,9 @@
-"""Raw rows from .csv and .tsv files: a header, then one record per row (RFC 4180).
+"""Read raw rows from .csv and .tsv files: a header, then one record per row (RFC 4180).
 
-Promises: rows come in file order and as they are read; every value is text, an empty field the
-empty text; a field in double quotes may hold separators, line breaks and doubled quotes; a record
-that is not UTF-8 or of another length than the header comes as a `BadRow` with the line it begins
-at. Behind a wrong quote nobody knows where a record begins: that is an error of the file.
+Promises: rows come in file order while the file is read. Every value is text, an empty field the
+empty text; a field in double quotes may hold separators, line breaks and doubled quotes. A record
+that is not UTF-8 or has another length than the header is a `BadRow` with its first line. After a
+wrong quote the start of records is unknown, so that is an error of the file.
 Does not promise types: a list or an object in a field is its JSON text.
 """
 
@@ -19,19 +19,13 @@ from infra.errors import ConfigError
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _MAX_FIELD_CHARACTERS = 16 * 2**20
-"""A quote that is never closed must not take the whole of a large file into memory."""
+"""Keeps an unclosed quote from loading the rest of a large file into memory."""
 _UNKNOWN = "so what follows is not known"
 
 
 @dataclass(frozen=True)
 class Record:
-    """One record of a file.
-
-    Attributes:
-        line: where it begins, from 1.
-        fields: by column; empty where the record cannot be used.
-        problem: why it cannot.
-    """
+    """One record; `line` is its first line, from 1. If `problem` is set, `fields` is empty."""
 
     line: int
     fields: dict[str, str]
@@ -39,21 +33,13 @@ class Record:
 
 
 def read_records(file: BinaryIO, path: Path, separator: str) -> Iterator[Record]:
-    """The records behind the header.
-
-    Args:
-        file: open, at its start.
-        path: its name, for errors.
-        separator: of fields, one character.
-
-    Yields:
-        Record: in file order; empty lines are none.
+    """Yield the records after the header in file order; empty lines are skipped.
 
     Raises:
-        ConfigError: the header is no list of different names, separated in this way; a record is
-            quoted wrongly, or cut off, or a field of it is too long; lines end with CR alone.
+        ConfigError: the header is invalid, a record has wrong quotes, is cut off or has a too long
+            field, or lines end with CR alone.
     """
-    # The limit belongs to the process; nothing else here reads such files.
+    # The limit is global to the process; no other code here uses `csv`.
     csv.field_size_limit(_MAX_FIELD_CHARACTERS)
     records = _records(csv.reader(_lines(file), delimiter=separator, strict=True), path)
     _, header = next(records, (1, []))
@@ -65,14 +51,13 @@ def read_records(file: BinaryIO, path: Path, separator: str) -> Iterator[Record]
 
 
 def _lines(file: BinaryIO) -> Iterator[str]:
-    """Bytes that are not UTF-8 become lone surrogates, which `_problem` finds in their record."""
+    """Decode lines; bytes that are not UTF-8 become lone surrogates, which `_problem` reports."""
     for number, line in enumerate(file):
         whole = line if number else line.removeprefix(codecs.BOM_UTF8)
         yield whole.decode("utf-8", "surrogateescape")
 
 
 def _records(reader: Any, path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Each record's first line and its fields."""
     while True:
         begin = reader.line_num + 1
         try:
@@ -86,7 +71,6 @@ def _records(reader: Any, path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _damage(reason: str) -> str:
-    """What to do about a record that the library cannot read, by the beginning of its reason."""
     if reason.startswith("field larger"):
         return (
             f"a field of the record that begins here has more than {_MAX_FIELD_CHARACTERS} "
@@ -119,7 +103,6 @@ def _header(fields: list[str], place: str, separator: str) -> list[str]:
 
 
 def _problem(names: list[str], fields: list[str]) -> str | None:
-    """Why the fields are no record under these names."""
     if len(fields) != len(names):
         found = "1 field" if len(fields) == 1 else f"{len(fields)} fields"
         return f"{found}; need {len(names)}, as in the header"

@@ -1,9 +1,9 @@
-"""A data source to validated rows: read, preprocess, count what is dropped, shuffle, limit.
+"""Read a data source into validated rows: preprocess, count what is dropped, sample, limit.
 
 Rows go to disk as they are read (`engines.data.prepare.stored_rows`).
-Promises: a row that cannot be used either stops everything with its file and number, or
-(`on_bad_row: drop`) is counted; a source without a usable row is an error; rows keep the order
-of their files unless `limit` asks for a seeded sample.
+Promises: an unusable row is an error with file and number, or counted (`on_bad_row: drop`). A
+source without a usable row is an error. Rows keep the order of their files unless `limit` takes
+a seeded sample.
 """
 
 from collections import Counter
@@ -39,17 +39,14 @@ _MAX_REASONS = 20
 
 @dataclass(frozen=True)
 class SourceReport:
-    """What became of one source's rows.
+    """What happened to the rows of one source.
 
     Attributes:
-        format: the layout, by name; the one that was found where the source said `auto`.
-        revision: commit of a hub data set, None for local files.
-        num_read: rows in the files.
-        num_rows: rows kept.
-        num_duplicates: dropped because the prompt had occurred (only where a preprocessor asks).
-        num_over_limit: dropped by `limit`.
-        num_bad: dropped because they break the schema, by reason.
-        passed_over: names of files beside its own that were not read; see `SourceFiles`.
+        format: name of the layout; `auto` is resolved.
+        revision: commit of a hub data set; None for local files.
+        num_duplicates: rows dropped since their prompt had occurred, if the preprocessor asks.
+        num_bad: rows dropped as invalid, by reason.
+        passed_over: files that were not read; see `SourceFiles`.
     """
 
     format: str
@@ -64,7 +61,7 @@ class SourceReport:
 
 @dataclass(frozen=True)
 class LoadedRows(Generic[RowT]):
-    """Rows of one split, from all its sources, and what became of the rest."""
+    """Rows of one split from all its sources, with a report per source."""
 
     rows: StoredRows[RowT]
     reports: tuple[SourceReport, ...]
@@ -73,20 +70,14 @@ class LoadedRows(Generic[RowT]):
 def load_rl_rows(
     sources: Sequence[SourceConfig], name: str, data: DataConfig, seed: int, scratch: Path
 ) -> LoadedRows[RLRow]:
-    """RL or evaluation rows of every source, in order.
+    """Load the RL or evaluation rows of all sources, in order.
 
     Args:
-        sources: `data.rl` or `data.evaluation`.
-        name: of the field, for errors (`rl`).
-        data: `on_bad_row`.
-        seed: of the sample that `limit` takes.
-        scratch: a directory for the rows; they are there for as long as it is.
-
-    Returns:
-        The rows, and what became of the others.
+        name: field of the sources, for errors (`rl`).
+        scratch: directory that holds the rows; it must outlive them.
 
     Raises:
-        ConfigError: with the place and the remedy.
+        ConfigError: the data cannot be used; names the place and the remedy.
     """
     return _load(sources, name, data, seed, scratch, RL_ROWS)
 
@@ -94,40 +85,29 @@ def load_rl_rows(
 def load_sft_rows(
     sources: Sequence[SourceConfig], name: str, data: DataConfig, seed: int, scratch: Path
 ) -> LoadedRows[SFTRow]:
-    """Supervised rows of every source, in order; see `load_rl_rows`."""
+    """Load the supervised rows of all sources, in order; see `load_rl_rows`."""
     return _load(sources, name, data, seed, scratch, SFT_ROWS)
 
 
 def load_preference_rows(
     sources: Sequence[SourceConfig], name: str, data: DataConfig, seed: int, scratch: Path
 ) -> LoadedRows[PreferenceRow]:
-    """Pairs of every source, in order; see `load_rl_rows`."""
+    """Load the pairs of all sources, in order; see `load_rl_rows`."""
     return _load(sources, name, data, seed, scratch, PREFERENCE_ROWS)
 
 
 def first_rl_row(source: SourceConfig, path: str) -> RLRow:
-    """The first usable row among the first hundred of each of a source's files.
-
-    Args:
-        source: a local one; a hub data set would be downloaded.
-        path: its place in the configuration, for errors (`data.rl.0`).
-
-    Returns:
-        The row.
-
-    Raises:
-        ConfigError: a column is absent, or none of these rows is usable.
-    """
+    """Return the first usable row among the first `LOOK_ROWS` of each file, else `ConfigError`."""
     return _first_row(source, path, RL_ROWS)
 
 
 def first_sft_row(source: SourceConfig, path: str) -> SFTRow:
-    """As `first_rl_row`, for supervised rows."""
+    """Return the first supervised row; see `first_rl_row`."""
     return _first_row(source, path, SFT_ROWS)
 
 
 def first_preference_row(source: SourceConfig, path: str) -> PreferenceRow:
-    """As `first_rl_row`, for pairs."""
+    """Return the first pair; see `first_rl_row`."""
     return _first_row(source, path, PREFERENCE_ROWS)
 
 
@@ -155,7 +135,6 @@ def _first_row(source: SourceConfig, path: str, kind: RowKind[RowT]) -> RowT:
 
 
 def _found(file: Path, columns: Iterable[str], files: SourceFiles) -> str:
-    """Where a column is not, for errors."""
     return f"not in {file.name}; columns: {', '.join(columns) or 'none'}{files.note}"
 
 
@@ -167,7 +146,6 @@ def _absent_column(
     path: str,
     layout: Layout[RowT],
 ) -> ConfigError:
-    """The error about a column that a layout needs; names the layouts that have what is there."""
     others = [each.name for each in layouts_with(columns, source, path, layout.kind)]
     fitting = ", ".join(name for name in others if name != layout.name)
     remedy = f"; these columns fit: {fitting}" if fitting else ""
@@ -198,14 +176,13 @@ def _load(
             num_rows = min(source.limit, report.num_rows)
             stored_whole = whole.stored()
             writer.add_sample(stored_whole, _sample(report.num_rows, num_rows, seed))
-            stored_whole.path.unlink()  # else every limited source would lie there twice
+            stored_whole.path.unlink()  # the sample is a copy
             num_over_limit = report.num_rows - num_rows
             reports.append(replace(report, num_rows=num_rows, num_over_limit=num_over_limit))
     return LoadedRows(writer.stored(), tuple(reports))
 
 
 def _sample(num_rows: int, limit: int, seed: int) -> np.ndarray:
-    """Numbers of the rows that a limit leaves; where it leaves all, in their order."""
     return permutation(num_rows, seed)[:limit] if limit < num_rows else np.arange(num_rows)
 
 
@@ -226,7 +203,7 @@ def _load_source(
             if layout.preprocessor.drop_duplicates:
                 identity = layout.kind.identity(row)
                 digest = digest_of(part for m in identity for part in (m.role, m.said))
-                # While reading: a file may repeat each of its rows a hundred times.
+                # Dropped while reading, since a file may repeat each row a hundred times.
                 if digest in seen:
                     continue
                 seen.add(digest)
@@ -249,7 +226,7 @@ def _load_source(
 
 
 class _BadRows:
-    """Collects unusable rows: to count them, or to stop with the first and the number like it."""
+    """Counts unusable rows, or raises the first one with the number of rows of the same problem."""
 
     def __init__(self, drop: bool) -> None:
         self._drop = drop
@@ -286,7 +263,7 @@ def _parse_file(
     layout: Layout[RowT],
     bad: _BadRows,
 ) -> Iterator[RowT]:
-    """The file's usable rows; a column that none of its rows has is the configuration's fault."""
+    """Yield the file's usable rows; a column that all its rows lack is a `ConfigError`."""
     missing: Counter[str] = Counter()
     seen: dict[str, None] = {}
     num_rows = 0

@@ -1,7 +1,7 @@
-"""The splits of a data set on disk, and what training and held-out rows must not share.
+"""The splits of a data set on disk, and checks of what training and held-out rows share.
 
-Promises: memory grows with the held-out rows and with 16 bytes of a training row; errors and
-reports name rows by their number in the split, from 0.
+Promises: memory grows with the held-out rows and with 16 bytes per training row; errors and
+reports count rows of a split from 0.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -42,13 +42,13 @@ _FORMATS = {
 }
 _HELD_OUT = ("evaluation", "preference_evaluation")
 Suites = Mapping[str, Sequence[RLRow]]
-"""Held-out rows of a recipe's suites, by the section that has their data."""
+"""Held-out rows of a recipe's suites, by the section that configures their data."""
 NO_SUITES: Suites = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The rows of the splits, and the reports of their sources by split; none of generated data."""
+    """The rows of the splits, and by split the reports of its sources; none for generated data."""
 
     sft: StoredRows[SFTRow]
     rl: StoredRows[RLRow]
@@ -58,10 +58,10 @@ class Splits:
     reports: Mapping[str, tuple[SourceReport, ...]]
 
     def texts(self) -> Iterator[str]:
-        """Everything a model made from scratch will read or write."""
+        """Yield all texts that a model made from scratch will read or write."""
         for row in self.sft:
             yield from _texts(row.messages)
-            # The other roles have tokens of their own in the template of such a model.
+            # The template of such a model has special tokens for all other roles.
             yield from (f"<|{each.role}|>" for each in row.messages if each.role == "tool")
         for rows in (self.rl, self.evaluation):
             for row in rows:
@@ -74,15 +74,7 @@ class Splits:
 
 
 def read_splits(data: DataConfig, seed: int, scratch: Path) -> Splits:
-    """Generate or read the rows.
-
-    Args:
-        data: where rows come from.
-        seed: of generation and sampling.
-        scratch: a directory for the rows; they are there for as long as it is.
-
-    Returns:
-        The splits; those that the data have not are empty.
+    """Generate or read the rows into `scratch`, which must outlive them; missing splits are empty.
 
     Raises:
         ConfigError: the data cannot be used; names the place and the remedy.
@@ -103,18 +95,9 @@ def read_splits(data: DataConfig, seed: int, scratch: Path) -> Splits:
 def decontaminated(
     splits: Splits, data: DataConfig, suites: Suites = NO_SUITES
 ) -> tuple[Splits, LeakReport | None]:
-    """The splits without training rows that share words with held-out ones.
+    """Remove training rows that share words with held-out rows or `suites`, as `find_leaks` does.
 
-    Args:
-        splits: that were read.
-        data: `decontamination`; null: nobody looks.
-        suites: further held-out rows.
-
-    Returns:
-        The splits, and the report where somebody looked.
-
-    Raises:
-        ConfigError: see `engines.data.prepare.leaks.find_leaks`.
+    The report is None if `data.decontamination` is null.
     """
     if data.decontamination is None:
         return splits, None
@@ -130,18 +113,10 @@ def decontaminated(
 
 
 def check_overlap(splits: Splits, allow_overlap: bool, suites: Suites = NO_SUITES) -> int:
-    """Count the held-out rows whose prompt a training split holds.
-
-    Args:
-        splits: that were read.
-        allow_overlap: whether there may be some.
-        suites: further held-out rows.
-
-    Returns:
-        Their number.
+    """Count the held-out rows, `suites` included, whose prompt occurs in a training split.
 
     Raises:
-        ConfigError: there are some, and they are not allowed; names the first.
+        ConfigError: there are some and `allow_overlap` is false; names the first.
     """
     held_out = {
         f"data.{name}": list(getattr(splits, name).prompt_digests()) for name in _HELD_OUT
@@ -173,7 +148,6 @@ def _texts(messages: Iterable[Message]) -> Iterator[str]:
 
 
 def _without(rows: Collection[int], num_rows: int) -> np.ndarray:
-    """(num_rows,) bool, false at these rows."""
     chosen = np.ones(num_rows, bool)
     chosen[list(rows)] = False
     return chosen

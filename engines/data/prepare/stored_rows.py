@@ -1,16 +1,13 @@
-"""The rows of a split on disk while they are checked: what is compared of them is in memory.
+"""The rows of a split on disk while they are checked, with the compared properties in memory.
 
     with RowWriter(path, RL_FORMAT) as writer:
         writer.add(row)
     rows = writer.stored()
 
-Promises: rows come back as they were added and in that order; in memory are, per row, 16 bytes of
-its prompt's digest, 4 of its data source and 1 that says whether it is kept, and of the rows
-themselves one batch; their images lie beside them, each once. Prompts with equal digests (BLAKE2b,
-128 bits) count as equal.
-Does not promise: that the file can be read by another version; it is gone when the data set is
-written. A sample in another order takes 24 bytes of each row while it is drawn, and a source that
-drops duplicates about 100.
+Promises: rows come back as added and in that order. Memory holds one batch of rows and, per row, 16
+bytes of the prompt's digest, 4 of the data source and 1 of the selection. Images are files beside
+the rows, each stored once. Prompts with equal digests (BLAKE2b, 128 bits) count as equal.
+Does not promise: a stable format; the file is deleted once the data set is written.
 """
 
 import hashlib
@@ -33,21 +30,18 @@ _DIGEST_BYTES = 16
 _MIN_RUN_ROWS = 16 * BATCH_ROWS
 _RUN_BYTES = 256 * 2**20
 _MAX_RUNS = 128
-"""Files that are open at a time."""
+"""Limit of files that are open at a time."""
 
 
 @dataclass(frozen=True, eq=False)
 class StoredRows(Generic[RowT]):
-    """Rows of a file, all or some. Iterating makes them anew.
+    """Rows of an Arrow file, all or some, read anew by each iteration.
 
     Attributes:
-        path: Arrow's file format.
-        format: of the rows.
-        prompts: (N, 2) uint64, the digest of each stored row's prompt.
-        sources: (N,) int32, the place of its data source in `data_sources`.
-        data_sources: names.
-        kept: (N,) bool, whether the row is one of these rows.
-        is_plain: whether all stored rows are, without tools, calls and images.
+        prompts: (N, 2) uint64, digest of each stored row's prompt.
+        sources: (N,) int32, index into `data_sources` of each stored row.
+        kept: (N,) bool, True for the rows that belong to this object.
+        is_plain: no stored row has tools, calls or images.
     """
 
     path: Path
@@ -66,7 +60,7 @@ class StoredRows(Generic[RowT]):
             yield from map(self.format.parse, batch.to_pylist())
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """The columns of these rows, none of the batches empty."""
+        """Yield the columns of these rows in batches that are not empty."""
         start = 0
         with _reading(self.path) as reader:
             for number in range(reader.num_record_batches):
@@ -79,50 +73,38 @@ class StoredRows(Generic[RowT]):
                     yield batch.filter(pa.array(kept))
 
     def images(self) -> Iterator[str]:
-        """The digests of the images of these rows, in their order; some come again."""
+        """Yield the digests of the rows' images in order, with repetitions."""
         if not self.is_plain and "images" in self.format.schema.names:
             for batch in self.batches():
                 yield from batch.column("images").flatten().to_pylist()
 
     def only(self, chosen: np.ndarray) -> "StoredRows[RowT]":
-        """Some of these rows.
-
-        Args:
-            chosen: (len(self),) bool.
-
-        Returns:
-            They, in their order.
-        """
+        """Return the rows where `chosen`, (len(self),) bool, is True."""
         kept = self.kept.copy()
         kept[self.kept] = chosen
         return replace(self, kept=kept)
 
     def prompt_digests(self) -> Iterator[bytes]:
-        """The digest of each row's prompt; see `prompt_digest`."""
+        """Yield the digest of each row's prompt; see `prompt_digest`."""
         digests = self.prompts[self.kept].tobytes()
         for start in range(0, len(digests), _DIGEST_BYTES):
             yield digests[start : start + _DIGEST_BYTES]
 
     def num_distinct_prompts(self) -> int:
-        """Rows that differ in their prompt."""
+        """Return the number of distinct prompts."""
         digests = self.prompts[self.kept]
         ordered = digests[np.lexsort((digests[:, 0], digests[:, 1]))]
         return int((ordered[1:] != ordered[:-1]).any(axis=1).sum()) + bool(len(ordered))
 
     def num_by_source(self) -> dict[str, int]:
-        """Rows by data source, sorted by name; a source without a row is left out."""
+        """Return the number of rows by data source, sorted by name, without zeros."""
         counts = np.bincount(self.sources[self.kept], minlength=len(self.data_sources)).tolist()
         pairs = zip(self.data_sources, counts, strict=True)
         return dict(sorted((name, count) for name, count in pairs if count))
 
 
 class RowWriter(Generic[RowT]):
-    """Takes rows to disk.
-
-    Args:
-        path: of the file.
-        format: of the rows.
-    """
+    """Writes rows to a file."""
 
     def __init__(self, path: Path, format: RowFormat[RowT]) -> None:
         self._path, self._format = path, format
@@ -148,7 +130,7 @@ class RowWriter(Generic[RowT]):
                 self._flush()
 
     def add(self, row: RowT) -> None:
-        """The next row."""
+        """Append a row; its images go to the image folder."""
         if isinstance(row, RLRow):
             row = keep_images(row, image_folder(self._path))
         self._waiting.append(row)
@@ -158,12 +140,7 @@ class RowWriter(Generic[RowT]):
             self._flush()
 
     def add_sample(self, rows: StoredRows[RowT], order: np.ndarray) -> None:
-        """Rows that were stored, whole.
-
-        Args:
-            rows: all rows of their file.
-            order: their numbers as they are to follow, each at most once, (M,) int64.
-        """
+        """Append rows of a whole file; `order` has their (M,) int64 numbers, each at most once."""
         self._flush()
         self._is_plain = self._is_plain and rows.is_plain
         self._prompts += rows.prompts[order].tobytes()
@@ -173,7 +150,7 @@ class RowWriter(Generic[RowT]):
             self._writer.write_batch(batch)
 
     def stored(self) -> StoredRows[RowT]:
-        """The rows, once the writer is closed."""
+        """Return the rows, once the writer is closed."""
         sources = np.array(self._sources, np.int32)
         return StoredRows(
             path=self._path,
@@ -194,21 +171,12 @@ class RowWriter(Generic[RowT]):
 
 
 def image_folder(path: Path) -> ImageFolder:
-    """Where the images of stored rows lie: beside them, each once for all files of a directory."""
+    """Return the folder of the images of stored rows, shared by all files of a directory."""
     return ImageFolder(path.parent / "images")
 
 
 def stored(path: Path, format: RowFormat[RowT], rows: Iterable[RowT]) -> StoredRows[RowT]:
-    """Take rows to disk.
-
-    Args:
-        path: of the file.
-        format: of the rows.
-        rows: read once.
-
-    Returns:
-        They.
-    """
+    """Write rows to disk and return them for reading."""
     with RowWriter(path, format) as writer:
         for row in rows:
             writer.add(row)
@@ -216,27 +184,18 @@ def stored(path: Path, format: RowFormat[RowT], rows: Iterable[RowT]) -> StoredR
 
 
 def prompt_digest(prompt: Iterable[Message]) -> bytes:
-    """What prompts have in common that differ in nothing but white space around their messages.
-
-    The tools that are offered do not count.
-
-    Args:
-        prompt: its messages; no text of a row holds NUL.
-
-    Returns:
-        16 bytes.
-    """
+    """Return a 16-byte digest of roles and texts, ignoring outer white space and offered tools."""
     return digest_of(part for each in prompt for part in (each.role, each.said.strip()))
 
 
 def digest_of(texts: Iterable[str]) -> bytes:
-    """16 bytes that lists of texts without NUL have in common only if they are equal."""
+    """Return a 16-byte digest of a list of texts without NUL."""
     return hashlib.blake2b("\0".join(texts).encode(), digest_size=_DIGEST_BYTES).digest()
 
 
 def _reordered(rows: StoredRows[RowT], order: np.ndarray) -> Iterator[pa.RecordBatch]:
-    """Batches in an order: the rows are dealt out to runs of it, each of which fits memory."""
-    # As many runs as keep one small, whether rows are many or long.
+    """Yield batches in `order`: rows are distributed to run files that each fit in memory."""
+    # Enough runs to keep each small, whether rows are many or long.
     num_runs = max(len(order) // _MIN_RUN_ROWS, rows.path.stat().st_size // _RUN_BYTES, 1)
     run_rows = max(1, -(-len(order) // min(num_runs, _MAX_RUNS)))
     paths = [
@@ -259,7 +218,7 @@ def _reordered(rows: StoredRows[RowT], order: np.ndarray) -> Iterator[pa.RecordB
     for run, path in enumerate(paths):
         with _reading(path) as reader:
             table = reader.read_all()
-        # The rows of a run lie there as in the file: the n-th smallest number at place n.
+        # A run keeps the order of the file: the n-th smallest row number is at place n.
         places = np.argsort(np.argsort(order[run * run_rows : (run + 1) * run_rows]))
         for start in range(0, len(places), BATCH_ROWS):
             part = table.take(pa.array(places[start : start + BATCH_ROWS]))
@@ -275,6 +234,6 @@ def _writing(path: Path, schema: pa.Schema) -> Iterator[pa.ipc.RecordBatchFileWr
 
 @contextmanager
 def _reading(path: Path) -> Iterator[pa.ipc.RecordBatchFileReader]:
-    """Not mapped: what was read of a mapped file counts as the memory of the process."""
+    """Open without memory mapping, since mapped pages count as the memory of the process."""
     with pa.OSFile(str(path)) as file, pa.ipc.open_file(file) as reader:
         yield reader

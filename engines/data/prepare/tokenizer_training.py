@@ -1,9 +1,9 @@
-"""Tokenizers for models made from scratch, trained on the data set's own text.
+"""Train tokenizers for models made from scratch on the data set's own text.
 
 `character` has one token per character that occurs; `bpe` is byte-level byte-pair encoding with
 single digits. Both write the files that `transformers.AutoTokenizer` reads.
-Promises: equal texts give byte-equal files; decoding is exact for every text made of known
-characters (`bpe`: for every text); the ids of the special tokens are the first ones.
+Promises: equal texts give byte-equal files; decoding is exact for text of known characters (`bpe`:
+for all text); special tokens have the first ids.
 """
 
 import hashlib
@@ -43,18 +43,11 @@ def train_tokenizer(
     max_length: int,
     chat_template: str | None = None,
 ) -> Path:
-    """Train a tokenizer and write its directory.
+    """Train a tokenizer, write it to `out_dir` and return that path.
 
     Args:
-        config: kind and size.
-        texts: everything the model will read or write, without the chat template; read once, and
-            not kept, though of each different one a digest is for `bpe`.
-        out_dir: created if it does not exist.
+        texts: all text that the model will read or write, without the chat template; read once.
         max_length: context in tokens, recorded for other tools.
-        chat_template: replaces the default one.
-
-    Returns:
-        `out_dir`.
 
     Raises:
         ConfigError: `vocab_size` cannot hold the bytes and special tokens of `bpe`.
@@ -79,7 +72,7 @@ def _character_tokenizer(texts: Iterable[str]) -> Tokenizer:
     vocabulary = {token: id_ for id_, token in enumerate((*_SPECIAL_TOKENS, *characters))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN_TOKEN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    # Without a decoder the library would put spaces between the characters.
+    # Without a decoder the library joins the characters with spaces.
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(_added_tokens())
     return tokenizer
@@ -112,10 +105,7 @@ def _bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def _distinct(texts: Iterable[str]) -> Iterator[str]:
-    """Each text once: what data sets repeat is no more frequent in the language for that.
-
-    The trainer counts words and orders ties by them: the order of the texts does not matter to it.
-    """
+    """Yield each text once, since repetition in a data set says nothing about the language."""
     seen: set[bytes] = set()
     for text in texts:
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()

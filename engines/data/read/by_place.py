@@ -1,4 +1,4 @@
-"""Sequences whose items are made when they are asked for."""
+"""Sequences whose items are made on access."""
 
 from abc import abstractmethod
 from array import array
@@ -10,11 +10,11 @@ Given = TypeVar("Given")
 
 
 class ByPlace(Sequence[Item]):
-    """Of a million rows a few are Python objects; the subclass says how long it is, and `at`."""
+    """A sequence that keeps few items as Python objects; subclasses define `__len__` and `at`."""
 
     @abstractmethod
     def at(self, place: int) -> Item:
-        """The item at a place, counted from 0."""
+        """Return the item at a 0-based index."""
 
     @overload
     def __getitem__(self, place: int) -> Item: ...
@@ -28,12 +28,7 @@ class ByPlace(Sequence[Item]):
 
 
 class Chosen(ByPlace[Item]):
-    """Some of a sequence.
-
-    Args:
-        items: the sequence.
-        places: of those that are chosen.
-    """
+    """The items of a sequence at the given indices."""
 
     def __init__(self, items: Sequence[Item], places: Sequence[int]) -> None:
         self._items, self._places = items, array("q", places)
@@ -42,17 +37,12 @@ class Chosen(ByPlace[Item]):
         return len(self._places)
 
     def at(self, place: int) -> Item:
-        """One of those."""
+        """Return one item."""
         return self._items[self._places[place]]
 
 
 class Made(ByPlace[Item]):
-    """Something of each of a sequence.
-
-    Args:
-        items: the sequence; iterating goes through it once.
-        make: of one of them.
-    """
+    """The results of `make` for each item of a sequence; iteration passes over the items once."""
 
     def __init__(self, items: Sequence[Given], make: Callable[[Given], Item]) -> None:
         self._num_items = len(items)
@@ -66,5 +56,5 @@ class Made(ByPlace[Item]):
         return self._all()
 
     def at(self, place: int) -> Item:
-        """Of one."""
+        """Return one result."""
         return self._at(place)

@@ -1,12 +1,13 @@
-"""Conversations to token ids, and which of them a model learns to write.
+"""Conversations to token ids and loss masks.
 
-Promises: the ids before an answer are exactly those a rollout is given for the same messages, so
-supervised and reinforcement training see one and the same prompt; the loss mask is 1 on what
-the assistant writes, up to and with the token that ends its turn, in every assistant turn, and 0
-elsewhere. How the answers are found: the conversation is rendered up to and after each answer,
-and every rendering must continue the one before. A template that rewrites earlier turns breaks
-that; then its own `{% generation %}` blocks decide, and without them it is an error.
-Does not promise: that a template is the one the model was trained with.
+Promises: the ids before an answer are exactly those that a rollout gets for the same messages, so
+supervised and RL training see the same prompt. The loss mask is 1 on every assistant turn, up to
+and including the token that ends it, and 0 elsewhere. Every function raises `ConfigError` if
+there is no chat template, it fails, or the answers cannot be told apart.
+Answers are found by rendering the conversation up to and after each answer; every rendering must
+continue the previous one. If a template rewrites earlier turns, its own `{% generation %}` blocks
+are used.
+Does not promise: that the template is the one the model was trained with.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,48 +21,21 @@ from infra.errors import ConfigError
 
 @dataclass(frozen=True)
 class RenderedConversation:
-    """A tokenized conversation.
-
-    Attributes:
-        input_ids: token ids.
-        loss_mask: 1 where the token is trained on, else 0; of the same length.
-    """
+    """A tokenized conversation; `loss_mask` is 1 where a token is trained on, else 0."""
 
     input_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]
 
 
 def prompt_text(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> str:
-    """The prompt's text, ending with the opening of the assistant's turn.
-
-    Args:
-        tokenizer: with a chat template.
-        messages: the prompt, the last one from the user.
-
-    Returns:
-        The text that `render_prompts` tokenizes.
-
-    Raises:
-        ConfigError: there is no chat template, or it fails.
-    """
+    """Return the prompt's text, ending with the opening of the assistant's turn."""
     return _render_all(tokenizer, messages, add_generation_prompt=True).text
 
 
 def render_prompts(
     tokenizer: ChatTokenizer, prompts: Sequence[Sequence[Message]]
 ) -> list[tuple[int, ...]]:
-    """Token ids of prompts, each ending with the opening of the assistant's turn.
-
-    Args:
-        tokenizer: with a chat template.
-        prompts: the last message of each from the user.
-
-    Returns:
-        Ids of each prompt.
-
-    Raises:
-        ConfigError: there is no chat template, or it fails.
-    """
+    """Return the token ids of prompts, each ending with the opening of the assistant's turn."""
     texts = [prompt_text(tokenizer, messages) for messages in prompts]
     return [tuple(ids) for ids in encode_texts(tokenizer, texts)]
 
@@ -69,42 +43,20 @@ def render_prompts(
 def render_whole(
     tokenizer: ChatTokenizer, conversations: Sequence[Sequence[Message]]
 ) -> list[tuple[int, ...]]:
-    """Token ids of whole conversations: what `apply_chat_template` of transformers gives.
-
-    Args:
-        tokenizer: with a chat template.
-        conversations: the last message of each from the assistant.
-
-    Returns:
-        Ids of each conversation.
-
-    Raises:
-        ConfigError: there is no chat template, or it fails.
-    """
+    """Return the token ids of whole conversations, equal to transformers' `apply_chat_template`."""
     texts = [_render_all(tokenizer, messages).text for messages in conversations]
     return [tuple(ids) for ids in encode_texts(tokenizer, texts)]
 
 
 def render_sft(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> RenderedConversation:
-    """Token ids and loss mask of a conversation.
-
-    Args:
-        tokenizer: with a chat template.
-        messages: the conversation, the last one from the assistant.
-
-    Returns:
-        Ids and mask, of equal length.
-
-    Raises:
-        ConfigError: there is no chat template, it fails, or the answers cannot be told apart.
-    """
+    """Return the token ids and loss mask of a conversation that ends with the assistant."""
     return render_conversations(tokenizer, [messages])[0]
 
 
 def render_conversations(
     tokenizer: ChatTokenizer, conversations: Sequence[Sequence[Message]]
 ) -> list[RenderedConversation]:
-    """Token ids and loss masks of many conversations; see `render_sft`."""
+    """Return the token ids and loss masks of many conversations; see `render_sft`."""
     pieces = [_pieces(tokenizer, messages) for messages in conversations]
     ids = iter(encode_texts(tokenizer, [text for row in pieces for text, _ in row]))
     special = frozenset(tokenizer.all_special_ids)
@@ -115,9 +67,9 @@ def render_conversations(
         for _, is_answer in row:
             piece = next(ids)
             trained = _end_of_turn(piece, tokenizer.eos_token_id, special) if is_answer else 0
-            # The first token of a sequence has nothing to be predicted from.
             loss_mask += [int(place < trained) for place in range(len(piece))]
             input_ids += piece
+        # No position predicts the first token of a sequence.
         if loss_mask:
             loss_mask[0] = 0
         rendered.append(RenderedConversation(tuple(input_ids), tuple(loss_mask)))
@@ -125,10 +77,10 @@ def render_conversations(
 
 
 def end_of_turn_id(tokenizer: ChatTokenizer) -> int | None:
-    """The token that ends an assistant's turn in this template: what a rollout stops at.
+    """Return the token that ends an assistant's turn in this template, where a rollout stops.
 
-    The end-of-sequence token where the template writes it, else the turn's last special token
-    (a base model whose template closes turns with a token of its own); None if there is neither.
+    It is the end-of-sequence token if the template writes it, else the turn's last special token
+    (a base model whose template ends turns with another token); None if there is neither.
     """
     conversation = render_sft(tokenizer, [Message("user", "1"), Message("assistant", "2")])
     pairs = zip(conversation.input_ids, conversation.loss_mask, strict=True)
@@ -138,14 +90,14 @@ def end_of_turn_id(tokenizer: ChatTokenizer) -> int | None:
 
 
 def _pieces(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> list[tuple[str, bool]]:
-    """The conversation's text in pieces, each with whether the assistant writes it."""
+    """Split the conversation's text into pieces, each with True if the assistant writes it."""
     pieces: list[tuple[str, bool]] = []
     done = ""
     for place, message in enumerate(messages):
         if message.role != "assistant":
             continue
         prompt = _render(tokenizer, messages[:place], add_generation_prompt=True).text
-        # Of the parts of messages the whole tells: it ends with the last answer.
+        # The last rendering holds all messages, so it alone is checked for left-out parts.
         rendered = _render_all if place == len(messages) - 1 else _render
         answered = rendered(tokenizer, messages[: place + 1]).text
         if not prompt.startswith(done) or not answered.startswith(prompt):
@@ -172,9 +124,9 @@ def _marked_pieces(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> lis
 
 
 def _end_of_turn(piece: Sequence[int], eos_token_id: int | None, special: frozenset[int]) -> int:
-    """Tokens of an answer up to and with the one that ends it; all if none does.
+    """Return the number of tokens up to and including the end of the turn; all if it has no end.
 
-    What a template writes after the end (a line break) is never sampled: a rollout stops before.
+    A rollout stops there, so a line break that the template writes after it is never sampled.
     """
     for ends in ({eos_token_id}, special):
         for place in range(len(piece), 0, -1):
@@ -201,7 +153,6 @@ def _render(
 def _render_all(
     tokenizer: ChatTokenizer, messages: Sequence[Message], *, add_generation_prompt: bool = False
 ) -> Rendered:
-    """As `_render`; a template that leaves out a part of the messages is refused."""
     whole = _render(tokenizer, messages, add_generation_prompt=add_generation_prompt)
     if all(message.is_plain and message.role != "tool" for message in messages):
         return whole
@@ -212,7 +163,7 @@ def _render_all(
         try:
             rest = _render(tokenizer, less, add_generation_prompt=add_generation_prompt)
         except ConfigError:
-            continue  # it looks at the part, and refuses messages without it
+            continue  # the template requires the part, so it does not leave it out
         if rest.text == whole.text:
             raise ConfigError(
                 "model.chat_template",
@@ -238,5 +189,6 @@ _PARTS: tuple[tuple[Callable[[Message], Message], str, str], ...] = (
     (lambda message: replace(message, tools=()), "the tools that are offered", "tools"),
     (_without_images, "images", "a placeholder for each part of the type image"),
 )
-"""Many templates know three roles and text alone, and skip the rest: a message without the part,
-what the part is, and what a template has to write."""
+"""Parts that a template may leave out, since many know only three roles and text. Each entry: a
+function that removes the part from a message, its description, and what a template must write.
+"""

@@ -1,11 +1,10 @@
-"""Rendering a Jinja chat template to text, and the template of models made from scratch.
+"""Render Jinja chat templates; holds the template of models made from scratch.
 
-Promises: the same messages give the same text on every day and machine (there is no clock: a
-template that insists on `strftime_now` is refused); the template runs in Jinja's immutable
-sandbox, since it comes with the model; its errors become one line that names the template line.
-Renders what transformers renders for messages with text and images, calls of tools and what these
-returned, and for the tools themselves; a template that fails on calls as transformers gives them is
-given them in the other forms of `_NULLS` and `_ARGUMENTS`. Not supported: documents.
+Promises: equal messages give equal text on every day and machine; there is no clock, so a template
+that requires `strftime_now` is refused. Templates come with models, so they run in Jinja's
+immutable sandbox. Template errors become one line that names the template's line.
+Renders what transformers renders for text, images and tools, but no documents. If a template
+fails on calls in transformers' form, the other forms of `_NULLS` and `_ARGUMENTS` are tried.
 """
 
 import json
@@ -38,31 +37,28 @@ DEFAULT_CHAT_TEMPLATE = (
 )
 """One token per turn and one at the end of an answer: `<|user|>12+34=<|assistant|>640<|end|>`."""
 
-# Characters of a private-use plane mark the assistant's spans; no tokenizer sees them.
+# Private-use characters mark the assistant's spans; they are removed before tokenization.
 _SPAN_START, _SPAN_END = "\U000f0000", "\U000f0001"
 
 
 _FAILURES = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
-"""What a template raises."""
+"""Exceptions that a template may raise."""
 
 
 _NULLS: tuple[dict[str, Any], ...] = ({}, {"content": None}, {"content": ""})
-"""The content of a message that is nothing but calls: absent, as transformers has it; null, which
-DeepSeek's templates ask for; or an empty text, for those that add to it."""
+"""Forms of the content of a message that has only calls: absent (transformers), null (DeepSeek's
+templates), or empty text (templates that append to it).
+"""
 _ARGUMENTS: tuple[Callable[[str], Any], ...] = (json.loads, str)
-"""Of a call, given their JSON text: an object, as transformers wants it for most templates, or the
-text, which DeepSeek's append."""
+"""Forms of a call's arguments: an object (transformers), or JSON text (DeepSeek's templates append
+it).
+"""
 _Form = tuple[dict[str, Any], Callable[[str], Any]]
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A rendered conversation.
-
-    Attributes:
-        text: what is tokenized.
-        spans: (start, end) characters inside the template's `{% generation %}` blocks.
-    """
+    """A rendered conversation; `spans` are character ranges of its `{% generation %}` blocks."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
@@ -75,19 +71,10 @@ def render(
     add_generation_prompt: bool = False,
     special_tokens: Mapping[str, str] | None = None,
 ) -> Rendered:
-    """Render messages.
-
-    Args:
-        template: Jinja source.
-        messages: the conversation.
-        add_generation_prompt: end with the opening of the assistant's turn.
-        special_tokens: `bos_token`, `eos_token` ... as the template may use them.
-
-    Returns:
-        The text, and the spans the template marks itself.
+    """Render messages with a chat template, which may use `special_tokens` such as `eos_token`.
 
     Raises:
-        ConfigError: the template does not compile or raises; names line and message.
+        ConfigError: the template does not compile or fails; names line and message.
     """
     compiled = _compile(template)
     others = {
@@ -113,10 +100,7 @@ def render(
 
 
 def _in_a_form(written: Callable[[_Form], str], messages: Sequence[Message]) -> str:
-    """What a template writes, given calls in the first form that it takes.
-
-    If it takes none, what it raises is that of the first.
-    """
+    """Render calls in the first form that the template accepts; if none, raise the first error."""
     has_null = any(message.content_is_null for message in messages)
     has_calls = any(message.tool_calls for message in messages)
     failed: list[Exception] = []
@@ -129,7 +113,6 @@ def _in_a_form(written: Callable[[_Form], str], messages: Sequence[Message]) -> 
 
 
 def _content(message: Message) -> str | list[dict[str, str]]:
-    """Text or, of a message with images, its parts."""
     if not message.images:
         return message.content
     first, *others = message.content.split(IMAGE_MARK)
@@ -140,7 +123,7 @@ def _content(message: Message) -> str | list[dict[str, str]]:
 
 
 def _turn(message: Message, form: _Form) -> dict[str, Any]:
-    """A message as templates expect it: no key that says nothing."""
+    """Return the message as templates expect it, without empty keys."""
     null, arguments = form
     said = null if message.content_is_null else {"content": _content(message)}
     turn: dict[str, Any] = {"role": message.role, **said}
@@ -159,18 +142,10 @@ def _turn(message: Message, form: _Form) -> dict[str, Any]:
 
 
 def render_text(template: str, values: Mapping[str, Any], setting: str) -> str:
-    """Render a text of the user's, in the same sandbox.
-
-    Args:
-        template: Jinja source; a name that has no value is an error.
-        values: by name.
-        setting: where the template stands, for the error text.
-
-    Returns:
-        The text.
+    """Render a template of the user's in the same sandbox; an undefined name is an error.
 
     Raises:
-        ConfigError: the template does not compile or fails; names the line.
+        ConfigError: the template at `setting` does not compile or fails; names the line.
     """
     strict = _environment().overlay(undefined=jinja2.StrictUndefined)
     try:
@@ -188,7 +163,7 @@ def render_text(template: str, values: Mapping[str, Any], setting: str) -> str:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`: puts marks around what the assistant writes."""
+    """`{% generation %} ... {% endgeneration %}`: marks the span that the assistant writes."""
 
     tags = {"generation"}  # noqa: RUF012 - the attribute Jinja reads
 
@@ -235,7 +210,6 @@ def _take_spans(marked: str) -> Rendered:
 
 
 def _where(error: Exception) -> str:
-    """`line 7: ` if the traceback passes through the template."""
     line, traceback = None, error.__traceback__
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename == "<template>":

@@ -1,12 +1,11 @@
-"""The dataset artifact: splits of validated rows, a summary, and perhaps a tokenizer.
+"""The dataset artifact: splits of validated rows, a summary, and optionally a tokenizer.
 
     sft.parquet  rl.parquet  eval.parquet  summary.json  tokenizer/ (models made from scratch)
-    preference.parquet  preference_eval.parquet (where there are such rows)
-    images.parquet (where rows show images)
-    decontamination.json (where `data.decontamination` asks for it)
+    preference.parquet  preference_eval.parquet (if there are pairs)
+    images.parquet (if rows have images)
+    decontamination.json (with `data.decontamination`)
 
-Promises: rows come back as `engines.data.prepare.dataset` wrote them, typed and checked.
-Imports without torch and transformers.
+Imports neither torch nor transformers.
 """
 
 import json
@@ -29,28 +28,28 @@ TOKENIZER_DIR = "tokenizer"
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset directory; rows are read when asked for."""
+    """A dataset directory; rows are read when they are iterated."""
 
     directory: Path
 
     def sft_rows(self) -> RowFile[SFTRow]:
-        """Rows of the supervised split, read as they are iterated."""
+        """Return the rows of the supervised split."""
         return RowFile(self.directory / SFT_FILE, SFT_FORMAT)
 
     def rl_rows(self) -> RowFile[RLRow]:
-        """Rows of the RL split, likewise."""
+        """Return the rows of the RL split."""
         return RowFile(self.directory / RL_FILE, RL_FORMAT)
 
     def evaluation_rows(self) -> RowFile[RLRow]:
-        """Rows of the held-out split, likewise."""
+        """Return the rows of the held-out split."""
         return RowFile(self.directory / EVALUATION_FILE, RL_FORMAT)
 
     def preference_rows(self) -> RowFile[PreferenceRow] | tuple[()]:
-        """Pairs to train on, likewise; none where the data had none."""
+        """Return the pairs to train on; empty if there are none."""
         return self._pairs(PREFERENCE_FILE)
 
     def preference_evaluation_rows(self) -> RowFile[PreferenceRow] | tuple[()]:
-        """Pairs that are held out; likewise."""
+        """Return the held-out pairs; empty if there are none."""
         return self._pairs(PREFERENCE_EVALUATION_FILE)
 
     def _pairs(self, name: str) -> RowFile[PreferenceRow] | tuple[()]:
@@ -59,11 +58,7 @@ class Dataset:
 
     @property
     def images_path(self) -> Path:
-        """Of the images that rows show (`engines.data.images.store`); absent without any.
-
-        Raises:
-            ConfigError: it is absent, and the summary counts images.
-        """
+        """Path of the images, absent without any; `ConfigError` if the summary counts some."""
         path = self.directory / IMAGES_FILE
         num_images = 0 if path.is_file() else self.summary().get("num_images", 0)
         if num_images:
@@ -75,28 +70,18 @@ class Dataset:
         return path
 
     def summary(self) -> dict[str, Any]:
-        """The content of summary.json."""
+        """Return the content of summary.json."""
         return json.loads((self.directory / SUMMARY_FILE).read_text(encoding="utf-8"))
 
     @property
     def tokenizer_dir(self) -> Path | None:
-        """The tokenizer trained on this data, if there is one."""
+        """Directory of the tokenizer trained on this data, or None."""
         path = self.directory / TOKENIZER_DIR
         return path if path.is_dir() else None
 
 
 def load_dataset(directory: Path) -> Dataset:
-    """Open a dataset directory.
-
-    Args:
-        directory: of a dataset artifact.
-
-    Returns:
-        The data set; nothing is read yet.
-
-    Raises:
-        ConfigError: one of its files is absent.
-    """
+    """Open a dataset directory without reading rows; `ConfigError` if a file is absent."""
     names = (SFT_FILE, RL_FILE, EVALUATION_FILE, SUMMARY_FILE)
     absent = [name for name in names if not (directory / name).is_file()]
     if absent:

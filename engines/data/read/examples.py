@@ -1,8 +1,7 @@
-"""Rows to token ids: what the training and rollout loops consume.
+"""Tokenize rows for the training and rollout loops.
 
-Promises: no sequence longer than its limit gets through, none is cut, and every one left out is
-counted; ids and order are a pure function of rows and tokenizer. How long a prompt may be says
-whoever asks for it.
+Promises: no sequence exceeds its limit, none is cut, and every dropped one is counted; ids and
+order are a pure function of rows and tokenizer.
 """
 
 import sys
@@ -20,24 +19,18 @@ from engines.data.read.tokenizer import ChatTokenizer
 from infra.errors import ConfigError
 
 OnOverlong = Literal["error", "drop"]
-"""As `data.on_overlong` says."""
+"""Values of `data.on_overlong`."""
 Choose = Callable[[Sequence[int]], Sequence[int]]
-"""Given the tokens of each sequence, the places of those to keep, ascending."""
+"""Given the length of each sequence in tokens, returns the indices to keep, ascending."""
 Expanded = Callable[[RLRow, Sequence[int]], tuple[int, ...]]
-"""Token ids of a row's prompt, each placeholder of an image as often as the model wants it; raises
-`RowError` where they do not fit its images."""
+"""Returns the prompt's token ids with each image placeholder repeated as often as the model needs;
+raises `RowError` if the placeholders do not match the row's images.
+"""
 
 
 @dataclass(frozen=True)
 class SFTExamples:
-    """The tokenized supervised split.
-
-    Attributes:
-        examples: in row order.
-        lengths: of each, in tokens.
-        indices: the row of each example.
-        data_sources: of each example.
-    """
+    """The tokenized supervised split; `indices` are the examples' rows, `lengths` are in tokens."""
 
     examples: Sequence[RenderedConversation]
     lengths: Sequence[int]
@@ -47,12 +40,9 @@ class SFTExamples:
 
 @dataclass(frozen=True)
 class RLPrompt:
-    """One tokenized prompt.
+    """One tokenized prompt; its ids end with the opening of the assistant's turn.
 
-    Attributes:
-        index: of the row in its split: the prompt's stable identity.
-        row: what the reward needs.
-        prompt_ids: token ids, ending with the opening of the assistant's turn.
+    `index` is the row index in the split, the stable identity of the prompt.
     """
 
     index: int
@@ -61,14 +51,9 @@ class RLPrompt:
 
 
 class RLPrompts(ByPlace[RLPrompt]):
-    """The prompts of a split: their ids in memory, a row when it is asked for.
+    """The prompts of the `kept` rows of a split: token ids in memory, rows read on access.
 
-    Args:
-        rows: of the split.
-        prompt_ids: of each row.
-        data_sources: of each row.
-        kept: the places of those rows that are prompts here, ascending.
-        shows_images: of each row, 1 or 0.
+    The other arguments cover all rows; `shows_images` has 1 or 0 for each.
     """
 
     def __init__(
@@ -85,7 +70,7 @@ class RLPrompts(ByPlace[RLPrompt]):
         """Tokens of each prompt."""
         self.data_sources = [data_sources[place] for place in kept]
         self.num_with_images = sum(shows_images[place] for place in kept)
-        """Prompts that show images."""
+        """Number of prompts with images."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -99,7 +84,7 @@ class RLPrompts(ByPlace[RLPrompt]):
                 wanted = next(kept, None)
 
     def at(self, place: int) -> RLPrompt:
-        """One prompt, its row read now."""
+        """Return one prompt; reads its row."""
         row = self._kept[place]
         return RLPrompt(row, self._rows[row], self._prompt_ids[row])
 
@@ -110,20 +95,7 @@ def sft_examples(
     max_length: int,
     on_overlong: OnOverlong | None = None,
 ) -> SFTExamples:
-    """Tokenize supervised rows.
-
-    Args:
-        rows: at least one; read once.
-        tokenizer: with a chat template.
-        max_length: most tokens of one conversation (`model.max_length`).
-        on_overlong: see `within`.
-
-    Returns:
-        The examples that fit, in row order.
-
-    Raises:
-        ConfigError: a conversation is too long, or none is left.
-    """
+    """Tokenize supervised rows, read once, and return those that fit `max_length`; see `within`."""
     packed = PackedConversations()
     sources: list[str] = []
     for batch in in_batches(rows):
@@ -143,20 +115,15 @@ def rl_prompts(
     choose: Choose | None = None,
     expanded: Expanded | None = None,
 ) -> RLPrompts:
-    """Tokenize the prompts of RL or evaluation rows.
+    """Tokenize the prompts of RL or evaluation rows and return those that are kept, in row order.
 
     Args:
-        rows: at least one; of those that are asked for later each is taken again.
-        tokenizer: with a chat template.
-        choose: of their tokens, chat template included, which are kept; None: all.
-        expanded: makes room for the images of a row; None where nobody sees any.
-
-    Returns:
-        The prompts that are kept, in row order.
+        rows: each prompt reads its row again on access.
+        choose: None keeps all.
+        expanded: None for a model without images.
 
     Raises:
-        ConfigError: a prompt has no token, or shows images that nobody sees or that do not fit it;
-            or of `choose`.
+        ConfigError: a prompt has no tokens, or has images that do not match it or the model.
     """
     packed = PackedTokens()
     sources: list[str] = []
@@ -193,26 +160,14 @@ def _expanded(
 def fitting_conversations(
     lengths: Sequence[int], max_length: int, on_overlong: OnOverlong | None
 ) -> list[int]:
-    """Which supervised rows fit; see `within`."""
+    """Return the indices of the supervised rows that fit; see `within`."""
     return within(lengths, max_length, on_overlong, ("model.max_length", "conversations"))
 
 
 def fitting_prompts(
     lengths: Sequence[int], max_prompt_length: int, on_overlong: OnOverlong
 ) -> list[int]:
-    """Which prompts fit; see `within`.
-
-    Args:
-        lengths: of each, in tokens.
-        max_prompt_length: most tokens of one.
-        on_overlong: `error`, or `drop` and count.
-
-    Returns:
-        Their places, ascending.
-
-    Raises:
-        ConfigError: a prompt has no token, one does not fit, or none does.
-    """
+    """Return the indices of the prompts that fit (see `within`); refuse prompts without tokens."""
     _refuse_empty(lengths)
     return within(lengths, max_prompt_length, on_overlong, ("data.max_prompt_length", "prompts"))
 
@@ -229,20 +184,15 @@ def _refuse_empty(lengths: Sequence[int]) -> None:
 def within(
     lengths: Sequence[int], limit: int, on_overlong: OnOverlong | None, what: tuple[str, str]
 ) -> list[int]:
-    """Which sequences fit.
+    """Return the indices of the sequences of at most `limit` tokens, ascending.
 
     Args:
-        lengths: of each, in tokens.
-        limit: most tokens.
-        on_overlong: what the recipe says, to whoever makes the data; None: of a stage that reads
-            them, for which it says nothing, and which refuses.
-        what: the setting of the limit, and what the sequences are called.
-
-    Returns:
-        Their places, ascending.
+        on_overlong: `drop` skips longer ones, `error` refuses them. None also refuses, for stages
+            that read prepared data; the error then does not mention `data.on_overlong`.
+        what: the setting of the limit and the plural noun of the sequences, for errors.
 
     Raises:
-        ConfigError: one does not fit, or none does.
+        ConfigError: one is too long, or none fits.
     """
     field, noun = what
     kept = [index for index, length in enumerate(lengths) if length <= limit]

@@ -1,11 +1,8 @@
-"""Rows of a file by their places, where the file is larger than memory.
+"""Random access to the rows of a file that is larger than memory.
 
-A row group of a parquet file is read whole or not at all. Rows that are asked for in any order are
-copied once, as uncompressed columns, to a scratch file, of which a read takes a few rows.
-Promises: the rows of the file, equal and in its order; of them none stays in memory; the scratch
-file has no name, so it is gone with its process, however that ends.
-Does not promise: a disk that has room for the text of the rows; the operating system's error says
-so.
+A parquet row group can only be read whole. So the rows are copied once, uncompressed, to a scratch
+file, from which a read loads a few rows. It has no name, so it disappears with the process. If the
+disk is too small for it, the operating system's error is raised.
 """
 
 import tempfile
@@ -23,12 +20,7 @@ _ROWS_PER_READ = 64
 
 
 class MappedRows(ByPlace[RowT], Generic[RowT]):
-    """The rows of a file.
-
-    Args:
-        rows: the file.
-        scratch_dir: on a disk with room for the text of the rows.
-    """
+    """The rows of a file, each read on access; `scratch_dir` needs room for their text."""
 
     def __init__(self, rows: RowFile[RowT], scratch_dir: Path) -> None:
         self._rows = rows
@@ -44,7 +36,7 @@ class MappedRows(ByPlace[RowT], Generic[RowT]):
         self._file = pa.ipc.open_file(pa.PythonFile(self._scratch, "r"))
 
     def close(self) -> None:
-        """Give the scratch file back to the disk; no row can be asked for by its place then."""
+        """Free the scratch file; afterwards rows can only be iterated."""
         self._scratch.close()
 
     def __len__(self) -> int:
@@ -54,7 +46,7 @@ class MappedRows(ByPlace[RowT], Generic[RowT]):
         return iter(self._rows)
 
     def at(self, place: int) -> RowT:
-        """One row, read now."""
+        """Read one row."""
         number = bisect_right(self._starts, place) - 1
         batch = self._file.get_batch(number)
         [columns] = batch.slice(place - self._starts[number], 1).to_pylist()

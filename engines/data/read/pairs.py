@@ -1,8 +1,7 @@
-"""Preference rows to token ids: what the losses over pairs consume.
+"""Tokenize preference rows for the losses over pairs.
 
 Promises: both answers of a pair fit, or the pair is left out and counted; ids and order are a pure
-function of rows and tokenizer. A policy reads pairs as SFT reads conversations; a reward model
-reads the whole of its chat template, as it does when it scores.
+function of rows and tokenizer.
 """
 
 import math
@@ -23,15 +22,7 @@ from infra.errors import ConfigError
 
 @dataclass(frozen=True)
 class Pair:
-    """Two tokenized answers to one prompt.
-
-    Attributes:
-        index: of the row in its split.
-        chosen: the better one, with its prompt.
-        rejected: the other one.
-        margin: by how much it is better; None where nobody said so.
-        data_source: of the row.
-    """
+    """Two tokenized answers with their prompt; `margin` is None if unknown."""
 
     index: int
     chosen: RenderedConversation
@@ -41,13 +32,9 @@ class Pair:
 
 
 class Pairs(ByPlace[Pair]):
-    """Tokenized pairs, 5 bytes a token; each is made when it is asked for.
+    """Tokenized pairs of the `kept` rows, 5 bytes per token; each `Pair` is made on access.
 
-    Args:
-        sides: of each row the chosen conversation and the rejected one.
-        margins: of each row; NaN where it has none.
-        data_sources: of each row.
-        kept: the places of those rows that are pairs here.
+    `sides` is in the order of `Render`; an unknown margin is NaN.
     """
 
     def __init__(
@@ -60,14 +47,14 @@ class Pairs(ByPlace[Pair]):
         self._sides, self._margins, self._kept = sides, array("d", margins), array("q", kept)
         longer = longer_sides(sides.lengths)
         self.lengths = array("q", (longer[row] for row in kept))
-        """Tokens of the longer conversation of each."""
+        """Tokens of the longer conversation of each pair."""
         self.data_sources = [data_sources[row] for row in kept]
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def at(self, place: int) -> Pair:
-        """One of them."""
+        """Return one pair."""
         row = self._kept[place]
         chosen, rejected = self._sides[2 * row : 2 * row + 2]
         margin = self._margins[row]
@@ -76,22 +63,15 @@ class Pairs(ByPlace[Pair]):
 
 
 Render = Callable[[Sequence[PreferenceRow], ChatTokenizer], Sequence[RenderedConversation]]
-"""Of each row in turn the chosen conversation and the rejected one."""
+"""For each row in turn, returns the chosen conversation and the rejected one."""
 
 
 def as_policy(
     rows: Sequence[PreferenceRow], tokenizer: ChatTokenizer
 ) -> Sequence[RenderedConversation]:
-    """As a policy reads pairs: the loss mask is on what the assistant writes last.
+    """Tokenize pairs as a policy reads them (see `Render`): only the last answer has loss mask 1.
 
-    What the two have in common, earlier answers in the prompt among it, was not chosen.
-
-    Args:
-        rows: at least one.
-        tokenizer: with a chat template.
-
-    Returns:
-        See `Render`.
+    Earlier answers in the prompt are common to both sides and were not chosen.
     """
     both = [conversation for row in rows for conversation in row.conversations]
     return [_last_answer(each) for each in render_conversations(tokenizer, both)]
@@ -100,17 +80,10 @@ def as_policy(
 def as_reward_model(
     rows: Sequence[PreferenceRow], tokenizer: ChatTokenizer
 ) -> Sequence[RenderedConversation]:
-    """As a reward model reads them; the loss mask is 1 on the last token.
-
-    Args:
-        rows: at least one.
-        tokenizer: with a chat template.
-
-    Returns:
-        See `Render`.
+    """Tokenize pairs as a reward model reads them: only the last token has loss mask 1.
 
     Raises:
-        ConfigError: a conversation is of less than two tokens.
+        ConfigError: a conversation has fewer than two tokens.
     """
     both = [conversation for row in rows for conversation in row.conversations]
     whole = render_whole(tokenizer, both)
@@ -131,20 +104,10 @@ def read_pairs(
     render: Render,
     on_overlong: OnOverlong | None = None,
 ) -> Pairs:
-    """Tokenized pairs, of those both of whose conversations fit: one alone would be no pair.
+    """Tokenize pairs and return, in row order, those with both conversations within `max_length`.
 
-    Args:
-        rows: none, or some; read once.
-        tokenizer: with a chat template.
-        max_length: most tokens of one conversation (`model.max_length`).
-        render: who reads them: `as_policy` or `as_reward_model`.
-        on_overlong: see `engines.data.read.examples.within`.
-
-    Returns:
-        In row order.
-
-    Raises:
-        ConfigError: a conversation is too long, or no pair is left; or of `render`.
+    `rows` are read once and may be empty; `render` is `as_policy` or `as_reward_model`. Overlong
+    pairs are handled as `within` does.
     """
     sides = PackedConversations()
     margins, sources = array("d"), list[str]()
@@ -159,32 +122,23 @@ def read_pairs(
 
 
 def longer_sides(lengths: Sequence[int]) -> list[int]:
-    """Tokens of the longer conversation of each pair; see `Render`."""
+    """Return the tokens of the longer conversation of each pair; see `Render` for the order."""
     return list(map(max, lengths[::2], lengths[1::2]))
 
 
 def pair_lengths(rows: Sequence[PreferenceRow], tokenizer: ChatTokenizer) -> list[int]:
-    """Tokens of the longer conversation of each pair, as a policy reads them.
-
-    Args:
-        rows: at least one.
-        tokenizer: with a chat template.
-
-    Returns:
-        One for each row; raises as `as_policy` does.
-    """
+    """Return the tokens of the longer conversation of each pair, rendered by `as_policy`."""
     return longer_sides([len(side.input_ids) for side in as_policy(rows, tokenizer)])
 
 
 def fitting_pairs(
     lengths: Sequence[int], max_length: int, on_overlong: OnOverlong | None
 ) -> list[int]:
-    """Which pairs fit, by their longer side; see `engines.data.read.examples.within`."""
+    """Return the indices of the pairs that fit; see `engines.data.read.examples.within`."""
     return within(lengths, max_length, on_overlong, ("model.max_length", "pairs"))
 
 
 def _last_answer(conversation: RenderedConversation) -> RenderedConversation:
-    """With the mask on the last run of trained tokens alone."""
     mask = conversation.loss_mask
     end = next((place for place in range(len(mask), 0, -1) if mask[place - 1]), 0)
     start = next((place for place in range(end, 0, -1) if not mask[place - 1]), 0)

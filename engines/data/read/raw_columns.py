@@ -1,10 +1,11 @@
-"""Raw columns as messages, lists and objects: the shapes that readers deliver.
+"""Parse raw columns as messages, lists and objects, in the forms that readers deliver.
 
-Promises: a value of another shape raises `RowError` with the path of the first thing wrong in it.
-Lists and objects are read from JSON text as well, for tables of text hold nothing else.
-A table gives every object the keys of all, null where it has none: in tools and in arguments that
-are objects a null is no value. Where null is meant, they are given as JSON text.
-Does not promise: the order of messages; `engines.data.read.rows` checks that.
+Promises: every function raises `RowError` for a value of another shape, with the path of the first
+problem; the argument `name` or `where` is the start of that path.
+Lists and objects may be JSON text, since tables of text hold nothing else.
+A table gives every object the keys of all objects, with null for absent ones. So nulls are dropped
+from tools and from arguments given as objects; to keep a null, give them as JSON text.
+Does not promise: the order of messages; `engines.data.read.rows` checks it.
 """
 
 import json
@@ -27,20 +28,10 @@ _BEGINS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content)['"]\s*:
 
 
 def parse_messages(value: object, name: str) -> tuple[Message, ...]:
-    """Messages of a raw row: a list of `{role, content}`, or a string for one user message.
+    """Parse a list of `{role, content}` or its JSON text, or a string as one user message.
 
-    A string that is the JSON text of such a list is the list. Content may be parts of text.
-    `tool_calls`, `tool_call_id` and `name` are those of OpenAI's API.
-
-    Args:
-        value: as a reader delivers it.
-        name: the field's name, for errors.
-
-    Returns:
-        At least one message; their order is not checked here.
-
-    Raises:
-        RowError: another type, an unknown role, or content that is not text.
+    Content may be a list of text parts. `tool_calls`, `tool_call_id` and `name` follow OpenAI's
+    API. The order of the messages is not checked.
     """
     if value is None:
         raise RowError(f"{name} is null")
@@ -80,7 +71,6 @@ def _message(role: str, item: Mapping[str, Any], where: str) -> Message:
 
 
 def _part(part: object, where: str) -> str:
-    """The text of a part of a message."""
     if not isinstance(part, Mapping) or part.get("type") != "text":
         kind = repr(part.get("type")) if isinstance(part, Mapping) else type_name(part)
         raise RowError(f"{where} is {kind}; need text")
@@ -92,18 +82,7 @@ def _optional(value: object, name: str) -> str:
 
 
 def parse_tool_calls(value: object, name: str) -> tuple[ToolCall, ...]:
-    """Calls of an answer: of OpenAI's API (`{id, type, function}`), or bare `{name, arguments}`.
-
-    Args:
-        value: a list of them, its JSON text, or null; arguments are an object or its JSON text.
-        name: the field's name, for errors.
-
-    Returns:
-        In their order.
-
-    Raises:
-        RowError: another type, a call without a name, or arguments that are no object.
-    """
+    """Parse a list of OpenAI's `{id, type, function}` or of `{name, arguments}`, or null."""
     if value is None or value in ("", [], ()):
         return ()
     return tuple(
@@ -132,18 +111,7 @@ def _call(item: object, where: str) -> ToolCall:
 
 
 def parse_tools(value: object, name: str) -> tuple[str, ...]:
-    """Tools of a conversation: of OpenAI's API (`{type, function}`), or bare functions.
-
-    Args:
-        value: a list of them, its JSON text, or null; each is an object or its JSON text.
-        name: the field's name, for errors.
-
-    Returns:
-        As `Message.tools` has them; none where the list is empty.
-
-    Raises:
-        RowError: another type, or a function without a name.
-    """
+    """Parse a list of OpenAI's `{type, function}` or of functions, or null, as `Message.tools`."""
     is_text = isinstance(value, str)
     if isinstance(value, str) and value.strip():
         value = parse_json(value, name, "need a list")
@@ -165,18 +133,7 @@ def parse_tools(value: object, name: str) -> tuple[str, ...]:
 
 
 def parse_images(value: object, name: str) -> tuple[Image, ...]:
-    """Images of a raw row: `{bytes, path}`, as `datasets` stores them, or bytes.
-
-    Args:
-        value: a list of them, or null.
-        name: the field's name, for errors.
-
-    Returns:
-        In their order.
-
-    Raises:
-        RowError: another type, or a path alone.
-    """
+    """Parse a list of `{bytes, path}`, as `datasets` stores images, or of bytes, or null."""
     if value is None:
         return ()
     if not isinstance(value, list | tuple):
@@ -196,14 +153,7 @@ def _image(item: object, where: str) -> Image:
 
 
 def json_text(value: object) -> str:
-    """JSON as rows hold it: without white space, keys in their order.
-
-    Args:
-        value: that `check_json` takes.
-
-    Returns:
-        The text.
-    """
+    """Return the JSON text as rows hold it: without white space, keys in their order."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -214,17 +164,10 @@ def _without_nulls(value: Any) -> Any:
 
 
 def messages_of_text(value: object, name: str) -> object:
-    """The list where a text is the JSON of messages, as in a table of text; else the value.
+    """Parse a text that is the JSON of messages; return any other value as it is.
 
-    Args:
-        value: of a column that may hold a text or messages.
-        name: the field's name, for errors.
-
-    Returns:
-        A list of which at least one item has a `role`, or the value as it is.
-
-    Raises:
-        RowError: it begins like a list of messages and is no JSON: pandas writes lists so.
+    A list counts as messages if at least one item has a `role`. A text that begins like messages
+    but is not JSON is refused: pandas writes Python's repr of lists.
     """
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
@@ -240,36 +183,14 @@ def messages_of_text(value: object, name: str) -> object:
 
 
 def check_one_text(value: str, name: str) -> str:
-    """Refuse the JSON text of messages where one text stands for a turn.
-
-    Args:
-        value: the text.
-        name: the field's name, for errors.
-
-    Returns:
-        The value as it is.
-
-    Raises:
-        RowError: it is such JSON text.
-    """
+    """Return the text of one turn; refuse the JSON text of a list of messages."""
     if messages_of_text(value, name) is not value:
         raise RowError(f"{name} is a list of messages as JSON text; need the text of one turn")
     return value
 
 
 def parse_json_list(value: object, name: str) -> Sequence[Any]:
-    """A list given as such or, as in a table of text, as JSON text.
-
-    Args:
-        value: anything.
-        name: the field's name, for errors.
-
-    Returns:
-        At least one item; none is checked here.
-
-    Raises:
-        RowError: it is neither, or empty.
-    """
+    """Return a list that is not empty, given as a list or as JSON text; items are not checked."""
     if isinstance(value, str):
         value = parse_json(check_text(value, name), name, "need a list")
     if not isinstance(value, list | tuple):
@@ -280,18 +201,7 @@ def parse_json_list(value: object, name: str) -> Sequence[Any]:
 
 
 def parse_json_object(value: object, name: str) -> dict[str, Any]:
-    """An object given as such or as JSON text; null is the empty object.
-
-    Args:
-        value: anything.
-        name: the field's name, for errors.
-
-    Returns:
-        A new mapping; its values are not checked here.
-
-    Raises:
-        RowError: it is neither.
-    """
+    """Return a new dict from an object, its JSON text or null (empty); values are not checked."""
     if isinstance(value, str):
         value = parse_json(value, name, "need an object")
     if value is None:
@@ -302,19 +212,7 @@ def parse_json_object(value: object, name: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, name: str, need: str) -> Any:
-    """The value that JSON text stands for.
-
-    Args:
-        text: a cell of a table.
-        name: the field's name, for errors.
-        need: what has to stand there, for errors.
-
-    Returns:
-        Any JSON value.
-
-    Raises:
-        RowError: it is no JSON, is nested too deeply, or holds a number of too many digits.
-    """
+    """Parse the JSON text of a cell; errors end with `need`, what the field has to hold."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -322,15 +220,6 @@ def parse_json(text: str, name: str, need: str) -> Any:
 
 
 def check_weight(turn: Mapping[str, Any], role: str, where: str) -> None:
-    """Refuse an answer that its row says not to train on: nothing here can leave one out.
-
-    Args:
-        turn: the raw message.
-        role: its role.
-        where: its place, for errors.
-
-    Raises:
-        RowError: it is the assistant's, and its `weight` is 0.
-    """
+    """Refuse an assistant message with `weight` 0, since every answer is trained on."""
     if role == "assistant" and turn.get("weight") == 0:
         raise RowError(f"{where}.weight is 0; every answer is trained on; need another weight")

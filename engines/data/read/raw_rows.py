@@ -1,7 +1,7 @@
-"""Raw columns as rows: the forms of the row schema that people publish.
+"""Make rows from raw columns in the published forms of the row schema.
 
-Promises: a row of another shape raises `RowError` with the path of the first thing wrong in it;
-`ground_truth_json` of a data set's files is read as the JSON value that it stands for.
+Promises: every function raises `RowError` if a column is missing, null or of the wrong shape, with
+the path of the first problem. Reads `ground_truth_json` of a data set's own files as a JSON value.
 Does not promise: other layouts; `engines.data.prepare.preprocessors` reads those.
 """
 
@@ -33,18 +33,7 @@ from engines.data.read.rows import (
 
 
 def rl_row(columns: Mapping[str, Any]) -> RLRow:
-    """A row of the row schema from its raw columns.
-
-    Args:
-        columns: `prompt` and `reward_model` are needed; `data_source`, `ability`,
-            `extra_info`, `tools` and `images` have defaults.
-
-    Returns:
-        The valid row.
-
-    Raises:
-        RowError: a column is missing, null or of the wrong shape.
-    """
+    """Make an RL row from the columns `prompt` and `reward_model`, and optional ones."""
     ability = columns.get("ability")
     return RLRow(
         data_source=check_text(columns.get("data_source", "unknown"), "data_source"),
@@ -56,18 +45,7 @@ def rl_row(columns: Mapping[str, Any]) -> RLRow:
 
 
 def sft_row(columns: Mapping[str, Any]) -> SFTRow:
-    """A supervised row from its raw columns.
-
-    Args:
-        columns: `messages` is needed, a list or its JSON text; `data_source` and `tools` have
-            defaults.
-
-    Returns:
-        The valid row.
-
-    Raises:
-        RowError: a column is missing, null or of the wrong shape.
-    """
+    """Make a supervised row from `messages` (a list or its JSON text) and optional columns."""
     messages = parse_json_list(columns.get("messages"), "messages")
     parsed = parse_messages(messages, "messages")
     for place, (turn, message) in enumerate(zip(messages, parsed, strict=True)):
@@ -79,22 +57,11 @@ def sft_row(columns: Mapping[str, Any]) -> SFTRow:
 
 
 def preference_row(columns: Mapping[str, Any]) -> PreferenceRow:
-    """A pair from its raw columns, in the forms that people publish.
+    """Make a pair from `chosen`, `rejected` and optional columns.
 
-    An answer is a text, a list of one message of the assistant, or a whole conversation that ends
-    with it; lists may be JSON text. Without a column `prompt`, or with one that is a text, the
-    conversations say what was answered; they may differ in their last message only.
-
-    Args:
-        columns: `chosen` and `rejected` are needed; `prompt`, `data_source`, `margin` and `tools`
-            may be absent.
-
-    Returns:
-        The valid row.
-
-    Raises:
-        RowError: a column is missing, null or of the wrong shape, or the answers are to different
-            prompts.
+    An answer is a text, a list with one assistant message, or a whole conversation that ends with
+    it; lists may be JSON text. If `prompt` is absent or a text, the prompt comes from the
+    conversations, which may differ only in their last message.
     """
     chosen_prompt, chosen = _answer(columns.get("chosen"), "chosen")
     rejected_prompt, rejected = _answer(columns.get("rejected"), "rejected")
@@ -104,7 +71,7 @@ def preference_row(columns: Mapping[str, Any]) -> PreferenceRow:
     asked = messages_of_text(columns.get("prompt"), "prompt")
     if asked is not None:
         given = parse_messages(asked, "prompt")
-        # Beside a conversation a text repeats one of its questions.
+        # A text `prompt` may repeat one message of the conversation.
         repeats = isinstance(asked, str) and given[0] in prompt
         if prompt and given != prompt and not repeats:
             raise RowError("chosen answers another prompt than the column prompt; need the same")
@@ -123,34 +90,12 @@ def preference_row(columns: Mapping[str, Any]) -> PreferenceRow:
 
 
 def parse_margin(value: object) -> float | None:
-    """By how much an answer is better.
-
-    Args:
-        value: of the column; null says nothing of it.
-
-    Returns:
-        The number, or None.
-
-    Raises:
-        RowError: it is of another type.
-    """
+    """Return the margin as a number; null gives None."""
     return None if value is None else parse_number(value, "margin", "a number or null")
 
 
 def parse_number(value: object, name: str, need: str = "a number") -> float:
-    """The value of a column that holds numbers.
-
-    Args:
-        value: of the raw column.
-        name: of the column, for errors.
-        need: what has to stand there, for errors.
-
-    Returns:
-        The value.
-
-    Raises:
-        RowError: it is no number, or one that is too large.
-    """
+    """Return the number in a column as a float; errors end with `need`."""
     if not isinstance(value, bool) and isinstance(value, int | float):
         with suppress(OverflowError):
             return float(value)
@@ -158,7 +103,6 @@ def parse_number(value: object, name: str, need: str = "a number") -> float:
 
 
 def _with_extras(messages: Sequence[Message], columns: Mapping[str, Any]) -> tuple[Message, ...]:
-    """Messages with the tools and the images of their row."""
     if not columns.get("tools") and not columns.get("images"):
         return tuple(messages)
     offered = with_tools(messages, parse_tools(columns.get("tools"), "tools"))
@@ -166,7 +110,7 @@ def _with_extras(messages: Sequence[Message], columns: Mapping[str, Any]) -> tup
 
 
 def _answer(value: object, name: str) -> tuple[tuple[Message, ...], Message]:
-    """The messages before an answer, none where only the answer is given, and the answer."""
+    """Return the messages before the answer, empty if only the answer is given, and the answer."""
     value = messages_of_text(value, name)
     if value is None or isinstance(value, str):
         return (), Message("assistant", check_text(value, name))

@@ -8,16 +8,15 @@
                                prompt list<struct<role, content>>, chosen string, rejected string,
                                data_source string, margin double
 
-Files in which a row has tools, calls or images hold more: messages have `tool_calls` (as OpenAI's
-API has them: list<struct<id, type, function<name, arguments>>>, arguments a JSON object as text),
-`tool_call_id` and `name`; rows have `tools` (JSON text of a list), RL rows `images` (list<string>,
-the digests of those in the prompt; `engines.data.images.store` holds them), pairs `chosen_calls`
-and `rejected_calls`. Beside calls a content, or an answer, is null where the source had none.
-A ground truth that is text stands in `ground_truth`; any other JSON value stands as JSON text in
-`ground_truth_json`. `extra_info` is read as a struct as well, as other tools write it.
-Promises: what is written is read back equal; equal rows give equal bytes, however they are cut into
-batches (nothing in the file speaks of time, host or path), for one version of pyarrow, whose name
-the format records; a writer holds one row group.
+If a row of a file has tools, calls or images, the file has more columns. Messages get `tool_calls`
+(OpenAI's form: list<struct<id, type, function<name, arguments>>>, arguments as JSON text),
+`tool_call_id` and `name`. Rows get `tools` (JSON text of a list), RL rows `images` (list<string>,
+digests into `engines.data.images.store`), pairs `chosen_calls` and `rejected_calls`. Content or an
+answer is null if the source had none beside its calls.
+A text ground truth is in `ground_truth`, any other JSON value as JSON text in `ground_truth_json`.
+`extra_info` may also be a struct, as other tools write it.
+Promises: what is written is read back equal. Equal rows give equal bytes for one version of
+pyarrow, however they are batched. A writer holds one row group in memory.
 """
 
 import json
@@ -54,7 +53,7 @@ BATCH_ROWS = 1024
 """Rows that are Python objects at a time."""
 _ROW_GROUP_ROWS = 64 * BATCH_ROWS
 _ROW_GROUP_BYTES = 128 * 2**20
-"""Of columns in memory, where so many rows would be more."""
+"""Ends a row group before `_ROW_GROUP_ROWS` if its columns take this much memory."""
 _BUFFER_BYTES = 2**20
 _PLAIN_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 _CALLS = pa.list_(
@@ -79,14 +78,10 @@ _JSON = json.JSONEncoder(ensure_ascii=False, sort_keys=True, separators=(",", ":
 
 @dataclass(frozen=True)
 class RowFormat(Generic[RowT]):
-    """How rows of one kind stand in a file.
+    """Conversion between rows of one kind and columns.
 
-    Attributes:
-        schema: of the columns.
-        plain_schema: of a file whose rows are plain, without tools, calls and images: some of the
-            columns.
-        columns: of rows, in the order of the schema.
-        parse: the row of one value of each column; raises `RowError`.
+    `plain_schema` is the subset of `schema` for files whose rows have no tools, calls or images.
+    `columns` follow `schema`; `parse` takes one value per column and may raise `RowError`.
     """
 
     schema: pa.Schema
@@ -95,11 +90,11 @@ class RowFormat(Generic[RowT]):
     parse: Callable[[Mapping[str, Any]], RowT]
 
     def batch(self, rows: Sequence[RowT]) -> pa.RecordBatch:
-        """The columns of rows."""
+        """Convert rows to a batch of `schema`."""
         return pa.RecordBatch.from_arrays(self.columns(rows), schema=self.schema)
 
     def is_plain(self, batch: pa.RecordBatch) -> bool:
-        """Whether no row of a batch has more than `plain_schema` holds."""
+        """True if `plain_schema` holds everything in the batch."""
         more = set(self.schema.names) - set(self.plain_schema.names)
         columns = [batch.column(name) for name in more]
         for field in self.schema:
@@ -109,7 +104,7 @@ class RowFormat(Generic[RowT]):
         return all(column.null_count == len(column) for column in columns)
 
     def plain_batch(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The columns of `plain_schema`."""
+        """Reduce a batch to the columns of `plain_schema`."""
         columns = [_plain(batch.column(field.name), field.type) for field in self.plain_schema]
         return pa.RecordBatch.from_arrays(columns, schema=self.plain_schema)
 
@@ -120,15 +115,9 @@ def write_batches(
     batches: Iterable[pa.RecordBatch],
     is_plain: bool = False,
 ) -> None:
-    """Write columns as parquet.
+    """Write columns as parquet, those of `plain_schema` if `is_plain`; batches are read once.
 
     A row group ends at 65,536 rows or, at a multiple of 1,024, at 128 MiB.
-
-    Args:
-        path: of the file.
-        format: of the rows.
-        batches: read once, each of any number of rows.
-        is_plain: whether all rows are, and the file has the columns of `plain_schema`.
     """
     schema = format.schema
     if is_plain:
@@ -142,12 +131,7 @@ def write_batches(
 
 @dataclass(frozen=True)
 class RowFile(Generic[RowT]):
-    """The rows of a file, read whenever they are iterated, some at a time.
-
-    Attributes:
-        path: of what `write_batches` wrote.
-        format: of its rows.
-    """
+    """The rows of a file that `write_batches` wrote; each iteration reads them in batches."""
 
     path: Path
     format: RowFormat[RowT]
@@ -164,18 +148,7 @@ class RowFile(Generic[RowT]):
                 number += 1
 
     def parse(self, number: int, columns: Mapping[str, Any]) -> RowT:
-        """A row of this file.
-
-        Args:
-            number: of the row.
-            columns: one value of each.
-
-        Returns:
-            The row.
-
-        Raises:
-            ConfigError: they make none.
-        """
+        """Make row `number` from one value per column; `ConfigError` if it is not valid."""
         try:
             return self.format.parse(columns)
         except RowError as error:
@@ -183,19 +156,12 @@ class RowFile(Generic[RowT]):
 
     @property
     def schema(self) -> pa.Schema:
-        """Of the columns as they stand in the file."""
+        """Schema of the columns in the file."""
         with self._opened() as file:
             return file.schema_arrow
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """Columns of at most `BATCH_ROWS` rows at a time.
-
-        Yields:
-            pa.RecordBatch: in the order of the file.
-
-        Raises:
-            ConfigError: it is no parquet.
-        """
+        """Yield columns of `BATCH_ROWS` rows or fewer, in order; `ConfigError` if not parquet."""
         try:
             with self._opened() as file:
                 yield from file.iter_batches(BATCH_ROWS)
@@ -211,29 +177,16 @@ class RowFile(Generic[RowT]):
 
 
 def write_rows(path: Path, format: RowFormat[RowT], rows: Iterable[RowT]) -> None:
-    """Write rows as `write_batches` does; their columns are in memory too.
-
-    Args:
-        path: of the file.
-        format: of the rows.
-        rows: read once.
-    """
+    """Write rows as `write_batches` does, with all columns in memory."""
     batches = [format.batch(batch) for batch in in_batches(rows)]
     write_batches(path, format, batches, all(map(format.is_plain, batches)))
 
 
 def open_parquet(path: Path) -> pq.ParquetFile:
-    """Open a file whose row groups may be as large as it: each column is read by the buffer.
-
-    Args:
-        path: of the file.
-
-    Returns:
-        The file, for `iter_batches`.
+    """Open a parquet file with buffered reads, since a row group may be as large as the file.
 
     Raises:
-        ConfigError: it is no parquet.
-        FileNotFoundError: there is none.
+        ConfigError: the file is not parquet.
     """
     with damage_as_config_error(path, "not a parquet file ({})"):
         return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
@@ -241,32 +194,27 @@ def open_parquet(path: Path) -> pq.ParquetFile:
 
 @contextmanager
 def damage_as_config_error(path: Path, problem: str) -> Iterator[None]:
-    """Scope in which Arrow reads a file; what is wrong with its bytes is the user's to mend.
+    """Scope that raises `ConfigError` if Arrow cannot read a damaged or unsupported file.
 
-    Args:
-        path: of the file.
-        problem: what to say, with `{}` for Arrow's reason.
-
-    Raises:
-        ConfigError: it is damaged, or of a kind that Arrow does not read.
+    `problem` is the error text, with `{}` for Arrow's reason.
     """
     try:
         yield
     except (OSError, pa.ArrowInvalid, pa.ArrowNotImplementedError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # of the disk: damage has no number
+            raise  # a disk error; damage has no errno
         raise ConfigError(str(path), problem.format(error)) from None
 
 
 def in_batches(rows: Iterable[RowT]) -> Iterator[list[RowT]]:
-    """Rows by `BATCH_ROWS`, the last ones by fewer."""
+    """Yield the rows in lists of `BATCH_ROWS`; the last one may be shorter."""
     each = iter(rows)
     while batch := list(islice(each, BATCH_ROWS)):
         yield batch
 
 
 def _row_groups(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """At least one, each of one chunk: where a chunk ends shows in the file."""
+    """Yield tables of one chunk each, since chunk borders change the file's bytes; at least one."""
     waiting = [schema.empty_table()]
     num_rows = num_bytes = 0
     written = False
@@ -283,7 +231,6 @@ def _row_groups(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterato
 
 
 def _blocks(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """The rows in tables of `BATCH_ROWS`, and one of those that are left."""
     rest = schema.empty_table()
     for batch in batches:
         rest = pa.concat_tables([rest, pa.Table.from_batches([batch])])
@@ -295,7 +242,7 @@ def _blocks(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[pa
 
 
 def _text_bytes(column: pa.ChunkedArray) -> int:
-    """What texts alone take: the rest of a column's memory depends on where it was before."""
+    """Bytes of the texts alone; other memory of a column depends on how its batches were made."""
     if pa.types.is_struct(column.type):
         return sum(map(_text_bytes, column.flatten()))
     if pa.types.is_list(column.type):
@@ -307,7 +254,6 @@ def _text_bytes(column: pa.ChunkedArray) -> int:
 
 
 def _plain(column: pa.Array, type: pa.DataType) -> pa.Array:
-    """The column, its messages without what `type` does not have."""
     if column.type == type:
         return column
     turns = pa.StructArray.from_arrays(
@@ -336,7 +282,6 @@ def _conversations(conversations: Sequence[Sequence[Message]]) -> pa.Array:
 
 
 def _calls(calls: Sequence[Sequence[ToolCall]]) -> pa.Array:
-    """Of each answer; null where it calls nothing."""
     values = [
         [
             {
@@ -401,13 +346,12 @@ def _preference_columns(rows: Sequence[PreferenceRow]) -> list[pa.Array]:
 
 
 def _stored_rl(columns: Mapping[str, Any]) -> RLRow:
-    """A row as it was written: its images are digests."""
     digests = columns.get("images")
     return rl_row({**columns, "images": [Image(each) for each in digests]} if digests else columns)
 
 
 def _stored_pair(columns: Mapping[str, Any]) -> PreferenceRow:
-    """A pair as it was written: its answers are texts, even those that are JSON of messages."""
+    """Read a stored pair; its answers are plain texts, even if they look like JSON messages."""
     return PreferenceRow(
         with_tools(
             parse_messages(columns.get("prompt"), "prompt"),
@@ -423,7 +367,7 @@ def _stored_pair(columns: Mapping[str, Any]) -> PreferenceRow:
 
 
 def _schemas(*fields: tuple[str, pa.DataType], more: Iterable[str]) -> tuple[pa.Schema, pa.Schema]:
-    """Of all columns, `more` the last, and of those of plain rows."""
+    """Return the schema of all columns, with `more` last, and the schema of plain rows."""
     types = {"tools": pa.string(), "images": _DIGESTS}
     plain = [(name, _PLAIN_MESSAGES if type == _MESSAGES else type) for name, type in fields]
     whole = [*fields, *((name, types.get(name, _CALLS)) for name in more)]

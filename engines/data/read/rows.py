@@ -1,17 +1,14 @@
-"""The rows of a data set, and what makes a row good.
+"""The rows of a data set and the rules that make them valid.
 
     RL row          data_source, prompt (messages), ability, reward_model {style, ground_truth},
                     extra_info
     supervised row  messages, data_source
     preference row  prompt (messages), chosen, rejected (answers), data_source, margin
 
-The tools that a conversation offers stand with its first message, so whoever passes messages on
-passes them too.
-Promises: a row object that exists is valid: roles in order, no text that is null, empty, or not
-Unicode, JSON values only; so nothing after this module checks a row again.
+Promises: every existing row object is valid: roles in order, no text that is null, empty or not
+Unicode, JSON values only. No later module checks a row again. A row that breaks a rule raises
+`RowError`, whose text starts with the path of the field; callers add file and row number.
 Does not promise: that the prompt fits the context, or that the answer is right.
-A row that breaks a rule raises `RowError`, whose text starts with the field's path; whoever
-knows the file adds the place.
 """
 
 import hashlib
@@ -29,12 +26,12 @@ _FOLLOWERS = {
 }
 ROLES = tuple(_FOLLOWERS)
 IMAGE_MARK = "<image>"
-"""Where an image stands in the text of a message."""
+"""Placeholder of an image in the text of a message."""
 _LETTERS = str.maketrans("0123456789", "ghijklmnop")
 MAX_LEVELS = 100
-"""Of JSON values: readers and writers of JSON have limits of their own, and name no row."""
+"""Deepest nesting of JSON values. JSON libraries have limits too, but their errors name no row."""
 PROMPT_ENDS = ("user", "tool")
-"""Roles that an answer follows."""
+"""Roles of the last message of a prompt."""
 
 
 class RowError(ValueError):
@@ -43,13 +40,7 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A function that the assistant asks for.
-
-    Attributes:
-        name: of the function.
-        arguments: JSON text of an object; its keys in the order in which they were given.
-        id: by which a message of the role `tool` refers to it; empty: none.
-    """
+    """A function call of the assistant; `arguments` is JSON text of an object."""
 
     name: str
     arguments: str = "{}"
@@ -58,11 +49,9 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Image:
-    """An image that a message shows; equal ones have equal bytes.
+    """An image in a message; images with equal digests are equal.
 
-    Attributes:
-        sha256: of its bytes, in hex.
-        data: the bytes, as a source has them; None: the images of the data set hold them.
+    `data` is the encoded file, or None if the image store of the data set holds it.
     """
 
     sha256: str
@@ -70,12 +59,12 @@ class Image:
 
     @staticmethod
     def of(data: bytes) -> "Image":
-        """The image of these bytes."""
+        """Return the image with these encoded bytes."""
         return Image(hashlib.sha256(data).hexdigest(), data)
 
     @property
     def word(self) -> str:
-        """The digest in letters alone: one word, which no other image has."""
+        """The digest in letters only: a single word that is unique to the image."""
         return self.sha256.translate(_LETTERS)
 
 
@@ -85,16 +74,15 @@ class Message:
 
     Attributes:
         role: `system`, `user`, `assistant` or `tool`.
-        content: text; of the assistant it may be empty beside calls.
-        tool_calls: of the assistant.
-        tool_call_id: of the role `tool`, the call that it answers; empty where nobody says.
-        name: of the role `tool`, the function that returned; likewise.
-        tools: of the first message alone: what the assistant may call in this conversation. Each
-            is the JSON text of `{type: function, function: {name, description, parameters}}`.
-        images: of the user, one for each `IMAGE_MARK` in the content, in their order; without
-            images the mark is text.
-        content_is_null: the source has no content, or null, beside calls; it is empty here, and
-            templates are told.
+        content: an assistant's may be empty if it has tool calls.
+        tool_call_id: role `tool` only: id of the call that it answers; empty if unknown.
+        name: role `tool` only: the function that returned; empty if unknown.
+        tools: first message only: the tools of the whole conversation, each the JSON text of
+            `{type: function, function: {name, description, parameters}}`.
+        images: role `user` only: one for each `IMAGE_MARK` in the content. Without images the mark
+            is plain text.
+        content_is_null: the source has null or no content beside tool calls. `content` is empty
+            then; chat templates get the difference.
     """
 
     role: str
@@ -113,12 +101,12 @@ class Message:
 
     @property
     def is_plain(self) -> bool:
-        """Whether role and content say all."""
+        """True if the message has only a role and content."""
         return not (self.tool_calls or self.tool_call_id or self.name or self.tools or self.images)
 
     @property
     def said(self) -> str:
-        """Content, calls and images as one text: equal only where all of them are."""
+        """Content, calls and images as one text, which differs if any of them does."""
         if not self.tool_calls and not self.images:
             return self.content
         if not self.images:
@@ -130,36 +118,20 @@ class Message:
 
 
 def said_beside(content: str | None, calls: tuple[ToolCall, ...]) -> Message:
-    """What the assistant says, None where the source has nothing, and calls."""
+    """Return an assistant message with calls; `content` None means that the source has none."""
     return Message("assistant", content or "", calls, content_is_null=content is None)
 
 
 def with_tools(messages: Sequence[Message], tools: tuple[str, ...]) -> tuple[Message, ...]:
-    """A conversation in which the assistant may call tools.
-
-    Args:
-        messages: at least one.
-        tools: as `Message.tools` has them; empty: none.
-
-    Returns:
-        The same messages, the first with the tools.
-    """
+    """Return the messages with `tools` (see `Message.tools`) in the first one."""
     first, *others = messages
     return (replace(first, tools=tools), *others) if tools else tuple(messages)
 
 
 def with_images(messages: Sequence[Message], images: Sequence[Image]) -> tuple[Message, ...]:
-    """A conversation that shows images.
+    """Assign `images` to the marks of the user's messages; `RowError` unless there is one for each.
 
-    Args:
-        messages: with as many `IMAGE_MARK` in what the user says.
-        images: in the order of the marks; none: the marks are text.
-
-    Returns:
-        The same messages, each with its images.
-
-    Raises:
-        RowError: there are more marks, or fewer.
+    Without images, the marks remain text.
     """
     if not images:
         return tuple(messages)
@@ -179,9 +151,8 @@ def with_images(messages: Sequence[Message], images: Sequence[Image]) -> tuple[M
 class RewardModel:
     """How a completion is judged.
 
-    Attributes:
-        style: `rule` (a function compares with `ground_truth`) or `model` (a model judges).
-        ground_truth: what the reward function gets; any JSON value, None only for `model`.
+    `style` is `rule` (a function compares with `ground_truth`, any JSON value) or `model` (a judge
+    scores; the ground truth may be None).
     """
 
     style: str
@@ -192,12 +163,7 @@ class RewardModel:
 class RLRow:
     """One prompt with what is needed to judge its completions.
 
-    Attributes:
-        data_source: names the origin; evaluation reports accuracy per source.
-        prompt: messages, the last one from the user or of a tool.
-        ability: a free label.
-        reward_model: style and ground truth.
-        extra_info: JSON object, handed to the reward function.
+    Evaluation reports accuracy per `data_source`. `extra_info` is passed to the reward function.
     """
 
     data_source: str
@@ -220,18 +186,13 @@ class RLRow:
 
     @property
     def images(self) -> tuple[Image, ...]:
-        """Those of the prompt, in their order."""
+        """Images of the prompt, in order."""
         return tuple(image for message in self.prompt for image in message.images)
 
 
 @dataclass(frozen=True)
 class SFTRow:
-    """One conversation to imitate.
-
-    Attributes:
-        messages: the last one from the assistant.
-        data_source: names the origin.
-    """
+    """One conversation to train on; the last message is the assistant's."""
 
     messages: tuple[Message, ...]
     data_source: str = "unknown"
@@ -250,17 +211,10 @@ class SFTRow:
 
 @dataclass(frozen=True)
 class PreferenceRow:
-    """Two answers to one prompt, of which one was chosen.
+    """A chosen and a rejected answer to one prompt.
 
-    Attributes:
-        prompt: messages, the last one from the user or of a tool.
-        chosen: text of the better answer; empty, or None where the source has none, only beside
-            its calls.
-        rejected: text of the other one; likewise.
-        data_source: names the origin.
-        margin: by how much the chosen one is better, where somebody said so.
-        chosen_calls: what the better answer calls.
-        rejected_calls: what the other one calls.
+    The text of an answer may be empty, or None where the source has none, only beside its calls.
+    `margin` tells how much better the chosen answer is; None if unknown.
     """
 
     prompt: tuple[Message, ...]
@@ -284,7 +238,7 @@ class PreferenceRow:
 
     @property
     def answers(self) -> tuple[Message, Message]:
-        """The chosen answer and the rejected one."""
+        """The chosen and the rejected answer as messages."""
         return (
             said_beside(self.chosen, self.chosen_calls),
             said_beside(self.rejected, self.rejected_calls),
@@ -292,28 +246,23 @@ class PreferenceRow:
 
     @property
     def conversations(self) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-        """The prompt with the chosen answer, and with the rejected one."""
+        """The prompt with the chosen answer, and the prompt with the rejected one."""
         chosen, rejected = ((*self.prompt, answer) for answer in self.answers)
         return chosen, rejected
 
 
 def prompt_of(pair: PreferenceRow) -> RLRow:
-    """What both answers of a pair answer, for a model to judge what the policy says to it."""
+    """Return the prompt of a pair as an RL row without ground truth, for a judge to score."""
     return RLRow(pair.data_source, pair.prompt, "chat", RewardModel("model", None))
 
 
 def check_roles(messages: Sequence[Message], name: str, last: Sequence[str]) -> None:
-    """An optional system message, then user and assistant in turn, ending with one of `last`.
+    """Check the order of roles: an optional system message, then user and assistant in turn.
 
-    Between two of the assistant's messages stands what the user says or what tools returned.
-
-    Args:
-        messages: the conversation.
-        name: the field's name, for errors.
-        last: roles of which the last message has one.
+    Instead of a user message, tool results may stand between two assistant messages.
 
     Raises:
-        RowError: names the first message out of order.
+        RowError: a message is out of order, or the last role is not one of `last`.
     """
     if not messages:
         raise RowError(f"{name} is empty")
@@ -333,7 +282,6 @@ def check_roles(messages: Sequence[Message], name: str, last: Sequence[str]) -> 
 
 
 def _check_said(message: Message, where: str, content: str) -> None:
-    """What a message says and calls, without its place among others."""
     if message.content or not message.tool_calls:
         check_text(message.content_or_null, content)
     if message.is_plain:
@@ -364,7 +312,6 @@ def _refuse_images(messages: Sequence[Message]) -> None:
 
 
 def _check_object(text: str, name: str) -> None:
-    """JSON text of an object."""
     try:
         value = json.loads(check_text(text, name))
     except (ValueError, RecursionError) as error:
@@ -375,18 +322,7 @@ def _check_object(text: str, name: str) -> None:
 
 
 def check_text(value: object, name: str) -> str:
-    """The value, if it is non-blank Unicode text without NUL.
-
-    Args:
-        value: anything.
-        name: the field's name, for errors.
-
-    Returns:
-        The value as it is.
-
-    Raises:
-        RowError: it is anything else.
-    """
+    """Return the value if it is non-blank Unicode text without NUL, else raise `RowError`."""
     if value is None:
         raise RowError(f"{name} is null")
     if not isinstance(value, str):
@@ -398,16 +334,11 @@ def check_text(value: object, name: str) -> str:
 
 
 def check_json(value: object, name: str, levels: int = MAX_LEVELS) -> None:
-    """Refuse what JSON cannot hold, so that a row survives being written and read.
-
-    Args:
-        value: anything.
-        name: the field's name, for errors.
-        levels: of lists and objects in each other that there may be.
+    """Refuse what JSON cannot represent, so that a row survives a round trip.
 
     Raises:
-        RowError: a type JSON has not, a number that is not finite, a key that is not a string, or
-            more levels.
+        RowError: a type outside JSON, a float that is not finite, a key that is not a string, or
+            more than `levels` nested lists and objects.
     """
     if not levels and isinstance(value, Mapping | list | tuple):
         raise RowError(f"{name:.40} is nested deeper than {MAX_LEVELS} levels")
@@ -445,6 +376,6 @@ def _check_unicode(text: object, name: str) -> None:
 
 
 def type_name(value: object) -> str:
-    """What JSON calls the type of a value, for errors."""
+    """Return the JSON name of the value's type, for errors."""
     names = {dict: "an object", list: "a list", bool: "a boolean", int: "an integer"}
     return names.get(type(value), f"a {type(value).__name__}")

@@ -1,9 +1,8 @@
 """A tokenizer directory, read with the `tokenizers` library alone.
 
-Promises: token ids, special tokens and chat template are those that
-`transformers.AutoTokenizer` finds in the same directory, without importing transformers or torch
-(0.2 s instead of several). Needs `tokenizer.json`; does not read slow (sentencepiece-only)
-tokenizers, whose users load them with transformers: both satisfy `ChatTokenizer`.
+Promises: token ids, special tokens and chat template equal those of `transformers.AutoTokenizer`,
+without importing transformers or torch (0.2 s instead of several seconds). Needs `tokenizer.json`;
+slow (sentencepiece-only) tokenizers need transformers. Both kinds satisfy `ChatTokenizer`.
 """
 
 import json
@@ -16,15 +15,15 @@ from tokenizers import Tokenizer
 from infra.errors import ConfigError
 
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
-"""Of a tokenizer directory: the template of conversations with tools, where it has its own."""
+"""Path in a tokenizer directory of a separate template for conversations with tools."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token")
 
 
 class ChatTokenizer(Protocol):
-    """What this package needs of a tokenizer; transformers' fast tokenizers have it."""
+    """The tokenizer interface of this package; transformers' fast tokenizers satisfy it."""
 
     def __len__(self) -> int:
-        """Tokens, added ones included."""
+        """Number of tokens, added ones included."""
         ...
 
     @property
@@ -34,7 +33,7 @@ class ChatTokenizer(Protocol):
 
     @property
     def special_tokens_map(self) -> Mapping[str, Any]:
-        """`eos_token` and others, as the chat template may use them."""
+        """`eos_token` and others that the chat template may use."""
         ...
 
     @property
@@ -48,22 +47,16 @@ class ChatTokenizer(Protocol):
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of token ids."""
+        """Return the text of token ids."""
         ...
 
 
 class DirectoryTokenizer:
-    """A tokenizer read from a directory. Immutable.
-
-    Args:
-        backend: the loaded `tokenizer.json`.
-        special_tokens_map: special tokens by role.
-        chat_template: Jinja source, sources by name, or None.
-    """
+    """A tokenizer read from a directory. Immutable."""
 
     def __init__(
         self,
@@ -79,14 +72,7 @@ class DirectoryTokenizer:
 
     @staticmethod
     def load(directory: Path, chat_template: str | None = None) -> "DirectoryTokenizer":
-        """Read a tokenizer directory.
-
-        Args:
-            directory: holds tokenizer.json and tokenizer_config.json.
-            chat_template: replaces the directory's own.
-
-        Returns:
-            The tokenizer.
+        """Load a tokenizer directory; `chat_template` replaces the directory's own.
 
         Raises:
             ConfigError: there is no tokenizer, or its files cannot be parsed.
@@ -102,7 +88,7 @@ class DirectoryTokenizer:
         except Exception as error:  # noqa: BLE001 - the library raises a bare Exception
             raise ConfigError(f"{directory}/tokenizer.json", f"cannot be read: {error}") from None
         config = _read_config(directory)
-        # Padding and truncation stored in the file would change every call's result.
+        # Padding and truncation settings in the file would change every result.
         backend.no_padding()
         backend.no_truncation()
         special = {n: t for n in _SPECIAL_NAMES if (t := _token_text(config.get(n))) is not None}
@@ -110,62 +96,54 @@ class DirectoryTokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """Id of the end-of-sequence token."""
+        """Id of the end-of-sequence token, or None."""
         token = self.special_tokens_map.get("eos_token")
         return None if token is None else self._backend.token_to_id(token)
 
     def __len__(self) -> int:
-        """Number of ids, added tokens included."""
+        """Number of tokens, added ones included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
     def tokens(self) -> dict[int, str]:
-        """Every token by its id, added ones included."""
+        """All tokens by id, added ones included."""
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         return {number: token for token, number in vocabulary.items()}
 
     @property
     def max_token_id(self) -> int:
-        """The largest id, added tokens included."""
+        """Largest id, added tokens included."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of many texts, without added special tokens."""
+        """Return the token ids of many texts, without added special tokens."""
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of token ids."""
+        """Return the text of token ids."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
 
 def encode_texts(tokenizer: ChatTokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of many texts, without added special tokens."""
+    """Return the token ids of many texts, without added special tokens."""
     if isinstance(tokenizer, DirectoryTokenizer):
         return tokenizer.encode_batch(texts)
     return [list(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
 
 
 def text_config(hf_dir: Path) -> dict[str, Any]:
-    """Configuration of a model directory, or of the text model in it."""
+    """Return the configuration of a model directory, or of the text model inside it."""
     config = json.loads((hf_dir / "config.json").read_text(encoding="utf-8"))
     return config.get("text_config") or config
 
 
 def check_vocabulary(hf_dir: Path, num_tokens: int) -> None:
-    """Refuse a tokenizer whose ids may lie outside the model's vocabulary.
-
-    Args:
-        hf_dir: of the model.
-        num_tokens: of its tokenizer, added ones included.
-
-    Raises:
-        ConfigError: the model has fewer.
-    """
+    """Raise `ConfigError` if `num_tokens`, added ones included, exceeds the model's vocabulary."""
     size = text_config(hf_dir).get("vocab_size", num_tokens)
     if num_tokens > size:
         raise ConfigError(
@@ -178,16 +156,12 @@ def check_vocabulary(hf_dir: Path, num_tokens: int) -> None:
 def check_same_tokens(
     policy_dir: Path, other_dir: Path, setting: str = "rl.algorithm", name: str = "a reference"
 ) -> None:
-    """Refuse a model whose ids mean other tokens: what it says would be of another text.
+    """Refuse a model whose token ids mean other tokens than the policy's.
 
-    Args:
-        policy_dir: Hugging Face directory of the policy.
-        other_dir: of the other model; without a tokenizer.json in both, nothing is compared.
-        setting: what asks for the model.
-        name: what the model is there.
+    Compares nothing unless both directories have a `tokenizer.json`.
 
     Raises:
-        ConfigError: names the first id that differs.
+        ConfigError: names `setting`, the other model as `name`, and the first id that differs.
     """
     if policy_dir == other_dir:
         return
@@ -217,7 +191,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _template(directory: Path, config: Mapping[str, Any]) -> str | Mapping[str, str] | None:
-    """The template, or those by name where one is for conversations with tools."""
+    """Return the template, or templates by name if conversations with tools have their own."""
     paths = {"default": directory / "chat_template.jinja", "tool_use": directory / TOOL_TEMPLATE}
     found = {n: path.read_text(encoding="utf-8") for n, path in paths.items() if path.is_file()}
     if not found:
@@ -232,14 +206,10 @@ def _template(directory: Path, config: Mapping[str, Any]) -> str | Mapping[str, 
 
 
 def template_source(value: object, offers_tools: bool = False) -> str | None:
-    """The Jinja source among the forms in which tokenizers keep their templates.
+    """Return the Jinja source from the forms in which tokenizers store templates.
 
-    Args:
-        value: a source; or a mapping, or list of `{name, template}`.
-        offers_tools: the conversation's assistant may call some.
-
-    Returns:
-        Of several the one named `tool_use` where there are tools and it exists, else `default`.
+    `value` is a source, a mapping by name, or a list of `{name, template}`. With `offers_tools`,
+    the template named `tool_use` has priority over `default`.
     """
     if isinstance(value, list):
         value = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}

@@ -1,1 +1,1 @@
-"""The final answer of a completion: where it stands, in what form it is compared."""
+"""Extraction and normalisation of the final answer of a completion."""

@@ -1,8 +1,6 @@
-r"""Where the final answer of a completion stands.
+"""Extract the final answer of a completion.
 
-Promises: each function gives the text of the last answer of its form, or None; any text is taken,
-in time that grows with its length only.
-Does not promise: that what it finds is mathematics.
+Each function returns the text of the last answer of its form, or None, in linear time.
 """
 
 import re
@@ -12,7 +10,7 @@ from typing import Literal
 Extraction = Literal["any", "boxed", "hash", "answer", "last_number"]
 
 ANSWER = "pred"
-"""Key of the answer in what a reward function returns, as in verl's `math_dapo`."""
+"""Key of the extracted answer in a reward function's result, as in verl's `math_dapo`."""
 
 _BOX = re.compile(r"\\(boxed|fbox)\s*(\{)?")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -21,16 +19,10 @@ _NUMBER = re.compile(r"(?:(?<![^\W_])(?<![)\]}])-)?(?:\d+(?:,\d{3})*(?:\.\d+)?|\
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}`, or in the last `\fbox{...}` where none is boxed.
+    r"""Return the content of the last `\boxed{...}`, or of the last `\fbox{...}` if none is boxed.
 
-    Braces are balanced, and one behind a backslash is text. `\boxed 5$` holds what comes before
-    the dollar or the end of the line.
-
-    Args:
-        text: of a completion.
-
-    Returns:
-        The content, or None: there is no box, or the last one is never closed.
+    Braces are balanced; escaped ones are text. `\boxed 5$` holds the text up to the dollar sign or
+    the end of the line. None: there is no box, or the last one is not closed.
     """
     boxes = list(_BOX.finditer(text))
     last = next((box for box in reversed(boxes) if box[1] == "boxed"), boxes[-1] if boxes else None)
@@ -47,21 +39,21 @@ def boxed(text: str) -> str | None:
 
 
 def after_hash(text: str) -> str | None:
-    """The rest of the line behind the last `####`; None where that is nothing."""
+    """Return the rest of the line behind the last `####`; None if it is empty."""
     _, found, rest = text.rpartition("####")
     return rest.split("\n", 1)[0].strip() or None if found else None
 
 
 def after_answer(text: str) -> str | None:
-    """The rest of the line behind the last `Answer:`, in any case; None where that is nothing."""
+    """Return the rest of the line behind the last `Answer:`, in any case; None if it is empty."""
     found = _ANSWER.findall(text)
     return found[-1].strip() or None if found else None
 
 
 def last_number(text: str) -> str | None:
-    """The last decimal number; commas between groups of three digits belong to it.
+    """Return the last decimal number, with commas between groups of three digits.
 
-    A minus behind a letter, a digit or a closing bracket is that of a subtraction: 5 of `10-5`.
+    A minus behind a letter, a digit or a closing bracket is a subtraction: 5 for `10-5`.
     """
     found = _NUMBER.findall(text)
     return found[-1] if found else None
@@ -73,21 +65,11 @@ EXTRACTIONS: Mapping[Extraction, Callable[[str], str | None]] = {
     "answer": after_answer,
     "last_number": last_number,
 }
-"""By name; `any` has no one place."""
+"""By name; `any` is not here, since it combines several forms."""
 
 
 def truth_text(ground_truth: object) -> str:
-    """A ground truth as text.
-
-    Args:
-        ground_truth: text or a number.
-
-    Returns:
-        Without white space at its ends.
-
-    Raises:
-        ValueError: it is empty or of another type.
-    """
+    """Return a ground truth as stripped text; ValueError if it is empty or no text or number."""
     if isinstance(ground_truth, bool) or not isinstance(ground_truth, str | int | float):
         kind = type(ground_truth).__name__
         raise ValueError(f"the ground truth is a {kind}; need text or a number")

@@ -1,8 +1,7 @@
-"""Reward `gsm8k`: verl's rule for `openai/gsm8k`, the number as text.
+"""Reward `gsm8k`: verl's rule for `openai/gsm8k`, which compares the number as text.
 
-Promises: the scores that users of verl know, their strictness included: `#### 5.` is not 5, and the
-flexible last number of `10-5` is -5.
-Does not promise: to see equal numbers in other spellings; reward `math` does.
+Promises verl's scores, including its strictness: `#### 5.` is not 5, and the flexible last number
+of `10-5` is -5. Reward `math` accepts equal numbers in other spellings.
 """
 
 import re
@@ -12,7 +11,7 @@ from typing import Any, Literal
 from engines.rewards.answers.extraction import ANSWER, truth_text
 
 _NUM_CHARACTERS = 300
-"""The answer is looked for in the last ones only."""
+"""Only this many last characters are searched."""
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _FLEXIBLE = re.compile(r"-?[0-9.,]+")
 
@@ -27,20 +26,9 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> dict[str, Any]:
-    """Compare the last number with the ground truth.
+    """Return `score` (0 without a number), `acc` (1.0 or 0.0) and `pred`, the number.
 
-    Args:
-        data_source: not used.
-        solution_str: the completion.
-        ground_truth: a number, in text or not.
-        extra_info: not used.
-        method: `strict` takes the last number behind `#### ` without its commas, `flexible` the
-            last number as it stands.
-        format_score: of a wrong number.
-        score: of the right one.
-
-    Returns:
-        The score, 0 without a number; `acc` says whether it is right; `pred` is the number.
+    Options: see `Gsm8kOptions`.
 
     Raises:
         ValueError: the ground truth is empty or of another type.

@@ -1,8 +1,7 @@
-r"""Reward `math_boxed`: verl's rule for MATH, the last `\boxed{}` in the form of that data set.
+r"""Reward `math_boxed`: verl's rule for MATH, the last `\boxed{}` in that data set's normal form.
 
-Promises: the scores that users of verl know for `lighteval/MATH` and its like. Two departures: of
-several boxes of both spellings the last counts, and a brace behind a backslash closes none.
-Does not promise: to see equal mathematics in other forms; reward `math` does.
+Promises verl's scores for `lighteval/MATH` and similar sets, except that the last `\boxed` precedes
+every `\fbox`, and a brace behind a backslash closes no box.
 """
 
 from collections.abc import Mapping
@@ -18,16 +17,7 @@ def compute_score(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Compare what is boxed with the ground truth.
-
-    Args:
-        data_source: not used.
-        solution_str: the completion.
-        ground_truth: LaTeX without a box, or a number.
-        extra_info: not used.
-
-    Returns:
-        The score, 1.0 or 0.0; `pred`, the form that was compared.
+    """Return `score`, 1.0 or 0.0, and `pred`, the normal form of the boxed answer.
 
     Raises:
         ValueError: the ground truth is empty or of another type.

@@ -1,8 +1,4 @@
-r"""Reward `math_dapo`: DAPO's rule (arXiv:2503.14476), `Answer:` in Minerva's form, 1 or -1.
-
-Promises: the scores that users of verl know for `math_dapo` and the AIME sets.
-Does not promise: to see equal mathematics in other forms; reward `math` does.
-"""
+"""Reward `math_dapo`: DAPO's rule (arXiv:2503.14476), with verl's scores, 1 or -1."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +7,7 @@ from engines.rewards.answers.extraction import ANSWER, after_answer, boxed, trut
 from engines.rewards.answers.normal_forms import minerva_form
 
 _NUM_CHARACTERS = 300
-"""The answer is looked for in the last ones only."""
+"""Only this many last characters are searched."""
 _NUM_CHARACTERS_BOXED = 100
 
 
@@ -23,18 +19,9 @@ def compute_score(
     *,
     strict_box_verify: bool = False,
 ) -> dict[str, Any]:
-    """Compare the last answer with the ground truth.
+    """Return `score` (1.0 or -1.0), `acc` (1.0 or 0.0) and `pred`, the form that was compared.
 
-    Args:
-        data_source: not used.
-        solution_str: the completion.
-        ground_truth: the answer, in words, numbers or LaTeX.
-        extra_info: not used.
-        strict_box_verify: the answer is what the last box holds, and has to be the same text.
-
-    Returns:
-        The score, 1.0, or -1.0 of a wrong answer or none; `acc`, 1 or 0; `pred`, the form that was
-        compared.
+    Options: see `MathDapoOptions`.
 
     Raises:
         ValueError: the ground truth is empty or of another type.

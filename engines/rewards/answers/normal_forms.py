@@ -1,9 +1,7 @@
-r"""Texts of answers brought to one form, so that equal ones are equal texts.
+"""Normal forms of answers, so that equal answers become equal texts; verl's for both data sets.
 
 `math_form` is the rule of the MATH data set (Hendrycks et al., arXiv:2103.03874), `minerva_form`
-that of Minerva (Lewkowycz et al., arXiv:2206.14858, appendix D.1), which DAPO compares by.
-Promises: the forms that users of verl know for `lighteval/MATH` and `math_dapo`; any text has one.
-Does not promise: that equal mathematics has equal forms; reward `math` compares by meaning.
+that of Minerva (Lewkowycz et al., arXiv:2206.14858, appendix D.1), which DAPO uses.
 """
 
 import re
@@ -24,9 +22,9 @@ _MINERVA_REMOVED = (
     r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}", r"\text{}",
     r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots",
 )  # fmt: skip
-"""In this order: units, and what is left of a text when they are gone."""
+"""Applied in this order: units, then what their removal leaves of a text."""
 _MINERVA_PATTERNS = (
-    # The first formula stands for the line that it is in.
+    # The first formula replaces the line that contains it.
     (r"(.*?)(\$)(.*?)(\$)(.*)", r"$\3$"),
     (r"(\\text\{)(.*?)(\})", r"\2"),
     (r"(\\textbf\{)(.*?)(\})", r"\2"),
@@ -39,16 +37,11 @@ _MINERVA_PATTERNS = (
 
 
 def math_form(text: str) -> str:
-    r"""The form by which MATH's answers are compared.
+    r"""Return the form by which MATH's answers are compared.
 
-    Units behind `\text{ `, degrees, percent and dollar signs behind a backslash, sizes of brackets
-    and white space go; `\frac12`, `a/b` and `.5` get their full form; of `x = 5` the 5 is left.
-
-    Args:
-        text: an answer in LaTeX.
-
-    Returns:
-        Its form. One that holds two units has none and is left as it is.
+    Removes units behind `\text{ `, degrees, escaped percent and dollar signs, `\left`/`\right` and
+    white space; completes `\frac12`, `a/b` and `.5`; keeps the 5 of `x = 5`. An answer with two
+    units is returned unchanged.
     """
     form = text.replace(r"\\", "\\")
     for removed in _MATH_REMOVED:
@@ -71,14 +64,7 @@ def math_form(text: str) -> str:
 
 
 def minerva_form(text: str) -> str:
-    """The form by which Minerva's and DAPO's answers are compared.
-
-    Args:
-        text: an answer, in words, numbers or LaTeX; at most some hundred characters.
-
-    Returns:
-        Its form.
-    """
+    """Return the form by which Minerva and DAPO compare; for texts of some hundred characters."""
     form = text.split("=")[-1]
     for before, after in _MINERVA_REPLACED:
         form = form.replace(before, after)

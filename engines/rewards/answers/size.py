@@ -1,8 +1,6 @@
-"""How many digits an answer, or a part of it, would have if it were written out.
+"""Upper bound on the number of digits of an answer, or of a part of it, if it were written out.
 
-Promises: a bound from above without computing a number, for powers, factorials, binomials and
-products of whole numbers and fractions, however they are nested.
-Does not promise: a bound on what else costs time (roots, sums, integrals, polynomials).
+Nothing is evaluated. Roots, sums, integrals and other expensive operations are not bounded.
 """
 
 import math
@@ -11,19 +9,14 @@ from typing import Any
 from sympy import Basic, Pow, Product, Rational, binomial, factorial, factorial2, subfactorial
 
 _MAX_LOG10 = 300.0
-"""A number with more digits counts as infinite where it says how often something is multiplied."""
+"""A multiplier with more digits counts as infinite."""
 _LOG10_2 = math.log10(2)
 
 
 def max_num_digits(expression: Any) -> float:
-    """A bound on the decimal digits of the exact value of an expression and of its exponents.
+    """Bound the decimal digits of the exact value of an unevaluated expression and its exponents.
 
-    Args:
-        expression: as parsed, not evaluated.
-
-    Returns:
-        Digits, those of numerators and denominators together; 0 of symbols, of constants and of
-        0, 1 and -1; infinite for a tower.
+    Counts numerator and denominator; 0 for symbols, constants, 0, 1 and -1; infinite for a tower.
     """
     match expression:
         case Rational():
@@ -50,7 +43,6 @@ def max_num_digits(expression: Any) -> float:
 
 
 def _entries(expression: Any) -> tuple[Any, ...]:
-    """Of a matrix; a text has none."""
     return () if isinstance(expression, str) else tuple(getattr(expression, "flat", tuple)())
 
 
@@ -63,5 +55,5 @@ def _value(num_digits: float) -> float:
 
 
 def _times(digits: float, times: float) -> float:
-    """Without a product of zero and infinity."""
+    """Multiply, with 0 for zero times infinity."""
     return digits * times if digits else 0.0

@@ -1,1 +1,1 @@
-"""Rewards of how an answer is written, whatever it says."""
+"""Rewards of the form of an answer, independent of its content."""

@@ -1,9 +1,4 @@
-"""Reward `format`: whether a completion has the asked form, whatever it says.
-
-Promises: 1 or 0 by a pattern that the whole completion has to match, or by tags that have to come
-once each, in their order, with text in each.
-Does not promise: an end to a pattern that backtracks for ever; the sample's deadline is that.
-"""
+"""Reward `format`: 1 if a completion has the required form, else 0, independent of its content."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -21,19 +16,7 @@ def compute_score(
     tags: Sequence[str] = THINK_THEN_ANSWER,
     pattern: str | None = None,
 ) -> float:
-    """Judge the form of a completion.
-
-    Args:
-        data_source: not used.
-        solution_str: the completion.
-        ground_truth: not used.
-        extra_info: not used.
-        tags: `<tag>text</tag>` of each, in this order, with white space alone around them.
-        pattern: a regular expression (`.` is any character) in the place of the tags.
-
-    Returns:
-        1.0 or 0.0.
-    """
+    """Return 1.0 if the completion has the form of `FormatOptions`, else 0.0."""
     del data_source, ground_truth, extra_info
     text = solution_str.strip()
     if pattern is not None:

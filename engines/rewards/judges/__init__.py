@@ -1,1 +1,1 @@
-"""Rewards that say what a model said of the answer before they were asked."""
+"""Rewards that use a score or text that a model produced before they are called."""

@@ -1,10 +1,9 @@
-"""Reward `judge`: the number in what a judge wrote of the answer, before this was asked.
+"""Reward `judge`: the number in the text that a judge wrote about the answer.
 
-Promises: without a pattern of the recipe, the last number as people write ratings: `7/10` and
-`7 out of 10` are 7, `1e-3` and `1,000` are numbers, those of `a scale of 1 to 10` do not count; a
-range (`4-5`), a whole without its part (`seven out of 10`) and a comma that may be a decimal one
-(`7,5`) are no number, for to guess would pay the policy for it.
-Does not promise: to tell a rating from another number that comes after it.
+Without a pattern, the last number as people write ratings: `7/10` and `7 out of 10` are 7, `1e-3`
+and `1,000` are numbers, `a scale of 1 to 10` is ignored. A range (`4-5`), a whole without a number
+before it (`seven out of 10`) and an ambiguous comma (`7,5`) give no number, since a guess would
+reward the policy. A number that follows the rating is taken for it.
 """
 
 import re
@@ -13,15 +12,15 @@ from engines.rewards.base import ScoreRequest
 
 _NUMBER = r"[-+\u2212]?(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 _MARKS = r"[ \t*_`$)\]}]*"
-"""What may stand between a number and what belongs to it: blanks, Markdown, ends of LaTeX."""
+"""May stand between a number and its continuation: blanks, Markdown, closing LaTeX."""
 _OPENINGS = r"[ \t*_`$(\[{]*"
 _ARTICLES = r"(?:[ ]+(?:the|an?|of|all|possible|maximum|max|total|at[ ]most))*"
-"""What may stand in front of a whole: `7 out of a possible 10`."""
+"""May stand before a whole: `7 out of a possible 10`."""
 _TO = rf"{_MARKS}(?:[-\u2010-\u2014~]|\bto\b){_OPENINGS}{_NUMBER}"
 _WORDS = "out|zero|one|two|three|four|five|six|seven|eight|nine|ten"
 _RATING = re.compile(
     rf"(?P<scale>\bscale[ ]+(?:(?:of|from|is)[ ]+)?{_NUMBER}(?:{_TO})?)"
-    # No number begins inside of a word or of another number.
+    # No number begins inside a word or another number.
     rf"|(?<![^\W_])(?<!\d\.)(?P<number>{_NUMBER})(?P<range>(?:{_TO})+)?"
     rf"(?:{_MARKS}(?:/|\b(?:out[ ]+)?of\b){_ARTICLES}{_OPENINGS}{_NUMBER})?"
     rf"|(?:/|\b(?:{_WORDS})[ ]+of\b){_ARTICLES}{_OPENINGS}{_NUMBER}",
@@ -31,14 +30,7 @@ _GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?![\d,])")
 
 
 def last_rating(text: str) -> float | None:
-    """The last number that a judge wrote.
-
-    Args:
-        text: the judgement.
-
-    Returns:
-        The number; None where there is none, or the last one may be read as two.
-    """
+    """Return the last number of a judgement; None if there is none or it is ambiguous."""
     found = [each for each in _RATING.finditer(text) if not each["scale"]]
     last = found[-1] if found else None
     if last is None or last["number"] is None or last["range"]:
@@ -56,20 +48,10 @@ def score(
     scale: float = 1.0,
     threshold: float = 0.5,
 ) -> dict[str, float]:
-    """The last number that a judge wrote.
-
-    Args:
-        sample: with `judgement`.
-        pattern: a regular expression whose first group is the number, as Python writes it; its
-            last match counts. None reads as `last_rating` does.
-        scale: the score is the number times it.
-        threshold: a larger score counts as a right answer.
-
-    Returns:
-        `score`, and `acc` of 1 or 0.
+    """Return `score`, the judge's number times `scale`, and `acc`, 1 or 0. See `JudgeOptions`.
 
     Raises:
-        ValueError: the judge came to no end, or wrote no number that is read.
+        ValueError: the judge did not finish, or wrote no number that can be read.
     """
     if sample.judgement is None:
         raise ValueError(

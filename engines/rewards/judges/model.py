@@ -1,18 +1,12 @@
-"""Reward `model`: what the role `reward` said of the answer, before this function was asked."""
+"""Reward `model`: the score that the role `reward` gave before this function is called."""
 
 from engines.rewards.base import ScoreRequest
 
 
 def score(sample: ScoreRequest, *, threshold: float = 0.0) -> dict[str, float]:
-    """The number of the reward model.
+    """Return the reward model's number as `score`, and `acc`, 1 or 0.
 
-    Args:
-        sample: with `model_score`.
-        threshold: a larger number counts as a right answer. Of a model trained on pairs only
-            differences mean something: choose it by looking at its scores.
-
-    Returns:
-        `score`, and `acc` of 1 or 0.
+    Choose `threshold` from observed scores: those of a model trained on pairs have no fixed zero.
 
     Raises:
         ValueError: the model did not read the answer.

@@ -1,4 +1,4 @@
-"""What a judge is asked: the user's Jinja text with an answer in it."""
+"""The question to a judge: the user's Jinja template with an answer filled in."""
 
 from collections.abc import Sequence
 
@@ -8,19 +8,7 @@ from engines.rewards.base import ScoreRequest
 
 
 def question(template: str, prompt: Sequence[Message], sample: ScoreRequest) -> str:
-    """The user's message to a judge.
-
-    Args:
-        template: `rl.reward.judge.prompt`.
-        prompt: messages that the policy answered.
-        sample: the answer, and what its row says.
-
-    Returns:
-        The text.
-
-    Raises:
-        ConfigError: the template does not compile or fails; names the line.
-    """
+    """Return the user's message to a judge; ConfigError names a wrong line of the template."""
     values = {
         "question": prompt[-1].content,
         "answer": sample.solution_str,

@@ -1,8 +1,8 @@
-"""Bodies of OpenAI's API, and what they mean for a rollout engine.
+"""Request and response bodies of OpenAI's API, and their translation for a rollout engine.
 
-Source: the reference of OpenAI's API, `POST /v1/completions` and `POST /v1/chat/completions`.
-Promises: a field that is not understood is refused, never passed over, since it may change what
-is sampled; token ids, their logprobs and the version of the weights come back beside the text.
+Source: OpenAI's API reference, `POST /v1/completions` and `POST /v1/chat/completions`.
+Promises: an unknown field is refused and not ignored, since it may change what is sampled; token
+ids, logprobs and the version of the weights are returned beside the text.
 Not covered: streams, tools, images, penalties, several prompts in one call.
 """
 
@@ -21,7 +21,7 @@ from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.types import Completion, RolloutRequest, SamplingParams, StructuredOutput
 
 MODEL = "policy"
-"""Name of the served model: the weights of the run, whichever version."""
+"""Name of the served model: the current weights of the run."""
 
 
 class JsonSchema(StrictModel):
@@ -40,39 +40,39 @@ class ResponseFormat(StrictModel):
 
 
 class SamplingBody(StrictModel, ABC):
-    """What both calls have."""
+    """Fields that both calls share."""
 
     model: Literal["policy"]
     n: int = Field(default=1, ge=1, le=1024)
     temperature: float = Field(default=1.0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
-    """Not OpenAI's; 0 switches it off."""
+    """Not part of OpenAI's API; 0 switches it off."""
     stop: str | tuple[str, ...] | None = None
     seed: int | None = None
-    """Null: another answer each time."""
+    """Null: a random seed."""
     user: str | None = None
-    """Requests of one user are a session."""
+    """Requests of one user form a session."""
     stream: Literal[False] | None = None
     response_format: ResponseFormat | None = None
 
     @property
     @abstractmethod
     def limit(self) -> int | None:
-        """Tokens that may be sampled; None: what the context leaves."""
+        """Maximum of sampled tokens; None: what the context leaves."""
 
     @abstractmethod
     def prompt_ids(self, tokenizer: DirectoryTokenizer) -> tuple[int, ...]:
-        """Token ids of the prompt."""
+        """Return the token ids of the prompt."""
 
 
 class CompletionBody(SamplingBody):
-    """Of `/v1/completions`."""
+    """Body of `/v1/completions`."""
 
     prompt: str | tuple[int, ...]
     max_tokens: int | None = Field(default=16, ge=1)
     logprobs: Literal[0] | None = None
-    """They come back in any case, of the sampled tokens alone."""
+    """Logprobs of the sampled tokens are always returned."""
 
     @property
     def limit(self) -> int | None:
@@ -80,27 +80,27 @@ class CompletionBody(SamplingBody):
         return self.max_tokens
 
     def prompt_ids(self, tokenizer: DirectoryTokenizer) -> tuple[int, ...]:
-        """See the base class; a text gets no special tokens."""
+        """See the base class; no special tokens are added to a text."""
         if isinstance(self.prompt, str):
             return tuple(tokenizer.encode(self.prompt, add_special_tokens=False))
         return self.prompt
 
 
 class ChatMessage(StrictModel):
-    """One turn."""
+    """One message of a chat."""
 
     role: Literal["system", "user", "assistant"]
     content: str
 
 
 class ChatBody(SamplingBody):
-    """Of `/v1/chat/completions`."""
+    """Body of `/v1/chat/completions`."""
 
     messages: tuple[ChatMessage, ...] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
-    """They come back in any case."""
+    """Logprobs are always returned."""
 
     @property
     def limit(self) -> int | None:
@@ -108,7 +108,7 @@ class ChatBody(SamplingBody):
         return self.max_completion_tokens or self.max_tokens
 
     def prompt_ids(self, tokenizer: DirectoryTokenizer) -> tuple[int, ...]:
-        """See the base class; rendered as the prompts of training are."""
+        """See the base class; rendered like the prompts of training."""
         messages = [Message(role=each.role, content=each.content) for each in self.messages]
         return render_prompts(tokenizer, [messages])[0]
 
@@ -116,17 +116,7 @@ class ChatBody(SamplingBody):
 def rollout_request(
     body: SamplingBody, name: str, tokenizer: DirectoryTokenizer, context_length: int
 ) -> RolloutRequest:
-    """What the engine is asked for.
-
-    Args:
-        body: of the call.
-        name: id of the request.
-        tokenizer: of the served model.
-        context_length: tokens that prompt and answer may have together.
-
-    Returns:
-        The request, which the engine may still refuse.
-    """
+    """Translate a body into a rollout request with id `name`, which the engine may still refuse."""
     prompt_ids = body.prompt_ids(tokenizer)
     seed = secrets.randbits(62) if body.seed is None else body.seed % 2**62
     form = body.response_format and body.response_format.json_schema
@@ -155,18 +145,7 @@ def answer(
     tokenizer: DirectoryTokenizer,
     time_s: int,
 ) -> dict[str, Any]:
-    """The body of an answer.
-
-    Args:
-        body: of the call.
-        request: that was made of it.
-        completions: its samples, in the order of their indices.
-        tokenizer: of the served model.
-        time_s: when it was asked for, seconds since the epoch.
-
-    Returns:
-        For JSON.
-    """
+    """Return the response body; `time_s` is the time of the call in seconds since the epoch."""
     is_chat = isinstance(body, ChatBody)
     num_sampled = sum(len(completion.token_ids) for completion in completions)
     versions = [version for each in completions for version, _ in each.tokens.version_runs]

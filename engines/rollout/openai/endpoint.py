@@ -1,11 +1,10 @@
-"""An HTTP server in front of one rollout engine, in the event loop that the engine lives in.
+"""An HTTP server in front of one rollout engine, in the engine's event loop.
 
-Promises: it listens on loopback alone, behind a key that stands with its address in a file that
-only its owner can read; whatever it serves comes from confirmed weights, through the same calls
-as the trainer's requests; what it has in flight is aborted before weights change, and its callers
-are told to try again. Nothing of it is left when it is stopped.
-Does not promise the same samples for a seed whatever else is in flight: engines whose samples
-depend in their last bits on their batch sample the trainer's requests together with these.
+Promises: it listens only on loopback and requires a key, stored in a file that only its owner can
+read. Answers come from confirmed weights. Before weights change, requests in flight are aborted and
+their callers told to retry.
+Does not promise reproducible samples for engines whose samples depend on their batch, which these
+requests share with the trainer's.
 """
 
 import itertools
@@ -42,14 +41,7 @@ B = TypeVar("B", bound=SamplingBody)
 
 
 class Endpoint:
-    """See the module. Made by `serve`; without confirmed weights it answers 503.
-
-    Args:
-        engine: that samples.
-        tokenizer: of the served model.
-        context_length: tokens that prompt and answer may have together.
-        timeout_s: deadline of a call.
-    """
+    """The HTTP server of one engine; made by `serve`. Without confirmed weights it answers 503."""
 
     def __init__(
         self,
@@ -75,11 +67,7 @@ class Endpoint:
         self._told_in: Path | None = None
 
     async def start(self, path: Path) -> None:
-        """Listen, and write address and key.
-
-        Args:
-            path: of the file, for JSON; replaced if it is there.
-        """
+        """Listen, and write address and key to `path` as JSON, replacing the file."""
         await self._runner.setup()
         site = web.TCPSite(self._runner, HOST, 0)
         await site.start()
@@ -91,15 +79,7 @@ class Endpoint:
             json.dump(told, file)
 
     async def call(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Await a method of the engine for the trainer, and serve exactly while it can serve.
-
-        Args:
-            name: of the method.
-            arguments: of it.
-
-        Returns:
-            What it returns.
-        """
+        """Call a method of the engine for the trainer; admit requests only while it can serve."""
         if name == "close":
             await self.stop()
         needs_idle = name in NEED_IDLE
@@ -111,19 +91,18 @@ class Endpoint:
         finally:
             self._num_changes -= needs_idle
         can_serve = (await self._engine.health()).can_serve
-        # Another call may wait for the engine to be idle: it serves still, and admits nobody.
+        # While another call waits for the engine to be idle, new requests are refused.
         self._admits = can_serve and not self._num_changes
         return result
 
     async def stop(self) -> None:
-        """Serve nothing any more; harmless when repeated."""
+        """Stop serving and delete the file; may be repeated."""
         if self._told_in is not None:
             self._told_in.unlink(missing_ok=True)
         await self._withdraw()
         await self._runner.cleanup()
 
     async def _withdraw(self) -> None:
-        """Abort what is in flight, which an engine that takes weights does not allow."""
         self._admits = False
         if self._in_flight:
             await self._engine.abort(sorted(self._in_flight))
@@ -175,19 +154,10 @@ class Endpoint:
 
 
 async def serve(engine: RolloutEngine, hf_dir: Path, timeout_s: float, path: Path) -> Endpoint:
-    """Put an endpoint before an engine, in the running loop.
-
-    Args:
-        engine: that samples.
-        hf_dir: directory of its model, with a tokenizer.
-        timeout_s: as in `Endpoint`.
-        path: as in `Endpoint.start`.
-
-    Returns:
-        The endpoint, which the caller stops.
+    """Start an endpoint for an engine in the running loop; the caller stops it.
 
     Raises:
-        ConfigError: the model has no tokenizer, or its configuration names no context.
+        ConfigError: the model has no tokenizer, or its configuration states no context length.
     """
     context_length = stated_context(hf_dir)
     if context_length is None:

@@ -1,1 +1,1 @@
-"""What rollout engines share whose library samples in processes of its own."""
+"""Shared parts of rollout engines whose library samples in processes of its own."""

@@ -1,8 +1,8 @@
-"""An adapter on its way to the library of an engine, which loads it from files.
+"""Receives an adapter and writes it as files that the engine's library loads.
 
-Promises: every tensor is checked for name, shape and dtype, and every pair is complete, before a
-file is written; its checksum is of the bytes that are written.
-Does not promise that the library knows the modules; it says so when it loads them.
+Promises: every tensor is checked for name, shape and dtype, and every pair for completeness, before
+a file is written; the checksum is of the written tensors. Unknown modules are reported by the
+library when it loads them.
 """
 
 from collections.abc import Mapping
@@ -24,17 +24,7 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 def receive_adapter(
     source: WeightSource, layout: ModelLayout, lora: LoraConfig, dtype: str, directory: Path
 ) -> Receipt:
-    """Write what a source yields as files that the library loads.
-
-    Args:
-        source: of an adapter, see `RolloutEngine.update_adapter`.
-        layout: of the model that it is for.
-        lora: its shape.
-        dtype: of its tensors.
-        directory: an existing one.
-
-    Returns:
-        What was written.
+    """Write the tensors of an adapter into an existing directory, for the library to load.
 
     Raises:
         WeightSyncError: a tensor is unknown, missing, repeated, or of another shape or dtype.
@@ -48,7 +38,7 @@ def receive_adapter(
             raise WeightSyncError(
                 f"{name}: sent {tensor.dtype} {tuple(tensor.shape)}, need {dtype} {wanted}"
             )
-        # Its memory may be used again; and files are written from the host.
+        # Copied, since the source may reuse its memory; files are written from the CPU.
         tensors[name] = tensor.detach().to("cpu", copy=True)
     modules = {name.removesuffix(_A).removesuffix(_B) for name in tensors}
     missing = sorted({m + end for m in modules for end in (_A, _B)} - tensors.keys())

@@ -1,10 +1,9 @@
-"""A rollout engine whose library samples in processes of its own: what does not depend on it.
+"""Base class of rollout engines whose library samples in processes of its own.
 
-Promises: the contract of `engines.rollout.base`, where the library does what the methods that a
-subclass brings say. Nothing is sampled or scored without confirmed weights, asleep or closed;
-every wait has the deadline `rollout.timeout_s` and says what it is for.
-Does not promise to score, or to say logprobs of a prompt, while paused: the library may compute
-nothing at all then.
+Promises: the contract of `engines.rollout.base`, provided the abstract methods do what they say.
+Every wait has the deadline `rollout.timeout_s`, and its error names what was waited for.
+Does not promise to score, or to return prompt logprobs, while paused: the library may compute
+nothing then.
 """
 
 import asyncio
@@ -28,21 +27,13 @@ from infra.errors import DeadlineError
 T = TypeVar("T")
 NO_VERSION = -1
 END_DEADLINE_S = 30.0
-"""For samples that were aborted or given up to end."""
+"""Time for aborted or abandoned samples to end."""
 
 
 class ServedEngine(RolloutEngine):
-    """See the module.
+    """Library-independent part of an engine; subclasses implement the calls to the library.
 
-    Args:
-        library: how it is called in errors.
-        layout: of the model.
-        dtype: of the weights, `float32` or `bfloat16`.
-        timeout_s: deadline of every wait.
-        sampler: has samples drawn.
-        stop_strings: of the model.
-        context_length: tokens that prompt and response may have together.
-        max_num_prompts: whose logprobs are asked for at a time.
+    `max_num_prompts` limits the prompts whose logprobs are computed at a time.
     """
 
     def __init__(
@@ -76,10 +67,7 @@ class ServedEngine(RolloutEngine):
         return self._version
 
     def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
-        """See the base class. Requests are checked at the call, not at the first completion.
-
-        From the call on they are in line, and their samples taken until the call has ended.
-        """
+        """See the base class. Requests are checked and queued at the call, before iteration."""
         self._check_can_serve()
         check_requests(
             requests,
@@ -143,12 +131,12 @@ class ServedEngine(RolloutEngine):
             self._num_scoring -= 1
 
     async def prompt_logprobs(self, requests: Sequence[PromptRequest]) -> list[PromptLogprobs]:
-        """See the base class. Refused as `score` is."""
+        """See the base class. Refused in the same cases as `score`."""
         self._check_can_score()
         longest, vocab_size = self._context_length - 1, self._layout.vocab_size
         any_temperature = Capability.PROMPT_LOGPROBS_AT_ANY_TEMPERATURE in self.capabilities
         check_prompts(requests, longest, vocab_size, any_temperature=any_temperature)
-        # What a library says of many tokens is large until it is read.
+        # The library's answer about many tokens is large until it is converted.
         turns = asyncio.Semaphore(self._max_num_prompts)
         self._num_scoring += 1
         asking = [asyncio.ensure_future(self._prompt_answer(each, turns)) for each in requests]
@@ -163,7 +151,7 @@ class ServedEngine(RolloutEngine):
     async def _prompt_answer(
         self, request: PromptRequest, turns: asyncio.Semaphore
     ) -> PromptLogprobs:
-        # Tokens that may not be taken are hardly ever likely: they are rarely asked for.
+        # Excluded tokens are rarely likely, so the larger second query is rarely needed.
         below = self._layout.vocab_size if request.below is None else request.below
         num_barred = max(0, self._layout.vocab_size - below) if request.num_top else 0
         async with turns:
@@ -180,11 +168,7 @@ class ServedEngine(RolloutEngine):
         self._paused = True
 
     async def resume(self) -> None:
-        """See the base class.
-
-        Raises:
-            RolloutError: no confirmed weights to continue with.
-        """
+        """See the base class; also a RolloutError without confirmed weights."""
         self._check_can_serve()
         await self._wait(self._go_on_sampling(), "to resume")
         self._paused = False
@@ -196,7 +180,7 @@ class ServedEngine(RolloutEngine):
             await self._wait(self._abort(names), "to abort")
 
     async def sleep(self, level: SleepLevel = "weights") -> None:
-        """See the base class. Of either level nothing is sampled before `wake_up`."""
+        """See the base class. At either level nothing is sampled before `wake_up`."""
         await self._see_ended()
         if self._in_flight:
             raise RolloutError("samples are in flight; drain or abort them before sleep")
@@ -215,13 +199,13 @@ class ServedEngine(RolloutEngine):
                 await self.pause()
 
     async def health(self) -> Health:
-        """See the base class; answers only if the processes do."""
+        """See the base class; waits for an answer of the processes."""
         if not self._closed:
             await self._wait(self._ask(), "to say how it is")
         return Health(self._can_serve(), self._version, len(self._in_flight))
 
     async def close(self) -> None:
-        """See the base class. What is in flight comes out as `abort`."""
+        """See the base class. Requests in flight are delivered as `abort`."""
         if self._closed:
             return
         if not self._sampler.is_lost:
@@ -232,33 +216,25 @@ class ServedEngine(RolloutEngine):
 
     @abstractmethod
     def _check_request(self, request: RolloutRequest) -> None:
-        """Raise a RolloutError for what the library would refuse or change in silence."""
+        """Raise a RolloutError for what the library would refuse or silently change."""
 
     @abstractmethod
     async def _load(self, order: str) -> Sequence[str]:
-        """Have every process carry the order out, and forget what old weights have computed.
-
-        Args:
-            order: see `engines.rollout.served.updates`.
-
-        Returns:
-            The answer of each.
-        """
+        """Have every process execute an order of `order_of` and drop caches; return the replies."""
 
     async def _load_adapter(self, source: WeightSource) -> Receipt:
-        """Load an adapter, and forget what the one before has computed; see `update_adapter`."""
         raise WeightSyncError(f"this {self._library} was not made for an adapter")
 
     @abstractmethod
     async def _name_version(self, version: int) -> None:
-        """Tokens that are sampled from now on carry this version."""
+        """Give tokens that are sampled from now on this version."""
 
     @abstractmethod
     async def _score(self, ids: Sequence[int], temperature: float) -> tuple[float, ...]:
-        """Logprob of every token but the first."""
+        """Return the logprob of every token but the first."""
 
     async def _prompt_rows(self, request: PromptRequest, num_top: int) -> PromptRows:
-        """What stands in the places from `request.first` on, and so many likeliest tokens."""
+        """Return the logprobs from `request.first` on, with `num_top` likeliest tokens each."""
         raise RolloutError(f"{self._library} says no logprobs of a prompt")
 
     @abstractmethod
@@ -271,7 +247,7 @@ class ServedEngine(RolloutEngine):
 
     @abstractmethod
     async def _abort(self, names: Sequence[str]) -> None:
-        """End those of these samples that the processes know of."""
+        """End those of these samples that the processes know."""
 
     @abstractmethod
     async def _free(self, level: SleepLevel) -> None:
@@ -283,7 +259,7 @@ class ServedEngine(RolloutEngine):
 
     @abstractmethod
     async def _ask(self) -> None:
-        """Return when the processes have answered something."""
+        """Return as soon as the processes have answered a call."""
 
     @abstractmethod
     async def _end(self) -> None:
@@ -314,7 +290,7 @@ class ServedEngine(RolloutEngine):
             raise WeightSyncError("samples are in flight; drain, pause or abort them first")
 
     async def _see_ended(self) -> None:
-        """Wait for samples that were aborted or given up: a library may end one later."""
+        """Wait for aborted or abandoned samples, which a library may end with a delay."""
         if num_left := await self._in_flight.see_ended(END_DEADLINE_S):
             what = f"{num_left} aborted samples of {self._library} to end"
             raise DeadlineError(what, END_DEADLINE_S)
@@ -327,7 +303,6 @@ class ServedEngine(RolloutEngine):
         return "the rollout engine has no confirmed weights; send them first"
 
     async def _wait(self, call: Awaitable[T], what: str) -> T:
-        """Wait for the library, by the deadline."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await call

@@ -1,7 +1,7 @@
-"""The samples that an engine's processes work on, and the calls that wait for them.
+"""Samples that an engine's processes compute, and the `generate` calls that wait for them.
 
-Promises: one task per sample, which ends with its completion, with an error that its call gets,
-or cancelled; a call ends by its deadline; a sample that nobody waits for any more is cancelled.
+Promises: each sample has one task, which ends with its completion, with an error for its call, or
+cancelled. A call ends by its deadline. A sample whose call has ended is cancelled.
 """
 
 import asyncio
@@ -19,17 +19,13 @@ from infra.errors import DeadlineError
 
 @dataclass(eq=False)
 class RunningSample:
-    """One sample on its way through the engine's processes.
+    """One sample in the engine's processes.
 
     Attributes:
-        request: that it belongs to.
-        place: of its seed among the request's.
-        name: what the processes call it; unique among those in flight, and the beginning of no
-            other's.
-        call: of `generate`.
-        text: in which stop strings are looked for; None where there are none.
-        aborted: it was aborted before the processes knew of it.
-        task: that waits for it.
+        place: index of its seed in the request.
+        name: its name in the processes; unique, and not a prefix of another sample's name.
+        call: number of its `generate` call.
+        aborted: an abort was requested.
     """
 
     request: RolloutRequest
@@ -47,44 +43,38 @@ class RunningSample:
 
     @property
     def token_ids(self) -> list[int]:
-        """What the processes take as its prompt."""
+        """Prompt and prefix, which the processes take as its prompt."""
         return [*self.request.prompt_ids, *self.request.prefix(self.place)]
 
     @property
     def num_left(self) -> int:
-        """Tokens that it may still draw."""
+        """Number of tokens that may still be sampled."""
         return self.request.sampling.max_new_tokens - len(self.request.prefix(self.place))
 
     def empty(self) -> Completion:
-        """What it is when it ends before its first token."""
+        """Return the completion of a sample aborted before its first token."""
         return Completion(*self.key, (), (), (), "abort")
 
 
 class Sampler(Protocol):
-    """What has a sample drawn."""
+    """Computes samples with the engine's library."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether its processes are gone."""
+        """True if the processes are gone."""
         ...
 
     async def sample(self, sample: RunningSample) -> Completion:
-        """Draw a sample to its end; when cancelled, have it dropped.
+        """Sample to the end; when cancelled, have the processes drop the sample.
 
-        Its processes know of it before it first gives way to another coroutine, or it looks at
-        `RunningSample.aborted` again when they do.
+        The processes must know the sample before this coroutine first yields, else it must check
+        `RunningSample.aborted` once they do: an abort reaches only known samples.
         """
         ...
 
 
 class InFlight:
-    """See the module.
-
-    Args:
-        sampler: draws them.
-        stop_strings: of the served model.
-        timeout_s: deadline of one call.
-    """
+    """All samples in flight of one engine; `timeout_s` is the deadline of one call."""
 
     def __init__(self, sampler: Sampler, stop_strings: StopStrings, timeout_s: float) -> None:
         self._sampler = sampler
@@ -100,11 +90,11 @@ class InFlight:
 
     @property
     def sample_keys(self) -> set[tuple[str, int]]:
-        """Of the samples of every call that has not ended."""
+        """Keys of the samples of every call that has not ended."""
         return set().union(*self._taken.values())
 
     def start(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
-        """Put checked requests in line; the completions come as they are finished."""
+        """Start checked requests; the completions come as they are finished."""
         call = next(self._numbers)
         samples = [
             RunningSample(
@@ -122,18 +112,11 @@ class InFlight:
         for sample in samples:
             self._start(sample)
         stream = self._stream(call, requests)
-        weakref.finalize(stream, self._forget, call)  # one that nobody begins to wait for
+        weakref.finalize(stream, self._forget, call)  # for a stream that is never iterated
         return stream
 
     def mark_aborted(self, request_ids: Sequence[str] | None) -> list[str]:
-        """Let no sample of these requests (None: of any) start.
-
-        Args:
-            request_ids: names of requests.
-
-        Returns:
-            Names of those samples, for the processes to abort those that they know of.
-        """
+        """Keep samples of these requests (None: all) from starting; return the samples' names."""
         wanted = None if request_ids is None else set(request_ids)
         hit = [s for s in self._samples if wanted is None or s.request.request_id in wanted]
         for sample in hit:
@@ -141,18 +124,11 @@ class InFlight:
         return [sample.name for sample in hit]
 
     async def close(self) -> None:
-        """Wait until every sample has ended, one way or another."""
+        """Wait until every sample has ended."""
         await _ended(self._samples, self._timeout_s)
 
     async def see_ended(self, timeout_s: float) -> int:
-        """Wait until those have ended that were aborted, or whose call has ended.
-
-        Args:
-            timeout_s: how long.
-
-        Returns:
-            How many have not.
-        """
+        """Wait for samples that were aborted or whose call ended; return how many still run."""
         ending = [s for s in self._samples if s.aborted or s.call not in self._calls]
         await _ended(ending, timeout_s)
         return len(self._samples.intersection(ending))
@@ -179,7 +155,6 @@ class InFlight:
             self._forget(call)
 
     def _forget(self, call: int) -> None:
-        """Give a call up; harmless when repeated."""
         if self._calls.pop(call, None) is None:
             return
         del self._taken[call]

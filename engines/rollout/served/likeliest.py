@@ -1,7 +1,7 @@
-"""From what a library says of a prompt to the answer that was asked for.
+"""Converts what a library returns about a prompt into the requested answer.
 
-Promises: exactly K tokens of each place, those that may be taken, the likeliest first and of equals
-the lowest id; or nothing, where the library was asked for too few to know.
+Promises: exactly K allowed tokens per position, the likeliest first, ties by lowest id; or None if
+the library returned too few to decide.
 Letters: N tokens that are asked about, K likeliest tokens.
 """
 
@@ -15,34 +15,21 @@ from engines.errors import RolloutError
 from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
 
 Candidates = Sequence[tuple[float, int]]
-"""Logprob and token, distinct tokens in any order: the likeliest of one place."""
+"""(logprob, token) pairs of the likeliest tokens of one position, distinct and in any order."""
 
 
 @dataclass(frozen=True)
 class PromptRows:
-    """What a library says of one sequence, place by place.
-
-    Attributes:
-        logprobs: of the tokens that stand there.
-        likeliest: as many of each place as the library was asked for; empty where none were.
-    """
+    """Logprobs of the given tokens, and likeliest tokens per position; none if not requested."""
 
     logprobs: Sequence[float]
     likeliest: Sequence[Candidates] = ()
 
 
 def prompt_answer(request: PromptRequest, rows: PromptRows) -> PromptLogprobs | None:
-    """The answer to a request.
+    """Return the answer to a request; None if a position has fewer than K allowed tokens.
 
-    Args:
-        request: with N tokens that are asked about.
-        rows: of these N.
-
-    Returns:
-        The answer; None where fewer than K tokens of a place may be taken.
-
-    Raises:
-        RolloutError: the rows are not those of N tokens.
+    A RolloutError if the rows do not match the N tokens that are asked about.
     """
     num_asked = len(request.token_ids) - request.first
     if len(rows.logprobs) != num_asked or (request.num_top and len(rows.likeliest) != num_asked):
@@ -66,7 +53,6 @@ def _chosen(candidates: Candidates, request: PromptRequest) -> list[tuple[float,
 
 
 def _columns(chosen: Sequence[Candidates]) -> tuple[Tensor, Tensor]:
-    """(N, K) int64 ids and float32 logprobs."""
     ids = torch.tensor([[token for _, token in each] for each in chosen], dtype=torch.int64)
     logprobs = torch.tensor([[logprob for logprob, _ in each] for each in chosen])
     return ids, logprobs

@@ -1,8 +1,7 @@
-"""What a model directory says before an engine has read it: tensors, vocabulary, context, ends.
+"""Reads tensor shapes, vocabulary, context and end tokens from a model directory.
 
-Promises: reads `config.json` and `generation_config.json` alone and allocates no weight; names
-and shapes of the tensors are those that `save_pretrained` writes.
-Does not promise that the engine knows the architecture.
+Reads only `config.json` and `generation_config.json` and allocates no weights; names and shapes are
+those that `save_pretrained` writes. The engine may still not know the architecture.
 """
 
 import sys
@@ -20,16 +19,14 @@ from infra.errors import ConfigError
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """One model.
+    """Layout of one model.
 
     Attributes:
-        architecture: class of it, for a configuration that does not name it.
+        architecture: class name, for a configuration that does not state it.
         tensors: shape of every tensor on disk, tied ones once.
-        float32: names of those that are float32 whatever the dtype of the others.
-        tied: names of parameters that share their memory with one of them.
-        vocab_size: token ids are below this.
-        context_length: tokens that prompt and response may have together.
-        eos_token_ids: what ends a sample.
+        float32: tensors that are float32 whatever the dtype of the others.
+        tied: parameters that share memory with one of `tensors`.
+        context_length: limit of prompt and response together, in tokens.
     """
 
     architecture: str
@@ -42,24 +39,12 @@ class ModelLayout:
 
     @property
     def is_latent(self) -> bool:
-        """Whether its attention is latent (MLA), which engines have other kernels for."""
+        """True if the attention is latent (MLA), which engines compute with other kernels."""
         return any(".kv_a_proj_with_mqa." in name for name in self.tensors)
 
 
 def read_layout(hf_dir: Path, engine: str, dtype: str) -> ModelLayout:
-    """The layout of a model.
-
-    Args:
-        hf_dir: model directory with `config.json`; weights in it are not read.
-        engine: name of the rollout engine, for errors.
-        dtype: of its weights, `float32` or `bfloat16`.
-
-    Returns:
-        Its layout.
-
-    Raises:
-        ConfigError: no configuration there, or a model that sees images.
-    """
+    """Read the layout of a model directory, or raise a ConfigError; `engine` is named in errors."""
     if not (hf_dir / "config.json").is_file():
         raise ConfigError("model.path", f"got {hf_dir}; need a directory with config.json")
     sees = vision_model_type(hf_dir)

@@ -1,9 +1,8 @@
-"""An update on its way to the process that holds the model; both directions travel as JSON.
+"""Weight updates in the process that holds the model; orders and replies travel as JSON.
 
-Promises: every tensor is checked for name, shape and dtype before the engine's library sees it,
-and its checksum is of the bytes that the library was given; an error arrives as the error it is.
-Does not promise a checksum of the weights as they lie in the model: a library may pack them for
-its kernels. Whoever wants to know asks for logprobs (`RolloutEngine.score`).
+Promises: every tensor is checked for name, shape and dtype before the engine's library gets it; its
+checksum is of the bytes that the library got. Libraries may pack weights for their kernels, so the
+model itself has no checksum; `RolloutEngine.score` verifies it.
 """
 
 import json
@@ -22,11 +21,11 @@ from infra.errors import PipelineError
 NamedTensors = Iterator[tuple[str, Tensor]]
 
 _REFUSALS = (AssertionError, AttributeError, KeyError, RuntimeError, ValueError, OSError)
-"""What libraries raise for weights that they cannot take."""
+"""Errors that libraries raise for weights that they cannot load."""
 
 
 def order_of(source: WeightSource, layout: ModelLayout, dtype: str) -> str:
-    """The argument of `carry_out`."""
+    """Return the order for `carry_out`."""
     return json.dumps(
         {
             "source": source_to_json(source),
@@ -39,15 +38,9 @@ def order_of(source: WeightSource, layout: ModelLayout, dtype: str) -> str:
 
 
 def carry_out(order: str, load: Callable[[NamedTensors], None], worker: int = 0) -> str:
-    """Overwrite a model from a weight source, in the process that holds it.
+    """Overwrite a model from a weight source in its process, number `worker`; return the reply.
 
-    Args:
-        order: of `order_of`.
-        load: gives (name, tensor) pairs to the model, all of them.
-        worker: number of the process among those that share the model.
-
-    Returns:
-        For `agreed`.
+    `load` loads all (name, tensor) pairs into the model.
     """
     parsed = json.loads(order)
     incoming = _Incoming(
@@ -73,7 +66,7 @@ def carry_out(order: str, load: Callable[[NamedTensors], None], worker: int = 0)
 
 
 def agreed(replies: Sequence[str]) -> Receipt:
-    """The receipt that all processes gave; an error of one is the error of the update."""
+    """Return the receipt that all processes agree on; an error of one fails the update."""
     receipts: set[Receipt] = set()
     for reply in map(json.loads, replies):
         if "error" in reply:
@@ -87,7 +80,7 @@ def agreed(replies: Sequence[str]) -> Receipt:
 
 
 class _Incoming:
-    """Checks tensors on their way into the model, and remembers what passed."""
+    """Checks tensors on their way into the model, and records their checksums."""
 
     def __init__(
         self,
@@ -104,17 +97,17 @@ class _Incoming:
         self.num_bytes = 0
 
     def check(self, tensors: NamedTensors) -> NamedTensors:
-        """Pass the tensors on; raises a WeightSyncError at the first that is not expected."""
+        """Pass the tensors on; raise a WeightSyncError at the first unexpected one."""
         for name, tensor in tensors:
             self._check(name, tensor)
-            # A library keeps it until the rest of its layer has come; its memory may be reused.
+            # Cloned: a library keeps tensors until their layer is complete; sources reuse memory.
             own = tensor.clone()
             self.checksums[name] = tensor_checksum(own)
             self.num_bytes += own.numel() * own.element_size()
             yield name, own
 
     def check_complete(self) -> None:
-        """Raise a WeightSyncError unless everything has passed."""
+        """Raise a WeightSyncError if a tensor is missing."""
         missing = sorted(self._shapes.keys() - self.checksums.keys())
         if missing:
             raise WeightSyncError(f"{len(missing)} parameters were not sent, first {missing[0]}")

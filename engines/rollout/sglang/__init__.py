@@ -1,1 +1,1 @@
-"""The rollout engine sglang, and the only place where SGLang is imported."""
+"""The rollout engine sglang; the only package that imports SGLang."""

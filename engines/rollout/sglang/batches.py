@@ -1,8 +1,7 @@
-"""Samples that start together go to SGLang in one call, and come out of it one by one.
+"""Sends samples that start together to SGLang in one call and returns each when it is finished.
 
-Promises: what is put in before the loop comes round again, of one call of `generate`, is one call
-of the server, in that order; each sample comes out when it is finished, whatever the others do.
-Does not promise that one which SGLang refuses leaves the others of its call alone: they fail too.
+Samples of one `generate` call that are put in during one iteration of the event loop form one call
+of the server, in their order. If SGLang refuses one sample, the others of its call fail too.
 """
 
 import asyncio
@@ -21,13 +20,9 @@ Answer = asyncio.Future[Any]
 
 
 class BatchedCalls:
-    """See the module.
+    """Groups samples into calls of the server; reports the name of each sent sample to `sent`.
 
-    Args:
-        client: of the server.
-        eos_token_ids: what ends a sample.
-        may_send: while it is clear, samples wait here.
-        sent: told the name of each sample that leaves.
+    Samples wait while `may_send` is clear.
     """
 
     def __init__(
@@ -43,7 +38,7 @@ class BatchedCalls:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def put(self, sample: RunningSample) -> Answer:
-        """SGLang's last answer about a sample, to be waited for; cancelled, it is not sent."""
+        """Return a future of SGLang's last answer about a sample; if cancelled, it is not sent."""
         loop = asyncio.get_running_loop()
         answer: Answer = loop.create_future()
         if sample.call not in self._waiting:
@@ -55,7 +50,7 @@ class BatchedCalls:
         return answer
 
     async def close(self) -> None:
-        """End all calls; SGLang drops what was in them."""
+        """Cancel all calls; SGLang drops their samples."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -86,5 +81,5 @@ class BatchedCalls:
                 if meta["finish_reason"] is None:
                     continue
                 answer = left.pop(meta["id"])
-                if not answer.done():  # nobody waits for it any more
+                if not answer.done():  # the sample may be cancelled
                     answer.set_result(found)

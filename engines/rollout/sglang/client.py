@@ -1,8 +1,7 @@
-"""Calls to SGLang's server over HTTP.
+"""Calls SGLang's server over HTTP; deadlines are the caller's task.
 
-Promises: every call belongs to the event loop that it is made in; an answer is JSON or an error
-that says what SGLang said; a server that died is a `ReplicaLostError` with the end of its log.
-Does not promise deadlines: whoever calls has one.
+Promises: answers are parsed JSON, or an error with SGLang's message; the death of the server is a
+`ReplicaLostError` with the end of its log.
 """
 
 import asyncio
@@ -17,16 +16,12 @@ from engines.errors import ReplicaLostError, RolloutError
 from engines.rollout.sglang.server import Server
 
 DYING_S = 5.0
-"""A process that dies closes its connections before it is gone."""
+"""A dying process closes its connections before it is gone."""
 EVENT, END = b"data: ", b"[DONE]"
 
 
 class Client:
-    """See the module.
-
-    Args:
-        server: that is called.
-    """
+    """HTTP client of one server, used in one event loop."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -35,15 +30,7 @@ class Client:
     async def post(
         self, path: str, body: Mapping[str, Any], accepted: Collection[int] = (200,)
     ) -> Any:
-        """Call and wait for the answer.
-
-        Args:
-            path: of the server.
-            body: for JSON.
-            accepted: states of an answer that is no refusal.
-
-        Returns:
-            From JSON; None for an answer without.
+        """Call and return the parsed JSON answer, or None; `accepted` holds allowed HTTP statuses.
 
         Raises:
             RolloutError: SGLang refuses, or the connection broke.
@@ -52,22 +39,11 @@ class Client:
         return await self._exchange("POST", path, body, accepted)
 
     async def get(self, path: str) -> Any:
-        """As `post`, without a body."""
+        """Call without a body; see `post`."""
         return await self._exchange("GET", path, None, (200,))
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
-        """Call for several answers.
-
-        Args:
-            path: of the server.
-            body: for JSON.
-
-        Yields:
-            Any: each answer, from JSON, as it comes.
-
-        Raises:
-            RolloutError: see `post`.
-        """
+        """Call and yield each parsed answer as it comes; errors as in `post`."""
         try:
             async with self._connection().post(path, json=body) as response:
                 if response.status != 200:
@@ -97,12 +73,12 @@ class Client:
         return json.loads(content) if content.startswith((b"{", b"[")) else None
 
     def _connection(self) -> aiohttp.ClientSession:
-        """Made by the first call: it belongs to the loop that runs then."""
+        """Create the session at the first call: it belongs to the loop that runs then."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 self._server.url,
                 headers={"Authorization": f"Bearer {self._server.key}"},
-                # One for each call: the server closes idle ones as they are used again.
+                # One connection per call: the server may close an idle one just as it is reused.
                 connector=aiohttp.TCPConnector(limit=0, force_close=True),
                 timeout=aiohttp.ClientTimeout(total=None),
             )
@@ -117,7 +93,6 @@ class Client:
 
 
 async def _events(chunks: AsyncIterator[bytes]) -> AsyncGenerator[Any, None]:
-    """Server-sent events, however they are cut into chunks."""
     held = bytearray()
     async for chunk in chunks:
         held += chunk

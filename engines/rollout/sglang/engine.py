@@ -1,11 +1,10 @@
-"""The rollout engine sglang: a server of SGLang, which reads the weights where the model is.
+"""The rollout engine sglang: a server of SGLang that reads the weights in its own processes.
 
-Promises: the contract of `engines.rollout.base`; what the cache holds is forgotten with the
-weights it was computed from; samples that were paused during an update are computed anew up to
-where they stood, and each token carries the version that sampled it; the random streams are those
-of the engine transformers; `close`, and the end of this process, end every process of SGLang.
-Not promised: a quick start (see `engines.rollout.sglang.server`); `score` and `prompt_logprobs`
-while paused; that an aborted sample still has the tokens of its last steps.
+Promises: the contract of `engines.rollout.base`. Samples paused during an update are recomputed up
+to where they stood, and each token carries the version that sampled it. Random streams are those of
+the engine transformers. `close`, and the end of this process, end every process of SGLang.
+Does not promise: a quick start; `score` and `prompt_logprobs` while paused; that an aborted sample
+has the tokens of its last steps.
 """
 
 from collections.abc import Sequence
@@ -34,17 +33,7 @@ TAGS = {"kv": ["kv_cache"], "weights": ["kv_cache", "weights"]}
 
 
 class SglangEngine(ServedEngine):
-    """See the module. Starts SGLang's processes before it returns.
-
-    Args:
-        hf_dir: model directory; only its configuration is read, weights come by updates.
-        rollout: capacity, deadline and options.
-        dtype: `float32` or `bfloat16`.
-        platform: where it runs.
-
-    Raises:
-        ConfigError: bad options, no model configuration, or SGLang refuses the two together.
-    """
+    """Rollout engine on SGLang, whose processes the constructor starts, or a ConfigError."""
 
     capabilities = frozenset(
         {
@@ -69,7 +58,7 @@ class SglangEngine(ServedEngine):
             Capability.STRUCTURED_OUTPUT: stop_strings.has_tokenizer,
             Capability.SLEEP_FREES_MEMORY: self._frees_memory,
         }
-        # Of this very engine: they depend on its options and its platform.
+        # Set per instance: they depend on the options and the platform.
         self.capabilities = SglangEngine.capabilities | {c for c, has in own.items() if has}  # pyright: ignore[reportAttributeAccessIssue]
         super().__init__(
             "SGLang",
@@ -86,8 +75,8 @@ class SglangEngine(ServedEngine):
         check_temperature(request)
 
     async def _load(self, order: str) -> Sequence[str]:
-        # Paused in any case: a sample that nobody waits for any more may still run there, and
-        # while one runs SGLang forgets nothing.
+        # Always paused: an abandoned sample may still run in SGLang, which clears no cache
+        # while one runs.
         await self._stop_sampling()
         forget = not fault("sglang.cache_flush")
         body = {"zmq_handles": {ORDER: order}, "flush_cache": forget}
@@ -111,7 +100,7 @@ class SglangEngine(ServedEngine):
     async def _stop_sampling(self) -> None:
         self._sglang_sampler.hold_back()
         await self._client.post("/pause_generation", {"mode": "retract"})
-        await self._ask()  # what its scheduler answers, it answers behind the last step
+        await self._ask()  # the scheduler answers after its last step
 
     async def _go_on_sampling(self) -> None:
         await self._client.post("/continue_generation", {})

@@ -1,8 +1,7 @@
-"""What SGLang's server is started with: its environment and its arguments.
+"""Environment and arguments of SGLang's server.
 
-Promises: it runs on the platform that was asked for, or not at all; it fetches nothing; no weight
-is read from the model directory; its cache holds at least one sample of the whole context.
-Does not promise: latent attention (MLA) on a CPU, where SGLang has no kernels for it.
+Promises: it runs on the requested platform or not at all, downloads nothing, reads no weights from
+the model directory, and its cache holds at least one sample of the whole context.
 """
 
 from pathlib import Path
@@ -25,17 +24,7 @@ _FIELD = "rollout.options"
 def start_server(
     hf_dir: Path, rollout: RolloutConfig, dtype: str, platform: PlatformBase, layout: ModelLayout
 ) -> Server:
-    """Start SGLang and wait until it takes requests.
-
-    Args:
-        hf_dir: model directory.
-        rollout: capacity and options.
-        dtype: `float32` or `bfloat16`.
-        platform: where it shall run.
-        layout: of the model.
-
-    Returns:
-        A server with random weights.
+    """Start SGLang with random weights and wait until it takes requests.
 
     Raises:
         ConfigError: the options do not fit the model or the platform, or SGLang refuses them.
@@ -49,7 +38,7 @@ def start_server(
 
 
 def context_length(options: SglangOptions, layout: ModelLayout) -> int:
-    """Tokens that prompt and response may have together."""
+    """Return the limit of prompt and response together, in tokens."""
     return min(options.max_model_len or layout.context_length, layout.context_length)
 
 
@@ -61,22 +50,7 @@ def server_arguments(
     platform: PlatformBase,
     layout: ModelLayout,
 ) -> dict[str, Any]:
-    """Arguments of `ServerArgs`, without those of the user.
-
-    Args:
-        hf_dir: model directory.
-        options: of the user.
-        max_num_sequences: decoded together.
-        dtype: of weights and cache.
-        platform: where it shall run.
-        layout: of the model.
-
-    Returns:
-        Arguments by name.
-
-    Raises:
-        ConfigError: the cache is too small for one sample.
-    """
+    """Return the arguments of `ServerArgs`, or a ConfigError if the cache is too small."""
     on_cpu = platform.device_name == "cpu"
     length = context_length(options, layout) + NUM_HELD_BACK
     has_tokenizer = (hf_dir / "tokenizer.json").is_file()
@@ -87,10 +61,10 @@ def server_arguments(
         "device": platform.device_name,
         "dtype": dtype,
         "trust_remote_code": False,
-        # Else sampling defaults of the model would stand in for what a request leaves out.
+        # Else the model's sampling defaults would replace what a request leaves out.
         "sampling_defaults": "openai",
         "sampling_backend": "pytorch",
-        # Structured output needs it; all else goes by token ids.
+        # Only structured output needs the tokenizer.
         "skip_tokenizer_init": not has_tokenizer,
         "grammar_backend": "xgrammar" if has_tokenizer else "none",
         "random_seed": 0,
@@ -103,7 +77,7 @@ def server_arguments(
         "tp_size": options.tensor_parallel_size,
         "disable_radix_cache": not options.enable_prefix_caching,
         "skip_server_warmup": True,
-        # Else its scheduler takes a whole core while others train.
+        # Else its scheduler uses a whole core during training.
         "sleep_on_idle": True,
         "log_level": "warning",
         **(
@@ -118,7 +92,7 @@ def server_arguments(
 def _num_cache_tokens(
     hf_dir: Path, options: SglangOptions, dtype: str, on_cpu: bool, length: int
 ) -> int | None:
-    """Tokens that the cache holds; None: what the share of the device leaves."""
+    """Return the tokens that the cache holds; None: what the share of the device leaves."""
     num_bytes = options.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None)
     if num_bytes is None:
         return None
@@ -154,7 +128,7 @@ def _environment(platform: PlatformBase) -> dict[str, str | None]:
         env.SGLANG_USE_CPU_ENGINE.name: "1" if on_cpu else None,
         env.SGLANG_PLUGINS.name: "rlhf",
         env.SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION.name: "0",
-        # Else the logits of all tokens of a step that somebody asks about.
+        # Else prompt logprobs materialize the logits of all tokens of a step.
         env.SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK.name: "1",
         env.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.name: "1",
         env.HF_HUB_OFFLINE.name: "1",

@@ -1,4 +1,4 @@
-"""`rollout.options` of the engine `sglang`. Neither torch nor SGLang: the plan reads them."""
+"""`rollout.options` of the engine `sglang`; imported without torch and SGLang."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 from engines.config.base import StrictModel
 
 NUM_HELD_BACK = 8
-"""Tokens of its context that SGLang gives to no sample; it cuts `max_new_tokens` in silence."""
+"""Tokens of its context that SGLang reserves; it silently cuts `max_new_tokens`."""
 SET_BY_US = frozenset({
     "admin_api_key", "api_key", "attention_backend", "chunked_prefill_size", "context_length",
     "custom_weight_loader", "device", "disable_overlap_schedule", "disable_radix_cache",
@@ -17,26 +17,26 @@ SET_BY_US = frozenset({
     "sampling_backend", "sampling_defaults", "skip_server_warmup", "skip_tokenizer_init",
     "sleep_on_idle", "speculative_algorithm", "tokenizer_path", "tp_size", "trust_remote_code",
 })  # fmt: skip
-"""Server arguments that have an option of their own, or on which the contract stands."""
+"""Server arguments with an option of their own, or on which the contract depends."""
 
 
 class SglangOptions(StrictModel):
-    """`rollout.options` of this engine; those that vLLM has as well are called as there."""
+    """`rollout.options` of this engine; options shared with vLLM have the same names."""
 
     tensor_parallel_size: int = Field(default=1, ge=1, le=1)
-    """Processes that share one model; weights reach one process of a replica so far."""
+    """Processes that share one model; must be 1, since weights reach one process per replica."""
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
-    """Share of a device that weights and cache may take; of no effect on a CPU."""
+    """Fraction of a device's memory for weights and cache; no effect on a CPU."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)
-    """Memory for keys and values; null: 1 GiB on a CPU, elsewhere what the share leaves."""
+    """Memory for keys and values in bytes; null: 1 GiB on a CPU, else what the fraction leaves."""
     max_model_len: int | None = Field(default=None, ge=2)
-    """Context in tokens; null: the model's."""
+    """Context length in tokens; null: the model's."""
     max_prefill_tokens: int = Field(default=8192, ge=1)
     """Token budget of one step; longer prompts are computed in several."""
     enable_prefix_caching: bool = True
     """Keep keys and values of prompts for later requests."""
     server_args: dict[str, Any] = {}
-    """Further arguments of SGLang's `ServerArgs`, by their names there."""
+    """Further arguments of SGLang's `ServerArgs`, by name."""
 
     @field_validator("server_args")
     @classmethod

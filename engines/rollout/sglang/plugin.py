@@ -1,12 +1,11 @@
-"""What SGLang's own processes do our way: draw tokens, and read a weight source.
+"""Hooks inside SGLang's processes: token sampling and weight loading.
 
 SGLang calls `register` in each of its processes, as a plugin of the group `sglang.srt.plugins`.
-Promises: a token is drawn from the random stream of its sample, which nothing else in flight
-changes; its logprob is that of the distribution it was drawn from, temperature, top-k, top-p and
-form included; a sample ends at the tokens that it was asked to end at, and at no other; weights are
-read where the model is. Servers that we did not start stay as they are.
-Does not promise to fit another SGLang than the one that is pinned: these are functions inside of
-it. Where one of them has gone SGLang samples nothing, or refuses the update.
+Promises: a token is sampled from the random stream of its sample, whatever else is in flight; its
+logprob is that of the sampled distribution; a sample ends only at the requested tokens. Servers
+that we did not start are unchanged.
+The hooks replace internal functions of the pinned SGLang version; where one is missing, SGLang
+samples nothing or refuses the update.
 """
 
 import json
@@ -22,11 +21,11 @@ from infra import env
 from infra.faults import fault
 
 ORDER = "order"
-"""Key of an order among the fields of SGLang's request."""
+"""Key of the order in SGLang's update request."""
 
 
 def register() -> None:
-    """Put our functions in the place of SGLang's, in servers that we started."""
+    """Install the hooks, in servers that we started."""
     if env.RLHF_SGLANG_KEY.get() is None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -54,35 +53,16 @@ def register() -> None:
 
 
 def add_streams(info: Any, owner: type, batch: Any, *others: object) -> Any:
-    """Give a batch the random stream of each of its requests.
-
-    Args:
-        info: SGLang's `SamplingBatchInfo`, which has none unless SGLang computes everything in an
-            order that does not depend on the batch.
-        owner: its class.
-        batch: that it is of.
-        *others: further arguments of SGLang's function.
-
-    Returns:
-        The same object.
-    """
+    """Give a `SamplingBatchInfo` the random stream of each request, which SGLang leaves unset."""
     starts = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
     info.sampling_seed = torch.tensor(starts, dtype=torch.int64, device=batch.device)
     return info
 
 
 def ends_where_told(request: Any, new_token_ids: list[int]) -> bool:
-    """Whether a sample has come to its end: in place of `Req._check_token_based_finish`.
+    """Replace `Req._check_token_based_finish`: return True and mark the request if it has ended.
 
-    SGLang would end it at what the tokenizer calls its end, too, which the model's own files may
-    not.
-
-    Args:
-        request: SGLang's.
-        new_token_ids: that it has got since it was asked last.
-
-    Returns:
-        Whether; then the request says where and why.
+    SGLang would also stop at the tokenizer's end token, which the model's files may not name.
     """
     from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
 
@@ -106,23 +86,16 @@ def draw(
     positions: Tensor,
     **others: object,
 ) -> Tensor:
-    """Draw a token for each row: in place of `Sampler.forward`.
+    """Replace `Sampler.forward`: sample one token per row; return (B,) int32 ids.
 
     Args:
-        sampler: SGLang's.
-        logits_output: with the logits, (B, V); gets the logprobs of what was drawn.
-        info: from `add_streams`.
-        return_logprob: whether anyone asks for logprobs.
-        top_logprobs_nums: how many of the largest each row asks for.
-        token_ids_logprobs: of which tokens each row asks for them.
-        positions: (B,) int64, of the last token before the one that is drawn.
-        **others: what only watermarks have.
-
-    Returns:
-        (B,) int32 token ids.
+        logits_output: holds the (B, V) logits; receives the logprobs.
+        top_logprobs_nums: number of likeliest tokens that each row asks for.
+        token_ids_logprobs: tokens whose logprobs each row asks for.
+        positions: (B,) int64, of the last token before the sampled one.
     """
     logits_BV = sampler._preprocess_logits(logits_output.next_token_logits, info)
-    # Of a sequence that is scored; None where no row of the batch asks for logprobs at all.
+    # For sequences that are scored; None if no row of the batch asks for logprobs.
     if any(top_logprobs_nums or ()) or any(token_ids_logprobs or ()):
         result = sampler.output_logprob_processor.compute_logprobs(
             logits_BV.log_softmax(-1),
@@ -141,7 +114,7 @@ def draw(
 
 
 def _columns(info: Any, vocab_size: int) -> SamplingColumns:
-    """SGLang stands top-k 1 for temperature 0, and the largest number for no top-k."""
+    """Convert: SGLang encodes temperature 0 as top-k 1, and no top-k as the largest number."""
     top_k_B = info.top_ks.to(torch.int64)
     greedy_B = top_k_B == 1
     return SamplingColumns(
@@ -154,22 +127,14 @@ def _columns(info: Any, vocab_size: int) -> SamplingColumns:
 
 
 def receive_weights(updater: Any, request: Any) -> tuple[bool, str]:
-    """Overwrite every parameter from a weight source: in place of `update_weights_from_ipc`.
-
-    Args:
-        updater: SGLang's `WeightUpdater`.
-        request: with the order, see `engines.rollout.served.updates`.
-
-    Returns:
-        Whether it succeeded, and the answer to the order.
-    """
+    """Replace `update_weights_from_ipc`: load a weight source; return success and the reply."""
 
     def load(tensors: NamedTensors) -> None:
         updater.begin_weight_update()
         try:
             updater.get_model().load_weights(_kept(tensors))
         finally:
-            # After an error too: else the next update would find what this one left behind.
+            # After an error too: else the next update would find leftovers of this one.
             updater.end_weight_update(run_post_load=False)
 
     reply = carry_out(request.zmq_handles[ORDER], load)
@@ -177,7 +142,7 @@ def receive_weights(updater: Any, request: Any) -> tuple[bool, str]:
 
 
 def _kept(tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-    """All of them. SGLang passes over a name that it does not know without a word, as this can."""
+    """Pass all tensors on; a fault test drops the embedding, as SGLang drops unknown names."""
     skips = fault("sglang.embedding")
     for name, tensor in tensors:
         if not (skips and "embed_tokens" in name):

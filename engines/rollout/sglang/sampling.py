@@ -1,7 +1,7 @@
-"""One sample through SGLang, from its request to its completion; and what holds samples back.
+"""Runs single samples through SGLang and holds samples back while it is paused.
 
-Promises: nothing is sent while samples are held back, so SGLang's scheduler has all that was sent;
-what is cancelled SGLang is told to drop; a sample with stop strings ends where one does.
+Promises: nothing is sent while samples are held back; SGLang is told to drop cancelled samples; a
+sample with stop strings ends at the first one.
 """
 
 import asyncio
@@ -19,19 +19,13 @@ from engines.types import Completion
 from infra.errors import DeadlineError
 
 ABORT_WAITS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""SGLang passes over an abort that comes before what it aborts."""
+"""Delays between repeated aborts: SGLang ignores an abort that arrives before its sample."""
 TELL_DEADLINE_S = 20.0
-"""It answers at once, whether or not it has such a sample; shorter than a replica may close in."""
+"""SGLang answers an abort at once; shorter than the deadline to close a replica."""
 
 
 class SglangSampler:
-    """See `engines.rollout.served.in_flight.Sampler`.
-
-    Args:
-        server: that samples.
-        client: of it.
-        eos_token_ids: what ends a sample.
-    """
+    """See `engines.rollout.served.in_flight.Sampler`."""
 
     def __init__(self, server: Server, client: Client, eos_token_ids: frozenset[int]) -> None:
         self._server = server
@@ -58,14 +52,14 @@ class SglangSampler:
         self._may_send.set()
 
     async def sample(self, sample: RunningSample) -> Completion:
-        """See `Sampler`. One that is aborted and was not sent comes out empty."""
+        """See `Sampler`. A sample that is aborted before it was sent comes out empty."""
         call = asyncio.get_running_loop().create_task(self._call(sample))
         self._calls[sample.name] = call
         self._unsent.add(sample.name)
         try:
             await asyncio.wait({call})
         finally:
-            if not call.done():  # nobody waits for it any more
+            if not call.done():  # cancelled
                 call.cancel()
                 if sample.name not in self._unsent:
                     self._drop(sample.name)
@@ -74,11 +68,7 @@ class SglangSampler:
         return sample.empty() if call.cancelled() else call.result()
 
     async def abort(self, names: Sequence[str]) -> None:
-        """End these samples, and wait until they have.
-
-        Args:
-            names: of samples; one that SGLang does not end in the end comes out empty.
-        """
+        """End these samples and wait; a sample that SGLang does not end comes out empty."""
         calls = {name: self._calls[name] for name in names if name in self._calls}
         for name in self._unsent & calls.keys():
             calls.pop(name).cancel()
@@ -92,7 +82,7 @@ class SglangSampler:
             call.cancel()
 
     async def close(self) -> None:
-        """End all calls, and wait until SGLang was told all."""
+        """Cancel all calls, and wait until SGLang was told of all aborts."""
         await self._batches.close()
         if self._dropping:
             await asyncio.wait(self._dropping)
@@ -107,10 +97,10 @@ class SglangSampler:
             return await self._until_stop(sample, answers)
 
     async def _until_stop(self, sample: RunningSample, answers: AsyncIterator[Any]) -> Completion:
-        """Follow a sample step by step, and end it where a stop string does.
+        """Follow a sample step by step, and end it at a stop string.
 
-        SGLang's own stop strings know nothing of a prefix, and begin every text anew. It tells
-        the versions of tokens with its last answer alone, so that one is waited for.
+        SGLang's own stop strings ignore a prefix. It reports token versions only with its last
+        answer, so that one is awaited.
         """
         answer: Any = None
         num_seen, num_until_stop = 0, None
@@ -133,7 +123,7 @@ class SglangSampler:
     def _dropped(self, task: "asyncio.Task[None]") -> None:
         self._dropping.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever waits for another sample gets it, too
+            task.exception()  # retrieved; other samples report the same error
 
     async def _tell_abort(self, name: str) -> None:
         try:
@@ -144,5 +134,4 @@ class SglangSampler:
 
 
 def _num_until_stop(sample: RunningSample, token_ids: Sequence[int]) -> int | None:
-    """How many of a sample's next tokens there are up to the one that completes a stop string."""
     return None if sample.text is None else sample.text.contains_stop(token_ids)

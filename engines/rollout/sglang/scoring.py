@@ -1,8 +1,4 @@
-"""Logprobs of given tokens, from what SGLang says of a prompt.
-
-Does not promise to see what the cache holds: SGLang computes a prompt anew whose logprobs it is
-asked for.
-"""
+"""Reads logprobs of given tokens from SGLang's answers; SGLang computes them without its cache."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,16 +10,7 @@ from engines.rollout.served.likeliest import PromptRows
 
 
 def scores(answer: Mapping[str, Any], ids: Sequence[int], temperature: float) -> tuple[float, ...]:
-    """Logprob of every token but the first.
-
-    Args:
-        answer: to `translation.score_body`.
-        ids: token ids, at least two.
-        temperature: of the distribution, above 0.
-
-    Returns:
-        One logprob less than there are tokens.
-    """
+    """Return the logprob of every token but the first, from the answer to `score_body`."""
     meta = answer["meta_info"]
     if temperature == 1:
         return tuple(row[0] for row in meta["input_token_logprobs"][1:])
@@ -32,16 +19,9 @@ def scores(answer: Mapping[str, Any], ids: Sequence[int], temperature: float) ->
 
 
 def prompt_rows(answer: Mapping[str, Any], request: PromptRequest, num_top: int) -> PromptRows:
-    """What SGLang says of the tokens that a request asks about.
+    """Return what the answer to `prompt_body` reports for the tokens that a request asks about.
 
-    Args:
-        answer: to `translation.prompt_body`; of each place (logprob, token, text), and of the first
-            nothing, for SGLang does not look before it.
-        request: at temperature 1.
-        num_top: likeliest tokens of each place that were asked for; 0: none.
-
-    Returns:
-        Of these tokens.
+    SGLang's rows are (logprob, token, text), with no logprob for the first token.
     """
     meta, num_asked = answer["meta_info"], len(request.token_ids) - request.first
     told = meta["input_token_logprobs"][-num_asked:]
@@ -53,6 +33,6 @@ def prompt_rows(answer: Mapping[str, Any], request: PromptRequest, num_top: int)
 
 
 def _scaled(row: Sequence[Sequence[Any]], token: int, temperature: float) -> float:
-    """Row: (logprob, token, text) of each token of the vocabulary, in its order."""
+    """Return a token's logprob, given (logprob, token, text) of the whole vocabulary in order."""
     logprobs = torch.tensor([each[0] for each in row], dtype=torch.float64)
     return float((logprobs / temperature).log_softmax(-1)[token])

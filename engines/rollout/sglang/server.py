@@ -1,9 +1,8 @@
-"""SGLang's server as a child of this process: its start, its log, its end.
+"""SGLang's server as a child process.
 
-Promises: it listens on loopback alone, behind a key that only its environment holds; `start`
-returns when it takes requests, or says by the last lines of its log why it does not; it is the
-leader of a session of its own, carries the mark of our own family, by which a reaper finds it,
-and ends with us however we end (`server_main`); nothing of it is left on disk or in memory.
+Promises: it listens only on loopback and requires a key that only its environment holds. It leads
+its own session, carries the process mark by which the reaper finds it, and ends when this process
+ends (`server_main`). Nothing of it stays on disk or in memory.
 Does not promise a quick start: it imports SGLang three times, 70 s of CPU time.
 """
 
@@ -27,7 +26,7 @@ from infra.host.processes import is_alive, start_detached, stop_all
 from infra.host.records import log_tail
 
 START_DEADLINE_S = 540.0
-"""Less than that of the replica that it belongs to."""
+"""Shorter than the start deadline of its replica."""
 STOP_DEADLINE_S = 10.0
 POLL_S = 0.2
 HOST = "127.0.0.1"
@@ -35,12 +34,7 @@ _LEAKS = r"nanobind|^ - (leaked |\.\.\. skipped)"
 
 
 class Server:
-    """A server that runs. Made by `start`.
-
-    Args:
-        arguments: of SGLang's `ServerArgs`, without address and key.
-        environment: that its processes need beside our own; None removes a variable.
-    """
+    """A running server; made by `start`. A None in `environment` removes the variable."""
 
     def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str | None]) -> None:
         self.key = secrets.token_urlsafe(32)
@@ -53,7 +47,7 @@ class Server:
         whole = {
             **environment,
             env.RLHF_SGLANG_KEY.name: self.key,
-            "TMPDIR": str(self._directory),  # SGLang leaves the files of its sockets behind
+            "TMPDIR": str(self._directory),  # SGLang does not remove its socket files
         }
         main = "engines.rollout.sglang.server_main"
         process = start_detached(
@@ -62,18 +56,18 @@ class Server:
             env.child_environment(**whole),
             mark=env.RLHF_PROCESS_MARK.get(),
         )
-        # To end it we go by its session: the mark is that of others, too.
+        # A fresh mark, so that `stop` goes by the session: other processes share the mark.
         self._process = process.model_copy(update={"mark": secrets.token_hex(16)})
         self._shared_memory: set[Path] = set()
 
     @property
     def is_lost(self) -> bool:
-        """Whether its first process is gone, and so all of them."""
+        """True if its first process, and so all of them, is gone."""
         return not is_alive(self._process)
 
     @property
     def log_tail(self) -> str:
-        """The last lines of its log, without those that a library writes behind every error."""
+        """The last lines of its log, without the noise that a library appends to every error."""
         return log_tail(self._log_path, noise=_LEAKS)
 
     def await_ready(self) -> None:
@@ -81,8 +75,8 @@ class Server:
 
         Raises:
             ConfigError: SGLang refuses its arguments.
-            RolloutError: it ended.
-            DeadlineError: it took too long.
+            RolloutError: the server ended.
+            DeadlineError: the start took too long.
         """
         end = time.monotonic() + START_DEADLINE_S
         while not answers_ok(f"{self.url}/health"):
@@ -98,7 +92,7 @@ class Server:
         self._shared_memory = shared_memory_of(self._process.pid)
 
     def stop(self) -> None:
-        """End it and remove what it leaves; harmless when repeated."""
+        """End it and remove its files; may be repeated."""
         try:
             stop_all([self._process], STOP_DEADLINE_S)
         finally:
@@ -107,18 +101,7 @@ class Server:
 
 
 def start(arguments: Mapping[str, Any], environment: Mapping[str, str | None]) -> Server:
-    """Start a server and wait until it takes requests.
-
-    Args:
-        arguments: as in `Server`.
-        environment: as in `Server`.
-
-    Returns:
-        The server.
-
-    Raises:
-        PipelineError: see `Server.await_ready`; nothing of it is left.
-    """
+    """Start a server and wait until it takes requests, or stop it and raise a PipelineError."""
     server = Server(arguments, environment)
     try:
         server.await_ready()

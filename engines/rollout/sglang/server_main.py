@@ -1,12 +1,10 @@
-"""The child process of the engine: SGLang's HTTP server, which ends with the process that owns it.
+"""SGLang's HTTP server as a child process that ends with its owner.
 
-`python -m engines.rollout.sglang.server_main DIRECTORY`, with the arguments of `ServerArgs` in
-`DIRECTORY/arguments.json`. A secret is in the environment, never in the arguments.
-Promises: arguments that SGLang refuses, and a model that it would compute otherwise than
-transformers, are answered by `DIRECTORY/refusal` and an end; when the owner is gone, however it
-went, the whole process group is killed within `POLL_S` and what it has left in memory and in the
-directory is removed.
-Does not promise an orderly end then: nobody is left to serve.
+`python -m engines.rollout.sglang.server_main DIRECTORY` reads the arguments of `ServerArgs` from
+`DIRECTORY/arguments.json`. Secrets are passed only in the environment.
+Promises: arguments that SGLang refuses, and models that it would compute differently from
+transformers, are reported in `DIRECTORY/refusal`. When the owner is gone, the process group is
+killed within `POLL_S`, and its shared memory and directory are removed.
 """
 
 import json
@@ -29,23 +27,15 @@ from infra import env
 
 ARGUMENTS, REFUSAL = "arguments.json", "refusal"
 POLL_S = 0.5
-SHARED_MEMORY = "/dev/shm/sglang_"  # noqa: S108  a beginning of names, not a file
+SHARED_MEMORY = "/dev/shm/sglang_"  # noqa: S108  a prefix of names, not a file
 
-# Here and not in `main`: SGLang starts its other processes from this module again, as
-# multiprocessing's method "spawn" does, before they import anything of it.
+# At import and not in `main`: SGLang spawns its other processes, which import this module first.
 if env.SGLANG_USE_CPU_ENGINE.get():
     install()
 
 
 def shared_memory_of(pid: int) -> set[Path]:
-    """What a server has mapped of `/dev/shm`, which SGLang does not remove when it is killed.
-
-    Args:
-        pid: of its first process; it may be gone.
-
-    Returns:
-        Files, which may be gone as well.
-    """
+    """Return the files in `/dev/shm` that a process has mapped; a killed SGLang leaves them."""
     found: set[Path] = set()
     with suppress(psutil.Error):
         first = psutil.Process(pid)
@@ -62,7 +52,7 @@ def remove(paths: Iterable[Path]) -> None:
 
 
 def main() -> None:
-    """Serve until the owner ends us, or is gone."""
+    """Serve until the owner ends this process, or is gone."""
     directory = Path(sys.argv[1])
     owner = os.getppid()
     threading.Thread(
@@ -93,18 +83,10 @@ def _accepted(arguments: dict[str, Any]) -> Any:
 def check_window(
     hf_dir: Path, context_length: int, model_class: Callable[[str], type[Any]]
 ) -> None:
-    """Refuse a model whose sliding window SGLang passes over without a word.
+    """Refuse, with a ValueError, a model whose sliding window SGLang would silently ignore.
 
-    SGLang 0.5 has a class of its own for each architecture; those without the method that says how
-    wide the window is, Mistral's for one, attend to everything.
-
-    Args:
-        hf_dir: model directory.
-        context_length: tokens of the longest sequence.
-        model_class: SGLang's, by the architecture; asked for where a window is shorter.
-
-    Raises:
-        ValueError: the window would matter.
+    SGLang 0.5 has a class per architecture; those without a method that returns the window, such as
+    Mistral's, attend to everything.
     """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -1,13 +1,10 @@
 """Stand-ins for packages that SGLang imports on every platform and never calls on a CPU.
 
-SGLang 0.5.23 imports `sgl_kernel`, of which the package index has CUDA builds alone, and
-`torchvision`, whose build there needs CUDA's libraries, too. `install` makes both importable, in
-SGLang's own processes alone: every name in them is found, and is a class that cannot be made and
-a function that cannot be called.
-Promises: what is called or made raises NotImplementedError by its full name; a package that is
-really installed is left alone.
-Does not cover: any kernel. Models whose layers need one, quantized ones above all, and models
-that see images do not run on a CPU; SGLang computes the others with PyTorch's own operators.
+SGLang 0.5.23 imports `sgl_kernel`, which has only CUDA builds, and `torchvision`, whose build needs
+CUDA's libraries too. `install` makes both importable in SGLang's processes.
+Promises: calling or creating anything in them raises NotImplementedError with its full name; an
+installed package is left alone.
+Does not cover kernels: quantized models and models with images do not run on a CPU.
 """
 
 import importlib.machinery
@@ -22,19 +19,19 @@ PACKAGES = ("sgl_kernel", "torchvision")
 
 
 def install() -> None:
-    """Stand in for those of `PACKAGES` that are not installed; harmless when repeated."""
+    """Stand in for those of `PACKAGES` that are not installed; may be repeated."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         from transformers.utils.import_utils import is_torchvision_available
 
-        is_torchvision_available()  # remembered: transformers goes on without it
+        is_torchvision_available()  # cached, so that transformers works without it
         sys.meta_path.append(_Finder(missing))
 
 
 class _Name(type):
-    """A class whose attributes are found as well, so that enumerations and constants are."""
+    """A class whose attributes exist as well, for enumerations and constants."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -68,7 +65,7 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: object = None, target: object = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """See `MetaPathFinder`: every module of a missing package is a package itself."""
+        """Find every module of a missing package, as a package."""
         if fullname.partition(".")[0] not in self._packages:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
@@ -78,4 +75,4 @@ class _Finder(MetaPathFinder, Loader):
         return _Module(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """See `Loader`: there is nothing to run."""
+        """Do nothing; see `Loader`."""

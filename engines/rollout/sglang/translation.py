@@ -1,9 +1,8 @@
-"""Between this project's requests and SGLang's: seeds, sampling parameters, completions.
+"""Translates requests, seeds and completions between this project and SGLang.
 
-Promises: the distribution that is sampled is the one that was asked for, or the request is
-refused; logprobs and policy versions come out one per token; a sample draws from the stream of
-its seed where its prefix or its draw offset says, so a continued sample has the tokens of an
-uninterrupted one as far as rounding allows.
+Promises: the requested distribution is sampled, or the request is refused; every token has a
+logprob and a version. A sample starts in its seed's stream where its prefix or draw offset says, so
+a continued sample equals an uninterrupted one up to rounding.
 """
 
 import json
@@ -18,12 +17,12 @@ from engines.rollout.transformers.sampling import GAMMA, stream_starts
 from engines.types import Completion, RolloutRequest, StructuredOutput
 
 MIN_TEMPERATURE = 1e-5
-"""SGLang takes a smaller one for 0."""
+"""SGLang treats a smaller temperature as 0."""
 OFF = -1
 
 
 def check_temperature(request: RolloutRequest) -> None:
-    """Refuse a temperature that SGLang would change in silence."""
+    """Refuse a temperature that SGLang would silently change."""
     temperature = request.sampling.temperature
     if 0 < temperature < MIN_TEMPERATURE:
         raise RolloutError(
@@ -33,15 +32,9 @@ def check_temperature(request: RolloutRequest) -> None:
 
 
 def stream_start(sample: RunningSample) -> int:
-    """Where the stream of a sample would have begun to reach its next number behind its prompt.
+    """Return the int64 stream start that gives a sample its next number at its next position.
 
-    SGLang counts positions, of prompt and prefix and from 0, and we draws. Both count up by 1.
-
-    Args:
-        sample: the sample.
-
-    Returns:
-        A signed number of 64 bits: its seed, for `engines.rollout.sglang.plugin`.
+    SGLang counts positions of prompt and prefix from 0, the stream counts draws.
     """
     request, place = sample.request, sample.place
     start = int(stream_starts([request.seeds[place]]))
@@ -50,14 +43,9 @@ def stream_start(sample: RunningSample) -> int:
 
 
 def batch_body(samples: Sequence[RunningSample], eos_token_ids: Collection[int]) -> dict[str, Any]:
-    """What SGLang is asked for samples: token ids and their logprobs, as a stream of answers.
+    """Return the request body for samples: token ids and logprobs, as a stream of answers.
 
-    Args:
-        samples: each comes at its end; one with stop strings after each step, for we look for them.
-        eos_token_ids: what ends one, beside its own stop tokens.
-
-    Returns:
-        For JSON.
+    Each sample is answered at its end; one with stop strings after each step.
     """
     return {
         "rid": [sample.name for sample in samples],
@@ -94,18 +82,10 @@ def _form(form: StructuredOutput | None) -> dict[str, str]:
 
 
 def score_body(ids: Sequence[int], temperature: float, vocab_size: int) -> dict[str, Any]:
-    """What SGLang is asked for the logprobs of given tokens.
+    """Return the request body for the logprobs of given tokens.
 
-    They come out at temperature 1. For another one those of the whole vocabulary are asked for,
-    to be scaled by `scores`.
-
-    Args:
-        ids: token ids, at least two.
-        temperature: of the distribution.
-        vocab_size: of the model.
-
-    Returns:
-        For JSON.
+    SGLang computes them at temperature 1; for others those of the whole vocabulary are requested
+    and rescaled by `scores`.
     """
     wanted = {} if temperature == 1 else {"token_ids_logprob": list(range(vocab_size))}
     return {
@@ -118,15 +98,7 @@ def score_body(ids: Sequence[int], temperature: float, vocab_size: int) -> dict[
 
 
 def prompt_body(request: PromptRequest, num_top: int) -> dict[str, Any]:
-    """What SGLang is asked for what is likely in the places of given tokens.
-
-    Args:
-        request: at temperature 1.
-        num_top: likeliest tokens of each place; 0: none.
-
-    Returns:
-        For JSON. SGLang tells of the places behind the first that it is to look at.
-    """
+    """Return the request body for prompt logprobs, answered after position `logprob_start_len`."""
     return {
         "input_ids": list(request.token_ids),
         "return_logprob": True,
@@ -142,20 +114,10 @@ def completion(
     eos_token_ids: Collection[int],
     num_until_stop: int | None = None,
 ) -> Completion:
-    """What SGLang's last answer about a sample says.
-
-    Args:
-        sample: the sample.
-        answer: with `output_ids` and `meta_info`.
-        eos_token_ids: as in `batch_body`.
-        num_until_stop: tokens up to the one that completed a stop string; None: none did.
-
-    Returns:
-        The completion.
+    """Convert SGLang's last answer, up to the `num_until_stop` tokens that complete a stop string.
 
     Raises:
-        RolloutError: a token lacks its logprob or its version, or SGLang ended it for a reason of
-            its own.
+        RolloutError: a token lacks its logprob or version, or SGLang ended it for its own reasons.
     """
     meta, sampling = answer["meta_info"], sample.request.sampling
     token_ids = tuple(answer["output_ids"])
@@ -172,7 +134,7 @@ def completion(
         reason = _reason(sample, token_ids, meta["finish_reason"], eos_token_ids)
     else:
         reason = "stop"
-    # SGLang has one setting for the largest token alone and for temperature 0.
+    # SGLang does not distinguish top-k 1 from temperature 0; with top-k 1 the logprob is 0.
     certain = sampling.top_k == 1 and sampling.temperature > 0
     logprobs = tuple(0.0 if certain else row[0] for row in rows)
     kept = slice(num_until_stop)
@@ -186,7 +148,7 @@ def _reason(
     said: Mapping[str, Any],
     eos_token_ids: Collection[int],
 ) -> str:
-    """Why it ended; a RolloutError unless it is a reason that we gave."""
+    """Return why the sample ended; raise a RolloutError for a reason that we did not cause."""
     reason = said["type"]
     ends = {*eos_token_ids, *sample.request.sampling.stop_token_ids}
     is_ours = {

@@ -1,1 +1,1 @@
-"""The rollout engine transformers: the one of our own, for any transformers causal LM."""
+"""The project's own rollout engine, for any transformers causal LM."""

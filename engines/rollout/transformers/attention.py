@@ -1,15 +1,11 @@
-"""The attention function of a rollout model, and the two kinds of forward pass it serves.
+"""Attention function of a rollout model, for its two kinds of forward passes.
 
-Prefill: P sequences laid end to end as one row of T tokens; each attends to itself alone, and
-its keys and values are fanned out to the cache rows of its samples. Decode: B rows of one token;
-each attends to its own cache row. In both, no token is ever padded inside the model's linear
-layers. A layer with a sliding window of W tokens sees the last W positions, its own included; the
-cache holds the earlier ones all the same. Transformers hands the step through as the keyword
-`rollout_step`, and the window as `sliding_window`; a model that drops either is refused, never
-served with wrong attention.
-
-Letters: B cache rows, P sequences, T tokens, H query heads, G key-value heads, L positions, D
-head width.
+Prefill: P sequences are packed into one row of T tokens; each attends only to itself, and its keys
+and values are copied to the cache rows of its samples. Decode: B rows of one token, each attending
+to its cache row. A sliding window of W tokens covers the last W positions, the current one
+included. Transformers passes on the keywords `rollout_step` and `sliding_window`; a model that
+drops either is refused.
+Letters: B cache rows, P sequences, T tokens, H query heads, G KV heads, L positions, D head width.
 """
 
 from collections.abc import Sequence
@@ -23,24 +19,22 @@ from engines.errors import RolloutError
 from engines.rollout.transformers.kv_cache import KVCache
 
 ATTENTION_NAME = "rollout_kv_cache"
-"""Name under which transformers finds `attend`."""
+"""Name under which `attend` is registered in transformers."""
 _REFUSED = ("softcap", "s_aux", "position_bias")
 
 
 @dataclass(frozen=True)
 class PrefillStep:
-    """P sequences laid end to end.
+    """P packed sequences.
 
     Attributes:
-        cache: receives keys and values.
         first_row: cache row of the first sample.
         sequence_B: (B,) int64, the sequence that each new cache row starts from.
-        padded_PL: (P * L,) int64, the token at each place of the padded (P, L) form; places
-            behind a sequence's end repeat an arbitrary token, which causality hides.
-        packed_T: (T,) int64, the place in the padded form of each token.
-        position_T: (T,) int64, position of each token in its sequence.
+        padded_PL: (P * L,) int64, the token at each place of the padded (P, L) form; padding
+            repeats an arbitrary token, which the causal mask hides.
+        packed_T: (T,) int64, the place of each token in the padded form.
         last_P: (P,) int64, index of the last token of each sequence.
-        attended: layers that asked for their attention in this step.
+        attended: layers that have called `attend` in this step.
     """
 
     cache: KVCache
@@ -60,7 +54,7 @@ class PrefillStep:
         num_samples: Sequence[int],
         device: torch.device,
     ) -> "PrefillStep":
-        """The step of sequences with these lengths, each fanned out to so many rows."""
+        """Build the step for sequences of these lengths, each copied to `num_samples` rows."""
         length_P = torch.tensor(lengths)
         end_P = length_P.cumsum(0)
         place_L = torch.arange(max(lengths))
@@ -87,7 +81,7 @@ class PrefillStep:
         scaling: float,
         window: int | None = None,
     ) -> Tensor:
-        """(1, H, T, D) queries to (1, T, H, D) outputs; fills the cache rows."""
+        """Map (1, H, T, D) queries to (1, T, H, D) outputs; fills the cache rows."""
         query, key, value = (self._pad(x) for x in (query, key, value))
         self.cache.write_prefixes(
             layer,
@@ -112,7 +106,7 @@ class PrefillStep:
         return out_PHLD.transpose(1, 2).flatten(0, 1).index_select(0, self.packed_T)[None]
 
     def _pad(self, x_1HTD: Tensor) -> Tensor:
-        """(1, H, T, D) to (P, H, L, D)."""
+        """Map (1, H, T, D) to (P, H, L, D)."""
         x_HTD = x_1HTD[0]
         padded = x_HTD.index_select(1, self.padded_PL)
         return padded.unflatten(1, (self.last_P.numel(), -1)).transpose(0, 1)
@@ -120,14 +114,7 @@ class PrefillStep:
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """One token of each of B cache rows.
-
-    Attributes:
-        cache: holds the rows.
-        position_B: (B,) int64, where the token stands in its row.
-        length: the longest row, this token included.
-        attended: as of `PrefillStep`, where modules compute the step.
-    """
+    """One token per cache row, at `position_B` (B,) int64; `length` is that of the longest row."""
 
     cache: KVCache
     position_B: Tensor
@@ -145,10 +132,10 @@ class DecodeStep:
         scaling: float,
         window: int | None = None,
     ) -> Tensor:
-        """(B, H, 1, D) queries to (B, 1, H, D) outputs.
+        """Map (B, H, 1, D) queries to (B, 1, H, D) outputs.
 
-        The query heads of one key-value head stand as the rows of one matrix product, so keys
-        and values are read once and never repeated per query head.
+        The query heads of one key-value head are the rows of one matrix product, so keys and values
+        are read once and not repeated per query head.
         """
         num_rows, num_heads, _, width = query.shape
         num_kv_heads = key.shape[1]
@@ -161,7 +148,7 @@ class DecodeStep:
         return torch.matmul(weights, values).reshape(num_rows, 1, num_heads, values.shape[-1])
 
     def _bias_B11L(self, window: int | None) -> Tensor:
-        """(B, 1, 1, L) float32: 0 on what a row's token sees, -inf elsewhere; once per step."""
+        """Return (B, 1, 1, L) float32: 0 where the row's token attends, else -inf."""
         if window not in self._biases:
             position_B1 = self.position_B[:, None]
             place_L = torch.arange(self.length, device=position_B1.device)
@@ -186,25 +173,15 @@ def attend(
     sliding_window: int | None = None,
     **extra: object,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention interface; see `PrefillStep.attend` and `DecodeStep.attend`.
+    """Implement transformers' attention interface with the step's `attend`.
 
-    Args:
-        module: the attention layer; its `layer_idx` names the cache layer.
-        query: (batch, H, tokens, D).
-        key: (batch, G, tokens, D).
-        value: (batch, G, tokens, D).
-        attention_mask: must be None; the step knows what may be seen.
-        scaling: factor of the scores; None is `D ** -0.5`.
-        rollout_step: the forward pass this call belongs to.
-        sliding_window: positions that a token sees, its own included; None is all before it.
-        **extra: what else the model passes on.
-
-    Returns:
-        (batch, tokens, H, D) and no weights.
+    Shapes: query (batch, H, tokens, D), key and value (batch, G, tokens, D), output (batch, tokens,
+    H, D). The mask must be None: the step defines it. The module's `layer_idx` is the cache layer.
+    A window includes the token itself; None: all tokens before it.
 
     Raises:
-        RolloutError: the model lost `rollout_step` or its window, asks for attention we do not
-            have, or has a layer that attends twice: it would overwrite its own keys.
+        RolloutError: the model drops `rollout_step` or its window, needs unsupported attention, or
+            has a layer that attends twice and would overwrite its own keys.
     """
     if rollout_step is None:
         raise RolloutError(f"{type(module).__name__} does not pass rollout_step to its attention")
@@ -230,7 +207,7 @@ def attend(
 
 
 def declared_window(module: nn.Module, layer: int) -> int | None:
-    """The window that the model's configuration gives a layer."""
+    """Return the sliding window that the model's configuration gives a layer."""
     config = getattr(module, "config", None)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None and layer_types[layer] != "sliding_attention":

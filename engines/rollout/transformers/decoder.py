@@ -1,16 +1,11 @@
-"""One token of each row through a model of Llama's kind, written out: few launches, no modules.
+"""Decode step for models with Llama's architecture, written out to launch few kernels.
 
-A decode step computes little and launches much: transformers' modules spend more time between their
-operators than in them. Here the three projections of an attention are one matrix product, and so
-are the two of its gated feed-forward part; the product before a residual adds it; the angles of the
-rotary embedding are looked up.
-Promises: logits of the module that it was made from, up to rounding. The weights are the module's
-own: those of joined projections become parts of one piece of memory, so nothing is held twice and
-nothing goes stale.
-Does not cover other architectures: their modules compute. Prompts go through modules in any case.
-
-Letters: B rows, C hidden width, N output width, H query heads, G key-value heads, D head width,
-V vocabulary, L positions.
+In transformers' modules the time between operators dominates a decode step. Here projections with
+one input are joined, residuals are added in the output products, and rotary angles are looked up.
+The logits equal those of the module up to rounding, and the weights are shared with it. Other
+architectures, and all prompts, use the modules.
+Letters: B rows, C hidden width, N output width, H query heads, G KV heads, D head width, V
+vocabulary, L positions.
 """
 
 from collections.abc import Sequence
@@ -26,13 +21,13 @@ from engines.rollout.transformers.attention import DecodeStep, declared_window
 ARCHITECTURES = frozenset({
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
 })  # fmt: skip
-"""Classes of transformers whose layers are computed here."""
+"""Classes of transformers that `Decoder` supports."""
 MIN_ANGLES = 256
-"""Positions of the first table of angles, where the context has so many."""
+"""Positions of the first rotary table, if the context has as many."""
 
 
 def is_covered(model: nn.Module) -> bool:
-    """Whether `Decoder` computes what a model does."""
+    """True if `Decoder` computes what the model does."""
     config: Any = model.config
     dtypes = {parameter.dtype for parameter in model.parameters()}
     return (
@@ -41,12 +36,7 @@ def is_covered(model: nn.Module) -> bool:
 
 
 class Decoder:
-    """See the module.
-
-    Args:
-        model: for which `is_covered`; its projections are put into common memory.
-        context_length: tokens of the longest sequence, up to which no angle depends on the others.
-    """
+    """Decodes with the weights of a covered model, whose projections it joins in memory."""
 
     def __init__(self, model: nn.Module, context_length: int) -> None:
         inner: Any = model.model
@@ -60,7 +50,7 @@ class Decoder:
         self._angles_2LD = self._embedding.new_empty((2, 0, 0))
 
     def logits(self, input_ids_B: Tensor, step: DecodeStep) -> Tensor:
-        """(B, V) logits behind one more token of each row, whose keys and values are cached."""
+        """Return (B, V) logits after one more token of each row; caches its keys and values."""
         hidden_BC = functional.embedding(input_ids_B, self._embedding)
         cos_B1D, sin_B1D = self._angles(step)
         for number, layer in enumerate(self._layers):
@@ -68,9 +58,9 @@ class Decoder:
         return functional.linear(self._norm(hidden_BC), self._head)
 
     def _angles(self, step: DecodeStep) -> tuple[Tensor, Tensor]:
-        """Cosines, and sines whose first half is negated: see `_rotated`."""
+        """Return (B, 1, D) cosines, and sines with a negated first half for `_rotated`."""
         if self._angles_2LD.shape[1] < step.length:
-            # Asked for a position beyond the context, it gives other angles to all of them.
+            # Bounded: a position beyond the context would change the angles of all positions.
             num_angles = min(self._context_length, max(MIN_ANGLES, 2 * step.length))
             position_1L = torch.arange(num_angles, device=step.position_B.device)[None]
             cos_1LD, sin_1LD = self._rotary(self._embedding, position_1L)
@@ -104,7 +94,7 @@ class _Linear:
 
     @staticmethod
     def of(*modules: nn.Linear) -> "_Linear":
-        """Of these modules, whose parameters become parts of the common ones."""
+        """Join modules; their parameters become views of the joined ones."""
         biases = [module.bias for module in modules if module.bias is not None]
         return _Linear(
             _joined([module.weight for module in modules]), _joined(biases) if biases else None
@@ -114,7 +104,6 @@ class _Linear:
         return functional.linear(x_BC, self.weight, self.bias)
 
     def added_to(self, residual_BN: Tensor, x_BC: Tensor) -> Tensor:
-        """The residual and this layer's output."""
         if self.bias is not None:
             residual_BN = residual_BN + self.bias
         return torch.addmm(residual_BN, x_BC, self.weight.t())
@@ -122,7 +111,7 @@ class _Linear:
 
 @dataclass(frozen=True)
 class _Layer:
-    """What a layer computes with; `norms_QK` where queries and keys have norms of their own."""
+    """Weights of a layer; `norms_QK` is None unless queries and keys have norms."""
 
     norm_in: _Norm
     project_in: _Linear
@@ -161,7 +150,7 @@ class _Layer:
     def __call__(
         self, number: int, hidden_BC: Tensor, cos_B1D: Tensor, sin_B1D: Tensor, step: DecodeStep
     ) -> Tensor:
-        """(B, C) to (B, C); the angles are (B, 1, D)."""
+        """Map (B, C) to (B, C); the angles are (B, 1, D)."""
         num_rows, num_queries, num_keys = len(hidden_BC), *self.num_heads
         together = self.project_in(self.norm_in(hidden_BC))
         heads = together.view(num_rows, num_queries + 2 * num_keys, -1)
@@ -184,13 +173,13 @@ class _Layer:
 
 
 def _rotated(x_BHD: Tensor, cos_B1D: Tensor, sin_B1D: Tensor) -> Tensor:
-    """Rotary embedding (Su et al., arXiv:2104.09864), halves of a head paired as Llama does."""
+    """Apply rotary embedding (Su et al., arXiv:2104.09864), paired in halves as in Llama."""
     halves_swapped = x_BHD.roll(x_BHD.shape[-1] // 2, -1)
     return (x_BHD * cos_B1D).addcmul_(halves_swapped, sin_B1D)
 
 
 def _joined(parameters: Sequence[Tensor]) -> Tensor:
-    """One tensor of what they hold, row by row, of which they are parts from now on."""
+    """Return the concatenated tensor; the parameters become views of it."""
     if len(parameters) == 1:
         return parameters[0].data
     whole = torch.cat([parameter.data for parameter in parameters])

@@ -1,11 +1,9 @@
-"""The rollout engine of our own: any transformers causal LM, continuous batching, CPU or GPU.
+"""The project's own rollout engine: any transformers causal LM, continuous batching, CPU or GPU.
 
-Promises: the contract of `engines.rollout.base`; requests of several `generate` calls share one
-running batch and join it while it runs; after a weight update samples in flight are recomputed,
-so every token comes from the weights whose version it carries.
-Not promised: progress while another coroutine blocks the event loop; a step (one token for
-every row) runs in the loop's own thread and lets the others in between two steps. The logits of
-a row may differ by about 1e-7 with the batch it shares, see `sampling` beside this.
+Promises: the contract of `engines.rollout.base`. Requests of several `generate` calls share one
+running batch. Samples in flight are recomputed after a weight update.
+Does not promise: progress while another coroutine blocks the event loop, since a step (one token
+per row) runs in the loop's thread; equal logits in different batches, see `sampling`.
 """
 
 import asyncio
@@ -38,17 +36,7 @@ Item = TypeVar("Item")
 
 
 class TransformersEngine(RolloutEngine):
-    """See the module.
-
-    Args:
-        hf_dir: model directory; only its configuration is read, weights come by updates.
-        rollout: capacity, deadline and options.
-        dtype: `float32` or `bfloat16`.
-        platform: where it runs.
-
-    Raises:
-        ConfigError: bad options, no model configuration, or an unsupported architecture.
-    """
+    """Rollout engine on transformers; a ConfigError for bad options or an unsupported model."""
 
     capabilities = frozenset(
         {
@@ -87,14 +75,11 @@ class TransformersEngine(RolloutEngine):
 
     @property
     def num_running(self) -> int:
-        """Samples in the running batch now."""
+        """Number of samples in the running batch."""
         return len(self._batch.samples)
 
     def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
-        """See the base class. Requests are checked at the call, not at the first completion.
-
-        From the call on they are in line, and their samples taken until the call has ended.
-        """
+        """See the base class. Requests are checked and queued at the call, before iteration."""
         if not self._can_serve():
             raise RolloutError(self._refusal())
         taken = itertools.chain.from_iterable(self._taken.values())
@@ -111,7 +96,7 @@ class TransformersEngine(RolloutEngine):
         self._taken[call] = {sample.key for sample in samples}
         self._scheduler.add(samples)
         stream = self._stream(call, requests)
-        weakref.finalize(stream, self._forget, call)  # one that nobody begins to wait for
+        weakref.finalize(stream, self._forget, call)  # for a stream that is never iterated
         return stream
 
     def _samples_of(self, request: RolloutRequest, call: int) -> list[Sample]:
@@ -132,7 +117,7 @@ class TransformersEngine(RolloutEngine):
             raise WeightSyncError("samples are in flight; drain, pause or abort them first")
         for sample in self._batch.samples:
             sample.stamp(self._version)
-        # What stands in the cache was computed by the old weights, so nothing of it may stay.
+        # The cache was computed with the old weights.
         self._scheduler.send_back(self._batch.clear())
         self._version, self._pending = NO_VERSION, None
         held = self._model.load(source.tensors())
@@ -155,11 +140,7 @@ class TransformersEngine(RolloutEngine):
         self._paused = True
 
     async def resume(self) -> None:
-        """See the base class.
-
-        Raises:
-            RolloutError: no confirmed weights to continue with.
-        """
+        """See the base class; also a RolloutError without confirmed weights."""
         if not self._can_serve():
             raise RolloutError(self._refusal())
         self._paused = False
@@ -180,7 +161,7 @@ class TransformersEngine(RolloutEngine):
         return self._model.score(sequences, temperature)
 
     async def prompt_logprobs(self, requests: Sequence[PromptRequest]) -> list[PromptLogprobs]:
-        """See the base class. Another coroutine has its turn between two forward passes."""
+        """See the base class. Other coroutines run between two forward passes."""
         if not self._can_serve():
             raise RolloutError(self._refusal())
         check_prompts(
@@ -200,14 +181,7 @@ class TransformersEngine(RolloutEngine):
         return [found[request.request_id] for request in requests]
 
     async def sleep(self, level: SleepLevel = "weights") -> None:
-        """See the base class.
-
-        Args:
-            level: see the base class.
-
-        Raises:
-            RolloutError: samples are in flight.
-        """
+        """See the base class; a RolloutError while samples are in flight."""
         if self._batch.samples or self._scheduler.waiting:
             raise RolloutError("samples are in flight; drain or abort them before sleep")
         self._batch.free()
@@ -227,7 +201,7 @@ class TransformersEngine(RolloutEngine):
         return Health(self._can_serve(), self._version, in_flight)
 
     async def close(self) -> None:
-        """See the base class. What is in flight comes out as `abort`."""
+        """See the base class. Requests in flight are delivered as `abort`."""
         if self._closed:
             return
         await self.abort()
@@ -267,12 +241,10 @@ class TransformersEngine(RolloutEngine):
             self._take(lambda sample: sample.call == call)
 
     def _forget(self, call: int) -> None:
-        """Deliver nothing more to a call; harmless at any time, and when repeated."""
         self._calls.pop(call, None)
         self._taken.pop(call, None)
 
     def _start_driver(self) -> None:
-        """Run the batch until nothing is left to do; one task at a time."""
         if self._calls and (self._driver is None or self._driver.done()):
             self._driver = asyncio.get_running_loop().create_task(self._drive())
             self._driver.add_done_callback(self._report_failure)
@@ -283,13 +255,12 @@ class TransformersEngine(RolloutEngine):
                 return
             finished = self._step()
             if not self._batch.samples and not self._scheduler.waiting:
-                self._batch.free()  # before anyone is told: training needs the memory
+                self._batch.free()  # before delivery: training may then start and needs the memory
             for sample in finished:
                 self._deliver(sample, "stop" if sample.stopped else "length")
             await asyncio.sleep(0)
 
     def _step(self) -> list[Sample]:
-        """Let samples join, then draw one token of every row."""
         finished: list[Sample] = []
         prefixes = self._scheduler.next_prefixes(len(self._batch.samples))
         if prefixes:
@@ -300,7 +271,6 @@ class TransformersEngine(RolloutEngine):
         return finished
 
     def _report_failure(self, driver: "asyncio.Task[None]") -> None:
-        """Hand an error of the driver to every call that waits for it."""
         if driver.cancelled() or (error := driver.exception()) is None:
             return
         self._batch.clear()
@@ -311,7 +281,6 @@ class TransformersEngine(RolloutEngine):
             queue.put_nowait(failure)
 
     def _take(self, condition: Callable[[Sample], bool]) -> list[Sample]:
-        """Remove the samples in flight that meet a condition."""
         rows = [row for row, sample in enumerate(self._batch.samples) if condition(sample)]
         return self._batch.remove(rows) + self._scheduler.remove(condition)
 

@@ -1,13 +1,11 @@
-"""A transformers causal LM as the rollout engine holds it: own weights, own attention.
+"""A transformers causal LM with its own weights and the rollout engine's attention.
 
-Promises: built from a model directory's `config.json` alone, without drawing a random number;
-takes weights, persistent buffers among them, by the names that `save_pretrained` gives them, each
-exactly once, in the dtype that it holds them in, or raises; its digest is computed from what it
-really holds. Refuses at construction what its attention does not do (recurrent layers, soft caps)
-and architectures with an attention of their own; and, at its first forward pass, a layer without.
-The context ends where rotary embeddings would begin to depend on the longest sequence of the batch.
-Does not promise support of every architecture; it needs one that takes its attention from
-transformers' `AttentionInterface` (Llama, Qwen2, Qwen3, Qwen3-MoE and most others do).
+Promises: built from `config.json` alone, without drawing random numbers. Takes weights and
+persistent buffers under the names that `save_pretrained` writes, each exactly once and in the dtype
+in which it is held, or raises. Models with unsupported attention (recurrent layers, soft caps,
+custom attention) are refused at construction or at the first forward pass. The context ends where
+rotary embeddings would depend on the longest sequence of the batch.
+Does not promise support of every architecture: it must use transformers' `AttentionInterface`.
 """
 
 import sys
@@ -51,16 +49,7 @@ NO_INPUTS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class InferenceModel:
-    """The model behind a rollout engine.
-
-    Args:
-        hf_dir: model directory with `config.json`; weights in it are not read.
-        dtype: dtype of parameters and activations; see `keep_float32` for what is not.
-        device: where it runs.
-
-    Raises:
-        ConfigError: no configuration there, or an architecture that is not supported.
-    """
+    """A model whose weights come by `load`; a ConfigError if it is not supported."""
 
     def __init__(self, hf_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
         if not (hf_dir / "config.json").is_file():
@@ -106,7 +95,7 @@ class InferenceModel:
 
     @property
     def sees(self) -> bool:
-        """Whether it takes images."""
+        """True if the model takes images."""
         return self._vision is not None
 
     def prefill(
@@ -115,16 +104,9 @@ class InferenceModel:
         step: PrefillStep,
         images: Sequence[Sequence[bytes]] = (),
     ) -> tuple[Tensor, Tensor]:
-        """Compute P sequences, laid end to end.
+        """Compute P packed sequences; return (P, V) logits, and (P,) int64 rotary offsets.
 
-        Args:
-            sequences: token ids of each.
-            step: of these sequences.
-            images: files of each sequence; () where none has one.
-
-        Returns:
-            (P, V) logits behind each, and (P,) int64, how far its next rotary position is from
-            its place.
+        The offset of a sequence is the rotary position of its next token minus the token's place.
         """
         ids = torch.tensor([t for each in sequences for t in each], device=self.device)[None]
         if self._vision is None:
@@ -139,12 +121,12 @@ class InferenceModel:
     def decode(
         self, input_ids_B: Tensor, step: DecodeStep, ahead_B: Tensor | None = None
     ) -> Tensor:
-        """(B, V) logits behind one more token of each row; a model that sees needs `ahead_B`."""
+        """Return (B, V) logits after one more token per row; models with images need `ahead_B`."""
         if self._decoder is not None:
             return self._decoder.logits(input_ids_B, step)
         position_B1 = step.position_B[:, None]
         if ahead_B is not None:
-            # Without a fourth row the model takes these for rotary positions alone.
+            # With three rows and no fourth the model uses them as rotary positions only.
             position_B1 = (position_B1 + ahead_B[:, None]).expand(3, -1, -1)
         return self._logits(input_ids_B[:, None], position_B1, step, 0)[:, -1]
 
@@ -152,7 +134,7 @@ class InferenceModel:
     def score(
         self, sequences: Sequence[Sequence[int]], temperature: float
     ) -> list[tuple[float, ...]]:
-        """Logprobs of every token but the first of each sequence, computed one by one."""
+        """Return the logprobs of every token but the first of each sequence, one at a time."""
         return [self._score(sequence, temperature) for sequence in sequences]
 
     def _score(self, sequence: Sequence[int], temperature: float) -> tuple[float, ...]:
@@ -168,23 +150,16 @@ class InferenceModel:
     def logprob_rows(
         self, input_ids_T: Tensor, step: PrefillStep, rows_N: Tensor, targets: Targets
     ) -> Tensor:
-        """What hidden states of several sequences say of given tokens, without their logits.
+        """Compute logprobs of given tokens from hidden states, without materializing all logits.
 
-        Args:
-            input_ids_T: (T,) int64, the sequences end to end.
-            step: of them.
-            rows_N: (N,) int64, places in T of the hidden states.
-            targets: what they predict.
-
-        Returns:
-            (rows, N) float32, see `engines.training.model.head_rows`.
+        `rows_N` are the (N,) int64 indices in T of the hidden states that predict `targets`.
+        Returns (rows, N) float32, see `engines.training.model.head_rows`.
 
         Raises:
-            RolloutError: logits of this architecture are reworked behind its head; a token stands
-                for an image; or as a prefill.
+            RolloutError: unsupported head or attention, or a token stands for an image.
         """
         if self._logprob_head is None:
-            # Not before it is asked for: it stands in the way of whoever samples.
+            # Created on first use: it replaces the head's forward, which sampling may use too.
             self._logprob_head = LogprobHead(self._model, chunked=True)
         if self._logprob_head.why_whole is not None:
             raise RolloutError(
@@ -205,13 +180,7 @@ class InferenceModel:
         return found
 
     def load(self, tensors: Iterator[tuple[str, Tensor]]) -> Receipt:
-        """Overwrite every parameter and persistent buffer.
-
-        Args:
-            tensors: (name on disk, whole tensor) of every weight, tied ones once.
-
-        Returns:
-            The tensors as they now stand in memory.
+        """Overwrite every parameter and persistent buffer; return a receipt of what memory holds.
 
         Raises:
             WeightSyncError: a name is unknown, missing or repeated; a shape or dtype differs.
@@ -226,7 +195,7 @@ class InferenceModel:
         missing = sorted(self._slots.keys() - seen)
         if missing:
             raise WeightSyncError(f"{len(missing)} parameters were not sent, first {missing[0]}")
-        # From the module, not from our table: it is the module that computes.
+        # Read from the module and not from our table: the module computes.
         held = dict(named_state(self._model))
         views = {name: slot.view(held[slot.parameter]) for name, slot in self._slots.items()}
         return Receipt(
@@ -271,7 +240,7 @@ class InferenceModel:
         return logits if self._vision is None else self._vision.without_placeholders(logits)
 
     def _positions_of_text(self, step: PrefillStep) -> Tensor:
-        """(1, T) places; of a model that sees (3, 1, T), along time, height and width."""
+        """Return (1, T) positions; with images (3, 1, T) along time, height and width."""
         position_1T = step.position_T[None]
         return position_1T if self._vision is None else position_1T.expand(3, -1, -1)
 

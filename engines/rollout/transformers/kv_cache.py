@@ -1,11 +1,7 @@
-"""The key-value cache of a running batch: one row per sample, every row starting at position 0.
+"""Key-value cache of a running batch: one row per sample, every row starting at position 0.
 
-Promises: a decode step writes one position per row in place and reads views, without copies; a
-row that leaves is replaced by the last one, so the rows in use are always 0 .. B-1; the buffers
-grow by half as needed and are freed by `free`.
-Does not know lengths: what a row holds beyond its own length is garbage, and the attention mask
-must hide it.
-
+Promises: a decode step writes one position per row in place and reads views without copies. The
+rows in use are always 0 .. B-1. The attention mask must hide positions beyond a row's length.
 Letters: B rows, P sequences, G key-value heads, L positions, D head width.
 """
 
@@ -21,13 +17,7 @@ LENGTH_STEP = 32
 
 
 class KVCache:
-    """Keys and values of every layer, as (rows, G, positions, D) buffers.
-
-    Args:
-        num_layers: attention layers of the model.
-        max_rows: rows that will ever be in use at once.
-        max_length: positions that a row will ever need.
-    """
+    """Keys and values of every layer, as growing (rows, G, positions, D) buffers."""
 
     def __init__(self, num_layers: int, max_rows: int, max_length: int) -> None:
         self._max_rows = max_rows
@@ -75,17 +65,9 @@ class KVCache:
     def append(
         self, layer: int, keys_BG1D: Tensor, values_BG1D: Tensor, slot_BG: Tensor, length: int
     ) -> tuple[Tensor, Tensor]:
-        """Write one position of rows 0 .. B-1 and return what they hold.
+        """Write one position of rows 0 .. B-1; return views (B, G, length, D) of keys and values.
 
-        Args:
-            layer: index of the layer.
-            keys_BG1D: new keys.
-            values_BG1D: new values.
-            slot_BG: (B * G,) int64 from `slots`.
-            length: longest row, the new position included.
-
-        Returns:
-            Views (B, G, length, D) of keys and values.
+        `slot_BG` (B * G,) int64 is from `slots`; `length` includes the new position.
         """
         stored = self._layers[layer]
         if stored is None:
@@ -99,7 +81,7 @@ class KVCache:
         return views[0], views[1]
 
     def slots(self, position_B: Tensor, num_kv_heads: int) -> Tensor:
-        """(B * G,) int64: where `append` puts position `position_B` of each row and head."""
+        """Return (B * G,) int64: where `append` puts position `position_B` of each row and head."""
         row_head = torch.arange(position_B.numel() * num_kv_heads, device=position_B.device)
         return row_head * self.length + position_B.repeat_interleave(num_kv_heads)
 
@@ -117,7 +99,7 @@ class KVCache:
                 view.index_copy_(0, target, view.index_select(0, source))
 
     def read_row(self, row: int, length: int) -> list[tuple[Tensor, Tensor]]:
-        """A copy of one row's first positions, (1, G, length, D) per layer."""
+        """Return a copy of one row's first positions, (1, G, length, D) per layer."""
         return [
             (
                 layer[0][row : row + 1, :, :length].clone(),
@@ -138,7 +120,7 @@ class KVCache:
         # Zeros, because masked garbage still enters the weighted sum with weight 0: 0 * NaN is NaN.
         if like_BGLD.device.type != "cpu":
             return like_BGLD.new_zeros(shape)
-        # Memory that the kernel clears when it is first touched, which most of it never is.
+        # numpy's zeros are cleared by the kernel on first touch; most pages are never touched.
         num_bytes = math.prod(shape) * like_BGLD.element_size()
         return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(like_BGLD.dtype).view(shape)
 

@@ -1,4 +1,4 @@
-"""`rollout.options` of the engine `transformers`. No torch: the plan reads them."""
+"""`rollout.options` of the engine `transformers`; imported without torch."""
 
 from pydantic import Field
 
@@ -9,4 +9,4 @@ class TransformersOptions(StrictModel):
     """`rollout.options` of this engine."""
 
     max_prefill_tokens: int = Field(default=8192, ge=1)
-    """Token budget of one prefill; a longer prompt is computed alone."""
+    """Token budget of one prefill, padding included; a longer prompt is computed alone."""

@@ -1,9 +1,7 @@
-"""Logprobs of given tokens by the model of the engine transformers, a budget of tokens at a time.
+"""Logprobs of given tokens, computed in passes with a token budget.
 
-Promises: sequences are laid end to end, and of their keys and values nothing is kept; logits exist
-in tiles alone, by the head of the training engine: where hidden states and weights are equal, so
-are the numbers, to the bit.
-Does not cover architectures that rework logits behind the head, which would need all of them.
+Promises: logits exist only in tiles, computed by the head of the training engine: equal hidden
+states and weights give bitwise equal logprobs.
 Letters: T tokens of several sequences, N of them asked about, K likeliest tokens.
 """
 
@@ -23,28 +21,13 @@ from engines.types import ModelOutputs, Readouts, TokenBatch
 
 
 class PromptReader:
-    """See the module.
-
-    Args:
-        model: that reads.
-        max_tokens: of one forward pass, counted as of a prefill.
-    """
+    """Computes prompt logprobs with at most `max_tokens` padded tokens per forward pass."""
 
     def __init__(self, model: InferenceModel, max_tokens: int) -> None:
         self._model, self._max_tokens = model, max_tokens
 
     def read(self, requests: Sequence[PromptRequest]) -> Iterator[list[PromptLogprobs]]:
-        """Answer requests.
-
-        Args:
-            requests: that `check_prompts` took.
-
-        Yields:
-            list[PromptLogprobs]: those of one forward pass, in any order.
-
-        Raises:
-            RolloutError: the architecture is not covered.
-        """
+        """Yield the answers of each forward pass, to requests that `check_prompts` accepted."""
         alike: dict[tuple[float, int, int | None], list[PromptRequest]] = {}
         for request in requests:
             asked = request.temperature, request.num_top, request.below
@@ -64,7 +47,7 @@ class PromptReader:
         asked = [[0.0] * r.first + [1.0] * (len(r.token_ids) - r.first) for r in requests]
         batch = TokenBatch.from_sequences([r.token_ids for r in requests], loss_mask=asked)
         batch = batch.to(model.device)
-        # No sample continues any of them.
+        # No cache rows: no sample continues these sequences.
         cache = KVCache(model.num_layers, 0, max(lengths))
         step = PrefillStep.build(cache, 0, lengths, [0] * len(lengths), model.device)
         read_N = read_positions(batch, readouts)
@@ -78,7 +61,7 @@ class PromptReader:
 
 
 def _answer(request: PromptRequest, said: ModelOutputs, places: slice) -> PromptLogprobs:
-    """What was said at some places; copies, or the whole pass would travel with it."""
+    """Return copies of some places; views would keep the outputs of the whole pass alive."""
 
     def copied(column: Tensor) -> Tensor:
         return column[places].to("cpu", copy=True)

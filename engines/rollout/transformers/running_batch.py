@@ -1,10 +1,8 @@
-"""The running batch: prefill of what joins, one token for every row, removal of what finished.
+"""The running batch: prefills joining samples, samples one token per row, removes finished rows.
 
-Promises: between two calls every running sample has its prompt and all its sampled tokens but
-the last in the cache; a sample leaves in the call that finished it; a shared prompt is computed
-once for all samples of its request, also when they join at different times.
-Does not know requests, time or asyncio: samples in, samples out.
-
+Promises: between two calls the cache holds the prompt and all sampled tokens but the last of every
+sample. A sample leaves in the call that finished it. A prompt is computed once for all samples of
+its request, also when they join at different times.
 Letters: B rows, P sequences, T tokens, V vocabulary.
 """
 
@@ -33,11 +31,7 @@ from engines.types import RolloutRequest
 class HeldPrompt:
     """A computed prompt, kept while samples of its request still wait.
 
-    Attributes:
-        request: the request; compared by identity.
-        layers: (1, G, L, D) keys and values of each layer.
-        logits_1V: (1, V) behind the prompt.
-        ahead_1: (1,) int64, of `InferenceModel.prefill`.
+    It has the (1, G, L, D) keys and values of each layer, (1, V) logits, and (1,) rotary offset.
     """
 
     request: RolloutRequest
@@ -47,13 +41,7 @@ class HeldPrompt:
 
 
 class RunningBatch:
-    """The samples that are decoded together.
-
-    Args:
-        model: the model; its weights may change only after `clear`.
-        max_num_sequences: largest number of rows.
-        max_prefill_tokens: token budget of one prefill, padding counted.
-    """
+    """The samples that are decoded together. The weights may change only after `clear`."""
 
     def __init__(
         self, model: InferenceModel, max_num_sequences: int, max_prefill_tokens: int
@@ -64,7 +52,7 @@ class RunningBatch:
         self._samples: list[Sample] = []
         self._held: HeldPrompt | None = None
         # Per row: last token, its position, origin of the random stream, the stream, top-k, and
-        # how far its rotary position is ahead.
+        # the offset of its rotary position.
         self._ints_6B = torch.empty((6, 0), dtype=torch.int64, device=model.device)
         # Per row: temperature, top-p.
         self._floats_2B = torch.empty((2, 0), dtype=torch.float64, device=model.device)
@@ -78,14 +66,9 @@ class RunningBatch:
 
     @torch.inference_mode()
     def join(self, prefixes: Sequence[Prefix], next_waiting: Sample | None) -> list[Sample]:
-        """Take samples in and draw the next token of each.
+        """Take samples in and sample the next token of each; return those that this token finished.
 
-        Args:
-            prefixes: what they continue.
-            next_waiting: the next sample in line; the prompt it needs is held for it.
-
-        Returns:
-            The samples that this token finished; they did not stay.
+        A prompt that `next_waiting`, the next sample in line, shares is held for it.
         """
         fresh: list[Prefix] = []
         finished: list[Sample] = []
@@ -104,7 +87,7 @@ class RunningBatch:
 
     @torch.inference_mode()
     def decode(self) -> list[Sample]:
-        """Draw one more token of every row; returns the samples it finished."""
+        """Sample one more token per row; return the finished samples."""
         self._cache.reserve(len(self._samples), self._longest)
         step = DecodeStep(self._cache, self._ints_6B[1], self._longest)
         ahead_B = self._ints_6B[5] if self._model.sees else None
@@ -113,7 +96,7 @@ class RunningBatch:
 
     @torch.inference_mode()
     def remove(self, rows: Collection[int]) -> list[Sample]:
-        """Take rows out of the batch; returns their samples."""
+        """Take rows out of the batch; return their samples."""
         leaving = set(rows)
         if not leaving:
             return []
@@ -128,18 +111,17 @@ class RunningBatch:
         return removed
 
     def clear(self) -> list[Sample]:
-        """Take everything out and forget all keys and values; returns the samples, row order."""
+        """Take everything out and forget all keys and values; return the samples in row order."""
         removed = self.remove(range(len(self._samples)))
         self._held = None
         return removed
 
     def free(self) -> None:
-        """`clear`, and give the memory of the cache back."""
+        """Clear the batch, and free the memory of the cache."""
         self.clear()
         self._cache.free()
 
     def _prefill(self, prefixes: Sequence[Prefix], wanted: RolloutRequest | None) -> list[Sample]:
-        """Compute the prefixes, put their samples into new rows and draw."""
         first_row = len(self._samples)
         samples = [sample for prefix in prefixes for sample in prefix.samples]
         lengths = [len(prefix.token_ids) for prefix in prefixes]
@@ -170,7 +152,6 @@ class RunningBatch:
         return self._draw(logits_PV.index_select(0, step.sequence_B), first_row)
 
     def _continue_held(self, held: HeldPrompt, samples: Sequence[Sample]) -> list[Sample]:
-        """Put samples of a held prompt into new rows and draw."""
         first_row, num_rows = len(self._samples), len(samples)
         self._cache.reserve(first_row + num_rows, len(held.request.prompt_ids) + 1)
         for layer, (keys, values) in enumerate(held.layers):
@@ -184,7 +165,6 @@ class RunningBatch:
         return self._draw(held.logits_1V.expand(num_rows, -1), first_row)
 
     def _add_rows(self, samples: Sequence[Sample], ahead_B: Tensor) -> None:
-        """Append the rows' columns; the token is yet to be drawn."""
         device = self._model.device
         sampling = [sample.request.sampling for sample in samples]
         ints = torch.tensor(
@@ -215,7 +195,7 @@ class RunningBatch:
         )
 
     def _draw(self, logits_BV: Tensor, first_row: int) -> list[Sample]:
-        """Draw a token for the rows from `first_row` on; returns the samples that are finished."""
+        """Sample a token for the rows from `first_row` on; return the finished samples."""
         token_B, position_B, origin_B, stream_B, top_k_B, _ = self._ints_6B[:, first_row:]
         temperature_B, top_p_B = self._floats_2B[:, first_row:]
         columns = SamplingColumns(
@@ -234,7 +214,7 @@ class RunningBatch:
         return self.remove(finished)
 
     def _record(self, ids: list[int], logprobs: list[float], first_row: int) -> list[int]:
-        """Append tokens to the samples from `first_row` on; returns the rows that are finished."""
+        """Append tokens to the samples from `first_row` on; return the finished rows."""
         if not math.isfinite(sum(logprobs)):
             raise RolloutError("the model's logits are not finite; its weights are damaged")
         rows = zip(self._samples[first_row:], ids, logprobs, strict=True)

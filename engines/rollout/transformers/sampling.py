@@ -1,14 +1,12 @@
-"""Sampling of one token per row, with a random stream that belongs to the row.
+"""Samples one token per row, with a random stream that belongs to the row.
 
-Promises: token k of a sample, those of a prefix that it continues counted, uses the k-th number
-of the stream its seed starts and no other randomness, so neither the batch it shares nor the
-order of scheduling nor an interruption changes the draw; every row has its own temperature, top-k
-and top-p; the reported logprob is that of the distribution that was sampled. Temperature 0 takes
-the largest logit and reports its logprob at temperature 1 without top-k and top-p, since that of
-a point mass says nothing.
-Not promised: equal logits. Another batch shape may round them differently by about 1e-7, which
-flips a draw only where the uniform number falls into that gap.
-
+Promises: token k of a sample (its prefix counted) uses number k of the stream of its seed and no
+other randomness, so neither the batch nor scheduling nor interruptions change it. Every row has its
+own temperature, top-k and top-p. Logprobs are those of the sampled distribution; temperature 0
+takes the largest logit and reports its logprob at temperature 1 without top-k and top-p, since the
+logprob of a point mass is always 0.
+Does not promise equal logits: another batch shape may round them differently by about 1e-7, which
+changes a token only if the uniform number falls into that gap.
 Letters: B rows, V vocabulary.
 """
 
@@ -19,11 +17,11 @@ import torch
 from torch import Tensor
 
 MAX_CHUNK_ELEMENTS = 2**25
-"""Rows are sampled in chunks of this many logits: the float64 sums of a chunk take 256 MiB."""
+"""Logits per chunk of rows: the float64 sums of a chunk take 256 MiB."""
 
 
 def _signed(value: int) -> int:
-    """The int64 with the same 64 bits."""
+    """Return the int64 with the same 64 bits."""
     value &= 2**64 - 1
     return value - 2**64 if value >= 2**63 else value
 
@@ -41,7 +39,6 @@ class SamplingColumns:
         temperature_B: (B,) float64; 0 is greedy.
         top_k_B: (B,) int64; 0 is off.
         top_p_B: (B,) float64; 1 is off.
-        any_greedy: some row has temperature 0.
         any_filter: some row with a positive temperature has top-k or top-p.
     """
 
@@ -52,7 +49,7 @@ class SamplingColumns:
     any_filter: bool
 
     def select(self, index_B: Tensor) -> "SamplingColumns":
-        """The named rows, in the given order; the flags stay as upper bounds."""
+        """Return the given rows; the flags stay as upper bounds."""
         return SamplingColumns(
             self.temperature_B[index_B],
             self.top_k_B[index_B],
@@ -63,20 +60,19 @@ class SamplingColumns:
 
 
 def stream_starts(seeds: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """(B,) int64 start of the random stream of each seed (any Python integers, taken mod 2^64).
+    """Return (B,) int64 starts of the random streams of seeds, any integers taken mod 2^64.
 
-    Seeds are mixed first: otherwise seeds that differ by the generator's increment would share
-    one stream, shifted.
+    Without mixing, seeds that differ by the generator's increment would share a shifted stream.
     """
     raw = torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device=device)
     return _mix(raw)
 
 
 def uniforms(starts_B: Tensor, index_B: Tensor) -> Tensor:
-    """Number `index` of each stream: (B,) float64, uniform on [0, 1) with 53 random bits.
+    """Return number `index` of each stream: (B,) float64 on [0, 1) with 53 random bits.
 
-    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) used as a counter-based generator: its n-th
-    output is `mix(start + (n + 1) * gamma)`, so any index is one computation.
+    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) used as a counter-based generator: output n is
+    `mix(start + (n + 1) * gamma)`.
     """
     return _shift_right(_mix(starts_B + (index_B + 1) * GAMMA), 11).to(torch.float64) * 2.0**-53
 
@@ -84,16 +80,10 @@ def uniforms(starts_B: Tensor, index_B: Tensor) -> Tensor:
 def sample_tokens(
     logits_BV: Tensor, uniform_B: Tensor, columns: SamplingColumns
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token per row by inverting the cumulative distribution at `uniform_B`.
+    """Sample one token per row by inverting the cumulative distribution at `uniform_B`.
 
-    Args:
-        logits_BV: (B, V), any floating dtype.
-        uniform_B: (B,) float64 on [0, 1).
-        columns: the distribution of each row.
-
-    Returns:
-        Token ids (B,) int64 and their logprobs (B,) float32. A row whose logits hold NaN gets a
-        NaN logprob.
+    Takes (B, V) logits of any floating dtype. Returns (B,) int64 ids and (B,) float32 logprobs, NaN
+    where a row's logits hold NaN.
     """
     num_rows, vocab_size = logits_BV.shape
     rows_per_chunk = max(1, MAX_CHUNK_ELEMENTS // vocab_size)
@@ -107,19 +97,11 @@ def sample_tokens(
 
 
 def filter_logits(logits_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
-    """Set to -inf what top-k, then top-p, exclude; as transformers' logits warpers do.
+    """Set to -inf what top-k, then top-p, exclude in (B, V) float32 logits, as transformers does.
 
-    Top-k keeps every logit that is at least the k-th largest (ties stay). Top-p (Holtzman et
-    al., arXiv:1904.09751) keeps the smallest set of most probable tokens whose probability
-    under the top-k distribution reaches p, at least one.
-
-    Args:
-        logits_BV: (B, V) float32, already divided by the temperature.
-        top_k_B: (B,) int64; 0 is off.
-        top_p_B: (B,) float64; 1 is off.
-
-    Returns:
-        (B, V) logits; at least one per row is finite.
+    The logits are already divided by the temperature. Top-k keeps every logit that is at least the
+    k-th largest (ties stay). Top-p (Holtzman et al., arXiv:1904.09751) keeps the smallest set of
+    most probable tokens whose probability after top-k reaches p, at least one.
     """
     vocab_size = logits_BV.shape[1]
     sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
@@ -162,7 +144,7 @@ def _sample_chunk(
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The output function of SplitMix64; int64 multiplication wraps modulo 2^64."""
+    """Output function of SplitMix64; int64 multiplication wraps modulo 2^64."""
     x = (x ^ _shift_right(x, 30)) * MIX_1
     x = (x ^ _shift_right(x, 27)) * MIX_2
     return x ^ _shift_right(x, 31)

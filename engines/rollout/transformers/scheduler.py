@@ -1,9 +1,7 @@
-"""Which samples wait and which join the running batch; plain Python, no tensors.
+"""Decides which samples wait and which join the running batch; plain Python, no tensors.
 
-Promises: first come, first served; samples of one request that join together share one prefill
-of their prompt; samples sent back by a weight update go first and keep their order; what joins
-together fits the token budget of a prefill, padding counted, unless it is one long prompt.
-Nothing here influences what is sampled: a sample's randomness comes from its seed alone.
+Promises: first come, first served; samples sent back by a weight update go first. Samples of one
+request that join together share one prefill of their prompt.
 """
 
 from collections import deque
@@ -19,15 +17,10 @@ class Sample:
     """One sample of a request, waiting or running.
 
     Attributes:
-        request: the request it belongs to.
-        place: which of the request's seeds it uses.
-        call: identifies the call of `generate` that waits for it.
-        stop_token_ids: tokens that end it.
-        text: in which stop strings are looked for; None where there are none.
-        token_ids: tokens sampled so far, those of its prefix included.
+        place: index of its seed in the request.
+        token_ids: tokens sampled so far, prefix included.
         logprobs: of the tokens behind the prefix.
         versions: policy versions of the first of these; the current version sampled the rest.
-        stopped: its last token ended it.
     """
 
     request: RolloutRequest
@@ -50,17 +43,17 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and sampled tokens together."""
+        """Number of prompt and sampled tokens."""
         return len(self.request.prompt_ids) + len(self.token_ids)
 
     @property
     def stream_origin(self) -> int:
-        """Position of the token that used, or would have used, the first number of its stream."""
+        """Position of the token that uses, or would have used, number 0 of the random stream."""
         at = self.request.prefix(self.place)
         return len(self.request.prompt_ids) + len(at) - self.request.draw_offset(self.place)
 
     def append(self, token: int, logprob: float) -> bool:
-        """Take a sampled token; returns whether the sample is finished."""
+        """Append a sampled token; return True if the sample is finished."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
         self.stopped = token in self.stop_token_ids or (
@@ -69,11 +62,11 @@ class Sample:
         return self.stopped or len(self.token_ids) >= self.request.sampling.max_new_tokens
 
     def stamp(self, version: int) -> None:
-        """Note `version` as the one that sampled every token without a note."""
+        """Record `version` for every sampled token that has no version yet."""
         self.versions.extend([version] * (len(self.logprobs) - len(self.versions)))
 
     def completion(self, finish_reason: str, version: int) -> Completion:
-        """The finished sample; `version` sampled the tokens without a note."""
+        """Return the finished sample; tokens without a version get `version`."""
         self.stamp(version)
         request_id, sample_index = self.key
         num_given = len(self.token_ids) - len(self.logprobs)
@@ -89,28 +82,19 @@ class Sample:
 
 @dataclass(frozen=True)
 class Prefix:
-    """Tokens to prefill once, and the samples that continue them.
-
-    Attributes:
-        token_ids: the prompt, and what a sample that was sent back or resubmitted has sampled.
-        samples: at least one; more only while none has sampled a token.
-    """
+    """A prompt, with sampled tokens if any, to prefill once, and the samples that continue it."""
 
     token_ids: Sequence[int]
     samples: tuple[Sample, ...]
 
     @property
     def shared(self) -> bool:
-        """Whether it is a bare prompt, which further samples may continue later."""
+        """True if it is a bare prompt, which further samples may continue later."""
         return not self.samples[0].token_ids
 
 
 class Scheduler:
-    """The waiting line in front of a batch of limited size.
-
-    Args:
-        max_num_sequences: samples that run together at most.
-    """
+    """The queue in front of a batch of at most `max_num_sequences` samples."""
 
     def __init__(self, max_num_sequences: int) -> None:
         self._max_num_sequences = max_num_sequences
@@ -121,26 +105,26 @@ class Scheduler:
 
     @property
     def waiting(self) -> Sequence[Sample]:
-        """Samples in line, the next one first."""
+        """Queued samples, the next one first."""
         return self._waiting
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Put new samples at the end of the line."""
+        """Append new samples to the queue."""
         self._waiting.extend(samples)
 
     def send_back(self, samples: Sequence[Sample]) -> None:
-        """Put samples that were running at the head of the line, in their order."""
+        """Put samples that were running at the head of the queue, in their order."""
         self._waiting.extendleft(reversed(samples))
 
     def remove(self, condition: Callable[[Sample], bool]) -> list[Sample]:
-        """Take the samples that meet a condition out of the line."""
+        """Remove and return the queued samples that meet a condition."""
         removed = [sample for sample in self._waiting if condition(sample)]
         if removed:
             self._waiting = deque(s for s in self._waiting if not condition(s))
         return removed
 
     def next_prefixes(self, num_running: int) -> list[Prefix]:
-        """Take the samples that join now out of the line, grouped by what they continue."""
+        """Remove the samples that join now from the queue, grouped by prefix."""
         num_free = self._max_num_sequences - num_running
         if not self._waiting or (num_running and num_free < self._min_free):
             return []
@@ -158,17 +142,9 @@ class Scheduler:
 
 
 def prefill_chunks(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Cut sequences into chunks whose padded size is at most `max_tokens`.
+    """Cut sequences into chunks of padded size (count x longest) `max_tokens`; return indices.
 
-    Sorted by length, so that a chunk's sequences are about equally long. A sequence longer than
-    the budget is a chunk of its own.
-
-    Args:
-        lengths: tokens of each sequence.
-        max_tokens: limit of (number of sequences) x (longest sequence).
-
-    Returns:
-        Indices into `lengths`, each exactly once; no chunk is empty.
+    Chunks hold similar lengths; a sequence above the budget is a chunk of its own.
     """
     chunks: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
@@ -180,14 +156,9 @@ def prefill_chunks(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def fill_holes(num_rows: int, leaving: Collection[int]) -> tuple[list[int], list[int], list[int]]:
-    """How the rows of a batch close up when some leave: the last ones move into the holes.
+    """Compute how the last rows of a batch move into the places of leaving ones.
 
-    Args:
-        num_rows: rows before.
-        leaving: rows that leave.
-
-    Returns:
-        The old row at each new place; the rows that move; the places they move to.
+    Returns the old row at each new place; the rows that move; the places they move to.
     """
     num_left = num_rows - len(leaving)
     holes = sorted(row for row in leaving if row < num_left)

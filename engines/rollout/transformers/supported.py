@@ -1,8 +1,6 @@
-"""Which models the engine `transformers` serves. No torch: the plan asks, and the engine again.
+"""Which models the engine `transformers` serves; imported without torch, also by the planner.
 
-Promises: a model that is refused here would be refused, or computed wrongly, once it is built.
-Does not promise that every other one is served; an architecture may keep what the attention
-function needs to itself, which the first forward pass finds.
+A refused model would fail or be computed wrongly; the first forward pass may refuse others.
 """
 
 from collections.abc import Mapping
@@ -12,14 +10,7 @@ from engines.attention_needs import unusual_attention
 
 
 def refusal(config: Mapping[str, Any]) -> str | None:
-    """Why a model is not served.
-
-    Args:
-        config: of a text model, as in `config.json`.
-
-    Returns:
-        What it needs and this engine lacks; None where nothing is known against it.
-    """
+    """Return what a model (given its `config.json`) needs and this engine lacks, or None."""
     model_type = config.get("model_type")
     if model_type == "diffllama":
         return "layers that attend twice"

@@ -1,10 +1,9 @@
-"""Images into the prefill of a rollout model, and where rotary positions go on behind them.
+"""Passes images into the prefill of a rollout model, with their rotary positions.
 
-Promises: features and positions are those of the trainer's forward pass over the same sequence
-(`engines.vision.positions`). Behind its prompt a sequence's rotary position is its place plus a
-number of its own, since an image takes fewer positions than places. A placeholder is never sampled:
-it would stand for an image that nobody has. Its probability, next to nothing in a trained model, is
-missing from the distribution, which the trainer's has whole.
+Promises: features and positions are those of the trainer's forward pass
+(`engines.vision.positions`). Behind the prompt a rotary position is the place plus a fixed offset,
+since an image takes fewer positions than places. A placeholder is never sampled; its small
+probability is missing from the distribution, while the trainer's distribution includes it.
 """
 
 from collections.abc import Sequence
@@ -22,18 +21,16 @@ from engines.vision.positions import image_positions
 from engines.vision.processor import ImageProcessor
 
 ATTENTION = {"": ATTENTION_NAME, "text_config": ATTENTION_NAME, "vision_config": "sdpa"}
-"""`attn_implementation` of a model that sees: its tower keeps one of transformers."""
+"""`attn_implementation` of a model with images: the vision tower uses transformers' own."""
 
 
 @dataclass(frozen=True)
 class SeenPrompts:
-    """What the prefill of sequences takes besides their tokens.
+    """Inputs for the prefill of sequences besides their tokens.
 
     Attributes:
         position_31T: (3, 1, T) int64 rotary positions along time, height and width.
-        ahead_P: (P,) int64, how far the rotary position of a sequence's next token is from its
-            place.
-        inputs: keyword arguments of the model: the images, if there are any.
+        ahead_P: (P,) int64, offset from the place of the next token to its rotary position.
     """
 
     position_31T: Tensor
@@ -42,12 +39,7 @@ class SeenPrompts:
 
 
 class Vision:
-    """Shows images to a model.
-
-    Args:
-        model: that sees.
-        hf_dir: its directory; the image processor is read when the first image comes.
-    """
+    """Prepares images for a model; the image processor is loaded for the first image."""
 
     def __init__(self, model: nn.Module, hf_dir: Path) -> None:
         inner: Any = model
@@ -61,17 +53,10 @@ class Vision:
     def see(
         self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[bytes]]
     ) -> SeenPrompts:
-        """Prepare the prefill of sequences.
-
-        Args:
-            sequences: token ids of each, with a run of placeholders for each of its images.
-            images: files of each sequence.
-
-        Returns:
-            On the CPU.
+        """Prepare CPU inputs for the prefill of sequences with a run of placeholders per image.
 
         Raises:
-            RolloutError: placeholders and images of a sequence do not fit.
+            RolloutError: placeholders and images of a sequence do not match.
         """
         patches = None
         if any(images):
@@ -94,14 +79,7 @@ class Vision:
         return SeenPrompts(position_31T, torch.tensor(ahead), inputs)
 
     def check_text(self, input_ids_T: Tensor) -> None:
-        """Refuse tokens that stand for images where none are given.
-
-        Args:
-            input_ids_T: (T,) int64.
-
-        Raises:
-            RolloutError: there is one.
-        """
+        """Raise a RolloutError if one of the (T,) int64 tokens stands for an image."""
         placeholders = torch.tensor(self._placeholders, device=input_ids_T.device)
         found_N = input_ids_T[torch.isin(input_ids_T, placeholders)]
         if len(found_N):
@@ -111,12 +89,12 @@ class Vision:
             )
 
     def without_placeholders(self, logits: Tensor) -> Tensor:
-        """Logits (..., V), changed in place: no placeholder is drawn."""
+        """Exclude placeholders from logits (..., V), changed in place."""
         logits[..., self._placeholders] = -torch.inf
         return logits
 
     def _check(self, batch: TokenBatch) -> None:
-        """As many placeholders as features: the model itself looks at the sum alone."""
+        """Compare placeholders and features per sequence; the model compares only the sums."""
         held_B = torch.zeros(batch.num_sequences, dtype=torch.int64).index_add_(
             0, batch.sequence_index_T, (batch.input_ids_T == self._token_id).long()
         )

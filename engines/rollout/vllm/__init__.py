@@ -1,1 +1,1 @@
-"""The rollout engine vllm, and the only place where vLLM is imported."""
+"""The rollout engine vllm; the only package that imports vLLM."""

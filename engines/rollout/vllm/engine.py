@@ -1,11 +1,10 @@
-"""The rollout engine vllm: vLLM's AsyncLLM in processes of its own, which read the weights there.
+"""The rollout engine vllm: vLLM's AsyncLLM, whose processes read the weights themselves.
 
-Promises: the contract of `engines.rollout.base`; the prefix cache is forgotten with the weights
-it was computed from; samples that were paused during an update are computed anew up to where
-they stood, and each token carries the version that sampled it; `close` ends every process that
-vLLM started.
-Not promised: the same tokens for a seed as another engine draws; a quick start (see
-`engines.rollout.vllm.launch`); `score` and `prompt_logprobs` while paused.
+Promises: the contract of `engines.rollout.base`. Samples paused during an update are recomputed up
+to where they stood, and each token carries the version that sampled it. `close` ends every process
+that vLLM started.
+Does not promise: the same tokens for a seed as another engine; `score` and `prompt_logprobs` while
+paused.
 """
 
 import asyncio
@@ -37,21 +36,13 @@ from infra.faults import fault
 T = TypeVar("T")
 SHUTDOWN_TIMEOUT_S = 30.0
 ADAPTER = "policy"
-"""What vLLM calls the adapter."""
+"""vLLM's name of the adapter."""
 
 
 class VllmEngine(ServedEngine):
-    """See the module. Starts vLLM's processes before it returns.
+    """Rollout engine on vLLM, whose processes the constructor starts, or a ConfigError.
 
-    Args:
-        hf_dir: model directory; only its configuration is read, weights come by updates.
-        rollout: capacity, deadline and options.
-        dtype: `float32` or `bfloat16`.
-        platform: where it runs.
-        adapter: shape of one that stands beside the weights; None: none does.
-
-    Raises:
-        ConfigError: bad options, no model configuration, or vLLM refuses the two together.
+    `adapter` is the shape of the adapter beside the weights; None: there is none.
     """
 
     capabilities = frozenset({Capability.SHARED_MEMORY, Capability.PROMPT_LOGPROBS})
@@ -76,7 +67,7 @@ class VllmEngine(ServedEngine):
             Capability.SLEEP_FREES_MEMORY: self._frees_memory,
             Capability.ADAPTERS: adapter is not None,
         }
-        # Of this very engine: they depend on its options and its platform.
+        # Set per instance: they depend on the options and the platform.
         self.capabilities = VllmEngine.capabilities | {c for c, has in own.items() if has}  # pyright: ignore[reportAttributeAccessIssue]
         self._vllm_sampler = VllmSampler(self._llm, layout.eos_token_ids)
         self._score_numbers = itertools.count()
@@ -113,12 +104,12 @@ class VllmEngine(ServedEngine):
             receipt = await asyncio.to_thread(
                 receive_adapter, source, self._layout, self._adapter, self._dtype, Path(path)
             )
-            # One name for ever and loaded in place: samples that are paused continue with it.
+            # Always the same name and loaded in place, so that paused samples continue with it.
             try:
                 await self._llm.add_lora(LoRARequest(ADAPTER, 1, path, load_inplace=True))
             except EngineDeadError:
                 raise
-            except Exception as error:  # vLLM makes one of whatever its processes raise
+            except Exception as error:  # vLLM turns every error of its processes into one
                 raise WeightSyncError(f"vLLM refuses the adapter: {error}") from error
             self._vllm_sampler.adapter = LoRARequest(ADAPTER, 1, path)
         await self._forget()
@@ -126,12 +117,12 @@ class VllmEngine(ServedEngine):
 
     async def _forget(self) -> None:
         if not fault("vllm.prefix_reset"):
-            # Of samples that are paused, too: what they hold was computed by the old weights.
+            # True: also for paused samples, whose cache was computed with the old weights.
             await self._llm.reset_prefix_cache(True)
 
     async def _name_version(self, version: int) -> None:
         await self._llm.update_weight_version(str(version))
-        # Asked once here, so that vLLM takes a request without giving way to anything else.
+        # Cached here, so that vLLM registers later requests before the coroutine yields.
         await self._llm.get_supported_tasks()
 
     async def _score(self, ids: Sequence[int], temperature: float) -> tuple[float, ...]:

@@ -1,7 +1,7 @@
 """Starts vLLM: its environment, its arguments, its processes.
 
-Promises: variables are set before vLLM reads them; it runs on the platform that was asked for, or
-not at all; it phones nobody and fetches nothing; no weight is read from the model directory.
+Promises: variables are set before vLLM reads them; it runs on the requested platform or not at all,
+sends no usage data, downloads nothing, and reads no weights from the model directory.
 Does not promise a quick start: its processes import vLLM anew, about 25 s of CPU time.
 """
 
@@ -31,18 +31,7 @@ def start(
     layout: ModelLayout,
     adapter: LoraConfig | None,
 ) -> Any:
-    """Start vLLM's processes and wait until they can take requests.
-
-    Args:
-        hf_dir: model directory.
-        rollout: capacity and options.
-        dtype: `float32` or `bfloat16`.
-        platform: where it shall run.
-        layout: of the model.
-        adapter: shape of one that stands beside the weights; None: none does.
-
-    Returns:
-        An `AsyncLLM` with random weights.
+    """Start vLLM's processes and return an `AsyncLLM` with random weights that takes requests.
 
     Raises:
         ConfigError: the options, or the installed vLLM, do not fit the model or the platform.
@@ -56,7 +45,7 @@ def start(
     _check_device(platform)
     arguments = engine_arguments(options, rollout.max_num_sequences, layout)
     arguments |= adapter_arguments(adapter) | latent_arguments(layout, dtype)
-    # Structured output needs it; all else goes by token ids.
+    # Only structured output needs the tokenizer.
     arguments["skip_tokenizer_init"] = not (hf_dir / "tokenizer.json").is_file()
     unknown = options.engine_args.keys() - {each.name for each in fields(AsyncEngineArgs)}
     if unknown:
@@ -78,44 +67,35 @@ def start(
 def engine_arguments(
     options: VllmOptions, max_num_sequences: int, layout: ModelLayout
 ) -> dict[str, Any]:
-    """Arguments of `AsyncEngineArgs`, without model and dtype.
-
-    Args:
-        options: of the user.
-        max_num_sequences: decoded together.
-        layout: of the model.
-
-    Returns:
-        Arguments by name.
-    """
+    """Return the arguments of `AsyncEngineArgs` by name, without model and dtype."""
     from vllm.platforms import current_platform
 
     on_cpu = current_platform.is_cpu()
     max_model_len = min(options.max_model_len or layout.context_length, layout.context_length)
     kv_cache_bytes = options.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None)
     return {
-        # vLLM goes by the name of the class, which a bare configuration lacks.
+        # vLLM selects by class name, which a bare configuration lacks.
         "hf_overrides": {"architectures": [layout.architecture]},
         "runner": "generate",
         "load_format": "dummy",
         "trust_remote_code": False,
-        # Else sampling defaults of the model would stand in for what a request leaves out.
+        # Else the model's sampling defaults would replace what a request leaves out.
         "generation_config": "vllm",
-        # The default is the distribution before temperature, top-k and top-p.
+        # The default reports the distribution before temperature, top-k and top-p.
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": -1,
         "seed": 0,
         "worker_extension_cls": WORKER_EXTENSION,
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_sequences,
-        # A split prefill draws a token that is thrown away and turns the random generator back;
-        # that of a CPU cannot be turned back, and the engine dies.
+        # A split prefill rewinds the random generator after a discarded token, which fails on
+        # a CPU and kills the engine.
         "enable_chunked_prefill": not on_cpu,
         "max_num_batched_tokens": (
             max(options.max_prefill_tokens, max_model_len) if on_cpu else options.max_prefill_tokens
         ),
         "tensor_parallel_size": options.tensor_parallel_size,
-        # Not Ray: workers stand on the devices that Ray gave to this actor.
+        # Not Ray: workers use the devices that Ray assigned to this actor.
         "distributed_executor_backend": "mp" if options.tensor_parallel_size > 1 else None,
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "kv_cache_memory_bytes": kv_cache_bytes,
@@ -127,17 +107,7 @@ def engine_arguments(
 
 
 def adapter_arguments(adapter: LoraConfig | None) -> dict[str, Any]:
-    """What vLLM is told of adapters.
-
-    Args:
-        adapter: the shape of the one that is used; None: none is.
-
-    Returns:
-        Arguments of `AsyncEngineArgs`.
-
-    Raises:
-        ConfigError: vLLM takes none of that rank.
-    """
+    """Return the engine arguments for an adapter; a ConfigError if vLLM lacks its rank."""
     if adapter is None:
         return {}
     from vllm.config.lora import MaxLoRARanks
@@ -154,16 +124,9 @@ def adapter_arguments(adapter: LoraConfig | None) -> dict[str, Any]:
 
 
 def latent_arguments(layout: ModelLayout, dtype: str) -> dict[str, Any]:
-    """What vLLM is told of latent attention (MLA) in float32 on a CPU.
+    """Return the arguments for latent attention (MLA) in float32 on a CPU; empty for other cases.
 
-    By itself vLLM 0.32 takes kernels for bfloat16 there, whatever the dtype of the model.
-
-    Args:
-        layout: of the model.
-        dtype: of its weights.
-
-    Returns:
-        Arguments of `AsyncEngineArgs`.
+    By itself vLLM 0.32 uses bfloat16 kernels there, whatever the dtype of the model.
     """
     from vllm.platforms import current_platform
 
@@ -173,7 +136,6 @@ def latent_arguments(layout: ModelLayout, dtype: str) -> dict[str, Any]:
 
 
 def _check_device(platform: PlatformBase) -> None:
-    """Refuse what the installed vLLM would compute elsewhere."""
     from vllm.platforms import current_platform
 
     if current_platform.device_type != platform.device_name:
@@ -185,7 +147,7 @@ def _check_device(platform: PlatformBase) -> None:
 
 
 def _check_latent(model_config: Any) -> None:
-    """Refuse latent attention (MLA) that vLLM would compute wrongly, without a word."""
+    """Refuse latent attention (MLA) that vLLM would silently compute wrongly."""
     from vllm.platforms import current_platform
 
     if not (current_platform.is_cpu() and model_config.use_mla):
@@ -200,14 +162,14 @@ def _check_latent(model_config: Any) -> None:
 
 
 def sleep_frees_memory() -> bool:
-    """Whether vLLM gives memory back on this platform; elsewhere its `sleep` does nothing."""
+    """Return True if vLLM frees memory on this platform; elsewhere its `sleep` does nothing."""
     from vllm.platforms import current_platform
 
     return current_platform.is_sleep_mode_available()
 
 
 def _set_environment(platform: PlatformBase) -> None:
-    """For this process and those that vLLM starts; what the user has set of the rest stays."""
+    """Set variables for this process and vLLM's; the user's logging variables are kept."""
     env.set_for_rollout(platform.rollout_env_vars())
     env.set_for_process(env.VLLM_CPU_KVCACHE_SPACE.name, None)
     for variable, value in (

@@ -1,4 +1,4 @@
-"""`rollout.options` of the engine `vllm`. Neither torch nor vLLM: the plan reads them."""
+"""`rollout.options` of the engine `vllm`; imported without torch and vLLM."""
 
 from typing import Any
 
@@ -16,31 +16,30 @@ SET_BY_US = frozenset({
     "skip_tokenizer_init", "tensor_parallel_size", "tokenizer", "trust_remote_code", "worker_cls",
     "worker_extension_cls",
 })  # fmt: skip
-"""Engine arguments that have an option of their own, or on which the contract stands."""
+"""Engine arguments with an option of their own, or on which the contract depends."""
 
 
 class VllmOptions(StrictModel):
     """`rollout.options` of this engine."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Workers, each with a device of its own, that share one model."""
+    """Workers that share one model, each on its own device."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    """Share of a device that vLLM may take; of no effect where `kv_cache_bytes` is set."""
+    """Fraction of a device's memory that vLLM may use; no effect where `kv_cache_bytes` is set."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)
-    """Memory for keys and values; null: 1 GiB on a CPU, elsewhere what the share leaves."""
+    """Memory for keys and values in bytes; null: 1 GiB on a CPU, else what the fraction leaves."""
     max_model_len: int | None = Field(default=None, ge=2)
-    """Context in tokens; null: the model's."""
+    """Context length in tokens; null: the model's."""
     max_prefill_tokens: int = Field(default=8192, ge=1)
-    """Token budget of one step; raised to the context where a prefill must not be split."""
+    """Token budget of one step; raised to the context length where a prefill cannot be split."""
     block_size: int | None = Field(default=None, ge=1)
-    """Tokens in a block of the cache; null: vLLM's, which is 128 on a CPU."""
+    """Tokens per block of the cache; null: vLLM's default, which is 128 on a CPU."""
     enforce_eager: bool | None = None
-    """No compilation and no graphs; null: so on a CPU, where compiling takes longer than it saves
-    in most runs."""
+    """Disable compilation and CUDA graphs; null: only on a CPU, where compiling rarely pays off."""
     enable_prefix_caching: bool = True
     """Keep keys and values of prompts for later requests."""
     engine_args: dict[str, Any] = {}
-    """Further arguments of vLLM's `AsyncEngineArgs`, by their names there."""
+    """Further arguments of vLLM's `AsyncEngineArgs`, by name."""
 
     @field_validator("engine_args")
     @classmethod

@@ -1,9 +1,7 @@
-"""vLLM's processes end with the process that started them.
+"""Ends vLLM's processes with the process that started them.
 
-vLLM 0.32's engine process waits for requests for ever when its parent was killed, and keeps the
-memory of its device; its worker waits for the engine process. vLLM calls `watch_parent` in each
-of them, as a plugin of the group `vllm.general_plugins`.
-Does not promise an orderly end: nobody is left to serve, and the kernel frees what they held.
+When its parent is killed, vLLM 0.32's engine process waits forever and keeps its device memory.
+vLLM calls `watch_parent` in each of its processes, as a plugin of `vllm.general_plugins`.
 """
 
 import multiprocessing
@@ -13,7 +11,7 @@ import threading
 
 
 def watch_parent() -> None:
-    """Kill this process when its parent is gone; does nothing in a process nobody spawned."""
+    """Kill this process when its parent is gone; no-op if multiprocessing did not start it."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return

@@ -1,6 +1,6 @@
-"""One sample through vLLM, from its request to its completion.
+"""Runs single samples through vLLM.
 
-Promises: vLLM drops what is cancelled; a sample with stop strings ends where one does.
+Promises: vLLM drops cancelled samples; a sample with stop strings ends at the first one.
 """
 
 from collections.abc import AsyncIterator
@@ -13,15 +13,10 @@ from engines.types import Completion
 
 
 class VllmSampler:
-    """See `engines.rollout.served.in_flight.Sampler`.
+    """See `Sampler`; `adapter` is vLLM's request for the adapter to sample with, or None.
 
-    Args:
-        llm: an `AsyncLLM` that is asked for its supported tasks before; else another coroutine
-            could run between the start of a sample and the moment that vLLM knows of it.
-        eos_token_ids: what ends a sample.
-
-    Attributes:
-        adapter: vLLM's name of the one to sample with; None: with none.
+    `llm` must have cached its supported tasks; else another coroutine could run between the start
+    of a sample and the moment when vLLM knows it.
     """
 
     def __init__(self, llm: Any, eos_token_ids: frozenset[int]) -> None:
@@ -35,7 +30,7 @@ class VllmSampler:
         return self._llm is not None and self._llm.errored
 
     async def sample(self, sample: RunningSample) -> Completion:
-        """See `Sampler`: vLLM drops a request whose task is cancelled."""
+        """See `Sampler`. vLLM drops a request whose task is cancelled."""
         from vllm.inputs.engine import tokens_input
 
         prompt = tokens_input(sample.token_ids)
@@ -46,16 +41,13 @@ class VllmSampler:
         return completion(sample, (await last(outputs)).outputs[0])
 
     def let_go(self) -> None:
-        """Forget vLLM, whose destructor fails when it comes at the end of the process."""
+        """Release vLLM, whose destructor fails at the end of the process."""
         self._llm = None
 
     async def _until_stop(
         self, sample: RunningSample, text: SampledText, outputs: AsyncIterator[Any]
     ) -> Completion:
-        """Follow a sample step by step, and end it where a stop string does.
-
-        vLLM's own stop strings know nothing of a prefix, and begin every text anew.
-        """
+        """Follow a sample step by step, and end it at a stop string; vLLM's own ignore a prefix."""
         found: Any = None
         num_seen, num_until_stop = 0, None
         async for found in outputs:

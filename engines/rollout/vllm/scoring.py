@@ -1,11 +1,8 @@
-"""Logprobs of given tokens, by vLLM.
+"""Logprobs of given tokens, computed by vLLM with the served weights and without the prefix cache.
 
-Promises: computed by the weights that are served, never from the prefix cache (vLLM skips it for
-such a request).
-Does not promise speed to `score_sequence` at a temperature other than 1: vLLM reports prompt
-logprobs at temperature 1, whatever it was asked for, so those of the whole vocabulary are fetched
-and scaled here. Nor that vLLM makes no more logits than it tells of: it makes those of all tokens
-of one of its steps, at most `max_prefill_tokens`.
+vLLM reports prompt logprobs only at temperature 1; for others `score_sequence` fetches and rescales
+those of the whole vocabulary, which is slow. vLLM materializes the logits of all tokens of a step,
+at most `max_prefill_tokens`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,18 +18,7 @@ from engines.rollout.vllm.translation import last
 async def score_sequence(
     llm: Any, ids: Sequence[int], temperature: float, vllm_id: str, adapter: Any = None
 ) -> tuple[float, ...]:
-    """Logprob of every token but the first.
-
-    Args:
-        llm: an `AsyncLLM`.
-        ids: token ids, at least two.
-        temperature: of the distribution, above 0.
-        vllm_id: name of vLLM's request.
-        adapter: vLLM's name of the one to compute with; None: with none.
-
-    Returns:
-        One logprob less than there are tokens.
-    """
+    """Return the logprob of every token but the first; `vllm_id` names the request."""
     num_told = 0 if temperature == 1 else -1
     told = await _prompt_logprobs(llm, ids, num_told, vllm_id, adapter)
     rows = zip(told[1:], ids[1:], strict=True)
@@ -44,18 +30,7 @@ async def score_sequence(
 async def prompt_rows(
     llm: Any, request: PromptRequest, num_top: int, vllm_id: str, adapter: Any = None
 ) -> PromptRows:
-    """What vLLM says of the tokens that a request asks about.
-
-    Args:
-        llm: an `AsyncLLM`.
-        request: at temperature 1.
-        num_top: likeliest tokens of each place; 0: none.
-        vllm_id: name of vLLM's request.
-        adapter: as in `score_sequence`.
-
-    Returns:
-        Of these tokens.
-    """
+    """Return what vLLM reports for the tokens that a request asks about; see `score_sequence`."""
     ids = request.token_ids
     told = await _prompt_logprobs(llm, ids, num_top, vllm_id, adapter)
     rows = list(zip(told[request.first :], ids[request.first :], strict=True))
@@ -65,7 +40,7 @@ async def prompt_rows(
 
 
 def _likeliest(row: Mapping[int, Any], token: int, num_top: int) -> Candidates:
-    """Without the token that stands there, where it is told of as one more than the likeliest."""
+    """Return candidates, without the given token where vLLM lists it in addition."""
     is_more = len(row) > num_top
     return [(each.logprob, other) for other, each in row.items() if other != token or not is_more]
 
@@ -73,16 +48,16 @@ def _likeliest(row: Mapping[int, Any], token: int, num_top: int) -> Candidates:
 async def _prompt_logprobs(
     llm: Any, ids: Sequence[int], num_told: int, vllm_id: str, adapter: Any
 ) -> Sequence[Any]:
-    """For each token a mapping from tokens to vLLM's `Logprob`; None for the first.
+    """Return per token a mapping from tokens to vLLM's `Logprob`; None for the first token.
 
-    The token that stands there is in it, and so many of the likeliest; -1 stands for all.
+    It holds the given token and the `num_told` likeliest; -1 stands for all.
     """
     from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     params = SamplingParams(
         temperature=0.0,
-        max_tokens=1,  # vLLM samples at least one
+        max_tokens=1,  # the minimum
         prompt_logprobs=num_told,
         detokenize=False,
         ignore_eos=True,

@@ -1,10 +1,8 @@
-"""Between this project's requests and vLLM's: seeds, sampling parameters, completions.
+"""Translates requests, seeds and completions between this project and vLLM.
 
-Promises: the distribution that is sampled is the one that was asked for, or the request is
-refused; logprobs and policy versions come out one per token; a sample that continues a prefix
-draws from a stream of its own, since vLLM's cannot be started in the middle.
-Does not promise the same tokens for a seed as another engine: vLLM has random streams of its own;
-nor that a continued sample has the tokens of an uninterrupted one.
+Promises: the requested distribution is sampled, or the request is refused; every token has a
+logprob and a version. A sample that continues a prefix uses a new random stream, since vLLM's
+cannot start in the middle; so it differs from an uninterrupted one.
 """
 
 import hashlib
@@ -16,12 +14,12 @@ from engines.rollout.served.in_flight import RunningSample
 from engines.types import Completion, RolloutRequest, StructuredOutput
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
-"""vLLM raises a smaller positive temperature to this, and takes the smallest for 0; a larger one
-it refuses."""
+"""vLLM raises a smaller positive temperature to this, treats the smallest as 0, and refuses one
+above the maximum."""
 
 
 def check_temperature(request: RolloutRequest) -> None:
-    """Refuse a temperature that vLLM would change in silence, or refuse without the request."""
+    """Refuse a temperature that vLLM would silently change or refuse itself."""
     temperature = request.sampling.temperature
     if 0 < temperature < MIN_TEMPERATURE or temperature > MAX_TEMPERATURE:
         raise RolloutError(
@@ -31,15 +29,10 @@ def check_temperature(request: RolloutRequest) -> None:
 
 
 def vllm_seed(seed: int, draw_offset: int = 0) -> int:
-    """A seed of 32 bits for vLLM; torch's generator on a CPU ignores all other bits.
+    """Return a 32-bit seed for vLLM; torch's CPU generator ignores all other bits.
 
-    Args:
-        seed: of the sample, of any size.
-        draw_offset: numbers of its stream that are spent. vLLM draws a whole vocabulary for each
-            token and cannot skip any, so behind them another stream begins.
-
-    Returns:
-        The seed.
+    vLLM draws a whole vocabulary per token and cannot skip any, so behind `draw_offset` used
+    numbers another stream starts.
     """
     if draw_offset:
         name = f"{seed & 2**64 - 1}/draw={draw_offset}".encode()
@@ -49,9 +42,9 @@ def vllm_seed(seed: int, draw_offset: int = 0) -> int:
 
 
 def sampling_params(sample: RunningSample, eos_token_ids: Sequence[int]) -> Any:
-    """Parameters for vLLM of one sample: one completion, as token ids.
+    """Return vLLM's parameters for one sample.
 
-    Whole at its end; of a sample with stop strings also after each step, for we look for them.
+    Output comes once at the end; for a sample with stop strings also after each step.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -83,7 +76,7 @@ def _structured(form: StructuredOutput | None) -> Any:
 
 
 async def last(outputs: AsyncIterator[Any]) -> Any:
-    """The final output of one vLLM request, the only one of its kind that we ask for."""
+    """Return the last output of a vLLM request."""
     found: Any = None
     async for output in outputs:
         found = output
@@ -91,19 +84,10 @@ async def last(outputs: AsyncIterator[Any]) -> Any:
 
 
 def completion(sample: RunningSample, output: Any, num_until_stop: int | None = None) -> Completion:
-    """What vLLM's final output of a sample says.
-
-    Args:
-        sample: the sample.
-        output: a finished `CompletionOutput`.
-        num_until_stop: tokens up to the one that completed a stop string; None: none did.
-
-    Returns:
-        The completion.
+    """Convert vLLM's final output, up to the `num_until_stop` tokens that complete a stop string.
 
     Raises:
-        RolloutError: a token lacks its logprob or its version, or vLLM ended it for a reason of
-            its own.
+        RolloutError: a token lacks its logprob or version, or vLLM ended it for its own reasons.
     """
     token_ids = tuple(output.token_ids)
     rows = output.logprobs or ()

@@ -1,8 +1,8 @@
-"""What vLLM's workers can do beside vLLM: read a weight source in their own process.
+"""Extension of vLLM's workers: reads a weight source in the worker's process.
 
-Promises: those of `engines.rollout.served.updates`; vLLM's own list of what it loaded must be
-complete; after an error the model can take the next update. Errors travel as text, since vLLM
-would make a bare `Exception` of them.
+Promises: those of `engines.rollout.served.updates`; vLLM must report every weight as loaded; after
+an error the model can take the next update. Errors travel as text, since vLLM would reduce them to
+a bare `Exception`.
 """
 
 from typing import Any
@@ -23,14 +23,7 @@ class WorkerExtension:
     rank: int
 
     def receive_weights(self, order: str) -> str:
-        """Overwrite every parameter from a weight source.
-
-        Args:
-            order: of `engines.rollout.served.updates.order_of`.
-
-        Returns:
-            For `agreed`.
-        """
+        """Execute an order of `served.updates.order_of`; return the reply for `agreed`."""
         from vllm.config import set_current_vllm_config
 
         def load(tensors: NamedTensors) -> None:
@@ -43,7 +36,7 @@ class WorkerExtension:
 def _reload(model: Any, model_config: Any, tensors: NamedTensors) -> None:
     """Load a whole checkpoint into a model that was processed for its kernels.
 
-    `model.load_weights` alone does not do: what it would write into is gone on a CPU.
+    `model.load_weights` alone is not enough: on a CPU the original parameters are gone.
     """
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
@@ -53,15 +46,14 @@ def _reload(model: Any, model_config: Any, tensors: NamedTensors) -> None:
     held = {name for name, _ in model.named_parameters()}
     _forget_expert_kernels(model)
     initialize_layerwise_reload(model)
-    # Gone now is what vLLM computes from others; tied ones, of which the head is one more here,
-    # are still held once. An adapter's layer passes on what is meant for the one behind it, by
-    # the name of that.
+    # Computed parameters are gone now, and tied ones are held once. An adapter's layer holds its
+    # base layer as `base_layer`, but weights are loaded under its own name.
     held &= {name for name, _ in model.named_parameters()}
     wanted = {name.replace(_BASE, ".") for name in held}
     try:
         loaded = model.load_weights(tensors)
     finally:
-        # After an error too: else the next update would add to what this one left behind.
+        # After an error too: else the next update would find leftovers of this one.
         finalize_layerwise_reload(model, model_config)
     missing = sorted(wanted - (wanted if loaded is None else loaded))
     if missing:
@@ -71,10 +63,10 @@ def _reload(model: Any, model_config: Any, tensors: NamedTensors) -> None:
 
 
 def _forget_expert_kernels(model: Any) -> None:
-    """Have the kernels of experts made anew, on a CPU, as at the first load.
+    """Have the expert kernels rebuilt on a CPU, as at the first load.
 
-    vLLM 0.32 packs experts where it makes their kernel; where there is one, it writes new weights
-    unpacked beneath it, without a word. Nothing has captured a kernel of a CPU in a graph.
+    vLLM 0.32 packs experts when it builds their kernel; with an existing kernel it silently writes
+    the new weights unpacked. No graph on a CPU has captured a kernel.
     """
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
         UnquantizedFusedMoEMethod,
@@ -92,8 +84,8 @@ def _forget_expert_kernels(model: Any) -> None:
 def _refresh_packed_heads(model: Any) -> None:
     """Pack the output heads anew, on a CPU.
 
-    vLLM 0.32 forgets to: a head that is tied to the embedding goes on computing with the packed
-    copy of the old weights, without a word.
+    vLLM 0.32 omits this: a head that is tied to the embedding would keep a packed copy of the old
+    weights.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.platforms import current_platform

@@ -1,1 +1,1 @@
-"""Measuring a policy or a model on rows that it was not trained on."""
+"""Measure a policy or a model on held-out rows."""

@@ -1,24 +1,14 @@
-"""The two numbers of an evaluation: pass@k and the interval around a share. Pure, no torch."""
+"""pass@k and the Wilson interval of a share; imports no torch."""
 
 from math import comb, sqrt
 from statistics import NormalDist
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Probability that at least one of k samples is right, estimated without bias.
+    """Return the unbiased estimate that at least one of k samples is right.
 
-    arXiv:2107.03374 eq. 1: ``1 - C(n - c, k) / C(n, k)``.
-
-    Args:
-        num_samples: n, samples drawn for the problem.
-        num_correct: c, how many of them are right.
-        k: size of the draw that is asked about, at most n.
-
-    Returns:
-        The estimate, in [0, 1].
-
-    Raises:
-        ValueError: k is not in [1, n], or c is not in [0, n].
+    arXiv:2107.03374 eq. 1: ``1 - C(n - c, k) / C(n, k)`` with n `num_samples`, c `num_correct`.
+    Raises `ValueError` if k is not in [1, n], or c is not in [0, n].
     """
     if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
         raise ValueError(f"pass@{k} of {num_correct} right out of {num_samples} is not defined")
@@ -28,20 +18,10 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def wilson_interval(
     num_correct: float, num_problems: float, confidence: float
 ) -> tuple[float, float]:
-    """The score interval of a binomial share (Wilson 1927), without continuity correction.
+    """Return the score interval of a binomial share (Wilson 1927), without continuity correction.
 
-    Unlike the normal approximation it stays inside [0, 1] and is right near 0 and 1.
-
-    Args:
-        num_correct: successes; a tie may count half.
-        num_problems: trials, at least 1; perhaps an effective number.
-        confidence: coverage, e.g. 0.95.
-
-    Returns:
-        Lower and upper bound; the share itself lies between them, also after rounding.
-
-    Raises:
-        ValueError: no trial, or more successes than trials.
+    It stays inside [0, 1] and is right near 0 and 1. A tie may count half; `num_problems` may be an
+    effective number. Raises `ValueError` if there are no trials, or more successes than trials.
     """
     if num_problems < 1 or not 0 <= num_correct <= num_problems:
         raise ValueError(f"no interval for {num_correct:g} out of {num_problems:g}")

@@ -1,7 +1,7 @@
-"""What k of a problem's n samples are worth: a majority vote, the best.
+"""Majority vote and best score of k of a problem's n samples; imports no torch.
 
-Promises: every value is the exact mean over all draws of k of the n samples, without replacement;
-verl draws 1,000 times with replacement, which favours repetition. No torch.
+Every value is the exact mean over all draws of k without replacement; verl draws 1,000 times with
+replacement, which favours repetition.
 """
 
 from collections import defaultdict
@@ -14,27 +14,17 @@ import numpy as np
 
 
 def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> float:
-    """Chance that the majority of k of a problem's n samples is right.
+    """Return the probability that the majority of k of a problem's n samples is right.
 
-    Self-consistency, arXiv:2203.11171 sec. 2, as an exact mean over all draws without replacement.
-    Answers that tie for the most votes share the draw evenly. A sample without an answer is drawn
-    but casts no vote; a draw without any vote is wrong. Of samples with equal answers and
-    different verdicts, the answer is worth the mean.
+    Self-consistency, arXiv:2203.11171 sec. 2. Answers that tie share the draw evenly. A sample
+    without an answer casts no vote; a draw without any vote is wrong. Equal answers with different
+    verdicts count as their mean. The caller normalises `answers`.
 
     Counts in a draw without replacement are distributed as independent binomials given their sum.
-    For each number of votes that may win, the answers that can reach it are folded in one by one,
-    and the others at once: about n^2 k^2 small steps at most, and no draw is listed.
+    For each winning number of votes, the answers that can reach it are folded in one by one, and
+    the others at once: about n^2 k^2 small steps at most, without listing draws.
 
-    Args:
-        answers: (n,) normalised by the caller: equal texts are one answer.
-        correct: (n,) verdicts.
-        k: size of the draw, in [1, n].
-
-    Returns:
-        The chance, in [0, 1].
-
-    Raises:
-        ValueError: k is not in [1, n], or there are not as many verdicts as answers.
+    Raises `ValueError` if k is not in [1, n], or there are not as many verdicts as answers.
     """
     if not 1 <= k <= len(answers) or len(correct) != len(answers):
         raise ValueError(
@@ -51,16 +41,9 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> 
 
 
 def _right_with(votes: int, classes: Sequence[tuple[int, float]], n: int, k: int) -> float:
-    """Chance, times that of k samples, that just so many votes win and the answer is right.
+    """Return the probability that a right winner has `votes` votes, times that of k samples.
 
-    Args:
-        votes: of the winner, at least 1.
-        classes: samples and mean verdict of each answer.
-        n: samples.
-        k: size of the draw.
-
-    Returns:
-        The product of both.
+    `classes` holds the number of samples and the mean verdict of each answer.
     """
     rivals = [(count, value) for count, value in classes if count >= votes]
     num_others = n - sum(count for count, _ in rivals)
@@ -78,10 +61,10 @@ def _right_with(votes: int, classes: Sequence[tuple[int, float]], n: int, k: int
 
 
 def _folded(table: np.ndarray, chances: np.ndarray) -> np.ndarray:
-    """Each row of a table convolved with the chances of a count, cut to the table's width."""
+    """Convolve each row with the probabilities of a count, cut to the table's width."""
     width = table.shape[1]
     if len(chances) < len(table):
-        # Many ties of few votes each: a step for each number drawn, over all rows at once.
+        # Many ties of few votes each: loop over the number drawn, with all rows at once.
         folded = np.zeros_like(table)
         for drawn, chance in enumerate(chances):
             folded[:, drawn:] += chance * table[:, : width - drawn]
@@ -90,7 +73,7 @@ def _folded(table: np.ndarray, chances: np.ndarray) -> np.ndarray:
 
 
 def _shifted(table: np.ndarray, votes: int) -> np.ndarray:
-    """One tie more, and so many samples drawn more."""
+    """Shift the table by one tie and by `votes` drawn samples."""
     moved = np.zeros_like(table)
     moved[1:, votes:] = table[:-1, : table.shape[1] - votes]
     return moved
@@ -98,32 +81,22 @@ def _shifted(table: np.ndarray, votes: int) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def _chances(count: int, n: int, k: int) -> np.ndarray:
-    """(k + 1,) of each number drawn `_chance`; answers of one count share it."""
+    """Return (k + 1,) `_chance` by number drawn; cached, as answers of one count share it."""
     chances = np.array([_chance(count, drawn, n, k) for drawn in range(k + 1)])
     chances.setflags(write=False)
     return chances
 
 
 def _chance(count: int, drawn: int, n: int, k: int) -> float:
-    """That so many of some samples are drawn, if each one is with chance k/n; rounded once."""
+    """Return the probability that `drawn` of `count` samples are drawn, each with k/n."""
     return comb(count, drawn) * k**drawn * (n - k) ** max(0, count - drawn) / n**count
 
 
 def best_at_k(scores: Sequence[float], k: int) -> float:
-    """Mean of the largest of k scores over all draws without replacement.
+    """Return the mean of the largest of k scores over all draws without replacement.
 
     The i-th smallest of n is the largest of ``C(i - 1, k - 1)`` of the ``C(n, k)`` draws. Of
-    verdicts it is pass@k.
-
-    Args:
-        scores: (n,) of one problem.
-        k: size of the draw, in [1, n].
-
-    Returns:
-        The mean.
-
-    Raises:
-        ValueError: k is not in [1, n].
+    verdicts it is pass@k. Raises `ValueError` if k is not in [1, n].
     """
     if not 1 <= k <= len(scores):
         raise ValueError(f"best@{k} of {len(scores)} scores is not defined")

@@ -1,9 +1,8 @@
-"""Two models on the same problems, metric by metric. No torch.
+"""Compare two models on the same problems, metric by metric; imports no torch.
 
-Promises: what is called better or worse lies beyond what chance gives at the stated confidence
-(`engines.trainers.evaluation.paired`), for each metric by itself, and goes by which way the metric
-is better; where nobody says, it is called higher or lower.
-Does not promise anything of several metrics at once: of twenty, one may lie beyond by chance.
+Promises: a metric called better or worse differs beyond chance at the stated confidence
+(`engines.trainers.evaluation.paired`); without a known direction it is called higher or lower.
+Does not promise a joint confidence: of twenty metrics one may differ by chance.
 """
 
 import json
@@ -18,23 +17,16 @@ from engines.trainers.evaluation.paired import differences_of, paired_gain
 from infra.tracking.comparison import GAIN, HIGHER_IS_BETTER, MARGIN, Verdict, verdict
 
 _OF_PROBLEMS = re.compile(r"accuracy|reward/mean|(pass|maj|avg)@[1-9][0-9]*")
-"""Metrics that are a mean over problems; of each a larger value is the better one."""
+"""Metrics that are means over problems; for all of them higher is better."""
 _SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
 class MetricGain:
-    """One metric of two models.
+    """One metric of a model (`value`) and of another (`other`).
 
-    Attributes:
-        metric: its name.
-        value: of the model.
-        other: of the one that it is compared with.
-        gain: mean difference over the problems that have a value in both, above 0 where the model's
-            value is the larger one.
-        margin: what chance alone gives, at the stated confidence.
-        num_problems: that were compared.
-        higher_is_better: which way is better; None: nobody says.
+    `gain` is the mean difference over the problems with a value in both, `margin` the one that
+    chance gives. `higher_is_better` is None if the direction is unknown.
     """
 
     metric: str
@@ -47,7 +39,7 @@ class MetricGain:
 
     @property
     def verdict(self) -> Verdict:
-        """In a word; `alike` where chance could have done it."""
+        """The verdict in a word; `alike` if chance explains the gain."""
         return verdict(self.gain, self.margin, self.higher_is_better)
 
     def __str__(self) -> str:
@@ -58,15 +50,7 @@ class MetricGain:
 
 
 def compared_metrics(evaluation: Path, against: Path) -> list[str]:
-    """Metrics that two evaluations both have a value of for each problem.
-
-    Args:
-        evaluation: directory of an evaluation.
-        against: of the other.
-
-    Returns:
-        Their names, sorted.
-    """
+    """Return the sorted metrics that have a value for each problem in both evaluations."""
     ours, theirs = metrics_of(evaluation), metrics_of(against)
     names = sorted(ours.keys() & theirs.keys())
     if not has_documents(evaluation):
@@ -81,21 +65,7 @@ def compared_metrics(evaluation: Path, against: Path) -> list[str]:
 def metric_gain(
     evaluation: Path, against: Path, metric: str, confidence: float, seed: int
 ) -> MetricGain | None:
-    """Compare one metric.
-
-    Args:
-        evaluation: directory of the model's evaluation.
-        against: of the other's.
-        metric: one of `compared_metrics`.
-        confidence: two-sided, of the interval.
-        seed: of the signs that are drawn.
-
-    Returns:
-        The gain; None where no problem has a value in both.
-
-    Raises:
-        ConfigError: the evaluations are of other problems.
-    """
+    """Compare one metric; None if no problem has both values, `ConfigError` if problems differ."""
     differences = differences_of(evaluation, against, metric)
     if not differences:
         return None
@@ -113,7 +83,7 @@ def metric_gain(
 
 
 def _direction(evaluation: Path, against: Path, metric: str) -> bool | None:
-    """Which way is better; of a harness's metric only if both measurements say the same."""
+    """Return the direction of a metric; None if two harness measurements disagree."""
     if not has_documents(evaluation):
         return True
     ours, theirs = (higher_is_better(each, metric) for each in (evaluation, against))
@@ -121,7 +91,7 @@ def _direction(evaluation: Path, against: Path, metric: str) -> bool | None:
 
 
 def comparison_metrics(gains: Sequence[MetricGain]) -> dict[str, float]:
-    """What a stage says of a comparison, for `infra.tracking.comparison.verdicts`."""
+    """Return a stage's metrics of a comparison, for `infra.tracking.comparison.verdicts`."""
     metrics = {f"{GAIN}{each.metric}": each.gain for each in gains}
     metrics |= {f"{MARGIN}{each.metric}": each.margin for each in gains}
     return metrics | {
@@ -132,15 +102,7 @@ def comparison_metrics(gains: Sequence[MetricGain]) -> dict[str, float]:
 
 
 def comparison_json(gains: Sequence[MetricGain], confidence: float) -> dict[str, Any]:
-    """What `comparison.json` says.
-
-    Args:
-        gains: by metric.
-        confidence: of their margins.
-
-    Returns:
-        Plain values.
-    """
+    """Return the content of `comparison.json`."""
     found = {
         each.metric: {
             "value": each.value,
@@ -157,5 +119,5 @@ def comparison_json(gains: Sequence[MetricGain], confidence: float) -> dict[str,
 
 
 def metrics_of(evaluation: Path) -> dict[str, float]:
-    """What an evaluation found, by its directory."""
+    """Return the metrics of an evaluation's directory."""
     return json.loads((evaluation / "summary.json").read_text(encoding="utf-8"))["metrics"]

@@ -1,8 +1,7 @@
-"""The files of a measurement by a harness: `summary.json`, and `documents.parquet`. No torch.
+"""Files of a harness measurement: `summary.json` and `documents.parquet`; imports no torch.
 
-Promises: equal measurements give equal bytes, for one version of pyarrow. What each document
-contributes to a metric is there as a number where the harness has one; the metrics that are the
-mean of those can be compared between two models document by document.
+Equal measurements give equal bytes with one version of pyarrow. Metrics that are means of the
+documents' numbers can be compared between models document by document.
 """
 
 import json
@@ -19,7 +18,7 @@ DOCUMENTS_NAME = "documents.parquet"
 SUMMARY_NAME = "summary.json"
 SCHEMA_VERSION = 1
 NO_FILTER = "none"
-"""What the harness calls answers as they are."""
+"""The harness's name for unfiltered answers."""
 
 _SCHEMA = pa.schema(
     [
@@ -41,16 +40,11 @@ class Document:
     """One document of a task, as one filter read its answers.
 
     Attributes:
-        task: its name.
-        filter: what took the answer out of the text; `none` for the text itself.
-        index: of the document in its split.
-        digest: of the document's fields.
-        document: its fields, as JSON.
-        target: the true answer.
-        requests: what the model was asked, as JSON: prompt, and continuation or parameters.
-        responses: what it answered to each, as JSON: texts, or log-likelihoods with whether the
-            continuation is the most likely one.
-        metrics: what it contributes, by metric as the whole measurement calls it.
+        filter: extracted the answer from the text; `none` for the whole text.
+        document: its fields, as JSON; `digest` is their hash.
+        requests: as JSON: prompt, and continuation or parameters.
+        responses: as JSON: texts, or log-likelihoods with True if the continuation is the argmax.
+        metrics: the document's contributions by `metric_name`.
     """
 
     task: str
@@ -65,7 +59,7 @@ class Document:
 
 
 def metric_name(task: str, metric: str, filter_name: str) -> str:
-    """`arc_easy/acc`; with the filter, where there is one: `gsm8k/exact_match/strict-match`."""
+    """Return e.g. `arc_easy/acc`, or with a filter `gsm8k/exact_match/strict-match`."""
     parts = (task, metric) if filter_name == NO_FILTER else (task, metric, filter_name)
     return "/".join(parts)
 
@@ -76,14 +70,7 @@ def write_measurement(
     documents: Sequence[Document],
     directory: Path,
 ) -> None:
-    """Write both files into an existing directory.
-
-    Args:
-        metrics: of the whole measurement, finite.
-        tasks: by name, plain JSON values: what the harness says of how each was asked.
-        documents: of all tasks and filters.
-        directory: gets the files.
-    """
+    """Write both files into an existing directory; `tasks` are plain JSON values by task name."""
     table = pa.Table.from_pylist(
         [asdict(each) | {"metrics": sorted(each.metrics.items())} for each in documents], _SCHEMA
     )
@@ -94,20 +81,12 @@ def write_measurement(
 
 
 def has_documents(directory: Path) -> bool:
-    """Whether an evaluation is a measurement by a harness."""
+    """Return True if an evaluation is a measurement by a harness."""
     return (directory / DOCUMENTS_NAME).exists()
 
 
 def document_values(directory: Path, metric: str) -> dict[tuple[int, str, str], float]:
-    """What each document contributes to a metric.
-
-    Args:
-        directory: of a measurement.
-        metric: its name.
-
-    Returns:
-        By index, task and digest of the document.
-    """
+    """Return each document's contribution to a metric, by index, task and digest."""
     columns = ["index", "task", "digest", "metrics"]
     rows = pq.read_table(directory / DOCUMENTS_NAME, columns=columns).to_pylist()
     return {
@@ -119,30 +98,13 @@ def document_values(directory: Path, metric: str) -> dict[tuple[int, str, str], 
 
 
 def is_mean(directory: Path, metric: str, value: float) -> bool:
-    """Whether a metric is the mean over documents, and not another function of all answers.
-
-    Args:
-        directory: of a measurement.
-        metric: its name.
-        value: of the whole measurement.
-
-    Returns:
-        False too where the documents say no numbers (perplexities of texts of unequal length).
-    """
+    """Return True if `value` of a metric is the mean over the documents' numbers."""
     values = document_values(directory, metric).values()
     return bool(values) and isclose(sum(values) / len(values), value, rel_tol=1e-9, abs_tol=1e-12)
 
 
 def higher_is_better(directory: Path, metric: str) -> bool | None:
-    """Whether a larger value of a metric is the better one, as the harness says.
-
-    Args:
-        directory: of a measurement.
-        metric: its name, of any filter.
-
-    Returns:
-        None where the harness does not say, or where it knows no such metric.
-    """
+    """Return the harness's direction of a metric of any filter; None if it gives none."""
     summary = json.loads((directory / SUMMARY_NAME).read_text(encoding="utf-8"))
     said = {
         metric_name(task, name, NO_FILTER): is_better

@@ -1,10 +1,8 @@
 """Held-out evaluation: greedy pass@1, and sampled pass@k, maj@k, avg@k, best@k, with intervals.
 
 Promises: one greedy answer per row decides `accuracy`; a row whose answer could not be scored is
-counted and left out, never wrong by default; intervals count distinct problems, however many rows
-ask each; seeds are derived from (seed, row, sample), so an evaluation repeats whatever shares the
-batch. The rows keep every text.
-Does not promise: maj@k where the reward does not say what it read.
+left out, not wrong; intervals count distinct problems; seeds are derived from (seed, row, sample),
+so results do not depend on the batch. maj@k needs a reward that reports answers.
 """
 
 import json
@@ -26,22 +24,17 @@ from engines.types import Completion, RolloutRequest, SamplingParams
 from engines.vision.processor import PromptImages
 
 PROBLEMS_PER_CALL = 1024
-"""Problems of one generation call: large enough to keep the batch full, small enough to report."""
+"""Problems per generation call: enough to keep the batch full, few enough to report progress."""
 
 Generate = Callable[[Sequence[RolloutRequest]], list[list[Completion]]]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One completion of a problem.
+    """One completion of a problem, with `num_tokens` sampled tokens.
 
-    Attributes:
-        text: what the model wrote.
-        score: what the reward function gave, None if it could not score it.
-        correct: whether it counts as right, None if it could not be scored.
-        finish_reason: `stop` or `length`.
-        num_tokens: sampled tokens.
-        answer: what the reward read of it, empty where it found none; None where it does not say.
+    `score` and `correct` are None if the reward function could not score it. `answer` is the part
+    that the reward read, empty if it found none, None if it does not report it.
     """
 
     text: str
@@ -54,14 +47,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class EvaluatedProblem:
-    """One problem with its answers.
-
-    Attributes:
-        prompt: the tokenized problem.
-        prompt_text: as the model saw it.
-        greedy: the most likely answer, token by token.
-        samples: sampled answers, for pass@k and its like.
-    """
+    """One problem with its greedy answer and its samples; `prompt_text` is what the model saw."""
 
     prompt: RLPrompt
     prompt_text: str
@@ -70,30 +56,24 @@ class EvaluatedProblem:
 
     @property
     def ground_truth(self) -> str:
-        """The true answer; JSON of what is no text."""
+        """The true answer; as JSON if it is not text."""
         truth = self.prompt.row.reward_model.ground_truth
         return truth if isinstance(truth, str) else json.dumps(truth, sort_keys=True)
 
     @property
     def image_digests(self) -> tuple[str, ...]:
-        """Of the images that the prompt shows, in their order."""
+        """SHA-256 of the prompt's images in order."""
         return tuple(image.sha256 for image in self.prompt.row.images)
 
     @property
     def identity(self) -> tuple[str, str, tuple[str, ...]]:
-        """Equal of rows that hold one problem: prompt, true answer and images."""
+        """Equal for rows with the same problem: prompt, true answer and images."""
         return self.prompt_text, self.ground_truth, self.image_digests
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found.
-
-    Attributes:
-        problems: in the order of the split.
-        metrics: over all problems.
-        sources: the same metrics by data source.
-    """
+    """Problems in the order of the split, metrics over all of them, and metrics by data source."""
 
     problems: tuple[EvaluatedProblem, ...]
     metrics: dict[str, float]
@@ -101,14 +81,9 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates whatever weights `generate` samples from.
+    """Evaluates the weights that `generate` samples from.
 
-    Args:
-        config: what to measure; what falls back to `rl.sampling` must be resolved.
-        prompts: the tokenized evaluation split.
-        scorer: judges the answers.
-        seed: of the sampled part.
-        images: of the prompts; None: they show none.
+    Config fields that fall back to `rl.sampling` must be resolved. `seed` is for the sampled part.
     """
 
     def __init__(
@@ -128,15 +103,7 @@ class Evaluator:
         self._sampled = sampling_params(config.sampling(greedy=False))
 
     def run(self, generate: Generate, report: Callable[[int, int], None]) -> Evaluation:
-        """Answer and judge every problem.
-
-        Args:
-            generate: samples requests; completions by request and seed.
-            report: told (problems done, problems in all) now and then.
-
-        Returns:
-            Every answer, and what they add up to.
-        """
+        """Answer and score every problem; `report` is called with (problems done, all problems)."""
         problems: list[EvaluatedProblem] = []
         for start in range(0, len(self._prompts), PROBLEMS_PER_CALL):
             chunk = self._prompts[start : start + PROBLEMS_PER_CALL]
@@ -212,18 +179,11 @@ class Evaluator:
 def summarize(
     problems: Sequence[EvaluatedProblem], config: EvaluationConfig, seed: int
 ) -> dict[str, float]:
-    """Metrics of some problems.
+    """Return the metrics of at least one problem.
 
-    Args:
-        problems: at least one.
-        config: confidence and the values of k.
-        seed: of the intervals that are drawn.
-
-    Returns:
-        `accuracy` with `accuracy_low` and `accuracy_high` (Wilson), `reward/mean` of the greedy
-        answers, lengths, counts of rows and of distinct problems, and for every k `pass@k`,
-        `avg@k`, `best@k` and, where the reward says what it read, `maj@k`, each with `_low` and
-        `_high`. Where nothing could be scored, neither of the first two.
+    `accuracy` with `_low` and `_high` (Wilson) and `reward/mean` of the greedy answers, if any is
+    scored; lengths; counts of rows and of distinct problems; and for every k `pass@k`, `avg@k`,
+    `best@k` and, if the reward reports answers, `maj@k`, each with `_low` and `_high`.
     """
     verdicts = [(p.identity, p.greedy.correct) for p in problems if p.greedy.correct is not None]
     metrics = {
@@ -251,7 +211,7 @@ def summarize(
 
 
 def scored_samples(problem: EvaluatedProblem) -> list[SampledAnswer]:
-    """The samples of a problem that could be scored."""
+    """Return the samples of a problem that could be scored."""
     return [
         SampledAnswer(each.answer, each.correct, each.score)
         for each in problem.samples
@@ -260,18 +220,14 @@ def scored_samples(problem: EvaluatedProblem) -> list[SampledAnswer]:
 
 
 def by_source(evaluation: Evaluation) -> dict[str, dict[str, float]]:
-    """The metrics of each data source, where there is more than one; else nothing."""
+    """Return the metrics of each data source; empty if there is only one."""
     return evaluation.sources if len(evaluation.sources) > 1 else {}
 
 
 def told_sources(evaluation: Evaluation) -> dict[str, float]:
-    """What the report shows of each data source: `source/<its name>/<metric>`.
+    """Return the report's metrics by source, if there are several: `source/<its name>/<metric>`.
 
-    Args:
-        evaluation: of one or more sources; with one there is nothing to add.
-
-    Returns:
-        The metrics whose names hold no `/`, for a source's own name may.
+    Metrics with `/` in their name are left out, as a source's name may have one.
     """
     return {
         f"source/{source}/{name}": value

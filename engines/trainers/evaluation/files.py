@@ -1,7 +1,4 @@
-"""The files of an evaluation: `summary.json`, and `rows.parquet` with every text.
-
-Promises: equal evaluations give equal bytes, for one version of pyarrow.
-"""
+"""Write `summary.json` and `rows.parquet` of an evaluation; equal evaluations give equal bytes."""
 
 import json
 from pathlib import Path

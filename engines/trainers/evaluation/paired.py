@@ -1,16 +1,10 @@
-"""Whether one model beats another on the same problems, or chance could have done it. No torch.
+"""Test whether one model beats another on the same problems beyond chance; imports no torch.
 
-If neither were better, each problem's difference could as well have had the other sign. The sum of
-the differences is compared with its values over random signs: the paired randomization test
-(Fisher, The Design of Experiments, 1935, sec. 21; Noreen, Computer Intensive Methods for Testing
-Hypotheses, 1989). For verdicts, whose differences are -1, 0 and 1, it is the exact McNemar (sign)
-test up to the error of its draws.
-
-Rows that ask one problem have one sign together, for they went well or badly together: the models
-are exchanged problem by problem.
-
-Promises: equal models are told apart no more often than (1 - confidence) / 2, however few problems
-changed and however often each is asked; equal inputs give equal results.
+Paired randomization test (Fisher, The Design of Experiments, 1935, sec. 21; Noreen, Computer
+Intensive Methods for Testing Hypotheses, 1989): the sum of each problem's differences is compared
+with sums over random signs. For verdicts, whose differences are -1, 0 and 1, it is the exact
+McNemar (sign) test up to the error of its draws. Rows of one problem share one sign.
+Promises: equal models are told apart with probability at most (1 - confidence) / 2.
 Does not promise: an interval for the size of a large gain; it is wider than that of a bootstrap.
 """
 
@@ -34,12 +28,9 @@ MAX_CELLS = 2**22
 
 @dataclass(frozen=True)
 class PairedGain:
-    """A mean difference, and what chance alone gives.
+    """A mean difference, above 0 if the second model is better.
 
-    Attributes:
-        mean: above 0, if the second model is better.
-        margin: half the width of the interval around the mean.
-        num_problems: distinct ones that were compared.
+    `margin` is half the width of its interval, `num_problems` counts distinct problems.
     """
 
     mean: float
@@ -50,26 +41,13 @@ class PairedGain:
 def paired_gain(
     differences: Sequence[float], confidence: float, seed: int, num_draws: int = NUM_DRAWS
 ) -> PairedGain:
-    """Compare a mean difference with those of random signs.
-
-    Args:
-        differences: one for each distinct problem, at least one.
-        confidence: two-sided, of the interval.
-        seed: of the signs.
-        num_draws: of all signs.
-
-    Returns:
-        The gain.
-
-    Raises:
-        ValueError: there is no difference.
-    """
+    """Compare the mean of differences, one per distinct problem, with means over random signs."""
     if not differences:
         raise ValueError("got no differences; need one or more")
     values = np.asarray(differences, dtype=np.float64)
     sizes, which = np.unique(np.abs(values), return_inverse=True)
     counts = np.bincount(which)
-    # The observed sum is made as the drawn ones are: equal signs give the same bits.
+    # The observed sum is computed like the drawn ones, so that equal signs give equal bits.
     observed = np.bincount(which, np.sign(values)) @ sizes
     random = np.random.default_rng(seed)
     num_rows = max(1, MAX_CELLS // len(sizes))
@@ -78,25 +56,16 @@ def paired_gain(
         @ sizes
         for start in range(0, num_draws, num_rows)
     ]
-    # The margin is one of the sums: differences of verdicts come in steps of one problem.
+    # The margin is one of the sums, as differences of verdicts come in steps of one problem.
     margin = np.quantile(np.concatenate(sums), (1 + confidence) / 2, method="inverted_cdf")
     return PairedGain(float(observed) / len(values), float(margin) / len(values), len(values))
 
 
 def differences_of(evaluation: Path, incumbent: Path, metric: str) -> list[float]:
-    """By how much each problem went better than with the incumbent.
+    """Return by how much each distinct problem went better than with the incumbent; may be empty.
 
-    Args:
-        evaluation: directory of an evaluation.
-        incumbent: of the incumbent's.
-        metric: `accuracy`, `reward/mean`, `pass@k`, `maj@k`, `avg@k` or a harness's.
-
-    Returns:
-        The mean difference of each distinct problem over its rows that have a value in both, in
-        their order; perhaps none. Weighted by those rows: the mean of all is that over rows.
-
-    Raises:
-        ConfigError: the problems of the two are not the same.
+    Each is the mean over the rows with a value in both, weighted so that the mean of all is that
+    over rows. Raises `ConfigError` if the problems of the two evaluations differ.
     """
     now, before = _rows(evaluation, metric), _rows(incumbent, metric)
     differing = sorted(now.keys() ^ before.keys())
@@ -117,12 +86,12 @@ def differences_of(evaluation: Path, incumbent: Path, metric: str) -> list[float
 
 
 RowKey = tuple[int, str, str]
-"""Number in the evaluation split, data source, true answer; of a harness's document its digest."""
+"""Index in the evaluation split, data source, and true answer or digest of a harness's document."""
 
 
 @dataclass(frozen=True)
 class _Row:
-    """What names the problem that a row asks, and what it contributes to a metric."""
+    """The identity of a row's problem, and the row's contribution to a metric."""
 
     problem: Hashable
     value: float | None
@@ -138,7 +107,7 @@ def _rows(directory: Path, metric: str) -> Mapping[RowKey, _Row]:
     rows = pq.read_table(path, columns=[each for each in columns if each in stored]).to_pylist()
     return {
         (row["index"], row["data_source"], row["ground_truth"]): _Row(
-            # An evaluation without the column has no digests of images.
+            # Older evaluations have no column of image digests.
             (row["prompt"], row["ground_truth"], tuple(row.get("images") or ())),
             problem_value(row, metric),
         )
@@ -147,18 +116,10 @@ def _rows(directory: Path, metric: str) -> Mapping[RowKey, _Row]:
 
 
 def problem_value(row: Mapping[str, Any], metric: str) -> float | None:
-    """What one problem contributes to a metric of an evaluation.
-
-    Args:
-        row: of `rows.parquet`.
-        metric: `accuracy`, `reward/mean`, `pass@k`, `maj@k` or `avg@k`.
-
-    Returns:
-        The value, whose mean over problems is the metric; None where it could not be scored.
-    """
+    """Return a row's contribution to a metric of `rows.parquet`; None if it is unscored."""
     if "@" not in metric:
         return row["greedy"]["correct" if metric == "accuracy" else "score"]
-    # An evaluation of before it was kept what the reward read has no `answer`, and no maj@k.
+    # Older evaluations have no `answer`, and no maj@k.
     samples = [
         SampledAnswer(each.get("answer"), each["correct"], each["score"])
         for each in row["samples"]

@@ -1,10 +1,8 @@
-"""Rows that ask one problem several times, as one problem. Pure, no torch.
+"""Treat rows that repeat a problem as one problem; imports no torch.
 
-The AIME files of verl and DAPO have each of 30 problems 32 times. Greedy answers to one prompt are
-equal, sampled ones depend on how difficult it is: such rows are a cluster, not independent trials.
-
-Promises: a mean over rows stays the mean over rows; what is said of its uncertainty counts distinct
-problems. Where every problem stands once, the numbers are those of rows, bit for bit.
+The AIME files of verl and DAPO repeat each of 30 problems 32 times: such rows are a cluster, not
+independent trials. A mean over rows stays the same, while its uncertainty counts distinct problems.
+Without repetition the numbers are those of rows, bit for bit.
 """
 
 from collections.abc import Hashable, Iterable
@@ -15,12 +13,7 @@ from engines.trainers.evaluation.accuracy import wilson_interval
 
 @dataclass(frozen=True)
 class ProblemSums:
-    """Values of rows, added up for each distinct problem, in the order of their first rows.
-
-    Attributes:
-        sums: (P,) of the values of a problem's rows.
-        num_rows: (P,) rows of each problem, at least 1.
-    """
+    """Sums of P distinct problems' values and their number of rows, by first occurrence."""
 
     sums: tuple[float, ...]
     num_rows: tuple[int, ...]
@@ -33,14 +26,7 @@ class ProblemSums:
 
 
 def sums_by_problem(rows: Iterable[tuple[Hashable, float]]) -> ProblemSums:
-    """Add up the values of rows that hold one problem.
-
-    Args:
-        rows: what names the problem of a row, and the row's value.
-
-    Returns:
-        The sums; none of no rows.
-    """
+    """Add up the values of rows of the same problem."""
     sums: dict[Hashable, float] = {}
     num_rows: dict[Hashable, int] = {}
     for problem, value in rows:
@@ -50,27 +36,16 @@ def sums_by_problem(rows: Iterable[tuple[Hashable, float]]) -> ProblemSums:
 
 
 def share_interval(verdicts: ProblemSums, confidence: float) -> tuple[float, float]:
-    """Wilson's score interval of a share over rows that repeat problems.
+    """Return Wilson's score interval of a share over rows that repeat problems.
 
     A problem that is right in all of its n rows, or in none, is one verdict with weight n. The
     share of N rows then has variance ``p (1 - p) sum(n^2) / N^2``: that of the effective number
     ``N^2 / sum(n^2)`` of equally weighted verdicts (Kish, Weighting for Unequal P_i, Journal of
-    Official Statistics 8, 1992), which takes the place of the trials in the score equation. Where
-    copies of a problem are answered differently, the variance is smaller: the interval is then
-    wider than needed, never narrower.
-
-    Args:
-        verdicts: of rows that are 0 or 1; at least one.
-        confidence: coverage, e.g. 0.95.
-
-    Returns:
-        Lower and upper bound, with the share between them.
-
-    Raises:
-        ValueError: there is no row.
+    Official Statistics 8, 1992), which replaces the trials in the score equation. If copies of a
+    problem have different verdicts, the interval is wider than needed, never narrower.
     """
     num_right, num_rows = sum(verdicts.sums), sum(verdicts.num_rows)
-    # Each is exact where every problem stands once; a rounding error must not exceed the trials.
+    # Exact if no problem repeats; rounding must not make successes exceed the trials.
     effective = max(1.0, num_rows**2 / max(1, sum(each**2 for each in verdicts.num_rows)))
     right = min(effective, num_right * effective / max(1, num_rows))
     low, high = wilson_interval(right, effective if num_rows else 0, confidence)

@@ -1,9 +1,8 @@
-"""What sampled answers are worth over problems, with intervals.
+"""Metrics of sampled answers over problems, with intervals; imports no torch.
 
-Promises: equal inputs give equal results, on every version of numpy; intervals count distinct
-problems, however many rows ask each. No torch.
-Does not promise: an interval that is right for a handful of problems, or where all values are
-equal and are no verdicts; a bootstrap knows no more than what it saw.
+Promises: equal inputs give equal results on every version of numpy; intervals count distinct
+problems. Does not promise: a correct interval for few problems, or for equal values that are not
+verdicts.
 """
 
 from collections import defaultdict
@@ -25,14 +24,7 @@ MAX_CELLS = 2**22
 
 @dataclass(frozen=True)
 class SampledAnswer:
-    """One sample that could be scored.
-
-    Attributes:
-        answer: what the reward function read, empty where it found none; None where it does not
-            say.
-        correct: whether it counts as right.
-        score: of the reward function, finite.
-    """
+    """One scored sample, and the `answer` that the reward read: "" if none, None if unreported."""
 
     answer: str | None
     correct: bool
@@ -41,14 +33,7 @@ class SampledAnswer:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over rows and the interval around it.
-
-    Attributes:
-        mean: of the rows' values.
-        low: lower bound, at most the mean.
-        high: upper bound, at least the mean.
-        num_problems: distinct ones, with enough samples to have a value.
-    """
+    """A mean over rows, its interval, and the number of distinct problems."""
 
     mean: float
     low: float
@@ -59,23 +44,11 @@ class Estimate:
 def bootstrap_interval(
     values: ProblemSums, confidence: float, seed: int, num_draws: int = NUM_DRAWS
 ) -> tuple[float, float]:
-    """The percentile bootstrap of a mean over rows (Efron and Tibshirani, 1993, sec. 13.3).
+    """Return the percentile bootstrap of a mean over rows (Efron and Tibshirani, 1993, sec. 13.3).
 
     Whole problems are drawn with replacement, with all of their rows (the cluster bootstrap: Field
-    and Welsh, Bootstrapping Clustered Data, JRSS B 69, 2007), by PCG64's raw stream, which numpy
-    guarantees.
-
-    Args:
-        values: of P distinct problems, at least one.
-        confidence: coverage, e.g. 0.95.
-        seed: at least 0.
-        num_draws: of P problems each.
-
-    Returns:
-        Lower and upper bound; the mean itself lies between them.
-
-    Raises:
-        ValueError: there is no value.
+    and Welsh, Bootstrapping Clustered Data, JRSS B 69, 2007), from PCG64's raw stream, which numpy
+    guarantees. The mean lies between the bounds. Raises `ValueError` if there is no value.
     """
     if not values.sums:
         raise ValueError("got no values; need one or more")
@@ -85,7 +58,7 @@ def bootstrap_interval(
     means: list[float] = []
     for start in range(0, num_draws, num_at_once):
         size = (min(num_at_once, num_draws - start), len(sums))
-        # The remainder of 64 bits is uniform to one part in 2^64 / P.
+        # The remainder of 64 bits modulo P is uniform to one part in 2^64 / P.
         drawn = stream.random_raw(size) % len(sums)
         means += (sums[drawn].sum(axis=1) / weights[drawn].sum(axis=1)).tolist()
     tails = [(1 - confidence) / 2, (1 + confidence) / 2]
@@ -100,21 +73,7 @@ def estimate(
     seed: int,
     num_draws: int = NUM_DRAWS,
 ) -> Estimate:
-    """The mean of some rows' values: Wilson's interval of verdicts, a bootstrap of others.
-
-    Args:
-        rows: what names the problem of each, and its value; at least one. Verdicts if all are 0 or
-            1, and equal where they are of one problem.
-        confidence: coverage of the interval.
-        seed: of the bootstrap.
-        num_draws: of the bootstrap.
-
-    Returns:
-        The estimate.
-
-    Raises:
-        ValueError: there is no value.
-    """
+    """Return the mean of rows' values with Wilson's interval for verdicts, else a bootstrap."""
     problems, values = sums_by_problem(rows), [value for _, value in rows]
     has_one_verdict_each = len(set(rows)) == len(problems.sums) and {*values} <= {0, 1}
     if rows and has_one_verdict_each:
@@ -126,15 +85,10 @@ def estimate(
 
 
 def sampled_values(samples: Sequence[SampledAnswer], k: int) -> dict[str, float]:
-    """What one problem contributes to the metrics at k.
+    """Return one problem's contributions to the metrics at k; empty with fewer than k samples.
 
-    Args:
-        samples: of the problem, those that could be scored.
-        k: size of the draw, at least 1.
-
-    Returns:
-        `avg@k` (the share that is right, whatever k), `pass@k`, `best@k` (of scores), and `maj@k`
-        where the reward says of every sample what it read; nothing with fewer than k samples.
+    `avg@k` (the share that is right, for any k), `pass@k`, `best@k` (of scores), and `maj@k` if the
+    reward reports an answer for every sample.
     """
     if len(samples) < k:
         return {}
@@ -150,7 +104,7 @@ def sampled_values(samples: Sequence[SampledAnswer], k: int) -> dict[str, float]
 
 
 def says_answers(samples: Sequence[SampledAnswer]) -> bool:
-    """Whether the reward says of each sample what it read."""
+    """Return True if the reward reports the answer that it read of each sample."""
     return all(sample.answer is not None for sample in samples)
 
 
@@ -161,19 +115,9 @@ def sampled_metrics(
     seed: int,
     num_draws: int = NUM_DRAWS,
 ) -> dict[str, Estimate]:
-    """What sampled answers are worth, over rows.
+    """Return the metrics of `sampled_values` over the rows (problem, samples) with k samples.
 
-    Args:
-        rows: what names the problem of each, and its samples that could be scored.
-        ks: sizes of draws, at least 1 each.
-        confidence: coverage of the intervals.
-        seed: of the bootstrap.
-        num_draws: of the bootstrap.
-
-    Returns:
-        The metrics of `sampled_values`, over the rows with at least k samples. What no row
-        has is not there; `maj@k` is not there either unless the reward says every answer, for a
-        vote over some of the rows would be compared with the others.
+    `maj@k` needs the answers of all rows, to be comparable with the other metrics.
     """
     values: defaultdict[str, list[tuple[Hashable, float]]] = defaultdict(list)
     votes = all(says_answers(samples) for _, samples in rows)

@@ -1,1 +1,1 @@
-"""What stands between a step that went wrong and the run."""
+"""Checks that stop a run or leave out an update when a step went wrong."""

@@ -1,8 +1,6 @@
-"""The guard against training on what was quick to sample.
+"""Guard against training only on samples that finish quickly.
 
-Promises: no step trains on samples of which more than a share were unfinished at the deadline:
-those are the longest answers, and without them the policy learns to be short.
-Does not know what makes sampling slow.
+Without the longest answers, unfinished at the deadline, the policy would learn to be short.
 """
 
 from collections.abc import Sequence
@@ -14,16 +12,7 @@ from engines.types import Completion
 def check_aborted(
     completions: Sequence[Sequence[Completion]], max_aborted_frac: float, timeout_s: float
 ) -> None:
-    """Stop a run whose sampling is too slow for its deadline.
-
-    Args:
-        completions: of one generation batch, by request.
-        max_aborted_frac: largest share of them that may be aborted.
-        timeout_s: the deadline, in seconds.
-
-    Raises:
-        RolloutError: the share is larger; names the deadline.
-    """
+    """Raise `RolloutError` if more than `max_aborted_frac` of a generation batch was aborted."""
     reasons = [completion.finish_reason for row in completions for completion in row]
     num_aborted = reasons.count("abort")
     if num_aborted <= max_aborted_frac * len(reasons):

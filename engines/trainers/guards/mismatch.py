@@ -1,10 +1,8 @@
-"""What samples must prove before they are trained on: whose weights, and whose probabilities.
+"""Check that samples come from the published weights and from the trained distribution.
 
-The most telling health figure of a colocated RL run: stale or damaged weights, another
-sampling distribution and numerical drift all show first in the difference between the sampler's
-and the trainer's logprobs of the same tokens. Measured inside the training pass itself, so that
-it costs no pass of its own; a step that trains on nothing pays one, for a sampler that is broken
-scores nothing, too.
+Stale weights, another sampling distribution and numerical drift all show as a difference between
+the sampler's and the trainer's logprobs. The training pass measures it at no extra cost; a step
+that trains on nothing takes an extra pass, because a broken sampler may score nothing.
 """
 
 import math
@@ -25,34 +23,31 @@ LOGPROB_MEAN = "mismatch/logprob_abs_mean"
 LOGPROB_MAX = "mismatch/logprob_abs_max"
 
 BOUNDS = {"float32": (1e-4, 1e-2), "bfloat16": (0.1, 10.0)}
-"""Mean and maximum by the coarser dtype of sampler and trainer, in nats. In float32 the engines
-agree to about 1e-6. A bfloat16 has 8 significant bits, so rounding moves a logit of 20 by up to
-0.06 in each engine: single tokens differ by nats in healthy runs, their mean by hundredths."""
+"""Bounds of mean and maximum in nats, by the coarser dtype of sampler and trainer. In float32 the
+engines agree to about 1e-6. A bfloat16 has 8 significant bits, so rounding moves a logit of 20 by
+up to 0.06 in each engine: in healthy runs single tokens differ by nats, the mean by hundredths.
+"""
 
 
 @dataclass(frozen=True)
 class MeasuredObjective:
-    """An objective of the policy that also reports how far sampler and trainer are apart.
-
-    Attributes:
-        objective: the loss.
-    """
+    """A policy objective that also reports the difference between sampler and trainer."""
 
     objective: Objective
 
     @property
     def readouts(self) -> Readouts:
-        """Of the objective."""
+        """Readouts of the objective."""
         return self.objective.readouts
 
     def extras(self, batch: TokenBatch, gather: Gather) -> Mapping[str, float]:
-        """Of the objective."""
+        """Return the objective's extras."""
         return self.objective.extras(batch, gather)
 
     def __call__(
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
     ) -> LossOutput:
-        """The objective's loss, with the metrics of `differences` added to its own."""
+        """Return the objective's loss, with the metrics of `differences` added to its own."""
         output = self.objective(outputs, batch, counts)
         before_T = batch.columns.get("old_logprobs", outputs.logprobs_T.detach())
         means, maxima = differences(before_T, batch, counts)
@@ -62,16 +57,10 @@ class MeasuredObjective:
 def differences(
     logprobs_T: Tensor, batch: TokenBatch, counts: GlobalCounts
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """How far the sampler is from the trainer, for the same tokens and weights.
+    """Return means and maxima of the differences between sampler and trainer over sampled tokens.
 
-    Args:
-        logprobs_T: (T,) float32 of the training engine, before the update.
-        batch: with the columns `loss_mask` and `rollout_logprobs`.
-        counts: denominators over all micro-batches and ranks.
-
-    Returns:
-        Shares of the means and maxima over the sampled tokens: `mismatch/logprob_abs_*` of
-        log-probabilities, and of probabilities verl's `training/rollout_probs_diff_*`.
+    `mismatch/logprob_abs_*` compares logprobs, verl's `training/rollout_probs_diff_*`
+    probabilities. Means are shares to be summed over micro-batches and ranks.
     """
     mask_T, rollout_T = batch.columns["loss_mask"] > 0, batch.columns["rollout_logprobs"]
     means, maxima = {}, {}
@@ -85,7 +74,7 @@ def differences(
 
 
 def untrained_differences(logprobs_T: Tensor, batch: TokenBatch) -> dict[str, float]:
-    """`differences` of a whole batch that no update will measure."""
+    """Return `differences` of a whole batch that no update measures."""
     counts = GlobalCounts(int((batch.columns["loss_mask"] > 0).sum()), batch.num_sequences)
     means, maxima = differences(logprobs_T, batch, counts)
     return {name: float(value) for name, value in (means | maxima).items()}
@@ -93,34 +82,21 @@ def untrained_differences(logprobs_T: Tensor, batch: TokenBatch) -> dict[str, fl
 
 @dataclass(frozen=True)
 class MismatchGate:
-    """The bounds that stop a run whose sampler and trainer disagree about the same tokens.
-
-    Attributes:
-        mean: of |rollout logprob - training logprob| over the sampled tokens of a step.
-        max: of one token.
-    """
+    """Bounds in nats of the mean and maximum |rollout logprob - training logprob| of a step."""
 
     mean: float
     max: float
 
     @staticmethod
     def of(config: MismatchConfig, *dtypes: str) -> "MismatchGate":
-        """The configured bounds, or those that fit the coarsest of the dtypes."""
+        """Return the configured bounds, or the defaults for the coarsest of the dtypes."""
         if not config.enable:
             return MismatchGate(math.inf, math.inf)
         mean, largest = BOUNDS["bfloat16" if "bfloat16" in dtypes else "float32"]
         return MismatchGate(config.mean or mean, config.max or largest)
 
     def check(self, found: Sequence[Mapping[str, float]]) -> None:
-        """Stop where the bounds are crossed.
-
-        Args:
-            found: the differences of one step: of each of its optimizer steps, or of its
-                samples that train nothing.
-
-        Raises:
-            WeightSyncError: a bound is crossed, or a difference is no finite number.
-        """
+        """Raise `WeightSyncError` if a difference of a step exceeds a bound or is not finite."""
         means = [metrics[LOGPROB_MEAN] for metrics in found]
         maxima = [metrics[LOGPROB_MAX] for metrics in found]
         for name, values, value, bound, field in (
@@ -136,15 +112,7 @@ class MismatchGate:
 
 
 def check_versions(completions: Sequence[Sequence[Completion]], version: int) -> None:
-    """Refuse tokens that other weights than the published ones sampled.
-
-    Args:
-        completions: of each prompt.
-        version: of the weights that are served.
-
-    Raises:
-        RolloutError: names the sample and its versions.
-    """
+    """Raise `RolloutError` if weights other than the published version sampled a token."""
     for completion in (completion for row in completions for completion in row):
         versions = {sampled for sampled, _ in completion.tokens.version_runs}
         if versions - {version} or (len(completion.token_ids) and not versions):

@@ -1,9 +1,7 @@
-"""Updates whose loss or gradient is no finite number: left out, counted, named, limited.
+"""Updates with a non-finite loss or gradient: left out, counted, logged and limited.
 
-Promises: such an update changes no weight, and is never left out in silence: the journal names
-the rows that spoiled it and their tensors that are no finite numbers, as far as they can be told;
-one more than the limit stops the run.
-Does not promise to find a row where only the gradient overflowed: it says so then.
+Promises: such an update changes no weight. The journal names the rows and tensors that are not
+finite, or says that only the gradient overflowed.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,21 +15,14 @@ from engines.training.roles import POLICY, RoleName
 from engines.types import PoisonedUpdate, TokenBatch, TrainMetrics
 
 ROW = "row"
-"""Row of a batch that numbers its sequences for their names: (B,) int64."""
+"""Batch row with the number of each sequence, for its name: (B,) int64."""
 
 NUM_POISONED = "training/poisoned_updates"
 _MAX_NUM_NAMED = 5
 
 
 class PoisonGuard:
-    """Stands between a spoiled update and the run.
-
-    Args:
-        workers: whose roles are trained.
-        limit: how many may be left out.
-        setting: names the limit, for error lines.
-        say: writes a line into the journal.
-    """
+    """Leaves out non-finite updates, at most `limit`; `setting` names the limit in errors."""
 
     def __init__(
         self, workers: WorkerGroup, limit: int, setting: str, say: Callable[[str], None]
@@ -47,20 +38,10 @@ class PoisonGuard:
         *,
         num_before: int,
     ) -> TrainMetrics | None:
-        """The metrics of an optimizer step that was taken.
+        """Return the metrics of an update of a batch with row `ROW`, or None if it was left out.
 
-        Args:
-            update: what came of it.
-            batch: it was taken on, with the row `ROW`.
-            name_of: what a row of that number is called.
-            role: that was trained.
-            num_before: updates that were left out before; a trainer keeps it in its checkpoints.
-
-        Returns:
-            None where it was left out.
-
-        Raises:
-            NonFiniteError: it is one more than may be left out.
+        `name_of` names a row by its number. `num_before` updates were left out before; the trainer
+        keeps that count in checkpoints. Raises `NonFiniteError` above the limit.
         """
         if not isinstance(update, PoisonedUpdate):
             return update
@@ -80,7 +61,7 @@ class PoisonGuard:
         return None
 
     def _spoiled(self, batch: TokenBatch, role: RoleName) -> dict[int, list[str]]:
-        """By sequence, the columns and outputs of the model that are no finite numbers."""
+        """Return the columns and model outputs that are not finite, by sequence."""
         outputs = self._workers.run(ModelWorker.infer, batch, role=role)
         tensors = {"logprobs": outputs.logprobs_T, "values": outputs.values_T, **batch.columns}
         spoiled: dict[int, list[str]] = {}

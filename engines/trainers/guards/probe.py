@@ -1,10 +1,8 @@
-"""The last proof after a weight sync: what an engine says of a prompt, against the trainer.
+"""Check after a weight sync that each engine computes with the new weights.
 
-A digest proves the bytes that an engine took. It says nothing of what the engine made of them:
-packed copies of a head that were not made anew, a prefix cache of the old weights. So every engine
-answers one fixed prompt, longer than a block of any cache and the same after every sync, and the
-trainer must find the logprobs of that answer.
-Does not see: an error smaller than what rounding explains, see `mismatch.BOUNDS`.
+A digest proves only which bytes arrived: packed copies of a head or a prefix cache may be stale. So
+every engine answers a fixed prompt, longer than a cache block, and the trainer must find the same
+logprobs, up to the rounding of `mismatch.BOUNDS`.
 """
 
 import json
@@ -19,20 +17,13 @@ from engines.trainers.guards.mismatch import MismatchGate
 from engines.types import Completion, RolloutRequest, SamplingParams, TokenBatch
 
 NUM_PROMPT_TOKENS = 160
-"""More than a block of the known engines: 128 tokens in vLLM on a CPU, 16 to 64 elsewhere."""
+"""Longer than a cache block: 128 tokens in vLLM on a CPU, 16 to 64 in other engines."""
 NUM_NEW_TOKENS = 4
 SEED = 20
 
 
 class WeightProbe:
-    """A `Probe` that asks the trainer.
-
-    Args:
-        prompt_ids: what every engine continues.
-        temperature: of the distribution that the trainer's logprobs speak of.
-        gate: how far they may be apart.
-        infer_logprobs: of the trainer, as `ModelWorker.infer_logprobs`.
-    """
+    """A `Probe` that compares with the trainer's `infer_logprobs`, at its `temperature`."""
 
     def __init__(
         self,
@@ -62,7 +53,7 @@ class WeightProbe:
         differences_T = (self._infer_logprobs(batch) - batch.columns["rollout_logprobs"]).abs()
         per_replica = differences_T.split(batch.lengths_B.tolist())
         for (request, _), difference_T in zip(rows, per_replica, strict=True):
-            # The median: in bfloat16 a single token may be off by nats, and nothing is wrong.
+            # The median, because in bfloat16 single tokens may differ by nats.
             typical = float(difference_T[len(request.prompt_ids) :].median())
             if not typical <= self._gate.mean:
                 raise WeightSyncError(
@@ -73,15 +64,7 @@ class WeightProbe:
 
 
 def probe_prompt(hf_dir: Path, max_length: int) -> tuple[int, ...]:
-    """A prompt for a model: tokens at random, none that stands for an image or the like.
-
-    Args:
-        hf_dir: of the model; its `config.json` is read.
-        max_length: context in tokens.
-
-    Returns:
-        Token ids, with room for the answer behind them.
-    """
+    """Return random token ids for a model, without special ones and with room for the answer."""
     config = json.loads((hf_dir / "config.json").read_text(encoding="utf-8"))
     special = [value for name, value in config.items() if name.endswith("_token_id")]
     text = config.get("text_config", config)

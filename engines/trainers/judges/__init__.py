@@ -1,1 +1,1 @@
-"""Models that judge answers before a reward function does."""
+"""Models that judge answers before the reward function is called."""

@@ -1,4 +1,4 @@
-"""Every model that judges, asked before the reward function is."""
+"""Ask every judge before the reward function is called."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +11,7 @@ from engines.trainers.judges.reward_model import RewardModelJudge
 
 @dataclass(frozen=True)
 class Judges:
-    """What a recipe has of them.
-
-    Attributes:
-        reward_model: the role `reward`.
-        judge: a language model.
-    """
+    """The judges of a recipe: the role `reward`, and a language model."""
 
     reward_model: RewardModelJudge | None = None
     judge: GenerativeJudge | None = None
@@ -24,15 +19,7 @@ class Judges:
     def ask(
         self, prompts: Sequence[Sequence[Message]], samples: Sequence[ScoreRequest]
     ) -> list[ScoreRequest]:
-        """Ask them about each sample.
-
-        Args:
-            prompts: the messages that each answers.
-            samples: what is to be judged.
-
-        Returns:
-            The samples, with what the models said.
-        """
+        """Return the samples with the judges' scores and texts; `prompts` are their messages."""
         told = list(samples)
         if self.reward_model is not None:
             scores = self.reward_model.scores(prompts, [each.solution_str for each in samples])

@@ -1,11 +1,9 @@
-"""What a language model writes when it is asked about an answer: a prompt to a rollout service.
+"""Judgements by a language model that is served by a rollout service.
 
-Promises: what is asked depends on the row and the answer's text alone; the same question is asked
-once a call, and its seed comes from its text, so that a resumed run gets what the first one would
-have; a question without room for its answer, and one whose answer was cut or aborted, has no
-judgement: the last number of half a thought is not what a judge decided.
-Does not promise that a service answers the same when other questions are beside one: that is the
-engine's to promise.
+Promises: equal questions are asked once per call, and their seed comes from the text, so that a
+resumed run gets the same judgement. A question without room for its answer, or whose answer was cut
+or aborted, has no judgement.
+Does not promise that answers are independent of the batch; that is up to the engine.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,15 +20,7 @@ Generate = Callable[[Sequence[RolloutRequest]], list[list[Completion]]]
 
 
 class GenerativeJudge:
-    """Asks a judge.
-
-    Args:
-        generate: of a service that serves the judge.
-        tokenizer: of the judge.
-        config: what is asked, and how much it may read and write.
-        sampling: how it answers.
-        seed_of: the seed of a question.
-    """
+    """Asks a judge; `tokenizer` is the judge's, and `seed_of` gives the seed of a question."""
 
     def __init__(
         self,
@@ -48,15 +38,7 @@ class GenerativeJudge:
     def judgements(
         self, prompts: Sequence[Sequence[Message]], samples: Sequence[ScoreRequest]
     ) -> list[str | None]:
-        """Ask about each sample.
-
-        Args:
-            prompts: the messages that each answers.
-            samples: with the answers' texts.
-
-        Returns:
-            What the judge wrote of each; None where it did not come to an end.
-        """
+        """Return the judge's text for each sample; None if it did not finish."""
         template = self._config.prompt
         texts = [question(template, *pair) for pair in zip(prompts, samples, strict=True)]
         unique = list(dict.fromkeys(texts))

@@ -1,11 +1,8 @@
 """Scores of a discriminative reward model: the role `reward`.
 
-Promises: a score is what the model's head says behind the last token of the conversation in the
-model's own chat template, as transformers' sequence classification models compute it; it depends
-on the text alone, so the policy's tokenizer may be another. A conversation that is too long has no
-score, and none is cut.
-Does not promise that the score of an answer cut at its length limit means anything: the template
-closes its turn like any other.
+Promises: a score is the head's output after the last token of the conversation in the model's own
+chat template, as in transformers' sequence classification models. A conversation that is too long
+has no score. The template closes the turn of a cut answer as usual.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,17 +15,11 @@ from engines.data.read.tokenizer import ChatTokenizer
 from engines.types import TokenBatch
 
 Behind = Callable[[TokenBatch], Tensor]
-"""(B,) what a value model says behind the last token of each sequence."""
+"""(B,) output of a value model after the last token of each sequence."""
 
 
 class RewardModelJudge:
-    """Scores conversations.
-
-    Args:
-        behind: of the role `reward`.
-        tokenizer: of the reward model.
-        max_length: tokens of the longest conversation that it reads.
-    """
+    """Scores conversations of at most `max_length` tokens."""
 
     def __init__(self, behind: Behind, tokenizer: ChatTokenizer, max_length: int) -> None:
         self._behind, self._tokenizer, self._max_length = behind, tokenizer, max_length
@@ -36,21 +27,13 @@ class RewardModelJudge:
     def scores(
         self, prompts: Sequence[Sequence[Message]], answers: Sequence[str]
     ) -> list[float | None]:
-        """Judge answers.
-
-        Args:
-            prompts: the messages that each answers.
-            answers: texts, without special tokens.
-
-        Returns:
-            One number each; None of a conversation that is too long.
-        """
+        """Return the scores of answers to message lists; None if a conversation is too long."""
         conversations = [
             (*prompt, Message("assistant", answer))
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
         ids = render_whole(self._tokenizer, conversations)
-        # Samples of one prompt often say the same.
+        # Samples of one prompt are often equal.
         read = list(dict.fromkeys(each for each in ids if 0 < len(each) <= self._max_length))
         if not read:
             return [None] * len(ids)

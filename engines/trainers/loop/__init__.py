@@ -1,1 +1,1 @@
-"""What every training loop has: its steps, their clock, and how it goes on after a kill."""
+"""Parts of every training loop: steps, clock, progress and resume."""

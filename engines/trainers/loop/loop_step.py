@@ -7,13 +7,7 @@ from engines.trainers.loop.phases import PhaseClock
 
 @dataclass(frozen=True)
 class LoopStep:
-    """One step of a training loop.
-
-    Attributes:
-        number: within the stage, 1-based.
-        global_number: the same, counted over all rounds where the stage is a round of several.
-        clock: wall time by phase since the step began.
-    """
+    """A 1-based step of a stage; `global_number` also counts the rounds before."""
 
     number: int
     global_number: int

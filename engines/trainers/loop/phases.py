@@ -1,16 +1,16 @@
-"""Where the wall time of a step or a job goes. No torch."""
+"""Wall time of a step or a job by phase; imports no torch."""
 
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 PHASE_NOTE = "in phase "
-"""Begins the note that says in which phase an error was raised; the innermost comes first."""
+"""Prefix of the exception note that names the phase; the innermost phase comes first."""
 
 
 @contextmanager
 def errors_in(phase: str) -> Iterator[None]:
-    """Note on what is raised inside the `with` block that it was in `phase`."""
+    """Add a note that names the phase to exceptions raised in the context."""
     try:
         yield
     except Exception as error:
@@ -27,7 +27,7 @@ class PhaseClock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Count the time inside the `with` block as `phase`, an error's too, which notes it."""
+        """Count the time in the context as `phase`, also if it raises; the error gets a note."""
         start = time.perf_counter()
         try:
             with errors_in(phase):
@@ -36,7 +36,7 @@ class PhaseClock:
             self.add(phase, time.perf_counter() - start)
 
     def add(self, phase: str, seconds: float) -> None:
-        """Count time that was measured elsewhere."""
+        """Add time that was measured elsewhere."""
         self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
 
     @property
@@ -46,5 +46,5 @@ class PhaseClock:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the clock was made."""
+        """Seconds since the clock was created."""
         return time.perf_counter() - self._started

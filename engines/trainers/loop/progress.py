@@ -1,8 +1,7 @@
-"""What a training loop tells the world after a step, and what it keeps for its next attempt.
+"""Record a training loop's steps, and keep the checkpoints that its next attempt resumes from.
 
-Promises: the metrics of a step are recorded before its checkpoint is published, and none is loaded
-whose steps the journal does not have, so no step is ever without its metrics; the journal keeps
-each step once, however often it is repeated.
+Promises: every step has metrics in the journal, once. They are recorded before the step's
+checkpoint, and a checkpoint is not loaded if its steps are missing in the journal.
 """
 
 import logging
@@ -27,16 +26,16 @@ HEADLINES = (
     "mismatch/logprob_abs_max",
     "timing_s/step",
 )
-"""Metrics of the one line per step, where the step has them."""
+"""Metrics of the one-line summary of a step, if the step has them."""
 
 JOB_PHASES = {"gen": "gen", "reward": "reward"}
-"""Phases of a step that the commit record names; every other one is training."""
+"""Phases of a step that the commit record names; all others count as training."""
 
 AVERAGED_DIR = "averaged"
-"""Below the step checkpoints: the last one, with the average of the weights in their place."""
+"""Subdirectory of the step checkpoints for the last one with averaged weights."""
 
 STEP_DEADLINE_S = 7200.0
-"""A step that takes so long hangs."""
+"""A step that takes longer is considered hung."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +43,8 @@ logger = logging.getLogger(__name__)
 class StageProgress:
     """Journal, heartbeat, step checkpoints and clock of one training stage.
 
-    Args:
-        journal: metrics and progress, over all attempts.
-        heartbeat: of this attempt.
-        checkpoints: step checkpoints, over all attempts.
-        every_num_steps: how often a checkpoint is due; the last step always is.
-        num_steps: of the stage.
-        clock: the job's phases.
-        background_timeout_s: write checkpoints while training goes on, each within this; None
-            waits for every one.
+    Journal and checkpoints span all attempts. A checkpoint is due `every_num_steps` and after the
+    last step. With `background_timeout_s` they are written in the background with this deadline.
     """
 
     def __init__(
@@ -74,10 +66,7 @@ class StageProgress:
         self.clock = clock
 
     def resume(self, workers: WorkerGroup) -> TrainerState:
-        """Load the newest valid step checkpoint, if there is one; returns what it knew.
-
-        One of a step that the journal lacks is another attempt's, whose later metrics do not count.
-        """
+        """Load the newest valid checkpoint that the journal covers, and return its state."""
         self._heartbeat.enter("train", STEP_DEADLINE_S)
         newest = self._newest = self._checkpoints.latest_valid(self._journal.num_done)
         if newest is None:
@@ -88,19 +77,15 @@ class StageProgress:
         return newest.state
 
     def say(self, line: str) -> None:
-        """Tell a line to whoever watches the run."""
+        """Write a line into the journal."""
         self._journal.log(line)
 
     def record(
         self, global_step: int, step: int, metrics: Mapping[str, float], clock: PhaseClock
     ) -> None:
-        """Record a finished step; raises what went wrong with a checkpoint in the background.
+        """Record a finished step; raise the error of a failed background checkpoint.
 
-        Args:
-            global_step: number of the step in the journal, over all rounds.
-            step: number of the step in this stage, 1-based.
-            metrics: of the step.
-            clock: of the step.
+        `global_step` counts over all rounds, `step` (1-based) in this stage.
         """
         if self._in_flight is not None and self._in_flight.done:
             self._settle()
@@ -114,7 +99,7 @@ class StageProgress:
         logger.info("%s", line)
 
     def measured(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record what held-out rows said after a step; 0 is before the first one."""
+        """Record metrics of held-out rows after a step; step 0 is before the first one."""
         self._heartbeat.tick()
         if metrics:
             self._journal.metrics(step, metrics)
@@ -129,14 +114,7 @@ class StageProgress:
         values: Mapping[str, float] | None = None,
         last: bool = False,
     ) -> None:
-        """Publish a step checkpoint every so often, and after the last step.
-
-        Args:
-            step: that was just done.
-            workers: whose state is saved.
-            values: what the loop itself keeps between steps.
-            last: the loop ends here, before its full number of steps.
-        """
+        """Publish a step checkpoint, with the loop's `values`, if it is due or the last."""
         if step % self._every and not last and step != self._num_steps:
             return
         state = TrainerState(step=step, values=values or {})
@@ -155,12 +133,9 @@ class StageProgress:
             )
 
     def adopt_average(self, workers: WorkerGroup) -> None:
-        """Have the weights become their moving average, where there is one, and write them.
+        """Adopt the weights' average, if any, and save it apart from the resume checkpoint.
 
-        What an attempt resumes from stays as it is: one that is killed here adopts it again.
-
-        Args:
-            workers: after the last step.
+        An attempt that is killed here resumes from the unaveraged weights and repeats this.
         """
         with self.clock("save"):
             self._settle()
@@ -174,13 +149,13 @@ class StageProgress:
             )
 
     def _settle(self) -> None:
-        """Wait for the checkpoint in flight, if there is one; raises what went wrong with it."""
+        """Wait for the checkpoint in flight, if any; raises its error."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             self._newest = in_flight.result()
 
     def last_checkpoint(self) -> Path:
-        """Files of the last step's checkpoint, or of its average, once the loop has ended."""
+        """Return the files of the last step's checkpoint, or of its average, after the loop."""
         with self.clock("save"):
             self._settle()
         if self._newest is None:

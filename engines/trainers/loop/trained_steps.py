@@ -1,4 +1,4 @@
-"""What a trained policy says of the steps behind it, over all rounds."""
+"""Counters of the training steps behind a policy, over all rounds."""
 
 from infra.frozen_model import FrozenModel
 
@@ -12,8 +12,8 @@ class TrainedSteps(FrozenModel):
     num_steps: int
     """Trainer steps over all stages so far."""
     num_skipped: int = 0
-    """The last steps in a row that trained on nothing."""
+    """Trailing steps in a row that trained on nothing."""
     kl_coef: float | None = None
-    """Of the KL in the reward, for the next step; null where there is none."""
+    """Coefficient of the KL in the reward for the next step; null without one."""
     num_critic_steps: int = 0
-    """Steps that trained the critic beside it, since that began; 0 where there is none."""
+    """Steps that trained the current critic; 0 without one."""

@@ -1,9 +1,8 @@
-"""From trajectories to the packed batch that ranks train on.
+"""Pack trajectories into the batch that ranks train on.
 
-Promises: the loss is over the tokens of trained segments, those of a shared prefix in one
-trajectory only; what a segment earned stands on an action of the policy; a token costs 9 bytes,
-and not twice: `viewed` trajectories share the memory of their batch.
-Letters: B trajectories, T tokens of all of them, S segments, prompts among them.
+Promises: the loss covers the tokens of trained segments, a shared prefix only once. A token costs 9
+bytes, as `viewed` trajectories share the memory of their batch.
+Letters: B trajectories, T tokens of all of them, S segments including prompts.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,20 +23,14 @@ from engines.types import TokenBatch
 Part = TypeVar("Part")
 
 See = Callable[[Sequence[Sequence[bytes]]], ImagePatches | None]
-"""Patches of the images of sequences, given as files."""
+"""Makes the patches of the images of sequences, given as file contents."""
 
 
 def pack(trajectories: Sequence[Trajectory], see: See | None = None) -> TokenBatch:
-    """Lay trajectories end to end, each behind its prompt.
+    """Concatenate B trajectories, each after its prompt; without `see` there are no images.
 
-    Args:
-        trajectories: B of them.
-        see: makes the patches of their images; None: they show none.
-
-    Returns:
-        Narrow, see `TokenBatch.widened`: ids int32, and bool the column `loss_mask` (on tokens
-        that are trained on). Beside it `rollout_logprobs` and the columns of the segments, float32;
-        0 on prompts, and in segments without such a column.
+    The batch is narrow (`TokenBatch.widened`): int32 ids, bool `loss_mask` (trained tokens).
+    `rollout_logprobs` and segment columns are float32, 0 on prompts and where a segment has none.
     """
     ids = _laid_out(trajectories, lambda prompt: prompt.token_ids_P, lambda part: part.token_ids_N)
     trained = _laid_out(trajectories, lambda _: False, lambda part: part.trained)
@@ -63,15 +56,7 @@ def pack(trajectories: Sequence[Trajectory], see: See | None = None) -> TokenBat
 
 
 def viewed(trajectories: Sequence[Trajectory], batch: TokenBatch) -> list[Trajectory]:
-    """The same trajectories, whose ids and logprobs are views of their batch.
-
-    Args:
-        trajectories: B of them.
-        batch: of these, by `pack`.
-
-    Returns:
-        B; nothing else of theirs is copied.
-    """
+    """Return B trajectories whose ids and logprobs are views of their packed batch."""
     ids_T = batch.input_ids_T.numpy()
     logprobs_T = batch.columns["rollout_logprobs"].numpy()
     found: list[Trajectory] = []
@@ -87,16 +72,9 @@ def viewed(trajectories: Sequence[Trajectory], batch: TokenBatch) -> list[Trajec
 
 
 def segment_rewards_T(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor:
-    """What each segment earned, on the last trained token up to its end; 0 elsewhere.
+    """Return (T,) float64: each segment's reward on the last trained token up to its end, else 0.
 
-    What was earned before the first trained token is left out: no action of the policy led to it.
-
-    Args:
-        trajectories: B of them.
-        batch: of these, by `pack`.
-
-    Returns:
-        (T,) float64.
+    A reward before the first trained token is dropped, as no action of the policy led to it.
     """
     rewards_T = torch.zeros(batch.num_tokens, dtype=torch.float64)
     if all(part.reward is None for each in trajectories for part in each.segments):
@@ -117,7 +95,7 @@ def _laid_out(
     of_prompt: Callable[[Prompt], Part],
     of_segment: Callable[[Segment], Part],
 ) -> list[Part]:
-    """Something of each prompt and of the segments behind it, in the order of their tokens."""
+    """Return a value of each prompt and of its segments, in token order."""
     return [
         part
         for each in trajectories
@@ -130,7 +108,7 @@ def _column(
     longest: int,
     values: Callable[[Segment], Float32Array | None],
 ) -> Tensor:
-    """Values of the tokens of all segments; 0 on prompts, and where a segment has none."""
+    """Return values of the tokens of all segments; 0 on prompts and in segments without values."""
     found = (values(part) for each in trajectories for part in each.segments)
     width = next((array.shape[1:] for array in found if array is not None), ())
     zeros = np.zeros((longest, *width), np.float32)
@@ -149,5 +127,5 @@ def _named(name: str, segment: Segment) -> Float32Array | None:
 
 
 def _joined(arrays: Sequence[NDArray[Any]]) -> Tensor:
-    """One tensor of all, in the type of the first; (0,) float32 of none."""
+    """Concatenate the arrays in the dtype of the first; (0,) float32 if there are none."""
     return torch.from_numpy(np.concatenate(arrays)) if arrays else torch.zeros(0)

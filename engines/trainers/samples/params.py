@@ -1,4 +1,4 @@
-"""From the sampling section of a configuration to what a rollout engine is asked for."""
+"""Convert the sampling section of a configuration to sampling parameters."""
 
 import json
 
@@ -7,7 +7,7 @@ from engines.types import SamplingParams, StructuredOutput
 
 
 def sampling_params(config: SamplingConfig) -> SamplingParams:
-    """The sampling parameters of a configuration."""
+    """Return the sampling parameters of a configuration."""
     return SamplingParams(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
@@ -24,7 +24,7 @@ def _structured(config: StructuredOutputConfig | None) -> StructuredOutput | Non
         return None
     schema = config.json_schema
     return StructuredOutput(
-        # Keys keep their order: it is the order of the fields in the answer.
+        # Keys are not sorted: their order is the order of the fields in the answer.
         json_schema=None if schema is None else json.dumps(schema),
         regex=config.regex,
         choice=config.choice,

@@ -1,9 +1,8 @@
-"""Which prompts an RL step samples, and with which seeds: pure functions of the step.
+"""Choose the prompts and the seeds of an RL step, as pure functions of the step.
 
-Promises: the requests of a step depend on (seed, round, step) alone, so a resumed run sends the
-same ones, and no cursor is saved. Every step takes the next batch of one endless order over the
-rows. With dynamic sampling the further batches of a step come from a second order of their own,
-so that the first order still visits every row once per epoch.
+Promises: requests depend only on (seed, round, step), so a resumed run needs no cursor. Every step
+takes the next batch of an endless order; refills of dynamic sampling come from a second order, so
+that the first one still visits every row once per epoch.
 """
 
 import hashlib
@@ -21,18 +20,15 @@ from engines.types import RolloutRequest
 from engines.vision.processor import PromptImages
 
 GREEDY_SCORES = "greedy_scores"
-"""Row of an estimator that compares with the greedy answer."""
+"""Batch row read by estimators that compare with the greedy answer."""
 
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """The prompts of one generation batch.
+    """The prompts of one generation batch, with one row and one request per prompt.
 
-    Attributes:
-        first_group: index of the first prompt within the RL step.
-        rows: one row per prompt.
-        requests: one request per prompt.
-        greedy_requests: for each prompt its greedy answer; () where no part reads it.
+    `first_group` is the index of the first prompt within the RL step. `greedy_requests` has one per
+    prompt, or none if no part reads greedy answers.
     """
 
     first_group: int
@@ -42,7 +38,7 @@ class PromptBatch:
 
     @property
     def all_requests(self) -> tuple[RolloutRequest, ...]:
-        """What is asked for in one call."""
+        """Requests of one generation call."""
         return self.requests + self.greedy_requests
 
     @property
@@ -52,14 +48,7 @@ class PromptBatch:
 
 
 class PromptSource:
-    """The prompts of a round.
-
-    Args:
-        prompts: the tokenized RL split.
-        config: sizes, sampling and round.
-        seed: of the run.
-        images: of the prompts; None: they show none.
-    """
+    """The prompts of a round; `images` is None for text-only prompts."""
 
     def __init__(
         self,
@@ -89,21 +78,14 @@ class PromptSource:
         )
 
     def generation_batches(self, step: int) -> Iterator[PromptBatch]:
-        """The batch of a step, and those that dynamic sampling may add.
-
-        Args:
-            step: 1-based over all rounds.
-
-        Yields:
-            PromptBatch: at most `filter_groups.max_num_gen_batches` of them.
-        """
+        """Yield the batch of a step (1-based over all rounds), then the refill batches."""
         yield self._batch(step, 0, self._order.batch(step - 1))
         for refill in range(self._num_refills):
             rows = self._refill_order.batch((step - 1) * self._num_refills + refill)
             yield self._batch(step, (refill + 1) * self._config.batch_size_prompts, rows)
 
     def epoch(self, step: int) -> float:
-        """Passes over the rows, refills not counted, when `step` is done."""
+        """Return the passes over the rows after `step`, without refills."""
         return self._order.epoch(step)
 
     def _batch(self, step: int, first_group: int, indices: Sequence[int]) -> PromptBatch:
@@ -138,22 +120,12 @@ def _visited(prompt: RLPrompt) -> VisitedRow:
 
 
 def sample_seeds(seed: int, request_id: str, num_samples: int, turn: int = 0) -> tuple[int, ...]:
-    """One seed per sample of a request.
-
-    Args:
-        seed: of the run.
-        request_id: of the conversation, the same in every turn.
-        num_samples: how many.
-        turn: of the conversation, counted from 0; each has seeds of its own.
-
-    Returns:
-        The seeds, in the order of the samples.
-    """
+    """Return one seed per sample; a 0-based `turn` of a conversation has its own seeds."""
     behind = f"/turn={turn}" if turn else ""
     return tuple(derive_seed(seed, f"{request_id}/sample={i}{behind}") for i in range(num_samples))
 
 
 def derive_seed(seed: int, name: str) -> int:
-    """A seed of its own for a named use, in [0, 2^63)."""
+    """Return a seed for a named use, in [0, 2^63)."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

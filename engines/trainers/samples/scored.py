@@ -1,4 +1,4 @@
-"""What scoring hands to the RL loop; apart from it, so that scoring knows no algorithm."""
+"""Scored samples for the RL loop; separate from it, so that scoring imports no algorithm."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,16 +8,10 @@ from engines.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class ScoredSample:
-    """One trajectory with its score.
+    """One trajectory with its score; `group` is the index of its prompt within the RL step.
 
-    Attributes:
-        group: index of its prompt within the RL step.
-        trajectory: what was sampled.
-        score: what the reward function gave.
-        reward: the score with its shaping (overlong punishment): what advantages are made of.
-        extras: what else the reward function reported, by name.
-        correct: a right answer.
-        greedy_reward: of the greedy answer to the same prompt, where the estimator reads it.
+    Advantages use `reward`: the score plus shaping (overlong penalty). `extras` has other values of
+    the reward function; `greedy_reward` is for estimators that read it.
     """
 
     group: int
@@ -31,13 +25,9 @@ class ScoredSample:
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """What became of one generation batch.
+    """The scored samples of one generation batch, and counts of its completions.
 
-    Attributes:
-        samples: those that were scored.
-        num_generated: completions that were sampled.
-        num_unscored: completions that could not be scored.
-        num_aborted: completions whose sampling was aborted; not scored.
+    Aborted completions are not scored, and not counted in `num_unscored`.
     """
 
     samples: tuple[ScoredSample, ...]

@@ -1,10 +1,8 @@
-"""From completions to scored samples: text, reward function, shaping.
+"""Turn completions into scored samples: text, reward function, shaping.
 
-Promises: a completion that was aborted or could not be scored is counted and left out; the score
-stays what the reward function said, and shaping (the overlong punishment) is added beside it. A
-batch that is scored during generation has the same result as one that is scored after it, in
-whatever order its samples finish. A reward is a function of one sample; none waits for the rest of
-its group.
+Promises: a completion that was aborted or could not be scored is counted and left out; shaping (the
+overlong penalty) changes `reward`, not `score`. Scoring during generation gives the same result as
+scoring after it, in any order, because a reward is a function of one sample.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,22 +26,17 @@ from engines.types import Completion, RolloutRequest
 NO_SHAPING = OverlongConfig()
 
 Completions = Sequence[Sequence[Completion]]
-"""Of each request."""
+"""By request."""
 Scores = list[list[Score | None]]
-"""Of `Completions`, in their layout; None where there is none."""
+"""In the layout of `Completions`; None for a completion without a score."""
 Place = tuple[int, int]
-"""A request's, and of the completion among its own."""
+"""Index of a request, and of the completion within it."""
 
 
 class CompletionScorer:
-    """Judges completions: their text, and for rewards that ask what was sampled.
+    """Scores completions; judges are asked before the reward function is called.
 
-    Args:
-        rewards: the configured reward function.
-        tokenizer: of the policy.
-        overlong: punishment of long answers; evaluation has none.
-        max_new_tokens: length limit that the punishment refers to.
-        judges: models that are asked about every answer before the reward function is.
+    `overlong` penalizes long answers relative to `max_new_tokens`; evaluation has no penalty.
     """
 
     def __init__(
@@ -61,7 +54,7 @@ class CompletionScorer:
         self._judges = judges
 
     def decode(self, completion: Completion) -> str:
-        """Text of a completion, without special tokens."""
+        """Return the text of a completion, without special tokens."""
         return self.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
 
     def judge(
@@ -70,55 +63,31 @@ class CompletionScorer:
         completions: Completions,
         requests: Sequence[RolloutRequest],
     ) -> Scores:
-        """Score every completion.
+        """Score the completions of each prompt, given one row and one request per prompt.
 
-        Args:
-            rows: one per prompt.
-            completions: of each prompt.
-            requests: that asked for them.
-
-        Returns:
-            In the same layout; None where there is no score.
-
-        Raises:
-            RewardError: the reward function is broken, or left too many samples unscored.
+        Raises `RewardError` if the reward function is broken, or left too many samples unscored.
         """
         batch = self._rewards.batch()
         with ArrivingScores(rows, requests, batch, self.decode, self._judges) as arriving:
             return arriving.scores(completions)
 
     def score(self, prompts: PromptBatch, completions: Completions) -> ScoredBatch:
-        """Score the completions of one generation batch.
+        """Score the completions of one generation batch: of its requests, then of its greedy ones.
 
-        Args:
-            prompts: what was asked for.
-            completions: of each of its requests, then of each of its greedy ones.
-
-        Returns:
-            The samples that have a score and, where there are greedy answers, a scored one.
-
-        Raises:
-            RewardError: as of `judge`.
+        Samples without a score, or whose greedy answer has none, are left out. Errors as in
+        `judge`.
         """
         with self.begin(prompts) as scoring:
             return scoring.finish(completions)
 
     def begin(self, prompts: PromptBatch) -> "BatchScoring":
-        """Begin to score a generation batch whose completions come one by one.
-
-        Args:
-            prompts: what is asked for.
-
-        Returns:
-            A context manager; it must end before the next one begins.
-        """
+        """Return a context that scores a batch while it is sampled; contexts must not overlap."""
         batch = self._rewards.batch()
         return BatchScoring(prompts, batch, self.decode, self._judges, self._scored)
 
     def _scored(
         self, prompts: PromptBatch, completions: Completions, scores: Scores
     ) -> ScoredBatch:
-        """What became of a generation batch whose completions have these scores."""
         num_prompts = len(prompts.requests)
         greedy = [
             self._reward(row[0], of_row[0])
@@ -163,17 +132,9 @@ class CompletionScorer:
 
 
 class ArrivingScores:
-    """Scores of completions that may come one by one; a context manager, for one thread.
+    """Scores completions as they arrive; a context manager for one thread.
 
-    Each completion is decoded once. Where models judge, only that is done early: they are asked
-    about all completions at once, before the reward function is.
-
-    Args:
-        rows: one per request.
-        requests: that ask for the completions.
-        batch: of the reward function.
-        decode: gives the text of a completion.
-        judges: models that are asked first.
+    If there are judges, only decoding is done early: they get all completions in one call.
     """
 
     def __init__(
@@ -194,24 +155,14 @@ class ArrivingScores:
         self._taken: dict[Place, tuple[Completion, ScoreRequest]] = {}
 
     def accept(self, completion: Completion) -> None:
-        """Take a completion before the others are there; one that was aborted is ignored."""
+        """Accept a completion before the others are complete; an aborted one is ignored."""
         if completion.finish_reason != "abort":
             place = self._places[completion.request_id, completion.sample_index]
             with errors_in("reward"):
                 self._take(place, completion)
 
     def scores(self, completions: Completions) -> Scores:
-        """Score what was not accepted, wait for all of it, and end.
-
-        Args:
-            completions: of each request, those that were accepted too.
-
-        Returns:
-            In the same layout; None where there is no score.
-
-        Raises:
-            RewardError: as of `CompletionScorer.judge`.
-        """
+        """Score all completions, those not accepted too; errors as in `CompletionScorer.judge`."""
         places: list[Place] = []
         for row, samples in enumerate(completions):
             for sample, completion in enumerate(samples):
@@ -259,16 +210,9 @@ class ArrivingScores:
 class BatchScoring(ArrivingScores):
     """One generation batch that is scored while it is generated.
 
-        with scorer.begin(prompts) as scoring:
-            completions = rollout.generate(prompts.all_requests, scoring.accept)
-            scored = scoring.finish(completions)
-
-    Args:
-        prompts: what is asked for.
-        batch: as in `ArrivingScores`.
-        decode: likewise.
-        judges: likewise.
-        scored: makes the scored batch.
+    with scorer.begin(prompts) as scoring:
+        completions = rollout.generate(prompts.all_requests, scoring.accept)
+        scored = scoring.finish(completions)
     """
 
     def __init__(
@@ -283,14 +227,14 @@ class BatchScoring(ArrivingScores):
         self._prompts, self._scored = prompts, scored
 
     def finish(self, completions: Completions) -> ScoredBatch:
-        """What `CompletionScorer.score` gives; those that were never accepted are scored now."""
+        """Return the scored batch as `CompletionScorer.score` does; score what was not accepted."""
         return self._scored(self._prompts, completions, self.scores(completions))
 
 
 def is_correct(score: Score) -> bool:
-    """Whether a score counts as a right answer.
+    """Return True if a score counts as a right answer.
 
-    The reward function's own verdict `acc` decides where it gives one; else a score of 1 or
-    more, which every shipped reward gives to a right answer and to nothing else.
+    The verdict `acc` decides if there is one; else a score of at least 1, which every shipped
+    reward gives only to a right answer.
     """
     return score.extras["acc"] >= 0.5 if "acc" in score.extras else score.value >= 1.0

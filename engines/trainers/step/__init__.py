@@ -1,1 +1,1 @@
-"""What one step of a round consists of, a part each."""
+"""The parts of one RL step."""

@@ -1,8 +1,7 @@
-"""Gathers the scored samples of a step until it has the groups that it trains on.
+"""Collect the scored samples of a step until it has enough groups to train on.
 
-Promises: a sample that could not be scored, or was aborted, is counted and left out, never
-scored 0; with dynamic sampling, groups that teach nothing are left out too. The order of samples
-is the order of the prompts and their samples.
+Promises: unscored and aborted samples, and with dynamic sampling uninformative groups, are left out
+and counted, never scored 0. Samples keep the order of their prompts.
 """
 
 from collections.abc import Sequence
@@ -19,17 +18,14 @@ from engines.trainers.step.experience import Experience, Place, as_it_is
 from engines.types import TokenBatch
 
 MIN_SHARED_TOKENS = 1 << 20
-"""Below it making views takes more time than their 8 bytes a token are worth."""
+"""Below this, creating views takes more time than their 8 bytes per token are worth."""
 
 
 class Collector:
-    """Gathers the groups of one RL step, generation batch by generation batch.
+    """Collects the groups of one RL step, generation batch by generation batch.
 
-    Args:
-        num_groups: prompts that the step trains on.
-        filter_groups: dynamic sampling; switched off, the first batch fills the step.
-        see: makes patches of the samples' images; None: they show none.
-        place: puts what is trained on where the ranks read it: `WorkerGroup.place`.
+    Without dynamic sampling the first batch fills the step. `see` is None for text-only samples;
+    `place` (`WorkerGroup.place`) stores the training batch where the ranks read it.
     """
 
     def __init__(
@@ -49,7 +45,7 @@ class Collector:
 
     @property
     def full(self) -> bool:
-        """Whether another generation batch is pointless."""
+        """True if no further generation batch is needed."""
         return len(self._kept) >= self._wanted or not self._filter.enable
 
     @property
@@ -59,11 +55,11 @@ class Collector:
 
     @property
     def num_surplus_groups(self) -> int:
-        """Groups that were kept and are more than the step trains on."""
+        """Kept groups beyond those that the step trains on."""
         return max(0, len(self._kept) - self._wanted)
 
     def add(self, batch: ScoredBatch) -> None:
-        """Take one generation batch and filter its groups."""
+        """Add one generation batch and filter its groups."""
         self.batches.append(batch)
         samples = batch.samples
         groups: dict[int, list[ScoredSample]] = {}
@@ -80,10 +76,7 @@ class Collector:
         self._kept.extend(groups.values())
 
     def experience(self) -> Experience:
-        """The first `num_groups` groups that were kept; it may be empty.
-
-        From here on the tokens of a step of `MIN_SHARED_TOKENS` are held once, in the batch.
-        """
+        """Return the first `num_groups` kept groups; samples of a large one become views."""
         chosen = self._kept[: self._wanted]
         samples = tuple(sample for group in chosen for sample in group)
         index_B = torch.tensor([at for at, group in enumerate(chosen) for _ in group]).long()
@@ -95,7 +88,7 @@ class Collector:
     def _shared(
         self, samples: tuple[ScoredSample, ...], batch: TokenBatch
     ) -> tuple[ScoredSample, ...]:
-        """These samples as views of their batch, held in their place from here on."""
+        """Replace these samples by views of their batch."""
         trajectories = viewed([sample.trajectory for sample in samples], batch)
         views = tuple(
             replace(sample, trajectory=trajectory)
@@ -110,7 +103,7 @@ class Collector:
         return views
 
     def scored(self) -> Experience:
-        """Everything that was scored, kept or not."""
+        """Return all scored samples, kept or not."""
         samples = tuple(sample for batch in self.batches for sample in batch.samples)
         index = [sample.group for sample in samples]
         return Experience(

@@ -1,7 +1,6 @@
-"""The samples of a step beside their packed tokens, and how they become mini-batches.
+"""The samples of a step with their packed tokens, and their split into mini-batches.
 
-Promises: every sample keeps the group of its prompt, and its place among the samples.
-Letters: B samples, K of them kept, T tokens, G groups (prompts).
+Letters: B samples, K of them kept, T tokens, G groups (prompts), R reward components.
 """
 
 import math
@@ -28,22 +27,21 @@ Place = Callable[[TokenBatch], TokenBatch]
 
 
 def as_it_is(batch: TokenBatch) -> TokenBatch:
-    """A `Place` where there is one process."""
+    """Return the batch itself: the `Place` of a single process."""
     return batch
 
 
 @dataclass(frozen=True)
 class Experience:
-    """The samples of one RL step and their packed tokens.
+    """The samples of one RL step, groups together, and their packed tokens.
 
     Attributes:
-        samples: B samples, groups together.
         group_index_B: (B,) int64 in [0, G).
         batch: narrow, see `TokenBatch.widened`, with the columns `loss_mask` (bool: sampled tokens)
             and `rollout_logprobs`, later `advantages`, `old_logprobs`, `ref_logprobs`.
-        metrics: what the estimator says of the step.
+        metrics: metrics of the advantage estimator.
         kept_B: (B,) bool: samples that are trained on; None: all.
-        place: puts the batch where the ranks read it: `WorkerGroup.place`.
+        place: stores the batch where the ranks read it: `WorkerGroup.place`.
     """
 
     samples: tuple[ScoredSample, ...]
@@ -55,7 +53,7 @@ class Experience:
 
     @property
     def trains(self) -> bool:
-        """Whether there is a sample to train on."""
+        """True if there is a sample to train on."""
         return bool(self.samples) and (self.kept_B is None or bool(self.kept_B.any()))
 
     @property
@@ -79,15 +77,15 @@ class Experience:
         return torch.tensor([s.trajectory.finish == "length" for s in self.samples]).bool()
 
     def with_columns(self, **columns: Tensor) -> "Experience":
-        """The same samples with per-token columns added."""
+        """Return the same samples with per-token columns added."""
         return replace(self, batch=self.place(self.batch.with_columns(**columns)))
 
     def with_rows(self, **rows: Tensor) -> "Experience":
-        """The same samples with values of whole samples added."""
+        """Return the same samples with per-sample values added."""
         return replace(self, batch=self.batch.with_rows(**rows))
 
     def name_of(self, sample: int) -> str:
-        """What a sample is called in an error line."""
+        """Return the name of a sample for error messages."""
         return self.samples[sample].trajectory.name
 
     @property
@@ -98,7 +96,7 @@ class Experience:
 
     @cached_property
     def components(self) -> tuple[str, ...]:
-        """Names of what the reward gave every sample: the score, then the others, sorted."""
+        """The score, then the names of the other values that every sample has, sorted."""
         others = [set(sample.extras) for sample in self.samples]
         return (SCORE, *sorted(set.intersection(*others) - {SCORE} if others else ()))
 
@@ -113,7 +111,6 @@ class Experience:
         return torch.tensor(rows, dtype=torch.float64)
 
     def _check_components(self, names: Sequence[str]) -> None:
-        """Refuse a step in which an estimator would compare less than it is to."""
         absent = {*names} - {*self.components}
         for place, sample in enumerate(self.samples if absent else ()):
             for name in sorted(absent - {*sample.extras}):
@@ -123,15 +120,7 @@ class Experience:
                 )
 
     def with_advantages(self, algorithm: AlgorithmConfig, kl_coef: float = 0.0) -> "Experience":
-        """Add the column `advantages`, 0 on the prompt, and `returns` where there is a critic.
-
-        Args:
-            algorithm: names the estimator; see `resolved_algorithm` for what it compares.
-            kl_coef: of the KL in the reward, where there is one.
-
-        Returns:
-            The same samples, with those that the estimator keeps; `metrics` has what it says, and
-            `KL_IN_REWARD`.
+        """Add the column `advantages`, 0 on prompts, `returns` if there is a critic, and metrics.
 
         Raises:
             RewardError: a sample lacks a component that the estimator compares.
@@ -161,13 +150,13 @@ class Experience:
         return replace(self, batch=batch, metrics=metrics, kept_B=found.kept_B)
 
     def _own_batch(self) -> TokenBatch:
-        """As estimators read it, and may write to it: the mask is float32; the ids stay narrow."""
+        """Return a copy that estimators may write to, with a float32 mask; ids stay narrow."""
         columns = {name: column.clone() for name, column in self.batch.columns.items()}
         columns["loss_mask"] = columns["loss_mask"].float()
         return self.batch.with_columns(**columns)
 
     def take(self, samples: Sequence[int]) -> "Experience":
-        """The named samples, some perhaps more than once; groups keep their numbers."""
+        """Return the samples with these indices, which may repeat; group numbers stay."""
         index = torch.tensor(samples, dtype=torch.int64)
         return replace(
             self,
@@ -178,14 +167,14 @@ class Experience:
         )
 
     def mini_batches(self, num_groups: int, num_epochs: int) -> Iterator[TokenBatch]:
-        """Batches of what is kept of whole groups, each epoch alike.
+        """Yield batches of the kept samples of whole groups, the same in each epoch.
 
-        As few as hold at most `num_groups` each, and as equal as can be: 5 groups by 4 are 3 and
-        2, not 4 and 1, for an optimizer step is as long whatever its batch.
+        There are as few as possible, of nearly equal size (5 groups by 4 are 3 and 2), because an
+        optimizer step costs the same for any size.
         """
         kept_B = torch.ones(len(self.samples)).bool() if self.kept_B is None else self.kept_B
         sample_K = kept_B.nonzero().flatten()
-        # Groups that are here: samples that were drawn again may have left some out.
+        # Renumber the groups that are present: resampling may have dropped some.
         numbers, place_K = self.group_index_B[sample_K].unique(return_inverse=True)
         num_batches = math.ceil(len(numbers) / num_groups)
         batch_K = place_K * num_batches // max(1, len(numbers))

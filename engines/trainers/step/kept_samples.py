@@ -1,8 +1,6 @@
-"""Which samples of a step are kept for people, and what is said of them.
+"""Keep samples of some steps for people to read, with the trainer's logprobs before the update.
 
-Promises: no number of the round depends on it: what is measured here is read and not written, and
-a disk that does not take a step's samples costs those samples alone. The logprobs are the
-trainer's before the step's first update; where the step computed them anyway, they are those.
+Promises: training does not depend on it, and a failed write loses only that step's samples.
 """
 
 import logging
@@ -25,20 +23,13 @@ MAX_PROMPT_CHARS = 16_384
 NUM_DIGITS = 5
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 MAX_HELD_TOKENS = 8
-"""A character of UTF-8 has at most 4 bytes: tokens that held back more are no text at all."""
+"""A UTF-8 character has at most 4 bytes: if more tokens are incomplete, they are not text."""
 
 logger = logging.getLogger(__name__)
 
 
 class SampleKeeper:
-    """Keeps samples of the steps that the configuration names.
-
-    Args:
-        config: of the round.
-        run: calls a method of every rank's `ModelWorker`.
-        tokenizer: of the policy.
-        attempt_dir: where they are written; None keeps none.
-    """
+    """Keeps samples of the configured steps; an `attempt_dir` of None keeps none."""
 
     def __init__(
         self,
@@ -51,16 +42,11 @@ class SampleKeeper:
         self._tokenizer, self._attempt_dir = tokenizer, attempt_dir
         before = config.num_previous_steps
         self._ends = {before + 1, before + config.rl.num_steps_per_round}
-        # It keeps what it inferred last for the update to repeat: nothing may come between.
+        # Router replay repeats the last inference in the update: no other may come between.
         self._may_infer = not config.training.options.get("router_replay")
 
     def keep(self, step: LoopStep, experience: Experience) -> None:
-        """Keep the first samples of a step, if it is one of those. Collective over the ranks.
-
-        Args:
-            step: phase `keep_samples`.
-            experience: of the step, before its first update.
-        """
+        """Keep the first samples of a due step before its first update; a collective call."""
         global_step = step.global_number
         chosen = range(min(self._config.num_per_step, len(experience.samples)))
         due = global_step in self._ends or global_step % self._config.every_num_steps == 0
@@ -109,15 +95,7 @@ class SampleKeeper:
 
 
 def token_texts(tokenizer: ChatTokenizer, token_ids: Sequence[int]) -> list[str]:
-    """The text that each token adds to those before it, special tokens too.
-
-    Args:
-        tokenizer: decodes.
-        token_ids: of one text.
-
-    Returns:
-        One text per token; a character that several tokens share is the last one's.
-    """
+    """Return the text that each token adds; a shared character belongs to its last token."""
     texts: list[str] = []
     window: list[int] = []
     known, num_read = "", 0
@@ -129,7 +107,7 @@ def token_texts(tokenizer: ChatTokenizer, token_ids: Sequence[int]) -> list[str]
             texts.append("")
             continue
         texts.append(fresh)
-        # The text of a token may depend on the few before it: these stay in the window.
+        # A token's text may depend on the few tokens before it: these stay in the window.
         del window[:num_read]
         num_read, known = len(window), tokenizer.decode(window)
     return texts

@@ -1,8 +1,7 @@
-"""What the RL loop knows between two steps: its only state, and what a step checkpoint keeps of it.
+"""State of the RL loop between two steps, and the part of it that a step checkpoint keeps.
 
-Promises: a loop that continues from a checkpoint has the state that the uninterrupted one had
-there, also from one that lacks a value which its writer did not know. A version is the number of
-the step, over all rounds, that made the weights: weights that did not change keep theirs.
+Promises: a resumed loop has the state of the uninterrupted one, even if an older checkpoint lacks a
+value.
 """
 
 from collections.abc import Mapping
@@ -19,12 +18,11 @@ class LoopState:
     """The loop after a step.
 
     Attributes:
-        num_previous_steps: of the rounds before.
-        step: that was done last, within the round; 0 before the first.
-        version: of the policy's weights.
-        num_skipped: the last steps in a row, over all rounds, that trained on nothing.
+        step: last finished step within the round; 0 before the first.
+        version: global step that produced the policy's weights.
+        num_skipped: trailing steps in a row, over all rounds, that trained on nothing.
         num_poisoned: updates of the round that were left out.
-        num_critic_steps: steps that trained the critic, since that began.
+        num_critic_steps: steps that trained the current critic.
         kl_coef: of the KL in the reward, for the next step.
     """
 
@@ -38,16 +36,7 @@ class LoopState:
 
     @staticmethod
     def at_start(config: RLConfig, number: int, before: TrainedSteps | None) -> "LoopState":
-        """Before the first step of a round.
-
-        Args:
-            config: of the round.
-            number: of the round, 1-based.
-            before: what the round before left; None for the first.
-
-        Returns:
-            It continues the counts of the rounds before.
-        """
+        """Return the state before a round (`number` is 1-based); counts continue from `before`."""
         num_previous_steps = config.num_steps_before(number)
         carried = before.kl_coef if before else None
         return LoopState(
@@ -62,12 +51,12 @@ class LoopState:
 
     @property
     def global_step(self) -> int:
-        """That was done last, over all rounds."""
+        """Last finished step, over all rounds."""
         return self.num_previous_steps + self.step
 
     @property
     def values(self) -> Mapping[str, int | float]:
-        """What a step checkpoint keeps beside the number of the step."""
+        """Values of a step checkpoint besides the step."""
         return {
             "version": self.version,
             "num_skipped": self.num_skipped,
@@ -77,7 +66,7 @@ class LoopState:
         }
 
     def continued(self, saved: TrainerState) -> "LoopState":
-        """The state that a checkpoint holds; of one before the first step, this one."""
+        """Return the state of a checkpoint; this one if the checkpoint is of step 0."""
         get, step = saved.values.get, saved.step
         return replace(
             self,
@@ -90,16 +79,7 @@ class LoopState:
         )
 
     def after(self, updates: Updates, *, trains: bool, kl_coef: float) -> "LoopState":
-        """The state after the next step.
-
-        Args:
-            updates: of the step.
-            trains: whether the step had a sample to train on.
-            kl_coef: for the step after it.
-
-        Returns:
-            One step further.
-        """
+        """Return the state after the next step; `trains` is True if it had a sample to train on."""
         return replace(
             self,
             step=self.step + 1,
@@ -111,7 +91,7 @@ class LoopState:
         )
 
     def trained_steps(self, *, with_kl_coef: bool) -> TrainedSteps:
-        """What the next round has to know, when this one is done."""
+        """Return the counters for the next round."""
         return TrainedSteps(
             stage="rl_round",
             num_steps=self.global_step,

@@ -1,4 +1,4 @@
-"""The metrics of one RL step, by the names that users of verl know."""
+"""The metrics of one RL step, with verl's names."""
 
 import torch
 from torch import Tensor
@@ -18,18 +18,7 @@ def step_metrics(
     clock: PhaseClock,
     num_workers: int,
 ) -> dict[str, float]:
-    """Everything a step reports but its number.
-
-    Args:
-        collector: what was generated.
-        experience: what was trained on; without samples to train on the step was skipped.
-        updates: its optimizer steps.
-        clock: time by phase since the step began.
-        num_workers: ranks, for the throughput.
-
-    Returns:
-        Values by metric name.
-    """
+    """Return all metrics of a step except its number; throughput is per worker."""
     step_s = clock.elapsed_s
     num_generated = sum(batch.num_generated for batch in collector.batches)
     num_aborted = sum(batch.num_aborted for batch in collector.batches)
@@ -55,7 +44,7 @@ def step_metrics(
 
 
 def experience_metrics(experience: Experience) -> dict[str, float]:
-    """Scores, rewards, advantages and lengths of the samples that are trained on."""
+    """Return scores, rewards, advantages and lengths of the samples that are trained on."""
     sampled = [sample.trajectory for sample in experience.samples]
     lengths = torch.tensor([each.num_sampled for each in sampled], dtype=torch.float64)
     prompts = torch.tensor([len(t.prompt.token_ids_P) for t in sampled], dtype=torch.float64)
@@ -77,7 +66,7 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
 
 
 def _of_critic(batch: TokenBatch, sampled_T: Tensor) -> dict[str, float]:
-    """What the critic expected, and its targets; nothing where there is none."""
+    """Return the critic's values and their targets; empty without a critic."""
     return {
         key: value
         for name in ("values", "returns")
@@ -87,7 +76,7 @@ def _of_critic(batch: TokenBatch, sampled_T: Tensor) -> dict[str, float]:
 
 
 def _extra_scores(experience: Experience) -> dict[str, float]:
-    """Means of what the reward reported beside the score, each over the samples that have it."""
+    """Return means of the reward's extra values, each over the samples that have it."""
     values: dict[str, list[float]] = {}
     for sample in experience.samples:
         for name, value in sample.extras.items():

@@ -1,6 +1,6 @@
-"""Gives each sampled token its advantage: the estimator, the KL in the reward, and PF-PPO's draw.
+"""Compute advantages: the estimator, the KL in the reward, and PF-PPO's resampling.
 
-Promises: what is drawn depends on the seed and the step alone.
+Promises: random draws depend only on the seed and the step.
 """
 
 from engines.algorithms.reward_kl import next_coefficient
@@ -14,36 +14,21 @@ from engines.trainers.step.loop_state import LoopState
 
 
 class RoundObjective:
-    """See the module.
-
-    Args:
-        config: of the round.
-        seed: of the run.
-    """
+    """Computes advantages and adapts the KL coefficient."""
 
     def __init__(self, config: RLConfig, seed: int) -> None:
         self._algorithm, self._seed = resolved_algorithm(config), seed
 
     @property
     def has_kl_in_reward(self) -> bool:
-        """Whether samples pay a KL, whose coefficient goes on from step to step."""
+        """True if the reward has a KL penalty, whose coefficient carries over from step to step."""
         return self._algorithm.use_kl_in_reward
 
     def advantages(self, step: LoopStep, experience: Experience, state: LoopState) -> Experience:
-        """The samples that the step trains on, with the columns that its losses read.
+        """Return the samples to train on, with `advantages` and, for a critic, `returns`.
 
-        Args:
-            step: phase `adv`.
-            experience: of the step, with the columns that the estimator reads.
-            state: before the step.
-
-        Returns:
-            With `advantages` and, where there is a critic, `returns`. With PF-PPO some samples come
-            more than once and some not at all; each keeps its own advantage. Without samples as it
-            was.
-
-        Raises:
-            RewardError: a sample lacks a component that the estimator compares.
+        PF-PPO repeats and drops samples; each keeps its own advantage. Raises `RewardError` if a
+        sample lacks a component that the estimator compares.
         """
         if not experience.num_groups:
             return experience
@@ -58,15 +43,7 @@ class RoundObjective:
             return experience.take(chosen_B.tolist())
 
     def next_kl_coef(self, experience: Experience, state: LoopState) -> float:
-        """The coefficient of the KL in the reward for the step after this one.
-
-        Args:
-            experience: of this step, with its advantages.
-            state: before this step.
-
-        Returns:
-            That of this step where it is fixed, or where there were no samples.
-        """
+        """Return the KL coefficient of the next step; unchanged if fixed or without samples."""
         if not self.has_kl_in_reward or not experience.num_groups:
             return state.kl_coef
         kl, num_samples = experience.metrics[KL_IN_REWARD], len(experience.samples)

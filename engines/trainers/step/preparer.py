@@ -1,7 +1,6 @@
-"""Fills in the columns that the parts of an algorithm read: logprobs, values, what a teacher says.
+"""Fill in the columns that the algorithm reads: logprobs, values, the teacher's outputs.
 
-Promises: what the rows of the parts name is computed, and nothing else; what is drawn depends on
-the seed and the step alone, not on ranks or on what was drawn before.
+Promises: nothing else is computed; random draws depend only on the seed and the step.
 """
 
 from collections.abc import Callable
@@ -27,15 +26,7 @@ VALUES, LAST_VALUES = "values", "last_values"
 
 
 class Preparer:
-    """See the module.
-
-    Args:
-        config: names the parts.
-        run: calls a method of every rank's `ModelWorker`.
-        seed: of the run.
-        vocab_size: of the policy.
-        teacher: who is asked of the teacher; None: the ranks, if the configuration has one.
-    """
+    """Computes the columns; a `teacher` of None uses the ranks' role `teacher`, if configured."""
 
     def __init__(
         self,
@@ -59,16 +50,7 @@ class Preparer:
         }
 
     def fill(self, step: LoopStep, experience: Experience) -> Experience:
-        """The same samples with every column that is read before they are cut into updates.
-
-        Args:
-            step: phases `old_log_prob`, `ref`, `teacher` and `values`.
-            experience: of the step.
-
-        Returns:
-            With what the parts name; `old_logprobs` also where there is more than one update.
-            Without samples as it was.
-        """
+        """Add every column that is read before the split into updates, if there are samples."""
         if not experience.num_groups:
             return experience
         clock, columns = step.clock, dict[str, Tensor]()
@@ -96,18 +78,18 @@ class Preparer:
         return experience.with_columns(**columns)
 
     def _with_values(self, experience: Experience) -> Experience:
-        """What the critic says of every state, and of that behind each answer."""
+        """Add the critic's value of every state, and of the state after each answer."""
         found = self._run(ModelWorker.infer, experience.batch, Readouts(last_values=True), CRITIC)
         batch = experience.batch.with_rows(**{LAST_VALUES: found.last_values_B})
         return replace(experience, batch=batch.with_columns(**{VALUES: found.values_T}))
 
     def _several_updates(self, experience: Experience) -> bool:
-        """A single update is on-policy: its own pass yields the old logprobs."""
+        """Return True if an update is off-policy; a single one computes the old logprobs itself."""
         config = self._config
         return experience.num_groups > config.prompts_per_update or config.num_epochs > 1
 
     def _uniform_T(self, num_tokens: int, global_step: int) -> Tensor:
-        """(T,) float64: fine enough that no two tokens of a step have the same number."""
+        """Return (T,) float64, fine enough that no two tokens of a step have the same number."""
         seed = derive_seed(self._seed, f"step={global_step}/uniform")
         generator = torch.Generator().manual_seed(seed)
         return torch.rand(num_tokens, generator=generator, dtype=torch.float64)

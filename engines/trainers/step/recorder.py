@@ -1,7 +1,7 @@
-"""Tells what a step did: its metrics, and some of its samples for people.
+"""Record a step: its metrics, and some of its samples for people.
 
-Promises: the difference between sampler and trainer is measured in each step, also in one whose
-updates do not measure it; a run that has nothing to train on for too many steps is stopped.
+Promises: every step measures the difference between sampler and trainer; a run with too many
+skipped steps in a row is stopped.
 """
 
 from engines.config.sections import RLConfig
@@ -24,17 +24,7 @@ from engines.types import TokenBatch
 
 
 class Recorder:
-    """See the module.
-
-    Args:
-        config: of the round.
-        workers: ranks that hold the policy.
-        rollout: its engines.
-        prompts: of the round.
-        gate: how far sampler and trainer may be apart.
-        keeper: of samples for people.
-        progress: journal of the stage.
-    """
+    """Records steps into the journal and checks their sanity."""
 
     def __init__(
         self,
@@ -51,7 +41,7 @@ class Recorder:
         self._progress = progress
 
     def keep(self, step: LoopStep, collected: Collector, experience: Experience) -> None:
-        """Keep samples of the step for people, if it is one of those; before its first update."""
+        """Keep samples of the step for people if it is due; called before its first update."""
         self._keeper.keep(step, experience if experience.num_groups else collected.scored())
 
     def record(
@@ -63,19 +53,11 @@ class Recorder:
         state: LoopState,
         num_sync_bytes: int,
     ) -> None:
-        """Record a finished step.
-
-        Args:
-            step: that is done.
-            collected: what was sampled.
-            experience: what was trained on.
-            updates: its optimizer steps.
-            state: after the step.
-            num_sync_bytes: of weights that went to the engines.
+        """Record a finished step; `state` is after it.
 
         Raises:
             WeightSyncError: the sampler does not sample from the distribution that is trained.
-            NothingToTrainOnError: one step more than `max_num_skipped_steps` in a row is skipped.
+            NothingToTrainOnError: more than `max_num_skipped_steps` in a row were skipped.
         """
         run = self._workers.run
         untrained = {} if updates.policy else self._untrained(step, collected.scored().batch)
@@ -93,7 +75,7 @@ class Recorder:
         self._check_skipped(step, state.num_skipped)
 
     def _untrained(self, step: LoopStep, scored: TokenBatch) -> dict[str, float]:
-        """How far sampler and trainer are apart where no update of the policy says it."""
+        """Measure the difference between sampler and trainer if no policy update did."""
         if not scored.num_sequences:
             return {}
         with step.clock("old_log_prob"):

@@ -1,7 +1,6 @@
-"""Takes the samples of a step: generated from the published weights, scored and filtered.
+"""Take the samples of a step: generated from the published weights, scored and filtered.
 
-Promises: nothing is trained on that other weights than the published ones sampled, nor a step of
-which too many samples were unfinished at the deadline.
+Promises: samples of other weights, or of a step with too many unfinished ones, are not trained on.
 """
 
 from contextlib import nullcontext
@@ -19,16 +18,7 @@ from engines.trainers.step.experience import Place
 
 
 class Sampler:
-    """See the module.
-
-    Args:
-        config: of the round.
-        rollout: samples from the weights that it was last given.
-        prompts: what is sampled in each step.
-        scorer: turns completions into scored samples.
-        probe: what each engine must pass after a sync, before it serves.
-        place: puts a batch where the ranks read it: `WorkerGroup.place`.
-    """
+    """Samples and scores generation batches; `probe` checks each engine after a weight sync."""
 
     def __init__(
         self,
@@ -46,20 +36,12 @@ class Sampler:
         self._see = prompts.images.processor.of_sequences if prompts.images else None
 
     def take(self, step: LoopStep, version: int) -> Collector:
-        """Generate and score until the step has the groups it trains on.
+        """Generate and score until the step has enough groups.
 
-        Where it has some, the engines sleep until the next `publish`.
-
-        Args:
-            step: phases `gen`, `reward` and `sleep`.
-            version: of the weights that are served.
-
-        Returns:
-            Everything that was sampled, and the groups among it that are trained on.
+        With any group, the engines sleep afterwards, until `publish`.
 
         Raises:
-            RolloutError: other weights sampled, or more samples than `max_aborted_frac` were
-                unfinished at the deadline.
+            RolloutError: other weights sampled, or too many samples timed out.
             RewardError: the reward function is broken, or left too many samples unscored.
         """
         config = self._config
@@ -84,17 +66,10 @@ class Sampler:
         return collector
 
     def publish(self, version: int, step: LoopStep | None = None) -> int:
-        """Have the engines serve the policy's weights; those that do so already are left alone.
-
-        Args:
-            version: of the weights.
-            step: phase `update_weights`; None before the first.
-
-        Returns:
-            Bytes that were sent.
+        """Publish the policy's weights if the engines do not serve them; return the bytes sent.
 
         Raises:
-            WeightSyncError: an engine holds something else, or does not compute with it.
+            WeightSyncError: an engine holds other weights, or does not compute with them.
         """
         if self._is_serving:
             return 0

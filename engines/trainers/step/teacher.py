@@ -1,8 +1,8 @@
-"""What a teacher says of a step's samples, as the columns that distillation reads.
+"""Compute the columns that distillation reads from a teacher; 0 on tokens that are not taught.
 
-Promises: wherever the teacher is, the same columns, up to rounding, which may order tokens that are
-all but equally likely; 0 where nothing is taught.
-Letters: T tokens of the step, K likeliest tokens of the teacher.
+Promises: the same columns wherever the teacher runs, up to rounding, which may reorder tokens of
+nearly equal probability.
+Letters: T tokens of the step, K most likely tokens of the teacher, N tokens of one answer.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,21 +21,16 @@ from engines.types import Readouts, TokenBatch
 
 
 class Teacher(Protocol):
-    """What is asked, wherever the model is."""
+    """A teacher model on the training ranks or on its own engines."""
 
     def columns(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """Ask.
+        """Ask the teacher about tokens whose `loss_mask` is not 0; the losses document the columns.
 
-        Args:
-            batch: of the step; the teacher is asked about tokens whose `loss_mask` is not 0.
-
-        Returns:
-            Of `topk` (T, K) int64 ids and float32 log-probabilities, else (T,) float32 of the
-            sampled tokens; see `engines.algorithms.distillation.losses`.
+        For `topk` (T, K) int64 ids and float32 logprobs, else (T,) float32 of the sampled tokens.
 
         Raises:
             RolloutError: its engines cannot answer.
-            DeadlineError: the answers were not there in time.
+            DeadlineError: the answers did not arrive in time.
         """
         ...
 
@@ -44,11 +39,8 @@ class Teacher(Protocol):
 class RankTeacher:
     """The role `teacher` of the training ranks.
 
-    Attributes:
-        config: which loss reads it.
-        run: calls a method of every rank's `ModelWorker`.
-        vocab_size: of the policy. A teacher of its family may have further rows, which stand for no
-            token: they are part of its distribution, and nothing that can be taught.
+    `vocab_size` is the policy's. A teacher may have extra rows for no token: they are part of its
+    distribution, but are not taught.
     """
 
     config: DistillationConfig
@@ -66,14 +58,7 @@ class RankTeacher:
 
 @dataclass(frozen=True)
 class ServedTeacher:
-    """Rollout engines of the teacher's own.
-
-    Attributes:
-        config: which loss reads it.
-        ask: of a service over the engines.
-        temperature: of the distributions.
-        vocab_size: as of `RankTeacher`.
-    """
+    """Separate rollout engines that serve the teacher; `vocab_size` is the policy's."""
 
     config: DistillationConfig
     ask: Callable[[Sequence[PromptRequest]], list[PromptLogprobs]]
@@ -90,7 +75,7 @@ class ServedTeacher:
             taught = mask_T[start:end].nonzero().flatten()
             if not len(taught):
                 continue
-            # Nothing is asked about tokens before the first and after the last that is taught.
+            # Only ask about tokens from the first to the last that is taught.
             first, last = int(taught[0]), int(taught[-1])
             ids = tuple(batch.input_ids_T[start : start + last + 1].tolist())
             name = f"teacher/{len(requests)}"
@@ -107,7 +92,7 @@ class ServedTeacher:
         places: Sequence[slice],
         answers: Sequence[PromptLogprobs],
     ) -> dict[str, Tensor]:
-        """Each answer in its place of the step."""
+        """Write each answer to its place in the step."""
         if self.config.loss != TOPK:
             logprobs_T = torch.zeros(batch.num_tokens)
             for place, answer in zip(places, answers, strict=True):

@@ -1,8 +1,7 @@
-"""Trains on the samples of a step: first the critic, then the policy, mini-batch by mini-batch.
+"""Train on the samples of a step: first the critic, then the policy, mini-batch by mini-batch.
 
-Promises: while a critic warms up it alone is trained; an update whose loss or gradient is no finite
-number changes no weight and is counted; the policy is not trained further where the sampler did
-not sample from the distribution that is trained.
+Promises: while the critic warms up, only it is trained; a non-finite update changes no weight and
+is counted.
 """
 
 import torch
@@ -25,14 +24,7 @@ from infra.faults import fault
 
 
 class Updater:
-    """See the module.
-
-    Args:
-        config: of the round.
-        workers: ranks that hold the policy and, where there is one, the critic.
-        gate: how far sampler and trainer may be apart.
-        guard: of the updates.
-    """
+    """Trains the policy and, if there is one, the critic."""
 
     def __init__(
         self, config: RLConfig, workers: WorkerGroup, gate: MismatchGate, guard: PoisonGuard
@@ -41,18 +33,10 @@ class Updater:
         self._loss_fn = MeasuredObjective(round_loss_fn(config))
 
     def train(self, step: LoopStep, experience: Experience, state: LoopState) -> Updates:
-        """Every update of the step.
-
-        Args:
-            step: phases `update_critic` and `update_actor`.
-            experience: of the step, with all columns.
-            state: before the step.
-
-        Returns:
-            What was updated; without samples nothing.
+        """Run every update of the step; without samples none.
 
         Raises:
-            NonFiniteError: one update more was left out than `max_num_poisoned_updates`.
+            NonFiniteError: more than `max_num_poisoned_updates` were left out.
             WeightSyncError: the sampler does not sample from the distribution that is trained.
         """
         if not experience.num_groups:
@@ -68,7 +52,7 @@ class Updater:
                 )
             fault("rl.critic_updated")
         of_policy: list[TrainMetrics] = []
-        # Its own steps: a critic may begin anew in any round.
+        # Count the critic's own steps: a new critic may start in any round.
         if config.critic is None or state.num_critic_steps >= config.critic.num_warmup_steps:
             with step.clock("update_actor"):
                 of_policy, num_left_out = self._update(
@@ -90,7 +74,7 @@ class Updater:
         num_epochs: int,
         num_left_out: int,
     ) -> tuple[list[TrainMetrics], int]:
-        """Every mini-batch of every epoch for one role; those left out so far are counted on."""
+        """Train one role on all mini-batches; continue the count of left-out updates."""
         numbered = experience.with_rows(**{ROW: torch.arange(len(experience.samples))})
         taken: list[TrainMetrics] = []
         for batch in numbered.mini_batches(self._config.prompts_per_update, num_epochs):

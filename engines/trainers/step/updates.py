@@ -1,4 +1,4 @@
-"""The optimizer steps of one RL step, and what they report."""
+"""The optimizer steps of one RL step, and their metrics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +11,9 @@ class Updates:
     """The optimizer steps of one RL step.
 
     Attributes:
-        policy: those of the policy that were taken, in their order; none while a critic warms up.
-        critic: the same of the critic, where there is one.
-        trained_critic: the critic had its part of the step.
-        num_poisoned: updates of either that were left out.
+        policy: applied updates in order; none while the critic warms up.
+        trained_critic: True if the step trained the critic.
+        num_poisoned: updates of either role that were left out.
     """
 
     policy: tuple[TrainMetrics, ...] = ()
@@ -24,15 +23,7 @@ class Updates:
 
 
 def update_metrics(prefix: str, updates: Sequence[TrainMetrics]) -> dict[str, float]:
-    """The optimizer steps of a role in one RL step: their mean, and the largest of every maximum.
-
-    Args:
-        prefix: of the names: `actor` or `critic`.
-        updates: that were taken.
-
-    Returns:
-        Nothing where there was none.
-    """
+    """Return the mean of a role's metrics over its updates; the maximum if named `*_max`."""
     if not updates:
         return {}
     merged: dict[str, list[float]] = {}

@@ -1,8 +1,7 @@
-"""Pairs of answers as a training set: of a policy (DPO and its family), and of a reward model.
+"""Answer pairs as a training set, for a policy (DPO family) or a reward model.
 
-Promises: a pair is one unit, which no rank and no micro-batch tears apart; held-out pairs are
-looked at with the rewards that the loss itself compares, a tie counting half.
-Does not promise that a policy of a high accuracy writes such answers itself.
+Promises: a pair is not split across ranks or micro-batches; held-out pairs are compared by the
+rewards of the loss. Does not promise that a policy of a high accuracy writes such answers.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,14 +46,7 @@ CONFIDENCE = 0.95
 
 
 class PolicyPairs:
-    """Pairs that a policy learns from.
-
-    Args:
-        config: the loss and its options.
-        pairs: to train on, at least one.
-        held_out: to look at; may be none.
-        max_length: tokens of the longest sequence, for the reference point of `kto`.
-    """
+    """Pairs for a policy; `max_length` (tokens) cuts the exchanged answers of `kto`."""
 
     role: RoleName = roles.POLICY
 
@@ -71,7 +63,7 @@ class PolicyPairs:
         objective = preference_objective(config.loss, config.options)
         self.loss_fn: LossFn = objective
         self._is_paired = isinstance(objective, PairObjective)
-        # Answers by themselves are compared as DPO would, whose rewards are the same.
+        # Unpaired losses are measured with DPO's rewards, which are the same.
         self._judge = (
             objective
             if isinstance(objective, PairObjective)
@@ -80,17 +72,17 @@ class PolicyPairs:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss reads log-probabilities of the reference."""
+        """True if the loss reads logprobs of the reference."""
         return REFERENCE in self._judge.required_columns
 
     @property
     def visited(self) -> Sequence[VisitedRow]:
-        """Pairs, by the longer of their conversations."""
+        """Pairs, with the length of the longer conversation."""
         return visited(self._pairs)
 
     @property
     def largest_unit(self) -> int:
-        """The largest pair, or a prompt with the longest answer to another."""
+        """Tokens of the largest pair, or of a prompt with the longest answer to another."""
         held_out = largest_pair(self._held_out)
         if self._is_paired:
             return max(held_out, largest_pair(self._pairs))
@@ -101,7 +93,7 @@ class PolicyPairs:
         return packed([self._pairs[row] for row in rows], rows, paired=self._is_paired)
 
     def complete(self, batch: TokenBatch, workers: WorkerGroup) -> TokenBatch:
-        """The reference's log-probabilities, and the reference point of `kto`."""
+        """Add the reference's logprobs, and the reference point of `kto`."""
         batch = self._with_reference(batch, workers)
         if self._is_paired:
             return batch
@@ -120,7 +112,7 @@ class PolicyPairs:
         return measured(self._held_out, self._chunk, judged)
 
     def name_of(self, row: int) -> str:
-        """By its number in the data."""
+        """Return the row's number in the data."""
         return f"row {self._pairs[row].index} of data.preference"
 
     def _with_reference(self, batch: TokenBatch, workers: WorkerGroup) -> TokenBatch:
@@ -131,17 +123,7 @@ class PolicyPairs:
 
 
 class RewardPairs:
-    """Pairs that a reward model learns from.
-
-    Args:
-        config: options of the loss.
-        options: of the loss, validated.
-        pairs: to train on, at least one.
-        held_out: to look at; may be none.
-
-    Raises:
-        ConfigError: the loss wants margins, and a pair to train on has none.
-    """
+    """Pairs for a reward model; `ConfigError` if the loss reads margins and one is missing."""
 
     role: RoleName = roles.REWARD
 
@@ -162,12 +144,12 @@ class RewardPairs:
 
     @property
     def visited(self) -> Sequence[VisitedRow]:
-        """Pairs, by the longer of their conversations."""
+        """Pairs, with the length of the longer conversation."""
         return visited(self._pairs)
 
     @property
     def largest_unit(self) -> int:
-        """The largest pair."""
+        """Tokens of the largest pair."""
         return max(largest_pair(self._pairs), largest_pair(self._held_out))
 
     def batch(self, rows: Sequence[int]) -> TokenBatch:
@@ -175,7 +157,7 @@ class RewardPairs:
         return packed([self._pairs[row] for row in rows], rows, paired=True)
 
     def complete(self, batch: TokenBatch, workers: WorkerGroup) -> TokenBatch:  # noqa: ARG002
-        """Nothing is missing."""
+        """Return the batch: nothing is missing."""
         return batch
 
     def measure(self, workers: WorkerGroup) -> Mapping[str, float]:
@@ -188,7 +170,7 @@ class RewardPairs:
         return measured(self._held_out, self._chunk, judged)
 
     def name_of(self, row: int) -> str:
-        """By its number in the data."""
+        """Return the row's number in the data."""
         return f"row {self._pairs[row].index} of data.preference"
 
     def _check_margins(self) -> None:
@@ -203,33 +185,25 @@ class RewardPairs:
 
 
 class Judged(Protocol):
-    """Rewards of the pairs of a batch."""
+    """Computes the rewards of the pairs of a batch."""
 
     def __call__(self, batch: TokenBatch) -> tuple[PairLoss, Pairs]:
-        """Without gradient."""
+        """Compute them without gradient."""
         ...
 
 
 def visited(pairs: Sequence[Pair]) -> Sequence[VisitedRow]:
-    """Pairs as an order sees them."""
+    """Return the pairs in the form that an order reads."""
     return Made(pairs, _visited)
 
 
 def largest_pair(pairs: Iterable[Pair]) -> int:
-    """Tokens of the pair that has most, both conversations together; 0 of none."""
+    """Return the tokens of the largest pair, both conversations together; 0 without pairs."""
     return max((len(p.chosen.input_ids) + len(p.rejected.input_ids) for p in pairs), default=0)
 
 
 def longest_exchanged(pairs: Iterable[Pair], max_length: int) -> int:
-    """Most tokens that a prompt may have with an answer of any pair; see `mismatched`.
-
-    Args:
-        pairs: at least one.
-        max_length: that answers are cut to.
-
-    Returns:
-        An upper bound; answers at hand included.
-    """
+    """Return an upper bound of the tokens of a prompt with any pair's answer; see `mismatched`."""
     prompt = answer = 0
     for side in (side for pair in pairs for side in (pair.chosen, pair.rejected)):
         start = side.loss_mask.index(1) if 1 in side.loss_mask else len(side.loss_mask)
@@ -243,15 +217,9 @@ def _visited(pair: Pair) -> VisitedRow:
 
 
 def packed(pairs: Sequence[Pair], rows: Sequence[int], *, paired: bool) -> TokenBatch:
-    """Pairs end to end, the chosen answer of each first.
+    """Concatenate pairs, chosen answer first; with `paired` two answers are one unit.
 
-    Args:
-        pairs: at least one.
-        rows: what numbers each of them.
-        paired: the two answers of a pair are a unit.
-
-    Returns:
-        With the column `loss_mask` and the rows `chosen`, `margin` and `guards.poison.ROW`.
+    The batch has the column `loss_mask` and the rows `chosen`, `margin` and `ROW`, from `rows`.
     """
     sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
     batch = TokenBatch.from_sequences(
@@ -266,7 +234,7 @@ def packed(pairs: Sequence[Pair], rows: Sequence[int], *, paired: bool) -> Token
             ROW: numbers,
         }
     )
-    # A batch that spans two epochs may hold a row twice: its pairs are two units all the same.
+    # Units are numbered by place: a batch that spans two epochs may hold a row twice.
     unit_B = torch.arange(len(pairs)).repeat_interleave(2) if paired else None
     return TokenBatch(
         batch.input_ids_T, batch.cu_seqlens, batch.columns, rows=batch.rows, unit_B=unit_B
@@ -274,18 +242,11 @@ def packed(pairs: Sequence[Pair], rows: Sequence[int], *, paired: bool) -> Token
 
 
 def measured(held_out: Sequence[Pair], chunk: int, judged: Judged) -> Mapping[str, float]:
-    """Look at held-out pairs.
+    """Return metrics of held-out pairs, computed `chunk` pairs at a time; empty without pairs.
 
-    Args:
-        held_out: may be none.
-        chunk: pairs of one look, which bounds what is in memory.
-        judged: gives their rewards.
-
-    Returns:
-        `pair_accuracy`, the share whose chosen answer has the larger reward, a tie counting half;
-        `pair_accuracy_low` and `_high` of its Wilson interval, for which equal pairs are one;
-        `pair_margin`, the mean difference
-        of the rewards; `num_pairs`. Nothing of no pairs.
+    `pair_accuracy` is the share of pairs whose chosen answer has the larger reward (a tie counts
+    half), `_low` and `_high` its Wilson interval over distinct pairs; `pair_margin` is the mean
+    difference of the rewards; and `num_pairs`.
     """
     margins: list[float] = []
     for start in range(0, len(held_out), chunk):
@@ -307,6 +268,6 @@ def measured(held_out: Sequence[Pair], chunk: int, judged: Judged) -> Mapping[st
 
 
 def _digest(pair: Pair) -> bytes:
-    """Equal of rows that hold one pair."""
+    """Return the same digest for rows with the same pair."""
     sides = (pair.chosen.input_ids, pair.rejected.input_ids)
     return sha256(repr(sides).encode()).digest()

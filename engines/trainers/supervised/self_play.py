@@ -1,11 +1,8 @@
-"""Pairs of answers of which one or both are the policy's own.
+"""Pairs of answers, at least one of them sampled from the policy.
 
-Promises: which rows an iteration takes, and the seeds of their answers, depend on (seed, iteration,
-row) alone. An answer that was cut at the length limit, is blank or could not be scored is in no
-pair: nobody knows how it ends or what it is worth. Each row that makes no pair is counted. A pair
-is as long as it is to whoever trains on it: what was sampled is read as text, and a template may
-write behind it.
-Does not promise a pair of every row, or that a better answer is a good one.
+Promises: rows and seeds depend only on (seed, iteration, row). An answer that was cut, is blank or
+could not be scored is in no pair; rows without a pair are counted. Lengths are those of the
+rendered text, as training sees it.
 """
 
 from array import array
@@ -26,42 +23,20 @@ from engines.types import Completion, RolloutRequest
 
 @dataclass(frozen=True)
 class OwnAnswer:
-    """An answer of the policy.
-
-    Attributes:
-        text: without special tokens.
-        score: of the reward; None where nobody scored it.
-    """
+    """An answer of the policy, without special tokens; `score` is None if there is no reward."""
 
     text: str
     score: float | None = None
 
 
 def as_prompt(row: SFTRow) -> RLRow:
-    """A conversation as a prompt: what stands before the first answer, which is the ground truth.
-
-    Args:
-        row: of the supervised split.
-
-    Returns:
-        What is asked.
-    """
+    """Return the messages before the first answer as a prompt, with that answer as ground truth."""
     answer = row.messages[len(row.prompt)].content
     return RLRow(row.data_source, row.prompt, "", RewardModel("rule", answer))
 
 
 def chosen_rows(num_rows: int, num_prompts: int | None, seed: int, iteration: int) -> Sequence[int]:
-    """Which rows an iteration asks about.
-
-    Args:
-        num_rows: of the split, at least 1.
-        num_prompts: of the iteration, of an endless shuffled order; None: all, as they stand.
-        seed: of the run.
-        iteration: counted from 1.
-
-    Returns:
-        Their places; with more prompts than rows some come again.
-    """
+    """Return an iteration's rows of an endless shuffled order; None takes all rows in order."""
     if num_prompts is None:
         return range(num_rows)
     order = ResumableOrder(
@@ -77,18 +52,7 @@ def requests_of(
     seed: int,
     iteration: int,
 ) -> list[RolloutRequest]:
-    """What the policy is asked.
-
-    Args:
-        prompts: some of the iteration; the index of each is its place in it.
-        sampling: of an answer.
-        num_samples: answers to each.
-        seed: of the run.
-        iteration: counted from 1.
-
-    Returns:
-        One request for each prompt, whose index is in its name.
-    """
+    """Return one request per prompt; `prompt.index`, its place in the iteration, is in the name."""
     asked = sampling_params(sampling)
     names = [f"self_play={iteration}/prompt={prompt.index}" for prompt in prompts]
     return [
@@ -102,16 +66,7 @@ def own_answers(
     scores: Sequence[Score | None] | None,
     decode: Callable[[Completion], str],
 ) -> Iterator[OwnAnswer]:
-    """The answers to one prompt that can be in a pair.
-
-    Args:
-        completions: to the prompt.
-        scores: of each; None where nobody scores.
-        decode: makes the text of one.
-
-    Yields:
-        OwnAnswer: in their order.
-    """
+    """Yield the finished answers to one prompt; without `scores` they need no score."""
     for place, completion in enumerate(completions):
         text = decode(completion)
         score = None if scores is None else scores[place]
@@ -123,31 +78,14 @@ def own_answers(
 
 
 def spin_pair(row: RLRow, answers: Sequence[OwnAnswer]) -> PreferenceRow | None:
-    """The answer of the data against the policy's (arXiv:2401.01335 alg. 1).
-
-    Args:
-        row: of `as_prompt`.
-        answers: of the policy.
-
-    Returns:
-        With the first answer that is another text; None where there is none.
-    """
+    """Pair the data's answer with the policy's first other one (arXiv:2401.01335 alg. 1)."""
     chosen = str(row.reward_model.ground_truth)
     others = [each.text for each in answers if each.text.strip() != chosen.strip()]
     return PreferenceRow(row.prompt, chosen, others[0], row.data_source) if others else None
 
 
 def best_worst_pair(row: RLRow, answers: Sequence[OwnAnswer]) -> PreferenceRow | None:
-    """The answer of the largest reward against that of the smallest.
-
-    Args:
-        row: of the prompt.
-        answers: with their scores.
-
-    Returns:
-        Of equal ones the first; `margin` is the difference. None where no two rewards, or no two
-        texts, differ.
-    """
+    """Pair the answers of largest and smallest reward; None if rewards or texts are equal."""
     scored = [(each.score, each.text) for each in answers if each.score is not None]
     if not scored:
         return None
@@ -161,16 +99,7 @@ def best_worst_pair(row: RLRow, answers: Sequence[OwnAnswer]) -> PreferenceRow |
 def fitting(
     pairs: Sequence[PreferenceRow], tokenizer: ChatTokenizer, max_length: int
 ) -> list[PreferenceRow]:
-    """The pairs that preference training has room for.
-
-    Args:
-        pairs: none, or some.
-        tokenizer: of the policy.
-        max_length: most tokens of a conversation.
-
-    Returns:
-        In their order.
-    """
+    """Return the pairs whose conversations have at most `max_length` tokens."""
     lengths = pair_lengths(pairs, tokenizer) if pairs else []
     return [pair for pair, length in zip(pairs, lengths, strict=True) if length <= max_length]
 

@@ -1,4 +1,4 @@
-"""What a supervised loop knows between two steps, and what a step checkpoint keeps of it."""
+"""State of a supervised loop between two steps, as a step checkpoint keeps it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,13 +14,10 @@ _NUM_POISONED = "num_poisoned"
 
 @dataclass(frozen=True)
 class SupervisedState:
-    """The loop after a step.
+    """The loop after `step` steps.
 
-    Attributes:
-        step: that was done last; 0 before the first.
-        loss_average: moving average of the losses; None before the first update.
-        num_poisoned: updates that were left out.
-        before: what held-out rows said before the first step, by metric.
+    `loss_average` is None before the first update; `num_poisoned` counts left-out updates; `before`
+    holds the held-out metrics before the first step.
     """
 
     step: int = 0
@@ -30,7 +27,7 @@ class SupervisedState:
 
     @staticmethod
     def saved(state: TrainerState) -> "SupervisedState":
-        """The state that a checkpoint holds."""
+        """Return the state of a checkpoint."""
         values = state.values
         return SupervisedState(
             step=state.step,
@@ -45,14 +42,14 @@ class SupervisedState:
 
     @property
     def values(self) -> Mapping[str, int | float]:
-        """What a step checkpoint keeps beside the number of the step."""
+        """Values of a step checkpoint besides the step."""
         values: dict[str, int | float] = {BEFORE + name: each for name, each in self.before.items()}
         if self.loss_average is not None:
             values[LOSS_AVERAGE] = self.loss_average
         return {**values, _NUM_POISONED: self.num_poisoned}
 
     def after(self, update: TrainMetrics | None) -> "SupervisedState":
-        """The state after the next step, whose update may have been left out: None."""
+        """Return the state after the next step; `update` is None if it was left out."""
         if update is None:
             return replace(self, step=self.step + 1, num_poisoned=self.num_poisoned + 1)
         average = moving_average(self.loss_average, update.loss)
@@ -60,7 +57,7 @@ class SupervisedState:
 
 
 def moving_average(average: float | None, loss: float) -> float:
-    """Exponential moving average with decay 0.9; the first value stands for those before it."""
+    """Return the exponential moving average with decay 0.9, starting at the first value."""
     if average is None:
         return loss
     return LOSS_AVERAGE_DECAY * average + (1 - LOSS_AVERAGE_DECAY) * loss

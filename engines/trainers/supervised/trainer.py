@@ -1,11 +1,9 @@
-"""The loop of training on given answers: SFT, reward models, preferences.
+"""The training loop on given answers: SFT, reward models, preferences.
 
-Promises: the rows of a step are a pure function of (seed, step), so a killed run continues from
-its newest valid step checkpoint and ends bitwise where an uninterrupted one does; the loss of a
-step is the mean over what it trains on, whatever the number of ranks or micro-batches. With a
-`target_loss` the number of steps is decided by the training loss alone, and survives a kill too.
-What held-out rows said before the first step survives it likewise. With `optimizer.ema` what is
-committed, and looked at last, is the average of the weights.
+Promises: the rows of a step are a pure function of (seed, step), so a killed run resumes from its
+newest valid step checkpoint with bitwise the same result; the loss is the mean over a step's rows
+for any number of ranks or micro-batches. With a `target_loss` only the training loss decides the
+number of steps. With `optimizer.ema` the averaged weights are committed and measured last.
 """
 
 from collections.abc import Mapping
@@ -26,13 +24,7 @@ from infra.tracking.comparison import BEFORE
 
 @dataclass(frozen=True)
 class Trained:
-    """What a supervised stage did.
-
-    Attributes:
-        num_steps: over all attempts.
-        before: what held-out rows said before the first step, by metric.
-        after: the same after the last one.
-    """
+    """Steps of a supervised stage over all attempts, and held-out metrics before and after."""
 
     num_steps: int
     before: Mapping[str, float]
@@ -40,22 +32,13 @@ class Trained:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the stage: what held-out rows said in the end, and as `before/*` at the start."""
+        """Final held-out metrics, and those of the start as `before/*`."""
         return {**self.after, **{BEFORE + name: value for name, value in self.before.items()}}
 
 
 @dataclass(frozen=True)
 class SupervisedStage:
-    """Training one role on rows with answers, and its parts.
-
-    Attributes:
-        config: steps and limits.
-        training_set: the rows, their batches, the loss.
-        order: which rows each step takes.
-        workers: ranks that hold the role, with its first weights loaded.
-        guard: of the updates.
-        progress: journal, step checkpoints and job clock.
-    """
+    """The parts of a stage; `workers` hold the role with its first weights loaded."""
 
     config: SupervisedConfig
     training_set: TrainingSet
@@ -74,20 +57,7 @@ class SupervisedStage:
         seed: int,
         section: str,
     ) -> "SupervisedStage":
-        """The stage of a configuration.
-
-        Args:
-            config: steps and limits.
-            training_set: the rows, their batches, the loss.
-            rows_per_step: of one optimizer step, over all ranks.
-            workers: ranks that hold the role, with its first weights loaded.
-            progress: journal, step checkpoints and job clock.
-            seed: of the visiting order.
-            section: of the recipe, for error lines.
-
-        Returns:
-            Its parts.
-        """
+        """Build the stage; `rows_per_step` is over all ranks, errors name `section`."""
         setting = f"{section}.max_num_poisoned_updates"
         guard = PoisonGuard(workers, config.max_num_poisoned_updates, setting, progress.say)
         rows, path = training_set.visited, f"{section}.order"
@@ -95,18 +65,18 @@ class SupervisedStage:
         return SupervisedStage(config, training_set, order, workers, guard, progress)
 
     def resumed(self) -> SupervisedState:
-        """The state of the newest valid step checkpoint, which the ranks load; or the first."""
+        """Load the newest valid step checkpoint and return its state, or a measured first state."""
         state = SupervisedState.saved(self.progress.resume(self.workers))
         return state if state.step else replace(state, before=self.measure(0))
 
     def is_last(self, state: SupervisedState) -> bool:
-        """Whether the loop ends with this state: all steps are done, or the loss is low enough."""
+        """Return True if all steps are done or the target loss is reached."""
         target, average = self.config.target_loss, state.loss_average
         reached = target is not None and average is not None and average <= target
         return reached or state.step >= self.config.num_steps
 
     def batch(self, step: LoopStep) -> TokenBatch:
-        """The rows of a step, packed, with what only a model can say of them; phase `infer`."""
+        """Return the packed rows of a step, with the columns that need a model's inference."""
         batch = self.training_set.batch(self.order.batch(step.number - 1))
         with step.clock("infer"):
             return self.training_set.complete(batch, self.workers)
@@ -114,19 +84,7 @@ class SupervisedStage:
     def train(
         self, step: LoopStep, batch: TokenBatch, state: SupervisedState
     ) -> TrainMetrics | None:
-        """One optimizer step.
-
-        Args:
-            step: phase `train`.
-            batch: of the step.
-            state: before it.
-
-        Returns:
-            None where it was left out.
-
-        Raises:
-            NonFiniteError: one more was left out than `max_num_poisoned_updates`.
-        """
+        """Run one optimizer step; None if left out, `NonFiniteError` if too many were."""
         rows = self.training_set
         with step.clock("train"):
             found = self.workers.run(ModelWorker.train, batch, rows.loss_fn, rows.role)
@@ -135,13 +93,7 @@ class SupervisedStage:
         )
 
     def record(self, step: LoopStep, update: TrainMetrics | None, state: SupervisedState) -> None:
-        """Record a finished step.
-
-        Args:
-            step: that is done.
-            update: its optimizer step; None where it was left out.
-            state: after it.
-        """
+        """Record a finished step; `update` is None if left out, `state` is after the step."""
         metrics = {
             "training/global_step": float(step.number),
             "training/epoch": self.order.epoch(step.number),
@@ -161,16 +113,16 @@ class SupervisedStage:
         self.progress.record(step.number, step.number, metrics, step.clock)
 
     def measure(self, step: int) -> Mapping[str, float]:
-        """What held-out rows say after a step, recorded with it; 0 is before the first one."""
+        """Return and record the held-out metrics after a step; step 0 is before the first one."""
         with self.progress.clock("evaluate"):
             found = self.training_set.measure(self.workers)
         self.progress.measured(step, {f"val-core/{name}": each for name, each in found.items()})
         return found
 
     def checkpoint(self, state: SupervisedState) -> None:
-        """Look at held-out rows and publish a step checkpoint, where either is due."""
+        """Measure held-out rows and publish a step checkpoint, if either is due."""
         is_last, every = self.is_last(state), self.training_set.measures_every
-        # After the last step held-out rows are looked at once, by the weights that stay.
+        # After the last step held-out rows are measured once, with the committed weights.
         if every is not None and state.step % every == 0 and not is_last:
             self.measure(state.step)
         self.progress.checkpoint_when_due(
@@ -179,16 +131,10 @@ class SupervisedStage:
 
 
 def train_supervised(stage: SupervisedStage) -> Trained:
-    """Every step that no step checkpoint holds yet, until the target loss is reached.
-
-    Args:
-        stage: its parts.
-
-    Returns:
-        What was done, over all attempts.
+    """Train the remaining steps, or until the target loss is reached.
 
     Raises:
-        NonFiniteError: more updates were left out than `max_num_poisoned_updates`.
+        NonFiniteError: more than `max_num_poisoned_updates` were left out.
     """
     state = stage.resumed()
     while not stage.is_last(state):

@@ -1,7 +1,6 @@
-"""What a supervised stage trains on: rows, the batches made of them, and the loss.
+"""What a supervised stage trains on: rows, their batches and the loss.
 
-A stage of its own is such a class, its job and its section; the loop,
-`engines.trainers.supervised.trainer`, knows no more of it than this.
+A new stage needs only such a class, a job and a section; the loop uses this interface only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,64 +34,38 @@ class TrainingSet(Protocol):
 
     @property
     def visited(self) -> Sequence[VisitedRow]:
-        """The rows as an order sees them, at least one."""
+        """The rows (at least one) in the form that an order reads."""
         ...
 
     @property
     def largest_unit(self) -> int:
-        """Tokens of the most that one micro-batch has to hold, held-out rows included."""
+        """Tokens of the largest unit of a micro-batch, held-out rows included."""
         ...
 
     @property
     def measures_every(self) -> int | None:
-        """Steps between two `measure`, beside those before the first and after the last step."""
+        """Steps between calls of `measure`; None measures only before and after training."""
         ...
 
     def batch(self, rows: Sequence[int]) -> TokenBatch:
-        """Some rows, packed.
-
-        Args:
-            rows: their places, in [0, number of rows).
-
-        Returns:
-            On the CPU, with the column `loss_mask` and the row `guards.poison.ROW`.
-        """
+        """Pack rows, given by index, on the CPU with the column `loss_mask` and the row `ROW`."""
         ...
 
     def complete(self, batch: TokenBatch, workers: WorkerGroup) -> TokenBatch:
-        """What only a model can say of a batch.
-
-        Args:
-            batch: of `batch`.
-            workers: that hold the roles, as they are before the update.
-
-        Returns:
-            With the columns and rows that the loss reads.
-        """
+        """Add the columns and rows of the loss that need inference before the update."""
         ...
 
     def measure(self, workers: WorkerGroup) -> Mapping[str, float]:
-        """Look at held-out rows.
-
-        Args:
-            workers: that hold the role.
-
-        Returns:
-            Metrics by name; none where no rows are held out.
-        """
+        """Return held-out metrics; empty if no rows are held out."""
         ...
 
     def name_of(self, row: int) -> str:
-        """What a row is called in an error."""
+        """Return the name of a row for errors."""
         ...
 
 
 class Conversations:
-    """Conversations to imitate.
-
-    Args:
-        examples: the tokenized supervised split.
-    """
+    """Conversations to imitate."""
 
     role: RoleName = POLICY
     measures_every = None
@@ -112,7 +85,7 @@ class Conversations:
 
     @property
     def largest_unit(self) -> int:
-        """The longest conversation."""
+        """Tokens of the longest conversation."""
         return max(self._lengths)
 
     def batch(self, rows: Sequence[int]) -> TokenBatch:
@@ -125,13 +98,13 @@ class Conversations:
         return batch.with_rows(**{ROW: torch.tensor(rows, dtype=torch.int64)})
 
     def complete(self, batch: TokenBatch, workers: WorkerGroup) -> TokenBatch:  # noqa: ARG002
-        """Nothing is missing."""
+        """Return the batch: nothing is missing."""
         return batch
 
     def measure(self, workers: WorkerGroup) -> Mapping[str, float]:  # noqa: ARG002
-        """Nothing is held out: an evaluation is a stage of its own."""
+        """Return nothing: evaluation is a separate stage."""
         return {}
 
     def name_of(self, row: int) -> str:
-        """By its number in the data."""
+        """Return the row's number in the data."""
         return f"row {self._rows[row]} of data.sft"

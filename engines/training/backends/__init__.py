@@ -1,1 +1,1 @@
-"""The training backends, one room each."""
+"""Training backends."""

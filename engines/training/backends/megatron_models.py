@@ -1,7 +1,4 @@
-"""Which models the backend megatron computes. No torch: the plan asks, and every rank again.
-
-Promises: an architecture, or a setting of one, that was not tested is refused.
-"""
+"""Models that the backend megatron supports, without torch; others are refused."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,14 +12,10 @@ _ROPE_TYPES = ("default", "linear", "llama3")
 
 
 def check_model(hf_dir: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a model that would not be computed as transformers computes it.
-
-    Args:
-        hf_dir: of the model, for the error line.
-        config: of it, as in `config.json`.
+    """Refuse a model that Megatron-Core would compute differently from transformers.
 
     Raises:
-        ConfigError: names what Megatron-Core lacks.
+        ConfigError: names the unsupported feature.
     """
     kind = config.get("model_type")
     if kind not in SUPPORTED:

@@ -1,4 +1,4 @@
-"""`training.options` of the backend megatron. No torch: the plan reads them."""
+"""`training.options` of the backend megatron, without torch."""
 
 from engines.config.base import StrictModel
 
@@ -7,6 +7,6 @@ class MegatronOptions(StrictModel):
     """`training.options` of the backend megatron."""
 
     transformer_engine: bool = False
-    """Layers of TransformerEngine, which must be installed, instead of Megatron-Core's own."""
+    """Use layers of TransformerEngine (which must be installed), not Megatron-Core's own."""
     router_replay: bool = False
     """Train a mixture on the experts that `infer_batch` chose for the same sequences."""

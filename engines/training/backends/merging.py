@@ -1,11 +1,7 @@
-"""Merge a policy checkpoint of any backend into an ordinary Hugging Face directory.
+"""Merges a policy checkpoint of any backend into a Hugging Face directory, or extracts its adapter.
 
-Or take its adapter out of it.
-
-Promises: names, shapes and values are those `save_pretrained` of the whole model would write
-(tied weights once, fused experts split, an adapter merged in); every weight of the architecture
-is there. No process group and no accelerator is needed.
-Does not promise atomicity: the caller publishes the directory.
+Names, shapes and values are those that `save_pretrained` would write. Needs no process group and no
+accelerator. Not atomic: the caller publishes the directory.
 """
 
 from collections.abc import Iterator
@@ -30,13 +26,9 @@ HF_DIR = "hf"
 
 
 def merge_checkpoint(policy_dir: Path, out_dir: Path, dtype: str, max_shard_bytes: int) -> None:
-    """Write weights, configuration and tokenizer of a policy.
+    """Write weights (`float32` or `bfloat16`), configuration and tokenizer of a `policy` artifact.
 
-    Args:
-        policy_dir: a `policy` artifact: `checkpoint/` and `hf/`.
-        out_dir: created if needed; must not hold weights yet.
-        dtype: of the written weights, `float32` or `bfloat16`.
-        max_shard_bytes: of `write_model`.
+    `out_dir` must not hold weights yet.
 
     Raises:
         CheckpointError: weights are missing, superfluous or of another shape.
@@ -46,37 +38,19 @@ def merge_checkpoint(policy_dir: Path, out_dir: Path, dtype: str, max_shard_byte
 
 
 def policy_weights(policy_dir: Path) -> Iterator[tuple[str, Tensor]]:
-    """Stream the weights of a policy by hub name, an adapter merged in.
-
-    Args:
-        policy_dir: a `policy` artifact, of any backend and any number of ranks.
-
-    Returns:
-        Whole tensors on the CPU, in the order of the architecture.
-
-    Raises:
-        CheckpointError: weights are missing, superfluous or of another shape.
-        ConfigError: the backend that wrote the checkpoint is not installed here.
-    """
+    """Stream the weights of a `policy` artifact, like `checkpoint_weights`."""
     return checkpoint_weights(policy_dir / CHECKPOINT_DIR, policy_dir / HF_DIR)
 
 
 def checkpoint_weights(checkpoint: Path, hf_dir: Path) -> Iterator[tuple[str, Tensor]]:
-    """Stream the weights of one role's checkpoint; as `policy_weights`.
-
-    Args:
-        checkpoint: what an engine saved.
-        hf_dir: configuration of its model.
-
-    Returns:
-        Whole tensors on the CPU, in the order of the architecture.
+    """Stream a checkpoint's whole weights by hub name on the CPU, an adapter merged in.
 
     Raises:
         CheckpointError: weights are missing, superfluous or of another shape.
         ConfigError: the backend that wrote the checkpoint is not installed here.
     """
     engine_class = load_row(
-        # Reading what it stored needs no library of its own.
+        # Reading its checkpoint needs no accelerator.
         ENGINES.place(read_scalars(checkpoint).backend, device="cpu"),
         ENGINES.setting,
     )
@@ -84,14 +58,9 @@ def checkpoint_weights(checkpoint: Path, hf_dir: Path) -> Iterator[tuple[str, Te
 
 
 def extract_adapter(policy_dir: Path, out_dir: Path, dtype: str) -> None:
-    """Write the adapter of a policy alone, as PEFT loads it.
+    """Write the adapter of a `policy` artifact (`float32` or `bfloat16`), as PEFT loads it.
 
-    It belongs to the weights that its stage began with: `model.path` when that was the first one.
-
-    Args:
-        policy_dir: a `policy` artifact whose stage trained an adapter, with any backend.
-        out_dir: created if needed.
-        dtype: of the written tensors, `float32` or `bfloat16`.
+    It applies to the weights that its stage started from: `model.path` in the first stage.
 
     Raises:
         CheckpointError: the checkpoint holds no adapter.

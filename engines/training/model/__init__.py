@@ -1,1 +1,1 @@
-"""The forward pass that the backends share: attention, log-probabilities, memory."""
+"""Parts of the forward pass that the backends share: attention, logprobs, memory."""

@@ -1,8 +1,4 @@
-"""Keep what the backward pass needs in host memory instead of on the device.
-
-Promises: gradients are bit for bit those without it. Weights stay where they are: a sharded
-backend frees and gathers them itself.
-"""
+"""Keeps saved activations in host memory instead of on the device; weights stay there."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +16,7 @@ _MIN_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class _OnHost:
-    """A tensor's values, and what makes it of them again."""
+    """A tensor's values on the host, and the function that restores the tensor."""
 
     values: Tensor
     restore: Callable[[Tensor], Tensor]
@@ -30,24 +26,14 @@ _Packed = Tensor | _OnHost
 
 
 def activations_on_host(device: torch.device) -> AbstractContextManager[None]:
-    """Scope of a forward pass whose saved activations live in (pinned) host memory.
-
-    Args:
-        device: of the model; on a CPU everything stays where it is.
-
-    Returns:
-        The scope.
-    """
+    """Scope of a forward pass with saved activations in (pinned) host memory; no-op on a CPU."""
     if device.type == "cpu":
         return nullcontext()
     return cast(AbstractContextManager[None], saved_tensors_hooks(to_host, from_host))
 
 
 def to_host(tensor: Tensor) -> _Packed:
-    """Copy what is worth it to the host, into pinned memory where there is an accelerator.
-
-    Of a tensor that is cut over ranks, the part of this rank.
-    """
+    """Copy a large activation, or a DTensor's shard, to the host; pinned with an accelerator."""
     if _is_weight(tensor) or tensor.nbytes < _MIN_BYTES:
         return tensor
     restore: Callable[[Tensor], Tensor] = _same
@@ -60,7 +46,7 @@ def to_host(tensor: Tensor) -> _Packed:
 
 
 def from_host(packed: _Packed) -> Tensor:
-    """The tensor that `to_host` was given, in value, place and device."""
+    """Restore the tensor that was given to `to_host`, on its device."""
     return packed if isinstance(packed, Tensor) else packed.restore(packed.values)
 
 

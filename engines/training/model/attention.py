@@ -1,13 +1,10 @@
 """Causal attention over packed sequences: `rl_varlen`, the only attention the trainers use.
 
-T tokens of B sequences stand end to end in one row; no token sees another sequence, and no
-padding or T x T mask exists. The layout travels as the keyword argument `packing` through the
-transformers model. On CPU (and for float32 on a GPU) neighbouring sequences of equal length are
-one batched causal SDPA call, so sequences sorted by length cost few calls; on a GPU in
-bf16/fp16 it is `torch.nn.attention.varlen.varlen_attn`.
-Dropout is ignored: training and inference must see the same log-probabilities.
-Does not cover: soft-capping, sinks and position biases (refused), chunked or linear attention.
-Always call the model with `use_cache=False, attention_mask=None`.
+T tokens of B sequences are concatenated in one row, without padding or a T x T mask. The keyword
+argument `packing` carries the layout through the model. On CPU, and for float32 on a GPU,
+neighbouring sequences of equal length are one batched SDPA call; in bf16/fp16 on a GPU it is
+`torch.nn.attention.varlen.varlen_attn`. Dropout is ignored: training and inference need the same
+logprobs. Always call the model with `use_cache=False, attention_mask=None`.
 """
 
 import inspect
@@ -30,19 +27,18 @@ from infra.errors import ConfigError
 
 ATTENTION_NAME = "rl_varlen"
 _VARLEN_PARAMETERS = frozenset(inspect.signature(varlen.varlen_attn).parameters)
-"""What the installed kernel takes: its signature differs between torch releases."""
+"""Parameters of the installed kernel; they differ between torch releases."""
 _REFUSED = ("softcap", "s_aux", "position_bias", "cache")
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where each sequence of a packed row begins and ends.
+    """Bounds of each sequence in a packed row.
 
     Attributes:
         cu_seqlens: (B + 1,) int32 on the model's device.
         runs: (number of neighbouring sequences of equal length, that length), in order.
-        max_length: of any sequence.
-        ulysses_group: ranks that hold equal slices of the row, or None: the row is whole.
+        ulysses_group: ranks that hold equal slices of the row; None: the row is whole.
     """
 
     cu_seqlens: Tensor
@@ -72,24 +68,19 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function in transformers' sense.
+    """Compute attention, with the signature of transformers' attention functions.
+
+    The result is (1, T, heads, head_dim), without attention weights.
 
     Args:
-        module: the calling attention layer; one that says it is not causal is refused.
-        query: (1, heads, T, head_dim); T is the length of this rank's slice when there is a group.
-        key: (1, kv_heads, T, head_dim); heads is a multiple of kv_heads.
-        value: (1, kv_heads, T, head_dim).
-        attention_mask: must be None; the layout is `packing`.
-        packing: the sequences of the row; a model that drops it is refused.
+        query: (1, heads, T, head_dim); T is the length of this rank's slice with a group.
+        key: (1, kv_heads, T, head_dim), like `value`; heads is a multiple of kv_heads.
         scaling: factor of the scores; None is 1 / sqrt(head_dim).
-        sliding_window: each token sees at most so many, itself included.
-        **kwargs: what else the model passes; refused where it would change the result.
-
-    Returns:
-        (1, T, heads, head_dim), and no attention weights.
+        sliding_window: number of tokens that a token sees, itself included.
+        **kwargs: refused if they would change the result.
 
     Raises:
-        ConfigError: the architecture needs a feature of attention that is not there.
+        ConfigError: the architecture needs an attention feature that is not supported.
     """
     if packing is None:
         raise ConfigError(
@@ -120,12 +111,12 @@ def packed_attention(
     return out if group is None else tokens_for_heads(out, group), None
 
 
-# Every batch has other runs: traced into a compiled layer, they would compile it anew each time.
+# Runs differ between batches: traced into a compiled layer, they would recompile it each time.
 @torch.compiler.disable
 def _batched_runs(
     rows: list[Tensor], packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:
-    """One SDPA call per run of equal lengths; (T, heads, head_dim) in and out."""
+    """Run one SDPA call per run of equal lengths; (T, heads, head_dim) in and out."""
     sizes = [count * length for count, length in packing.runs]
     outputs: list[Tensor] = []
     for (count, length), *parts in zip(
@@ -142,7 +133,7 @@ def _batched_runs(
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """(length, length) bool: causal, and at most `window` tokens back, itself included."""
+    """Return a (length, length) bool mask: causal, `window` tokens, itself included."""
     position = torch.arange(length, device=device)
     distance = position[:, None] - position[None, :]
     return (distance >= 0) & (distance < window)
@@ -151,13 +142,13 @@ def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
 def _varlen(
     rows: list[Tensor], packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:
-    """The fused kernel of the GPU build; (T, heads, head_dim) in and out."""
+    """Run the fused GPU kernel; (T, heads, head_dim) in and out."""
     q, k, v = rows
     options: dict[str, Any] = {}
     if "scale" in _VARLEN_PARAMETERS:
         options["scale"] = scaling
     elif scaling is not None:
-        # The kernel scales by 1 / sqrt(head_dim) itself; the rest goes into the queries.
+        # The kernel scales by 1 / sqrt(head_dim) itself.
         q = q * (scaling * math.sqrt(q.shape[-1]))
     if "window_size" in _VARLEN_PARAMETERS:
         options["window_size"] = (window - 1 if window else -1, 0)
@@ -176,6 +167,6 @@ def _varlen(
 
 
 def register_packed_attention() -> None:
-    """Make `rl_varlen` known to transformers; harmless when repeated."""
+    """Register `rl_varlen` with transformers; may be repeated."""
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
     AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)

@@ -1,8 +1,6 @@
-"""What a language model's head is asked for, and the rows that answer it, chunk by chunk.
+"""Computes the readouts of a language model's head as rows of numbers, tile by tile.
 
-Promises: one order of rows for every backend (`engines.training.outputs` names them); never all
-logits. The tokens of a teacher and its most likely ones come of the same tiles: where hidden
-states, weights and predicted positions are equal, so are the numbers, to the bit.
+All backends use this order of rows (`engines.training.outputs` names them). Never holds all logits.
 Letters: N predicting positions, D model width, V vocabulary, K other tokens of each position.
 """
 
@@ -20,19 +18,12 @@ from engines.training.model.linear_topk import linear_topk_logprobs
 from engines.types import Readouts, TokenBatch
 
 _EXACT = 1 << 24
-"""Whole numbers below it are float32 numbers too: token ids travel with the log-probabilities."""
+"""Integers up to this are exact in float32: token ids are rows beside the logprobs."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What the head is asked for.
-
-    Attributes:
-        token_ids_N: (N,) int64, the token that each row of hidden states predicts.
-        temperature: of the distribution.
-        readouts: what else.
-        other_ids_NK: (N, K) int64, other tokens whose log-probabilities are asked for.
-    """
+    """What the head computes: int64 tokens that hidden states predict, and other readouts."""
 
     token_ids_N: Tensor
     temperature: float
@@ -43,17 +34,7 @@ class Targets:
 def targets_of(
     batch: TokenBatch, read_N: Tensor, temperature: float, readouts: Readouts
 ) -> Targets:  # fmt: skip
-    """What the head is asked for at some places of a batch.
-
-    Args:
-        batch: on the device.
-        read_N: see `read_positions`.
-        temperature: of the distribution.
-        readouts: what else.
-
-    Returns:
-        The targets; of a place behind the last token those of the last token.
-    """
+    """Return the targets at places from `read_positions`; of the last token for place T."""
     place_N = read_N.clamp(max=batch.num_tokens - 1)
     name = readouts.logprobs_of
     others_NK = batch.columns[name][place_N] if name is not None else None
@@ -70,24 +51,13 @@ def head_rows(
     group: dist.ProcessGroup | None = None,
     first_token: int = 0,
 ) -> Tensor:
-    """The rows of some positions, with gradient; see `linear_token_logprobs` for a group.
+    """Return (rows, N) with gradient; other arguments are those of `linear_token_logprobs`.
 
-    Args:
-        hidden_ND: (N, D).
-        weight_VD: (V, D), or this rank's rows of it.
-        targets: what is asked for.
-        bias_V: (V,), or this rank's part.
-        chunk_elements: most logits of a tile.
-        group: ranks that hold the rows of the weights; None: this rank holds all.
-        first_token: the token that this rank's first row stands for.
-
-    Returns:
-        (rows, N) float32, float64 where the inputs are: log-probabilities; entropies; sums of
-        squared probabilities; log-probabilities of K tokens; ids of the K most likely ones.
+    Rows: logprobs; entropies; sums of squared probabilities; logprobs of K tokens; their ids.
 
     Raises:
-        ValueError: as `linear_token_logprobs`; or K is not in the vocabulary's range, or the
-            vocabulary too large for ids in float32.
+        ValueError: as in `linear_token_logprobs`; K is out of range; or the vocabulary is too large
+            for ids in float32.
     """
     asked, others_NK = targets.readouts, targets.other_ids_NK
     share: dict[str, Any] = {
@@ -95,7 +65,7 @@ def head_rows(
         "group": group, "first_token": first_token,
     }  # fmt: skip
     if others_NK is not None and not (asked.entropy or asked.sum_pi_squared):
-        # The tiles are computed once for all of them.
+        # One pass over the tiles for all tokens.
         ids_NK = torch.cat([targets.token_ids_N[:, None], others_NK], dim=1)
         return linear_logprobs_of(hidden_ND, weight_VD, ids_NK, **share).T
     found = linear_token_logprobs(

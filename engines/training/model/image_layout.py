@@ -1,8 +1,7 @@
-"""How a model wants images, and whether those of a batch fit.
+"""The layout of images that a model needs, and a check of the images of a batch.
 
-Promises: the check reads lengths and counts only, and its result is a few numbers that ranks can
-exchange: an image that does not fit is an error on every rank, before any of them enters the
-model and waits for the others in a collective.
+Ranks exchange the result as a few numbers, so that all ranks raise before one enters the model and
+waits in a collective.
 """
 
 from collections.abc import Sequence
@@ -19,11 +18,11 @@ _NOT_SEEN, _GRID, _WIDTH, _TOKENS = 1, 2, 3, 4
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """What a model makes of images.
+    """Layout of a model's images.
 
     Attributes:
-        token_id: of the placeholder that stands once for each image feature.
-        merge_size: so many patches, along height and along width, become one feature.
+        token_id: of the placeholder token, which appears once for each image feature.
+        merge_size: patches along height and along width that form one feature.
         patch_width: values of one patch.
     """
 
@@ -32,20 +31,13 @@ class ImageLayout:
     patch_width: int
 
     def num_features(self, grid_thw: Tensor) -> Tensor:
-        """(N,) int64 features, and so placeholder tokens, of images of grids (N, 3)."""
+        """Return (N,) int64 features, equal to placeholder tokens, of grids (N, 3)."""
         return grid_thw.prod(1) // self.merge_size**2
 
 
 @dataclass(frozen=True)
 class ImageFault:
-    """The first sequence of a rank whose images cannot be used.
-
-    Attributes:
-        sequence: its place in the rank's batch; -1 means that all fit.
-        kind: what is wrong with it.
-        found: what there is.
-        needed: what there should be.
-    """
+    """The first sequence of a rank whose images do not fit; -1: all fit."""
 
     sequence: int = -1
     kind: int = 0
@@ -53,20 +45,12 @@ class ImageFault:
     needed: int = 0
 
     def numbers(self) -> list[float]:
-        """For an exchange between ranks."""
+        """Return the fields as numbers, for an exchange between ranks."""
         return [float(self.sequence), float(self.kind), float(self.found), float(self.needed)]
 
 
 def find_image_fault(batch: TokenBatch, layout: ImageLayout | None) -> ImageFault:
-    """Look for a sequence whose images do not fit.
-
-    Args:
-        batch: of this rank, on the CPU.
-        layout: of the model; None is a model that sees no images.
-
-    Returns:
-        The first fault.
-    """
+    """Find a sequence whose images do not fit; `layout` is None for a model without images."""
     images = batch.images
     first = int(images.num_images_B.nonzero()[0]) if images is not None else -1
     if layout is None:
@@ -92,10 +76,7 @@ def find_image_fault(batch: TokenBatch, layout: ImageLayout | None) -> ImageFaul
 
 
 def raise_image_fault(rows: Sequence[Sequence[float]]) -> None:
-    """Raise the fault of the lowest rank that has one.
-
-    Args:
-        rows: for each data-parallel rank the numbers of its `ImageFault`.
+    """Raise the first fault in `rows`, the `ImageFault` numbers of all data-parallel ranks.
 
     Raises:
         EngineError: there is one; names rank and sequence.
@@ -124,7 +105,7 @@ def _problem(fault: ImageFault) -> str:
 
 
 def _placeholder_runs(batch: TokenBatch, token_id: int) -> list[list[int]]:
-    """Of each sequence, the lengths of its runs of placeholder tokens, in order."""
+    """Return, for each sequence, the lengths of its runs of placeholder tokens."""
     is_image_T = batch.input_ids_T == token_id
     runs: list[list[int]] = [[] for _ in range(batch.num_sequences)]
     if not is_image_T.any():

@@ -1,13 +1,8 @@
-"""Log-probabilities of given tokens straight from hidden states: the logits never exist at once.
+"""Logprobs of given tokens from hidden states, without all logits in memory.
 
-Promises: at any moment a few tiles of logits of `chunk_elements` exist, whatever the number of
-tokens and the vocabulary; between forward and backward only inputs and two numbers per row are
-kept; the backward pass computes the tiles anew (one extra product with the head's weights).
-Float32 softmax statistics, and float32 sums of gradients over tiles (float64 for float64 inputs);
-the same numbers with and without gradient. Logits are rounded to the dtype of the inputs, as the
-model's own head does.
-The vocabulary may be cut over the ranks of a group, by rows of the weights.
-Does not cover: soft-capped logits, second derivatives.
+Only a few tiles of logits exist at a time; the backward pass recomputes them. Softmax statistics
+and sums of gradients are float32 (float64 for float64 inputs); logits are rounded to the dtype of
+the inputs, as by the model's own head. Does not cover: soft-capped logits, second derivatives.
 Letters: N predicting positions, D model width, V vocabulary.
 """
 
@@ -46,27 +41,25 @@ def linear_token_logprobs(
     group: dist.ProcessGroup | None = None,
     first_token: int = 0,
 ) -> TokenReadouts:
-    """Log-probability of one token per row under softmax((hidden @ weight.T + bias) / temperature).
+    """Return logprobs of one token per row under softmax((hidden @ weight.T + bias) / temperature).
 
-    Gradients flow from log-probabilities and entropies to hidden states, weights and bias. With a
-    group, the results are the same on every rank, and so must be their gradients; the gradient of
-    the hidden states is this rank's part of a sum over the group.
+    Gradients flow from logprobs and entropies to hidden states, weights and bias. With a group,
+    results are the same on every rank, and their gradients have to be; the gradient of the hidden
+    states is this rank's part of a sum over the group.
 
     Args:
-        hidden_ND: (N, D) float32, bfloat16, float16 or float64.
-        weight_VD: (V, D) of the same dtype.
-        token_ids_N: (N,) int64, each in [0, V).
-        bias_V: (V,) of the same dtype, finite.
-        temperature: of the distribution, above 0.
+        hidden_ND: float32, bfloat16, float16 or float64; weights and bias have the same dtype.
+        token_ids_N: int64, each in [0, V).
+        bias_V: finite.
         entropy: also compute the entropy of each row's distribution, in nats.
-        sum_pi_squared: also compute the sum of its squared probabilities, without gradient.
-        chunk_elements: most logits of a tile; results do not depend on it beyond rounding.
-        group: ranks that hold the rows of the weights, each its own; hidden states and tokens
-            are the same on all of them. None: this rank holds all rows.
-        first_token: the token that this rank's first row stands for.
+        sum_pi_squared: also compute the sum of squared probabilities, without gradient.
+        chunk_elements: maximum logits of a tile; changes results by rounding only.
+        group: ranks that hold different rows of the weights, with equal hidden states and tokens;
+            None: this rank holds all rows.
+        first_token: token id of this rank's first row of the weights.
 
     Returns:
-        Each (N,) float32, float64 where the inputs are.
+        Each (N,) float32, float64 for float64 inputs.
 
     Raises:
         ValueError: dtypes differ, or `chunk_elements` is below 1.
@@ -85,7 +78,7 @@ def linear_token_logprobs(
 
 
 class _LinearTokenLogprobs(torch.autograd.Function):
-    """Online softmax over tiles (arXiv:1805.02867); the backward pass redoes each tile."""
+    """Online softmax over tiles (arXiv:1805.02867); the backward pass recomputes each tile."""
 
     @staticmethod
     def forward(
@@ -129,7 +122,7 @@ class _LinearTokenLogprobs(torch.autograd.Function):
         with_entropy = grad_entropy_N is not None and entropy_N.numel() > 0
         rows_size, columns_size = ctx.tile_shape
         sums = GradientSums(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad)
-        # The vocabulary outside: then the float32 sum of the weights' gradient is one tile wide.
+        # Outer loop over the vocabulary: the float32 sum of weight gradients is one tile wide.
         for columns in slices(weight_VD.shape[0], columns_size):
             sums.begin(columns)
             for rows in slices(hidden_ND.shape[0], rows_size):

@@ -1,8 +1,7 @@
-"""Tiles of the logits of a head: what is computed of one at a time, and how they add up.
+"""Tiles of a head's logits, and sums of statistics and gradients over tiles.
 
-Promises: equal inputs and tile shapes give equal logits and softmax statistics to the bit, whoever
-asks; statistics and sums of gradients in float32 (float64 for float64 inputs). A rank may hold no
-rows of the weights.
+Equal inputs and tile shapes give bit-identical logits and statistics. Statistics and sums of
+gradients are float32 (float64 for float64 inputs). A rank may hold no rows of the weights.
 Letters: N predicting positions, R of them in a tile, D model width, V vocabulary, C columns of it.
 """
 
@@ -23,17 +22,17 @@ from engines.training.model.tile_math import (
 DEFAULT_CHUNK_ELEMENTS = 1 << 24
 """Elements of a tile: 64 MiB in float32."""
 FUSED_CHUNK_ELEMENTS = 1 << 26
-"""Where nothing is held in float32 (see `tile_math`): 128 MiB, for a quarter of the launches."""
+"""For fused kernels, which hold no float32 tile (see `tile_math`): 128 MiB, fewer launches."""
 _UNLIMITED = 1 << 62
 
 _MIN_ROWS = 512
-"""A tile of fewer rows would read the weights faster than it computes; it takes fewer columns."""
+"""Minimum rows of a tile, so that it is not bound by reading the weights."""
 _MOST_COLUMNS = 1 << 15
-"""Of a tile with more rows than that: the float32 sum of the weights' gradient is as wide."""
+"""Maximum columns of a tile with more rows; bounds the float32 sum of weight gradients."""
 
 
 def tile_elements(hidden_ND: Tensor, *, chunked: bool) -> int:
-    """Elements of a tile under `training.chunked_logprobs`: without, one tile holds all logits."""
+    """Return the maximum logits of a tile; one tile holds all logits if not `chunked`."""
     if not chunked:
         return _UNLIMITED
     return FUSED_CHUNK_ELEMENTS if is_fused(hidden_ND) else DEFAULT_CHUNK_ELEMENTS
@@ -42,13 +41,7 @@ def tile_elements(hidden_ND: Tensor, *, chunked: bool) -> int:
 def check_inputs(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, chunk_elements: int
 ) -> None:
-    """Refuse what no tile can be made of.
-
-    Args:
-        hidden_ND: (N, D).
-        weight_VD: (V, D).
-        bias_V: (V,).
-        chunk_elements: most logits of a tile.
+    """Check the arguments of a tiled head.
 
     Raises:
         ValueError: dtypes differ, or `chunk_elements` is below 1.
@@ -61,13 +54,9 @@ def check_inputs(
 
 
 class RowStatistics:
-    """What the softmax of some rows needs, gathered tile by tile over the vocabulary.
+    """Softmax statistics of some rows, accumulated over tiles of the vocabulary.
 
-    Args:
-        token_ids_R: (R,) int64, counted from this rank's first row; others are not looked for.
-        dtype: of the statistics.
-        entropy: gather what `entropy` needs.
-        squares: gather what `sum_pi_squared` needs.
+    Token ids are relative to this rank's first row; ids outside its rows are ignored.
     """
 
     def __init__(
@@ -77,11 +66,11 @@ class RowStatistics:
         self._entropy, self._squares = entropy, squares
         zeros_R = torch.zeros(token_ids_R.shape[0], dtype=dtype, device=token_ids_R.device)
         largest_R = torch.full_like(zeros_R, -torch.inf)
-        # Each its own: what is compiled for four names of one tensor is not what later tiles need.
+        # Separate tensors: code compiled for four aliases of one tensor would not fit later tiles.
         self._sums = SoftmaxSums(largest_R, *(zeros_R.clone() for _ in range(4)))
 
     def add(self, logits_RC: Tensor, scale: Tensor | None, columns: slice) -> None:
-        """Take in the logits of some columns, see `tile`; overwrites them."""
+        """Add a tile of logits, which is overwritten."""
         place_R1, inside_R = places(self._token_ids_R, columns)
         self._sums = add_columns(
             self._sums, logits_RC, scale, place_R1, inside_R,
@@ -89,13 +78,13 @@ class RowStatistics:
         )  # fmt: skip
 
     def take(self, parts: Sequence["RowStatistics"]) -> None:
-        """Lay the statistics of consecutive rows end to end; they are all of this object's."""
+        """Concatenate the statistics of consecutive rows, which together are all rows."""
         if parts:
             each = zip(*(part._sums for part in parts), strict=True)
             self._sums = SoftmaxSums(*(torch.cat(tensors) for tensors in each))
 
     def sum_over(self, group: dist.ProcessGroup) -> None:
-        """Take in the statistics of the other ranks' columns; the same on every rank then."""
+        """Combine with the columns of the other ranks; every rank gets the same result."""
         own = self._sums
         largest_R = own.largest_R.clone()
         collectives.all_reduce(largest_R, group, dist.ReduceOp.MAX)
@@ -116,7 +105,7 @@ class RowStatistics:
         return self._sums.largest_R + self._sums.sum_R.log()
 
     def logprobs(self) -> Tensor:
-        """(R,) log-probability of each row's token."""
+        """(R,) logprob of each row's token."""
         return self._sums.chosen_R - self.log_sum()
 
     def sum_pi_squared(self) -> Tensor:
@@ -124,25 +113,18 @@ class RowStatistics:
         return self._sums.squared_R / self._sums.sum_R.square()
 
     def entropy(self) -> Tensor:
-        """(R,) entropy: log of the sum minus the mean logit, both relative to the largest."""
+        """(R,) entropy in nats, from sums relative to the largest logit."""
         return self._sums.sum_R.log() - self._sums.weighted_R / self._sums.sum_R
 
 
 def no_statistics(hidden_RD: Tensor) -> RowStatistics:
-    """Statistics of no columns yet, which look for no token."""
+    """Return statistics of no columns that look for no token."""
     no_token_R = torch.full((hidden_RD.shape[0],), -1, device=hidden_RD.device)
     return RowStatistics(no_token_R, statistics_dtype(hidden_RD), entropy=False, squares=False)
 
 
 class GradientSums:
-    """Gradients of hidden states, weights and bias, of those that are asked for.
-
-    Args:
-        hidden_ND: (N, D).
-        weight_VD: (V, D).
-        bias_V: (V,).
-        needed: which of the three.
-    """
+    """Sums of the needed gradients of hidden states, weights and bias."""
 
     def __init__(
         self, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, needed: tuple[bool, ...]
@@ -154,7 +136,7 @@ class GradientSums:
         self._bias_grad = torch.empty_like(bias_V) if needed[2] and bias_V is not None else None
 
     def begin(self, columns: slice) -> None:
-        """Start with some columns of the vocabulary."""
+        """Start a range of columns of the vocabulary."""
         self._columns = columns
         width = columns.stop - columns.start
         if self._weight_grad is not None:
@@ -163,7 +145,7 @@ class GradientSums:
             self._bias_sum = self._zeros((width,))
 
     def add(self, grad_RC: Tensor, rows: slice) -> None:
-        """Take in the gradient of a tile of logits."""
+        """Add the gradient of a tile of logits."""
         if self._hidden_sum is not None:
             self._accumulate(self._hidden_sum[rows], grad_RC, self._weight_VD[self._columns])
         if self._weight_grad is not None:
@@ -172,14 +154,14 @@ class GradientSums:
             self._bias_sum += grad_RC.sum(dim=0, dtype=self._sum_dtype)
 
     def end(self) -> None:
-        """Round the sums of these columns."""
+        """Round the sums of the current columns to the dtype of the parameters."""
         if self._weight_grad is not None:
             self._weight_grad[self._columns] = self._weight_sum.to(self._weight_grad.dtype)
         if self._bias_grad is not None:
             self._bias_grad[self._columns] = self._bias_sum.to(self._bias_grad.dtype)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of hidden states, weights and bias; None of what was not asked for."""
+        """Return the gradients of hidden states, weights and bias; None if not requested."""
         hidden = self._hidden_sum
         hidden = None if hidden is None else hidden.to(self._hidden_ND.dtype)
         return hidden, self._weight_grad, self._bias_grad
@@ -188,7 +170,7 @@ class GradientSums:
         if total.dtype == left.dtype:
             total.addmm_(left, right)
         elif total.is_cuda and torch.version.cuda is not None:
-            # The product is added before it is rounded, without a pass of its own.
+            # Adds the product before it is rounded, in one kernel.
             torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
         else:
             total += left @ right
@@ -200,13 +182,13 @@ class GradientSums:
 def tile(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, rows: slice, columns: slice
 ) -> Tensor:
-    """Logits of some rows and columns before the temperature, in a tensor of their own."""
+    """Return the logits of some rows and columns before the temperature, as a new tensor."""
     bias = None if bias_V is None else bias_V[columns]
     return torch.nn.functional.linear(hidden_ND[rows], weight_VD[columns], bias)
 
 
 def scale_of(hidden_ND: Tensor, temperature: float) -> Tensor | None:
-    """One over the temperature as the functions of `tile_math` take it."""
+    """Return 1 / temperature for the functions of `tile_math`; None for 1."""
     if temperature == 1.0:
         return None
     dtype, device = statistics_dtype(hidden_ND), hidden_ND.device
@@ -214,7 +196,7 @@ def scale_of(hidden_ND: Tensor, temperature: float) -> Tensor | None:
 
 
 def places(token_ids_R: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Place of each token among the columns (0 where it is not), and whether it is."""
+    """Return the index of each token among the columns (0 if absent) and if it is there."""
     inside_R = (token_ids_R >= columns.start) & (token_ids_R < columns.stop)
     return torch.where(inside_R, token_ids_R - columns.start, 0)[:, None], inside_R
 
@@ -222,18 +204,9 @@ def places(token_ids_R: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
 def tile_shape(
     hidden_ND: Tensor, weight_VD: Tensor, chunk_elements: int
 ) -> tuple[int, int]:  # fmt: skip
-    """Rows and columns of a tile.
+    """Return the rows and columns of a tile, each at least 1.
 
-    Whole rows while enough of them fit, else as many as `_MIN_ROWS` and `_MOST_COLUMNS` ask for
-    and part of the vocabulary.
-
-    Args:
-        hidden_ND: (N, D).
-        weight_VD: (V, D), this rank's rows; it may have none, where the vocabulary is padded.
-        chunk_elements: most logits of a tile.
-
-    Returns:
-        Each at least 1.
+    Tiles have whole rows if at least `_MIN_ROWS` of them fit. `weight_VD` may be empty.
     """
     num_rows, vocabulary = hidden_ND.shape[0], max(1, weight_VD.shape[0])
     enough = max(_MIN_ROWS, chunk_elements // max(vocabulary, 1), chunk_elements // _MOST_COLUMNS)
@@ -243,6 +216,6 @@ def tile_shape(
 
 
 def slices(total: int, size: int) -> Iterator[slice]:
-    """Consecutive parts of a range, each of `size` but for the last."""
+    """Yield consecutive slices of a range, each of `size` except the last."""
     for start in range(0, total, size):
         yield slice(start, min(start + size, total))

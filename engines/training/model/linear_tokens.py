@@ -1,10 +1,7 @@
-"""Log-probabilities of K tokens per position straight from hidden states; the logits never exist.
+"""Logprobs of K tokens per position from hidden states, without all logits in memory.
 
-What on-policy distillation asks of a student: those of its teacher's tokens, with gradient.
-Promises: what `linear_logprobs` does, by the same tiles; between forward and backward two numbers
-per row and the (N, K) tokens are kept. Of one token they are the numbers of `linear_logprobs`.
-The vocabulary may be cut over the ranks of a group, by rows of the weights; a rank may have none.
-Does not cover: soft-capped logits, second derivatives, entropies.
+On-policy distillation needs the student's logprobs of its teacher's tokens, with gradient.
+Works like `linear_logprobs`, with the same tiles and equal numbers for equal tokens.
 Letters: N predicting positions, D model width, V vocabulary, K tokens of each position.
 """
 
@@ -47,25 +44,12 @@ def linear_logprobs_of(
     group: dist.ProcessGroup | None = None,
     first_token: int = 0,
 ) -> Tensor:
-    """Log-probability of K tokens per row under softmax((hidden @ weight.T + bias) / temperature).
+    """Return (N, K) logprobs of K tokens per row; see `linear_token_logprobs`.
 
-    Gradients flow to hidden states, weights and bias. With a group, the results are the same on
-    every rank, and so must be their gradients; the gradient of the hidden states is this rank's
-    part of a sum over the group.
+    The result is float32, or float64 for float64 inputs, with gradients as there.
 
     Args:
-        hidden_ND: (N, D) float32, bfloat16, float16 or float64.
-        weight_VD: (V, D) of the same dtype.
-        token_ids_NK: (N, K) int64, each in [0, V); a row may name a token twice.
-        bias_V: (V,) of the same dtype, finite.
-        temperature: of the distribution, above 0.
-        chunk_elements: most logits of a tile; results do not depend on it beyond rounding.
-        group: ranks that hold the rows of the weights, each its own; hidden states and tokens
-            are the same on all of them. None: this rank holds all rows.
-        first_token: the token that this rank's first row stands for.
-
-    Returns:
-        (N, K) float32, float64 where the inputs are.
+        token_ids_NK: int64, each in [0, V); a row may name a token twice.
 
     Raises:
         ValueError: dtypes differ, or `chunk_elements` is below 1.
@@ -81,7 +65,7 @@ def linear_logprobs_of(
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """As `linear_logprobs`, for K tokens: the gradient of a logit is sum_k g_k (1[k] - p)."""
+    """Like `linear_logprobs` for K tokens: the gradient of a logit is sum_k g_k (1[k] - p)."""
 
     @staticmethod
     def forward(
@@ -132,6 +116,6 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _places_of_all(token_ids_RK: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """(R, K) place of each token among the columns (0 where it is not), and whether it is."""
+    """Return `places` of (R, K) tokens."""
     place, inside = places(token_ids_RK.flatten(), columns)
     return place.view_as(token_ids_RK), inside.view_as(token_ids_RK)

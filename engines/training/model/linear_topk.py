@@ -1,12 +1,9 @@
-"""The K most likely tokens of each position straight from hidden states; the logits never exist.
+"""The K most likely tokens per position from hidden states, without all logits in memory.
 
-What on-policy distillation asks of a teacher; `linear_tokens` is what it asks of a student.
-Promises: a few tiles of logits exist at any moment. Of the same inputs and `chunk_elements` the
-logits are those of `linear_tokens`, to the bit; so a student that equals its teacher has its
-teacher's numbers. Of equally likely tokens the lowest id comes first, whatever the tiles and the
-shards.
-The vocabulary may be cut over the ranks of a group, by rows of the weights; a rank may have none.
-Does not cover: soft-capped logits, gradients.
+On-policy distillation needs them from the teacher; `linear_tokens` serves the student. For equal
+inputs and `chunk_elements`, both have bit-identical logits, so a student equal to its teacher has
+the teacher's logprobs. Among equally likely tokens the lowest id comes first, for all tiles and
+shards. Does not cover: soft-capped logits, gradients.
 Letters: N predicting positions, D model width, V vocabulary, K tokens of each position.
 """
 
@@ -30,16 +27,11 @@ from engines.training.model.linear_tiles import (
 from engines.training.model.tile_math import scaled, statistics_dtype
 
 _NO_TOKEN = torch.iinfo(torch.int64).max
-"""Fills the places of a rank with fewer than K tokens; behind every token of equal logit."""
+"""Pads ranks with fewer than K tokens; sorts after every token of equal logit."""
 
 
 class TopTokens(NamedTuple):
-    """The most likely tokens of each position, the likeliest first, of equals the lowest id.
-
-    Attributes:
-        ids_NK: (N, K) int64, distinct in each row.
-        logprobs_NK: (N, K) float32, float64 where the inputs are; without gradient.
-    """
+    """Most likely tokens: distinct int64 ids per row, and logprobs without gradient."""
 
     ids_NK: Tensor
     logprobs_NK: Tensor
@@ -58,21 +50,14 @@ def linear_topk_logprobs(
     first_token: int = 0,
     below: int | None = None,
 ) -> TopTokens:
-    """The K most likely tokens of each row, without gradient; arguments as `linear_logprobs_of`.
+    """Return the K most likely tokens of each row, without gradient, on every rank of the group.
+
+    Other arguments are those of `linear_token_logprobs`.
 
     Args:
-        hidden_ND: (N, D).
-        weight_VD: (V, D), or this rank's rows of it.
         num_top: K, at most the size of the whole vocabulary; a rank may hold fewer rows.
-        bias_V: (V,), or this rank's part.
-        temperature: of the distribution; changes no order.
-        chunk_elements: most logits of a tile; beside them as many int32 exist, and booleans.
-        group: ranks that hold the rows of the weights.
-        first_token: the token that this rank's first row stands for.
-        below: only tokens with a lower id are taken; None: any. All have part in the distribution.
-
-    Returns:
-        The same on every rank of the group.
+        chunk_elements: maximum logits of a tile; as many int32 and bool elements exist beside them.
+        below: return only tokens with a lower id, though all count in the distribution; None: any.
 
     Raises:
         ValueError: dtypes differ, `chunk_elements` is below 1, or `num_top` is out of range; the
@@ -97,7 +82,7 @@ def linear_topk_logprobs(
             if candidates_RC.shape[1]:
                 found = _best_of_tile(candidates_RC, num_top, first)
                 best_part = _best_of([best_part, found], num_top)
-            # Scaled in place, or a tensor of its own beside the logits.
+            # If `z_RC` is `logits_RC`, it is already scaled in place.
             part.add(logits_RC, None if z_RC is logits_RC else scale, columns)
         parts.append((part, best_part))
     if parts:
@@ -110,8 +95,6 @@ def linear_topk_logprobs(
 
 
 class _Best(NamedTuple):
-    """J candidates of each of R rows: (R, J) logits and int64 tokens."""
-
     logits_RJ: Tensor
     ids_RJ: Tensor
 
@@ -122,10 +105,10 @@ def _unset_best(hidden_RD: Tensor, size: int) -> _Best:
 
 
 def _best_of_tile(z_RC: Tensor, num_top: int, first_token: int) -> _Best:
-    """The largest logits of a tile, in any order; of equal ones the first.
+    """Return the largest logits of a tile, in any order; the first of equal ones.
 
-    `topk` alone may take any of equal logits; bfloat16 ones are often equal. It does say what the
-    smallest logit is that is taken, and then those above come first and the rest by their place.
+    `topk` alone may take any of equal logits, which are frequent in bfloat16; it only serves to
+    find the smallest logit to take.
     """
     width = z_RC.shape[1]
     size = min(num_top, width)
@@ -138,7 +121,7 @@ def _best_of_tile(z_RC: Tensor, num_top: int, first_token: int) -> _Best:
 
 
 def _best_of(several: list[_Best], num_top: int) -> _Best:
-    """The largest logits of all candidates, sorted; of equal ones the lowest token."""
+    """Return the largest logits of all candidates, sorted, then by lowest token id."""
     logits, ids = (torch.cat(each, dim=1) for each in zip(*several, strict=True))
     by_id = ids.argsort(dim=1)
     logits, ids = logits.gather(1, by_id), ids.gather(1, by_id)
@@ -147,7 +130,7 @@ def _best_of(several: list[_Best], num_top: int) -> _Best:
 
 
 def _best_over(own: _Best, num_top: int, group: dist.ProcessGroup) -> _Best:
-    """The best of all ranks, the same on every one; ranks may have fewer than asked for."""
+    """Return the best of all ranks, on every rank; ranks may have fewer than `num_top`."""
     missing = (0, num_top - own.ids_RJ.shape[1])
     logits = torch.nn.functional.pad(own.logits_RJ, missing, value=-torch.inf)
     ids = torch.nn.functional.pad(own.ids_RJ, missing, value=_NO_TOKEN)
@@ -158,7 +141,6 @@ def _best_over(own: _Best, num_top: int, group: dist.ProcessGroup) -> _Best:
 
 
 def _vocabulary(weight_VD: Tensor, group: dist.ProcessGroup | None) -> int:
-    """Rows of all ranks of the group."""
     if group is None:
         return weight_VD.shape[0]
     total = torch.tensor([weight_VD.shape[0]], device=weight_VD.device)

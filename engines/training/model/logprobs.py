@@ -1,8 +1,6 @@
-"""Log-probabilities of given tokens from logits, without a float32 copy of all logits.
+"""Logprobs of given tokens from logits, without a float32 copy of all logits.
 
-Promises: float32 results whatever the dtype of the logits; the same numbers with and without
-gradient; at any moment at most one chunk of rows exists in float32 beside the logits and, in
-the backward pass, their gradient in the logits' dtype.
+At most one chunk of rows exists in float32 at a time, besides the logits and their gradient.
 Letters: N predicting positions, V vocabulary.
 """
 
@@ -17,20 +15,14 @@ _CHUNK_ELEMENTS = 1 << 24
 
 
 class TokenReadouts(NamedTuple):
-    """What a head says of each predicting position; None for what was not asked for.
-
-    Attributes:
-        logprobs_N: (N,) log-probability of the token.
-        entropy_N: (N,) of the distribution, in nats.
-        sum_pi_squared_N: (N,) sum of squared probabilities, without gradient.
-    """
+    """Logprobs, entropies in nats, and sums of squared probabilities; None if not requested."""
 
     logprobs_N: Tensor
     entropy_N: Tensor | None
     sum_pi_squared_N: Tensor | None
 
     def stacked(self, dim: int = 0) -> Tensor:
-        """What there is, in this order, along a new dimension; not a view of any of it."""
+        """Stack the outputs that are not None, in this order, along a new dimension."""
         return torch.stack([row for row in self if row is not None], dim=dim)
 
 
@@ -42,17 +34,9 @@ def token_logprobs(
     entropy: bool = False,
     sum_pi_squared: bool = False,
 ) -> TokenReadouts:
-    """Log-probability of one token per row under softmax(logits / temperature).
+    """Return the logprob of one token per row under softmax(logits / temperature), in float32.
 
-    Args:
-        logits_NV: (N, V) float32, bfloat16 or float16.
-        token_ids_N: (N,) int64, each in [0, V).
-        temperature: of the distribution, above 0.
-        entropy: also compute the entropy of each row's distribution, in nats.
-        sum_pi_squared: also compute the sum of its squared probabilities, without gradient.
-
-    Returns:
-        Each (N,) float32.
+    Optionally also the entropies in nats, and the sums of squared probabilities, without gradient.
     """
     logprobs_N, entropy_N, squares_N = cast(
         tuple[Tensor, Tensor, Tensor],
@@ -64,7 +48,7 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Keeps the logits and one log-sum-exp per row; the backward pass redoes the softmax."""
+    """Keeps the logits and one log-sum-exp per row; the backward pass recomputes the softmax."""
 
     @staticmethod
     def forward(
@@ -82,7 +66,7 @@ class _TokenLogprobs(torch.autograd.Function):
             chosen = z.gather(1, token_ids_N[rows, None]).squeeze(1)
             logprobs_N[rows] = chosen - log_sum_N[rows]
             if entropy:
-                # Not log_sum - sum(p * z): of large logits that loses three digits.
+                # Not log_sum - sum(p * z): for large logits that loses three digits.
                 log_probs = z - log_sum_N[rows, None]
                 entropy_N[rows] = -log_probs.exp().mul_(log_probs).sum(dim=1)
             if squares:

@@ -1,9 +1,7 @@
-"""What is computed of each element of a tile of logits: softmax sums, and gradients.
+"""Element-wise work on a tile of logits: softmax sums and gradients.
 
-Promises: one definition for every device. Where logits of 16 bits lie on a GPU for which torch can
-compile, each function is one or two kernels that read the tile and never hold it in float32;
-elsewhere they are plain operators, in place. Compiled or not, results differ by rounding only; the
-same call gives the same numbers whoever asks.
+For 16-bit logits on a GPU where torch can compile, each function is one or two kernels without a
+float32 copy of the tile; otherwise it is plain in-place operators. They differ by rounding only.
 Letters: R rows and C columns of the tile, K tokens of each row.
 """
 
@@ -19,14 +17,10 @@ from torch import Tensor
 
 
 class SoftmaxSums(NamedTuple):
-    """Of the columns seen so far; each (R,) in the dtype of statistics.
+    """The largest logit m of the columns seen so far, and sums over them; each (R,).
 
-    Attributes:
-        largest_R: the largest logit m.
-        sum_R: sum of exp(z - m).
-        weighted_R: sum of exp(z - m) * (z - m), where entropies are asked for.
-        squared_R: sum of exp(z - m)^2, where it is asked for.
-        chosen_R: the logit of each row's token.
+    Sums of exp(z - m), of exp(z - m) * (z - m) for entropies, and of exp(z - m)^2; and the
+    logit of each row's token.
     """
 
     largest_R: Tensor
@@ -37,15 +31,14 @@ class SoftmaxSums(NamedTuple):
 
 
 class LogitSlopes(NamedTuple):
-    """What a loss says of a tile's rows.
+    """Gradients of a loss with respect to the outputs of a tile's rows.
 
     Attributes:
-        logprobs_RK: (R, K) gradient of each token's log-probability.
-        place_RK: (R, K) int64, the token's place among the columns; 0 where it is not there.
-        inside_RK: (R, K) bool, whether it is there.
-        log_sum_R: (R,) log of the sum of exp(z) over the whole vocabulary.
-        entropy_R: (R,) of the row's distribution; None: its gradient is not asked for.
-        grad_entropy_R: (R,) gradient of the entropy; None likewise.
+        logprobs_RK: gradient of each token's logprob.
+        place_RK: int64 index of the token among the columns; 0 if it is not there.
+        inside_RK: True if the token is among the columns.
+        log_sum_R: log of the sum of exp(z) over the whole vocabulary.
+        entropy_R: None if its gradient is not needed.
     """
 
     logprobs_RK: Tensor
@@ -57,18 +50,18 @@ class LogitSlopes(NamedTuple):
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
-    """Of softmax statistics and sums of gradients: float32, float64 where the inputs are."""
+    """Return the dtype of statistics and gradient sums: float32, float64 for float64 inputs."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def scaled(logits: Tensor, scale: Tensor | None) -> Tensor:
-    """Logits in the dtype of statistics, over the temperature; may overwrite what it is given."""
+    """Return scaled logits in the dtype of statistics; may overwrite its input."""
     logits = logits.to(statistics_dtype(logits))
     return logits if scale is None else logits.mul_(scale)
 
 
 def is_fused(x: Tensor) -> bool:
-    """Whether the functions of this module are compiled for logits like these."""
+    """True if the functions of this module are compiled for logits like these."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and _can_compile()
 
 
@@ -76,19 +69,13 @@ def add_columns(
     sums: SoftmaxSums, logits_RC: Tensor, scale: Tensor | None, place_R1: Tensor, inside_R: Tensor,
     *, entropy: bool, squares: bool,
 ) -> SoftmaxSums:  # fmt: skip
-    """Take in the logits of some columns (online softmax, arXiv:1805.02867).
+    """Add the logits of some columns (online softmax, arXiv:1805.02867); overwrites them.
 
     Args:
-        sums: of the columns before; of none, m is -inf and the rest 0.
-        logits_RC: (R, C); overwritten.
-        scale: one over the temperature, without dimensions; None: 1.
-        place_R1: (R, 1) int64, where each row's token is among the columns; 0 where it is not.
-        inside_R: (R,) bool, whether it is there.
-        entropy: gather what entropies need.
-        squares: gather what sums of squared probabilities need.
-
-    Returns:
-        The sums with these columns in.
+        sums: of the columns before; with no columns, m is -inf and the rest 0.
+        scale: 1 / temperature, a 0-d tensor; None: 1.
+        place_R1: int64 index of each row's token among the columns; 0 if it is not there.
+        inside_R: True if the token is among the columns.
     """
     function = _add_columns
     if is_fused(logits_RC):
@@ -99,7 +86,7 @@ def add_columns(
 
 
 def gradient_of_logits(logits_RC: Tensor, scale: Tensor | None, slopes: LogitSlopes) -> Tensor:
-    """(R, C) gradient of the logits before the temperature, in their dtype; overwrites them.
+    """Return the (R, C) gradient of the logits before the temperature; overwrites the logits.
 
     d/dz of sum_k g_k log p_k is sum_k g_k (1[k] - p); of the entropy H it is -p (log p + H).
     """
@@ -148,7 +135,7 @@ def _gradient_of_logits(
         slope_RC = log_probs.add_(entropy_R[:, None]).mul_(probs).mul_(grad_entropy_R[:, None])
     own_RK = grad_RK * inside_RK
     if torch.compiler.is_compiling() and grad_RK.shape[1] == 1:
-        # A scatter would need the gradient in memory; a comparison is part of the one pass.
+        # A scatter would write the gradient to memory first; a comparison fuses into the kernel.
         columns_C = torch.arange(logits_RC.shape[1], device=logits_RC.device)
         grad_RC = grad_RC + torch.where(columns_C == place_RK, own_RK, 0.0)
     else:
@@ -161,15 +148,15 @@ def _gradient_of_logits(
 
 
 def _singles(x: Tensor) -> tuple[bool, ...]:
-    """Which sizes are 1: such a dimension is compiled apart from all others."""
+    """Return which sizes are 1: torch.compile specializes on such dimensions."""
     return tuple(size == 1 for size in x.shape)
 
 
 @cache
 def _fused(function: Callable[..., Any], form: tuple[bool, ...]) -> Callable[..., Any]:
-    """A form of the function, compiled once for tiles of all sizes.
+    """Return a variant of the function, compiled once for tiles of all sizes.
 
-    Each form has code of its own: torch gives up to compile a code that has too many forms.
+    Each has its own code object: torch stops compiling one with too many variants.
     """
     name = f"{function.__name__}_{''.join(str(int(flag)) for flag in form)}"
     own = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
@@ -178,7 +165,7 @@ def _fused(function: Callable[..., Any], form: tuple[bool, ...]) -> Callable[...
 
 @cache
 def _can_compile() -> bool:
-    """Whether this process has what compiled GPU code takes: Triton and a C compiler."""
+    """True if Triton and a C compiler are installed."""
     return importlib.util.find_spec("triton") is not None and any(
         shutil.which(compiler) for compiler in ("cc", "gcc", "clang")
     )

@@ -1,8 +1,7 @@
-"""Ulysses sequence parallelism (arXiv:2309.14509): tokens are split, attention sees them all.
+"""Ulysses sequence parallelism (arXiv:2309.14509).
 
 Each rank of a group holds an equal, contiguous slice of the packed row. Around attention an
 all-to-all turns (all heads, T / n tokens) into (heads / n, all T tokens) and back.
-Promises: the same log-probabilities as on one rank, up to float rounding.
 """
 
 from dataclasses import dataclass
@@ -19,13 +18,11 @@ from infra.errors import ConfigError
 
 @dataclass(frozen=True)
 class SequenceSlice:
-    """This rank's part of a packed row that was padded to a multiple of the group.
+    """This rank's slice of a packed row, which is padded to a multiple of the group's size.
 
     Attributes:
-        input_ids_S: (S,) int64.
-        position_ids_S: (S,) int64.
         cu_seqlens: (B + 1,) or (B + 2,) int32 of the whole padded row; padding is a sequence.
-        start: place of the first token in the whole row.
+        start: index of the slice's first token in the whole row.
     """
 
     input_ids_S: Tensor
@@ -37,17 +34,7 @@ class SequenceSlice:
 def slice_sequence(
     batch: TokenBatch, rank: int, size: int, *, multiple: int = 1
 ) -> SequenceSlice:  # fmt: skip
-    """The slice of one rank.
-
-    Args:
-        batch: the same on every rank of the group.
-        rank: within the group.
-        size: of the group.
-        multiple: each slice is as long as a multiple of it.
-
-    Returns:
-        The slice; with `size` 1 the whole row.
-    """
+    """Return the slice of one rank, with a length that is a multiple of `multiple`."""
     padding = -batch.num_tokens % (size * multiple)
     ids_T, position_T, cu_seqlens = batch.input_ids_T, batch.position_ids_T, batch.cu_seqlens
     if padding:
@@ -82,7 +69,7 @@ def tokens_for_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def repeated_kv(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Key or value heads, each repeated where there are fewer than ranks: (1, kv, S, D)."""
+    """Repeat key or value heads (1, kv, S, D) if there are fewer than ranks."""
     size, num_heads = dist.get_world_size(group), x.shape[1]
     if num_heads % size == 0:
         return x
@@ -95,7 +82,7 @@ def repeated_kv(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Exchange the blocks of dimension 0; the backward pass is the same exchange."""
+    """Exchange blocks of dimension 0; the backward pass is the same exchange."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

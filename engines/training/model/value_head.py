@@ -1,7 +1,7 @@
-"""The head of a value model computes in float32, whatever the model does.
+"""Computes the head of a value model in float32, in any model dtype.
 
-Differences of values are what advantages are made of: of values around 9 bfloat16 tells those apart
-that differ by 0.06, and a difference of two of them is rounding.
+Advantages are differences of values: around 9, bfloat16 values are 0.06 apart, so the difference of
+two close values would be rounding noise.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ def float32_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 
 def compute_in_float32(head: nn.Linear) -> None:
-    """Have a head compute so. Its parameters stay what and where they are."""
+    """Make a head compute in float32; its parameters keep dtype and device."""
     head.forward = partial(_forward, head)
 
 

@@ -1,1 +1,1 @@
-"""One optimizer step: micro-batches, balance, totals, what is measured."""
+"""Parts of one optimizer step: micro-batches, balance, totals, metrics."""

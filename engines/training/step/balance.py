@@ -1,12 +1,9 @@
-"""Split items of known cost into parts of nearly equal cost, under a cap on each part's size.
+"""Partition of items with known costs into parts of nearly equal cost, with a cap on part sizes.
 
-Promises: every item is in exactly one part; the result depends on costs and sizes alone, and
-reordering the items changes only which of several equal items goes where; no part costs more
-than the costliest that greedy LPT makes (longest processing time first, Graham 1969); the cap
-holds for every part, except that an item larger than the cap stands alone.
-Does not promise the best partition, nor the fewest parts: both problems are NP-hard.
-Method: largest differencing (Karmarkar & Karp 1982) for k parts, then the best moves and swaps
-between the costliest part and another until none helps.
+Method: largest differencing (Karmarkar & Karp 1982), then the best moves and swaps between the
+costliest part and another until none helps. The result depends on costs and sizes alone; the order
+of items decides only between equal items. No part costs more than the costliest of greedy LPT
+(Graham 1969). The best partition and the fewest parts are not guaranteed: both are NP-hard.
 """
 
 import heapq
@@ -20,22 +17,16 @@ from numpy.typing import NDArray
 Parts = list[list[int]]
 
 _TOLERANCE = 1e-4
-"""Refinement stops where the costliest part is this close to the mean: below timing noise."""
+"""Refinement stops once the costliest part is this close to the mean: below timing noise."""
 
 _MAX_ROUNDS_PER_PART = 8
 _SEARCH_LIMIT = 512
-"""Items of a part that a search for swaps looks at, so that a search stays below 10 ms."""
+"""Items of a part that one search for swaps considers; bounds a search to 10 ms."""
 
 
 @dataclass(frozen=True)
 class _Items:
-    """Items in canonical order: costliest first, then largest; known by their place in it.
-
-    Attributes:
-        costs: of each item, descending.
-        sizes: of each item.
-        max_size: cap on the summed size of a part.
-    """
+    """Items in canonical order: costliest first, then largest; `max_size` caps part sizes."""
 
     costs: list[float]
     sizes: list[float]
@@ -58,9 +49,9 @@ def balanced_partition(
     """Split items into exactly `num_parts` parts of nearly equal cost.
 
     Args:
-        costs: of each item, at least 0; any unit.
-        num_parts: at least 1. With at least as many items no part is empty.
-        sizes: of each item, at least 0; needed with `max_size`.
+        costs: at least 0; any unit.
+        num_parts: at least 1. No part is empty if there are at least as many items.
+        sizes: at least 0; needed with `max_size`.
         max_size: cap on the summed size of a part; an item above it gets a part of its own.
             Always attainable with `fewest_parts(sizes, max_size)` parts or more.
 
@@ -90,16 +81,9 @@ def balanced_partition(
 
 
 def fewest_parts(sizes: Sequence[int], max_size: int) -> int:
-    """A number of parts with which the cap can be kept: that of first-fit decreasing.
+    """Return a number of parts that can respect the cap, by first-fit decreasing.
 
-    At most 11/9 of the smallest such number, plus 6/9 (Dosa 2007).
-
-    Args:
-        sizes: of each item, at least 0.
-        max_size: cap on the summed size of a part; an item above it gets a part of its own.
-
-    Returns:
-        0 when there are no items.
+    It is at most 11/9 of the smallest such number, plus 6/9 (Dosa 2007).
     """
     capped = sorted((float(size) for size in sizes if size <= max_size), reverse=True)
     num_alone = len(sizes) - len(capped)
@@ -124,7 +108,7 @@ def _check(
 
 
 def _partition(items: _Items, num_parts: int) -> Parts | None:
-    """The best start that keeps the cap, refined; None if no start keeps it."""
+    """Return the best initial partition under the cap, refined; None if none respects it."""
     if not items.costs:
         return [[] for _ in range(num_parts)] if num_parts >= 0 else None
     if num_parts < 1:
@@ -132,7 +116,7 @@ def _partition(items: _Items, num_parts: int) -> Parts | None:
     starts = [_differencing(items.costs, num_parts), _greedy(items, num_parts)]
     feasible = [parts for parts in starts if parts is not None and items.fits(parts)]
     if len(feasible) < len(starts):
-        # Equal sizes keep a tight cap where equal costs do not.
+        # Balancing sizes can respect a tight cap that balancing costs exceeds.
         by_size = _differencing(items.sizes, num_parts)
         feasible += [by_size] if items.fits(by_size) else []
     if not feasible:
@@ -144,11 +128,10 @@ def _partition(items: _Items, num_parts: int) -> Parts | None:
 
 
 def _differencing(costs: Sequence[float], num_parts: int) -> Parts:
-    """Join the two partial partitions of the largest spread until one is left.
+    """Join the two partial partitions with the largest spread until one is left.
 
-    A partial partition is a list of (cost, node), ascending, of its parts that are not empty; two
-    are joined costliest with cheapest. A node is an item or a pair of nodes, so that joining
-    copies no members.
+    A partial partition is an ascending list of (cost, node) of its nonempty parts; two are joined
+    costliest with cheapest. A node is an item or a pair of nodes.
     """
     pairs: list[tuple[int, int]] = []
     heap = [(-cost, i, [(cost, i)]) for i, cost in enumerate(costs)]
@@ -161,7 +144,7 @@ def _differencing(costs: Sequence[float], num_parts: int) -> Parts:
         _, _, right = heapq.heappop(heap)
         if len(left) < len(right):
             left, right = right, left
-        # What does not fit beside goes on top: the costliest of one on the cheapest of the other.
+        # Above `num_parts` parts, the costliest of one are merged with the cheapest of the other.
         overlap = max(0, len(left) + len(right) - num_parts)
         joined = left[overlap:] + right[overlap:]
         for (left_cost, left_node), (right_cost, right_node) in zip(
@@ -190,7 +173,6 @@ def _members(root: int, pairs: Sequence[tuple[int, int]], num_items: int) -> lis
 
 
 def _greedy(items: _Items, num_parts: int) -> Parts | None:
-    """Each item, costliest first, to the cheapest part with room for it; None without room."""
     parts: Parts = [[] for _ in range(num_parts)]
     cheapest = [(0.0, i) for i in range(num_parts)]
     room = [items.max_size] * num_parts
@@ -210,7 +192,6 @@ def _greedy(items: _Items, num_parts: int) -> Parts | None:
 
 
 def _first_fit(items: _Items) -> Parts:
-    """Each item, largest first, to the first part with room for it."""
     parts: Parts = []
     room: list[float] = []
     for item in sorted(range(len(items.sizes)), key=lambda i: (-items.sizes[i], i)):
@@ -225,7 +206,6 @@ def _first_fit(items: _Items) -> Parts:
 
 
 def _spread_out(parts: Parts, num_parts: int) -> Parts | None:
-    """Make it `num_parts` parts, each new one from the first item of the fullest part."""
     if len(parts) > num_parts:
         return None
     parts = list(parts)
@@ -239,8 +219,6 @@ def _spread_out(parts: Parts, num_parts: int) -> Parts | None:
 
 
 class _Refinement:
-    """Parts with their loads, between which items move."""
-
     def __init__(self, items: _Items, parts: Parts) -> None:
         self.parts = parts
         self._max_size = items.max_size
@@ -249,13 +227,13 @@ class _Refinement:
         self.loads = [float(self._costs[part].sum()) for part in parts]
 
     def relieve(self, heavy: int, light: int) -> bool:
-        """Move or swap items so that both parts cost less than `heavy` does now, if that can be.
+        """Move or swap items so that both parts cost less than `heavy` now; False if impossible.
 
-        Of all ways the one that leaves the two most alike.
+        Takes the exchange that leaves the two costs closest.
         """
         gap = self.loads[heavy] - self.loads[light]
         given, taken = self._thinned(self.parts[heavy]), self._thinned(self.parts[light])
-        # The last column takes nothing in return: a move.
+        # The last column is a move: nothing is taken in return.
         moved_cost = _differences(self._costs[given], self._costs[taken])
         moved_size = _differences(self._sizes[given], self._sizes[taken])
         light_room = self._max_size - self._sizes[self.parts[light]].sum()
@@ -277,7 +255,7 @@ class _Refinement:
             self.loads[part] = float(self._costs[members].sum())
 
     def _thinned(self, part: list[int]) -> list[int]:
-        """At most `_SEARCH_LIMIT` items, of all costs."""
+        """Return at most `_SEARCH_LIMIT` items, spread over all costs."""
         return part[:: 1 + (len(part) - 1) // _SEARCH_LIMIT] if part else part
 
 
@@ -286,7 +264,7 @@ def _differences(given: NDArray[np.float64], taken: NDArray[np.float64]) -> NDAr
 
 
 def _refine(items: _Items, parts: Parts) -> Parts:
-    """Relieve the costliest part until no move or swap with another part lowers its cost."""
+    """Relieve the costliest part until no move or swap lowers its cost."""
     state = _Refinement(items, [list(part) for part in parts])
     enough = math.fsum(items.costs) / len(parts) * (1 + _TOLERANCE)
     for _ in range(_MAX_ROUNDS_PER_PART * len(parts)):

@@ -1,7 +1,7 @@
-"""Clip gradients whose tensors are sharded in different ways.
+"""Gradient clipping for tensors on several device meshes.
 
-Promises: the same norm on every rank, summed in a fixed order; parameters that tensor-parallel
-ranks hold copies of count once. torch's own `clip_grad_norm_` takes tensors of one mesh only.
+torch's `clip_grad_norm_` takes tensors of one mesh only. The norm is the same on every rank;
+parameters replicated over tensor-parallel ranks count once.
 """
 
 from collections.abc import Iterable
@@ -15,13 +15,7 @@ from torch.distributed.tensor import DTensor
 def clip_across_meshes(parameters: Iterable[Tensor], max_norm: float) -> float:
     """Scale gradients to a global L2 norm of at most `max_norm`. Collective.
 
-    Args:
-        parameters: plain, or DTensors of any meshes and placements; those without gradient are
-            left out.
-        max_norm: of all gradients together.
-
-    Returns:
-        The norm before.
+    Returns the norm before. Parameters are plain tensors or DTensors of any mesh.
     """
     kinds: dict[object, list[Tensor]] = {}
     for grad in (p.grad for p in parameters if p.grad is not None):
@@ -30,7 +24,7 @@ def clip_across_meshes(parameters: Iterable[Tensor], max_norm: float) -> float:
     norms = [torch.nn.utils.get_total_norm(grads) for grads in kinds.values()]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     total = float(torch.stack(whole).norm())
-    # As torch does it, so that a norm just above the limit is scaled alike.
+    # The same epsilon as in torch.
     scale = min(1.0, max_norm / (total + 1e-6))
     for grads in kinds.values():
         for grad in grads:

@@ -1,7 +1,6 @@
-"""Speed of optimizer steps: tokens and operations per second, and the share of the peak.
+"""Speed of optimizer steps: tokens and operations per second, and the share of peak FLOPs.
 
-Promises: figures speak of the steps since they were last taken, weighted by their duration.
-Does not wait for a device: a step's end must be a point at which its work is done.
+Does not synchronize the device: the work of a step has to be done when the step ends.
 """
 
 import time
@@ -12,12 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one step did, on all devices together.
+    """Work of one step on all devices together.
 
     Attributes:
-        num_tokens: tokens processed.
-        flops: model FLOPs (`TrainingFlops.model_flops`); None where the model cannot be counted.
-        hardware_flops: with what was computed twice; None is the same as `flops`.
+        flops: model FLOPs (`TrainingFlops.model_flops`); None if the model cannot be counted.
+        hardware_flops: including recomputed work; None is the same as `flops`.
     """
 
     num_tokens: int
@@ -26,13 +24,7 @@ class StepWork:
 
 
 class StepMeter:
-    """Adds up steps and turns them into metrics.
-
-    Args:
-        num_devices: that share the work.
-        peak_flops_per_s: of one device in the compute dtype; None where it is not known.
-        clock: seconds, monotonic.
-    """
+    """Accumulates steps and turns them into metrics; peak FLOPs/s are those of one device."""
 
     def __init__(
         self,
@@ -49,11 +41,7 @@ class StepMeter:
 
     @contextmanager
     def step(self, work: StepWork) -> Iterator[None]:
-        """Time a step; one that raises does not count.
-
-        Args:
-            work: what it is going to do.
-        """
+        """Time a step; one that raises does not count."""
         start = self._clock()
         yield
         self.record(work, self._clock() - start)
@@ -63,15 +51,12 @@ class StepMeter:
         self._steps.append((work, seconds))
 
     def take_metrics(self, max_memory_allocated_bytes: int | None = None) -> dict[str, float]:
-        """The figures since the last call; what is not known is absent.
-
-        Args:
-            max_memory_allocated_bytes: of this device; None leaves it out.
+        """Return the metrics since the last call, without unknown ones.
 
         Returns:
             `perf/tokens_per_s` of all devices; `perf/tflops_per_s` of one device in 10**12
-            operations; `perf/mfu` and, where something is computed twice, `perf/hfu`, shares of
-            the peak; `perf/max_memory_allocated_gb` in 10**9 bytes.
+            operations; `perf/mfu` and, if anything is recomputed, `perf/hfu`, shares of the peak;
+            `perf/max_memory_allocated_gb` of this device in 10**9 bytes.
         """
         steps, self._steps = self._steps, []
         metrics: dict[str, float] = {}

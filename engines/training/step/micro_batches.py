@@ -1,10 +1,8 @@
-"""Cut one rank's batch into micro-batches under a token budget.
+"""Cuts one rank's batch into micro-batches under a token budget.
 
-Promises: deterministic; every sequence is in exactly one micro-batch; no micro-batch exceeds the
-budget unless it is a single unit (a sequence, where none belong together); costs are as nearly
-equal as `balanced_partition` makes them; sequences stand shortest first, and equal lengths
-together, which is what makes packed attention cheap. Does not promise the smallest possible number
-of micro-batches.
+Deterministic; only a single unit (sequences that stay together) may exceed the budget. Sequences
+are sorted by length, which makes packed attention cheap. The smallest number of micro-batches is
+not guaranteed.
 """
 
 import math
@@ -23,9 +21,8 @@ class MicroBatch:
     """A part of a batch that goes through the model at once.
 
     Attributes:
-        batch: its sequences.
-        token_index_T: (T,) int64 places of its tokens in the batch it was cut from; None for a
-            filler, whose outputs count nowhere.
+        token_index_T: int64 places of its tokens in the whole batch; None for a filler, whose
+            outputs are dropped.
     """
 
     batch: TokenBatch
@@ -43,16 +40,13 @@ def plan_micro_batches(
     """Assign sequences to micro-batches of nearly equal cost.
 
     Args:
-        lengths: tokens of each sequence.
-        max_tokens: budget of one micro-batch.
-        min_num: make at least so many, as far as there are sequences.
-        costs: of each sequence, in any measure, such as `ModelFlops.sequence_costs`; None balances
-            tokens.
-        units: sequences that stay together; None: each stands alone.
+        min_num: minimum number of micro-batches, as far as there are sequences.
+        costs: of each sequence in any unit; None balances tokens.
+        units: sequences that stay together; None: each is its own unit.
 
     Returns:
-        For each micro-batch its sequence indices, shortest sequence first; micro-batches from the
-        cheapest to the costliest, so that ranks with equally many meet with those of like cost.
+        For each micro-batch its sequence indices, shortest sequence first; micro-batches by
+        ascending cost, so that ranks run similar ones together.
     """
     if not lengths:
         return []
@@ -68,27 +62,27 @@ def plan_micro_batches(
 
 
 def cut(batch: TokenBatch, plan: Sequence[Sequence[int]]) -> list[MicroBatch]:
-    """The micro-batches of a plan."""
+    """Return the micro-batches of a plan."""
     return [_take(batch, sequences) for sequences in plan]
 
 
 def filler(batch: TokenBatch) -> MicroBatch:
-    """A micro-batch that trains on nothing: the shortest unit with its loss mask at 0.
+    """Return a micro-batch that trains on nothing: the shortest unit with a zero loss mask.
 
-    Ranks must run equally many micro-batches, for each is a set of collectives; a rank with
-    too few sequences runs fillers.
+    Ranks have to run equally many micro-batches because each involves collectives; a rank with too
+    few sequences runs fillers.
     """
     return MicroBatch(untrained(batch.select(shortest_unit(batch))), None)
 
 
 def shortest_unit(batch: TokenBatch) -> list[int]:
-    """The sequences of the unit with the fewest tokens, the first of several."""
+    """Return the sequences of the unit with the fewest tokens."""
     lengths = batch.lengths_B.tolist()
     return min(batch.units, key=lambda unit: sum(lengths[i] for i in unit))
 
 
 def untrained(batch: TokenBatch) -> TokenBatch:
-    """The same batch with its loss mask at 0."""
+    """Return the same batch with its loss mask at 0."""
     mask = torch.zeros(batch.num_tokens, dtype=torch.float32, device=batch.input_ids_T.device)
     return batch.with_columns(loss_mask=mask)
 

@@ -6,20 +6,11 @@ from engines.config.training import OptimizerConfig
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """Learning rate of one optimizer step.
+    """Return the learning rate after `step` optimizer steps.
 
-    The warm-up rises linearly and reaches `lr` at step `num_warmup_steps`; step 0 already
-    learns, with `lr / (num_warmup_steps + 1)`. The cosine then falls over the remaining steps
-    and would reach `lr * min_lr_ratio` at `total_steps` (SGDR, arXiv:1608.03983 eq. 5); past
-    that it stays there.
-
-    Args:
-        step: optimizer steps already taken, from 0.
-        config: rate, schedule and warm-up.
-        total_steps: optimizer steps of the whole run.
-
-    Returns:
-        The rate.
+    The warm-up rises linearly and reaches `lr` at step `num_warmup_steps`; step 0 has
+    `lr / (num_warmup_steps + 1)`. The cosine falls to `lr * min_lr_ratio` at `total_steps` (SGDR,
+    arXiv:1608.03983 eq. 5) and stays there.
     """
     warmup = config.num_warmup_steps
     if step < warmup:

@@ -1,4 +1,4 @@
-"""What one optimizer step adds up: denominators before it, losses and metrics after it."""
+"""Sums of one optimizer step: denominators before it, losses and metrics after it."""
 
 import math
 
@@ -11,7 +11,7 @@ from engines.types import LossOutput, TokenBatch
 
 
 def loss_counts(batch: TokenBatch) -> tuple[int, int, int]:
-    """Trained tokens of a batch, its sequences that have one, its units that have one."""
+    """Return the numbers of trained tokens, and of sequences and units that have one."""
     mask_T = batch.columns.get("loss_mask")
     if mask_T is None:
         return 0, 0, 0
@@ -27,7 +27,7 @@ def loss_counts(batch: TokenBatch) -> tuple[int, int, int]:
 
 
 def trained_first_token(batch: TokenBatch) -> int:
-    """The first sequence whose mask is on at its first token, which nothing predicts; -1: none."""
+    """Return the first sequence whose first token, which has no prediction, is trained, or -1."""
     mask_T = batch.columns.get("loss_mask")
     if mask_T is None:
         return -1
@@ -37,7 +37,7 @@ def trained_first_token(batch: TokenBatch) -> int:
 
 
 class Totals:
-    """Sums and maxima over micro-batches, kept on the device until the one exchange."""
+    """Sums and maxima over micro-batches, kept on the device until one exchange."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -46,7 +46,7 @@ class Totals:
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, output: LossOutput) -> None:
-        """Take in one micro-batch."""
+        """Add one micro-batch."""
         self._loss += output.loss.detach()
         for name, value in output.metrics.items():
             value = value.detach().double()
@@ -57,7 +57,7 @@ class Totals:
             self._maxima[name] = value if seen is None else torch.maximum(seen, value)
 
     def reduce(self, group: dist.ProcessGroup | None) -> tuple[float, dict[str, float], list[int]]:
-        """The loss, the metrics, and the places of ranks whose own loss is no finite number."""
+        """Return the loss, the metrics, and the group ranks whose own loss is not finite."""
         sum_names, max_names = sorted(self._sums), sorted(self._maxima)
         values = [
             self._loss,

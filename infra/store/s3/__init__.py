@@ -1,1 +1,1 @@
-"""A store in a bucket of any service that speaks S3 and honours conditional writes."""
+"""A store in a bucket of any service that speaks S3 and supports conditional writes."""

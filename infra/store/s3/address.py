@@ -1,8 +1,7 @@
-"""Where a store in a bucket is: `s3://bucket/prefix`.
+"""The address of a store in a bucket: `s3://bucket/prefix`.
 
-Promises: an address holds no credentials, and one that does is refused without being repeated.
-The service is that of the environment (AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, else Amazon's), and
-so are the credentials, so an address can be shared.
+It contains no credentials, so it can be shared. Service and credentials come from the environment
+(AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, else Amazon's).
 """
 
 import re
@@ -18,29 +17,14 @@ _PREFIX = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]*(?:/[A-Za-z0-9_-][A-Za-z0-
 
 @dataclass(frozen=True)
 class S3Address:
-    """A bucket, and a part of it.
-
-    Attributes:
-        bucket: its name.
-        prefix: what every key of the store begins with, without a slash at the end; may be empty.
-    """
+    """A bucket and the prefix of every key of the store, without a final slash; may be empty."""
 
     bucket: str
     prefix: str
 
     @classmethod
     def parse(cls, uri: str) -> Self:
-        """The address in a text.
-
-        Args:
-            uri: `s3://bucket` or `s3://bucket/prefix`.
-
-        Returns:
-            The address.
-
-        Raises:
-            ConfigError: it is none, or holds credentials.
-        """
+        """Parse `s3://bucket/prefix`; `ConfigError` if it is invalid or holds credentials."""
         need = "need s3://bucket/prefix"
         parts = urlsplit(uri)
         if "@" in uri or parts.query or parts.fragment:
@@ -58,9 +42,9 @@ class S3Address:
 
     @property
     def uri(self) -> str:
-        """The one text of the address."""
+        """The canonical text of the address."""
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
 
     def key(self, name: str) -> str:
-        """The whole key of something in the store."""
+        """Return the full key of a name in the store."""
         return f"{self.prefix}/{name}" if self.prefix else name

@@ -1,14 +1,12 @@
-"""What the answers of a service that speaks S3 mean.
+"""The meaning of the answers of a service that speaks S3.
 
-    404 of an object     `AbsentError`; of an upload too
-    412                  `TakenError`
-    409                  `ConflictError`: it has not decided yet
-    403, no credentials  `StoreDeniedError`
-    5xx, 429, no answer  `StoreUnreachableError`, after the attempts of botocore's standard mode
-    404 of the bucket    `ConfigError`
-    anything else        `StoreError`: perhaps no service that speaks S3
-
-Promises: only an answer that names the key is taken for absence. A line names bucket and key.
+    404 of an object or upload  `AbsentError`; only an answer that names the key means absence
+    404 of the bucket           `ConfigError`
+    412                         `TakenError`
+    409                         `ConflictError`: not decided yet
+    403, no credentials         `StoreDeniedError`
+    5xx, 429, no answer         `StoreUnreachableError`, after botocore's standard retries
+Anything else is a plain `StoreError`; perhaps the service does not speak S3.
 """
 
 from collections.abc import Iterator
@@ -33,25 +31,20 @@ _UNREACHABLE = (ConnectionError, HTTPClientError, IncompleteReadError)
 
 
 class AbsentError(StoreError):
-    """There is no such object."""
+    """The object does not exist."""
 
 
 class TakenError(StoreError):
-    """There is such an object already."""
+    """The object exists already."""
 
 
 class ConflictError(StoreError):
-    """Another caller is making or removing that object just now."""
+    """Another caller is creating or removing the object now."""
 
 
 @contextmanager
 def told(place: str, endpoint: str) -> Iterator[None]:
-    """Raise an error of ours, in one line, for one of botocore's.
-
-    Args:
-        place: what is asked for, as people call it.
-        endpoint: address of the service.
-    """
+    """Convert errors of botocore to one-line errors of this project that name the object."""
     try:
         yield
     except ClientError as error:

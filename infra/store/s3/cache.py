@@ -1,15 +1,14 @@
-"""Verified local copies of artifacts that lie elsewhere: below `cache/` of the home.
+"""Verified local copies of remote artifacts, below `cache/` of the home.
 
-    cache/artifacts/<kind>/<digest>/   whole and verified when it got its name
-          partial/<digest>/            what a download has so far
+    cache/artifacts/<kind>/<digest>/   complete and verified when it got its name
+          partial/<digest>/            downloaded so far
           uses/<digest>/<stamp>        processes that read it
           locks/<digest>
 
-Promises: a download goes on where an earlier one was cut, and every byte of it is verified; what a
-process of this machine reads stays while that process lives; of the rest the least recently used
-goes, when a download would need more than `RLHF_CACHE_BYTES`. Copies are named by content alone, so
-all stores share them.
-Does not promise: the limit, where living processes read more than it.
+Promises: an interrupted download resumes, and every byte is verified. A copy stays while a process
+of this machine that reads it lives; of the others the least recently used go if a download would
+exceed `RLHF_CACHE_BYTES`. Copies are named by content, so all stores share them.
+Does not promise: the limit, if living processes read more than it.
 """
 
 import fcntl
@@ -29,23 +28,19 @@ from infra.store.storage import verify_named
 from infra.waiting import wait_for
 
 LOCK_DEADLINE_S = 3600.0
-"""How long another process of this machine may take to download the same artifact."""
+"""Time limit for another process of this machine that downloads the same artifact."""
 
 _log = logging.getLogger(__name__)
 
 
 class ArtifactCache:
-    """The copies of one machine.
-
-    Args:
-        directory: created on first use.
-    """
+    """The copies of one machine."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def take_in(self, source: Path, kind: str, digest: str) -> None:
-        """Keep a published directory, whose manifest is written, instead of loading it again."""
+        """Move a published directory with its manifest into the cache, to save a download."""
         final = self._path(kind, digest)
         with self._locked(digest), suppress(OSError):
             self._make_room(_size_bytes(source), digest)
@@ -53,20 +48,11 @@ class ArtifactCache:
             publish_directory(source, final)
 
     def fetch(self, kind: str, digest: str, manifest: Callable[[], Manifest], read: Read) -> Path:
-        """A verified copy of an artifact.
-
-        Args:
-            kind: of the artifact.
-            digest: of it.
-            manifest: gives that of the store; asked if there is no copy.
-            read: gives a stretch of a file of the store.
-
-        Returns:
-            A directory that stays while this process lives.
+        """Return a verified copy, which stays while this process lives; `read` is as of `download`.
 
         Raises:
-            ArtifactCorruptError: the store's bytes are not those of the manifest.
-            DeadlineError: another process is loading it, and does not finish.
+            ArtifactCorruptError: the store's bytes do not match the manifest.
+            DeadlineError: another process downloads it and does not finish.
         """
         final = self._path(kind, digest)
         with self._locked(digest):
@@ -86,7 +72,6 @@ class ArtifactCache:
             return final
 
     def _make_room(self, needed_bytes: int, digest: str) -> None:
-        """Remove what was not used for longest and is not read, until the limit holds."""
         limit_bytes = _limit_bytes()
         copies = [*self._directory.glob("artifacts/*/*"), *self._directory.glob("partial/*")]
         others = sorted(
@@ -118,7 +103,6 @@ class ArtifactCache:
 
     @contextmanager
     def _locked(self, digest: str) -> Iterator[None]:
-        """Nobody else of this machine makes or removes the copy meanwhile."""
         with self._lock_file(digest) as descriptor:
             wait_for(lambda: _lock(descriptor), f"the download of {digest[:12]}", LOCK_DEADLINE_S)
             yield
@@ -147,7 +131,7 @@ def _limit_bytes() -> int:
 
 
 def _is_sound(directory: Path, digest: str) -> bool:
-    """Whether a copy is still what it was; a damaged one is removed, for the store has another."""
+    """Return True if a copy is intact; remove a damaged one, since the store has the original."""
     try:
         verify_named(directory, digest)
     except ArtifactCorruptError as error:

@@ -1,16 +1,14 @@
-"""`work/<fingerprint>/` of a store in a bucket, and the directory of an attempt on this machine.
+"""`work/<fingerprint>/` of a store in a bucket, and the attempts' directories on this machine.
 
     work/<fingerprint>/attempt-<n>/spec.json, error.json    objects
                                    heartbeat, stacks.txt, journal/   see `infra.store.s3.mirror`
                        steps-<g>/                                    see `infra.store.s3.steps`
-    with-steps/<fingerprint>                                         whose steps may be there
+    with-steps/<fingerprint>                                         stages that may have steps
 
-Promises: as of `infra.store.work_channel`. A reader sees what a writer in his own process wrote at
-once, and what another wrote after `mirror.SHIP_EVERY_S`; a checkpoint, when it was uploaded.
-The directory on a machine belongs to the log that the bucket had then: once that was taken away as
-garbage, what is left of it here goes before the stage is computed anew.
-Does not promise: to bring together what the ranks of several machines write into one checkpoint.
-It has to lie, whole, in the directory of the machine that shares it.
+Promises: as `infra.store.work_channel`. A reader sees writes of its own process at once, those of
+others after `mirror.SHIP_EVERY_S`, and a checkpoint after its upload. A local directory belongs to
+one log in the bucket and is removed before the stage is computed again after garbage collection.
+Does not promise: to merge checkpoint parts of several machines; the sharing one needs all files.
 """
 
 import hashlib
@@ -46,12 +44,7 @@ LOCK_DEADLINE_S = 60.0
 
 
 class S3Channel:
-    """`WorkChannel` in a bucket.
-
-    Args:
-        objects: of the store.
-        fingerprint: whose channel it is.
-    """
+    """`WorkChannel` of one fingerprint in a bucket."""
 
     def __init__(self, objects: Objects, fingerprint: str) -> None:
         self._objects = objects
@@ -70,7 +63,7 @@ class S3Channel:
         return sorted(here | there)
 
     def write_specification(self, spec: StageSpec) -> None:
-        """See `WorkChannel.write_specification`. A journal that begins here goes before it."""
+        """See `WorkChannel.write_specification`; ships a journal that was started here first."""
         mirror.ship(self._local_path(spec.attempt))
         self._objects.put(self._name(spec.attempt, "spec.json"), canonical_json(spec))
 
@@ -113,7 +106,7 @@ class S3Channel:
         return found
 
     def journal_bytes(self, attempt: int) -> int:
-        """Bytes of the complete lines of an attempt's journal segment that arrived."""
+        """Return the size of the shipped complete lines of an attempt's journal segment."""
         chunks = self._journal(attempt)
         chunks.refresh()
         return chunks.num_bytes
@@ -133,7 +126,7 @@ class S3Channel:
     def share_steps(
         self, attempt: int, steps: Path, last: int, before_publish: Callable[[], None]
     ) -> None:
-        """See `WorkChannel.share_steps`. A thread ships them while the job goes on."""
+        """See `WorkChannel.share_steps`; a thread ships checkpoints while the job goes on."""
         remove_steps_after(steps, last)
         self.fetch_steps(steps, last)
         self._mark_steps()
@@ -158,7 +151,7 @@ class S3Channel:
         return self._shared(steps).numbers()
 
     def prune(self, attempts: Iterable[int], steps: Path) -> None:
-        """See `WorkChannel.prune`. Logs stay on the machine that wrote them."""
+        """See `WorkChannel.prune`; logs stay on the machine that wrote them."""
         for shipper in self._shippers:
             shipper.end()
         remove_directory(steps)
@@ -173,7 +166,7 @@ class S3Channel:
             prune_attempt(path)
 
     def _leave_what_was(self) -> None:
-        """Remove this machine's directory if it is of a log that the bucket has no more."""
+        """Remove this machine's directory if it belongs to a log that the bucket no longer has."""
         first = None if self._is_of_this_log else self._objects.get(f"stages/{self._fingerprint}/0")
         if first is None:
             return
@@ -206,5 +199,4 @@ class S3Channel:
 
 
 def _local(objects: Objects) -> Path:
-    """Where this machine works for a store."""
     return env.home() / "remote" / sha256_json(objects.address.uri)[:_DIGITS] / "work"

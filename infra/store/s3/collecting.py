@@ -1,17 +1,15 @@
-"""Taking things away from a bucket: one collector at a time, and nobody relies on what is going.
+"""Mutual exclusion of garbage collectors in a bucket, and waiting for their end.
 
-    collecting/<n>    by a conditional put; beats while its maker collects, empty once he is done
-    collecting/clock  written by whoever wants to know the service's time
+    collecting/<n>    made by a conditional put; beats during the collection, empty afterwards
+    collecting/clock  written to read the service's time
 
-A bucket renames nothing, so what goes cannot lose its name in one step. Instead whoever begins to
-need something says so first, and then looks here: a run after it marked a stage as used, a
-publisher after he wrote a manifest. If he finds no collector, a later one will see what he said;
-else he waits for the end, and looks again what is there.
+A bucket has no rename to hide things in one step. Instead, a process that begins to need something
+records this first (a used stage, a published manifest) and then looks here. Without a collector, a
+later one sees the record; otherwise it waits for the end and looks again at what exists.
 
-Promises: a collector that did not beat takes nothing more long before others take him for dead; how
-long, the service's clock says, which goes on while a machine sleeps. He stops long before those
-who wait give up.
-Does not promise: that a removal which the service itself holds back for minutes comes to nothing.
+Promises: a collector without a beat stops removing long before others take it for dead, by the
+service's clock, and long before waiting processes give up.
+Does not promise: to cancel a removal request that the service itself delays for minutes.
 """
 
 import logging
@@ -27,9 +25,9 @@ from infra.waiting import wait_for
 
 BEAT_EVERY_S = 5.0
 MAX_SILENCE_S = 30.0
-"""A collector that did not beat for so long stops; a request that he began may take minutes."""
+"""A collector without a beat for this long stops; a request in flight may take minutes."""
 STALE_S = 300.0
-"""Without a beat for so long a collector is taken for dead."""
+"""A collector without a beat for this long counts as dead."""
 MAX_HOLD_S = 1500.0
 WAIT_DEADLINE_S = 3600.0
 POLL_S = 1.0
@@ -38,11 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class Collecting:
-    """Who collects in a store.
-
-    Args:
-        objects: of the store.
-    """
+    """The garbage collection in a store."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
@@ -50,14 +44,10 @@ class Collecting:
         self._began_at = 0.0
 
     def wait_until_over(self) -> bool:
-        """Wait for the end of a collection.
-
-        Returns:
-            Whether there was one; then what the caller said or saw before may be gone.
+        """Wait for the end of a collection; if True, what the caller saw before may be gone.
 
         Raises:
             DeadlineError: it took more than `WAIT_DEADLINE_S`.
-            StoreError: the service refused or failed.
         """
         at = self._under_way(self._found())
         if at is None:
@@ -69,10 +59,10 @@ class Collecting:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Collect; `check` is asked before anything is removed.
+        """Be the only collector; call `check` before each removal.
 
         Raises:
-            StoreError: another collector is at work, or the service refused or failed.
+            StoreError: another collector is active, or the service failed.
         """
         found = self._found()
         at, number = self._under_way(found), max(found, default=-1) + 1
@@ -95,14 +85,9 @@ class Collecting:
             self._objects.put(_name(number), b"")
 
     def check(self) -> None:
-        """Refuse to go on.
-
-        Raises:
-            NotExclusiveError: others may believe by now that nobody collects, or wait for long.
-            StoreError: the service refused or failed.
-        """
+        """Raise `NotExclusiveError` if others may think that this one died, or wait too long."""
         if self._number is None:
-            raise NotExclusiveError(f"{self._objects.place(_PLACE)}: nobody collects here")
+            raise NotExclusiveError(f"{self._objects.place(_PLACE)}: no collector runs here")
         now, found = self._now(), self._found()
         own, where = found.get(self._number), self._objects.place(_name(self._number))
         if own is None or max(found) != self._number or now - own.changed_at > MAX_SILENCE_S:
@@ -121,7 +106,6 @@ class Collecting:
                 self._objects.put(_name(number), _content())
 
     def _under_way(self, found: Mapping[int, Found]) -> str | None:
-        """Where the collector beats that is at work; None if nobody is."""
         last = found[max(found)] if found else None
         beat = self._objects.get(last.name) if last and last.size_bytes else None
         if last is None or not beat or is_dead(beat.decode().split()[0]):
@@ -129,12 +113,11 @@ class Collecting:
         return None if self._now() - last.changed_at > STALE_S else self._objects.place(last.name)
 
     def _now(self) -> float:
-        """The service's time, in seconds since the epoch: only it knows how old its objects are."""
+        """Return the service's time (seconds since the epoch), which also dates its objects."""
         self._objects.put(_CLOCK, b"")
         return max(each.changed_at for each in self._objects.listed(_CLOCK))
 
     def _found(self) -> dict[int, Found]:
-        """What collectors wrote, by their numbers."""
         found = {each.name.rpartition("/")[2]: each for each in self._objects.listed(f"{_PLACE}/")}
         return {int(name): each for name, each in found.items() if name.isdigit()}
 
@@ -143,6 +126,5 @@ def _name(number: int) -> str:
     return f"{_PLACE}/{number}"
 
 
-def _content() -> bytes:
-    """Unlike any before it."""
+def _content() -> bytes:  # unique, so that `Objects.create` recognizes its own object
     return f"{own_stamp()} {uuid.uuid4().hex}".encode()

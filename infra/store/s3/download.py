@@ -1,8 +1,4 @@
-"""The files of a manifest, brought here in parts.
-
-Promises: goes on where an earlier call was cut; every byte was compared with the manifest when it
-returns, what an earlier call left too; once a file fails, no other is begun.
-"""
+"""Resumable download of the files of a manifest."""
 
 import hashlib
 from collections.abc import Callable
@@ -17,26 +13,20 @@ from infra.store.s3.transfers import transfer
 from infra.waiting import when_there_is_room
 
 Read = Callable[[str, int, int], bytes]
-"""A file's bytes from one place to before another, all of them."""
+"""Returns all bytes of a file from one position to another."""
 
 
 def download(directory: Path, manifest: Manifest, read: Read) -> None:
-    """Fill a directory with the files of a manifest, and write that last.
+    """Fill a directory, which may hold a partial download, and write the manifest last.
 
-    Args:
-        directory: exists; may hold what an earlier call had brought.
-        manifest: of the files.
-        read: gives a stretch of one.
-
-    Raises:
-        ArtifactCorruptError: what is read is not what the manifest says.
+    Every byte is verified, also those of an earlier call. After an error no other file is begun.
+    `ArtifactCorruptError` means that the bytes do not match the manifest.
     """
     transfer(partial(_load, directory, *each, read) for each in manifest.files.items())
     write_manifest(directory, manifest)
 
 
 def _load(directory: Path, name: str, entry: FileEntry, read: Read) -> None:
-    """Bring one file to its whole size; what is there of it already is not asked for again."""
     path = directory / name
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
@@ -60,6 +50,6 @@ def _load(directory: Path, name: str, entry: FileEntry, read: Read) -> None:
 
 
 def _write(file: IO[bytes], data: bytes, start: int) -> None:
-    file.truncate(start)  # what a full disk left of an earlier try
+    file.truncate(start)  # remove the remains of a write that a full disk cut
     file.write(data)
     file.flush()

@@ -1,8 +1,8 @@
-"""What lies in a store in a bucket, and how it is taken away.
+"""The contents of a store in a bucket, and how they are removed.
 
-Promises: as of `infra.store.inventory`, while `exclusively` lasts: what makes a thing visible goes
-first (the newest entry of a log, a manifest), so that a kill leaves a stage that is done, or not.
-Does not promise: sizes of old versions, where the bucket keeps them.
+Promises: as `infra.store.inventory`, during `exclusively`: the object that makes a thing visible
+(newest log entry, manifest) goes first, so after a kill a stage is either done or not.
+Does not promise: the size of old versions that the bucket keeps.
 """
 
 import time
@@ -16,16 +16,11 @@ from infra.store.s3.collecting import Collecting
 from infra.store.s3.objects import MAX_DELETED, Found, Objects, Unfinished
 
 ABANDONED_S = 24 * 3600.0
-"""A probe or an upload that is older has nobody who waits for it."""
+"""A probe or an upload that is older is not in use any more."""
 
 
 class S3Inventory:
-    """`Inventory` of a store in a bucket.
-
-    Args:
-        objects: of the store.
-        collecting: in the same store.
-    """
+    """`Inventory` of a store in a bucket."""
 
     others_wait = True
 
@@ -35,7 +30,7 @@ class S3Inventory:
         self.exclusively: Callable[[], AbstractContextManager[None]] = collecting.hold
 
     def stages(self) -> dict[str, StoredStage]:
-        """See `Inventory.stages`. Two listings, however many stages there are."""
+        """See `Inventory.stages`; two listings for any number of stages."""
         of_work = self._objects.listed("work/")
         logs, works = _by_place(self._objects.listed("stages/"), 2), _by_place(of_work, 2)
         steps: dict[str, list[Stored]] = {}
@@ -56,7 +51,7 @@ class S3Inventory:
         return {name: stage(name) for name in names}
 
     def artifacts(self) -> dict[str, list[Stored]]:
-        """See `Inventory.artifacts`. A publisher writes the manifest anew, so it is young again."""
+        """See `Inventory.artifacts`; publishing again rewrites the manifest and so the age."""
         found: dict[str, list[Stored]] = {}
         for place, files in _by_place(self._objects.listed("artifacts/"), 3).items():
             found.setdefault(place.rpartition("/")[2], []).append(_stored(place, files))
@@ -92,7 +87,7 @@ class S3Inventory:
         return True
 
     def _in_order(self, place: str, names: Sequence[str]) -> Iterator[Sequence[str]]:
-        """Names by the order in which they go: what makes others visible before these."""
+        """Group names in the order of removal: what makes others visible goes first."""
         what, *parts = place.split("/")
         if what == "stages":
             yield from ([name] for name in sorted(names, key=_number, reverse=True))
@@ -104,7 +99,6 @@ class S3Inventory:
         yield from (group for group in (manifests, rest) if group)
 
     def _marks(self, place: str, fingerprint: str, names: Sequence[str]) -> list[str]:
-        """What leads to work that goes, from elsewhere in the store."""
         followed = [_followed(name) for name in names if "/followers/" in name]
         work = f"work/{fingerprint}/"
         steps = [f"{work}{n}/" for n in self._objects.children(work) if n.startswith("steps-")]
@@ -120,7 +114,6 @@ class S3Inventory:
 
 
 def _by_place(found: Iterable[Found], num_parts: int) -> dict[str, list[Found]]:
-    """Objects by the first parts of their names."""
     of_place: dict[str, list[Found]] = {}
     for each in found:
         of_place.setdefault("/".join(each.name.split("/")[:num_parts]), []).append(each)
@@ -137,7 +130,6 @@ def _number(entry: str) -> int:
 
 
 def _followed(follower: str) -> str:
-    """The name by which a follower of `work/<fingerprint>/followers/<name>` finds it."""
     _, fingerprint, _, name = follower.split("/")
     return f"followed/{name}/{fingerprint}"
 

@@ -1,15 +1,14 @@
-"""What an attempt writes in its directory on one machine, shipped to where its watchers look.
+"""Ships the files that an attempt writes on one machine to the bucket, where watchers read them.
 
     <attempt>/heartbeat, stacks.txt    replaced whenever they changed
               samples/<step>.json      likewise
-              journal/<offset>         chunks of whole lines, each of which begins at that byte
+              journal/<offset>         chunks of whole lines that start at that byte
 
-Promises: chunks never change, and follow each other without a gap, so a reader who joins them has
-the journal's beginning as it was written. What was written before `ship` is there when it returns;
-a thread ships every `SHIP_EVERY_S` besides. A service that fails costs a warning and the beats.
-A journal that goes on elsewhere begins with what was shipped.
-Does not promise: that lines written since the last shipment outlive the machine. Whoever takes over
-repeats their steps, from a checkpoint before them.
+Promises: chunks never change and have no gaps, so joined they are the beginning of the journal.
+`ship` returns when everything written before is in the bucket; a thread also ships every
+`SHIP_EVERY_S`. A failing service costs only a warning and missing beats. A journal continued on
+another machine begins with what was shipped.
+Does not promise: lines written since the last shipment to a lost machine; their steps are repeated.
 """
 
 import atexit
@@ -42,7 +41,7 @@ class Chunk(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """What of a chunk belongs to a part of the journal; both ends count from its beginning."""
+    """Bytes `start` to `end` of a chunk, both counted from the beginning of the chunk."""
 
     chunk: Chunk
     start: int
@@ -50,12 +49,7 @@ class Stretch(NamedTuple):
 
 
 class JournalChunks:
-    """The shipped part of one journal; threads may read it together.
-
-    Args:
-        objects: of the store.
-        attempt: name of the attempt in it.
-    """
+    """The shipped part of one journal; thread-safe for readers."""
 
     def __init__(self, objects: Objects, attempt: str) -> None:
         self._objects = objects
@@ -64,14 +58,7 @@ class JournalChunks:
         self._lock = threading.Lock()
 
     def refresh(self) -> Sequence[Chunk]:
-        """All chunks that are there now.
-
-        Returns:
-            In order.
-
-        Raises:
-            ArtifactCorruptError: one is missing.
-        """
+        """Return all chunks in order; raise `ArtifactCorruptError` if one is missing."""
         with self._lock:
             after = self._name(self._known[-1].offset) if self._known else ""
             for each in self._objects.listed(f"{self._root}/", after):
@@ -86,27 +73,20 @@ class JournalChunks:
 
     @property
     def num_bytes(self) -> int:
-        """Of all chunks that are known."""
+        """Total size of all known chunks."""
         return sum(self._known[-1]) if self._known else 0
 
     def read(self, start: int, end: int | None) -> bytes:
-        """A stretch of what is there now; shorter than asked for where it ends before."""
+        """Return bytes `start` to `end`, fewer if the shipped part is shorter."""
         return b"".join(map(self._read, stretches(self.refresh(), start, end)))
 
     def append(self, data: bytes) -> None:
-        """Ship whole lines that follow what is known.
-
-        Args:
-            data: not empty.
-
-        Raises:
-            ArtifactCorruptError: another writer shipped something else.
-        """
+        """Ship whole lines; `ArtifactCorruptError` if another writer shipped different ones."""
         name = self._name(self.num_bytes)
         if self._objects.create(name, data):
             self._known.append(Chunk(self.num_bytes, len(data)))
             return
-        # Another process of this machine has the same file, and was faster.
+        # Another process of this machine ships the same file and was faster.
         standing = self._objects.get(name)
         if not standing or not (data.startswith(standing) or standing.startswith(data)):
             raise ArtifactCorruptError(f"{self._objects.place(name)} is of another journal")
@@ -120,13 +100,7 @@ class JournalChunks:
 
 
 class Mirror:
-    """Ships one attempt's directory.
-
-    Args:
-        objects: of the store.
-        attempt: name of the attempt in it.
-        directory: of the attempt, here; gets the journal that was shipped, if it has none.
-    """
+    """Ships one attempt's directory; restores the shipped journal if the directory has none."""
 
     def __init__(self, objects: Objects, attempt: str, directory: Path) -> None:
         self._objects, self._attempt, self._directory = objects, attempt, directory
@@ -145,8 +119,8 @@ class Mirror:
         """Ship what is new.
 
         Raises:
-            StoreError: some of it could not be shipped.
-            ArtifactCorruptError: another writer ships another journal of the same attempt.
+            StoreError: a part could not be shipped.
+            ArtifactCorruptError: another writer ships a different journal of the same attempt.
         """
         with self._lock:
             self._ship_journal()
@@ -163,13 +137,13 @@ class Mirror:
                     self._sampled[path.name] = written_at
 
     def end(self) -> None:
-        """Ship no more by itself."""
+        """Stop the automatic shipping."""
         self._ended.set()
         atexit.unregister(self._ship_or_warn)
 
     def _ship_journal(self) -> None:
         data = _read_from(self._directory / JOURNAL_NAME, self._chunks.num_bytes)
-        # A torn tail is cut when the journal is opened again, and a chunk is for ever.
+        # Whole lines only: chunks never change, but a torn tail is cut when the journal reopens.
         lines = data[: data.rfind(b"\n") + 1]
         if lines:
             self._chunks.append(lines)
@@ -186,7 +160,7 @@ class Mirror:
 
 
 def mirror(objects: Objects, attempt: str, directory: Path) -> Mirror:
-    """The one mirror of a directory in this process; arguments as of `Mirror`."""
+    """Return this process's only mirror of a directory, created on first use."""
     with _opening:
         if directory not in _mirrors:
             _mirrors[directory] = Mirror(objects, attempt, directory)
@@ -194,14 +168,14 @@ def mirror(objects: Objects, attempt: str, directory: Path) -> Mirror:
 
 
 def ship(directory: Path) -> None:
-    """Ship what this process mirrors of a directory; raises as of `Mirror.ship`."""
+    """Ship a directory if this process mirrors it; raises as `Mirror.ship`."""
     known = _mirrors.get(directory)
     if known is not None:
         known.ship()
 
 
 def end(directory: Path) -> None:
-    """Mirror a directory no more, if this process did."""
+    """Stop mirroring a directory, if this process does."""
     with _opening:
         known = _mirrors.pop(directory, None)
     if known is not None:
@@ -209,22 +183,13 @@ def end(directory: Path) -> None:
 
 
 def end_below(directory: Path) -> None:
-    """Mirror nothing below a directory any more, if this process did."""
+    """Stop mirroring every directory below a directory."""
     for path in [path for path in _mirrors if path.is_relative_to(directory)]:
         end(path)
 
 
 def stretches(chunks: Sequence[Chunk], start: int, end: int | None) -> list[Stretch]:
-    """Where the bytes from `start` to before `end` are.
-
-    Args:
-        chunks: in order, without a gap, from byte 0 on.
-        start: not negative.
-        end: None: as far as there are any.
-
-    Returns:
-        The parts of chunks that joined are those bytes, or as many of them as there are.
-    """
+    """Return the parts of gapless chunks that hold bytes `start` to `end` (None: all the rest)."""
     found = []
     for chunk in chunks:
         first = max(start - chunk.offset, 0)

@@ -1,10 +1,10 @@
 """The objects of a store in a bucket.
 
-Promises: an object appears whole or not at all; of any number of callers that create one name
-exactly one succeeds, and whoever gets no answer looks what stands there: it is his if it has his
-bytes. A service that ignores the condition is refused before anything relies on it.
-Does not promise: that the parts of a large object whose writer was killed go away by themselves.
-Nobody sees them; `rlhf gc`, or a lifecycle rule (`AbortIncompleteMultipartUpload`), removes them.
+Promises: an object appears completely or not at all. Of several callers that create one name
+exactly one succeeds; a caller without an answer reads the object and owns it if the bytes are its
+own. A service that ignores conditions is refused before anything relies on it.
+Does not promise: that parts of a killed large upload vanish by themselves. They are invisible;
+`rlhf gc` or a lifecycle rule (`AbortIncompleteMultipartUpload`) removes them.
 """
 
 import base64
@@ -32,44 +32,36 @@ from infra.store.s3.answers import AbsentError, ConflictError, TakenError, told
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 30.0
 CREATE_DEADLINE_S = 60.0
-"""How long a caller tries to learn whether a name became his."""
+"""Time limit to find out whether a create succeeded."""
 CREATE_POLL_S = 0.2
 PART_BYTES = 32 * 2**20
-"""Larger files are uploaded, and downloaded, in parts of this size; S3 takes 5 MiB and more."""
+"""Larger files are transferred in parts of this size; S3 requires at least 5 MiB."""
 MAX_PARTS = 9_000
 MAX_DELETED = 1000
-"""Objects that one request may remove."""
 NUM_READS = 3
 
 _opening = threading.Lock()
 
 
 class Found(NamedTuple):
-    """An object in a listing."""
+    """An object in a listing; `changed_at` is the service's time in seconds since the epoch."""
 
     name: str
     size_bytes: int
     changed_at: float
-    """By the service's clock, in seconds since the epoch."""
 
 
 class Unfinished(NamedTuple):
-    """An upload in parts that nobody ended."""
+    """A multipart upload that was not ended; `begun_at`: service time, seconds since the epoch."""
 
     name: str
     upload: str
-    """The service's name of it."""
     size_bytes: int
     begun_at: float
-    """By the service's clock, in seconds since the epoch."""
 
 
 class Objects:
-    """What lies below an address.
-
-    Args:
-        address: of the store; names below are relative to it.
-    """
+    """The objects below an address; all methods raise `StoreError` if the service fails."""
 
     def __init__(self, address: S3Address) -> None:
         self.address = address
@@ -84,7 +76,7 @@ class Objects:
         return self._client.meta.endpoint_url
 
     def get(self, name: str, start: int = 0, end: int | None = None) -> bytes | None:
-        """The bytes of an object from `start` to before `end`; None if it is absent."""
+        """Return bytes `start` to `end` of an object; None if it is absent."""
         stretch = {} if start == 0 and end is None else {"Range": _range(start, end)}
         for remaining in reversed(range(NUM_READS)):
             try:
@@ -95,48 +87,31 @@ class Objects:
             try:
                 with self._told(name):
                     return body.read()
-            except StoreUnreachableError:  # botocore asks again for an answer, not for its rest
+            except StoreUnreachableError:  # botocore retries requests, but not reads of the body
                 if not remaining:
                     raise
         raise AssertionError
 
     def part(self, name: str, start: int, end: int) -> bytes:
-        """As `get`, of an object that a manifest says is there and large enough.
-
-        Args:
-            name: of the object.
-            start: of the part.
-            end: behind it.
-
-        Returns:
-            All of its bytes.
-
-        Raises:
-            ArtifactCorruptError: the object has not got them.
-        """
+        """Return bytes `start` to `end`; raise `ArtifactCorruptError` if the object lacks them."""
         data = self.get(name, start, end)
         if data is None or len(data) != end - start:
             raise ArtifactCorruptError(f"{self.place(name)} lost bytes {start} to {end}")
         return data
 
     def put(self, name: str, data: bytes) -> None:
-        """Make an object, or replace it; the service compares its sha256."""
+        """Create or replace an object; the service verifies its sha256."""
         with self._told(name):
             self._put(name, data)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Make an object unless the name is taken.
+        """Create an object unless the name is taken; return True if it has these bytes now.
 
-        Args:
-            name: of the object.
-            data: unlike any other caller's, if the callers are to be told apart.
-
-        Returns:
-            Whether these bytes stand there now.
+        Callers that must be told apart need different bytes.
 
         Raises:
-            ConfigError: the service does not honour the condition.
-            StoreError: as of the module; after `CREATE_DEADLINE_S` nobody knows whose it is.
+            ConfigError: the service ignores the condition.
+            StoreError: after `CREATE_DEADLINE_S` the outcome is unknown.
         """
         self.require_conditions()
         ends_at = time.monotonic() + CREATE_DEADLINE_S
@@ -146,7 +121,7 @@ class Objects:
                     self._put(name, data, IfNoneMatch="*")
                 return True
             except (TakenError, ConflictError, StoreUnreachableError) as error:
-                # A lost answer, or a retry of botocore's that met its own first request.
+                # The answer was lost, or a retry by botocore met its own first request.
                 with suppress(StoreUnreachableError):
                     standing = self.get(name)
                     if standing is not None:
@@ -156,11 +131,7 @@ class Objects:
             time.sleep(CREATE_POLL_S)
 
     def require_conditions(self) -> None:
-        """Refuse a service on which two could own one name; asked once by a process.
-
-        Raises:
-            ConfigError: the second of two exclusive creates of one name succeeded.
-        """
+        """Raise `ConfigError` if the service ignores conditional writes; tested once a process."""
         if self._honours_conditions:
             return
         name = f"probes/{uuid.uuid4().hex}"
@@ -180,16 +151,10 @@ class Objects:
         self._honours_conditions = True
 
     def upload(self, path: Path, name: str, entry: FileEntry) -> None:
-        """Make an object of a file, or replace it.
-
-        Args:
-            path: the file.
-            name: of the object.
-            entry: what the file has to be; each byte is compared on its way.
+        """Upload a file, comparing each byte with its entry; after an error nothing is visible.
 
         Raises:
-            ArtifactCorruptError: the file is another by now; nothing became visible.
-            StoreError: as of the module; nothing became visible.
+            ArtifactCorruptError: the file has changed.
         """
         if entry.size_bytes > PART_BYTES:
             with self._told(name), path.open("rb") as file:
@@ -200,15 +165,7 @@ class Objects:
         self.put(name, data)
 
     def listed(self, prefix: str, after: str = "") -> list[Found]:
-        """The objects whose names begin with a prefix, sorted by name.
-
-        Args:
-            prefix: of the names.
-            after: only names behind this one.
-
-        Returns:
-            All of them.
-        """
+        """Return the objects whose names have a prefix and sort after `after`, sorted by name."""
         start = {"StartAfter": self.address.key(after)} if after else {}
         cut = len(self.address.key(""))
         return [
@@ -218,7 +175,7 @@ class Objects:
         ]
 
     def children(self, prefix: str) -> list[str]:
-        """The next parts of the names below a prefix that ends with a slash, sorted."""
+        """Return the next path components below a prefix that ends with a slash, sorted."""
         cut = len(self.address.key(prefix))
         return [
             each["Prefix"][cut:-1]
@@ -227,7 +184,7 @@ class Objects:
         ]
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove objects; those that are absent already do not matter."""
+        """Remove objects, which may be absent."""
         for at in range(0, len(names), MAX_DELETED):
             keys = [{"Key": self.address.key(name)} for name in names[at : at + MAX_DELETED]]
             with self._told(names[at]):
@@ -238,14 +195,7 @@ class Objects:
                 raise StoreError(f"{self.place(names[at])}: not removed: {error.get('Message')}")
 
     def unfinished(self, before: float) -> list[Unfinished]:
-        """Uploads in parts that were begun, and neither completed nor aborted; nobody sees them.
-
-        Args:
-            before: only those that were begun earlier; seconds since the epoch.
-
-        Returns:
-            Less what ends meanwhile.
-        """
+        """Return multipart uploads begun before a time (seconds since the epoch) and not ended."""
         cut, found = len(self.address.key("")), list[Unfinished]()
         with self._told(""):
             pages = self._client.get_paginator("list_multipart_uploads").paginate(
@@ -264,12 +214,12 @@ class Objects:
         return found
 
     def abort(self, each: Unfinished) -> None:
-        """End an upload in parts; one that is ended already does not matter."""
+        """Abort a multipart upload, which may have ended."""
         with suppress(AbsentError), self._told(each.name):
             self._client.abort_multipart_upload(**self._at(each.name), UploadId=each.upload)
 
     def place(self, name: str) -> str:
-        """What people call an object."""
+        """Return the `s3://` URI of an object, for messages."""
         return f"s3://{self.address.bucket}/{self.address.key(name)}"
 
     def _pages(self, prefix: str, **more: str) -> Iterator[Mapping[str, Any]]:
@@ -311,29 +261,19 @@ class Objects:
 
 @functools.cache
 def _client(endpoint: str, profile: str | None, process: int) -> Any:
-    """A client of the environment's service and credentials: costly to make, safe for threads.
-
-    Args:
-        endpoint: what the environment says; empty: Amazon's.
-        profile: what the environment says.
-        process: of the caller; a fork shares no connection.
-
-    Returns:
-        A client of botocore.
-    """
+    """Cached client for one process: it is thread-safe, but a fork must not share connections."""
     config = Config(
         connect_timeout=CONNECT_TIMEOUT_S,
         read_timeout=READ_TIMEOUT_S,
         retries={"mode": "standard"},
-        # Names of buckets are hosts of Amazon's alone.
+        # Only Amazon resolves bucket names as hosts.
         s3={"addressing_style": "path" if endpoint else "auto"},
     )
     return _session(profile).client("s3", config=config)
 
 
-@functools.cache
+@functools.cache  # loads the service's operations and the credentials: the costly part
 def _session(profile: str | None) -> Any:
-    """What knows the service's operations and the credentials: the costly part of a client."""
     return boto3.Session(profile_name=profile)
 
 

@@ -1,12 +1,12 @@
 """Small records of a store in a bucket: logs of stages, followers, and runs.
 
     stages/<fingerprint>/<n>                   entries of a log
-    work/<fingerprint>/followers/<name>        who waits, touched while he does
-    followed/<name>/<fingerprint>              the same by name
+    work/<fingerprint>/followers/<name>        a follower; written again while it waits
+    followed/<name>/<fingerprint>              the same, indexed by follower
     runs/<key>/name, kept, stages/<fingerprint>, artifacts/<digest>
 
-Promises: as of the local form (`infra.store.stage_log`, `followers`, `runs`). Silence of a follower
-is measured by the service's clock alone.
+Promises: as the local forms (`infra.store.stage_log`, `followers`, `runs`). Only the service's
+clock measures how long a follower was silent.
 """
 
 from infra.errors import ArtifactCorruptError
@@ -19,11 +19,7 @@ from infra.store.stage_spec import check_fingerprint
 
 
 class S3LogFiles:
-    """`LogFiles` in a bucket: an entry is made by a conditional put.
-
-    Args:
-        objects: of the store.
-    """
+    """`LogFiles` in a bucket; an entry is made by a conditional put."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
@@ -61,17 +57,13 @@ class S3LogFiles:
 
 
 class S3Followers:
-    """`Followers` in a bucket.
-
-    Args:
-        objects: of the store.
-    """
+    """`Followers` in a bucket."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
 
     def join(self, fingerprint: str, follower: str) -> None:
-        """See `Attempts.join`. Found by name first, so that whoever is seen can be found."""
+        """See `Attempts.join`; the index is written first, so it lists every visible follower."""
         self._objects.put(_followed(fingerprint, follower), b"")
         self._objects.put(_follower(fingerprint, follower), own_stamp().encode())
 
@@ -100,12 +92,7 @@ class S3Followers:
 
 
 class S3Runs:
-    """`Runs` in a bucket.
-
-    Args:
-        objects: of the store.
-        collecting: in the same store.
-    """
+    """`Runs` in a bucket."""
 
     def __init__(self, objects: Objects, collecting: Collecting) -> None:
         self._objects, self._collecting = objects, collecting
@@ -118,7 +105,7 @@ class S3Runs:
             self._objects.create(f"{_run(key)}/name", name.encode())
 
     def use(self, key: str, fingerprint: str) -> None:
-        """See `Runs.use`. Waits while garbage is collected: what is looked at next is left."""
+        """See `Runs.use`; waits while garbage is collected, so the next lookup is reliable."""
         self._say(f"{_run(key)}/stages/{check_fingerprint(fingerprint)}")
 
     def read(self, key: str, digest: str) -> None:
@@ -151,12 +138,12 @@ class S3Runs:
         return sorted(runs, key=lambda run: (run.name, run.key))
 
     def forget(self, key: str) -> None:
-        """See `Runs.forget`; asked by whoever collects."""
+        """See `Runs.forget`; called by the garbage collector."""
         self._collecting.check()
         self._objects.delete([each.name for each in self._objects.listed(f"{_run(key)}/")])
 
     def _say(self, name: str) -> None:
-        """So that every later collection sees it."""
+        """Put the object, and again after a collection, so that every later one sees it."""
         self._objects.put(name, b"")
         while self._collecting.wait_until_over():
             self._objects.put(name, b"")

@@ -1,12 +1,12 @@
-"""The step checkpoints of one generation, here and in the bucket.
+"""The step checkpoints of one generation, on this machine and in the bucket.
 
     <steps>/<step>-<digest>/...    files of a checkpoint, its manifest last
 
-Promises: a checkpoint in the bucket is named by its content, so two attempts never mix theirs, and
-it is seen when its manifest is there; before that, the journal of the attempt that made it was
-shipped, so whoever continues from it lacks no record. What is fetched was verified, byte by byte;
-a damaged one costs a warning, and the one before it is taken.
-Does not promise: that the newest checkpoint of a machine that is lost had been shipped.
+Promises: a checkpoint in the bucket is named by its content, so two attempts never mix theirs. It
+is visible once its manifest exists; the journal of its attempt was shipped before, so an attempt
+that continues from it misses no record. Every fetched byte is verified; a damaged checkpoint costs
+a warning, and the previous one is used.
+Does not promise: that the newest checkpoint of a lost machine was shipped.
 """
 
 import logging
@@ -34,22 +34,15 @@ from infra.store.step_directories import STEP_KIND, newest_valid, step_directori
 
 SHIP_EVERY_S = 2.0
 END_DEADLINE_S = 60.0
-"""How long the end of a stage waits for a checkpoint on its way, which nobody needs any more."""
+"""How long the end of a stage waits for an upload that is not needed any more."""
 _NAME = re.compile(r"(\d{8,})-([0-9a-f]{64})")
 
-_Checkpoint = tuple[int, str]
-"""Step, and digest of the manifest."""
+_Checkpoint = tuple[int, str]  # step, and digest of the manifest
 _log = logging.getLogger(__name__)
 
 
 class SharedSteps:
-    """A directory of checkpoints, and its place in the bucket.
-
-    Args:
-        objects: of the store.
-        place: name of the directory in it.
-        root: the directory here; may not exist.
-    """
+    """A local directory of checkpoints, which may not exist, and its place in the bucket."""
 
     def __init__(self, objects: Objects, place: str, root: Path) -> None:
         self._objects, self._place, self._root = objects, place, root
@@ -57,24 +50,19 @@ class SharedSteps:
         self._lock = threading.Lock()
 
     def numbers(self) -> list[int]:
-        """Steps that have a checkpoint here or there, ascending; perhaps none of them is sound."""
+        """Return the steps with a checkpoint here or in the bucket, ascending; not verified."""
         return sorted({step for step, _ in self._visible()} | {*step_directories(self._root)})
 
     def ship(self, before_manifest: Callable[[], None] = lambda: None) -> None:
-        """Ship what is published here; what is older there, and not here any more, goes then.
+        """Upload local checkpoints; remove older ones in the bucket that are not local any more.
 
-        Args:
-            before_manifest: called before a checkpoint can be seen; what it raises leaves all as
-                it is.
-
-        Raises:
-            StoreError: the service refused or failed.
+        `before_manifest` is called before a checkpoint becomes visible; an exception prevents that.
         """
         with self._lock:
             here: dict[_Checkpoint, Path] = {}
             for step, paths in step_directories(self._root).items():
                 for path in paths:
-                    with suppress(ArtifactNotFoundError):  # retention was faster
+                    with suppress(ArtifactNotFoundError):  # retention removed it meanwhile
                         here[step, read_manifest(path).digest] = path
             fresh = [each for each in here if each not in self._shipped]
             for each in fresh:
@@ -85,14 +73,7 @@ class SharedSteps:
                         self._remove(each)
 
     def fetch(self, last: int) -> None:
-        """Bring the newest valid checkpoint here, unless what is here is as new.
-
-        Args:
-            last: those of later steps are left where they are.
-
-        Raises:
-            StoreError: the service refused or failed.
-        """
+        """Download the newest valid checkpoint up to step `last`, unless the local is as new."""
         try:
             own = newest_valid(self._root, last)
         except ArtifactCorruptError:
@@ -110,16 +91,14 @@ class SharedSteps:
                 return
 
     def remove(self) -> None:
-        """Take all of them out of the bucket."""
+        """Remove all of them from the bucket."""
         for each in self._begun():
             self._remove(each)
 
-    def _begun(self) -> list[_Checkpoint]:
-        """What is in the bucket, or on its way, in order."""
+    def _begun(self) -> list[_Checkpoint]:  # partial uploads included
         return _parsed(self._objects.children(f"{self._place}/"))
 
-    def _visible(self) -> list[_Checkpoint]:
-        """What has its manifest, in order."""
+    def _visible(self) -> list[_Checkpoint]:  # those with a manifest
         cut, end = len(self._place) + 1, f"/{MANIFEST_NAME}"
         names = (each.name[cut:] for each in self._objects.listed(f"{self._place}/"))
         return _parsed(name.removesuffix(end) for name in names if name.endswith(end))
@@ -130,7 +109,7 @@ class SharedSteps:
             manifest = read_manifest(path)
             for name, entry in manifest.files.items():
                 self._objects.upload(path / name, f"{root}/{name}", entry)
-        except (ArtifactNotFoundError, FileNotFoundError):  # retention was faster
+        except (ArtifactNotFoundError, FileNotFoundError):  # retention removed it meanwhile
             self._remove(each)
             return
         before_manifest()
@@ -157,7 +136,7 @@ class SharedSteps:
         self._shipped.add(each)
 
     def _remove(self, each: _Checkpoint) -> None:
-        """First what makes it visible."""
+        """Delete the manifest first, so that no partial checkpoint is visible."""
         root = self._name(each)
         self._objects.delete([f"{root}/{MANIFEST_NAME}"])
         self._objects.delete([found.name for found in self._objects.listed(f"{root}/")])
@@ -167,12 +146,7 @@ class SharedSteps:
 
 
 class StepsShipper:
-    """Ships a directory's checkpoints from a thread, as they are published, until one is fenced.
-
-    Args:
-        steps: the directory.
-        before_manifest: as of `SharedSteps.ship`.
-    """
+    """Ships checkpoints from a thread as they are published, until the attempt is fenced."""
 
     def __init__(self, steps: SharedSteps, before_manifest: Callable[[], None]) -> None:
         self._steps, self._before_manifest = steps, before_manifest
@@ -181,7 +155,7 @@ class StepsShipper:
         self._thread.start()
 
     def end(self) -> None:
-        """Ship no more; what is on its way may take `END_DEADLINE_S`."""
+        """Stop shipping; an upload in progress may take `END_DEADLINE_S`."""
         self._ended.set()
         self._thread.join(END_DEADLINE_S)
 

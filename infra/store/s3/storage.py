@@ -1,9 +1,9 @@
 """A store in a bucket: `artifacts/<kind>/<digest>/`, `stages/<fingerprint>/`, `work/`, `runs/`.
 
-Promises: as of `Storage`. An artifact is there when its manifest is, which comes last and by a
-conditional put; each byte is compared with the manifest on its way up and on its way down.
-Does not promise: to notice, at a look-up or when equal content is published again, that the service
-changed bytes and not sizes; `local_copy` and `verify` do.
+Promises: as `Storage`. An artifact exists when its manifest does, which is written last by a
+conditional put; every byte is compared with the manifest on upload and download.
+Does not promise: that `lookup` or a second `publish` notices bytes that the service changed without
+changing the size; `local_copy` and `verify` do.
 """
 
 import hashlib
@@ -51,14 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class S3Storage(StageResults):
-    """A store in a bucket.
-
-    Args:
-        uri: `s3://bucket/prefix`.
-
-    Raises:
-        ConfigError: that is no address, or holds credentials.
-    """
+    """A store in a bucket, `s3://bucket/prefix`; raises as `S3Address.parse`."""
 
     def __init__(self, uri: str) -> None:
         self._address = S3Address.parse(uri)
@@ -75,12 +68,12 @@ class S3Storage(StageResults):
 
     @property
     def uri(self) -> str:
-        """The address of the store."""
+        """Address of the store."""
         return self._address.uri
 
     @property
     def name(self) -> str:
-        """Made once per store."""
+        """See `Storage.name`; created once per store."""
         while (found := self._objects.get("name")) is None:
             self._objects.create("name", uuid.uuid4().hex[:8].encode())
         return found.decode()
@@ -102,7 +95,7 @@ class S3Storage(StageResults):
         return S3Channel.with_steps(self._objects)
 
     def publish(self, source: Path, kind: str, digests: Mapping[str, str] = NO_DIGESTS) -> Artifact:
-        """See `Storage.publish`. The files stay in this machine's cache."""
+        """See `Storage.publish`; the files stay in this machine's cache."""
         require(KIND, kind, "artifact kind")
         fault("storage.before_publish")
         manifest = build_manifest(source, kind, digests)
@@ -116,7 +109,7 @@ class S3Storage(StageResults):
         return Artifact(kind=kind, uri=self._place(kind, digest), digest=digest)
 
     def _upload(self, source: Path, root: str, manifest: Manifest) -> None:
-        """What is not there yet; the manifest in any case, which says that somebody needs it."""
+        """Upload what is missing, and always the manifest: its age tells a collector of the use."""
         present = self._sizes(root)
         missing = {
             name: entry
@@ -186,7 +179,7 @@ class S3Storage(StageResults):
         def read(name: str, start: int, end: int) -> bytes:
             return self._objects.part(f"{root}/{name}", start, end)
 
-        self._manifest(artifact)  # what the store has not is not taken from another's copies
+        self._manifest(artifact)  # the cache may have copies of artifacts of other stores
         return self._cache.fetch(artifact.kind, artifact.digest, manifest, read)
 
     def _manifest(self, artifact: Artifact) -> Manifest:

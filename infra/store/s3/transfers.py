@@ -1,9 +1,4 @@
-"""Many files sent or fetched, several at a time.
-
-Promises: the first failure, whichever file it is of, or an interruption, is raised as soon as the
-transfers that are under way have ended; those that were not begun never are.
-Does not promise: to cut a transfer that is under way.
-"""
+"""Parallel transfers of many files."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -14,13 +9,9 @@ NUM_TRANSFERS = 4
 
 
 def transfer(transfers: Iterable[Callable[[], None]]) -> None:
-    """Make transfers, `NUM_TRANSFERS` at a time, begun in their order.
+    """Call transfers in order, `NUM_TRANSFERS` at a time.
 
-    Args:
-        transfers: each is called once; its exceptions end them all.
-
-    Raises:
-        Exception: the first one of a transfer.
+    The first exception is raised when those in progress have ended; no others are started.
     """
     is_over = threading.Event()
     with ThreadPoolExecutor(NUM_TRANSFERS, "transfer") as pool:
@@ -38,5 +29,5 @@ def _make(one: Callable[[], None], is_over: threading.Event) -> None:
     try:
         one()
     except BaseException:
-        is_over.set()  # here: whoever waits for the results wakes later than the next one begins
+        is_over.set()  # here, since the next transfer may start before the waiting caller wakes
         raise

@@ -1,1 +1,1 @@
-"""Trackers without a server, which are told the same as the first, and whoever tells them."""
+"""Serverless trackers that receive the same data as the main one, and the fan-out to them."""

@@ -1,15 +1,15 @@
-"""What trackers that keep their runs in directories of this machine share.
+"""Base of trackers that keep their runs in local directories.
 
-    <root>/origin                          the directory's own name for itself
-    <root>/models.json                     what was registered
-    <root>/<run>-<key>/run.json            how a run stands, and how many bytes of its points count
+    <root>/origin                          random id of the directory
+    <root>/models.json                     registered models
+    <root>/<run>-<key>/run.json            state of the run, and number of valid bytes of its points
     <root>/<run>-<key>/<points>            its points, appended
-    <root>/<run>-<key>/<stage>-<key>/      a stage below its run
+    <root>/<run>-<key>/<stage>-<key>/      a stage of the run
 
-Promises: points are there once over kills, of the process or the machine: bytes behind those that
-`run.json` counts are cut before anything is appended, and `run.json` is replaced when they are
-durable; a file of points that lost bytes is begun anew. Processes take turns.
-Does not promise: two machines that share the directory.
+Promises: points are stored once, even if process or machine are killed: bytes beyond the count in
+`run.json` are cut before an append, and `run.json` is replaced once the points are durable; a
+truncated file of points is rewritten from the start. Processes take turns by a lock.
+Does not promise: sharing of the directory by two machines.
 """
 
 import os
@@ -45,7 +45,7 @@ RECORD = "run.json"
 
 
 class StoredRun(FrozenModel):
-    """`run.json`."""
+    """Content of `run.json`."""
 
     key: str
     name: str
@@ -56,32 +56,28 @@ class StoredRun(FrozenModel):
     state: RunState = "RUNNING"
     position: str = ""
     num_bytes: int = 0
-    """Of the points; what is behind them was not told to its end."""
+    """Valid bytes of the points; later bytes belong to an interrupted call."""
 
 
 class Bearer(FrozenModel):
-    """A model that an alias points to, and the one that it took the alias from."""
+    """A model that an alias points to, and the model that it replaced there."""
 
     artifact: Artifact
     beat: Artifact | None = None
 
 
 class Models(FrozenModel):
-    """`models.json`: digests of the versions by model, and by `name@alias` who bears it."""
+    """Content of `models.json`: digests of the versions by model, and bearers by `name@alias`."""
 
     versions: dict[str, list[str]] = {}
     aliases: dict[str, Bearer] = {}
 
 
 class DirectoryTracker(ABC):
-    """A `Tracker` but for the form of its points.
-
-    Args:
-        root: made when something is first told.
-    """
+    """A `Tracker` except for the encoding of its points; `root` is created on the first write."""
 
     points_name: str
-    """File of a run's points."""
+    """File name of a run's points."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
@@ -89,35 +85,35 @@ class DirectoryTracker(ABC):
 
     @classmethod
     def root_of(cls, settings: TrackerSettings, name: str) -> Path:
-        """Where a tracker of this machine keeps its runs: `uri`, else a directory of the home."""
+        """Return the root of a local tracker: `uri`, else a directory of the home."""
         return Path(settings.uri) if settings.uri else settings.home / name
 
     @abstractmethod
     def encode(self, run: StoredRun, points: Sequence[MetricPoint]) -> bytes:
-        """Points as they are appended; `run.num_bytes` is 0 for the first ones."""
+        """Encode points to append; `run.num_bytes` is 0 for the first ones."""
 
     @abstractmethod
     def names_in(self, path: Path, num_bytes: int) -> set[tuple[str, int]]:
-        """Name and step of every point in the first bytes of a file, all of them whole."""
+        """Return (name, step) of every point in the first `num_bytes` of a file."""
 
     @property
     def address(self) -> str:
-        """The directory."""
+        """Class and directory of the tracker."""
         return f"{type(self).__name__} {self.root}"
 
     def is_absent(self) -> bool:
-        """Whether nothing was ever told."""
+        """True if nothing was ever written."""
         return not (self.root / "origin").exists()
 
     def origin(self) -> str:
-        """A name that the directory got when it was made."""
+        """Return the random id that the directory got when it was created."""
         self.root.mkdir(parents=True, exist_ok=True)
         if self.is_absent():
             create_exclusively(self.root / "origin", uuid.uuid4().hex.encode())
         return (self.root / "origin").read_text(encoding="utf-8")
 
     def open_run(self, run: TrackedRun) -> str:
-        """The path below the root, which follows from name, key and parent."""
+        """Return the run's path below the root, derived from name, key and parent."""
         self.origin()
         own = f"{re.sub(r'[^A-Za-z0-9._-]', '_', run.name)}-{run.key[:KEY_DIGITS]}"
         run_id = f"{run.parent_id}/{own}" if run.parent_id else own
@@ -135,17 +131,7 @@ class DirectoryTracker(ABC):
         return run_id
 
     def run(self, run_id: str) -> StoredRun:
-        """A run as it stands.
-
-        Args:
-            run_id: from `open_run`.
-
-        Returns:
-            Without points if bytes of them were lost.
-
-        Raises:
-            TrackerRefusedError: there is no such run.
-        """
+        """Return the record of a run, without position and points if bytes of them were lost."""
         stored = load_record(self.root / run_id / RECORD, StoredRun)
         if stored is None:
             raise TrackerRefusedError(f"{self.root} has no run {run_id!r}")
@@ -155,22 +141,22 @@ class DirectoryTracker(ABC):
         return stored
 
     def points_path(self, run_id: str) -> Path:
-        """File of a run's points."""
+        """Return the file of a run's points."""
         return self.root / run_id / self.points_name
 
     def position(self, run_id: str) -> str:
-        """Of the points that count."""
+        """Return the position stored with the valid points."""
         return self.run(run_id).position
 
     def log_metrics(self, run_id: str, points: Sequence[MetricPoint], position: str) -> None:
-        """Append what the run does not have, then count it."""
+        """Append the points that the run does not have."""
         with self._alone():
             self._append(run_id, points, position=position)
 
     def set_state(
         self, run_id: str, state: RunState, tags: Mapping[str, str], metrics: Mapping[str, float]
     ) -> None:
-        """Headline numbers stand at step 0, where no step has one of that name."""
+        """Store state and tags; headline metrics without a point are added at step 0."""
         with self._alone():
             stored = self.run(run_id)
             at_ms = time.time_ns() // 1_000_000
@@ -183,7 +169,7 @@ class DirectoryTracker(ABC):
             self._append(run_id, points, state=state, tags={**stored.tags, **tags})
 
     def log_output(self, run_id: str, output: TrackedOutput) -> None:
-        """The tags of `set_state` say it already."""
+        """Do nothing: the tags of `set_state` contain the output."""
         del run_id, output
 
     def log_samples(
@@ -192,15 +178,15 @@ class DirectoryTracker(ABC):
         steps: Mapping[int, Sequence[KeptSample]],
         times_ms: Mapping[int, int],
     ) -> None:
-        """The page that `rlhf show` writes has them; points alone are kept here."""
+        """Do nothing: only points are kept; the page of `rlhf show` has the samples."""
         del run_id, steps, times_ms
 
     def log_files(self, run_id: str, directory: Path, path: str) -> None:
-        """Copied below the run."""
+        """Copy the files below the run."""
         shutil.copytree(directory, self.root / run_id / "files" / path, dirs_exist_ok=True)
 
     def register(self, candidate: ModelCandidate) -> str:
-        """Noted by digest, and no more: the model's files stay where they are."""
+        """Record the digest; the model's files are not copied."""
         with self._alone():
             models = self._models()
             digest = candidate.artifact.digest
@@ -215,7 +201,7 @@ class DirectoryTracker(ABC):
             return str(versions.index(digest) + 1)
 
     def incumbent(self, name: str, alias: str) -> Incumbent | None:
-        """As it was noted."""
+        """Return the recorded bearer of an alias."""
         models = self._models()
         bearer = models.aliases.get(f"{name}@{alias}")
         if bearer is None:
@@ -224,7 +210,7 @@ class DirectoryTracker(ABC):
         return Incumbent(str(number), bearer.artifact, bearer.beat)
 
     def aliased(self) -> dict[str, str]:
-        """As they were noted."""
+        """Return the recorded aliases by digest."""
         return {each.artifact.digest: alias for alias, each in self._models().aliases.items()}
 
     def _models(self) -> Models:
@@ -234,7 +220,6 @@ class DirectoryTracker(ABC):
         return file_lock(self.root / ".lock", LOCK_DEADLINE_S)
 
     def _have(self, run_id: str, stored: StoredRun) -> set[tuple[str, int]]:
-        """Name and step of the points that count; read again if others appended some."""
         num_bytes, names = self._known.get(run_id, (0, set[tuple[str, int]]()))
         if num_bytes != stored.num_bytes:
             names = self.names_in(self.points_path(run_id), stored.num_bytes)

@@ -1,7 +1,7 @@
-"""Several trackers that are told the same, each by a shipper of its own.
+"""Sends the same data to several trackers, each with its own shipper and ledger.
 
-Promises: what one of them does not take, or is away for, delays no other; each has a ledger of its
-own, so one that is added later is told of every run that is used again.
+A tracker that fails does not delay the others, and one that is added later receives every run that
+is used again.
 """
 
 import time
@@ -12,79 +12,74 @@ from infra.tracking.ledger import RunEntry
 
 
 class Teller(Protocol):
-    """Whoever brings runs to trackers; `infra.tracking.shipper.Shipper` says how."""
+    """Something that sends runs to trackers; `infra.tracking.shipper.Shipper` documents it."""
 
     def begin(self) -> None:
-        """Take up what earlier runs left untold."""
+        """Start sending what earlier runs left over."""
         ...
 
     def find(self, key: str) -> RunEntry | None:
-        """A run as it was told last, or is to be told."""
+        """Return the newest entry of a run."""
         ...
 
     def is_settled(self, key: str) -> bool:
-        """Whether everything about a run is known there."""
+        """True if everything about a run was sent."""
         ...
 
     def put(self, entry: RunEntry) -> None:
-        """Tell a run."""
+        """Queue a run."""
         ...
 
     def journal_grew(self, key: str) -> None:
-        """A stage has new records."""
+        """Queue a stage with new journal records."""
         ...
 
     def finish(self) -> None:
-        """Tell the rest at once and then no more; nobody waits for it here."""
+        """Send the rest at once, then end; does not wait."""
         ...
 
     def close(self, deadline_s: float, upload_s: float = 0.0, waited_s: float = 0.0) -> None:
-        """Tell the rest, but not for ever."""
+        """Send the rest, and wait for a bounded time."""
         ...
 
 
 class FanOut:
-    """Tells the first tracker, whose ledger is asked, and its mirrors.
-
-    Args:
-        first: of the tracker.
-        mirrors: of the others.
-    """
+    """Sends to the first tracker, whose ledger answers `find`, and to its mirrors."""
 
     def __init__(self, first: Teller, mirrors: Sequence[Teller]) -> None:
         self._first, self._mirrors = first, tuple(mirrors)
 
     def begin(self) -> None:
-        """Of each."""
+        """Start each of them."""
         for teller in (self._first, *self._mirrors):
             teller.begin()
 
     def find(self, key: str) -> RunEntry | None:
-        """As the first knows it."""
+        """Return the entry of the first tracker."""
         return self._first.find(key)
 
     def is_settled(self, key: str) -> bool:
-        """Whether all of them know everything."""
+        """True if all of them received everything."""
         return all(teller.is_settled(key) for teller in (self._first, *self._mirrors))
 
     def put(self, entry: RunEntry) -> None:
-        """To each; what the first tracker calls the run is nothing to the others."""
+        """Queue a run for each; mirrors get it without the first tracker's run id."""
         self._first.put(entry)
         for mirror in self._mirrors:
             mirror.put(entry.model_copy(update={"run_id": "", "told": ""}))
 
     def journal_grew(self, key: str) -> None:
-        """To each."""
+        """Queue a stage for each."""
         for teller in (self._first, *self._mirrors):
             teller.journal_grew(key)
 
     def finish(self) -> None:
-        """Each."""
+        """Finish each of them."""
         for teller in (self._first, *self._mirrors):
             teller.finish()
 
     def close(self, deadline_s: float, upload_s: float = 0.0, waited_s: float = 0.0) -> None:
-        """Of all of them together, at the same time."""
+        """Close all of them; their deadlines run at the same time."""
         self.finish()
         began_at = time.monotonic() - waited_s
         for teller in (self._first, *self._mirrors):

@@ -1,9 +1,8 @@
 """TensorBoard as a tracker: `tensorboard --logdir <home>/tensorboard`.
 
-Promises: one event file for each run, which TensorBoard follows while it grows; its library is
-imported at the first point. Values are kept as float32, which is all that TensorBoard has.
-Does not promise: what TensorBoard has no place for. States, tags and settings stand beside the
-event file, in `run.json`, the settings in its tab of texts too.
+Promises: one event file per run, which TensorBoard follows while it grows; its library is imported
+at the first point. Values are float32, TensorBoard's format.
+Does not promise: states and tags in TensorBoard; they are in `run.json` beside the event file.
 """
 
 import importlib
@@ -24,20 +23,16 @@ LENGTH = struct.Struct("<Q")
 
 
 class TensorBoardTracker(DirectoryTracker):
-    """An `infra.tracking.tracker.Tracker` over a log directory.
-
-    Args:
-        settings: `uri` is the log directory; None: `<home>/tensorboard`.
-    """
+    """A `Tracker` over a log directory: the settings' `uri`, else `<home>/tensorboard`."""
 
     points_name = "events.out.tfevents.0000000000.rlhf"
-    """TensorBoard looks for the second and third word."""
+    """TensorBoard requires `tfevents` and a timestamp in the name."""
 
     def __init__(self, settings: TrackerSettings) -> None:
         super().__init__(self.root_of(settings, "tensorboard"))
 
     def encode(self, run: StoredRun, points: Sequence[MetricPoint]) -> bytes:
-        """One event for each step and time; the file begins with its version and the settings."""
+        """Return one event per (step, time); the file begins with its version and the settings."""
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         new_event, new_summary = _proto("event").Event, _proto("summary").Summary
@@ -62,7 +57,7 @@ class TensorBoardTracker(DirectoryTracker):
         return data.getvalue()
 
     def names_in(self, path: Path, num_bytes: int) -> set[tuple[str, int]]:
-        """A record is its length, that one's checksum, the event and its checksum."""
+        """Parse records of length (8 bytes), its checksum (4), the event, and its checksum (4)."""
         parse = _proto("event").Event.FromString
         data, names = (path.read_bytes() if num_bytes else b"")[:num_bytes], set[tuple[str, int]]()
         start = 0
@@ -75,7 +70,6 @@ class TensorBoardTracker(DirectoryTracker):
 
 
 def _text(text: str) -> Any:
-    """A text that TensorBoard shows as it is."""
     summary, shown = _proto("summary"), "\n".join(f"    {line}" for line in text.splitlines())
     plugin = summary.SummaryMetadata.PluginData(plugin_name="text")
     tensor = _proto("tensor").TensorProto(
@@ -87,5 +81,5 @@ def _text(text: str) -> Any:
 
 
 def _proto(name: str) -> Any:
-    """Messages of TensorBoard's own; their classes are made when the module is imported."""
+    """Import a message module of TensorBoard; its classes are created at run time."""
     return importlib.import_module(f"tensorboard.compat.proto.{name}_pb2")

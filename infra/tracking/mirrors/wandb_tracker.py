@@ -1,12 +1,12 @@
-"""Weights & Biases as a tracker, on its service or offline.
+"""Weights & Biases as a tracker, online or offline.
 
-Points are kept here first, and handed to the library in parts: offline when a run ends, online also
-every minute. Offline, which holds unless WANDB_API_KEY or WANDB_MODE says otherwise, each part is a
+Points are stored locally first, and given to the library in parts: at the end of a run, and online
+also every minute. Offline is the default without WANDB_API_KEY and WANDB_MODE; each part is then a
 directory `<home>/wandb/<run>/part-<n>/wandb/offline-run-*` for `wandb sync --append`.
-Promises: a part that was not finished is written anew, so offline a point is in one part; online
-the service itself takes no step twice. Nothing ever asks at a terminal.
-Does not promise: history of a step that the service has passed already; such points, as headline
-numbers are, stand in the summary. Between two parts the service shows the run as finished.
+Promises: an interrupted part is written again, so offline a point is in one part; online the
+service accepts no step twice. There are no terminal prompts.
+Does not promise: history for a step that the service has already passed; such points, like headline
+metrics, go to the summary. Between two parts the service shows the run as finished.
 """
 
 import json
@@ -32,21 +32,18 @@ ID_DIGITS = 32
 
 
 class HandedOver(FrozenModel):
-    """What the library took, in whole parts."""
+    """What the library has received, in whole parts."""
 
     num_bytes: int = 0
-    """Of the points."""
     last_step: int = -1
     state: RunState = "RUNNING"
     num_parts: int = 0
 
 
 class WandbTracker(DirectoryTracker):
-    """An `infra.tracking.tracker.Tracker` over Weights & Biases.
+    """A `Tracker` over Weights & Biases; `settings.experiment` is the project.
 
-    Args:
-        settings: `uri` is the directory of the points and offline parts; None: `<home>/wandb`;
-            `experiment` is the project.
+    `settings.uri` is the directory of points and offline parts, None means `<home>/wandb`.
     """
 
     points_name = "points.jsonl"
@@ -58,20 +55,20 @@ class WandbTracker(DirectoryTracker):
 
     @property
     def mode(self) -> str:
-        """Of the library; never one that asks."""
+        """Mode of the library; never one that prompts."""
         key = env.WANDB_API_KEY.get()
         return env.WANDB_MODE.get() or (ONLINE if key else OFFLINE)
 
     def encode(self, run: StoredRun, points: Sequence[MetricPoint]) -> bytes:
-        """A line of JSON for each."""
+        """Return one line of JSON per point."""
         return b"".join(json.dumps(asdict(point)).encode() + b"\n" for point in points)
 
     def names_in(self, path: Path, num_bytes: int) -> set[tuple[str, int]]:
-        """As the lines say."""
+        """Return (name, step) of the lines."""
         return {(point.name, point.step) for point in _points(path, 0, num_bytes)}
 
     def log_metrics(self, run_id: str, points: Sequence[MetricPoint], position: str) -> None:
-        """Kept; online, handed over once a minute."""
+        """Store the points; online, hand them over once a minute."""
         super().log_metrics(run_id, points, position)
         if self.mode == ONLINE and time.monotonic() - self._part_at >= PART_EVERY_S:
             self.hand_over(run_id)
@@ -79,17 +76,13 @@ class WandbTracker(DirectoryTracker):
     def set_state(
         self, run_id: str, state: RunState, tags: Mapping[str, str], metrics: Mapping[str, float]
     ) -> None:
-        """Kept; at an end, handed over."""
+        """Store the state; hand the run over when it has ended."""
         super().set_state(run_id, state, tags, metrics)
         if state != "RUNNING":
             self.hand_over(run_id)
 
     def hand_over(self, run_id: str) -> None:
-        """Give the library what it does not have yet of a run, as one part.
-
-        Args:
-            run_id: from `open_run`.
-        """
+        """Give the library what it does not have yet of a run, as one part."""
         with self._alone():
             stored = self.run(run_id)
             record = self.root / run_id / "handed-over.json"
@@ -115,7 +108,7 @@ class WandbTracker(DirectoryTracker):
     ) -> None:
         if env.WANDB_ERROR_REPORTING.get() is None:
             env.set_for_process(env.WANDB_ERROR_REPORTING.name, "false")
-        logging.getLogger("wandb").propagate = False  # it has a file of its own
+        logging.getLogger("wandb").propagate = False  # wandb writes its own log file
         import wandb
 
         run = wandb.init(
@@ -151,7 +144,7 @@ class WandbTracker(DirectoryTracker):
 
 
 def _points(path: Path, start: int, end: int) -> list[MetricPoint]:
-    """The points of some bytes of a file; all of them where it was begun anew."""
+    """Read the points in a byte range; from the start if the file was rewritten."""
     data = path.read_bytes()[start if start <= end else 0 : end] if end else b""
     lines: list[dict[str, Any]] = [json.loads(line) for line in data.splitlines()]
     return [MetricPoint(**line) for line in lines]

@@ -1,1 +1,1 @@
-"""The original layouts of data sets, read into the row schema; one file per layout."""
+"""Published layouts of data sets, read into the row schema; one file per layout."""

@@ -1,8 +1,8 @@
-"""Alpaca rows: `instruction` and `output`, perhaps `input`, `system` and `history`; supervised.
+"""Alpaca rows: `instruction`, `output`, optionally `input`, `system` and `history`; supervised.
 
-The question is the instruction and, below it, the input. `history` holds earlier turns as pairs of
-a question and its answer; the answers there are trained on as well. Sources: `data/README.md` of
-LLaMA-Factory (`system`, `history`, the line break), tatsu-lab/stanford_alpaca (the other columns).
+The question is the instruction followed by the input. `history` holds earlier turns as pairs of
+question and answer; these answers are trained on as well. Sources: `data/README.md` of
+LLaMA-Factory (`system`, `history`, the line break), tatsu-lab/stanford_alpaca (other columns).
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from engines.data.read.rows import Message, RowError, SFTRow, check_text
 
 
 class AlpacaOptions(StrictModel):
-    """How instruction and input become one question."""
+    """How instruction and input are joined, and the name of the source."""
 
     separator: str = "\n"
     """Between the instruction and an input that is not empty."""
@@ -23,12 +23,12 @@ class AlpacaOptions(StrictModel):
 
 
 class Alpaca(Preprocessor[AlpacaOptions]):
-    """An instruction, perhaps what it is about, and the answer."""
+    """Instruction, optional input, and answer."""
 
     sft_columns = ("instruction", "output")
 
     def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
-        """System message, earlier turns, question, answer; the optional ones where they are."""
+        """Make a conversation of system message, earlier turns, question and answer."""
         system = optional_text(columns.get("system"), "system")
         given = [Message("system", system)] if system else []
         question = check_text(columns.get("instruction"), "instruction")
@@ -45,7 +45,6 @@ class Alpaca(Preprocessor[AlpacaOptions]):
 
 
 def _history(value: object) -> Iterator[Message]:
-    """The messages of earlier turns."""
     for place, pair in enumerate(parse_json_list(value, "history") if value else ()):
         where = f"history[{place}]"
         if not isinstance(pair, list | tuple) or len(pair) != 2:

@@ -1,7 +1,7 @@
-"""The contract of a preprocessor: one raw row in, one row of the schema out.
+"""The contract of a preprocessor, which makes one row from one raw row.
 
-Promises of every preprocessor: a pure function of the raw row and its options; a row it cannot
-use raises `RowError`, it never guesses. It does not open files, shuffle or count.
+Promises of every preprocessor: a pure function of the raw row and its options. It raises `RowError`
+for a row that it cannot use and never guesses. It does not open files, shuffle or count.
 To add a layout: subclass `Preprocessor` in a new file and add its row to `engines.config.plugins`,
 with the schema of its options if it has any.
 """
@@ -16,20 +16,16 @@ OptionsT = TypeVar("OptionsT", bound=StrictModel)
 
 
 class Preprocessor(Generic[OptionsT]):
-    """Reads the rows of one layout. A kind of row that it does not name columns of is refused.
-
-    Args:
-        options: an instance of the schema that its row names; `NoOptions` without one.
-    """
+    """Reads the rows of one layout; kinds of rows without columns here are refused."""
 
     default_subset: ClassVar[str | None] = None
-    """Folder to read when the source names none and the folder exists."""
+    """Folder to read if the source names none and the folder exists."""
     rl_columns: tuple[str, ...] | None = None
-    """Columns that `rl_row` needs; None when the layout has no answers to check."""
+    """Columns that `rl_row` needs; None if the layout has no answers to check."""
     sft_columns: tuple[str, ...] | None = None
-    """Columns that `sft_row` needs; None when the layout has nothing to imitate."""
+    """Columns that `sft_row` needs; None if the layout has nothing to imitate."""
     preference_columns: tuple[str, ...] | None = None
-    """Columns that `preference_row` needs; None when the layout has no two answers."""
+    """Columns that `preference_row` needs; None if the layout has no pairs."""
 
     drop_duplicates: bool = False
     """Keep only the first row of each prompt; the others are counted."""
@@ -38,83 +34,31 @@ class Preprocessor(Generic[OptionsT]):
         self.options = options
 
     def column_field(self, column: str) -> str:
-        """The configuration field, below the source's, that asks for a column."""
+        """Return the configuration field, below the source's, that asks for a column."""
         return "format"
 
     def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
-        """An RL or evaluation row.
-
-        Args:
-            columns: of the raw row; those of `rl_columns` are there.
-
-        Returns:
-            The valid row.
-
-        Raises:
-            RowError: the raw row cannot be used.
-        """
+        """Make an RL or evaluation row; the columns of `rl_columns` are present."""
         raise RowError("this layout has no ground truth")
 
     def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
-        """A supervised row.
-
-        Args:
-            columns: of the raw row; those of `sft_columns` are there.
-
-        Returns:
-            The valid row.
-
-        Raises:
-            RowError: the raw row cannot be used.
-        """
+        """Make a supervised row; the columns of `sft_columns` are present."""
         raise RowError("this layout has no answer to imitate")
 
     def preference_row(self, columns: Mapping[str, Any]) -> PreferenceRow:
-        """A pair of answers.
-
-        Args:
-            columns: of the raw row; those of `preference_columns` are there.
-
-        Returns:
-            The valid row.
-
-        Raises:
-            RowError: the raw row cannot be used.
-        """
+        """Make a pair of answers; the columns of `preference_columns` are present."""
         raise RowError("this layout has no two answers to one prompt")
 
 
 def optional_text(value: object, name: str) -> str | None:
-    """The text of a column that may be null, empty or absent.
-
-    Args:
-        value: of the raw column.
-        name: of the column, for errors.
-
-    Returns:
-        The text as it is; None where there is none.
-
-    Raises:
-        RowError: it is of another type, or no Unicode.
-    """
+    """Return a column's text; None if it is null, empty or absent. Another type is a `RowError`."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return None
     return check_text(value, name)
 
 
 def text_answer(value: object, name: str) -> str:
-    """A ground truth as text; whole numbers are accepted as they are often stored.
-
-    Args:
-        value: of the raw column.
-        name: of the column, for errors.
-
-    Returns:
-        The text without white space around it.
-
-    Raises:
-        RowError: it is null, empty or of another type.
-    """
+    """Return a ground truth as stripped text; integers are converted. Else raise `RowError`."""
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):

@@ -1,7 +1,7 @@
 """Any table with a question column and an answer column.
 
-The answer is the ground truth of an RL row and the assistant's message of a supervised one. Both
-are texts: a conversation, as a list or as its JSON text, is refused.
+The answer is the ground truth of an RL row, or the assistant's message of a supervised row. Both
+are plain texts; a conversation, as a list or as its JSON text, is refused.
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ from engines.data.read.rows import Message, RewardModel, RLRow, SFTRow, check_te
 
 
 class ColumnsOptions(StrictModel):
-    """Which columns, and what surrounds the question."""
+    """Names of the columns, and texts around the question."""
 
     prompt_column: str = "prompt"
     answer_column: str = "answer"
     system: str | None = Field(default=None, min_length=1)
-    """A system message in front of every question."""
+    """System message before every question."""
     instruction: str = ""
-    """Added to every question after a space."""
+    """Appended to every question after a space."""
     data_source: str = "columns"
     ability: str = ""
 
@@ -37,12 +37,12 @@ class Columns(Preprocessor[ColumnsOptions]):
         self.sft_columns = self.rl_columns
 
     def column_field(self, column: str) -> str:
-        """`options.prompt_column` or `options.answer_column`."""
+        """Return `options.prompt_column` or `options.answer_column`."""
         is_prompt = column == self.options.prompt_column
         return "options.prompt_column" if is_prompt else "options.answer_column"
 
     def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
-        """The question as prompt, the answer as ground truth."""
+        """Use the question as prompt and the answer as ground truth."""
         return RLRow(
             self.options.data_source,
             self._prompt(columns),
@@ -51,7 +51,7 @@ class Columns(Preprocessor[ColumnsOptions]):
         )
 
     def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
-        """The question as prompt, the answer as the assistant's message."""
+        """Use the question as prompt and the answer as the assistant's message."""
         answer = check_one_text(self._answer(columns), self.options.answer_column)
         said = Message("assistant", answer)
         return SFTRow((*self._prompt(columns), said), self.options.data_source)

@@ -1,4 +1,4 @@
-"""The preprocessor that a source of data names."""
+"""Create the preprocessor that a data source names."""
 
 from typing import Any
 
@@ -9,18 +9,11 @@ from infra.plugins import load_row
 
 
 def create_preprocessor(source: SourceConfig, field: str) -> Preprocessor[Any]:
-    """The preprocessor of a source, with its options validated.
-
-    Args:
-        source: its `format` and `options`.
-        field: the source's place in the configuration, for errors (`data.rl.0`).
-
-    Returns:
-        Ready to read rows.
+    """Return the preprocessor of a source, with its options validated.
 
     Raises:
         UnknownPluginError: no preprocessor has that name.
-        ConfigError: two have it, it does not load, or the options are not its options.
+        ConfigError: the name is ambiguous, the plugin does not load, or the options are invalid.
     """
     row = check_preprocessor(source, field)
     options = own_options(source.options, row, f"{field}.options")

@@ -1,8 +1,7 @@
-"""DAPO-Math-17k (arXiv:2503.14476): integer-answer problems, already in the row schema.
+"""DAPO-Math-17k (arXiv:2503.14476): integer-answer problems in the row schema.
 
-Columns `data_source`, `prompt`, `ability`, `reward_model`, `extra_info`. The published file
-repeats each of its 17 thousand problems about a hundred times; the dataset builder drops exact
-repetitions of a row of this layout (`drop_duplicates`).
+The published file repeats each of its 17 thousand problems about a hundred times, so rows with the
+same prompt are dropped by default.
 """
 
 from collections.abc import Mapping
@@ -15,14 +14,14 @@ from engines.data.read.rows import RLRow, RowError, SFTRow
 
 
 class DAPOMath17kOptions(StrictModel):
-    """What is kept."""
+    """Handling of repeated rows."""
 
     drop_duplicates: bool = True
-    """Keep the first row of each prompt; the others are counted in the summary."""
+    """Keep only the first row of each prompt; the summary counts the others."""
 
 
 class DAPOMath17k(Preprocessor[DAPOMath17kOptions]):
-    """The row schema; the prompt carries its own instruction."""
+    """The row schema; prompts include their instruction."""
 
     rl_columns = ("prompt", "reward_model")
 
@@ -31,9 +30,9 @@ class DAPOMath17k(Preprocessor[DAPOMath17kOptions]):
         self.drop_duplicates = options.drop_duplicates
 
     def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
-        """The row as it is, validated."""
+        """Validate the row."""
         return rl_row(columns)
 
     def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
-        """Refused: the data set has no worked solutions."""
+        """Refuse the row, since the data set has no worked solutions."""
         raise RowError("DAPO-Math-17k has no solutions to imitate")

@@ -1,7 +1,7 @@
 """Geometry3k (arXiv:2105.04165) with its images: columns `images`, `problem` and `answer`.
 
-`problem` holds an `<image>` for each of `images`, whose bytes are in the table. The prompt asks for
-a boxed final answer, which the `math` reward reads. Source: the card of hiyouga/geometry3k.
+`problem` has an `<image>` for each of `images`, whose bytes are in the table. The prompt asks for
+a boxed answer, which the `math` reward reads. Source: the card of hiyouga/geometry3k.
 """
 
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ from engines.data.read.rows import Message, RewardModel, RLRow, RowError, check_
 
 
 class Geometry3kOptions(StrictModel):
-    """How the problem is put."""
+    """Prompt and name of the source."""
 
     instruction: str = INSTRUCTION
-    """Added to every problem after a line break; empty adds nothing."""
+    """Appended to every problem after a line break; empty adds nothing."""
     data_source: str = "hiyouga/geometry3k"
 
 
@@ -28,7 +28,7 @@ class Geometry3k(Preprocessor[Geometry3kOptions]):
     rl_columns = ("images", "problem", "answer")
 
     def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
-        """The column `answer` is the ground truth."""
+        """Use the column `answer` as ground truth."""
         images = parse_images(columns.get("images"), "images")
         if not images:
             raise RowError("images is empty; need an image")

@@ -1,8 +1,7 @@
 """GSM8K (arXiv:2110.14168): grade-school word problems, columns `question` and `answer`.
 
-`answer` is a worked solution with calculator notes (`<<48/2=24>>`) and a last line `#### 24`.
-The prompt asks for a boxed final answer, and supervised solutions end with one, so the `math`
-reward reads both.
+`answer` is a worked solution with calculator notes (`<<48/2=24>>`) and a last line `#### 24`. The
+prompt asks for a boxed answer and supervised solutions end with one, for the `math` reward.
 """
 
 import re
@@ -19,10 +18,10 @@ _CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")
 
 
 class GSM8KOptions(StrictModel):
-    """How the question is put."""
+    """Prompt and name of the source."""
 
     instruction: str = INSTRUCTION
-    """Added to every question after a line break; empty adds nothing."""
+    """Appended to every question after a line break; empty adds nothing."""
     data_source: str = "openai/gsm8k"
 
 
@@ -34,7 +33,7 @@ class GSM8K(Preprocessor[GSM8KOptions]):
     sft_columns = ("question", "answer")
 
     def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
-        """The number after `####`, without thousands separators, is the ground truth."""
+        """Use the number after `####`, without thousands separators, as ground truth."""
         _, answer = split_solution(columns.get("answer"))
         return RLRow(
             self.options.data_source,
@@ -44,7 +43,7 @@ class GSM8K(Preprocessor[GSM8KOptions]):
         )
 
     def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
-        """The worked solution without calculator notes, the final answer boxed."""
+        """Use the worked solution without calculator notes, with a boxed answer."""
         solution, answer = split_solution(columns.get("answer"))
         text = f"{solution}\nThe answer is \\boxed{{{answer}}}."
         return SFTRow(
@@ -57,16 +56,10 @@ class GSM8K(Preprocessor[GSM8KOptions]):
 
 
 def split_solution(answer: object) -> tuple[str, str]:
-    """The worked solution and the final number of a GSM8K answer.
-
-    Args:
-        answer: the raw column.
-
-    Returns:
-        The solution without calculator notes, and the number without thousands separators.
+    """Return the solution without calculator notes, and the answer without thousands separators.
 
     Raises:
-        RowError: no line `#### number` ends it.
+        RowError: the text does not end with a line `#### number`.
     """
     text = check_text(answer, "answer").strip()
     match = _FINAL_ANSWER.search(text)

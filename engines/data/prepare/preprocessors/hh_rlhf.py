@@ -1,7 +1,7 @@
 """Anthropic's HH-RLHF (arXiv:2204.05862): `chosen` and `rejected`, each a whole dialogue as text.
 
-Turns begin with `Human:` or `Assistant:` behind an empty line. The dialogues of a pair are equal up
-to the last answer; a pair that parts earlier is refused, for its answers are to different prompts.
+Turns begin with `Human:` or `Assistant:` after an empty line. The dialogues of a pair differ only
+in the last answer; a pair that differs earlier is refused, since its prompts differ.
 """
 
 import re
@@ -26,7 +26,7 @@ _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 class HHRLHFOptions(StrictModel):
-    """What the pairs are called."""
+    """Name of the source."""
 
     data_source: str = "Anthropic/hh-rlhf"
 
@@ -38,11 +38,11 @@ class HHRLHF(Preprocessor[HHRLHFOptions]):
     rl_columns = preference_columns
 
     def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
-        """The prompt of the pair, which has no ground truth."""
+        """Make a row of the pair's prompt, without ground truth."""
         return prompt_of(self.preference_row(columns))
 
     def preference_row(self, columns: Mapping[str, Any]) -> PreferenceRow:
-        """The dialogue as messages, its two last answers as the pair."""
+        """Make a pair of the last answers of the dialogues."""
         chosen, rejected = (
             [asdict(message) for message in turns(columns.get(name), name)]
             for name in ("chosen", "rejected")
@@ -52,14 +52,7 @@ class HHRLHF(Preprocessor[HHRLHFOptions]):
 
 
 def turns(dialogue: object, name: str) -> tuple[Message, ...]:
-    """The messages of a dialogue.
-
-    Args:
-        dialogue: the raw column.
-        name: of the column, for errors.
-
-    Returns:
-        In order, without white space around each.
+    """Return the stripped messages of a dialogue.
 
     Raises:
         RowError: it does not begin with a turn, or a turn is empty.

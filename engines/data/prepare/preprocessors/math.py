@@ -1,9 +1,8 @@
 """MATH (arXiv:2103.03874): competition problems, columns `problem`, `solution`, `level`, `type`.
 
-The final answer is the content of the last `\\boxed{}` of the solution, or the column `answer` if
-there is one. The published forms are read: one JSON file per problem in folders per split and
-subject, and tables with these columns, or with `answer`, `subject` and `unique_id` (the card of
-HuggingFaceH4/MATH-500).
+The ground truth is the column `answer` if there is one, else the content of the solution's last
+`\\boxed{}`. Reads the published forms: one JSON file per problem in folders per split and subject,
+and tables with these columns, or with `answer`, `subject` and `unique_id` (HuggingFaceH4/MATH-500).
 """
 
 from collections.abc import Mapping
@@ -19,10 +18,10 @@ _COMMANDS = ("\\boxed", "\\fbox")
 
 
 class MATHOptions(StrictModel):
-    """How the problem is put."""
+    """Prompt and name of the source."""
 
     instruction: str = INSTRUCTION
-    """Added to every problem after a line break; empty adds nothing."""
+    """Appended to every problem after a line break; empty adds nothing."""
     data_source: str = "math"
 
 
@@ -33,7 +32,7 @@ class MATH(Preprocessor[MATHOptions]):
     sft_columns = ("problem", "solution")
 
     def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
-        """The answer is the ground truth; what is known of the problem is kept."""
+        """Use the answer as ground truth; metadata goes to `extra_info`."""
         given = columns.get("answer")
         if given is None:
             answer = last_boxed(check_text(columns.get("solution"), "solution"))
@@ -48,7 +47,7 @@ class MATH(Preprocessor[MATHOptions]):
         )
 
     def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
-        """The worked solution as it is: it already boxes its answer."""
+        """Use the worked solution as it is, since it boxes its answer."""
         solution = check_text(columns.get("solution"), "solution")
         last_boxed(solution)
         return SFTRow(
@@ -62,17 +61,7 @@ class MATH(Preprocessor[MATHOptions]):
 
 
 def last_boxed(solution: str) -> str:
-    """Content of the last `\\boxed{...}` (or `\\boxed x`, `\\fbox{...}`), braces matched.
-
-    Args:
-        solution: a worked solution.
-
-    Returns:
-        The answer without white space around it.
-
-    Raises:
-        RowError: there is none, it is not closed, or it is empty.
-    """
+    """Return the last `\\boxed{...}`, `\\boxed x` or `\\fbox{...}`; `RowError` if none or empty."""
     start, command = max((solution.rfind(command), command) for command in _COMMANDS)
     if start < 0:
         raise RowError("solution has no \\boxed{} answer")
@@ -88,7 +77,7 @@ def last_boxed(solution: str) -> str:
 
 
 def _braced(text: str) -> str:
-    """Content of the braces that `text` starts with; `\\{` and `\\}` do not count."""
+    """Return the content of the leading braces; `\\{` and `\\}` do not count."""
     depth, place = 0, 0
     while place < len(text):
         character = text[place]

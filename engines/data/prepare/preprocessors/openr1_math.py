@@ -1,9 +1,7 @@
-"""OpenR1-Math-220k: problems of NuminaMath 1.5 with answers, and reasoning that reaches them.
+"""OpenR1-Math-220k: problems of NuminaMath 1.5 with answers and model-generated reasoning.
 
-Columns `problem`, `solution`, `answer`, `problem_type`, `question_type`, `source`, `uuid`, and,
-made by a model, `generations` with `correctness_math_verify` and others; `messages` holds the
-problem and one generation. Source: the card of open-r1/OpenR1-Math-220k, whose folder `all` repeats
-the folders `data` and `extended`.
+`generations` has the model's solutions; `messages` holds the problem and one of them. Source: the
+card of open-r1/OpenR1-Math-220k, whose folder `all` repeats the folders `data` and `extended`.
 """
 
 from collections.abc import Mapping
@@ -19,23 +17,23 @@ _KEPT = ("problem_type", "question_type", "source", "uuid")
 
 
 class OpenR1MathOptions(StrictModel):
-    """How the problem is put."""
+    """Prompt and name of the source."""
 
     instruction: str = INSTRUCTION
-    """Added to every problem after a line break; empty adds nothing."""
+    """Appended to every problem after a line break; empty adds nothing."""
     data_source: str = "open-r1/OpenR1-Math-220k"
 
 
 class OpenR1Math(Preprocessor[OpenR1MathOptions]):
-    """Problem, answer, and a checked generation."""
+    """Problem, answer, and a generation."""
 
     default_subset = "data"
-    # Not read: other tables of problems with answers have the rest, this one alone generations.
+    # `generations` is not read; `auto` needs it, since other tables have the other columns too.
     rl_columns = ("problem", "solution", "answer", "generations")
     sft_columns = ("problem", "solution", "answer", "messages", "generations")
 
     def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
-        """The column `answer` is the ground truth; what is known of the problem is kept."""
+        """Use the column `answer` as ground truth; metadata goes to `extra_info`."""
         return RLRow(
             self.options.data_source,
             (self._problem(columns),),
@@ -45,7 +43,7 @@ class OpenR1Math(Preprocessor[OpenR1MathOptions]):
         )
 
     def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
-        """The answer of `messages`, to the prompt of the RL row."""
+        """Use the answer in `messages` with the prompt of the RL row."""
         answered = sft_row({"messages": columns.get("messages")}).messages[-1]
         messages = (self._problem(columns), Message("assistant", answered.content.strip()))
         return SFTRow(messages, self.options.data_source)

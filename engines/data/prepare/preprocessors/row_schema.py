@@ -1,8 +1,4 @@
-"""Files that hold the row schema already: `rows` (prompt, reward_model ...), `messages`, `pairs`.
-
-What `engines.data.read.rows` describes, and what verl's preprocessing scripts write. Columns beyond
-the schema are not read.
-"""
+"""Files in the row schema, also of verl's scripts: `rows`, `messages` and `pairs`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,42 +16,43 @@ class RowSchema(Preprocessor[NoOptions]):
     rl_columns = ("prompt", "reward_model")
 
     def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
-        """The row as it is, validated."""
+        """Validate the row."""
         return rl_row(columns)
 
 
 class Conversations(Preprocessor[NoOptions]):
-    """`messages`, ending with the assistant's."""
+    """`messages`, ending with the assistant's message."""
 
     sft_columns = ("messages",)
 
     def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
-        """The row as it is, validated."""
+        """Validate the row."""
         return sft_row(columns)
 
 
 class PairsOptions(StrictModel):
-    """Which columns say by how much an answer is better, and where the pairs come from."""
+    """Columns of the margin, and the name of the source."""
 
     score_columns: tuple[str, str] | None = None
-    """Scores of the chosen and of the rejected answer, of which the margin is the difference
-    (`score_chosen`, `score_rejected`); null reads the column `margin`, if there is one."""
+    """Score columns of the chosen and the rejected answer (`score_chosen`, `score_rejected`), whose
+    difference is the margin; null reads the column `margin`, if there is one.
+    """
     data_source: str | None = None
-    """Instead of the column `data_source`."""
+    """Replaces the column `data_source`."""
 
 
 class Pairs(Preprocessor[PairsOptions]):
-    """`chosen` and `rejected`, and `prompt` where they are no whole conversations."""
+    """`chosen` and `rejected`, and `prompt` unless these are whole conversations."""
 
     preference_columns = ("chosen", "rejected")
     rl_columns = preference_columns
 
     def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
-        """The prompt of the pair, which has no ground truth."""
+        """Make a row of the pair's prompt, without ground truth."""
         return prompt_of(self.preference_row(columns))
 
     def preference_row(self, columns: Mapping[str, Any]) -> PreferenceRow:
-        """The row as it is, validated; see `engines.data.read.raw_rows.preference_row`."""
+        """Validate the row; see `engines.data.read.raw_rows.preference_row`."""
         given = dict(columns)
         if self.options.data_source is not None:
             given["data_source"] = self.options.data_source

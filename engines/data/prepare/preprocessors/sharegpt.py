@@ -1,14 +1,12 @@
 """ShareGPT rows: `conversations`, a list of turns with `from` and `value`; supervised.
 
-`from` is `human`, `gpt`, `system`, `function_call` (the assistant's calls as JSON text, one or a
-list of `{name, arguments}`) or `tool` (what a tool returned; `observation` is the same), and
-`user`, `assistant`, `role` and `content` are read as well, for both ways of writing occur under
-this column. A column `system` holds the system message where no turn does. A column `tools` holds
-what the assistant may call, which the chat template tells; where a system message has `<tools>`, it
-tells them itself, and the column is not read.
-Every answer is trained on. Sources: `data/README.md` of LLaMA-Factory (columns, roles, `system`,
-`tools`; glaive_toolcall_en is so), the data sets Open-Orca/SlimOrca (`weight`) and
-NousResearch/hermes-function-calling-v1 (`tool`, `<tools>`, `<tool_call>`, `<tool_response>`).
+`from` is `human`, `gpt`, `system`, `function_call` (JSON text of `{name, arguments}` or a list of
+them), or `tool` or `observation` (a tool's result). `user`, `assistant`, `role` and `content` are
+read as well, since both notations occur. A column `system` holds the system message if no turn
+does. A column `tools` holds the tools, which the chat template writes; it is ignored if a system
+message with `<tools>` already lists them. Every answer is trained on.
+Sources: `data/README.md` of LLaMA-Factory (columns, roles, `system`, `tools`), Open-Orca/SlimOrca
+(`weight`), NousResearch/hermes-function-calling-v1 (`tool` and the tags in `<>`).
 """
 
 import ast
@@ -53,13 +51,14 @@ _RESPONSE = re.compile(r"\s*<tool_response>(.*?)</tool_response>\s*", re.DOTALL)
 
 
 class ShareGPTOptions(StrictModel):
-    """What the rows are called, and who writes calls."""
+    """Name of the source, and handling of calls."""
 
     data_source: str = "sharegpt"
     parse_calls: bool = False
-    """Read `<tool_call>` in answers as calls and `<tool_response>` as what a tool returned, and
-    leave out a system message with `<tools>`, which the column `tools` has to hold then: the chat
-    template writes them in the model's own way. Off, they are text."""
+    """Parse `<tool_call>` in answers and `<tool_response>` in tool results, and replace a system
+    message that has `<tools>` by the column `tools`; the chat template writes all of them in the
+    model's own form. If false, they remain text.
+    """
 
 
 class ShareGPT(Preprocessor[ShareGPTOptions]):
@@ -68,7 +67,7 @@ class ShareGPT(Preprocessor[ShareGPTOptions]):
     sft_columns = ("conversations",)
 
     def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
-        """The turns as messages; a system message that is empty is none."""
+        """Make messages of the turns; an empty system message is dropped."""
         turns = parse_json_list(columns.get("conversations"), "conversations")
         parsed = [_message(turn, f"conversations[{place}]") for place, turn in enumerate(turns)]
         messages = tuple(message for message in parsed if message is not None)
@@ -93,10 +92,10 @@ class ShareGPT(Preprocessor[ShareGPTOptions]):
 
 
 def _message(turn: object, where: str) -> Message | None:
-    """A turn as a message; None for a system message without text."""
+    """Return a turn as a message; None for a system message without text."""
     if not isinstance(turn, Mapping):
         raise RowError(f"{where} is {turn!r:.40}; need an object with from and value")
-    # A table gives every turn the keys of all, null where it has none.
+    # A table gives every turn the keys of all turns, with null for absent ones.
     other = turn.get("from") is None and turn.get("role") is not None
     by, said = ("role", "content") if other else ("from", "value")
     who = turn.get(by)
@@ -113,7 +112,7 @@ def _message(turn: object, where: str) -> Message | None:
 
 
 def _called(content: str | None, texts: Sequence[str], where: str) -> Message:
-    """An answer that calls what is in the texts, each the JSON of one call or of a list of them."""
+    """Return an answer with the calls in `texts`, each the JSON of one call or of a list."""
     calls: list[Any] = []
     for text in texts:
         value = _parsed(text, where)
@@ -122,18 +121,18 @@ def _called(content: str | None, texts: Sequence[str], where: str) -> Message:
 
 
 def _parsed(text: str, where: str) -> object:
-    """What JSON text stands for or, as Hermes writes many calls, a literal of Python."""
+    """Parse JSON or, as Hermes writes many calls, a Python literal."""
     try:
         return parse_json(text, where, "need name and arguments")
     except RowError:
-        # TypeError: a key or member that no dict or set takes.
+        # TypeError: an unhashable key or set member.
         with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             return ast.literal_eval(text.strip())
         raise
 
 
 def _with_calls(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Messages, what is marked in them read; several responses in one are several messages."""
+    """Parse the tags in messages; several tool responses in a message become several messages."""
     read: list[Message] = []
     for place, message in enumerate(messages):
         if message.role == "assistant" and (texts := _CALL.findall(message.content)):

@@ -1,9 +1,8 @@
-"""UltraFeedback, binarized (arXiv:2310.01377): two answers of models, and what GPT-4 gave each.
+"""UltraFeedback, binarized (arXiv:2310.01377): two answers of models with GPT-4's scores.
 
-Columns `prompt`, `prompt_id`, `messages`, `score_chosen`, `score_rejected`, and `chosen` and
-`rejected`, which hold the question again as messages. Source: the card of
-HuggingFaceH4/ultrafeedback_binarized, whose splits are `train_prefs`, `test_prefs` and others. The
-rejected answer was drawn at random from the rest, so the scores of a pair may be equal.
+`chosen` and `rejected` are messages that repeat the question. Source: the card of
+HuggingFaceH4/ultrafeedback_binarized, with splits such as `train_prefs` and `test_prefs`. The
+rejected answer was drawn at random from the others, so the scores of a pair may be equal.
 """
 
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from engines.data.read.rows import PreferenceRow, RLRow, RowError, prompt_of
 
 
 class UltraFeedbackOptions(StrictModel):
-    """What the pairs are called."""
+    """Name of the source."""
 
     data_source: str = "HuggingFaceH4/ultrafeedback_binarized"
 
@@ -24,7 +23,7 @@ class UltraFeedbackOptions(StrictModel):
 class UltraFeedback(Preprocessor[UltraFeedbackOptions]):
     """Pairs of answers with scores."""
 
-    # `prompt_id` is not read: pairs of other data sets have the rest too, under names of their own.
+    # `prompt_id` is not read; `auto` needs it to tell this data set from others with the rest.
     preference_columns = (
         "prompt",
         "prompt_id",
@@ -36,11 +35,11 @@ class UltraFeedback(Preprocessor[UltraFeedbackOptions]):
     rl_columns = preference_columns
 
     def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
-        """The prompt of the pair, which has no ground truth."""
+        """Make a row of the pair's prompt, without ground truth."""
         return prompt_of(self.preference_row(columns))
 
     def preference_row(self, columns: Mapping[str, Any]) -> PreferenceRow:
-        """The pair, with the difference of its scores as the margin."""
+        """Make a pair with the difference of the scores as margin."""
         names = ("score_chosen", "score_rejected")
         chosen, rejected = (parse_number(columns.get(name), name) for name in names)
         if chosen < rejected:

@@ -1,9 +1,9 @@
 """xLAM function calling: columns `query`, `tools`, `answers`, `id`; one question and its calls.
 
-`tools` and `answers` are JSON text: functions whose `parameters` are the properties of a JSON
-schema, or one whole as OpenAI has them, and the calls `{name, arguments}` that answer. Sources: the
-card of Salesforce/xlam-function-calling-60k (columns), that of Salesforce/xLAM-7b-fc-r, whose
-`convert_to_xlam_tool` keeps of OpenAI's `parameters` the `properties`.
+`tools` is JSON text of functions whose `parameters` are the properties of a JSON schema, or the
+whole schema as in OpenAI's API. `answers` is JSON text of calls `{name, arguments}`. Sources: the
+cards of Salesforce/xlam-function-calling-60k (columns) and Salesforce/xLAM-7b-fc-r, whose
+`convert_to_xlam_tool` keeps only the `properties` of OpenAI's `parameters`.
 """
 
 from collections.abc import Mapping
@@ -33,19 +33,19 @@ from engines.data.read.rows import (
 
 
 class XLAMOptions(StrictModel):
-    """What the rows are called."""
+    """Name of the source."""
 
     data_source: str = "Salesforce/xlam-function-calling-60k"
 
 
 class XLAM(Preprocessor[XLAMOptions]):
-    """A question, the functions at hand, and the calls that answer it."""
+    """A question, the available functions, and the calls that answer it."""
 
     rl_columns = ("query", "tools", "answers")
     sft_columns = ("query", "tools", "answers")
 
     def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
-        """The ground truth is a list of `{name, arguments}`."""
+        """Use the list of `{name, arguments}` as ground truth."""
         calls = [
             {"name": call.name, "arguments": parse_json(call.arguments, "answers", "")}
             for call in _calls(columns)
@@ -55,7 +55,7 @@ class XLAM(Preprocessor[XLAMOptions]):
         )
 
     def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
-        """The calls are the assistant's, without a text."""
+        """Use the calls as the assistant's message, without text."""
         answer = said_beside(None, _calls(columns))
         return SFTRow((*_prompt(columns), answer), self.options.data_source)
 
@@ -70,7 +70,7 @@ def _prompt(columns: Mapping[str, Any]) -> tuple[Message, ...]:
     for place, item in enumerate(parse_json_list(columns.get("tools"), "tools")):
         function = parse_json_object(item, f"tools[{place}]")
         schema = parse_json_object(function.get("parameters"), f"tools[{place}].parameters")
-        if schema.get("type") != "object":  # a property of that name is described by an object
+        if schema.get("type") != "object":  # a property named `type` is an object, not a text
             schema = {"type": "object", "properties": schema}
         function["parameters"] = schema
         check_json(function, f"tools[{place}]")

@@ -1,1 +1,1 @@
-"""lm-evaluation-harness with a model of ours; imported in its own job environment alone."""
+"""lm-evaluation-harness with our models; imported only in its own job environment."""

@@ -1,11 +1,9 @@
-"""A model of ours as lm-evaluation-harness asks one (`lm_eval.api.model.TemplateLM`).
+"""Our models behind lm-evaluation-harness's interface (`lm_eval.api.model.TemplateLM`).
 
-Promises: texts become tokens as the harness's own `hf` model makes them; log-likelihoods are sums
-over the continuation's tokens of a packed forward pass, without padding; answers are sampled by
-the rollout engine, greedily or with seeds that derive from the run's, so they repeat; a parameter
-of generation that the engine does not have is refused.
-Does not promise the context of the `hf` model for a text that is longer than the model's: prompt
-and answer together take `max_length` tokens here, and one more there.
+Promises: texts are tokenized like in the harness's `hf` model; log-likelihoods are sums over the
+continuation's tokens; answers are sampled by the rollout engine, greedily or with derived seeds;
+unsupported generation parameters are refused.
+Does not promise the `hf` model's context for texts that are too long: it fits one token more.
 """
 
 from collections import Counter
@@ -30,15 +28,15 @@ from engines.types import Completion, ModelOutputs, RolloutRequest, SamplingPara
 from infra.errors import ConfigError
 
 NUM_AT_ONCE = 256
-"""Requests of one call of an engine, between which progress is told."""
+"""Requests per call of an engine; progress is reported between calls."""
 SAMPLING_FIELDS = frozenset({"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"})
-"""Parameters of generation that the rollout engines have, as the harness calls them."""
+"""Generation parameters that the rollout engines support, by the harness's names."""
 
 Infer = Callable[[TokenBatch], ModelOutputs]
-"""Log-probabilities where the column `loss_mask` is not 0, and there the likeliest token."""
+"""Returns logprobs and the most likely token where the column `loss_mask` is not 0."""
 Generate = Callable[[Sequence[RolloutRequest]], list[list[Completion]]]
 Report = Callable[[int, int, str], None]
-"""Is told how many are done, of how many, and what is."""
+"""Called with the number done, the total, and the kind of request."""
 Encoded = tuple[Any, list[int], list[int]]
 """A request, and the token ids of its context and of its continuation."""
 
@@ -46,15 +44,8 @@ Encoded = tuple[Any, list[int], list[int]]
 class HarnessModel(TemplateLM):
     """The model of one measurement.
 
-    Args:
-        tokenizer: of the model.
-        max_length: tokens that the model was built for.
-        infer: of its weights, not tempered.
-        generate: answers requests.
-        report: progress of each kind of request.
-        seed: of the run.
-        max_new_tokens: of an answer, where the task does not say.
-        section: where a recipe has the tasks, for error lines.
+    `infer` uses no temperature. `max_length` is the context in tokens, `max_new_tokens` the limit
+    of an answer if the task sets none, `section` the recipe's section for errors.
     """
 
     def __init__(
@@ -82,28 +73,19 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Id of the token in front of a text that has no context: its start, else the end."""
+        """Id of the token before a text without context: BOS, else EOS."""
         has_start = self.tokenizer.bos_token_id is not None
         return self._token_id("bos_token_id" if has_start else "eos_token_id")
 
     @property
     def tokenizer_name(self) -> str:
-        """For caches of requests, which are off."""
+        """Key of request caches, which are disabled."""
         return self.tokenizer.name_or_path
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Token ids of a text.
-
-        Args:
-            string: the text.
-            add_special_tokens: None adds what the tokenizer does, unless the text starts with it.
-            **kwargs: nothing that counts here.
-
-        Returns:
-            The ids.
-        """
+        """Return token ids; None adds special tokens unless the text starts with the prefix."""
         del kwargs
         if add_special_tokens is None:
             start = self.tokenizer.decode([self.prefix_token_id])
@@ -113,18 +95,10 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Messages as the model's chat template writes them.
-
-        Args:
-            chat_history: messages of a role and a content.
-            add_generation_prompt: end with the opening of the answer; else the last message stays
-                open.
-
-        Returns:
-            The text.
+        """Render messages, the last left open without `add_generation_prompt`.
 
         Raises:
-            ConfigError: the template refuses them, a system message say.
+            ConfigError: the template refuses the messages, e.g. a system message.
         """
         try:
             return self.tokenizer.apply_chat_template(
@@ -144,15 +118,7 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-likelihoods of whole texts, in windows of the model's length.
-
-        Args:
-            requests: of one text each.
-            disable_tqdm: nothing; progress is in the journal.
-
-        Returns:
-            One sum each; 0 of an empty text.
-        """
+        """Return log-likelihoods of whole texts in windows of the model's length; 0 if empty."""
         del disable_tqdm
         windows = [
             (place, *make_disjoint_window(window))
@@ -172,19 +138,7 @@ class HarnessModel(TemplateLM):
         return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Answers up to a stop.
-
-        Args:
-            requests: of a prompt and parameters each.
-            disable_tqdm: nothing; progress is in the journal.
-
-        Returns:
-            Texts, without what stopped them.
-
-        Raises:
-            ConfigError: a task asks for what the rollout engines do not have, or for answers
-                longer than the model.
-        """
+        """Return answers without stop texts; `ConfigError` if a task's parameters do not fit."""
         del disable_tqdm
         asked = [self._rollout_request(request) for request in requests]
         texts = []
@@ -199,12 +153,12 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[Encoded], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Sum and greediness of each continuation."""
+        """Return the sum of each continuation, and True if it is the greedy one."""
         del disable_tqdm
         found: list[tuple[float, bool]] = []
         for chunk in _chunks(requests):
             ids = [self._cut(context, rest) for _, context, rest in chunk]
-            # A value that stands on a token speaks of predicting it.
+            # The logprob at a token is that of predicting it.
             masks = [
                 [0.0] * (len(row) - len(rest)) + [1.0] * len(rest)
                 for row, (_, _, rest) in zip(ids, chunk, strict=True)
@@ -215,7 +169,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def _cut(self, context: list[int], continuation: list[int]) -> list[int]:
-        """Both, with as much of the context as the model has room for."""
+        """Concatenate both; cut the context from the left to the model's length."""
         if len(continuation) >= self.max_length:
             raise ConfigError(
                 f"{self._section}.tasks",
@@ -279,7 +233,7 @@ def _chunks(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
 
 
 def _sums(batch: TokenBatch, outputs: ModelOutputs) -> list[tuple[float, bool]]:
-    """Of each sequence the sum over its marked tokens, and whether all are the likeliest ones."""
+    """Return the sum over each sequence's marked tokens, and True if all are the argmax."""
     if outputs.topk_ids_TK is None:
         raise ValueError("the likeliest tokens were not asked for")
     marked_T = batch.columns["loss_mask"] != 0

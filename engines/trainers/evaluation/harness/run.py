@@ -1,10 +1,8 @@
-"""Tasks of lm-evaluation-harness by its own API (`lm_eval.simple_evaluate`), and what it found.
+"""Run tasks of lm-evaluation-harness by its API (`lm_eval.simple_evaluate`).
 
-Promises: tasks, prompts, metrics and standard errors are the harness's; nothing is cached as a
-pickle, no code of a data set is run, and a task that the harness marks as unsafe is refused. Python
-functions of the user's own tasks are run, as a reward file is.
-Does not promise that the data of a task is the same tomorrow: a hub's data set is fetched by the
-harness, without a commit. `include` has data of one's own.
+Promises: nothing is cached as a pickle, no code of a data set is run, and a task that the harness
+marks as unsafe is refused. Python functions of the user's own tasks are run, like a reward file.
+Does not promise reproducible data: the harness fetches a hub's data sets without a commit.
 """
 
 import contextlib
@@ -33,14 +31,10 @@ _STDERR = "_stderr"
 
 @dataclass(frozen=True)
 class Measurement:
-    """What the harness found.
+    """Results of the harness.
 
-    Attributes:
-        metrics: by `metric_name`, with `_low` and `_high` where there is a standard error, and
-            `num_problems`; those that are no finite number are left out.
-        tasks: of each task its version, number of examples and of documents, and whether a larger
-            metric is better.
-        documents: of all tasks and filters.
+    `metrics` are finite, by `metric_name`, with `_low` and `_high` if there is a standard error.
+    `tasks` has version, numbers of examples and documents, and metric directions.
     """
 
     metrics: dict[str, float]
@@ -49,30 +43,14 @@ class Measurement:
 
 
 class _Tasks(TaskManager):
-    """The harness's tasks and the user's, with an error that names the setting.
-
-    Args:
-        include: directory of the user's tasks; paths in them are relative to it.
-        section: where a recipe has the tasks.
-    """
+    """The harness's and the user's tasks; paths in the user's are relative to `include`."""
 
     def __init__(self, include: Path | None, section: str) -> None:
         super().__init__(include_path=None if include is None else str(include))
         self._include, self._setting = include, f"{section}.tasks"
 
     def load(self, task_list: Any) -> Any:
-        """Build tasks and read their data.
-
-        Args:
-            task_list: names.
-
-        Returns:
-            What the harness works with.
-
-        Raises:
-            ConfigError: there is no such task, it needs a library that is not here, or its data
-                cannot be read.
-        """
+        """Build tasks and read their data; `ConfigError` if a task, library or data is missing."""
         known = set(self.all_tasks)
         for name in task_list:
             if name not in known:
@@ -103,28 +81,16 @@ def run_tasks(
     confidence: float,
     section: str,
 ) -> Measurement:
-    """Ask a model everything, and compute the metrics.
+    """Ask a model everything and compute the metrics, with two-sided intervals.
 
-    Args:
-        config: which tasks, and how.
-        model: is asked.
-        include: directory of the user's tasks.
-        seed: of whatever a task draws, but for its examples.
-        confidence: of the intervals, two-sided.
-        section: where a recipe has the tasks, for error lines.
-
-    Returns:
-        What was found.
-
-    Raises:
-        ConfigError: a task cannot be loaded or asked, or the model has no chat template.
+    `seed` is not for few-shot examples. Raises `ConfigError` if a task cannot be loaded or asked.
     """
     if config.apply_chat_template and not model.tokenizer.chat_template:
         raise ConfigError(
             "model.chat_template",
             f"missing, and {section}.apply_chat_template is on; set one, or switch it off",
         )
-    # Bootstraps fork a pool of processes else, from one that has threads of torch.
+    # Otherwise bootstraps fork a process pool from a process with torch threads.
     env.set_for_process(env.DISABLE_MULTIPROC.name, "1")
     found = simple_evaluate(
         model=model,
@@ -157,7 +123,7 @@ def run_tasks(
 
 
 def _metrics(found: Mapping[str, Any], confidence: float) -> dict[str, float]:
-    """By name, each with its interval: normal, since the harness says a standard error."""
+    """Return metrics by name, with normal intervals if the harness gives a standard error."""
     width = NormalDist().inv_cdf((1 + confidence) / 2)
     num_documents = sum(counts["effective"] for counts in found["n-samples"].values())
     metrics = {"num_problems": float(num_documents)}

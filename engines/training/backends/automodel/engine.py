@@ -1,11 +1,10 @@
 """The NeMo Automodel engine: Automodel's FSDP2 and tensor parallelism of a transformers module.
 
-Promises: gradients that tensor-parallel ranks share are synchronized once before clipping; weights
-are read slice by slice, and a missing one is an error. One process is sharded by torch alone,
-for Automodel leaves it whole and in float32.
+Promises: gradients of parameters that tensor-parallel ranks replicate are synchronized once, before
+clipping; weights are read slice by slice, and a missing one is an error. A single process is
+sharded by torch, because Automodel would leave it whole and in float32.
 Not covered: Automodel's own model classes, its pipeline, context and expert parallelism, and
-adapters or Ulysses together with tensor parallelism.
-Needs the job environment automodel.
+adapters or Ulysses together with tensor parallelism. Needs the job environment automodel.
 """
 
 from typing import Any, cast
@@ -30,7 +29,7 @@ _CAUSAL, _VALUE_MODEL = "ForCausalLM", "ForTokenClassification"
 
 
 class AutomodelEngine(FSDP2Engine):
-    """`BaseEngine` on Automodel's `parallelize_model`."""
+    """Engine on Automodel's `parallelize_model`."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
@@ -41,7 +40,7 @@ class AutomodelEngine(FSDP2Engine):
             self.spec, self._shard if self._is_sharded() else None, load_weights=load_weights
         )
         if self._is_tensor_parallel and self.spec.model_type == "language_model":
-            # Every rank goes on with all logits, and computes the same loss from them.
+            # Every rank computes the same loss from all logits.
             cast(nn.Module, model.get_output_embeddings()).register_forward_hook(_gathered)
         return model
 
@@ -51,7 +50,7 @@ class AutomodelEngine(FSDP2Engine):
 
     @property
     def _chunked_logprobs(self) -> bool:
-        # The chunked head would take the rank's rows of the vocabulary for all of them.
+        # The chunked head would treat the rank's shard of the vocabulary as all of it.
         return self.spec.training.chunked_logprobs and not self._is_tensor_parallel
 
     def _distributed_setup(self, model: PreTrainedModel) -> Any:
@@ -100,7 +99,7 @@ class AutomodelEngine(FSDP2Engine):
         return get_flat_mesh(self._setup.mesh_context.device_mesh, "dp").get_group()
 
     def loss_factor(self, num_micro_batches: int) -> float:
-        """FSDP averages gradients over the data-parallel ranks; the factor makes that a sum."""
+        """Return the factor that turns FSDP's mean of gradients into a sum."""
         return super().loss_factor(num_micro_batches) / self.spec.training.tensor_parallel_size
 
     def _clip_gradients(self, max_norm: float) -> float:
@@ -121,10 +120,10 @@ def _shard_alone(model: PreTrainedModel, precision: MixedPrecisionPolicy) -> Non
 
 
 def _tensor_parallel_plan(model: PreTrainedModel, sequence_parallel: bool) -> dict[str, Any] | None:
-    """Automodel's plan for the architecture, but that the head sees all tokens.
+    """Return Automodel's plan for the architecture, with a head that sees all tokens.
 
-    The positions that are predicted are chosen before the head, by their place in the batch; the
-    head of a value model is whole on every rank. None leaves the plan to Automodel.
+    Predicted positions are selected before the head by their place in the batch. The head of a
+    value model is whole on every rank. None lets Automodel choose.
     """
     from nemo_automodel.components.distributed.optimized_tp_plans import (
         PARALLELIZE_FUNCTIONS,

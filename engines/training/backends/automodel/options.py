@@ -1,12 +1,12 @@
-"""`training.options` of the backend automodel. No torch: the plan reads them."""
+"""`training.options` of the backend automodel, without torch."""
 
 from engines.config.base import StrictModel
 
 
 class AutomodelOptions(StrictModel):
-    """`training.options` of the backend automodel, as Automodel's `FSDP2Config` names them."""
+    """`training.options` of the backend automodel, named as in its `FSDP2Config`."""
 
     reshard_after_forward: bool | None = None
-    """Null is Automodel's choice: every layer but the last."""
+    """Free gathered weights after forward; null is Automodel's choice: all layers but the last."""
     enable_fsdp2_prefetch: bool = True
-    """Gather layers ahead of their turn, explicitly."""
+    """Prefetch the all-gather of layers explicitly."""

@@ -1,9 +1,8 @@
 """The FSDP2 engine, on any platform and world size: `fully_shard` of a transformers module.
 
-Promises: gradients reduced in float32, to shards after every micro-batch; parameters sharded over
-all ranks, or (hybrid sharding) over the ranks of each of `replicate_size` copies, which meet once
-a step. One process in float32 runs the plain module: no process group, no sharding.
-Not covered: tensor parallelism.
+Gradients are reduced in float32, to shards after every micro-batch. Parameters are sharded over all
+ranks or, with hybrid sharding, over the ranks of each of `replicate_size` copies, which all-reduce
+once per step. A single process in float32 runs the plain module, without a process group.
 """
 
 import torch
@@ -24,7 +23,7 @@ from engines.training.backends.transformers.engine import TransformersModelEngin
 
 
 class FSDP2Engine(TransformersModelEngine):
-    """`BaseEngine` on torch's `fully_shard`."""
+    """Engine on torch's `fully_shard`."""
 
     def _build_model(self, *, load_weights: bool) -> PreTrainedModel:
         if not self._is_sharded():
@@ -45,7 +44,7 @@ class FSDP2Engine(TransformersModelEngine):
         return getattr(torch, self.spec.training.dtype)
 
     def _shard(self, model: PreTrainedModel) -> None:
-        """One unit per decoder layer, one for the rest."""
+        """Shard one unit per decoder layer, and one for the rest."""
         options = self._own_options
         on_accelerator = self.spec.platform.device_name != "cpu"
         settings = {
@@ -64,7 +63,6 @@ class FSDP2Engine(TransformersModelEngine):
         layers = decoder_layers(model)
         for layer in layers:
             fully_shard(layer, reshard_after_forward=options.reshard_after_forward, **settings)
-        # The root's weights are needed at the end of forward and at the start of backward.
         fully_shard(model, reshard_after_forward=False, **settings)
         if options.num_prefetched_layers:
             for i, layer in enumerate(layers):
@@ -75,8 +73,8 @@ class FSDP2Engine(TransformersModelEngine):
                     )
 
     def loss_factor(self, num_micro_batches: int) -> float:
-        """FSDP averages gradients over all ranks; the factor makes that a sum.
+        """Return the factor that turns FSDP's mean of gradients over all ranks into a sum.
 
-        Ranks that share sequences each hold the gradient of their own tokens.
+        Ulysses ranks that share sequences each hold the gradient of their own tokens.
         """
         return float(collectives.world_size())

@@ -1,11 +1,10 @@
-"""The FSDP engine: torch's first fully sharded data parallel, kept for recipes that name it.
+"""The FSDP engine: torch's first fully sharded data parallel, for recipes that name it.
 
-Promises: the results and the checkpoint files of fsdp2; a checkpoint of either loads in the
-other. Gradients are reduced, and added up, in float32 by every micro-batch; `no_sync` would add
-whole ones up in the dtype of the computation. Each rank builds the whole model before it is
-sharded, and writing a checkpoint gathers the weights once: fsdp2 does neither.
-One process in float32 runs the plain module.
-Not covered: shards that stay in host memory; torch adds no gradients up there.
+Promises: the results of fsdp2, and checkpoints that load in either. Every micro-batch reduces and
+accumulates gradients in float32; `no_sync` would accumulate unsharded ones in the compute dtype.
+Unlike fsdp2, each rank builds the whole model before sharding, and saving a checkpoint gathers the
+weights. A single process in float32 runs the plain module.
+Not covered: shards in host memory, where torch does not accumulate gradients.
 """
 
 from collections.abc import Iterator
@@ -40,7 +39,7 @@ _WRAPPER = "_fsdp_wrapped_module."
 
 
 class FSDPEngine(TransformersModelEngine):
-    """`BaseEngine` on torch's `FullyShardedDataParallel`."""
+    """Engine on torch's `FullyShardedDataParallel`."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
@@ -55,7 +54,7 @@ class FSDPEngine(TransformersModelEngine):
     def _build_model(self, *, load_weights: bool) -> PreTrainedModel:
         model = build_model(self.spec, None, load_weights=load_weights)
         self._state_names = [name for name, _ in named_state(model)]
-        # Afterwards every parameter is a flat piece.
+        # Before wrapping, which flattens every parameter.
         self._decayed = decayed_names(model)
         if not self._is_sharded():
             return model
@@ -84,7 +83,7 @@ class FSDPEngine(TransformersModelEngine):
             ShardedStateDictConfig(_use_dtensor=True),
             ShardedOptimStateDictConfig(_use_dtensor=True),
         )
-        # A wrapper hands on every attribute of the module it wraps.
+        # The wrapper forwards the attributes of the module.
         return cast(PreTrainedModel, wrapped)
 
     def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -95,7 +94,7 @@ class FSDPEngine(TransformersModelEngine):
         return self._decayed
 
     def loss_factor(self, num_micro_batches: int) -> float:
-        """FSDP averages gradients over all ranks; the factor makes that a sum."""
+        """Return the factor that turns FSDP's mean of gradients over all ranks into a sum."""
         return float(collectives.world_size() if self._wrapped is not None else 1)
 
     def _clip_gradients(self, max_norm: float) -> float:
@@ -104,8 +103,8 @@ class FSDPEngine(TransformersModelEngine):
         return float(self._wrapped.clip_grad_norm_(max_norm))
 
     def _end_inference(self) -> None:
-        # Gathered weights wait for a backward pass that does not come: those of the root, or of
-        # every layer without `reshard_after_forward`.
+        # Without a backward pass, gathered weights stay: the root's, or those of every layer
+        # without `reshard_after_forward`.
         for module in _units(self._wrapped):
             handle = cast(Any, module)._handle
             if handle is not None and handle.uses_sharded_strategy:
@@ -129,14 +128,14 @@ class FSDPEngine(TransformersModelEngine):
 
     @contextmanager
     def _loading(self) -> Iterator[tuple[list[tuple[str, Tensor]], dict[str, dict[str, Tensor]]]]:
-        """Sharded copies to be filled, which are then written back."""
+        """Yield sharded copies to fill, and write them back."""
         if self._wrapped is None:
             with super()._loading() as live:
                 yield live
             return
         model, optimizer = self._named_state(), self._optimizer_states()
         yield model, optimizer
-        # Tied weights are one entry here; the wrapper wants every name it knows.
+        # Not strict: tied weights are one entry here.
         self._wrapped.load_state_dict(dict(model), strict=False)
         if self._optimizer is not None and optimizer:
             groups = FullyShardedDataParallel.optim_state_dict(self._wrapped, self._optimizer)
@@ -151,7 +150,7 @@ class FSDPEngine(TransformersModelEngine):
         self, device: torch.device | str, *, model: bool = True, optimizer: bool = True,
         grad: bool = True,
     ) -> None:  # fmt: skip
-        """Move the flat parameters (gradients go with them) and optimizer state."""
+        """Move the flat parameters with their gradients, and optimizer state."""
         wrapped = self._wrapped
         if wrapped is None:
             super().to(device, model=model, optimizer=optimizer, grad=grad)

@@ -1,4 +1,4 @@
-"""The mesh that FSDP shards over."""
+"""The device mesh that FSDP shards over."""
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -6,16 +6,7 @@ from engines import collectives
 
 
 def sharding_mesh(device_name: str, replicate_size: int, timeout_s: float) -> DeviceMesh:
-    """All ranks in one dimension, or (copies, shards) for hybrid sharding.
-
-    Args:
-        device_name: torch device type.
-        replicate_size: copies of the sharded model; divides the world size.
-        timeout_s: of each collective.
-
-    Returns:
-        The mesh.
-    """
+    """Return all ranks in one dimension, or (copies, shards) for hybrid sharding."""
     size = collectives.world_size()
     if replicate_size == 1:
         return collectives.make_mesh(device_name, (size,), ("shard",), timeout_s)

@@ -1,4 +1,4 @@
-"""`training.options` of the backends fsdp2 and fsdp. No torch: the plan reads them."""
+"""`training.options` of the backends fsdp2 and fsdp, without torch."""
 
 from engines.config.base import StrictModel
 
@@ -9,9 +9,9 @@ class FSDP2Options(StrictModel):
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward pass; false trades memory for speed."""
     num_prefetched_layers: int = 0
-    """Layers gathered ahead of their forward pass; 0 leaves it to the implicit prefetch of one."""
+    """Layers to all-gather ahead of their forward pass; 0: the implicit prefetch of one layer."""
     cpu_offload: bool = False
-    """Keep shards, gradients and optimizer in host memory always; layers come for their turn."""
+    """Keep shards, gradients and optimizer in host memory; copy layers to the device for use."""
 
 
 class FSDPOptions(StrictModel):
@@ -20,4 +20,4 @@ class FSDPOptions(StrictModel):
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward pass; false trades memory for speed."""
     forward_prefetch: bool = False
-    """Gather the next layer before this one has run."""
+    """All-gather the next layer before the current one has run."""

@@ -1,8 +1,7 @@
-"""How the parts of Hugging Face architectures correspond to those of Megatron-Core.
+"""Maps Hugging Face architectures to Megatron-Core by mbridge.
 
-mbridge knows each architecture's settings and names; here its few gaps are filled: settings that
-transformers 5 moved, and layers without TransformerEngine. What the mapping would silently drop
-is refused before, by `engines.training.backends.megatron_models`.
+Adds settings that transformers 5 moved, and layers without TransformerEngine. Architectures that
+the mapping would change are refused before by `engines.training.backends.megatron_models`.
 """
 
 import re
@@ -27,20 +26,20 @@ _LOCAL_NAMES = (
         r"\1.\3.weight\2",
     ),
 )
-"""Names of layers without TransformerEngine -> those that mbridge knows."""
+"""Parameter names of layers without TransformerEngine -> names that mbridge knows."""
 _DENSE_NORM = (
     re.compile(r"(layers\.\d+)\.pre_mlp_layernorm\."), r"\1.mlp.linear_fc1.layer_norm_",
 )  # fmt: skip
 
 
 def head_size(config: PretrainedConfig) -> int:
-    """Width of one attention head."""
+    """Return the width of one attention head."""
     explicit = getattr(config, "head_dim", None)
     return explicit or config.hidden_size // config.num_attention_heads
 
 
 def rotary_frequencies(config: PretrainedConfig, device: torch.device) -> Tensor:
-    """(head size / 2,) float32 angle per position of each rotated pair, as transformers has it."""
+    """Return (head size / 2,) float32 angles per position, as in transformers."""
     kind = rotary_type(config.to_dict())
     if kind == "default":
         exponents = torch.arange(0, head_size(config), 2, dtype=torch.int64).float()
@@ -57,14 +56,7 @@ def rotary_frequencies(config: PretrainedConfig, device: torch.device) -> Tensor
 
 
 class Architecture:
-    """One model's settings and names in Megatron-Core.
-
-    Args:
-        config: of the model, checked.
-        layout: active.
-        dtype: of the parameters.
-        recompute: redo each layer's forward pass in the backward pass.
-    """
+    """One model's settings and names in Megatron-Core, optionally with recomputed layers."""
 
     def __init__(
         self,
@@ -85,18 +77,11 @@ class Architecture:
 
     @property
     def config(self) -> TransformerConfig:
-        """Of Megatron-Core."""
+        """Megatron-Core's configuration."""
         return cast(TransformerConfig, self._bridge.config)
 
     def hub_names(self, name: str) -> list[str]:
-        """Weights that a parameter is made of: q, k, v; gate, up; or one.
-
-        Args:
-            name: of the parameter, with the numbers of layer and expert in the whole model.
-
-        Returns:
-            Names on the hub.
-        """
+        """Return the hub weights (q, k, v; gate, up; or one) of a parameter of the whole model."""
         for pattern, replacement in _LOCAL_NAMES:
             name = pattern.sub(replacement, name)
         if not self.is_mixture:
@@ -105,10 +90,7 @@ class Architecture:
 
 
 def _make_bridge(config: PretrainedConfig, dtype: torch.dtype) -> LLMBridge:
-    """A bridge of a class of its own: mbridge writes tied weights into the class's mapping.
-
-    It does so for some architectures only, and that one model's tie would be every model's.
-    """
+    """Return a bridge of its own class, because mbridge writes tied weights into the class."""
     base = _MODEL_REGISTRY[config.model_type]
     names = dict(LLMBridge._DIRECT_MAPPING)
     if config.tie_word_embeddings:
@@ -117,7 +99,7 @@ def _make_bridge(config: PretrainedConfig, dtype: torch.dtype) -> LLMBridge:
 
 
 def _settings(config: PretrainedConfig, layout: Layout) -> dict[str, Any]:
-    """Where mbridge's defaults need TransformerEngine or differ from transformers."""
+    """Return settings where mbridge needs TransformerEngine or differs from transformers."""
     settings: dict[str, Any] = {
         "kv_channels": head_size(config),
         "attention_dropout": 0.0,
@@ -125,10 +107,10 @@ def _settings(config: PretrainedConfig, layout: Layout) -> dict[str, Any]:
         "sequence_parallel": layout.sequence_parallel,
         "virtual_pipeline_model_parallel_size": layout.virtual if layout.virtual > 1 else None,
         "perform_initialization": False,
-        # The engine divides by global counts itself: gradients are plain sums.
+        # The engine divides by global counts: gradients are plain sums.
         "calculate_per_token_loss": True,
         "variable_seq_lengths": True,
-        # Two stages with several pieces would send to each other both ways in one batch.
+        # With virtual pieces, two stages would send to each other in one batch.
         "batch_p2p_comm": layout.virtual == 1,
         "overlap_p2p_comm": layout.virtual > 1,
         "masked_softmax_fusion": False,
@@ -144,7 +126,7 @@ def _settings(config: PretrainedConfig, layout: Layout) -> dict[str, Any]:
         settings |= {
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
-            # Probabilities of the chosen experts are normalised to 1, or left as they are.
+            # With `norm_topk_prob`, probabilities of the chosen experts are normalised to 1.
             "moe_router_pre_softmax": not cast(Any, config).norm_topk_prob,
         }
     return settings

@@ -1,8 +1,7 @@
-"""Weights and optimizer state of a replica, in the names and shapes of the transformers module.
+"""Weights and optimizer state of a replica, with names and shapes of the transformers module.
 
-Promises: what was saved under one layout loads under any other, bit for bit; each value is
-written by one rank; a rank reads only its blocks. Main weights and moments are float32.
-Saving gathers one parameter of this stage at a time over the ranks that share its state.
+A checkpoint of one layout loads bit-identically under any other; main weights and moments are
+float32. One rank writes each value; saving gathers one parameter of the stage at a time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,13 +32,8 @@ from engines.training.backends.transformers.adapters import (
 def save_state(path: Path, replica: Replica, kept: Sequence[str]) -> None:
     """Write this rank's share. Collective.
 
-    Args:
-        path: of the checkpoint; shared by all ranks.
-        replica: of this rank.
-        kept: of the optimizer's state.
-
     Raises:
-        OSError: on every rank, when the disk of any one is full or fails.
+        OSError: on every rank, if any rank fails to write.
     """
     tensors_dir = path / TENSORS_DIR
     tensors_dir.mkdir(exist_ok=True)
@@ -51,14 +45,7 @@ def stage_state(
 ) -> Callable[[], None]:
     """Copy this rank's share to the host. Collective.
 
-    Args:
-        path: of the checkpoint; shared by all ranks.
-        replica: of this rank.
-        buffers: to copy into.
-        kept: of the optimizer's state.
-
-    Returns:
-        Writes the copies, for any thread: it uses no collective and raises `OSError`.
+    Returns a function that writes the copies from any thread; it may raise `OSError`.
     """
     tensors_dir = path / TENSORS_DIR
     tensors_dir.mkdir(exist_ok=True)
@@ -76,7 +63,7 @@ def _regions(replica: Replica, kept: Sequence[str]) -> Iterator[Region]:
 
 
 def _tensors(replica: Replica, part: Part, kept: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Weight and optimizer's state of a parameter, in its shape. Collective over its group."""
+    """Yield a parameter's weight and optimizer state, whole. Collective over its group."""
     is_trained = replica.optimizer is not None and part.parameter.requires_grad
     if not is_trained or part.parameter.dtype == torch.float32:
         yield MODEL_PREFIX, part.parameter.detach().float()
@@ -90,12 +77,11 @@ def _tensors(replica: Replica, part: Part, kept: Sequence[str]) -> Iterator[tupl
 
 
 def moment_prefix(moment: str) -> str:
-    """Of the names under which one of Adam's moments is stored, or the average of the weights."""
+    """Return the name prefix of stored moments or averages."""
     return f"optimizer.{moment}."
 
 
 def _gathered(replica: Replica, part: Part, pick: Callable[[Shard], Tensor]) -> Tensor:
-    """The shares of all ranks of a group, put together on each of them."""
     parameter, group = part.parameter, _group(replica, part)
     whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
     shard = replica.optimizer.shard(parameter) if replica.optimizer is not None else None
@@ -112,11 +98,7 @@ def _group(replica: Replica, part: Part) -> dist.ProcessGroup:
 
 
 class StoredState:
-    """Blocks of a checkpoint.
-
-    Args:
-        path: of the checkpoint.
-    """
+    """Blocks of a checkpoint."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -125,13 +107,9 @@ class StoredState:
     def fill(
         self, part: Part, prefix: str, target: Tensor, merge: LoraConfig | None = None
     ) -> None:  # fmt: skip
-        """Put the stored blocks of a parameter into a tensor of its shape.
+        """Copy the stored blocks of a parameter into a tensor of its shape.
 
-        Args:
-            part: of this rank.
-            prefix: of the stored names.
-            target: keeps its values where no block is.
-            merge: shape of the stored adapter, to be merged in.
+        The tensor keeps its values outside of the blocks. `merge` adds a stored adapter.
 
         Raises:
             CheckpointError: a weight is absent or has another shape.
@@ -161,13 +139,9 @@ class StoredState:
 def load_weights(
     path: Path, replica: Replica, stored_lora: LoraConfig | None, *, fold: bool
 ) -> None:  # fmt: skip
-    """Fill parameters, and the main ones.
+    """Load parameters and main weights.
 
-    Args:
-        path: of the checkpoint.
-        replica: of this rank.
-        stored_lora: shape of the adapter in the checkpoint.
-        fold: merge that adapter into the weights and start the own one anew.
+    `fold` merges the stored adapter into the weights and starts this engine's own anew.
 
     Raises:
         CheckpointError: a weight is absent or has another shape.
@@ -189,13 +163,7 @@ def load_weights(
 
 @torch.no_grad()
 def load_moments(path: Path, replica: Replica, num_steps: int, kept: Sequence[str]) -> None:
-    """Fill the optimizer's state.
-
-    Args:
-        path: of the checkpoint.
-        replica: of this rank; it trains.
-        num_steps: Adam's bias-correction count.
-        kept: of the state.
+    """Load the optimizer's state.
 
     Raises:
         CheckpointError: a moment is absent or has another shape.

@@ -1,10 +1,8 @@
-"""The Megatron engine: tensor, pipeline (virtual too), context, expert and data parallelism.
+"""The Megatron engine: tensor, pipeline, context, expert and data parallelism.
 
-Promises: float32 main weights and gradients, computation in `training.dtype`, gradients summed in
-float32; the optimizer's state is spread over the ranks that hold the same weights; equal calls
-give equal bits on a CPU. Checkpoints have transformers' names and whole shapes: any layout, and
-any backend of the transformers family, reads them.
-Megatron-Core is imported inside the platform's scope for it, never before.
+Main weights and gradients are float32; optimizer state is sharded over the ranks that hold the same
+weights. Checkpoints have transformers' names and whole shapes, so any layout and any backend of the
+transformers family reads them. Megatron-Core is imported only inside the platform's scope for it.
 """
 
 import warnings
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class MegatronEngine(BaseEngine):
-    """`BaseEngine` on Megatron-Core."""
+    """Engine on Megatron-Core."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
@@ -76,7 +74,7 @@ class MegatronEngine(BaseEngine):
         return self._replica
 
     def initialize(self, *, load_weights: bool = True) -> None:
-        """Build this rank's part of the model and, when it trains, its optimizer."""
+        """Build this rank's part of the model and, if it trains, its optimizer."""
         training = self.spec.training
         config = AutoConfig.from_pretrained(self.spec.hf_dir, trust_remote_code=False)
         check_layout(self._layout, config, collectives.world_size())
@@ -101,7 +99,7 @@ class MegatronEngine(BaseEngine):
 
     def _build(self, config: Any, *, load_weights: bool) -> None:
         with warnings.catch_warnings():
-            # They announce each optional library that is absent, and each other's old names.
+            # Imports warn about absent optional libraries and deprecated names.
             warnings.simplefilter("ignore")
             from engines.training.backends.megatron.replica import Replica
             from engines.training.backends.megatron.weights import WeightStream, load_hub_weights
@@ -128,11 +126,11 @@ class MegatronEngine(BaseEngine):
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup | None:
-        """Ranks that hold the stages, when there are several."""
+        """Ranks that hold the stages; None for one stage."""
         return self.replica.place.pipeline_group if self._layout.pipeline > 1 else None
 
     def loss_factor(self, num_micro_batches: int) -> float:
-        """Gradients are summed: Megatron-Core is told to divide by nothing."""
+        """Return 1: Megatron-Core is configured to sum gradients."""
         return 1.0
 
     def _forward(self, batch: TokenBatch, readouts: Readouts) -> ModelOutputs:
@@ -180,18 +178,18 @@ class MegatronEngine(BaseEngine):
             self._optimizer.zero_grad()
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        """See `BaseEngine`; an adapter is merged in. Of `training.dtype`; not to be changed."""
+        """Stream merged weights in `training.dtype`. Tensors must not be changed."""
         with self.eval_mode():
             yield from self._stream.walk(self.replica.merged, self.replica.dtype)
 
     def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
-        """See `BaseEngine`."""
+        """Stream this rank's blocks."""
         with self.eval_mode():
             yield from stream_parts(owned_parts(self._stream.held(self.replica.merged)))
 
     @classmethod
     def stored_weights(cls, checkpoint: Path, hf_dir: Path) -> Iterator[tuple[str, Tensor]]:
-        """See `BaseEngine`: checkpoints have the names of the transformers module."""
+        """Stream the whole weights of a checkpoint on the CPU."""
         return stored_weights(checkpoint, hf_dir)
 
     def to(
@@ -203,16 +201,16 @@ class MegatronEngine(BaseEngine):
             self.replica.to(torch.device(device), model=model, optimizer=optimizer, grad=grad)
 
     def save_checkpoint(self, path: Path, step: int) -> None:
-        """See `BaseEngine`."""
+        """Write this rank's shard."""
         from engines.training.backends.megatron.checkpoint import save_state
 
-        # Offloaded, the weights that the optimizer does not hold have no memory to be read from.
+        # On the device, because offloaded weights outside the optimizer cannot be read.
         with self.eval_mode(), self._library():
             save_state(path, self.replica, self._stored_state)
         save_engine_state(path, {}, self._own_scalars(step), self.spec.platform)
 
     def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:
-        """See `BaseEngine`."""
+        """Copy this rank's shard to the host; the returned function writes it."""
         from engines.training.backends.megatron.checkpoint import stage_state
 
         with self.eval_mode(), self._library():
@@ -228,7 +226,7 @@ class MegatronEngine(BaseEngine):
         return write
 
     def load_checkpoint(self, path: Path, *, optimizer: bool = True) -> int:
-        """See `BaseEngine`; without the optimizer a stored adapter is merged into the weights."""
+        """Restore a checkpoint; without the optimizer, merge a stored adapter."""
         from engines.training.backends.megatron.checkpoint import load_moments, load_weights
 
         loaded = read_scalars(path)
@@ -245,6 +243,5 @@ class MegatronEngine(BaseEngine):
         return loaded.step
 
     def _own_scalars(self, step: int) -> EngineScalars:
-        """What is stored beside the tensors, which are written apart."""
         optimizer = self.replica.optimizer
         return self._scalars(step, optimizer.num_steps if optimizer is not None else 0)

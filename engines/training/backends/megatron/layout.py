@@ -1,7 +1,4 @@
-"""The parallel layout of a Megatron engine, checked before anything is built.
-
-Does not import Megatron-Core.
-"""
+"""The parallel layout of a Megatron engine and its checks, without Megatron-Core."""
 
 from dataclasses import dataclass
 
@@ -13,15 +10,10 @@ from infra.errors import ConfigError
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the dimensions; what remains of the ranks holds different data.
+    """Sizes of the parallel dimensions; the rest of the ranks is data-parallel.
 
-    Attributes:
-        tensor: ranks that share each layer's matrices.
-        pipeline: ranks that hold consecutive layers.
-        virtual: pieces of each pipeline rank.
-        context: ranks that share the tokens of each sequence.
-        expert: ranks that share the experts of a mixture; they lie inside the others.
-        sequence_parallel: activations between the matrices are cut along the tokens.
+    `expert` ranks lie inside the other dimensions. `sequence_parallel` shards activations
+    between the matrices along the tokens.
     """
 
     tensor: int = 1
@@ -33,7 +25,7 @@ class Layout:
 
     @staticmethod
     def from_config(training: TrainingConfig) -> "Layout":
-        """The layout that a configuration asks for."""
+        """Return the layout of a configuration."""
         return Layout(
             training.tensor_parallel_size,
             training.pipeline_parallel_size,
@@ -45,26 +37,21 @@ class Layout:
 
     @property
     def num_chunks(self) -> int:
-        """Pieces that the layers are cut into."""
+        """Number of pieces of the layers."""
         return self.pipeline * self.virtual
 
     @property
     def tokens_multiple(self) -> int:
-        """What the tokens of one context rank must be a multiple of."""
+        """Divisor of the number of tokens of one context rank."""
         return self.tensor if self.sequence_parallel else 1
 
     def padded_vocabulary(self, size: int) -> int:
-        """Rows of the embedding: the same number on each tensor-parallel rank."""
+        """Return the embedding rows, padded to a multiple of the tensor-parallel ranks."""
         return -(-size // self.tensor) * self.tensor
 
 
 def check_layout(layout: Layout, config: PretrainedConfig, world_size: int) -> None:
-    """Refuse a layout that does not divide the ranks or the model.
-
-    Args:
-        layout: asked for.
-        config: of the model.
-        world_size: ranks of the engine.
+    """Refuse a layout that does not divide the ranks of the engine or the model.
 
     Raises:
         ConfigError: names the setting.

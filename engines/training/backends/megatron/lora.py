@@ -1,8 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) beside Megatron-Core's fused, cut matrices.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) for Megatron-Core's fused, sharded matrices.
 
-Promises: one pair A, B per weight of the transformers module (q, k, v, gate and up each have
-their own), with the same names, first values and results as PEFT's on that module; so adapters
-move between backends. Only A and B are trained, and the head of a value model.
+One pair A, B per weight of the transformers module (q, k, v, gate and up each have one) with PEFT's
+names, initial values and results, so that adapters move between backends.
 Not covered: DoRA, adapters of experts and routers (PEFT has none there either).
 """
 
@@ -27,19 +26,11 @@ _ROWS_CUT = ("linear_qkv.weight", "linear_fc1.weight")
 
 
 def _target(block: Block) -> str:
-    """What PEFT calls the module of a weight: q_proj, gate_proj, ..."""
     return block.name.split(".")[-2]
 
 
 class Adapter(nn.Module):
-    """The pairs of one fused matrix; adds to what the matrix yields.
-
-    Args:
-        part: the matrix.
-        targets: names of modules that get a pair.
-        lora: shape of a pair.
-        sequence_parallel: activations outside of the matrices are cut along the tokens.
-    """
+    """The pairs of one fused matrix, which add to the matrix's output."""
 
     def __init__(
         self, part: Part, targets: Sequence[str], lora: LoraConfig, *, sequence_parallel: bool
@@ -51,7 +42,7 @@ class Adapter(nn.Module):
         self._is_row_cut = part.name.endswith(_ROWS_CUT)
         self._blocks = part.stored
         like = torch.empty(part.parameter.shape, device="meta")
-        # Of each block: (groups, rows of each) or (rows,), as the matrix interleaves them.
+        # Per block: (groups, rows of each) or (rows,), as the matrix interleaves them.
         self._rows = [tuple(block.view(like).shape[:-1]) for block in self._blocks]
         self.a, self.b = nn.ParameterDict(), nn.ParameterDict()
         for block in self._blocks:
@@ -66,18 +57,11 @@ class Adapter(nn.Module):
     def _mark(self, parameter: Tensor, *, is_cut: bool) -> None:
         marked = cast(Any, parameter)
         marked.tensor_model_parallel = is_cut
-        # One that is not cut sees a slice of the tokens on each rank.
+        # A replicated parameter sees a slice of the tokens on each rank.
         marked.sequence_parallel = self._sequence_parallel and not is_cut
 
     def delta(self, x: Tensor) -> Tensor:
-        """What the pairs add.
-
-        Args:
-            x: (S, 1, inputs) as the matrix gets it.
-
-        Returns:
-            As the matrix yields it.
-        """
+        """Return what the pairs add for the matrix's input `x`, (S, 1, inputs)."""
         down = self._down_rows if self._is_row_cut else self._down_columns
         found = {
             name: linear(down(linear(x, a)), self.b[name]) * self.scaling
@@ -88,19 +72,17 @@ class Adapter(nn.Module):
         return self._interleaved(found, next(iter(found.values())))
 
     def _down_rows(self, h: Tensor) -> Tensor:
-        """Before B, whose rows are cut: all tokens; its gradient is a sum over ranks."""
         if self._sequence_parallel:
             return tensor_parallel.gather_from_sequence_parallel_region(h)
         return tensor_parallel.copy_to_tensor_model_parallel_region(h)
 
     def _down_columns(self, h: Tensor) -> Tensor:
-        """After A, whose columns are cut: the sum over ranks."""
         if self._sequence_parallel:
             return tensor_parallel.reduce_scatter_to_sequence_parallel_region(h)
         return tensor_parallel.reduce_from_tensor_model_parallel_region(h)
 
     def _interleaved(self, found: dict[str, Tensor], like: Tensor) -> Tensor:
-        """Outputs of q, k, v or of gate, up in the order of the fused matrix."""
+        """Order the outputs of q, k, v or gate, up as in the fused matrix."""
         tokens = like.shape[:-1]
         groups: list[Tensor] = []
         for block, rows in zip(self._blocks, self._rows, strict=True):
@@ -111,25 +93,17 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def merged_into(self, block: Block, weight: Tensor) -> Tensor:
-        """W + scaling * B @ A of one block.
-
-        Args:
-            block: of the matrix.
-            weight: (rows, columns) its values.
-
-        Returns:
-            (rows, columns) float32; the weight itself where no pair stands beside it.
-        """
+        """Return float32 W + scaling * B @ A of one block; W itself without a pair."""
         name = _target(block)
         if name not in self.a:
             return weight
         merged = self.b[name].float() @ self.a[name].float()
-        merged *= self.scaling  # in place: the sum takes the memory of the product
+        merged *= self.scaling  # in place: the sum reuses the memory of the product
         merged += weight
         return merged
 
     def parts(self, part: Part) -> Iterator[Part]:
-        """A and B as parts of the model, by PEFT's names."""
+        """Yield A and B as parts of the model, by PEFT's names."""
         for block in self._blocks:
             name = _target(block)
             if name not in self.a:
@@ -147,7 +121,7 @@ def _part(
 ) -> Part:
     block = Block(name, whole, at, tuple(parameter.shape), lambda t: t)
     is_cut = block.shape != whole
-    # Where the matrix is cut but this one is not, all tensor-parallel ranks hold the same.
+    # If only the matrix is sharded, all tensor-parallel ranks hold equal values.
     is_primary = part.is_primary and (is_cut or part.is_first)
     return Part(name, parameter, (block,), (), False, is_cut, is_primary, part.is_first)
 
@@ -155,20 +129,12 @@ def _part(
 def add_adapters(
     chunks: Sequence[nn.Module], parts: Sequence[Part], lora: LoraConfig, *, sequence_parallel: bool
 ) -> tuple[list[Part], dict[nn.Parameter, Adapter]]:
-    """Freeze the weights, but not a value head, and put adapters beside the target matrices.
+    """Freeze all weights except a value head, and add adapters to the target matrices.
 
-    Args:
-        chunks: the stage's pieces.
-        parts: their parameters.
-        lora: shape and targets.
-        sequence_parallel: of the layout.
-
-    Returns:
-        The parts, wrapped weights renamed as PEFT does, with those of the adapters; and the
-        adapter of each wrapped matrix.
+    Returns all parts, renamed as by PEFT, and the adapter of each wrapped matrix.
 
     Raises:
-        ConfigError: a target is in no layer, or DoRA is asked for.
+        ConfigError: a target is in no layer, or DoRA is requested.
     """
     if lora.use_dora:
         raise ConfigError(
@@ -183,7 +149,7 @@ def add_adapters(
             f"got {', '.join(sorted(targets - known))}; need some of {', '.join(sorted(known))}",
         )
     for part in parts:
-        # A value head starts at 0: frozen, it would let no gradient through.
+        # A value head starts at 0: frozen, it would pass no gradient.
         part.parameter.requires_grad_(part.name.startswith(VALUE_HEAD))
     adapters: dict[nn.Parameter, Adapter] = {}
     for module in [module for chunk in chunks for module in chunk.modules()]:
@@ -227,12 +193,7 @@ def _with_adapters(
 
 @torch.no_grad()
 def start_adapters(parts: Sequence[Part], seed: int) -> None:
-    """Give adapters their first values, which leave the model's outputs as they are.
-
-    Args:
-        parts: of this rank.
-        seed: of A, together with each parameter's name.
-    """
+    """Initialize adapters from `seed` and names; the model's outputs stay the same."""
     for part in parts:
         for block in part.stored if ".lora_" in part.name else ():
             whole = torch.empty(block.whole)

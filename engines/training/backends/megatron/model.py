@@ -1,10 +1,8 @@
 """A pipeline stage of a packed language or value model in Megatron-Core.
 
-Promises: sequences of a packed row do not see each other; rotary positions are those within each
-sequence; with context parallelism each rank holds an equal slice of the row and attention
-exchanges heads for tokens (arXiv:2309.14509). The last stage yields log-probabilities (and
-entropies) of the asked positions, or values; whole logits never exist.
-Layers are Megatron-Core's own, or TransformerEngine's; attention is always `packed_attention`.
+Attention is `packed_attention`, with Ulysses (arXiv:2309.14509) for context parallelism; the other
+layers are Megatron-Core's or TransformerEngine's. The last stage returns readouts of the requested
+positions; whole logits never exist.
 """
 
 from dataclasses import dataclass
@@ -37,18 +35,14 @@ from engines.training.spec import ModelType
 
 @dataclass(frozen=True)
 class PackedRow:
-    """What travels through a stage beside the activations.
+    """What a stage gets besides the activations.
 
     Attributes:
-        input_ids_S: (S,) int64, this context rank's slice of the padded row.
-        position_ids_S: (S,) int64.
+        input_ids_S: int64, this context rank's slice of the padded row.
         packing: sequences of the whole padded row.
-        rows_N: (N,) int64, places in the slice whose hidden state predicts something.
-        targets: what they predict, and what else is computed.
-        chunked_logprobs: never hold all logits.
-        routes: choices of experts to record or repeat; None leaves them to the routers.
-        qkv_format: tells Megatron-Core to leave packing alone: all of it happens here.
-        cp_group: the same for context parallelism.
+        rows_N: int64, places in the slice whose hidden state predicts something.
+        routes: choices of experts to record or repeat; None: routers choose.
+        qkv_format: makes Megatron-Core ignore packing, like `cp_group`.
     """
 
     input_ids_S: Tensor
@@ -66,7 +60,7 @@ class PackedCoreAttention(MegatronModule):
     """Softmax attention of a packed row, between the projections of a layer."""
 
     routes: LayerRoutes | None = None
-    """Of the layer's experts, which are told the row they come after."""
+    """Routes of the layer's experts, which get the row from here."""
 
     def __init__(
         self,
@@ -90,19 +84,7 @@ class PackedCoreAttention(MegatronModule):
         packed_seq_params: PackedRow,
         **unused: Any,
     ) -> Tensor:
-        """Attend.
-
-        Args:
-            query: (S, 1, heads, head_dim) of this rank.
-            key: (S, 1, kv_heads, head_dim).
-            value: (S, 1, kv_heads, head_dim).
-            attention_mask: None.
-            packed_seq_params: the row.
-            **unused: what Megatron-Core also passes.
-
-        Returns:
-            (S, 1, heads * head_dim).
-        """
+        """Attend: (S, 1, heads, head_dim) of this rank to (S, 1, heads * head_dim)."""
         if self.routes is not None:
             self.routes.row = packed_seq_params.routes
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -113,7 +95,7 @@ class PackedCoreAttention(MegatronModule):
 
 
 class RowNorm(nn.RMSNorm):
-    """Root-mean-square norm whose gradient Megatron-Core sums over slices of the sequence."""
+    """RMS norm whose gradient Megatron-Core sums over slices of the sequence."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
@@ -124,7 +106,7 @@ class RowNorm(nn.RMSNorm):
 
 
 class ValueHead(nn.Module):
-    """One number per hidden state; starts at zero."""
+    """One number per hidden state, 0 at first."""
 
     def __init__(self, width: int, like: Tensor) -> None:
         super().__init__()
@@ -137,18 +119,7 @@ class ValueHead(nn.Module):
 
 
 class PackedModel(GPTModel):
-    """One stage, or one of its virtual pieces.
-
-    Args:
-        architecture: settings of the model.
-        layout: active.
-        place: of this rank.
-        model_type: which head the last stage has.
-        first: holds the embedding.
-        last: holds the head.
-        piece: number of the virtual piece; None when there is one.
-        use_transformer_engine: layers of TransformerEngine.
-    """
+    """One stage, or one of its virtual pieces; `piece` is None if there is one."""
 
     def __init__(
         self,
@@ -189,17 +160,17 @@ class PackedModel(GPTModel):
         row: PackedRow = kwargs["packed_seq_params"]
         hidden, _, *rest = super()._preprocess(*args, **kwargs)
         if hidden is not None:
-            # Plain strides: with others a product takes another path where weights are frozen.
+            # Plain strides: others change the kernel of products with frozen weights.
             hidden = hidden.squeeze(1).unsqueeze(1)
             if torch.is_grad_enabled() and not hidden.requires_grad:
-                hidden.requires_grad_()  # or recomputed layers over frozen ones train nothing
+                hidden.requires_grad_()  # recomputed layers over frozen ones need it to train
         angles = row.position_ids_S[:, None].float() * self._frequencies
         return hidden, torch.cat([angles, angles], dim=1)[:, None, None, :], *rest
 
     def _postprocess(
         self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedRow, **unused: Any
     ) -> Tensor:
-        """(K, N) float32 of the last stage; activations of the others."""
+        """Return (K, N) float32 on the last stage, activations on the others."""
         if not self.post_process:
             return hidden_states
         row, config = packed_seq_params, self.config
@@ -230,7 +201,7 @@ class PackedModel(GPTModel):
 
     @property
     def output_weight(self) -> Tensor:
-        """(V / t, D) rows of the language model's head that this rank holds."""
+        """This rank's (V / t, D) rows of the language model's head."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return cast(Any, self.output_layer).weight

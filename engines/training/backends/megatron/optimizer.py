@@ -1,10 +1,7 @@
-"""AdamW on Megatron-Core's distributed optimizer: each data-parallel rank steps its share.
+"""AdamW on Megatron-Core's distributed optimizer: each data-parallel rank updates its shard.
 
-Promises: float32 main parameters and moments, one-dimensional parameters are not decayed, the
-state exists from the start. The step is split so that nothing changes before the gradient norm is
-known to be finite. AdamW is torch's on every machine, and Megatron-Core's own methods for saving
-and loading its state are not used: without TransformerEngine they fail or, on load, let all
-parameters share one step counter (see `upstream_fixes`).
+Main parameters and moments are float32; one-dimensional parameters are not decayed. AdamW is
+torch's. Megatron-Core's own saving and loading of state is not used; see `upstream_fixes`.
 """
 
 import math
@@ -26,13 +23,7 @@ from engines.config.training import OptimizerConfig
 
 @dataclass(frozen=True)
 class Shard:
-    """What this rank steps of a parameter.
-
-    Attributes:
-        main: (n,) float32.
-        start: of it in the flattened parameter.
-        state: Adam's: `step`, `exp_avg`, `exp_avg_sq`; and `ema`, where there is an average.
-    """
+    """This rank's shard of a parameter: float32 `main`, from `start` in the flattened parameter."""
 
     main: Tensor
     start: int
@@ -40,13 +31,7 @@ class Shard:
 
 
 class ShardedAdamW:
-    """The optimizer of one rank.
-
-    Args:
-        chunks: the stage's pieces, wrapped for gradient reduction.
-        config: rate, betas, decay.
-        dtype: of the parameters.
-    """
+    """The optimizer of one rank, over the stage's pieces wrapped for gradient reduction."""
 
     def __init__(
         self,
@@ -71,7 +56,7 @@ class ShardedAdamW:
             settings, cast(Any, self._chunks), use_gloo_process_groups=False
         )
         self._made = cast(Any, made)
-        # One for dense weights, one for experts: those are spread over other ranks.
+        # One for dense weights, one for experts, which are sharded over other ranks.
         self._parts: list[Any] = [
             part for part in self._made.chained_optimizers if not part.is_stub_optimizer
         ]
@@ -83,11 +68,11 @@ class ShardedAdamW:
 
     @property
     def averaged(self) -> list[tuple[Tensor, Tensor]]:
-        """Main weights of this rank, each with its average, where the configuration has `ema`."""
+        """Main weights of this rank, each with its average; needs `ema`."""
         return [(shard.main, shard.state[AVERAGE]) for shard in self._shards.values()]
 
     def share_weights(self) -> None:
-        """Write the main weights into the parameters of all ranks that hold them. Collective."""
+        """Copy the main weights to the parameters of all ranks that hold them. Collective."""
         for part in self._parts:
             part._copy_main_params_to_model_params()
         for chunk in self._chunks:
@@ -106,25 +91,18 @@ class ShardedAdamW:
                         yield parameter, Shard(main, place.start, part.optimizer.state[main])
 
     def continue_from(self, num_steps: int) -> None:
-        """Take up where so many steps were taken."""
+        """Set the number of steps taken."""
         self.num_steps = num_steps
         for shard in self._shards.values():
             shard.state["step"].fill_(float(num_steps))
 
     def shard(self, parameter: nn.Parameter) -> Shard | None:
-        """What this rank steps of a parameter; None when it is nothing."""
+        """Return this rank's shard of a parameter, or None."""
         return self._shards.get(parameter)
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> float:
-        """Scale gradients to a global norm of at most `max_norm`. Collective.
-
-        Args:
-            max_norm: above 0.
-
-        Returns:
-            The norm before, on every rank.
-        """
+        """Scale gradients to a global norm of at most `max_norm`; return the norm before."""
         self._made.prepare_grads()
         grads = [g for part in self._parts for g in part.get_main_grads_for_grad_norm()]
         device = next(self._chunks[0].parameters()).device
@@ -142,7 +120,7 @@ class ShardedAdamW:
         return total
 
     def step(self, lr: float) -> None:
-        """Apply the prepared gradients, and gather the new weights."""
+        """Apply the prepared gradients and all-gather the new weights."""
         for part in self._parts:
             for group in part.optimizer.param_groups:
                 group["lr"] = lr
@@ -180,7 +158,6 @@ def _detach_shards(part: Any) -> None:
 
 
 def _torch_adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.AdamW:
-    """The same groups under torch's AdamW, with its state there."""
     optimizer = torch.optim.AdamW(
         [
             {"params": g["params"], "weight_decay": config.weight_decay * g["wd_mult"]}

@@ -1,7 +1,6 @@
-"""Process groups of a layout. Megatron-Core keeps them in globals of one module.
+"""Process groups of a layout, which Megatron-Core keeps in module globals.
 
-Promises: engines of several layouts live in one process; each activates its own before it calls
-into Megatron-Core. The groups of a layout are made once per default process group.
+Engines with several layouts can live in one process; each activates its own.
 """
 
 from dataclasses import dataclass
@@ -35,16 +34,10 @@ _PRISTINE = _globals()
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank stands in each dimension.
+    """This rank's place in each dimension.
 
     Attributes:
-        tensor: rank within the tensor-parallel group.
-        context: within the context-parallel group.
-        pipeline: stage.
-        expert: within the expert-parallel group.
-        tensor_group: ranks that share matrices.
         context_group: ranks that share sequences.
-        pipeline_group: ranks that hold the stages.
         data_group: ranks that hold different sequences.
         replica_group: ranks that hold the same dense weights (data x context).
         expert_replica_group: ranks that hold the same experts.
@@ -63,12 +56,7 @@ class Place:
 
 
 def activate(layout: Layout, timeout_s: float) -> None:
-    """Make a layout the one that Megatron-Core sees. Collective the first time.
-
-    Args:
-        layout: checked.
-        timeout_s: of the collectives.
-    """
+    """Make a layout the active one of Megatron-Core. Collective the first time."""
     world = dist.group.WORLD
     made = _made.get(layout)
     if made is not None and made[0] is world:
@@ -89,7 +77,7 @@ def activate(layout: Layout, timeout_s: float) -> None:
 
 
 def current_place() -> Place:
-    """This rank's place in the active layout."""
+    """Return this rank's place in the active layout."""
     ps = cast(Any, parallel_state)
     return Place(
         tensor=ps.get_tensor_model_parallel_rank(),

@@ -1,11 +1,8 @@
-"""How the parameters of a rank lie in the weights of the transformers model.
+"""The blocks of transformers weights in the parameters of a Megatron-Core rank.
 
 Megatron-Core interleaves queries, keys and values, stacks gate and up projections, pads the
-vocabulary and cuts along rows or columns; each such part is a rectangular block of one weight of
-the transformers model. Everything that stores, loads or streams weights goes through these
-blocks, so that a checkpoint depends neither on the layout nor on the backend.
-Two spaces of names: those of the module in memory (`Stored`) and those on the hub (`Hub`); they
-differ for the experts of a mixture, which transformers stacks in memory.
+vocabulary and shards; each such part is a rectangular block of one transformers weight. Storing,
+loading and streaming use these blocks, so that a checkpoint does not depend on layout or backend.
 """
 
 import re
@@ -31,21 +28,16 @@ View = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Block(WeightPlace):
-    """A rectangular part of a whole weight, and where it stands in a parameter.
-
-    Attributes:
-        view: of a tensor of the parameter's shape: the part that is the block, in its order,
-            possibly with other strides and more dimensions.
-    """
+    """A block of a whole weight; `view` selects it in a tensor of the parameter's shape."""
 
     view: View
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The block out of a tensor of the parameter's shape."""
+        """Return the block of a tensor of the parameter's shape."""
         return self.view(tensor).reshape(self.shape)
 
     def write(self, tensor: Tensor, values: Tensor) -> None:
-        """Put the block's values into a tensor of the parameter's shape."""
+        """Write the block's values into a tensor of the parameter's shape."""
         part = self.view(tensor)
         part.copy_(values.reshape(part.shape))
 
@@ -55,13 +47,11 @@ class Part:
     """A parameter of this rank.
 
     Attributes:
-        name: in the whole Megatron model.
-        parameter: itself.
-        stored: blocks by name in the transformers module.
+        stored: blocks by name in the transformers module, which stacks experts.
         hub: blocks by name on the hub.
-        is_expert: it is replicated over other ranks than dense weights are.
-        is_cut: the tensor-parallel ranks hold different parts of it.
-        is_primary: this rank speaks for those tensor-parallel ranks and stages that hold the same.
+        is_expert: replicated over other ranks than dense weights.
+        is_cut: tensor-parallel ranks hold different parts of it.
+        is_primary: of the tensor-parallel ranks and stages with equal values, this one sends.
         is_first: this is the first of the tensor-parallel ranks.
     """
 
@@ -78,17 +68,7 @@ class Part:
 def parts_of(
     chunks: list[nn.Module], architecture: Architecture, layout: Layout, place: Place
 ) -> list[Part]:
-    """All parameters of this rank.
-
-    Args:
-        chunks: the stage's pieces.
-        architecture: of the model.
-        layout: active.
-        place: of this rank.
-
-    Returns:
-        In the order of the pieces.
-    """
+    """Return all parameters of this rank, in the order of the pieces."""
     finder = _Finder(architecture, layout, place)
     return [part for chunk in chunks for part in finder.parts(chunk)]
 
@@ -99,7 +79,6 @@ class _Finder:
         self._config = architecture.config
 
     def parts(self, chunk: nn.Module) -> Iterator[Part]:
-        """Parameters of one piece."""
         piece = getattr(chunk, "vp_stage", None)
         first_layer = get_transformer_layer_offset(self._config, vp_stage=piece)
         is_tied = getattr(chunk, "share_embeddings_and_output_weights", False)
@@ -149,13 +128,13 @@ class _Finder:
         vocabulary = self._architecture.hub.vocab_size
         first = self._place.tensor * rows
         real = min(rows, vocabulary - first)
-        if real > 0:  # else this rank holds nothing but padding
+        if real > 0:  # otherwise all rows are padding
             yield Block(
                 hub_name, (vocabulary, width), (first, 0), (real, width), lambda t: t[:real]
             )
 
     def _attention(self, hub_names: list[str], parameter: nn.Parameter) -> Iterator[Block]:
-        """Rows of each group: its queries, its key, its value."""
+        """Yield the rows of each group: its queries, its key, its value."""
         hub, size = self._architecture.hub, head_size(self._architecture.hub)
         groups = hub.num_key_value_heads // self._layout.tensor
         queries = hub.num_attention_heads // hub.num_key_value_heads * size
@@ -195,7 +174,7 @@ class _Finder:
         )
 
     def _experts(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
-        """An expert's projection as a part of the stack: gate above up, or down."""
+        """Return an expert's projection as a part of the stack: gate above up, or down."""
         stem, expert, kind = _HUB_EXPERT.findall(blocks[0].name)[0]
         name = f"{stem}.down_proj" if kind == "down" else f"{stem}.gate_up_proj"
         rows = sum(block.shape[0] for block in blocks)

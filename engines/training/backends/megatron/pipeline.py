@@ -1,8 +1,7 @@
 """Forward and backward passes through the pieces of a model, in Megatron-Core's schedules.
 
-Promises: gradients are plain sums over micro-batches and ranks. The loss is computed on the last
-stage, once per micro-batch, on outputs of whole rows; with context parallelism each rank computes
-it and has the gradient of its own tokens.
+Gradients are plain sums over micro-batches and ranks. The last stage computes the loss once per
+micro-batch, on outputs of whole rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,15 +30,7 @@ Scope = Callable[[], AbstractContextManager[None]]
 
 
 class Pipeline:
-    """Runs the pieces of this rank.
-
-    Args:
-        spec: of the engine.
-        layout: active.
-        place: of this rank.
-        chunks: the pieces, wrapped for gradient reduction if they are trained.
-        memory: of the experts that inference chose; None leaves them to the routers.
-    """
+    """Runs the pieces of this rank; without `memory`, routers choose experts."""
 
     def __init__(
         self,
@@ -54,7 +45,7 @@ class Pipeline:
         self._memory = memory
 
     def forward(self, batch: TokenBatch, readouts: Readouts) -> ModelOutputs:
-        """One forward pass where there is one stage; the batch is on the device."""
+        """Run one forward pass of a batch on the device, with one stage."""
         row, read_N = self._row(batch, readouts)
         return self._outputs(_call(self._chunks[0], row), batch, read_N, readouts)
 
@@ -65,29 +56,13 @@ class Pipeline:
         scope: Scope,
         readouts: Readouts,
     ) -> None:
-        """Forward and backward passes of all micro-batches, gradients reduced.
-
-        Args:
-            batches: on the CPU.
-            scaled_loss: see `BaseEngine`.
-            scope: of a forward pass.
-            readouts: what outputs need.
-        """
+        """Run forward and backward passes of all micro-batches and reduce gradients."""
         self._run(batches, scaled_loss, scope, readouts, forward_only=False)
 
     def infer(
         self, batches: Sequence[TokenBatch], scope: Scope, readouts: Readouts
     ) -> list[ModelOutputs]:
-        """Outputs of each micro-batch on the last stage; nothing on the others.
-
-        Args:
-            batches: on the CPU.
-            scope: of a forward pass.
-            readouts: what outputs need.
-
-        Returns:
-            In order.
-        """
+        """Return the outputs of each micro-batch on the last stage; [] on the others."""
         found: list[ModelOutputs] = []
 
         def keep(outputs: ModelOutputs, batch: TokenBatch) -> Tensor:
@@ -108,13 +83,13 @@ class Pipeline:
         *,
         forward_only: bool,
     ) -> int:
-        """Run the schedule; returns how many fillers came first."""
-        # The interleaved schedule takes a multiple of the stages.
+        """Run the schedule; return the number of fillers, which come first."""
+        # The interleaved schedule needs a multiple of the number of stages.
         missing = -len(batches) % self._layout.pipeline if self._layout.virtual > 1 else 0
         batches = [filler(batches[0]).batch for _ in range(missing)] + list(batches)
         device = self._spec.platform.device()
         for chunk in self._chunks:
-            chunk.train(not forward_only)  # there is no dropout; it decides on recomputation
+            chunk.train(not forward_only)  # enables recomputation; there is no dropout
 
         def step(iterator: Iterator[TokenBatch], chunk: nn.Module) -> Any:
             batch = next(iterator).to(device)
@@ -141,14 +116,14 @@ class Pipeline:
             data_iterator=[iter(batches) for _ in self._chunks],
             model=self._chunks,
             num_microbatches=len(batches),
-            seq_length=1,  # shapes are communicated: every micro-batch has its own
+            seq_length=1,  # unused: shapes of micro-batches differ and are communicated
             micro_batch_size=1,
             forward_only=forward_only,
         )
         return missing
 
     def _row(self, batch: TokenBatch, readouts: Readouts) -> tuple[PackedRow, Tensor]:
-        """This context rank's slice, and the places in the batch that it computes."""
+        """Return this context rank's slice, and the places of the batch that it computes."""
         size = self._layout.context
         part = slice_sequence(
             batch, self._place.context, size, multiple=self._layout.tokens_multiple
@@ -178,7 +153,7 @@ class Pipeline:
     def _outputs(
         self, rows: Tensor, batch: TokenBatch, read_N: Tensor, readouts: Readouts
     ) -> ModelOutputs:
-        """Rows of the slices to those of the whole row."""
+        """Combine the rows of slices into outputs of the whole row."""
         whole = rows.new_zeros(rows.shape[0], batch.num_tokens + 1).index_copy(1, read_N, rows)
         if self._layout.context > 1:
             whole = cast(Tensor, collectives.SumOverRanks.apply(whole, self._place.context_group))

@@ -1,6 +1,6 @@
-"""This rank's part of a model in Megatron-Core: built, frozen in parts, adapted, moved.
+"""This rank's part of a model in Megatron-Core.
 
-To be imported and used inside the platform's scope for Megatron-Core, with its layout active.
+Use it inside the platform's scope for Megatron-Core, with its layout active.
 """
 
 from collections.abc import Sequence
@@ -34,13 +34,7 @@ from infra.errors import ConfigError
 
 
 class Replica:
-    """The model's pieces on this rank, and what runs them.
-
-    Args:
-        spec: of the engine.
-        config: of the model, checked.
-        layout: active, checked.
-    """
+    """The model's pieces on this rank, their optimizer and adapters."""
 
     def __init__(self, spec: EngineSpec, config: PretrainedConfig, layout: Layout) -> None:
         define_missing_names()
@@ -58,9 +52,9 @@ class Replica:
         self._adapters: dict[nn.Parameter, Adapter] = {}
         for part in self.parts:
             parameter = cast(Any, part.parameter)
-            # Megatron-Core tells it only weights that it initializes; the gradient norm asks.
+            # Needed by the gradient norm; Megatron-Core sets it only on weights it initializes.
             parameter.tensor_model_parallel = part.is_cut
-            # With tensor parallelism whole experts are on ranks that see different tokens.
+            # With tensor parallelism, ranks with the same experts see different tokens.
             parameter.allreduce = not part.is_expert
         if spec.optimizer is not None and spec.training.lora is not None:
             self.parts, self._adapters = add_adapters(
@@ -95,31 +89,27 @@ class Replica:
         return chunk.to(self._spec.platform.device())
 
     def start_adapters(self) -> None:
-        """Give the adapters, if there are any, their first values."""
+        """Initialize the adapters, if there are any."""
         start_adapters(self.parts, self._spec.seed)
 
     def set_adapter(self, enabled: bool) -> None:
-        """Whether forward passes go through the adapters."""
+        """Enable or disable the adapters in forward passes."""
         self._is_adapted = enabled
         for adapter in self._adapters.values():
             adapter.enabled = enabled
 
     @torch.no_grad()
     def merged(self, part: Part, block: Block) -> Tensor:
-        """A block of a parameter with its adapter merged in, in the parameters' dtype."""
+        """Return a block with its adapter merged in, in the parameters' dtype."""
         weight = block.read(part.parameter.detach())
         adapter = self._adapters.get(part.parameter)
         return weight if adapter is None else adapter.merged_into(block, weight).to(self.dtype)
 
     def freeze(self, patterns: Sequence[str], names: Sequence[str]) -> None:
-        """Exclude what fits one of the patterns from training.
-
-        Args:
-            patterns: as in a shell, of names in the transformers module.
-            names: of all ranks.
+        """Exclude parameters from training by shell patterns of transformers names.
 
         Raises:
-            ConfigError: a pattern fits nothing, or a part of a fused matrix.
+            ConfigError: a pattern matches nothing, or only a part of a fused matrix.
         """
         for pattern in patterns:
             if not any(fnmatch(base_name(name), pattern) for name in names):
@@ -136,11 +126,7 @@ class Replica:
                     part.parameter.requires_grad_(False)
 
     def prepare_training(self, optimizer: OptimizerConfig) -> None:
-        """Wrap the pieces for gradient reduction and make the optimizer, once weights are there.
-
-        Args:
-            optimizer: of the engine.
-        """
+        """Wrap the loaded pieces for gradient reduction and create the optimizer."""
         config = self.architecture.config
         cast(Any, config).finalize_model_grads_func = _finalize
         settings = DistributedDataParallelConfig(
@@ -156,7 +142,7 @@ class Replica:
     def to(
         self, device: torch.device, *, model: bool, optimizer: bool, grad: bool
     ) -> None:  # fmt: skip
-        """Move weights, gradients and optimizer state; gradients that leave are lost."""
+        """Move weights, gradients and optimizer state; offloaded gradients are lost."""
         is_home = device == self._spec.platform.device()
         for chunk in self.wrapped:
             for buffer in _buffers(chunk):
@@ -165,15 +151,15 @@ class Replica:
         if model:
             for chunk in self.chunks:
                 for parameter in chunk.parameters():
-                    if not parameter.requires_grad:  # the others lie in the buffers
+                    if not parameter.requires_grad:  # the others are in the buffers
                         parameter.data = parameter.data.to(device)
         if optimizer and self.optimizer is not None:
             self.optimizer.to(device)
 
     @property
     def pipeline(self) -> Pipeline:
-        """What runs the pieces."""
-        # The reference, which is the model without its adapter, leaves no routes behind.
+        """The pipeline that runs the pieces."""
+        # Without its adapter the model is the reference, whose routes are not stored.
         memory = self._memory if self._is_adapted else None
         return Pipeline(self._spec, self._layout, self.place, self.wrapped, memory)
 
@@ -193,12 +179,12 @@ def _buffers(chunk: Any) -> list[Any]:
 
 
 def _finalize(model: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
-    """Reduce gradients; what they are divided by is in the loss already."""
+    """Reduce gradients without division; the loss is already divided."""
     finalize_model_grads(model, None, **options)
 
 
 def _seed_without_trace(spec: EngineSpec) -> None:
-    """Megatron-Core wants seeded generators to build layers; nothing random is drawn from them."""
+    """Seed the generators that Megatron-Core needs to build layers; restore the RNG state."""
     before = spec.platform.rng_state()
     tensor_parallel.model_parallel_cuda_manual_seed(spec.seed, force_reset_rng=True)
     spec.platform.set_rng_state(before)

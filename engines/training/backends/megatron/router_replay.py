@@ -1,11 +1,8 @@
-"""Experts that inference chose, chosen again in training (router replay, arXiv:2510.11370).
+"""Router replay (arXiv:2510.11370): training repeats the experts that inference chose.
 
-The old log-probabilities and the update then speak of the same experts, so that their ratio is
-not moved by a router whose scores are close. Kept by sequence: rows may be packed differently.
-Promises: gradients reach the router through the scores of the repeated choice; recomputed layers
-repeat it too. Inference after an optimizer step starts a new memory; a sequence that is not in
-this rank's memory is routed anew.
-Not covered: the choices of a rollout engine; sequences inferred on another data-parallel rank.
+Old logprobs and the update then use the same experts. Choices are stored by sequence; a sequence
+that is not in this rank's memory is routed anew. Gradients reach the router through the scores of
+the repeated choice. Not covered: choices of a rollout engine.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,10 +24,10 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass
 class RowRoutes:
-    """Choices for the tokens that one rank routes of one row, in one piece of the model.
+    """Choices for this rank's tokens of one row, in one piece of the model.
 
     Attributes:
-        repeated: (S, layers, k) int64; negative where the router chooses. None records.
+        repeated: (S, layers, k) int64; negative: the router chooses. None records.
         recorded: layer -> (S, k) int64.
     """
 
@@ -39,14 +36,7 @@ class RowRoutes:
 
 
 class LayerRoutes:
-    """Stands where Megatron-Core's router asks for the best experts, in one layer.
-
-    Args:
-        layer: its number in the piece.
-
-    Attributes:
-        row: what the layer's attention, which comes first, was just given.
-    """
+    """Replaces the router's top-k in one layer; the layer's attention sets `row` before."""
 
     def __init__(self, layer: int) -> None:
         self._layer = layer
@@ -55,18 +45,7 @@ class LayerRoutes:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, best: TopK
     ) -> tuple[Tensor, Tensor]:
-        """Scores and experts of each token, chosen, recorded or repeated.
-
-        Args:
-            scores: (S, experts).
-            topk: experts of a token.
-            num_groups: see Megatron-Core.
-            group_topk: see Megatron-Core.
-            best: the router's own choice.
-
-        Returns:
-            (S, topk) scores, and (S, topk) int64 experts.
-        """
+        """Return (S, topk) scores and int64 experts: chosen, recorded or repeated."""
         own_scores, own = best(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.row is None:
             return own_scores, own
@@ -79,14 +58,7 @@ class LayerRoutes:
 
 
 def watch_routers(chunk: nn.Module) -> int:
-    """Put a `LayerRoutes` into each layer.
-
-    Args:
-        chunk: a piece of a mixture.
-
-    Returns:
-        How many layers there are.
-    """
+    """Put a `LayerRoutes` into each layer; return the number of layers."""
     layers = cast(Any, chunk).decoder.layers
     for number, layer in enumerate(layers):
         routes = LayerRoutes(number)
@@ -96,13 +68,7 @@ def watch_routers(chunk: nn.Module) -> int:
 
 
 class RouteMemory:
-    """Choices of the sequences that were inferred, by piece of this rank.
-
-    Args:
-        chunks: the pieces.
-        layout: of the model.
-        place: of this rank.
-    """
+    """Choices for sequences that were inferred, per piece of this rank."""
 
     def __init__(self, chunks: Sequence[nn.Module], layout: Layout, place: Place) -> None:
         self._layout, self._place = layout, place
@@ -112,19 +78,13 @@ class RouteMemory:
         self._is_used = False
 
     def begin_inference(self) -> None:
-        """Forget what an optimizer step has used."""
+        """Clear the memory if an optimizer step has used it."""
         if self._is_used:
             self._known = [{} for _ in self._known]
             self._is_used = False
 
     def record(self, piece: int, batch: TokenBatch, row: RowRoutes) -> None:
-        """Keep the choices of a row. Collective over the ranks that share it.
-
-        Args:
-            piece: number of the piece.
-            batch: the whole row.
-            row: choices of this rank's tokens.
-        """
+        """Store the choices of a row. Collective over the ranks that share it."""
         local = torch.stack([row.recorded[i] for i in range(self._num_layers[piece])], dim=1)
         row.recorded.clear()
         if self._layout.sequence_parallel:
@@ -136,16 +96,7 @@ class RouteMemory:
             self._known[piece][key] = routes
 
     def repeated(self, piece: int, batch: TokenBatch, num_local: int) -> RowRoutes:
-        """What this rank's tokens shall repeat.
-
-        Args:
-            piece: number of the piece.
-            batch: the whole row.
-            num_local: tokens of this context rank's slice of the padded row.
-
-        Returns:
-            With negative entries where nothing is known.
-        """
+        """Return the choices for this rank's tokens; negative where unknown."""
         self._is_used = True
         size = (num_local * self._layout.context, self._num_layers[piece], self._topk)
         whole = torch.full(size, _FREE, dtype=torch.int64)
@@ -162,7 +113,7 @@ class RouteMemory:
 
 
 def _keys(batch: TokenBatch) -> list[bytes]:
-    """The tokens of each sequence: equal ones are routed alike."""
+    """Return the tokens of each sequence as bytes: equal sequences are routed alike."""
     ids = batch.input_ids_T.cpu()
     return [part.numpy().tobytes() for part in ids.split(batch.lengths_B.tolist())]
 

@@ -1,8 +1,7 @@
-"""Weights of the transformers model into and out of the parameters of the ranks.
+"""Transfers weights between the transformers model and the parameters of the ranks.
 
-Promises: each rank reads only its blocks of the files; a missing weight or another shape is an
-error, except that the head of a value model may be absent and then starts at 0. Streaming holds
-one whole tensor at a time, on every rank, whatever the layout.
+Each rank reads only its blocks of the files; a missing weight is an error, but a value head may be
+absent and starts at 0. Streaming holds one whole tensor at a time.
 """
 
 import json
@@ -24,15 +23,11 @@ from engines.weight_places import WeightPlace
 from infra.errors import ConfigError
 
 Values = Callable[[Part, Block], Tensor]
-"""A block's values: those of its parameter, or those with an adapter merged in."""
+"""Returns a block's values, with or without an adapter merged in."""
 
 
 class HubFiles:
-    """Blocks of the weights in a Hugging Face directory of safetensors files.
-
-    Args:
-        hf_dir: the directory.
-    """
+    """Blocks of the weights in a Hugging Face directory of safetensors files."""
 
     def __init__(self, hf_dir: Path) -> None:
         self._hf_dir = hf_dir
@@ -45,13 +40,7 @@ class HubFiles:
         return name in self._file
 
     def read(self, block: Block) -> Tensor:
-        """One block, on the CPU.
-
-        Args:
-            block: by its name on the hub.
-
-        Returns:
-            Of the block's shape.
+        """Return the values of a block with a hub name, on the CPU.
 
         Raises:
             ConfigError: the weight is absent or has another shape.
@@ -71,11 +60,7 @@ class HubFiles:
 
 @torch.no_grad()
 def load_hub_weights(parts: Sequence[Part], hf_dir: Path) -> None:
-    """Fill parameters from a Hugging Face directory.
-
-    Args:
-        parts: of this rank.
-        hf_dir: of the model.
+    """Load parameters from a Hugging Face directory.
 
     Raises:
         ConfigError: a weight is absent or has another shape.
@@ -84,20 +69,14 @@ def load_hub_weights(parts: Sequence[Part], hf_dir: Path) -> None:
     for part in parts:
         if ".lora_" in part.name:
             continue
-        part.parameter.zero_()  # rows that pad the vocabulary, a new value head
+        part.parameter.zero_()  # for padded vocabulary rows and a new value head
         for block in part.hub:
             if block.name in files or not block.name.startswith(VALUE_HEAD):
                 block.write(part.parameter, files.read(block))
 
 
 class WeightStream:
-    """Streams whole weights. Collective.
-
-    Args:
-        parts: of this rank.
-        device: where the weights are.
-        names: which blocks; those on the hub hold no adapter.
-    """
+    """Streams whole weights. Collective. Blocks with hub names include no adapter."""
 
     def __init__(
         self,
@@ -113,11 +92,11 @@ class WeightStream:
                 place = WeightPlace(block.name, block.whole, block.offsets, block.shape)
                 self._own[place] = part, block
         mine = [astuple(place) for place in self._own]
-        # By name, the blocks of each weight and the rank that sends them.
+        # By name: the blocks of each weight and their sending rank.
         self._plan: dict[str, dict[WeightPlace, int]] = {}
         for rank, rows in enumerate(_from_every_rank(mine, device)):
             for name, *sizes in rows:
-                # Ranks with different data hold the same blocks: the first of them sends.
+                # Data-parallel ranks hold the same blocks: the first one sends.
                 self._plan.setdefault(name, {}).setdefault(
                     WeightPlace(name, *map(tuple, sizes)), rank
                 )
@@ -128,29 +107,14 @@ class WeightStream:
         return list(self._plan)
 
     def held(self, values: Values) -> list[HeldPart]:
-        """The blocks of this rank, without any exchange.
-
-        Args:
-            values: of each block.
-
-        Returns:
-            In the order of the rank's parts.
-        """
+        """Return the blocks of this rank, without communication."""
         return [
             HeldPart(place, lambda part=part, block=block: values(part, block).contiguous())
             for place, (part, block) in self._own.items()
         ]
 
     def walk(self, values: Values, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every weight, whole.
-
-        Args:
-            values: what to send for each block.
-            dtype: of those values.
-
-        Yields:
-            tuple[str, Tensor]: name on the hub, and tensor on the device.
-        """
+        """Yield every weight's hub name and whole tensor, on the device."""
         for name in self._plan:
             yield name, self._whole(name, values, dtype)
 
@@ -181,7 +145,6 @@ class WeightStream:
 
 
 def _from_every_rank(value: object, device: torch.device) -> list[Any]:
-    """What each rank holds, in rank order, on every rank."""
     world = dist.group.WORLD
     if world is None:
         return [json.loads(json.dumps(value))]

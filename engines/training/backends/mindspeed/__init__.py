@@ -1,1 +1,1 @@
-"""The training backend on Megatron-Core on Ascend through MindSpeed."""
+"""Megatron-Core on Ascend NPUs through MindSpeed."""

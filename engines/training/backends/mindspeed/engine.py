@@ -1,10 +1,8 @@
 """The Megatron engine on Ascend NPUs: MindSpeed replaces parts of Megatron-Core.
 
-The platform imports `mindspeed.megatron_adaptor` before Megatron-Core is first imported; then
-MindSpeed is told the layout and which fused operators to put in.
-Promises: MindSpeed is told before any layer is built, and told once per engine.
-Does not promise that it computes: no machine with the device was at hand. Only the registration
-and the translation of arguments are tested.
+The platform imports `mindspeed.megatron_adaptor` before Megatron-Core; each engine then gives
+MindSpeed the layout and the fused operators, before any layer is built. Never run on the device:
+only the registration and the translation of arguments are tested.
 """
 
 import importlib
@@ -18,10 +16,10 @@ Argument = bool | int | str
 
 
 class MindSpeedMegatronEngine(MegatronEngine):
-    """`MegatronEngine` under MindSpeed."""
+    """Megatron engine under MindSpeed."""
 
     def initialize(self, *, load_weights: bool = True) -> None:
-        """Tell MindSpeed what to replace, then build this rank's part of the model."""
+        """Patch Megatron-Core by MindSpeed, then build this rank's part of the model."""
         arguments = mindspeed_arguments(self.spec.training)
         with self.spec.platform.library_scope("megatron"):
             try:
@@ -35,18 +33,12 @@ class MindSpeedMegatronEngine(MegatronEngine):
 
 
 def mindspeed_arguments(training: TrainingConfig) -> dict[str, Argument]:
-    """What MindSpeed is told, by the names of its own command line.
+    """Return the arguments of MindSpeed's `repatch`, named as its command line options.
 
-    Attention is not among them: it is this project's packed attention.
-
-    Args:
-        training: layout and options.
-
-    Returns:
-        Arguments of `repatch`.
+    They do not cover attention, which is this project's packed attention.
 
     Raises:
-        ConfigError: TransformerEngine was asked for, which there is none of on this device.
+        ConfigError: TransformerEngine is requested, which does not exist for this device.
     """
     options = MindSpeedOptions.model_validate(training.options)
     if options.transformer_engine:
@@ -59,7 +51,7 @@ def mindspeed_arguments(training: TrainingConfig) -> dict[str, Argument]:
         "context_parallel_size": training.context_parallel_size,
         "expert_model_parallel_size": training.expert_parallel_size,
         "sequence_parallel": training.sequence_parallel and training.tensor_parallel_size > 1,
-        # Tokens are exchanged for heads around the packed attention: MindSpeed has no part in it.
+        # Unused: the packed attention does its own context parallelism.
         "context_parallel_algo": "megatron_cp_algo",
         "use_flash_attn": False,
         "use_fused_rmsnorm": options.fused_rms_norm,

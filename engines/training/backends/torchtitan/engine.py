@@ -1,8 +1,7 @@
 """The TorchTitan engine: TorchTitan's decoder, its FSDP2 and its tensor parallelism.
 
-Promises: TorchTitan's tensors are read and written by the names of the Hugging Face model, so
-its checkpoints hold what those of fsdp2 hold and each continues the other's; logits are never
-gathered over tensor-parallel ranks. Gradients are sums over data-parallel ranks.
+Promises: tensors have the names of the Hugging Face model, so checkpoints are interchangeable with
+those of fsdp2; logits are never gathered over tensor-parallel ranks.
 Not covered: pipeline, context and expert parallelism, value models and adapters.
 Training needs the job environment torchtitan; reading a checkpoint's weights does not.
 """
@@ -43,7 +42,7 @@ from infra.errors import ConfigError
 
 
 class TorchTitanEngine(ModuleEngine[Any]):
-    """`BaseEngine` on TorchTitan."""
+    """Engine on TorchTitan."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
@@ -51,7 +50,7 @@ class TorchTitanEngine(ModuleEngine[Any]):
         self._wanted: tuple[Tensor, Targets] | None = None
 
     def initialize(self, *, load_weights: bool = True) -> None:
-        """Build and shard the decoder and, when it trains, its optimizer."""
+        """Build and shard the decoder and, if it trains, its optimizer."""
         training, platform = self.spec.training, self.spec.platform
         if training.frozen_parameters:
             raise ConfigError("training.frozen_parameters", "torchtitan trains all; remove them")
@@ -97,14 +96,14 @@ class TorchTitanEngine(ModuleEngine[Any]):
         return [(name, p.detach()) for name, p in self._named_parameters()]
 
     def loss_factor(self, num_micro_batches: int) -> float:
-        """TorchTitan's FSDP sums gradients already."""
+        """Return 1: TorchTitan's FSDP sums gradients."""
         return 1.0
 
     def _forward(self, batch: TokenBatch, readouts: Readouts) -> ModelOutputs:
         read_N = read_positions(batch, readouts)
         idle = read_N.numel() == 0
         if idle:
-            # Every weight must be touched all the same: the ranks run the same collectives.
+            # Use every weight all the same: all ranks have to run the same collectives.
             read_N = read_N.new_ones(1)
         self._wanted = (
             read_N - 1, targets_of(batch, read_N, self.spec.temperature, readouts)
@@ -122,10 +121,7 @@ class TorchTitanEngine(ModuleEngine[Any]):
         return model_outputs(whole, batch, readouts, self.spec.model_type)
 
     def _head_forward(self, hidden: Tensor) -> Tensor:
-        """(1, T, D) hidden states to (1, N, K): log-probability, and what else is asked for.
-
-        Called by the model where its head would be, with the head's weight at hand.
-        """
+        """Map (1, T, D) hidden states to (1, N, K) readouts, in place of the model's head."""
         if self._wanted is None:
             raise EngineError("the head computes log-probabilities of chosen tokens only")
         rows_N, targets = self._wanted
@@ -146,20 +142,20 @@ class TorchTitanEngine(ModuleEngine[Any]):
             group=group,
             first_token=first_token,
         )
-        # Not a view: FSDP hangs its hooks on what the model returns.
+        # Not a view: FSDP registers hooks on the outputs.
         return rows.T[None].clone(memory_format=torch.contiguous_format)
 
     def _clip_gradients(self, max_norm: float) -> float:
         return clip_across_meshes(self.model.parameters(), max_norm)
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        """See `BaseEngine`. Tensors must not be changed."""
+        """Stream whole weights. Tensors must not be changed."""
         with self.eval_mode():
             for name, tensor in self._named_state():
                 yield name, whole_tensor(tensor).detach()
 
     def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
-        """See `BaseEngine`."""
+        """Stream this rank's shards."""
         with self.eval_mode():
             parts = [
                 HeldPart(local_place(name, tensor), lambda tensor=tensor: local_values(tensor))

@@ -1,9 +1,8 @@
-"""A Hugging Face configuration as a TorchTitan decoder, with this project's packed attention.
+"""Translates a Hugging Face configuration into a TorchTitan decoder with packed attention.
 
-TorchTitan's Qwen3 decoder computes what transformers computes, tensor by tensor, for dense
-models with rotary embeddings in halves; without the norms of queries and keys it is Llama's.
-Promises: an architecture that it would compute differently is refused by name.
-Not covered: experts, scaled rotary embeddings, biases, sliding windows.
+TorchTitan's Qwen3 decoder matches transformers for dense models with rotary embeddings in halves;
+without the norms of queries and keys it is Llama's. Other architectures are refused: experts,
+scaled rotary embeddings, biases, sliding windows.
 """
 
 from dataclasses import dataclass
@@ -25,16 +24,16 @@ from engines.architecture import text_settings
 from engines.training.backends.torchtitan.supported import HAS_HEAD_NORMS, check_model
 from engines.training.model.attention import Packing, packed_attention
 
-# Weights are read from files; a norm or an embedding never needs first values of its own.
+# Weights are read from files: no initialization is needed.
 _INIT = {"weight": skip_param_init}
 
 
 class PackedAttention(Module):
-    """Inner attention over one row of packed sequences; TorchTitan's own trains on GPUs only."""
+    """Inner attention over packed sequences; TorchTitan's own trains on GPUs only."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """It has no settings."""
+        """Empty configuration."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -49,36 +48,17 @@ class PackedAttention(Module):
         scale: float | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Causal attention within each sequence.
-
-        Args:
-            q_BLNH: (1, T, heads, head_dim) of this rank's heads.
-            k_BLNH: (1, T, kv_heads, head_dim).
-            v_BLNH: (1, T, kv_heads, head_dim).
-            attention_masks: the sequences of the row.
-            scale: factor of the scores; None is 1 / sqrt(head_dim).
-            **kwargs: what else the block passes; grouped heads are seen from the shapes.
-
-        Returns:
-            (1, T, heads, head_dim).
-        """
+        """Attend within each sequence: (1, T, heads, head_dim) of this rank's heads in and out."""
         q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         out, _ = packed_attention(self, q, k, v, None, packing=attention_masks, scaling=scale)
         return out
 
 
 def decoder_config(hf_dir: Path, *, sequence_parallel: bool) -> Qwen3Model.Config:
-    """TorchTitan's description of a model.
-
-    Args:
-        hf_dir: Hugging Face directory of the model.
-        sequence_parallel: with tensor parallelism, cut activations along the tokens.
-
-    Returns:
-        A configuration whose `build` makes the model.
+    """Return the configuration whose `build` creates TorchTitan's decoder for a model.
 
     Raises:
-        ConfigError: TorchTitan's decoder would compute something else.
+        ConfigError: TorchTitan's decoder would compute differently from transformers.
     """
     config = AutoConfig.from_pretrained(hf_dir, trust_remote_code=False)
     check_model(hf_dir, text_settings(config))
@@ -92,7 +72,7 @@ def decoder_config(hf_dir: Path, *, sequence_parallel: bool) -> Qwen3Model.Confi
             num_embeddings=vocabulary, embedding_dim=dim, param_init=_INIT
         ),
         lm_head=Linear.Config(in_features=dim, out_features=vocabulary, param_init=_INIT),
-        # One object per layer: sharding fills each in.
+        # One object per layer: `set_qwen3_sharding_config` modifies each.
         layers=[_block(config) for _ in range(config.num_hidden_layers)],
     )
     set_qwen3_sharding_config(decoder, enable_sp=sequence_parallel, enable_ep=False)

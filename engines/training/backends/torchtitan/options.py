@@ -1,4 +1,4 @@
-"""`training.options` of the backend torchtitan. No torch: the plan reads them."""
+"""`training.options` of the backend torchtitan, without torch."""
 
 from typing import Literal
 
@@ -6,7 +6,7 @@ from engines.config.base import StrictModel
 
 
 class TorchTitanOptions(StrictModel):
-    """`training.options` of the backend torchtitan, named as TorchTitan names them."""
+    """`training.options` of the backend torchtitan, named as in TorchTitan."""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Whether a layer's gathered weights are freed after its forward pass."""
+    """When to free a layer's gathered weights after its forward pass."""

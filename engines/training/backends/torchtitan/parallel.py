@@ -1,6 +1,6 @@
-"""A TorchTitan decoder spread over the ranks, its weights still undefined.
+"""A TorchTitan decoder sharded over the ranks, with undefined weights.
 
-To be imported inside the platform's scope for TorchTitan.
+Import it inside the platform's scope for TorchTitan.
 """
 
 from typing import Any
@@ -20,19 +20,11 @@ from engines.training.backends.torchtitan.model import decoder_config
 from engines.training.spec import EngineSpec
 
 _SPMD_BACKEND = "partial_dtensor"
-"""Of TorchTitan's ways to describe tensor parallelism, the one whose parameters are DTensors."""
+"""TorchTitan's form of tensor parallelism whose parameters are DTensors."""
 
 
 def sharded_decoder(spec: EngineSpec, reshard_after_forward: str) -> tuple[nn.Module, list[str]]:
-    """Build and shard the model of an engine. Collective.
-
-    Args:
-        spec: of the engine.
-        reshard_after_forward: `default`, `always` or `never`, as TorchTitan means them.
-
-    Returns:
-        The decoder, and the hub names of its parameters in their order.
-    """
+    """Build and shard the decoder; return it and its parameters' hub names. Collective."""
     training, device = spec.training, spec.platform.device()
     parallelism = ParallelismConfig(
         data_parallel_replicate_degree=training.replicate_size,
@@ -57,8 +49,8 @@ def sharded_decoder(spec: EngineSpec, reshard_after_forward: str) -> tuple[nn.Mo
         dump_folder="",
         skip_dp=True,
     )
-    # Tensor parallelism unties tied weights. FSDP would take them for two, and of two it would
-    # update one where the shards are uneven.
+    # Tensor parallelism unties tied weights. FSDP would treat them as two, and update only one
+    # of them if the shards are uneven.
     _tie(model)
     replicate = ["dp_replicate"] if training.replicate_size > 1 else []
     apply_fsdp_to_decoder(
@@ -71,7 +63,7 @@ def sharded_decoder(spec: EngineSpec, reshard_after_forward: str) -> tuple[nn.Mo
     )
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # A plain sum; the scaled one that TorchTitan asks for is unknown to gloo.
+            # A plain sum: gloo lacks the scaled sum that TorchTitan requests.
             module.set_force_sum_reduction_for_comms(True)
     model.to_empty(device=device)
     _tie(model)
@@ -87,6 +79,6 @@ def _hub_names(model: nn.Module, adapter: Any) -> list[str]:
 
 
 def _tie(model: Any) -> None:
-    """Make the head's weight the embedding's, as FSDP knows it."""
+    """Tie the head's weight to the embedding, so that FSDP sees one parameter."""
     if model.enable_weight_tying:
         model.lm_head.weight = model.tok_embeddings.weight

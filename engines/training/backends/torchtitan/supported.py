@@ -1,4 +1,4 @@
-"""Which models the backend torchtitan computes. No torch: the plan asks, and every rank again."""
+"""Models that the backend torchtitan supports, without torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,12 +14,8 @@ HAS_HEAD_NORMS = {"qwen3": True, "llama": False}
 def check_model(hf_dir: Path, config: Mapping[str, Any]) -> None:
     """Refuse a model that TorchTitan's decoder would compute differently.
 
-    Args:
-        hf_dir: of the model, for the error line.
-        config: of it, as in `config.json`.
-
     Raises:
-        ConfigError: names what the decoder lacks.
+        ConfigError: names the unsupported feature.
     """
     kind = config.get("model_type")
     if kind not in HAS_HEAD_NORMS:

@@ -1,1 +1,1 @@
-"""What every engine shares whose model is a transformers module."""
+"""Parts that all engines over a transformers module share."""

@@ -1,9 +1,7 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685; DoRA, arXiv:2402.09353) by PEFT, sharded or not.
 
-Promises: the first weights of an adapter depend on the seed and the names alone, not on the
-number of ranks, and leave the model's output as it was; merged weights are
-W + alpha / rank * B @ A, with DoRA rescaled row by row to the trained magnitude.
-Names: PEFT hides a wrapped weight under `base_layer`; `base_name` undoes that.
+An adapter's initial weights depend on the seed and the names alone and leave the model's output
+unchanged. PEFT adds `base_layer` to the name of a wrapped weight.
 """
 
 import hashlib
@@ -31,29 +29,24 @@ _A, _B = f".lora_A.{_ADAPTER}.weight", f".lora_B.{_ADAPTER}.weight"
 _MAGNITUDE = f".lora_magnitude_vector.{_ADAPTER}.weight"
 _SETTING = "training.lora"
 _NESTED = ".language_model."
-"""In the names of a model that is more than a language model."""
+"""Part of the names in a model that contains a language model."""
 
 
 class TensorReader(Protocol):
-    """Whole tensors by name."""
+    """Reads whole tensors by name."""
 
     def __contains__(self, name: str) -> bool: ...
 
     def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU."""
+        """Return one tensor on the CPU."""
         ...
 
 
 def add_adapter(model: PreTrainedModel, lora: LoraConfig, *, inside: str = "") -> None:
-    """Wrap the target modules; afterwards the adapter is trained, and a value head is.
+    """Wrap the target modules; only the adapter, and a value head, are trained then.
 
-    That head starts at 0: frozen, it would let no gradient through.
-
-    Args:
-        model: may be without memory.
-        lora: shape of the adapter.
-        inside: only modules whose names begin with this: the language model of one that sees,
-            whose vision tower has modules of the same names, some of them convolutions.
+    A value head starts at 0: frozen, it would pass no gradient. `inside` is the name prefix of
+    the language model; a vision tower has modules of the same names.
 
     Raises:
         ConfigError: PEFT is not installed, or a target is in no layer.
@@ -71,7 +64,7 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig, *, inside: str = "") -
         use_dora=lora.use_dora,
         lora_dropout=0.0,
     )
-    # Values come from `initialize_adapter`; DoRA's own start would read weights that are not there.
+    # `initialize_adapter` sets the values; DoRA's own initialization would read absent weights.
     peft.inject_adapter_in_model(config, model, adapter_name=_ADAPTER, low_cpu_mem_usage=True)
     like = next(model.parameters())
     for name, module in model.named_modules():
@@ -85,7 +78,6 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig, *, inside: str = "") -
 
 
 def _pattern(inside: str, modules: list[str]) -> list[str] | str:
-    """PEFT's form of the target modules: last parts of names, or one pattern of whole names."""
     if not inside:
         return modules
     return rf"{re.escape(inside)}.*\.({'|'.join(re.escape(name) for name in modules)})"
@@ -114,12 +106,7 @@ def _targets(model: PreTrainedModel, lora: LoraConfig, inside: str) -> list[str]
 
 @torch.no_grad()
 def initialize_adapter(parameters: Mapping[str, Tensor], seed: int) -> None:
-    """Give an adapter its first values: A uniform, B zero, magnitudes those of the weights.
-
-    Args:
-        parameters: of the model by name; may be DTensors.
-        seed: of A, together with each parameter's name.
-    """
+    """Initialize an adapter by seed and name: A uniform, B zero, magnitudes of the weights."""
     for name, parameter in parameters.items():
         if name.endswith(_A):
             assign(parameter, _uniform(name, parameter.shape, seed))
@@ -131,7 +118,6 @@ def initialize_adapter(parameters: Mapping[str, Tensor], seed: int) -> None:
 
 
 def _uniform(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """Kaiming's uniform start with a = sqrt(5): bound 1 / sqrt(inputs)."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
@@ -141,7 +127,6 @@ def assign(parameter: Tensor, values: Tensor) -> None:
     """Write whole values, the same on every rank, into a parameter that may be sharded."""
     values = values.to(parameter.device, parameter.dtype)
     if isinstance(parameter, DTensor):
-        # Every rank has the same values; none needs to be sent.
         placed = distribute_tensor(
             values, parameter.device_mesh, parameter.placements, src_data_rank=None
         )
@@ -151,41 +136,34 @@ def assign(parameter: Tensor, values: Tensor) -> None:
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """The tensor, gathered when it is sharded. Collective then."""
+    """Return the whole tensor; a collective all-gather if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def base_name(name: str) -> str:
-    """Name of a parameter in the model without an adapter; the adapter's own stay."""
+    """Return a parameter's name in the model without an adapter."""
     return name.replace(_BASE, ".")
 
 
 def wrapped_name(name: str) -> str:
-    """Name of a weight once an adapter stands beside it; the inverse of `base_name`."""
+    """Return a weight's name in the model with an adapter; inverse of `base_name`."""
     stem, _, last = name.rpartition(".")
     return f"{stem}{_BASE}{last}"
 
 
 def is_adapter_name(name: str) -> bool:
-    """Whether a parameter belongs to an adapter."""
+    """True if a parameter belongs to an adapter."""
     return name.endswith((_A, _B, _MAGNITUDE))
 
 
 def is_trained_with_adapter(name: str) -> bool:
-    """Whether a parameter is trained where an adapter is: the adapter's, and a value head's."""
+    """True for the parameters that adapter training trains: adapter and value head."""
     return is_adapter_name(name) or name.startswith(VALUE_HEAD)
 
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """The adapter of one weight, whole.
-
-    Attributes:
-        a: (rank, in).
-        b: (out, rank).
-        scaling: alpha / rank.
-        magnitude: (out,) of DoRA, or None.
-    """
+    """The adapter of one weight: `a` (rank, in), `b` (out, rank), DoRA's magnitude (out,)."""
 
     a: Tensor
     b: Tensor
@@ -193,17 +171,10 @@ class StoredAdapter:
     magnitude: Tensor | None = None
 
     def merged_into(self, weight: Tensor) -> Tensor:
-        """W + scaling * B @ A; with DoRA each row is rescaled to its magnitude (its eq. 5).
-
-        Args:
-            weight: (out, in).
-
-        Returns:
-            (out, in) float32.
-        """
+        """Return W + scaling * B @ A in float32; DoRA rescales its rows (eq. 5)."""
         device = weight.device
         merged = self.b.to(device).float() @ self.a.to(device).float()
-        merged *= self.scaling  # in place: the sum takes the memory of the product
+        merged *= self.scaling  # in place: the sum reuses the memory of the product
         merged += weight
         if self.magnitude is not None:
             merged *= (self.magnitude.to(device).float() / merged.norm(dim=1))[:, None]
@@ -211,16 +182,7 @@ class StoredAdapter:
 
 
 def stored_adapter(name: str, reader: TensorReader, lora: LoraConfig) -> StoredAdapter | None:
-    """The adapter that a checkpoint holds for a weight.
-
-    Args:
-        name: of the weight, without an adapter.
-        reader: of the checkpoint.
-        lora: shape of the stored adapter.
-
-    Returns:
-        None when there is none for that weight.
-    """
+    """Return a checkpoint's adapter of the weight `name`, or None if there is none."""
     stem, _, last = name.rpartition(".")
     a, b, magnitude = (MODEL_PREFIX + stem + part for part in (_A, _B, _MAGNITUDE))
     if last != "weight" or a not in reader:
@@ -236,16 +198,7 @@ def stored_adapter(name: str, reader: TensorReader, lora: LoraConfig) -> StoredA
 def merged_state(
     named: Mapping[str, Tensor], scaling: float
 ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
-    """Stream a model's tensors with the adapter merged into the weights it stands beside.
-
-    Args:
-        named: parameters and buffers by name, those of the adapter among them; DTensors are
-            gathered one by one, so every rank must walk the stream.
-        scaling: alpha / rank.
-
-    Yields:
-        tuple[str, Tensor]: name without the adapter, and whole tensor.
-    """
+    """Stream a model's whole tensors with the adapter merged in. Collective for DTensors."""
     for name in named:
         if is_adapter_name(name):
             continue
@@ -253,34 +206,27 @@ def merged_state(
 
 
 def frozen_state(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """As `merged_state`, without the adapter."""
+    """Stream like `merged_state`, without the adapter."""
     for name, tensor in named.items():
         if not is_adapter_name(name):
             yield base_name(name), whole_tensor(tensor)
 
 
 def adapter_state(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Stream an adapter's low-rank pairs.
-
-    Args:
-        named: as for `merged_state`.
-
-    Yields:
-        tuple[str, Tensor]: module and `lora_A.weight` or `lora_B.weight`, and whole tensor.
-    """
+    """Stream an adapter's whole `lora_A.weight` and `lora_B.weight`, like `merged_state`."""
     for name, tensor in named.items():
         if name.endswith((_A, _B)):
             yield name.replace(f".{_ADAPTER}.", "."), whole_tensor(tensor)
 
 
 def has_adapter(name: str) -> bool:
-    """Whether an adapter stands beside the parameter of that name in the model."""
+    """True if the parameter of that name has an adapter."""
     return name.endswith(f"{_BASE}weight")
 
 
 @torch.no_grad()
 def merged_weight(name: str, named: Mapping[str, Tensor], scaling: float) -> Tensor:
-    """One whole tensor, with its adapter merged in if it has one; see `merged_state`."""
+    """Return one whole tensor, with its adapter merged in if it has one."""
     whole = whole_tensor(named[name])
     if not has_adapter(name):
         return whole
@@ -296,7 +242,7 @@ def merged_weight(name: str, named: Mapping[str, Tensor], scaling: float) -> Ten
 
 
 def set_adapter_enabled(model: nn.Module, enabled: bool) -> None:
-    """Whether forward passes go through the adapter."""
+    """Enable or disable the adapter in forward passes."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for module in model.modules():
@@ -306,13 +252,7 @@ def set_adapter_enabled(model: nn.Module, enabled: bool) -> None:
 
 
 def save_peft_adapter(path: Path, named: Mapping[str, Tensor], lora: LoraConfig) -> None:
-    """Write an adapter as PEFT loads it: `adapter_model.safetensors`, `adapter_config.json`.
-
-    Args:
-        path: an existing directory.
-        named: the adapter's whole tensors by name in the model, and a value model's head.
-        lora: its shape.
-    """
+    """Write whole tensors of an adapter, and a value head, as PEFT loads them."""
     tensors = {
         name.replace(f".{_ADAPTER}.", ".").replace(
             ".lora_magnitude_vector.weight", ".lora_magnitude_vector"

@@ -1,10 +1,8 @@
-"""Build the transformers module of an engine: on one device, or without memory for sharding.
+"""Builds the transformers module of an engine: on one device, or on the meta device for sharding.
 
-Promises: float32 weights whatever the files hold; a missing or unexpected weight is an error,
-never a random value (the head of a value model may be absent: it starts at 0). The model stays
-in evaluation mode: training and inference see the same log-probabilities. Sharded, each
-rank reads only its slices from the safetensors files; an architecture whose tensors on disk are
-not those in memory, names aside (transformers converts them), is loaded whole on each rank first.
+Weights are float32; a missing or unexpected weight is an error (but a value head may be absent and
+starts at 0). The model stays in evaluation mode, so that training and inference compute the same
+logprobs. Ranks of a sharded model read only their slices, unless transformers converts tensors.
 """
 
 from collections.abc import Callable, Mapping, Set
@@ -61,7 +59,7 @@ from infra.errors import ConfigError
 Shard = Callable[[PreTrainedModel], None]
 """Shards a model in place; its parameters become DTensors."""
 Architecture = Callable[[PretrainedConfig], PreTrainedModel]
-"""Makes a library's own class of a model, with `rl_varlen` attention, for the names on disk."""
+"""Creates a library's own model class with `rl_varlen` attention and the names on disk."""
 
 
 def build_model(
@@ -72,22 +70,17 @@ def build_model(
     architecture: Architecture | None = None,
     weights_on_host: bool = False,
 ) -> PreTrainedModel:
-    """The model of an engine, with its adapter, what is frozen frozen, on its device.
+    """Return the model of an engine with its adapter and frozen parameters, on its device.
 
     Args:
-        spec: of the engine.
-        shard: None keeps the model whole on this rank's device.
+        shard: None keeps the model whole.
         load_weights: False leaves the weights undefined.
-        architecture: called under the meta device in place of transformers' own class; it needs
-            a `shard`.
-        weights_on_host: `shard` wants weights in host memory; buffers go to the device.
-
-    Returns:
-        The model.
+        architecture: replaces transformers' own class; needs a `shard`.
+        weights_on_host: `shard` needs weights in host memory; buffers go to the device.
 
     Raises:
         ConfigError: the directory does not hold such a model, or a pattern or adapter target
-            fits nothing in it.
+            matches nothing in it.
     """
     device = spec.platform.device()
     if shard is None and load_weights:
@@ -124,7 +117,7 @@ def build_model(
 def build_on_meta(
     hf_dir: Path, model_type: ModelType, architecture: Architecture | None = None
 ) -> PreTrainedModel:
-    """The architecture alone: parameters have shapes and no memory."""
+    """Return the architecture on the meta device."""
     config = _config(hf_dir, model_type)
     with torch.device("meta"):
         if architecture is not None:
@@ -136,11 +129,7 @@ def build_on_meta(
 
 
 def check_stored_names(hf_dir: Path, model_type: ModelType) -> None:
-    """Refuse weights on disk that would be left out: without them the others may mean nothing.
-
-    Args:
-        hf_dir: of the model; headers are read.
-        model_type: of the engine that loads it.
+    """Refuse a model directory with weights that the model would ignore; reads headers only.
 
     Raises:
         ConfigError: names some of them.
@@ -151,8 +140,8 @@ def check_stored_names(hf_dir: Path, model_type: ModelType) -> None:
 
 
 def enable_activation_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute each decoder layer in the backward pass instead of keeping its activations."""
-    # transformers' own way needs layers in training mode, and with it their dropout.
+    """Recompute each decoder layer in the backward pass instead of keeping activations."""
+    # transformers' own checkpointing needs training mode, which enables dropout.
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.forward = partial(
@@ -161,20 +150,20 @@ def enable_activation_checkpointing(model: PreTrainedModel) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that the architecture declares as not to be split."""
+    """Return the modules that the architecture declares as not to be split."""
     wanted = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in wanted]
 
 
 def _prepared(model: PreTrainedModel, spec: EngineSpec) -> PreTrainedModel:
-    """Faster kernels and adapter added, gradients switched off where nothing is trained."""
+    """Add kernels and adapter, and disable gradients of parameters that are not trained."""
     training = spec.training
     if training.use_liger:
         use_kernels(model, liger_kernels(spec.platform.device()))
     if training.use_torch_compile:
         compile_layers(decoder_layers(model), training.torch_compile_backend)
     if spec.optimizer is None:
-        # Without an optimizer an adapter could only be identity: checkpoints are folded.
+        # No adapter without an optimizer: it is merged when a checkpoint is loaded.
         return model.requires_grad_(False)
     if training.lora is not None:
         add_adapter(model, training.lora, inside=language_model_prefix(model))
@@ -196,7 +185,6 @@ def _with_adapter_values(model: PreTrainedModel, spec: EngineSpec) -> PreTrained
 
 
 def _auto_class(model_type: ModelType, config: PretrainedConfig, hf_dir: Path) -> Any:
-    """The class of transformers that makes the model; refuses one whose attention is its own."""
     if model_type == "value_model":
         auto_class: Any = AutoModelForTokenClassification
     else:
@@ -246,7 +234,7 @@ def _from_pretrained(hf_dir: Path, model_type: ModelType) -> PreTrainedModel:
 
 
 def _new_to_both(unexpected: Set[str], hf_dir: Path, model_type: ModelType) -> Set[str]:
-    """What the language model does not have either, from which a value model leaves the head."""
+    """Remove names that the language model has: a value model leaves out its head."""
     if not unexpected or model_type != "value_model":
         return unexpected
     return unexpected_names(build_on_meta(hf_dir, "language_model"), unexpected)
@@ -267,10 +255,10 @@ def _is_value_head(name: str, model_type: ModelType) -> bool:
 
 
 def _checked(model: PreTrainedModel, hf_dir: Path) -> PreTrainedModel:
-    # It would ignore the registered attention and let sequences see each other.
+    # A model with its own attention would let packed sequences see each other.
     _refuse(attention_refusal(type(model)), hf_dir)
     _refuse(position_refusal(model), hf_dir)
-    # For good: in training mode there is dropout, dropped layers, noise of routers.
+    # Permanent: training mode has dropout, dropped layers and router noise.
     return model.eval()
 
 
@@ -285,7 +273,7 @@ def _config(hf_dir: Path, model_type: ModelType) -> PretrainedConfig:
 
 
 def _materialize(model: PreTrainedModel, device: torch.device) -> None:
-    """Give a model on the meta device memory; weights stay undefined, computed buffers do not."""
+    """Allocate a meta-device model; weights stay undefined, buffers are computed."""
     model.to_empty(device=device)
     model.tie_weights()
     persistent = set(model.state_dict(keep_vars=True))

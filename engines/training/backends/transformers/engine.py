@@ -1,9 +1,7 @@
 """Engines whose model is a transformers module with plain or DTensor parameters.
 
-Promises: float32 master weights, computation in `training.dtype`; equal calls give equal bits on
-a CPU. One AdamW, one forward pass, one streaming export, one checkpoint format and one adapter
-for every backend that shards such a module; a backend brings `_build_model` and says how it
-reduces gradients.
+Master weights are float32; computation is in `training.dtype`. A backend implements `_build_model`
+and the reduction of gradients. Equal calls give equal bits on a CPU.
 """
 
 from abc import abstractmethod
@@ -66,10 +64,10 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
 
     @abstractmethod
     def _build_model(self, *, load_weights: bool) -> PreTrainedModel:
-        """Build the model on this rank; when it is sharded, over all ranks."""
+        """Build the model on this rank, or sharded over all ranks."""
 
     def initialize(self, *, load_weights: bool = True) -> None:
-        """Build the model and, when it trains, its optimizer."""
+        """Build the model and, if it trains, its optimizer."""
         training, platform = self.spec.training, self.spec.platform
         self._join_ranks(alone_too=self._is_sharded())
         if dist.is_initialized():
@@ -129,7 +127,7 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
         read_N = read_positions(batch, readouts, part)
         idle = read_N.numel() == 0
         if idle:
-            # Every weight must be touched all the same: the ranks run the same collectives.
+            # Use every weight all the same: all ranks have to run the same collectives.
             read_N = read_N.new_full((1,), part.start + 1)
         rows = self._rows(batch, part, read_N, readouts)
         if idle:
@@ -142,7 +140,7 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
     def _rows(
         self, batch: TokenBatch, part: SequenceSlice, read_N: Tensor, readouts: Readouts
     ) -> Tensor:
-        """(K, N) float32: values, or log-probabilities and what else is asked for."""
+        """Return (K, N) float32: values, or logprobs and the other readouts."""
         inputs = {
             "input_ids": part.input_ids_S.unsqueeze(0),
             "position_ids": part.position_ids_S.unsqueeze(0),
@@ -167,25 +165,25 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        """See `BaseEngine`; an adapter is merged in. Tensors must not be changed."""
+        """Stream whole weights with the adapter merged in. Tensors must not be changed."""
         yield from self._whole_weights(partial(merged_state, scaling=self._adapter_scaling))
 
     def _whole_weights(
         self, gathered: Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
     ) -> Iterator[tuple[str, Tensor]]:
-        """By hub name, what a function makes of the tensors that this rank holds."""
+        """Stream, by hub name, what `gathered` returns for this rank's tensors."""
         if self._names is None:
             self._names = HubNames(build_on_meta(self.spec.hf_dir, self.spec.model_type))
         with self.eval_mode():
             yield from self._names.stream(gathered(dict(self._named_state())))
 
     def get_frozen_param(self) -> Iterator[tuple[str, Tensor]]:
-        """See `BaseEngine`."""
+        """Stream the base weights below an adapter."""
         self._require_adapter()
         yield from self._whole_weights(frozen_state)
 
     def get_adapter_param(self) -> Iterator[tuple[str, Tensor]]:
-        """See `BaseEngine`; DoRA's magnitudes are not among them."""
+        """Stream the adapter without DoRA's magnitudes."""
         self._require_adapter()
         with self.eval_mode():
             yield from adapter_state(dict(self._named_state()))
@@ -195,7 +193,7 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
             raise EngineError("this engine trains all weights: it has no adapter")
 
     def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
-        """See `BaseEngine`; a weight with an adapter is gathered and merged for its part."""
+        """Stream this rank's shards; a weight with an adapter is gathered to be merged."""
         if self._slots is None:
             self._slots = slots_by_parameter(build_on_meta(self.spec.hf_dir, self.spec.model_type))
         with self.eval_mode():
@@ -209,5 +207,4 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
         return lora.alpha / lora.rank if lora is not None else 0.0
 
     def _named_state(self) -> list[tuple[str, Tensor]]:
-        """Parameters and persistent buffers, sharded as they are held. Collective."""
         return named_state(self.model)

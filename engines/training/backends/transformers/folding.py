@@ -1,8 +1,6 @@
-"""The weights of a checkpoint with the adapter it was trained with merged in.
+"""Reads the weights of a checkpoint with its adapter merged in.
 
-A checkpoint of an adapter holds the frozen weights and the adapter beside them. An engine that
-continues it needs both; an engine that starts anew from it needs their sum, on which its own
-adapter, if it has one, begins fresh.
+An engine that starts anew from a checkpoint of an adapter needs its sum with the frozen weights.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,15 +28,7 @@ from engines.training.spec import VALUE_HEAD, EngineSpec
 
 @torch.no_grad()
 def load_folded(path: Path, named: Mapping[str, torch.Tensor], spec: EngineSpec) -> int:
-    """Fill weights from a checkpoint, its adapter merged in. Collective.
-
-    Args:
-        path: of the checkpoint.
-        named: parameters and buffers of the engine, maybe sharded; its own adapter starts anew.
-        spec: of the engine.
-
-    Returns:
-        The step it was saved at.
+    """Fill weights from a checkpoint with its adapter merged in; return its step. Collective.
 
     Raises:
         CheckpointError: a tensor is absent or has another shape.
@@ -73,14 +63,7 @@ def _add_stored_adapter(
 
 
 def stored_weights(checkpoint: Path, hf_dir: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Stream a checkpoint's weights by hub name, without a process group.
-
-    Args:
-        checkpoint: of an engine over a transformers module.
-        hf_dir: configuration of the model.
-
-    Yields:
-        tuple[str, torch.Tensor]: whole tensors on the CPU, in the order of the architecture.
+    """Stream a checkpoint's whole weights by hub name on the CPU, without a process group.
 
     Raises:
         CheckpointError: weights are missing, superfluous or of another shape.

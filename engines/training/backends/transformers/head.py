@@ -1,7 +1,6 @@
-"""The output head of a causal LM, turned from "all logits" into "the log-probabilities asked for".
+"""The output head of a causal LM, changed to return requested logprobs instead of all logits.
 
-The head runs inside the model's own forward pass, where a sharded backend has its weight at
-hand; it computes log-probabilities (and entropies) chunk by chunk and never holds all logits.
+It runs inside the model's forward pass, where a sharded backend has gathered its weight.
 """
 
 from typing import cast
@@ -17,18 +16,14 @@ from engines.training.model.linear_tiles import tile_elements
 from engines.training.model.logprobs import token_logprobs
 
 _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier")
-"""Settings of architectures that rework logits after the head; they keep the whole logits."""
+"""Settings of architectures that change logits after the head; they need whole logits."""
 
 
 class LogprobHead:
-    """Calls a model for log-probabilities of chosen tokens.
+    """Calls a model for logprobs of given tokens.
 
-    Args:
-        model: a causal LM.
-        chunked: compute them inside the head, chunk by chunk, where the architecture allows.
-
-    Attributes:
-        why_whole: why it makes whole logits; None where it does not.
+    With `chunked`, computes them inside the head, tile by tile, if the architecture allows.
+    `why_whole` is the reason for whole logits, or None.
     """
 
     def __init__(self, model: PreTrainedModel, *, chunked: bool) -> None:
@@ -48,19 +43,10 @@ class LogprobHead:
             self._head.forward = self._head_forward
 
     def __call__(self, rows_N: Tensor, targets: Targets, **inputs: object) -> Tensor:
-        """Run the model.
-
-        Args:
-            rows_N: (N,) int64, the positions whose hidden state predicts a target.
-            targets: what they predict.
-            **inputs: of the model.
-
-        Returns:
-            (K, N) float32: log-probabilities, then what else was asked for.
+        """Return (K, N) float32 logprobs, then other readouts, of the hidden states at `rows_N`.
 
         Raises:
-            EngineError: several tokens of a position are asked for, and this head makes whole
-                logits.
+            EngineError: readouts need several tokens per position, but the head makes whole logits.
         """
         asked = targets.readouts
         if self._head is None and (asked.logprobs_of is not None or asked.num_top):
@@ -85,7 +71,7 @@ class LogprobHead:
         return out.T
 
     def _head_forward(self, input: Tensor) -> Tensor:
-        """(1, N, D) hidden states to (1, N, K): log-probability, and what else is asked for."""
+        """Map (1, N, D) hidden states to (1, N, K) readouts."""
         head = cast(nn.Linear, self._head)
         if self._targets is None:
             return linear(input, head.weight, head.bias)
@@ -93,5 +79,5 @@ class LogprobHead:
             input.squeeze(0), head.weight, self._targets, bias_V=head.bias,
             chunk_elements=tile_elements(input, chunked=True),
         )  # fmt: skip
-        # Not a view: a sharded backend hangs its hooks on what the model returns.
+        # Not a view: a sharded backend registers hooks on the outputs.
         return rows.T[None].clone(memory_format=torch.contiguous_format)

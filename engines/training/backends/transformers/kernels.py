@@ -1,8 +1,7 @@
-"""Faster forward and backward passes of a transformers module: Liger's kernels, torch.compile.
+"""Faster passes of a transformers module by Liger's kernels and torch.compile.
 
-Promises: only the given model changes; neither transformers' modules nor other models of the
-process do. Names of parameters stay as they are.
-Not covered: attention (see `attention`), the output head (see `head`), rotary embeddings.
+Changes only the given model, not transformers' classes. Not covered: attention (see `attention`),
+the output head (see `head`), rotary embeddings.
 """
 
 from collections.abc import Callable
@@ -21,33 +20,22 @@ _SETTING = "training.use_liger"
 _PLAIN_NORMS = frozenset(
     {"llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
 )
-"""Model types whose RMS norm scales by its weight (not by 1 + weight), as the kernel does."""
+"""Model types whose RMS norm scales by weight, as the kernel does, not by 1 + weight."""
 
 
 @dataclass(frozen=True)
 class FusedKernels:
-    """Element-wise work of a layer in one kernel each.
-
-    Attributes:
-        rms_norm: (x, weight, eps) -> x / rms(x) * weight, of x's shape.
-        silu_mul: (gate, up) -> silu(gate) * up.
-    """
+    """rms_norm(x, weight, eps) = x / rms(x) * weight, and silu_mul(gate, up) = silu(gate) * up."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     silu_mul: Callable[[Tensor, Tensor], Tensor]
 
 
 def liger_kernels(device: torch.device) -> FusedKernels:
-    """Liger's (arXiv:2410.10989).
-
-    Args:
-        device: of the model.
-
-    Returns:
-        Kernels with gradient.
+    """Return Liger's kernels (arXiv:2410.10989).
 
     Raises:
-        ConfigError: the package is not installed, or there is no GPU for it.
+        ConfigError: the package is not installed, or the device is a CPU.
     """
     if device.type == "cpu":
         raise ConfigError(_SETTING, "got true; Liger's kernels need a GPU; set it to false")
@@ -58,7 +46,7 @@ def liger_kernels(device: torch.device) -> FusedKernels:
         raise ConfigError(
             _SETTING, f"needs Liger ({error}); pip install 'rlhf-pipeline[liger]'"
         ) from error
-    # Not in place: the gradient it would overwrite may be an activation that is still wanted.
+    # Not in place: the overwritten gradient may be an activation that is still needed.
     return FusedKernels(
         lambda x, weight, eps: LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False),
         cast(Any, LigerSiLUMulFunction).apply,
@@ -66,17 +54,10 @@ def liger_kernels(device: torch.device) -> FusedKernels:
 
 
 def use_kernels(model: PreTrainedModel, kernels: FusedKernels) -> int:
-    """Put kernels where the model's norms and gated feed-forward layers are.
-
-    Args:
-        model: may be without memory.
-        kernels: to be used.
-
-    Returns:
-        Number of modules that use them now.
+    """Replace norms and gated feed-forward layers by kernels; return how many.
 
     Raises:
-        ConfigError: this architecture's norms are not known to be the kernel's.
+        ConfigError: the architecture's norm is not known to match the kernel.
     """
     kind = model.config.get_text_config().model_type
     if kind.removesuffix("_text") not in _PLAIN_NORMS:
@@ -110,13 +91,9 @@ def _gated(module: Any, kernels: FusedKernels, x: Tensor) -> Tensor:
 
 
 def compile_layers(layers: list[nn.Module], backend: str) -> None:
-    """Compile each layer by itself: they share one compiled graph, and sharding stays outside.
+    """Compile each decoder layer separately; all share one graph, for inputs of any length.
 
-    So does recomputation, which is put around it: traced into it, the layer would not be compiled.
-
-    Args:
-        layers: decoder layers; the lengths of their inputs may vary.
-        backend: of torch.compile.
+    Recomputation wraps the compiled layer: traced into it, it would prevent compilation.
     """
     for layer in layers:
         layer.forward = torch.compile(layer.forward, backend=backend, dynamic=True)

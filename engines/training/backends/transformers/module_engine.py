@@ -1,8 +1,6 @@
 """Engines of one module and one AdamW, whose checkpoints hold tensors by name.
 
-Promises: one checkpoint format for every backend that keeps plain tensors or DTensors: each
-continues what another stored. A backend brings `_named_parameters` and `_named_state`.
-Does not promise: anything about the forward pass or about how gradients are reduced.
+Such backends share one checkpoint format, so each can load what another stored.
 """
 
 from abc import abstractmethod
@@ -35,12 +33,12 @@ from engines.training.step.average import Averaged
 from engines.training.weight_shards import local_values
 
 DATA = "data"
-"""The dimension of every engine's mesh over the ranks that hold different data."""
+"""Mesh dimension of the ranks that hold different data."""
 Model = TypeVar("Model", bound=nn.Module)
 
 
 class ModuleEngine(BaseEngine, Generic[Model]):
-    """`BaseEngine` over one module and, when it trains, its optimizer; `initialize` makes both."""
+    """Engine over one module and, if it trains, its optimizer; `initialize` creates both."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
@@ -62,7 +60,7 @@ class ModuleEngine(BaseEngine, Generic[Model]):
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Ranks that hold different data; ranks that share sequences are not in it twice."""
+        """Ranks that hold different data; one of each group of ranks that share sequences."""
         return self._mesh.get_group(DATA) if self._mesh is not None else None
 
     def _begin_micro_batch(self, *, is_last: bool) -> None:
@@ -70,8 +68,8 @@ class ModuleEngine(BaseEngine, Generic[Model]):
             self.model.set_requires_all_reduce(is_last)
 
     def _end_inference(self) -> None:
-        # The root keeps its gathered weights for a backward pass that does not come; they would
-        # stand in for the sharded master weights until the next one.
+        # Without a backward pass the root keeps its gathered weights, which would
+        # replace the sharded master weights until the next one.
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -95,14 +93,14 @@ class ModuleEngine(BaseEngine, Generic[Model]):
 
     @classmethod
     def stored_weights(cls, checkpoint: Path, hf_dir: Path) -> Iterator[tuple[str, Tensor]]:
-        """See `BaseEngine`."""
+        """Stream the whole weights of a checkpoint on the CPU."""
         return stored_weights(checkpoint, hf_dir)
 
     def to(
         self, device: torch.device | str, *, model: bool = True, optimizer: bool = True,
         grad: bool = True,
     ) -> None:  # fmt: skip
-        """Move weights (gradients go with them) and optimizer state."""
+        """Move weights with their gradients, and optimizer state."""
         if model:
             if not grad:
                 self.optimizer_zero_grad()
@@ -113,19 +111,19 @@ class ModuleEngine(BaseEngine, Generic[Model]):
                     state[name] = value.to(device)
 
     def save_checkpoint(self, path: Path, step: int) -> None:
-        """See `BaseEngine`."""
+        """Write this rank's shard."""
         with self._state_scope():
             state = self._state_of(self._named_state(), self._optimizer_states(), step)
             save_engine_state(path, *state, self.spec.platform)
 
     def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:
-        """See `BaseEngine`."""
+        """Copy this rank's shard to the host; the returned function writes it."""
         with self._state_scope():
             state = self._state_of(self._named_state(), self._optimizer_states(), step)
             return stage_engine_state(path, *state, self.spec.platform, self._staging)
 
     def load_checkpoint(self, path: Path, *, optimizer: bool = True) -> int:
-        """See `BaseEngine`; without the optimizer a stored adapter is merged into the weights."""
+        """Restore a checkpoint; without the optimizer, merge a stored adapter."""
         stored = read_scalars(path)
         num_averaged = stored.num_averaged if optimizer else None
         with self._state_scope(), self._loading() as (model, states):
@@ -143,24 +141,23 @@ class ModuleEngine(BaseEngine, Generic[Model]):
         return stored.step
 
     def _state_scope(self) -> AbstractContextManager[None]:
-        """Scope in which weights and optimizer states can be read and written whole."""
         return self.eval_mode()
 
     @contextmanager
     def _loading(self) -> Iterator[tuple[list[tuple[str, Tensor]], dict[str, dict[str, Tensor]]]]:
-        """Scope that yields weights and optimizer states to be filled in place."""
+        """Scope that yields weights and optimizer states to fill in place."""
         yield self._named_state(), self._optimizer_states()
 
     @abstractmethod
     def _named_state(self) -> list[tuple[str, Tensor]]:
-        """Parameters and persistent buffers, sharded as they are held. Collective."""
+        """Return parameters and persistent buffers, sharded as they are held. Collective."""
 
     @abstractmethod
     def _named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """Parameters as they are held, by their names in checkpoints."""
+        """Return parameters as they are held, by their names in checkpoints."""
 
     def _optimizer_states(self) -> dict[str, dict[str, Tensor]]:
-        """Adam's tensors by parameter name, sharded as they are held. Collective."""
+        """Return Adam's tensors by parameter name, sharded as they are held. Collective."""
         if self._optimizer is None:
             return {}
         states: dict[Any, dict[str, Tensor]] = dict(self._optimizer.state)

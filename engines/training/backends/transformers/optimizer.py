@@ -1,4 +1,4 @@
-"""AdamW over the parameters of a transformers module, with its state there from the start."""
+"""AdamW whose state exists before the first step."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -13,29 +13,21 @@ from engines.config.training import OptimizerConfig
 
 
 def decayed_names(model: nn.Module) -> set[str]:
-    """Parameters that are decayed: all but the one-dimensional ones (norms, biases)."""
+    """Return the parameters with weight decay: not one-dimensional ones (norms, biases)."""
     return {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
 
 
 def make_adamw(
     named: Iterable[tuple[str, nn.Parameter]], decayed: Collection[str], config: OptimizerConfig
 ) -> torch.optim.AdamW:
-    """AdamW (arXiv:1711.05101) over what is trained.
+    """Create AdamW (arXiv:1711.05101) over the trained parameters.
 
-    The state exists from the start, so that every checkpoint holds the same tensors.
-
-    Args:
-        named: parameters by name, sharded or not; those without gradient are left out.
-        decayed: names of `decayed_names`, taken before a backend flattens parameters.
-        config: rate, betas, decay; with `ema` the state has a copy of the parameter, too.
-
-    Returns:
-        The optimizer.
+    Its state exists from the start, so that every checkpoint holds the same tensors.
     """
     trained = [(name, p) for name, p in named if p.requires_grad]
     groups: dict[tuple[bool, DeviceMesh | None], dict[str, Any]] = {}
     for name, parameter in trained:
-        # The fused step takes tensors of one mesh; tensor parallelism makes two.
+        # The fused step takes tensors of one mesh; tensor parallelism has two.
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         group = groups.setdefault((name in decayed, mesh), {"params": []})
         group["params"].append(parameter)

@@ -1,4 +1,4 @@
-"""Which parts of the hub's weights lie in a rank's part of a transformers module."""
+"""The hub weights in a rank's shard of a transformers module."""
 
 from collections.abc import Iterator, Mapping
 
@@ -20,17 +20,11 @@ from engines.training.weight_shards import (
 )
 
 SlotsByParameter = Mapping[str, list[tuple[str, Slot]]]
-"""Name of a parameter in memory -> names on the hub, and where in it each lies."""
+"""Parameter name in memory -> hub names, and where in it each weight lies."""
 
 
 def slots_by_parameter(model: PreTrainedModel) -> SlotsByParameter:
-    """What lies in each parameter.
-
-    Args:
-        model: the architecture; may be without memory.
-
-    Returns:
-        For each parameter.
+    """Return the hub weights in each parameter of a model.
 
     Raises:
         ConfigError: a weight on the hub is no regular part of one parameter.
@@ -44,18 +38,10 @@ def slots_by_parameter(model: PreTrainedModel) -> SlotsByParameter:
 def held_parts(
     named: Mapping[str, Tensor], slots: SlotsByParameter, scaling: float
 ) -> Iterator[HeldPart]:
-    """This rank's parts of the weights, adapters merged in.
-
-    Args:
-        named: parameters and persistent buffers by name, maybe sharded.
-        slots: of the architecture.
-        scaling: of an adapter, alpha / rank.
-
-    Yields:
-        HeldPart: in the order of `named`; empty ones too.
+    """Yield this rank's parts of the weights, adapters merged in; some may be empty.
 
     Raises:
-        EngineError: a weight of the hub lies on both sides of a cut.
+        EngineError: a shard boundary cuts through a hub weight.
     """
     for name, tensor in named.items():
         if is_adapter_name(name):

@@ -1,7 +1,6 @@
-"""Weights of a transformers module read slice by slice from a model directory.
+"""Reads the weights of a transformers module slice by slice from a model directory.
 
-Promises: each rank reads only its slices; what the files lack or hold in another shape is an error.
-What they hold beyond is ignored here: `unexpected_names` tells of it.
+Missing weights are an error; `unexpected_names` finds additional ones.
 """
 
 from collections.abc import Mapping, Set
@@ -24,21 +23,12 @@ from infra.errors import ConfigError
 
 
 def unexpected_names(model: PreTrainedModel, stored: Set[str]) -> set[str]:
-    """What an architecture has no place for, as `from_pretrained` would tell.
-
-    Args:
-        model: the architecture, without memory.
-        stored: names on disk.
-
-    Returns:
-        Those of them that are no weight or buffer, tied ones under each of their names, and that
-        transformers does not know as left over from other releases.
-    """
+    """Return the stored names that the architecture lacks, as `from_pretrained` does."""
     held = {
         name: torch.empty(tensor.shape, device="meta")
         for name, tensor in model.state_dict(keep_vars=True).items()
     }
-    # The two fields of its own record that it reads; what else that has differs by release.
+    # The two fields that it reads; the others differ between releases.
     info: Any = SimpleNamespace(
         missing_keys=set(),
         unexpected_keys=set(stored - revert_weight_conversion(model, held).keys()),
@@ -48,16 +38,9 @@ def unexpected_names(model: PreTrainedModel, stored: Set[str]) -> set[str]:
 
 
 def disk_names_of(model: PreTrainedModel, hf_dir: Path) -> dict[str, str] | None:
-    """Name in memory -> name on disk of each weight; None where files hold more than renamed ones.
+    """Map names in memory to names on disk; None if files differ by more than names.
 
-    The head of a value model is among them only when it is on disk.
-
-    Args:
-        model: without memory.
-        hf_dir: the model directory.
-
-    Returns:
-        The names.
+    The head of a value model is included only if it is on disk.
     """
     stored = set(stored_tensor_names(hf_dir))
     held = {
@@ -65,7 +48,7 @@ def disk_names_of(model: PreTrainedModel, hf_dir: Path) -> dict[str, str] | None
         for name, tensor in named_state(model)
     }
     names = {id(tensor): name for name, tensor in held.items()}
-    # A tensor that is only renamed comes back as the same object.
+    # A tensor that is only renamed is returned as the same object.
     found = {
         names.get(id(tensor)): on_disk
         for on_disk, tensor in revert_weight_conversion(model, dict(held)).items()
@@ -81,12 +64,7 @@ def disk_names_of(model: PreTrainedModel, hf_dir: Path) -> dict[str, str] | None
 
 
 def load_slices(model: PreTrainedModel, hf_dir: Path, disk_names: Mapping[str, str]) -> None:
-    """Fill a model, or this rank's part of it, from a model directory.
-
-    Args:
-        model: sharded or not; overwritten. A head that is not on disk becomes 0.
-        hf_dir: the model directory.
-        disk_names: as of `disk_names_of`.
+    """Fill this rank's part of a model by `disk_names_of`; a head that is absent becomes 0.
 
     Raises:
         ConfigError: the directory holds no such weights.
@@ -102,11 +80,7 @@ def load_slices(model: PreTrainedModel, hf_dir: Path, disk_names: Mapping[str, s
 
 
 def load_hub_weights(hf_dir: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill tensors, named as on the hub, from a model directory.
-
-    Args:
-        hf_dir: the model directory.
-        tensors: sharded or not; overwritten.
+    """Fill tensors, sharded or not and named as on the hub, from a model directory.
 
     Raises:
         ConfigError: the directory holds no such weights.

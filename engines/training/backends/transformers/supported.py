@@ -1,8 +1,6 @@
-"""Which models train on packed sequences. No torch: the plan asks, and every rank again.
+"""Which models can train on packed sequences, without torch.
 
-Promises: a model that is refused here would be refused, or computed wrongly, once it is built.
-Does not promise that every other one trains: its class may have an attention that cannot be
-replaced (`engines.architecture`), or ask it for what only the first forward pass shows.
+The plan checks this, and every rank again. Others may still be refused when they are built.
 """
 
 from collections.abc import Mapping
@@ -14,14 +12,10 @@ from infra.errors import ConfigError
 
 
 def check_model(hf_dir: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a model whose attention `rl_varlen` does not compute.
-
-    Args:
-        hf_dir: of the model, for the error line.
-        config: of the text model in it, as in `config.json`.
+    """Refuse a text model whose attention `rl_varlen` does not compute.
 
     Raises:
-        ConfigError: names what of its attention is lacking.
+        ConfigError: names the unsupported feature.
     """
     lacking = unusual_attention(config)
     if lacking is not None:

@@ -1,9 +1,7 @@
-"""What an engine does for a model that sees: images into the forward pass, positions, placement.
+"""Images in the forward pass of a vision-language model: inputs, positions, features.
 
-Promises: the packed row's positions are those the model gives each sequence alone; every rank runs
-the vision tower once in each forward pass, image or not, so sharded ranks with and without images
-run the same collectives; it sees an image once, however many sequences show it, and its gradient is
-the sum of theirs; images that do not fit are refused before the forward pass.
+Every rank runs the vision tower once in each forward pass, so that ranks with and without images
+run the same collectives. The tower sees an image once, even if several sequences contain it.
 Does not cover: video and audio, Ulysses (it would cut images), value models.
 """
 
@@ -25,12 +23,12 @@ _DUMMY = "dummy_image"
 
 
 def sees_images(config: PretrainedConfig) -> bool:
-    """Whether the configuration is that of a vision-language model."""
+    """True if the configuration is that of a vision-language model."""
     return getattr(config, "vision_config", None) is not None
 
 
 def attention_names(config: PretrainedConfig) -> str | dict[str, str]:
-    """`attn_implementation` of a model: the language model's is packed, a tower keeps its own."""
+    """Return `attn_implementation`: packed for the language model; a tower keeps its own."""
     if not sees_images(config):
         return ATTENTION_NAME
     names = {"": ATTENTION_NAME, "text_config": ATTENTION_NAME, "vision_config": "sdpa"}
@@ -38,7 +36,7 @@ def attention_names(config: PretrainedConfig) -> str | dict[str, str]:
 
 
 def language_model_prefix(model: PreTrainedModel) -> str:
-    """Prefix of the names of the language model's modules inside a model; "" when it is all."""
+    """Return the name prefix of the language model's modules; "" if it is the whole model."""
     if not sees_images(model.config):
         return ""
     decoder = model.get_decoder()
@@ -46,27 +44,20 @@ def language_model_prefix(model: PreTrainedModel) -> str:
 
 
 def at_every_place(features: Tensor, sizes: Sequence[int], image_index: Sequence[int]) -> Tensor:
-    """The features of images, again for each place that shows one.
+    """Repeat the (F, D) features of distinct images for each place that shows one.
+
+    Gradients of a repeated image are summed in float32 and rounded once.
 
     Args:
-        features: (F, D) of each image once, end to end.
         sizes: features of each image.
-        image_index: which image stands at each place.
-
-    Returns:
-        (F', D) of all places, of the same dtype. Its gradient of a place that is shown again is
-        added up in float32 and rounded once.
+        image_index: index of the image at each place.
     """
     of_images = features.float().split(list(sizes))
     return torch.cat([of_images[image] for image in image_index]).to(features.dtype)
 
 
 class Vision:
-    """Feeds images to a vision-language model; its vision tower runs in every forward pass.
-
-    Args:
-        model: sharded or not; gets hooks.
-    """
+    """Feeds images to a vision-language model, to which it adds hooks."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         config: Any = model.config
@@ -76,7 +67,7 @@ class Vision:
             merge_size=vision.spatial_merge_size,
             patch_width=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
         )
-        # Both without a wrapper of their own: only single layers and the root are sharded units.
+        # Hooks fit here: only single layers and the root are sharded units.
         self._inner: Any = model.model
         language_model: nn.Module = self._inner.language_model
         language_model.register_forward_pre_hook(self._add_dummy_image, with_kwargs=True)
@@ -86,15 +77,7 @@ class Vision:
         tower.register_forward_hook(self._show_at_every_place)
 
     def inputs(self, batch: TokenBatch) -> dict[str, Any]:
-        """What the forward pass takes besides the tokens.
-
-        Args:
-            batch: on the device of the model.
-
-        Returns:
-            Keyword arguments of the model, `position_ids` (3, 1, T) among them, for the next
-            forward pass.
-        """
+        """Return the model's keyword arguments for the next forward pass."""
         self._images = images = batch.images
         inputs: dict[str, Any] = {"position_ids": self._position_ids(batch)}
         if images is None:
@@ -105,9 +88,9 @@ class Vision:
         }
 
     def _position_ids(self, batch: TokenBatch) -> Tensor:
-        """(3, 1, T) int64: along time, height and width, each sequence from 0.
+        """Return (3, 1, T) int64 of time, height and width, each sequence from 0.
 
-        Without a fourth row, of plain positions, the model looks for no packing of its own.
+        With a fourth row, of plain positions, the model would detect packing by itself.
         """
         positions = image_positions(self._inner, batch, self.layout.token_id)
         return positions.to(batch.input_ids_T.device)
@@ -115,12 +98,11 @@ class Vision:
     def _see_each_image_once(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The model counts features by the grids of all places; its tower has those of images."""
+        """Give the tower the grids of distinct images; the model gets those of all places."""
         own = {} if self._images is None else {"grid_thw": self._images.grid_thw_U3}
         return args, {**kwargs, **own}
 
     def _show_at_every_place(self, module: nn.Module, args: tuple[Any, ...], seen: Any) -> Any:
-        """The features of an image, again for each sequence that shows it."""
         images, self._images = self._images, None
         index = [] if images is None else images.image_index_I.tolist()
         if images is None or index == list(range(len(index))):
@@ -131,7 +113,7 @@ class Vision:
             image_index=index,
         )
         seen.pooler_output = shown(seen.pooler_output)
-        # Qwen3-VL's features of inner blocks.
+        # Qwen3-VL also returns features of inner blocks.
         if deep := getattr(seen, "deepstack_features", None):
             seen.deepstack_features = [shown(features) for features in deep]
         return seen
@@ -139,13 +121,11 @@ class Vision:
     def _add_dummy_image(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Let a micro-batch without images take the way of one with images, to the same result.
+        """Run the tower on a dummy image in a micro-batch without images, with the same result.
 
-        Each layer of the tower is gathered by a collective of its own when it runs, and reduces
-        its gradients by another; a rank that left the tower out would leave the ranks that
-        have images waiting forever, or answer them with another layer's weights. So the tower
-        runs here, between the embedding and the first decoder layer, as it does with images; its
-        features count zero times, which gives each of its weights a gradient of 0.
+        Each layer of the tower runs collectives: a rank that skips it would block the ranks that
+        have images. The tower runs here, between embedding and first decoder layer, as it does with
+        images. Its features are multiplied by zero.
         """
         kwargs = dict(kwargs)
         if not kwargs.pop(_DUMMY, False):
@@ -155,7 +135,7 @@ class Vision:
         grid_thw_I3 = torch.tensor([[1, size, size]], device=embeds.device)
         pixel_values_PD = embeds.new_zeros(size * size, self.layout.patch_width)
         seen = self._inner.get_image_features(pixel_values_PD, grid_thw_I3, return_dict=True)
-        # Qwen3-VL also hands features of inner blocks to its first decoder layers.
+        # Qwen3-VL also passes features of inner blocks to its first decoder layers.
         deep = getattr(seen, "deepstack_features", None) or ()
         features = [*seen.pooler_output, *(feature for layer in deep for feature in layer)]
         zero = torch.stack([feature.float().sum() for feature in features]).sum() * 0.0

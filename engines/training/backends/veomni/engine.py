@@ -1,11 +1,10 @@
-"""The VeOmni engine: VeOmni's own model code and its FSDP2, on any platform that VeOmni knows.
+"""The VeOmni engine: VeOmni's own model code and its FSDP2, on any platform that VeOmni supports.
 
-Promises: the model is VeOmni's patched class with this project's packed attention; weights are
-read slice by slice, and a missing one is an error (VeOmni itself would leave it random).
-Ulysses sequence parallelism is that of the packed attention, not VeOmni's, which needs
-flash-attn. Not covered: expert parallelism (VeOmni's fused kernels need a GPU) and its
-architectures that are not causal text models.
-Needs the job environment veomni.
+Promises: the model is VeOmni's patched class with packed attention; weights are read slice by
+slice, and a missing one is an error (VeOmni itself would leave it random). Ulysses is that of the
+packed attention; VeOmni's needs flash-attn.
+Not covered: expert parallelism (VeOmni's fused kernels need a GPU) and architectures other than
+causal text models. Needs the job environment veomni.
 """
 
 import logging
@@ -22,7 +21,7 @@ from infra.errors import ConfigError
 
 
 class VeOmniEngine(FSDP2Engine):
-    """`BaseEngine` on VeOmni's models and `parallelize_model_fsdp2`."""
+    """Engine on VeOmni's models and `parallelize_model_fsdp2`."""
 
     def _is_sharded(self) -> bool:
         return True
@@ -34,7 +33,7 @@ class VeOmniEngine(FSDP2Engine):
         )
 
     def _architecture(self, config: PretrainedConfig) -> PreTrainedModel:
-        """VeOmni's class for the configuration, without memory."""
+        """Return VeOmni's model for the configuration, on the meta device."""
         from veomni.models import build_foundation_model
         from veomni.models.loader import MODELING_REGISTRY
 
@@ -58,8 +57,8 @@ class VeOmniEngine(FSDP2Engine):
         return VeOmniOptions.model_validate(self.spec.training.options)
 
     def _shard(self, model: PreTrainedModel) -> None:
-        """VeOmni's FSDP2: one unit per decoder layer, one for the rest."""
-        # `build_parallelize_model` would leave a single rank without FSDP and its casts.
+        """Shard by VeOmni's FSDP2: one unit per decoder layer, one for the rest."""
+        # `build_parallelize_model` would not apply FSDP and its casts to a single rank.
         from veomni.arguments import MixedPrecisionConfig
         from veomni.distributed.torch_parallelize import parallelize_model_fsdp2
 
@@ -76,16 +75,16 @@ class VeOmniEngine(FSDP2Engine):
 
 
 def _set_parallel_state(device_name: str, replicate_size: int) -> None:
-    """Tell VeOmni, which keeps it in a global, how the ranks are laid out."""
-    # It announces itself when it is imported, and then warns of what is done here anyway: other
-    # attention than its own, and buffers that are filled after it.
+    """Set VeOmni's global layout of the ranks."""
+    # VeOmni logs on import, and warns of intended differences: another attention, and buffers
+    # that are filled later.
     logging.disable(logging.WARNING)
     try:
         from veomni.distributed.parallel_state import clear_parallel_state, init_parallel_state
     finally:
         logging.disable(logging.NOTSET)
     logging.getLogger("veomni").setLevel(logging.ERROR)
-    # A layout it remembers may belong to a process group that is closed by now.
+    # A stored layout may belong to a closed process group.
     clear_parallel_state()
     size = dist.get_world_size()
     init_parallel_state(
@@ -98,7 +97,7 @@ def _set_parallel_state(device_name: str, replicate_size: int) -> None:
 
 
 def _kernels(options: VeOmniOptions) -> object:
-    """VeOmni's choice of kernels: plain ones, but for what the options name."""
+    """Return VeOmni's choice of kernels: eager ones, except those of the options."""
     from dataclasses import fields
 
     from veomni.arguments.arguments_types import OpsImplementationConfig

@@ -1,4 +1,4 @@
-"""`training.options` of the backend veomni. No torch: the plan reads them."""
+"""`training.options` of the backend veomni, without torch."""
 
 from typing import Literal
 
@@ -6,7 +6,7 @@ from engines.config.base import StrictModel
 
 
 class VeOmniOptions(StrictModel):
-    """`training.options` of the backend veomni; the kernels are named as VeOmni names them."""
+    """`training.options` of the backend veomni; kernels are named as in VeOmni."""
 
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward pass; false trades memory for speed."""

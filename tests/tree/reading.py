@@ -1,0 +1,169 @@
+"""How much code a reader follows for a question, from traces of calls at two commits.
+
+    python tests/tree/reading.py [--before COMMIT] [QUESTION ...]
+
+Each question is a window of a run of a tiny recipe: the second step of a round of GRPO with the
+embedded engine; a stage that is followed to its end, one that is reused, and one that goes on from
+a step checkpoint; a recipe from the command line to its first job. Both commits run in checkouts
+of their own, with this Python.
+
+Printed are distinct files, functions and executed lines; distinct returns from a function to
+another file; and climbs: how often a recipe is given to a directory that had it before and gave it
+to another one.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+BEFORE = "b916653"
+DEADLINE_S = 900.0
+RECIPE_NAME = "tiny"
+RECIPE = f"""
+name: {RECIPE_NAME}
+model:
+  init: random
+  architecture: {{hidden_size: 32, num_layers: 2, num_heads: 4, num_kv_heads: 2, head_dim: 16,
+                 intermediate_size: 64}}
+  max_length: 64
+data:
+  arithmetic: {{num_digits: 2, num_sft: 64, num_rl: 64, num_eval: 16}}
+  max_prompt_length: 48
+sft: {{num_steps: 4, batch_size_sequences: 8, optimizer: {{lr: 1.0e-3}}}}
+rl:
+  num_rounds: 1
+  num_steps_per_round: 3
+  batch_size_prompts: 4
+  group_size: 4
+  sampling: {{max_new_tokens: 6}}
+  optimizer: {{lr: 1.0e-3}}
+checkpoint: {{every_num_steps: 2}}
+promote: {{model_name: tiny, min_value: 0.0}}
+"""
+RUN_STAGE = ["tasks/runner/stage.py", "run"]
+WINDOWS: Mapping[str, Mapping[str, Any]] = {
+    "step": {"begins": ["engines/trainers/rl.py", "step", "_train_step"], "occurrence": 2},
+    "followed": {"begins": RUN_STAGE, "occurrence": 2},
+    "reused": {"begins": RUN_STAGE, "occurrence": 2},
+    "resumed": {
+        "begins": ["engines/jobs/process/runtime.py", "run_job"],
+        "occurrence": 1,
+        "until": ["engines/training/base.py", "train_batch"],
+    },
+    "recipe": {
+        "begins": ["flows/commands/cli.py", "main"],
+        "occurrence": 1,
+        "until": ["infra/ray/jobs.py", "submit"],
+    },
+}
+FIRST_RUN, SECOND_RUN = ("step", "followed", "recipe"), ("reused",)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a question asks a reader to follow; all counts are of distinct things but `climbs`."""
+
+    num_files: int
+    num_functions: int
+    num_lines: int
+    num_returns: int
+    num_climbs: int
+
+    @staticmethod
+    def of(windows: Sequence[Mapping[str, Any]]) -> "Reading":
+        """Of all windows of a question, in whatever process they were."""
+        functions = {tuple(each) for window in windows for each in window["functions"]}
+        rooms = [room for window in windows for room in window["recipe_rooms"]]
+        seen, climbs = set[str](), 0
+        for room in rooms:
+            climbs += room in seen
+            seen.add(room)
+        return Reading(
+            len({file for file, _ in functions}),
+            len(functions),
+            len({tuple(line) for window in windows for line in window["lines"]}),
+            len({tuple(each) for window in windows for each in window["returns"]}),
+            climbs,
+        )
+
+
+@contextmanager
+def checkout(commit: str, directory: Path) -> Iterator[Path]:
+    """A worktree of a commit."""
+    tree = directory / f"tree-{commit}"
+    run = ["git", "-C", str(ROOT), "worktree"]
+    subprocess.run([*run, "add", "--quiet", "--detach", str(tree), commit], check=True)
+    try:
+        yield tree
+    finally:
+        subprocess.run([*run, "remove", "--force", str(tree)], check=True)
+
+
+def traced(tree: Path, home: Path, out: Path, questions: Sequence[str]) -> None:
+    """Run the tiny recipe, and write the windows of some questions to `out`."""
+    windows = [{"question": each, "until": None, **WINDOWS[each]} for each in questions]
+    recipe = out.parent / "tiny.yaml"
+    recipe.write_text(RECIPE, encoding="utf-8")
+    settings = {
+        "PYTHONPATH": f"{Path(__file__).parent / 'call_trace'}:{tree}",
+        "PYTHONSAFEPATH": "1",
+        "RLHF_HOME": str(home),
+        "READING_OUT": str(out),
+        "READING_ROOT": f"{tree}/",
+        "READING_RECIPE": RECIPE_NAME,
+        "READING_WINDOWS": json.dumps(windows),
+    }
+    command = [sys.executable, "-m", "flows.commands.cli", "run", str(recipe)]
+    subprocess.run(
+        command, cwd=tree, env={**os.environ, **settings}, check=True, timeout=DEADLINE_S
+    )
+
+
+def readings(tree: Path, directory: Path, questions: Sequence[str]) -> dict[str, Reading]:
+    """Answer questions at a checkout."""
+    home, out = directory / f"home-{tree.name}", directory / f"out-{tree.name}"
+    out.mkdir()
+    for of_run in (FIRST_RUN, SECOND_RUN):
+        asked = [each for each in of_run if each in questions]
+        if asked or of_run is FIRST_RUN:
+            traced(tree, home, out, asked)
+    found: dict[str, list[Mapping[str, Any]]] = {each: [] for each in questions}
+    for path in sorted(out.glob("*.json")):
+        window = json.loads(path.read_text(encoding="utf-8"))
+        found[window["question"]].append(window)
+    return {question: Reading.of(windows) for question, windows in found.items()}
+
+
+def main() -> None:
+    """Print a table of both commits."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--before", default=BEFORE)
+    parser.add_argument("questions", nargs="*", default=[*FIRST_RUN, *SECOND_RUN])
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        found = {}
+        for commit in (asked.before, "HEAD"):
+            with checkout(commit, directory) as tree:
+                found[commit] = readings(tree, directory, asked.questions)
+    print(f"{'question':<10} {'commit':<10} files functions lines returns climbs")  # noqa: T201
+    for question in asked.questions:
+        for commit, of_commit in found.items():
+            got = of_commit[question]
+            print(  # noqa: T201
+                f"{question:<10} {commit:<10} {got.num_files:>5} {got.num_functions:>9} "
+                f"{got.num_lines:>5} {got.num_returns:>7} {got.num_climbs:>6}"
+            )
+
+
+if __name__ == "__main__":
+    main()
