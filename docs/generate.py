@@ -116,9 +116,9 @@ def errors_page() -> str:
 
 def engines_page() -> str:
     """The matrix of training engines, and the rollout engines."""
-    from flows.commands.engines import MEANINGS
-    from flows.report.engine_matrix import (
+    from flows.commands.engines import (
         HEADINGS,
+        MEANINGS,
         ROLLOUT_HEADINGS,
         engine_matrix,
         rollout_matrix,
@@ -148,8 +148,7 @@ def engines_page() -> str:
 def algorithms_page() -> str:
     """From papers to functions, what they read, options, recipes and tests."""
     from engines.config.options import schema_of
-    from engines.config.rows.algorithm import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
-    from engines.config.rows.preference import PREFERENCE_LOSSES
+    from engines.config.rows import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES
 
     lines = ["# Algorithms", "", "How to add one: `docs/guides/add-an-algorithm.md`.", ""]
     for title, table in (

@@ -10,10 +10,17 @@ same timeouts.
 
 `group=None` is the default group. `device` is where a collective runs. Tensors have the same shape
 and dtype on every rank.
+
+Torch's key-value store, through which processes find each other before they form a group.
+
+Promises: a server listens on one address only (torch by default opens it on every interface) and on
+a free port chosen by the operating system; connecting to a dead server fails within seconds.
+Does not promise security: the store has no passwords.
 """
 
 import json
 import math
+import socket
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -246,3 +253,29 @@ def column_maxima(rows: Sequence[Sequence[float]]) -> list[float]:
         math.nan if any(map(math.isnan, column)) else max(column)
         for column in zip(*rows, strict=True)
     ]
+
+
+CONNECT_DEADLINE_S = 20.0
+
+
+def open_store(num_clients: int, timeout_s: float, host: str) -> TCPStore:
+    """Open a store of this process on a local IPv4 or IPv6 address and a free port.
+
+    `timeout_s` is how long a process waits for a key. Raise OSError if `host` is not local.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.create_server((host, 0), family=family)
+    port = listening.getsockname()[1]
+    return TCPStore(
+        host, port, num_clients, is_master=True, timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False, master_listen_fd=listening.detach(),
+    )  # fmt: skip
+
+
+def connect_store(host: str, port: int) -> tuple[TCPStore, str]:
+    """Connect to a store; return it and the local address of the interface that leads to it."""
+    # TCPStore itself would retry until its deadline.
+    with socket.create_connection((host, port), CONNECT_DEADLINE_S) as probe:
+        own_address = str(probe.getsockname()[0])
+    timeout = timedelta(seconds=CONNECT_DEADLINE_S)
+    return TCPStore(host, port, is_master=False, timeout=timeout), own_address

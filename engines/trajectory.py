@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engines.segments import Int32Array, Segment
+from engines.requests import Int32Array, Segment
 from engines.types import Completion, RolloutRequest
 
 

@@ -41,7 +41,7 @@ from prefect.events import (
 from prefect.events.worker import EventsWorker
 
 from infra.errors import ServiceError
-from infra.services.commands import HEARTBEAT_S
+from infra.services.stack import HEARTBEAT_S
 
 TAG = "self-healing"
 SILENCE_S = 3 * HEARTBEAT_S

@@ -12,8 +12,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from engines.config.recipe import Recipe
-from flows.run.registry import Registry, open_tracker
-from flows.run.round_gate import RoundGate
+from flows.run.registry import Registry, RoundGate, open_tracker
 from flows.stage_order import run_stages
 from infra.errors import ArtifactCorruptError, ConfigError
 from infra.names import unknown_name

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from engines.config.recipe import Recipe
-from engines.config.stages.base import StageConfig
+from engines.config.stages.base import REWARD_MODEL, StageConfig
 from engines.config.stages.data import HELD_OUT, PreprocessStageConfig
 from engines.config.stages.final import (
     CompareStageConfig,
@@ -21,7 +21,6 @@ from engines.config.stages.final import (
     SoupStageConfig,
 )
 from engines.config.stages.harness import HarnessStageConfig
-from engines.config.stages.inputs import REWARD_MODEL
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.config.stages.serving import SelfPlayStageConfig
 from engines.config.stages.supervised import (

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.plugin_table import PluginTable
-from infra.plugins import Row
+from infra.plugins import PluginTable, Row
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from engines.algorithms.parts import AdvantageInputs, Advantages, find_part
 from engines.algorithms.sequences import sum_by_sequence
 from engines.config.algorithm import AlgorithmConfig
-from engines.config.rows.algorithm import ADVANTAGES
+from engines.config.rows import ADVANTAGES
 from engines.errors import NonFiniteError
 from engines.types import TokenBatch
 

@@ -1,12 +1,16 @@
 """Statistics over groups: the samples that answer one prompt, in float64.
 
 Groups may differ in size and be in any order. Letters: B samples, P groups.
+
+Dynamic sampling: select samples that have a learning signal.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from engines.config.algorithm import FilterGroupsConfig
 
 
 @dataclass(frozen=True)
@@ -35,3 +39,17 @@ def group_statistics(scores_B: Tensor, group_index_B: Tensor, num_groups: int) -
     lowest_P = zeros_P.scatter_reduce(0, group_index_B, scores_B, "amin", include_self=False)
     highest_P = zeros_P.scatter_reduce(0, group_index_B, scores_B, "amax", include_self=False)
     return GroupStatistics(count_P, mean_P, variance_P.sqrt(), lowest_P == highest_P)
+
+
+def informative_samples(
+    filter_groups: FilterGroupsConfig, scores_B: Tensor, group_index_B: Tensor
+) -> Tensor:
+    """Return (B,) bool, True for samples whose group has at least two different scores.
+
+    DAPO, arXiv:2503.14476 eq. 11. A group of equal scores, or of one sample, has advantage 0 and
+    only dilutes the mean. If `filter_groups` is off, all are kept.
+    """
+    if not filter_groups.enable or scores_B.numel() == 0:
+        return torch.ones(scores_B.shape, dtype=torch.bool, device=scores_B.device)
+    groups = group_statistics(scores_B, group_index_B, int(group_index_B.max()) + 1)
+    return ~groups.equal_P[group_index_B]

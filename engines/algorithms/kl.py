@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engines.algorithms.parts import find_part
-from engines.config.rows.algorithm import KL_ESTIMATORS
+from engines.config.rows import KL_ESTIMATORS
 
 K3_BEND = 2.6104
 """In nats; exp(x) - 1 - x is about 10 there."""

@@ -16,10 +16,9 @@ from engines.algorithms.sequences import sum_by_sequence
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.base import StrictModel
 from engines.config.options import own_options
-from engines.config.rows.algorithm import AlgorithmRow
+from engines.config.rows import AlgorithmRow
 from engines.types import GlobalCounts, TokenBatch
-from infra.plugin_table import PluginTable
-from infra.plugins import load_row
+from infra.plugins import PluginTable, load_row
 
 Options = TypeVar("Options", bound=StrictModel)
 

@@ -4,6 +4,11 @@ Each rank copies its state, writes it in its own thread and then creates a marke
 the publishing process waits for all markers. This never blocks training calls.
 Promises: a checkpoint appears only when every rank has written its part; an error in the background
 is raised by the next call. One checkpoint is in flight at a time.
+
+Host memory for checkpoint copies, reused by the next checkpoint.
+
+Fresh memory costs more than the copy, because the operating system provides it page by page. So a
+rank keeps one more copy of its state on the host. A lent buffer is not lent again.
 """
 
 import threading
@@ -12,7 +17,10 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TypeVar
 
-from engines import driver_disk
+import torch
+from torch import Tensor
+
+from engines import remote_files
 from engines.checkpoint.step_store import StepCheckpoint, StepCheckpoints, TrainerState
 from engines.errors import CheckpointError
 from infra.errors import DeadlineError
@@ -28,7 +36,7 @@ def write_in_background(write: Callable[[], None], path: Path, rank: int) -> thr
 
     It leaves `.written-<rank>` or `.failed-<rank>` in `path`, which is on the driver's disk.
     """
-    disk = driver_disk.current()
+    disk = remote_files.current()
 
     def run() -> None:
         try:
@@ -125,3 +133,23 @@ class BackgroundSave:
         wait_for(finished, f"step {self._step} to be written", self._timeout_s, _POLL_S)
         for rank in ranks:
             (path / f"{_WRITTEN}{rank}").unlink()
+
+
+class StagingBuffers:
+    """Buffers by key; pinned if the values come from an accelerator."""
+
+    def __init__(self) -> None:
+        self._free: dict[object, Tensor] = {}
+
+    def copy(self, key: object, value: Tensor) -> Tensor:
+        """Return a contiguous CPU copy, lent until `give_back`; each tensor has its own `key`."""
+        # pop is atomic, so that no other thread can take the same buffer.
+        buffer = self._free.pop(key, None)
+        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+            pinned = value.device.type != "cpu"
+            buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
+        return buffer.copy_(value)
+
+    def give_back(self, key: object, buffer: Tensor) -> None:
+        """Return a buffer that `copy` lent under this key; it must not be read any more."""
+        self._free[key] = buffer

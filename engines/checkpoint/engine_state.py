@@ -14,8 +14,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from engines import collectives
+from engines.checkpoint.background import StagingBuffers
 from engines.checkpoint.sharded import load_sharded, save_sharded, stage_sharded
-from engines.checkpoint.staging import StagingBuffers
 from engines.checkpoint.tensor_files import read_tensors, write_tensors
 from engines.config.training import LoraConfig
 from engines.errors import CheckpointError

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from engines import collectives
-from engines.checkpoint.staging import StagingBuffers
+from engines.checkpoint.background import StagingBuffers
 from engines.checkpoint.tensor_files import disk_error, write_tensors
 from engines.errors import CheckpointError
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from engines.config.training import TrainingConfig
 from infra.errors import ConfigError
-from infra.plugin_table import PluginTable
-from infra.plugins import Row
+from infra.plugins import PluginTable, Row
 
 
 class Tested(Enum):
@@ -95,7 +94,7 @@ class BackendRow(Row):
     check_model: str | None = None
 
 
-_ON_PACKED_SEQUENCES = "engines.training.backends.transformers.supported:check_model"
+_ON_PACKED_SEQUENCES = "engines.training.backends.transformers.build:check_model"
 _HF_PARALLELISM = {
     "data": Tested.CONTRACT,
     "hybrid": Tested.CONTRACT,
@@ -136,7 +135,7 @@ BACKENDS: Mapping[str, Backend] = {
         language_model="engines.training.backends.megatron.engine:MegatronEngine",
         value_model="engines.training.backends.megatron.engine:MegatronEngine",
         options="engines.training.backends.megatron_options:MegatronOptions",
-        check_model="engines.training.backends.megatron_models:check_model",
+        check_model="engines.training.backends.megatron.models:check_model",
         devices={"cpu": Tested.CONTRACT, "cuda": Tested.GPU, "npu": Tested.REGISTRY},
         device_engines={
             "npu": (
@@ -191,7 +190,7 @@ BACKENDS: Mapping[str, Backend] = {
     "torchtitan": Backend(
         language_model="engines.training.backends.torchtitan.engine:TorchTitanEngine",
         options="engines.training.backends.torchtitan.options:TorchTitanOptions",
-        check_model="engines.training.backends.torchtitan.supported:check_model",
+        check_model="engines.training.backends.torchtitan.model:check_model",
         devices={"cpu": Tested.ENVIRONMENT, "cuda": Tested.GPU},
         parallelism={
             "data": Tested.ENVIRONMENT,

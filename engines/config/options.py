@@ -15,7 +15,7 @@ from engines.config.base import StrictModel
 from engines.config.data import AUTO, SOURCE_SPLITS, DataConfig, SourceConfig
 from engines.config.plugins import PREPROCESSORS, REWARDS, ROLLOUT_ENGINES, RewardRow
 from engines.config.rollout import RolloutConfig
-from engines.config.rows.algorithm import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, AlgorithmRow
+from engines.config.rows import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, AlgorithmRow
 from engines.config.training import TrainingConfig
 from infra.errors import ConfigError
 from infra.field_errors import to_config_error

@@ -13,13 +13,11 @@ from typing import Any, Literal, get_args
 from engines.config.backends import ENGINES
 from engines.config.data import AUTO
 from engines.config.rollout import RolloutConfig, RoutingName
-from engines.config.rows.algorithm import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
-from engines.config.rows.preference import PREFERENCE_LOSSES
+from engines.config.rows import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES
 from hardware.platforms import PLATFORMS
 from infra.errors import ConfigError
 from infra.names import unknown_name
-from infra.plugin_table import PluginTable
-from infra.plugins import Row, register_row
+from infra.plugins import PluginTable, Row, register_row
 
 PluginKind = Literal[
     "platform",
@@ -111,7 +109,7 @@ ROLLOUT_ENGINES = PluginTable(
                 "prompt_logprobs_at_any_temperature",
                 "images",
             ),
-            refuses_model="engines.rollout.transformers.supported:refusal",
+            refuses_model="engines.rollout.transformers.inference_model:refusal",
         ),
         RolloutRow(
             name="sglang",
@@ -174,13 +172,13 @@ REWARDS = PluginTable(
         ),
         RewardRow(
             name="format",
-            target="engines.rewards.form.format:compute_score",
+            target="engines.rewards.format:compute_score",
             options="engines.rewards.options:FormatOptions",
             is_verdict=False,
         ),
         RewardRow(
             name="length",
-            target="engines.rewards.form.length:score",
+            target="engines.rewards.format:score",
             options="engines.rewards.options:LengthOptions",
             is_verdict=False,
             in_process=True,
@@ -212,14 +210,14 @@ REWARDS = PluginTable(
         ),
         RewardRow(
             name="model",
-            target="engines.rewards.judges.model:score",
+            target="engines.judges.model:score",
             options="engines.rewards.options:ModelOptions",
             in_process=True,
             reads="model",
         ),
         RewardRow(
             name="judge",
-            target="engines.rewards.judges.judgement:score",
+            target="engines.judges.judgement:score",
             # A user's regular expression may never finish.
             options="engines.rewards.options:JudgeOptions",
             reads="judge",

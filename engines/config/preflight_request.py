@@ -1,9 +1,8 @@
 """Request to `engines.jobs.preflight.run`, and its answer."""
 
-from engines.config.algorithm import RewardConfig
+from engines.config.algorithm import DistillationConfig, RewardConfig
 from engines.config.base import StrictModel
 from engines.config.data import DataConfig
-from engines.config.distillation import DistillationConfig
 from engines.config.model import JudgeConfig, ModelConfig, RewardModelConfig
 from engines.config.sections import SelfPlayConfig
 from engines.config.suite import SuiteConfig

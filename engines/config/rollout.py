@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from engines.config.base import Execution, NotIdentity, StrictModel
 
 RoutingName = Literal["by_place", "least_loaded"]
-"""How requests are assigned to the replicas of an engine; see `engines.rollout.routing`."""
+"""How requests are assigned to the replicas of an engine; see `engines.rollout.replica_pool`."""
 
 TransportName = Literal["auto", "shared_memory", "collective"]
 

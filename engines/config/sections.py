@@ -5,10 +5,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from engines.config.algorithm import AlgorithmConfig, MismatchConfig, RewardConfig
+from engines.config.algorithm import (
+    AlgorithmConfig,
+    DistillationConfig,
+    MismatchConfig,
+    RewardConfig,
+)
 from engines.config.base import NotIdentity, StrictModel
 from engines.config.data import OrderConfig
-from engines.config.distillation import DistillationConfig
 from engines.config.rollout import (
     SamplingConfig,
     StructuredOutputConfig,

@@ -8,8 +8,7 @@ from engines.config.algorithm import RewardConfig
 from engines.config.base import NotIdentity, StrictModel
 from engines.config.data import SOURCE_SPLITS, DataConfig
 from engines.config.sections import EvaluationConfig
-from infra.plugin_table import PluginTable
-from infra.plugins import Row
+from infra.plugins import PluginTable, Row
 
 HELD_OUT = "evaluation"
 _OF_TRAINING = ("max_prompt_length", "on_overlong", "allow_overlap", "decontamination")
@@ -21,7 +20,7 @@ HARNESSES = PluginTable(
     [
         Row(
             name=LM_EVAL,
-            target="engines.trainers.evaluation.harness.run:run_tasks",
+            target="engines.trainers.evaluation.harness:run_tasks",
             requires="lm_eval",
             environment="lm-eval",
         )

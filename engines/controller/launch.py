@@ -15,16 +15,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from engines.config.lora_sync import adapter_travels
+from engines.config.model import adapter_travels
 from engines.config.plugins import ROLLOUT_ENGINES, is_embedded
 from engines.config.rollout import RolloutConfig
-from engines.controller.in_process import InProcessGroup
 from engines.controller.model_worker import ModelWorker, WorkerSpec
-from engines.controller.pool import NO_NEWS, Options, Place, Pool, Queueing, reserve, this_node
+from engines.controller.placement import NO_NEWS, Options, Place, Pool, Queueing, reserve, this_node
 from engines.controller.rank_process import RayGroupOptions
 from engines.controller.ray_group import RayWorkerGroup
-from engines.controller.replica import ReplicaSpec
-from engines.controller.replica_start import RayReplicas
+from engines.controller.replica import RayReplicas, ReplicaSpec
 from engines.controller.rollout import (
     LaunchedEngines,
     RankRollout,
@@ -33,8 +31,8 @@ from engines.controller.rollout import (
     ServedRollout,
     choose_transport,
 )
-from engines.controller.worker_group import WorkerGroup
-from engines.rollout.create import behind_service, create_rollout_engine
+from engines.controller.worker_group import InProcessGroup, WorkerGroup
+from engines.rollout.base import behind_service, create_rollout_engine
 from engines.rollout.replica_pool import RestartPolicy
 from engines.weight_sync.in_process import new_transport
 from hardware.detection import detect, planned

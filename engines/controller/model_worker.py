@@ -13,27 +13,26 @@ from pathlib import Path
 
 from torch import Tensor
 
-from engines import driver_disk
+from engines import remote_files
 from engines.checkpoint.background import write_in_background
 from engines.collectives import close_process_group
 from engines.config.rollout import RolloutConfig
 from engines.config.training import TrainingConfig
-from engines.controller.dispatch import Dispatch, dispatch
+from engines.controller.worker_group import Dispatch, dispatch
 from engines.errors import NonFiniteError, RolloutError
+from engines.rollout.base import behind_service, create_rollout_engine
 from engines.rollout.collect import Receive
-from engines.rollout.create import behind_service, create_rollout_engine
 from engines.rollout.service import RolloutService
-from engines.training.base import BaseEngine
-from engines.training.create import create_engine
-from engines.training.roles import (
+from engines.training.base import BaseEngine, create_engine
+from engines.training.spec import (
     POLICY,
     REFERENCE,
+    LossFn,
     ModelSource,
     RoleName,
     RoleSpec,
     role_checkpoint,
 )
-from engines.training.spec import LossFn
 from engines.types import (
     ONLY_LOGPROBS,
     Completion,
@@ -44,10 +43,9 @@ from engines.types import (
     TokenBatch,
     TrainMetrics,
 )
-from engines.weight_sync.base import Receipt, SyncReport, Transport
+from engines.weight_sync.base import SyncReport, Transport, WeightDigest
 from engines.weight_sync.in_process import new_transport
-from engines.weight_sync.send_plan import SendPlan
-from engines.weight_sync.sharded import ShardedTransport
+from engines.weight_sync.sharded import SendPlan, ShardedTransport
 from hardware.detection import check_planned, detect
 from infra import env
 
@@ -183,7 +181,7 @@ class ModelWorker:
         with self._speaking_as(role) as engine:
             return engine.infer_batch(batch.widened()).logprobs_T
 
-    @dispatch(Dispatch.SPLIT_ALL)
+    @dispatch(Dispatch.SHARD_PER_RANK)
     def generate(
         self, requests: Sequence[RolloutRequest], on_completion: Receive | None = None
     ) -> list[list[Completion]]:
@@ -204,7 +202,7 @@ class ModelWorker:
         self._served().sleep()
 
     @dispatch(Dispatch.ONE_TO_ALL)
-    def send_weights(self, delivery: Transport | ShardedTransport) -> Receipt:
+    def send_weights(self, delivery: Transport | ShardedTransport) -> WeightDigest:
         """Send the policy's weights to engines elsewhere and return the receipt. Collective."""
         if not isinstance(delivery, ShardedTransport):
             return delivery.send(iter(self._policy.get_per_tensor_param()))
@@ -213,19 +211,19 @@ class ModelWorker:
         return delivery.send_parts(self._policy.get_per_tensor_param_shard(), self._send_plan)
 
     @dispatch(Dispatch.ONE_TO_ALL)
-    def send_frozen_weights(self, transport: Transport) -> Receipt:
+    def send_frozen_weights(self, transport: Transport) -> WeightDigest:
         """Send the base weights under the policy's adapter. Collective."""
         return transport.send(iter(self._policy.get_frozen_param()))
 
     @dispatch(Dispatch.ONE_TO_ALL)
-    def send_adapter(self, transport: Transport) -> Receipt:
+    def send_adapter(self, transport: Transport) -> WeightDigest:
         """Send only the policy's adapter. Collective."""
         return transport.send(iter(self._policy.get_adapter_param()))
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: Path, step: int) -> None:
         """Write this rank's shards of every role that trains into `path`. Collective."""
-        disk = driver_disk.current()
+        disk = remote_files.current()
         own = disk.own(path)
         for directory, engine in self._checkpointed(own):
             directory.mkdir(parents=True, exist_ok=True)
@@ -236,7 +234,7 @@ class ModelWorker:
     def begin_checkpoint(self, path: Path, step: int) -> None:
         """Copy this rank's shards and write them in the background. Collective."""
         writes: list[Callable[[], None]] = []
-        disk = driver_disk.current()
+        disk = remote_files.current()
         own = disk.own(path)
         for directory, engine in self._checkpointed(own):
             directory.mkdir(parents=True, exist_ok=True)
@@ -259,7 +257,7 @@ class ModelWorker:
     def load_checkpoint(self, path: Path) -> int:
         """Restore every role that trains from `path` and return the step. Collective."""
         steps = []
-        for directory, engine in self._checkpointed(driver_disk.current().bring(path)):
+        for directory, engine in self._checkpointed(remote_files.current().bring(path)):
             steps.append(engine.load_checkpoint(directory, optimizer=True))
             engine.leave_device()
         return steps[0]
@@ -312,7 +310,7 @@ class ModelWorker:
 
 def _brought(spec: WorkerSpec) -> WorkerSpec:
     """Return the spec with local paths of the driver's files."""
-    bring = driver_disk.current().bring
+    bring = remote_files.current().bring
 
     def here(role: RoleSpec) -> RoleSpec:
         given = role.source

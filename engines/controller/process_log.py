@@ -5,8 +5,7 @@ import logging
 from pathlib import Path
 
 from infra.host.stacks import leave_stacks_on_signal
-from infra.redact import RedactingFilter
-from infra.redacted_output import redact_output
+from infra.redact import RedactingFilter, redact_output
 
 NUM_LOG_LINES = 20
 

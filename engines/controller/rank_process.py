@@ -2,27 +2,66 @@
 
 It sets threads, joins the process group, builds the worker and forwards calls to it. Its log file
 holds the worker's log and, after a crash, the Python stack of every thread.
+
+Joins the ranks of a worker group into a torch.distributed process group.
+
+The operating system chooses the store's port on the machine of rank 0, so two groups that start
+together cannot collide.
 """
 
 import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from engines import driver_disk
-from engines.collectives import close_process_group
-from engines.controller.batches.placed import Array, Share
-from engines.controller.process_group import Rendezvous, TCPStore, join
+from engines import remote_files
+from engines.collectives import close_process_group, open_store
+from engines.controller.placed_batches import Array, Share
+from engines.controller.placement import Seat, use_interface_of
 from engines.controller.process_log import log_to
-from engines.controller.seats import Seat, use_interface_of
-from engines.driver_disk import DiskAccess
-from engines.key_value_store import open_store
+from engines.remote_files import DiskAccess
 from infra.plugins import import_external_modules
 from infra.store.heartbeat import Heartbeat
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Host and port of rank 0's store."""
+
+    host: str
+    port: int
+
+
+def join(
+    rank: int,
+    world_size: int,
+    backend: str,
+    timeout_s: float,
+    *,
+    store: TCPStore | None = None,
+    rendezvous: Rendezvous | None = None,
+) -> None:
+    """Make this process a rank of the default process group.
+
+    Rank 0 passes its `store`, other ranks the `rendezvous`. `timeout_s` is the deadline of the
+    rendezvous and of each collective.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if store is None:
+        if rendezvous is None:
+            raise ValueError("a rank needs the store of rank 0, or where to find it")
+        store = TCPStore(
+            rendezvous.host, rendezvous.port, world_size, is_master=False, timeout=timeout
+        )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 """Positional and keyword arguments of a call."""
@@ -73,7 +112,7 @@ class RankProcess:
     ) -> None:
         rank = seat.rank
         self._seat, self._options = seat, options
-        disk = driver_disk.use(access)
+        disk = remote_files.use(access)
         log_to(disk.local(options.log_path(rank)))
         self._worker: Any = None
         self._store: TCPStore | None = None

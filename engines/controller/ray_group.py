@@ -14,22 +14,30 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Concatenate
 
-from engines.controller.batches.placed import TensorStore
-from engines.controller.dispatch import (
+from engines.controller.placed_batches import TensorStore
+from engines.controller.placement import (
+    Place,
+    Pool,
+    Queueing,
+    reserve,
+    seat_environment,
+    seats,
+    this_node,
+)
+from engines.controller.process_log import log_tail
+from engines.controller.rank_process import Arguments, RankProcess, RayGroupOptions
+from engines.controller.worker_group import (
     Dispatch,
+    P,
+    R,
     collect,
     dispatch_mode,
     equal_result,
     split_plan,
     take,
 )
-from engines.controller.pool import Place, Pool, Queueing, reserve, this_node
-from engines.controller.process_log import log_tail
-from engines.controller.rank_process import Arguments, RankProcess, RayGroupOptions
-from engines.controller.seats import seat_environment, seats
-from engines.controller.worker_group import P, R
-from engines.driver_disk import access_for
 from engines.errors import WorkerError
+from engines.remote_files import access_for
 from engines.types import TokenBatch
 from infra.errors import DeadlineError, PipelineError
 from infra.host.stacks import ask_for_stacks

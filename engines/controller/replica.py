@@ -2,8 +2,13 @@
 
 Promises: `RemoteReplica` fulfils the engine's interface wherever it runs; its errors arrive as they
 were raised; a dead replica is a `ReplicaLostError` with the last lines of its log.
-`engines.controller.replica_start` starts replicas. Does not set deadlines, except in `close`: the
+`engines.controller.replica` starts replicas. Does not set deadlines, except in `close`: the
 caller does.
+
+Starts and restarts rollout engines in Ray actors.
+
+Promises: replicas that are started together all run, or none is left; a replacement is built
+like the replica that it replaces, after that one was killed.
 """
 
 import asyncio
@@ -15,31 +20,37 @@ from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequenc
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from engines import driver_disk
+from engines import remote_files
 from engines.config.rollout import RolloutConfig
 from engines.config.training import LoraConfig
-from engines.controller.pool import this_node
+from engines.controller.placement import Place, this_node
 from engines.controller.process_log import log_tail, log_to
-from engines.driver_disk import DiskAccess
 from engines.errors import ReplicaLostError
-from engines.rollout.base import Health, RolloutEngine, SleepLevel
-from engines.rollout.create import behind_service, create_rollout_engine
+from engines.remote_files import DiskAccess, access_for
+from engines.rollout.base import (
+    Health,
+    RolloutEngine,
+    SleepLevel,
+    behind_service,
+    create_rollout_engine,
+)
+from engines.rollout.event_loop import EventLoopThread
 from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
 from engines.rollout.replica_pool import SILENCE
 from engines.types import Completion, RolloutRequest
-from engines.weight_sync.base import Receipt, WeightSource
+from engines.weight_sync.base import WeightDigest, WeightSource
 from hardware.detection import check_planned, detect
-from infra.errors import ConfigError, PipelineError
+from infra.errors import ConfigError, DeadlineError, PipelineError
 from infra.host.processes import ProcessIdentity, is_alive, own_identity
 from infra.identity.fingerprint import refuse_other_libraries
 from infra.plugins import import_external_modules
 
 if TYPE_CHECKING:
-    from engines.rollout.openai.endpoint import Endpoint
+    from engines.rollout.openai_endpoint import Endpoint
 
 T = TypeVar("T")
 NO_VERSION = -1
@@ -81,16 +92,16 @@ class ReplicaSpec:
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class ReplicaLocation:
     """Ray node and process of a replica."""
 
     node_id: str
     process: ProcessIdentity
 
     @staticmethod
-    def own() -> "Whereabouts":
+    def own() -> "ReplicaLocation":
         """Return those of this process."""
-        return Whereabouts(this_node(), own_identity())
+        return ReplicaLocation(this_node(), own_identity())
 
 
 def end_process(process: ProcessIdentity) -> None:
@@ -104,13 +115,13 @@ class ReplicaProcess:
 
     def __init__(self, number: int, spec: ReplicaSpec, access: DiskAccess | None = None) -> None:
         self._spec, self._number = spec, number
-        self._disk = driver_disk.use(access)
+        self._disk = remote_files.use(access)
         self._engine: RolloutEngine
         self._endpoint: Endpoint | None = None
         log_to(self._disk.local(spec.log_path(number)))
         self._disk.follow(spec.log_path(number), LOG_EVERY_S)
 
-    async def build(self) -> Whereabouts:
+    async def build(self) -> ReplicaLocation:
         """Make the engine. In the constructor, Ray would report its errors as the actor's death."""
         serving_dir = await asyncio.to_thread(self._disk.bring, self._spec.serving_dir)
         self._spec = spec = replace(self._spec, serving_dir=serving_dir)
@@ -134,7 +145,7 @@ class ReplicaProcess:
             await self._engine.sleep()
         if spec.rollout.openai_endpoint:
             await self._open_endpoint()
-        return Whereabouts.own()
+        return ReplicaLocation.own()
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
         """Stream the engine's completions."""
@@ -149,7 +160,7 @@ class ReplicaProcess:
 
     async def _open_endpoint(self) -> None:
         try:
-            from engines.rollout.openai.endpoint import serve
+            from engines.rollout.openai_endpoint import serve
         except ModuleNotFoundError as error:
             raise ConfigError(
                 "rollout.openai_endpoint",
@@ -171,7 +182,7 @@ class RemoteReplica(RolloutEngine):
         self._number = number
         self._log_path = log_path
         self._version = NO_VERSION
-        self._whereabouts: Whereabouts | None = None
+        self._whereabouts: ReplicaLocation | None = None
 
     @property
     def version(self) -> int:
@@ -189,12 +200,12 @@ class RemoteReplica(RolloutEngine):
                 return
             yield await self._answer(reference)
 
-    async def update_weights(self, source: WeightSource, version: int) -> Receipt:
+    async def update_weights(self, source: WeightSource, version: int) -> WeightDigest:
         """See the base class."""
         self._version = NO_VERSION
         return await self._call("update_weights", source, version)
 
-    async def update_adapter(self, source: WeightSource, version: int) -> Receipt:
+    async def update_adapter(self, source: WeightSource, version: int) -> WeightDigest:
         """See the base class."""
         self._version = NO_VERSION
         return await self._call("update_adapter", source, version)
@@ -294,3 +305,74 @@ def _told(number: int, log_path: Path) -> Iterator[None]:
             raise
         cause.add_note(f"raised in replica {number}")
         raise cause from None
+
+
+START_DEADLINE_S = 600.0
+"""Deadline of one start; an engine that compiles or loads kernels takes minutes."""
+
+
+class RayReplicas:
+    """A `ReplicaStarter` on the connected cluster, with one place per replica."""
+
+    def __init__(self, spec: ReplicaSpec, places: Sequence[Place]) -> None:
+        self._spec = spec
+        self._places = tuple(places)
+        nodes = [place.node for place in places]
+        self._access = access_for(nodes, this_node(), spec.log_dir)
+
+    def start(self) -> list[RemoteReplica]:
+        """Start a replica in every place and wait until all engines are built, without weights.
+
+        If one dies, is too slow or refuses its model, all are ended and its error is raised.
+        """
+        replicas = [self._create(place) for place in range(len(self._places))]
+
+        async def build() -> None:
+            await asyncio.gather(*(self._build(replica) for replica in replicas))
+
+        loop = EventLoopThread("replica-start")
+        try:
+            loop.run(build(), f"{len(replicas)} replicas to start", 2 * START_DEADLINE_S)
+        except BaseException:
+            for replica in replicas:
+                replica.kill()
+            raise
+        finally:
+            loop.close()
+        return replicas
+
+    async def restart(self, place: int, lost: RolloutEngine) -> RemoteReplica:
+        """Kill a lost replica and start another in its place."""
+        cast(RemoteReplica, lost).kill()
+        replica = self._create(place)
+        try:
+            await self._build(replica)
+        except BaseException:
+            replica.kill()
+            raise
+        logger.info("replica %d is up again", place)
+        return replica
+
+    def _create(self, place: int) -> RemoteReplica:
+        import ray
+
+        spec = self._spec
+        remote: Any = ray.remote(max_restarts=0, max_task_retries=0)(ReplicaProcess)
+        runtime: dict[str, Any] = {"env_vars": {"OMP_NUM_THREADS": str(spec.num_threads)}}
+        if spec.interpreter is not None:
+            runtime["py_executable"] = str(spec.interpreter)
+        options = self._places[place].options
+        actor = remote.options(runtime_env=runtime, **options).remote(place, spec, self._access)
+        num_workers = spec.rollout.num_workers_per_replica
+        return RemoteReplica(actor, place, spec.log_path(place), num_workers)
+
+    async def _build(self, replica: RemoteReplica) -> None:
+        from ray.exceptions import RayError
+
+        try:
+            async with asyncio.timeout(START_DEADLINE_S):
+                await replica.build()
+        except TimeoutError:
+            raise DeadlineError("a replica to start", START_DEADLINE_S) from None
+        except RayError as error:
+            raise ReplicaLostError(f"a replica did not start: {error}") from error

@@ -15,14 +15,13 @@ import torch
 
 from engines.checkpoint.hub_names import served_float32_names
 from engines.config.rollout import RoutingName
-from engines.controller.in_process import InProcessGroup
 from engines.controller.model_worker import ModelWorker
-from engines.controller.pool import Place, this_address
+from engines.controller.placement import Place, this_address
 from engines.controller.replica import ReplicaSpec
-from engines.controller.worker_group import WorkerGroup
+from engines.controller.worker_group import InProcessGroup, WorkerGroup
 from engines.rollout.base import RolloutEngine
 from engines.rollout.collect import Receive
-from engines.rollout.publishing import NewTransport, Passage, Probe
+from engines.rollout.publishing import NewTransport, Probe, WeightRoute
 from engines.rollout.replica_pool import RestartPolicy
 from engines.rollout.service import RolloutService
 from engines.types import Completion, RolloutRequest
@@ -198,6 +197,6 @@ class ServedRollout(RolloutService):
         if new_adapter_transport is None:
             send = partial(run, ModelWorker.send_weights)
             return self.sync(self._new_transport, send, version, probe)
-        adapter = Passage(new_adapter_transport, partial(run, ModelWorker.send_adapter))
+        adapter = WeightRoute(new_adapter_transport, partial(run, ModelWorker.send_adapter))
         send = partial(run, ModelWorker.send_frozen_weights)
         return self.sync(self._new_transport, send, version, probe, adapter)

@@ -5,12 +5,32 @@
 The method itself is passed, not its name, so arguments and result are type-checked; `@dispatch` on
 the method says how the call is distributed. `InProcessGroup` is one rank in the caller's process,
 `ray_group.RayWorkerGroup` is one Ray actor per rank.
+
+How a call on a worker group reaches its ranks; declared once on the worker's method.
+
+A `SPLIT` call cuts its first argument over the data-parallel ranks, balanced by tokens, and returns
+the results in the original order, so the caller does not need to know the number of ranks. Ranks
+that share a data-parallel place (tensor or pipeline parallel) get the same share; with
+`SHARD_PER_RANK` every rank gets its own.
+Does not promise equal numbers of sequences per rank, or that every rank gets one.
+
+A worker group of one rank in the caller's process: no Ray, and a debugger works.
+
+Errors of the worker reach the caller unchanged.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from enum import Enum
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from engines.types import TokenBatch
+import torch
+from torch import Tensor
+
+from engines.errors import WorkerError
+from engines.training.step.balance import balanced_partition
+from engines.training.step.micro_batches import filler
+from engines.types import ModelOutputs, RolloutRequest, TokenBatch
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,3 +58,173 @@ class WorkerGroup(Protocol):
     def close(self) -> None:
         """End every worker; may be called again."""
         ...
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+Parts = list[list[int]]
+
+
+class Dispatch(Enum):
+    """What a call does with its arguments and results."""
+
+    ONE_TO_ALL = "one_to_all"
+    """All ranks get the same arguments and must return equal results."""
+    RANK_ZERO = "rank_zero"
+    """All ranks get the same arguments; rank 0's result is returned."""
+    SPLIT = "split"
+    """The first argument is split over the data-parallel ranks, the others are copied."""
+    SHARD_PER_RANK = "split_all"
+    """Like `SPLIT`, but over all ranks."""
+
+
+def dispatch(mode: Dispatch) -> Callable[[Method], Method]:
+    """Declare how a worker's method is called on a group."""
+
+    def declare(method: Method) -> Method:
+        vars(method)["dispatch_mode"] = mode
+        return method
+
+    return declare
+
+
+def dispatch_mode(method: Callable[..., Any]) -> Dispatch:
+    """Return the declared mode of a method; raise TypeError if it has no `@dispatch`."""
+    mode = getattr(method, "dispatch_mode", None)
+    if not isinstance(mode, Dispatch):
+        raise TypeError(f"{method!r} has no @dispatch: a group cannot call it")
+    return mode
+
+
+def split_plan(value: object, num_parts: int) -> Parts:
+    """Return for each part the ascending indices of its items; parts may be empty.
+
+    `value` is a `TokenBatch`, whose units of sequences stay whole, or a list; a TypeError
+    otherwise.
+    """
+    if isinstance(value, TokenBatch):
+        lengths, units = value.lengths_B.tolist(), value.units
+        sizes = [sum(lengths[i] for i in unit) for unit in units]
+        parts = balanced_partition(sizes, num_parts)
+        return [sorted(i for unit in part for i in units[unit]) for part in parts]
+    if isinstance(value, list | tuple):
+        return balanced_partition([_weight(item) for item in value], num_parts)
+    raise TypeError(f"cannot split a {type(value).__name__} over ranks")
+
+
+def take(value: Any, items: Sequence[int]) -> Any:
+    """Return the given items of a `TokenBatch` or list, in that order.
+
+    A rank without a sequence still takes part in every collective: it gets a copy of the shortest
+    unit with loss mask 0, and `collect` drops its results.
+    """
+    if not isinstance(value, TokenBatch):
+        return [value[i] for i in items]
+    if items:
+        return value.select(items)
+    return filler(value).batch
+
+
+def collect(value: object, parts: Parts, results: Sequence[Any]) -> Any:
+    """Join the results of a split call in the order of `value`, which `parts` split.
+
+    A result is a list with one entry per item, a (T,) tensor of the part's tokens or
+    `ModelOutputs`; anything else must be equal for all parts, or a WorkerError is raised.
+    """
+    first = results[0]
+    if isinstance(first, ModelOutputs):
+        return _collect_outputs(value, parts, results)
+    if not isinstance(first, list | Tensor):
+        return equal_result("a split call", "share", results)
+    entries: dict[int, Any] = {}
+    for items, result in zip(parts, results, strict=True):
+        if not items:
+            continue
+        pieces = result
+        if isinstance(result, Tensor):
+            if not isinstance(value, TokenBatch):
+                raise ValueError("a tensor came back for something that has no tokens")
+            pieces = result.split(value.lengths_B[items].tolist())
+        entries.update(zip(items, pieces, strict=True))
+    ordered = [entries[i] for i in range(len(entries))]
+    return torch.cat(ordered) if isinstance(first, Tensor) else ordered
+
+
+def _collect_outputs(value: object, parts: Parts, results: Sequence[ModelOutputs]) -> ModelOutputs:
+    found: dict[str, Tensor | None] = {}
+    for field in fields(ModelOutputs):
+        own = [getattr(result, field.name) for result in results]
+        if own[0] is None:
+            found[field.name] = None
+        elif field.name.endswith("_B"):
+            found[field.name] = torch.stack(collect(value, parts, [list(rows) for rows in own]))
+        else:
+            found[field.name] = collect(value, parts, own)
+    return ModelOutputs(**found)  # pyright: ignore[reportArgumentType]
+
+
+def equal_result(call: str, place: str, results: Sequence[Any]) -> Any:
+    """Return the common result of a call; raise WorkerError with the `place`s that differ."""
+    # NaN != NaN, so results are also compared by `repr`.
+    others = [
+        number
+        for number, result in enumerate(results)
+        if result != results[0] and repr(result) != repr(results[0])
+    ]
+    if others:
+        raise WorkerError(
+            f"{call}: {place} {', '.join(map(str, others))} came to {results[others[0]]!r:.300}, "
+            f"{place} 0 to {results[0]!r:.300}; need equal results: what they hold has diverged"
+        )
+    return results[0]
+
+
+def _weight(item: object) -> int:
+    """Return the maximum number of tokens of a request; 1 for anything else."""
+    if isinstance(item, RolloutRequest):
+        return len(item.prompt_ids) + item.num_samples * item.sampling.max_new_tokens
+    return 1
+
+
+class Closable(Protocol):
+    """What a group needs of its worker besides the methods it calls."""
+
+    def close(self) -> None:
+        """Free everything."""
+        ...
+
+
+class InProcessGroup:
+    """A `WorkerGroup` of world size 1: every dispatch mode is a plain call.
+
+    `reserved` holds cluster resources for the worker; it is closed after the worker.
+    """
+
+    def __init__(self, worker: Closable, reserved: Closable | None = None) -> None:
+        self._worker: Closable | None = worker
+        self._reserved = reserved
+
+    @property
+    def world_size(self) -> int:
+        """Always 1."""
+        return 1
+
+    def run(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the method on the worker."""
+        dispatch_mode(method)
+        if self._worker is None:
+            raise RuntimeError(f"{method.__name__} was called on a closed group")
+        return method(self._worker, *args, **kwargs)
+
+    def place(self, batch: TokenBatch) -> TokenBatch:
+        """Return `batch`: the rank reads the caller's memory."""
+        return batch
+
+    def close(self) -> None:
+        """Close the worker once."""
+        worker, self._worker = self._worker, None
+        try:
+            if worker is not None:
+                worker.close()
+        finally:
+            if self._reserved is not None:
+                self._reserved.close()

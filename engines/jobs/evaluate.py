@@ -5,14 +5,14 @@ Promises: answers that another evaluation of the same model stored are reused, n
 
 from contextlib import ExitStack, closing
 
-from engines.config.rules.images import check_seen_by_judges
+from engines.config.rules.models import check_seen_by_judges
 from engines.config.stages.final import EvaluateStageConfig
 from engines.data.read.dataset import load_dataset
-from engines.data.read.mapped_rows import MappedRows
+from engines.data.read.lazy_sequence import MappedRows
 from engines.jobs.policy.stage import local_reward, policy_tokenizer, prompts_within
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.serving.answers import KeptAnswers
-from engines.jobs.serving.load import load_served
+from engines.jobs.serving.model import load_served
 from engines.jobs.serving.serve import serve
 from engines.rewards.mixture import check_data_sources
 from engines.rewards.scorer import RewardScorer
@@ -22,10 +22,10 @@ from engines.trainers.evaluation.evaluator import (
     Generate,
     by_source,
     told_sources,
+    write_evaluation,
 )
-from engines.trainers.evaluation.files import write_evaluation
 from engines.vision.processor import prompt_images
-from infra.section_names import renamed_sections
+from infra.names import renamed_sections
 
 EVALUATION_DEADLINE_S = 7200.0
 """Time without an answer after which an evaluation counts as hanging."""

@@ -12,12 +12,10 @@ from engines.controller.launch import LaunchedModel, launch_served_model
 from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.jobs.policy.stage import queueing
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
-from engines.jobs.serving.load import load_served
-from engines.jobs.serving.model import ServedOnDemand, replica_of
+from engines.jobs.serving.model import ServedOnDemand, load_served, replica_of
 from engines.trainers.evaluation.documents import write_measurement
-from engines.trainers.evaluation.harness.model import HarnessModel
-from engines.trainers.evaluation.harness.run import Measurement, run_tasks
-from engines.training.roles import POLICY, ModelSource, RoleSpec
+from engines.trainers.evaluation.harness import HarnessModel, Measurement, run_tasks
+from engines.training.spec import POLICY, ModelSource, RoleSpec
 from engines.types import ModelOutputs, Readouts, TokenBatch
 
 HARNESS_DEADLINE_S = 7200.0

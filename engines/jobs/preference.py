@@ -15,10 +15,10 @@ from engines.data.read.row_files import PREFERENCE_FORMAT, RowFile
 from engines.jobs.policy.stage import policy_output, stage_progress
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.supervised_stage import Start, launched, start_of, training_pairs
-from engines.trainers.loop.trained_steps import TrainedSteps
+from engines.trainers.progress import TrainedSteps
 from engines.trainers.supervised.preference import PolicyPairs
 from engines.trainers.supervised.trainer import SupervisedStage, train_supervised
-from engines.training.roles import POLICY, REFERENCE, RoleName, RoleSpec
+from engines.training.spec import POLICY, REFERENCE, RoleName, RoleSpec
 
 
 def preference(context: JobContext[PreferenceStageConfig]) -> JobOutput:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from engines.config.stages.final import PromoteStageConfig
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
-from engines.trainers.evaluation.comparison import metrics_of
-from engines.trainers.evaluation.paired import differences_of, paired_gain
+from engines.trainers.evaluation.comparison import differences_of, metrics_of, paired_gain
 from infra.errors import ConfigError
 from infra.tracking.promotion import INCUMBENT, PROMOTION, Comparison, Decision
 

@@ -11,20 +11,20 @@ from pathlib import Path
 
 from engines.algorithms.parts import options_as
 from engines.algorithms.preference.options import RewardModelOptions
-from engines.checkpoint.models.score_model import BIAS, write_score_config, write_score_model
+from engines.checkpoint.score_model import BIAS, write_score_config, write_score_model
 from engines.config.options import own_options
-from engines.config.rows.preference import BRADLEY_TERRY
+from engines.config.rows import BRADLEY_TERRY
 from engines.config.stages.supervised import RewardModelStageConfig
 from engines.data.read.pairs import Pairs, as_reward_model, read_pairs
 from engines.data.read.rows import PreferenceRow
 from engines.jobs.policy.stage import stage_progress
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.supervised_stage import Start, launched, start_of, training_pairs
-from engines.trainers.loop.progress import StageProgress
+from engines.trainers.progress import StageProgress
 from engines.trainers.supervised.preference import RewardPairs
 from engines.trainers.supervised.trainer import SupervisedStage, train_supervised
 from engines.training.backends.merging import checkpoint_weights, merge_checkpoint
-from engines.training.roles import REWARD, ModelSource, RoleSpec, role_checkpoint
+from engines.training.spec import REWARD, ModelSource, RoleSpec, role_checkpoint
 
 KIND = "reward_model"
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from engines.config.rules.images import check_seen_by_judges, check_seen_by_teacher
+from engines.config.rules.models import check_seen_by_judges, check_seen_by_teacher
 from engines.config.sections import CriticConfig
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.launch import launch_policy_beside, policy_replica
@@ -16,13 +16,14 @@ from engines.controller.model_worker import WorkerSpec
 from engines.controller.rollout import Rollout
 from engines.controller.worker_group import WorkerGroup
 from engines.data.read.dataset import load_dataset
-from engines.data.read.mapped_rows import MappedRows
+from engines.data.read.lazy_sequence import MappedRows
 from engines.data.read.tokenizer import ChatTokenizer, check_same_tokens, text_config
 from engines.jobs.policy.critic_source import critic_source
 from engines.jobs.policy.files import (
     HF_DIR,
     initial_source,
     policy_source,
+    teacher_source,
     trained_steps,
     write_hf_files,
 )
@@ -34,21 +35,20 @@ from engines.jobs.policy.stage import (
     queueing,
     stage_progress,
 )
-from engines.jobs.policy.teacher_source import teacher_source
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.process.torch_setup import prepare_torch
 from engines.jobs.serving.judges import JUDGE, asked_judges, judge_source, reward_role
 from engines.jobs.serving.teacher import asked_teacher, served_teacher
+from engines.judges.asking import Judges
 from engines.rewards.mixture import check_data_sources
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.assembly import RoundInputs, assemble
-from engines.trainers.guards.probe import probe_prompt
-from engines.trainers.judges.asking import Judges
+from engines.trainers.guards import probe_prompt
+from engines.trainers.prompts import PromptSource
 from engines.trainers.rl import train_round
-from engines.trainers.samples.prompts import PromptSource
-from engines.trainers.samples.scoring import CompletionScorer
-from engines.trainers.step.teacher import ServedTeacher
-from engines.training.roles import (
+from engines.trainers.scoring import CompletionScorer
+from engines.trainers.teacher import ServedTeacher
+from engines.training.spec import (
     CRITIC,
     POLICY,
     REFERENCE,

@@ -13,13 +13,12 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engines.config.rules.images import check_not_self_played
+from engines.config.rules.models import check_not_self_played
 from engines.config.stages.serving import SelfPlayStageConfig
 from engines.data.prepare.stored_rows import stored
-from engines.data.read.by_place import Made
 from engines.data.read.dataset import PREFERENCE_FILE, SUMMARY_FILE, Dataset, load_dataset
 from engines.data.read.examples import RLPrompt, RLPrompts
-from engines.data.read.mapped_rows import MappedRows
+from engines.data.read.lazy_sequence import Made, MappedRows
 from engines.data.read.row_files import PREFERENCE_FORMAT, write_batches
 from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer
@@ -27,11 +26,11 @@ from engines.errors import NothingToTrainOnError
 from engines.jobs.policy.stage import local_reward, policy_tokenizer, prompts_within
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.serving.answers import Generate, KeptAnswers
-from engines.jobs.serving.load import load_served
+from engines.jobs.serving.model import load_served
 from engines.jobs.serving.serve import serve
 from engines.rewards.mixture import check_data_sources
 from engines.rewards.scorer import RewardScorer
-from engines.trainers.samples.scoring import CompletionScorer
+from engines.trainers.scoring import CompletionScorer
 from engines.trainers.supervised.self_play import (
     as_prompt,
     best_worst_pair,

@@ -1,7 +1,7 @@
 """Job `soup`: averages the weights of several models."""
 
-from engines.checkpoint.models.export import write_model
-from engines.checkpoint.models.soup import mean_tensors
+from engines.checkpoint.export import write_model
+from engines.checkpoint.soup import mean_tensors
 from engines.config.stages.final import SoupStageConfig
 from engines.config.training import HardwareConfig
 from engines.jobs.merge import MERGE_DEADLINE_S

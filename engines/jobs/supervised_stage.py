@@ -19,10 +19,10 @@ from engines.jobs.policy.files import HF_DIR, initial_source, policy_source, wri
 from engines.jobs.policy.stage import policy_output, policy_tokenizer, queueing, stage_progress
 from engines.jobs.process.runtime import JobContext, JobOutput
 from engines.jobs.process.torch_setup import prepare_torch
-from engines.trainers.loop.trained_steps import TrainedSteps
+from engines.trainers.progress import TrainedSteps
 from engines.trainers.supervised.trainer import SupervisedStage, train_supervised
 from engines.trainers.supervised.training_set import TrainingSet
-from engines.training.roles import POLICY, ModelSource, RoleName, RoleSpec
+from engines.training.spec import POLICY, ModelSource, RoleName, RoleSpec
 from infra.errors import ConfigError
 
 Config = TypeVar("Config", bound=TrainingStageConfig)

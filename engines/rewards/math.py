@@ -4,19 +4,118 @@ math-verify parses and compares. Its time limits use wall time, which depends on
 and are off. If the ground truth can be read, an answer that is too large to compare (a number of
 more than 100,000 digits, memory, depth) or needs more than `max_cpu_s` is wrong, not unscored.
 Does not promise that no wrong text is accepted: equality is undecidable.
+
+Upper bound on the number of digits of an answer, or of a part of it, if it were written out.
+
+Nothing is evaluated. Roots, sums, integrals and other expensive operations are not bounded.
+
+Limit of a computation by processor time, so that a busy machine does not change the result.
+
+Does not interrupt a single C call that checks no signals, nor code outside the main thread, where
+Python receives none; the sample's deadline applies there.
 """
 
+import contextlib
 import logging
-from collections.abc import Mapping
+import math
+import signal
+import threading
+from collections.abc import Iterator, Mapping
 from itertools import product
+from types import FrameType
 from typing import Any
 
 from math_verify import parse, verify
+from sympy import Basic, Pow, Product, Rational, binomial, factorial, factorial2, subfactorial
 
-from engines.rewards.answers.extraction import ANSWER, EXTRACTIONS, Extraction, truth_text
-from engines.rewards.answers.normal_forms import math_form
-from engines.rewards.answers.size import max_num_digits
-from engines.rewards.cpu_limit import CpuLimitError, cpu_limit
+from engines.rewards.answers.extraction import (
+    ANSWER,
+    EXTRACTIONS,
+    Extraction,
+    math_form,
+    truth_text,
+)
+
+_MAX_LOG10 = 300.0
+"""A multiplier with more digits counts as infinite."""
+_LOG10_2 = math.log10(2)
+
+
+def max_num_digits(expression: Any) -> float:
+    """Bound the decimal digits of the exact value of an unevaluated expression and its exponents.
+
+    Counts numerator and denominator; 0 for symbols, constants, 0, 1 and -1; infinite for a tower.
+    """
+    match expression:
+        case Rational():
+            return _log10(int(expression.p)) + _log10(int(expression.q))
+        case Pow():
+            base, exponent = map(max_num_digits, expression.args)
+            return max(_times(base, _value(exponent)), exponent)
+        case binomial():
+            largest, taken = map(max_num_digits, expression.args)
+            # n over k is at most n^k and at most 2^n.
+            digits = min(_times(largest, _value(taken)), _times(_LOG10_2, _value(largest)))
+            return max(digits, largest, taken)
+        case factorial() | factorial2() | subfactorial():
+            [digits] = map(max_num_digits, expression.args)
+            return _times(digits, _value(digits))
+        case Product():
+            factor, *ranges = expression.args
+            ends = [max_num_digits(end) for each in ranges for end in each.args[1:]]
+            return _times(max_num_digits(factor) + sum(ends), sum(map(_value, ends)))
+    parts = (
+        getattr(expression, "args", ()) if isinstance(expression, Basic) else _entries(expression)
+    )
+    return sum(map(max_num_digits, parts))
+
+
+def _entries(expression: Any) -> tuple[Any, ...]:
+    return () if isinstance(expression, str) else tuple(getattr(expression, "flat", tuple)())
+
+
+def _log10(number: int) -> float:
+    return math.log10(abs(number)) if number else 0.0
+
+
+def _value(num_digits: float) -> float:
+    return 10**num_digits if num_digits < _MAX_LOG10 else math.inf
+
+
+def _times(digits: float, times: float) -> float:
+    """Multiply, with 0 for zero times infinity."""
+    return digits * times if digits else 0.0
+
+
+_REPEAT_S = 0.5
+"""Interval of further attempts, in case the first exception is swallowed."""
+
+
+class CpuLimitError(BaseException):
+    """The processor time is used up; a BaseException, which `except Exception` does not catch."""
+
+
+@contextlib.contextmanager
+def cpu_limit(max_cpu_s: float) -> Iterator[None]:
+    """Raise CpuLimitError in the body after `max_cpu_s` seconds of this process's CPU time."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    is_running = True
+
+    def end(_signal: int, _frame: FrameType | None) -> None:
+        if is_running:
+            raise CpuLimitError
+
+    before = signal.signal(signal.SIGPROF, end)
+    try:
+        signal.setitimer(signal.ITIMER_PROF, max_cpu_s, _REPEAT_S)
+        yield
+    finally:
+        is_running = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
 
 # It warns once per process that its time limits are off, which is intended.
 logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -18,7 +18,7 @@ from engines.config.options import check_reward, check_reward_function
 from engines.config.plugins import REWARDS, RewardRow
 from engines.rewards.base import ComputeScore
 from infra.errors import ConfigError
-from infra.identity.syntax import parsed_file
+from infra.identity.fingerprint import parsed_file
 from infra.plugins import load_target
 
 _FIELD = REWARDS.setting

@@ -7,18 +7,27 @@ are sampled from. A continued sample reuses no random number of its prefix. The 
 advance together as far as capacity allows.
 Does not promise: an order of completions; that a continued sample equals an uninterrupted one,
 unless the engine has `EXACT_CONTINUATION`. Engines know nothing of rewards or training.
+
+Creates the rollout engine that a configuration names.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import ClassVar, Literal
 
+from engines.config.options import check_options
+from engines.config.plugins import ROLLOUT_ENGINES
+from engines.config.rollout import RolloutConfig
+from engines.config.training import LoraConfig
 from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
 from engines.types import Completion, RolloutRequest
-from engines.weight_sync.base import Receipt, WeightSource
+from engines.weight_sync.base import WeightDigest, WeightSource
+from hardware.base import PlatformBase
+from infra.plugins import load_row
 
 SleepLevel = Literal["kv", "weights"]
 NEED_IDLE = frozenset({"update_weights", "update_adapter", "sleep"})
@@ -83,7 +92,7 @@ class RolloutEngine(ABC):
         """
 
     @abstractmethod
-    async def update_weights(self, source: WeightSource, version: int) -> Receipt:
+    async def update_weights(self, source: WeightSource, version: int) -> WeightDigest:
         """Load new weights by Hugging Face name; return a receipt of what the engine now holds.
 
         The caller must have drained, paused or aborted requests in flight. The source yields every
@@ -95,7 +104,7 @@ class RolloutEngine(ABC):
             WeightSyncError: a name is unknown, missing, repeated, or has another shape or dtype.
         """
 
-    async def update_adapter(self, source: WeightSource, version: int) -> Receipt:
+    async def update_adapter(self, source: WeightSource, version: int) -> WeightDigest:
         """Load a new adapter for the weights of the last `update_weights`, under its conditions.
 
         The source yields `lora_A.weight` (rank, in) and `lora_B.weight` (out, rank) of each module;
@@ -166,3 +175,36 @@ class RolloutEngine(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Free everything; the engine cannot be used afterwards."""
+
+
+BEHIND_SERVICE_S = 60.0
+
+
+def behind_service(rollout: RolloutConfig) -> RolloutConfig:
+    """Return the configuration with a later deadline, for an engine behind a service.
+
+    The service must reach its deadline first: it aborts and so keeps what was sampled.
+    """
+    return rollout.model_copy(update={"timeout_s": rollout.timeout_s + BEHIND_SERVICE_S})
+
+
+def create_rollout_engine(
+    name: str,
+    hf_dir: Path,
+    rollout: RolloutConfig,
+    dtype: str,
+    platform: PlatformBase,
+    adapter: LoraConfig | None = None,
+) -> RolloutEngine:
+    """Build the named rollout engine. It serves nothing before its first weight update.
+
+    An adapter shape is only for engines with `ADAPTERS`; None: there is no adapter.
+
+    Raises:
+        ConfigError: unknown or ambiguous name, or the engine refuses the model or the options.
+    """
+    row = ROLLOUT_ENGINES.find(name)
+    check_options(rollout.options, [row], "rollout.options")
+    make = load_row(row, ROLLOUT_ENGINES.setting)
+    beside = {} if adapter is None else {"adapter": adapter}
+    return make(hf_dir, rollout, dtype, platform, **beside)

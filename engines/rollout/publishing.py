@@ -18,10 +18,15 @@ from engines.errors import ReplicaLostError, WeightSyncError
 from engines.rollout.base import RolloutEngine
 from engines.rollout.collect import collect
 from engines.rollout.event_loop import EventLoopThread
-from engines.rollout.replica_pool import SILENCE, ReplicaPool, silence
-from engines.rollout.replica_state import ReplicaSlot, ReplicaState
+from engines.rollout.replica_pool import SILENCE, ReplicaPool, ReplicaSlot, ReplicaState, silence
 from engines.types import Completion, RolloutRequest
-from engines.weight_sync.base import Delivery, Receipt, ReceiverGoneError, SyncReport, WeightSource
+from engines.weight_sync.base import (
+    Delivery,
+    ReceiverGoneError,
+    SyncReport,
+    WeightDigest,
+    WeightSource,
+)
 from infra.errors import DeadlineError, PipelineError
 
 T = TypeVar("T")
@@ -33,7 +38,7 @@ RESTART_DEADLINE_S = 900.0
 """Time for one replica to be up again when all were lost."""
 
 NewTransport = Callable[[Sequence[int]], Delivery]
-Send = Callable[[Any], Receipt]
+Send = Callable[[Any], WeightDigest]
 """Sends through the kind of delivery that its `NewTransport` makes."""
 
 
@@ -50,7 +55,7 @@ class Probe(Protocol):
 
 
 @dataclass(frozen=True)
-class Passage:
+class WeightRoute:
     """How tensors get to replicas; `new_transport` takes the number of workers of each replica."""
 
     new_transport: NewTransport
@@ -65,8 +70,8 @@ class Publication:
     is merged into the weights or there is none.
     """
 
-    weights: Passage
-    adapter: Passage | None
+    weights: WeightRoute
+    adapter: WeightRoute | None
     version: int
     probe: Probe | None
 
@@ -76,7 +81,7 @@ class Publisher:
 
     def __init__(self, pool: ReplicaPool, loop: EventLoopThread, timeout_s: float) -> None:
         self._pool, self._loop, self._timeout_s = pool, loop, timeout_s
-        self.published: tuple[Publication, Receipt] | None = None
+        self.published: tuple[Publication, WeightDigest] | None = None
         self._frozen = _FrozenWeights()
 
     def publish(self, publication: Publication) -> SyncReport:
@@ -85,7 +90,7 @@ class Publisher:
         if publication.adapter is None:
             self._frozen = _FrozenWeights()
         self._withdraw()
-        sent: Receipt | None = None
+        sent: WeightDigest | None = None
         while sent is None or not self._pool.in_state(ReplicaState.HEALTHY):
             sent = self._give(self._await_up(), publication, None)
         self.published = publication, sent
@@ -110,8 +115,8 @@ class Publisher:
             self._give(late, *self.published)
 
     def _give(
-        self, slots: Sequence[ReplicaSlot], publication: Publication, expected: Receipt | None
-    ) -> Receipt | None:
+        self, slots: Sequence[ReplicaSlot], publication: Publication, expected: WeightDigest | None
+    ) -> WeightDigest | None:
         """Have the slots serve the publication; return what was sent, None if one was lost."""
         slots = self._each(slots, lambda slot: slot.engine.wake_up(), "replicas to wake up")
         if not slots:
@@ -149,8 +154,8 @@ class Publisher:
         return True
 
     def _ship(
-        self, transfer: "_Transfer", passage: Passage, expected: Receipt | None
-    ) -> Receipt | None:
+        self, transfer: "_Transfer", passage: WeightRoute, expected: WeightDigest | None
+    ) -> WeightDigest | None:
         """Transfer to all slots, compare receipts; return what was sent, None if one was lost."""
         transport = passage.new_transport([slot.engine.num_workers for slot in transfer.slots])
         try:
@@ -173,7 +178,9 @@ class Publisher:
                 )
         return sent
 
-    def _transfer(self, transfer: "_Transfer", transport: Delivery, send: Send) -> Receipt | None:
+    def _transfer(
+        self, transfer: "_Transfer", transport: Delivery, send: Send
+    ) -> WeightDigest | None:
         """Return what was sent; None if replicas were lost and the transfer was stopped."""
         what = f"weights of version {transfer.version} to arrive"
         arriving = self._loop.start(transfer.run(transport))
@@ -295,18 +302,18 @@ class Publisher:
 class _FrozenWeights:
     """Base weights of an adapter: their receipt, and the engines that hold them by place."""
 
-    receipt: Receipt | None = None
+    receipt: WeightDigest | None = None
     held_by: dict[int, RolloutEngine] = field(default_factory=dict)
 
 
-Take = Callable[[RolloutEngine, WeightSource, int], Awaitable[Receipt]]
+Take = Callable[[RolloutEngine, WeightSource, int], Awaitable[WeightDigest]]
 
 
-async def _take_weights(engine: RolloutEngine, source: WeightSource, version: int) -> Receipt:
+async def _take_weights(engine: RolloutEngine, source: WeightSource, version: int) -> WeightDigest:
     return await engine.update_weights(source, version)
 
 
-async def _take_adapter(engine: RolloutEngine, source: WeightSource, version: int) -> Receipt:
+async def _take_adapter(engine: RolloutEngine, source: WeightSource, version: int) -> WeightDigest:
     return await engine.update_adapter(source, version)
 
 
@@ -315,7 +322,7 @@ class _Transfer:
         self.slots = tuple(slots)
         self.version = version
         self._take_into = take
-        self.receipts: dict[int, Receipt] = {}
+        self.receipts: dict[int, WeightDigest] = {}
         self.first_error: PipelineError | None = None
         self._lost: dict[int, PipelineError] = {}
         self._failed: set[int] = set()

@@ -3,20 +3,197 @@
 Promises: a replica that dies, or stays silent while it samples, is ended and restarted, within the
 allowed number of restarts. Everything runs in the event loop of the service.
 Does not promise: weights. A new replica is STALE until the service gives it some.
+
+The states of a replica and the transitions between them.
+
+HEALTHY     serves the published weights
+SUSPECT     did not answer in time; keeps its samples, gets no new ones
+DEAD        its process ended, or it was silent for too long; its samples are redone
+RESTARTING  another replica starts in its place
+STALE       is up, without the published weights; gets no requests
+
+Rules that assign requests to replicas, also again after a replica is lost.
+
+`ByPlace` is for engines whose samples depend, in the last bits, on their batch: the same replica
+gets the same share, and a lost share is sampled again whole. `LeastLoaded` is for the others:
+requests go to the least loaded replica or to their session's, and only missing samples are redone.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Generic, Protocol
 
 from engines.errors import ReplicaLostError
 from engines.rollout.base import RolloutEngine
-from engines.rollout.replica_state import ReplicaSlot, ReplicaState
+from engines.rollout.collect import Ledger, Request
 from infra.errors import DeadlineError, PipelineError
+
+
+class ReplicaState(Enum):
+    """State of a replica; explained in the module docstring."""
+
+    HEALTHY = "HEALTHY"
+    SUSPECT = "SUSPECT"
+    DEAD = "DEAD"
+    RESTARTING = "RESTARTING"
+    STALE = "STALE"
+
+
+_S = ReplicaState
+TRANSITIONS: dict[tuple[ReplicaState, ReplicaState], str] = {
+    (_S.HEALTHY, _S.SUSPECT): "it leaves a question about its health unanswered",
+    (_S.SUSPECT, _S.HEALTHY): "it answers",
+    (_S.SUSPECT, _S.STALE): "it is put to sleep, or new weights are about to be published",
+    (_S.HEALTHY, _S.STALE): "it is put to sleep, or new weights are about to be published",
+    (_S.HEALTHY, _S.DEAD): "its process ended",
+    (_S.SUSPECT, _S.DEAD): "its process ended, or it was silent for `rollout.silence_s`",
+    (_S.STALE, _S.DEAD): "its process ended, or it did not take the weights by the deadline",
+    (_S.DEAD, _S.RESTARTING): "`rollout.max_num_restarts` allows one more; else the stage ends",
+    (_S.RESTARTING, _S.STALE): "it is up",
+    (_S.RESTARTING, _S.DEAD): "it ended while it started",
+    (_S.STALE, _S.HEALTHY): "it confirmed the weights and their digest, and passed the probe",
+}
+"""All allowed transitions and their reasons; shown in `docs/operate.md`."""
+
+
+@dataclass
+class ReplicaSlot:
+    """A numbered place for a replica; its `engine` is not usable in DEAD and RESTARTING.
+
+    Attributes:
+        num_in_flight: samples that were sent to it and are not answered.
+        last_answer_s: `time.monotonic` of its last sign of life while it was watched.
+    """
+
+    place: int
+    engine: RolloutEngine
+    state: ReplicaState = field(default=ReplicaState.STALE)
+    num_in_flight: int = 0
+    last_answer_s: float = 0.0
+
+    @property
+    def is_up(self) -> bool:
+        """True if there is an engine to call."""
+        return self.state not in (ReplicaState.DEAD, ReplicaState.RESTARTING)
+
+    def move(self, to: ReplicaState) -> None:
+        """Go to another state; a ValueError if the transition is not allowed."""
+        if to is self.state:
+            return
+        if (self.state, to) not in TRANSITIONS:
+            raise ValueError(f"replica {self.place}: no step from {self.state} to {to}")
+        self.state = to
+
+
+@dataclass(frozen=True)
+class Share(Generic[Request]):
+    """Requests with distinct ids that one replica answers in one call, planned for place `home`."""
+
+    requests: tuple[Request, ...]
+    home: int
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of all requests."""
+        return sum(request.num_samples for request in self.requests)
+
+
+class Routing(Protocol[Request]):
+    """Assignment of one batch of requests to replicas."""
+
+    @property
+    def waiting(self) -> bool:
+        """True if requests are not assigned yet."""
+        ...
+
+    def take(self, loads: Mapping[int, int]) -> list[tuple[int, Share[Request]]]:
+        """Return (place, share) pairs to start now, given the samples in flight at each place."""
+        ...
+
+    def lost(self, share: Share[Request], ledger: Ledger[Request]) -> None:
+        """Let the missing part of a lost share wait again."""
+        ...
+
+
+class ByPlace(Generic[Request]):
+    """Request i goes to place i mod `num_places`, running or not; one share per place at a time."""
+
+    def __init__(self, requests: Sequence[Request], num_places: int) -> None:
+        shares = [Share(tuple(requests[home::num_places]), home) for home in range(num_places)]
+        self._waiting = [share for share in shares if share.requests]
+
+    @property
+    def waiting(self) -> bool:
+        """See `Routing`."""
+        return bool(self._waiting)
+
+    def take(self, loads: Mapping[int, int]) -> list[tuple[int, Share[Request]]]:
+        """See `Routing`. A share whose place has no replica goes to an idle place."""
+        idle = {place for place, load in loads.items() if not load}
+        homes = {share.home for share in self._waiting}
+        free = sorted(idle - homes)
+        taken: list[tuple[int, Share[Request]]] = []
+        for share in self._waiting:
+            if share.home in idle:
+                taken.append((share.home, share))
+            elif share.home not in loads and free:
+                taken.append((free.pop(0), share))
+        started = {share.home for _, share in taken}
+        self._waiting = [share for share in self._waiting if share.home not in started]
+        return taken
+
+    def lost(self, share: Share[Request], ledger: Ledger[Request]) -> None:
+        """See `Routing`. The whole share waits again, since the rest alone is another batch."""
+        if ledger.missing(share.requests):
+            self._waiting.append(share)
+
+
+class LeastLoaded(Generic[Request]):
+    """Each request goes to its session's place, else to the place with the least in flight.
+
+    The caller keeps `sessions`, the place of each known session, across batches.
+    """
+
+    def __init__(self, requests: Sequence[Request], sessions: MutableMapping[str, int]) -> None:
+        self._waiting = list(requests)
+        self._sessions = sessions
+
+    @property
+    def waiting(self) -> bool:
+        """See `Routing`."""
+        return bool(self._waiting)
+
+    def take(self, loads: Mapping[int, int]) -> list[tuple[int, Share[Request]]]:
+        """See `Routing`. A session whose place has no replica moves."""
+        if not loads:
+            return []
+        expected = dict(loads)
+        shares: dict[int, list[Request]] = {}
+        for request in self._waiting:
+            place = self._place(request, expected)
+            shares.setdefault(place, []).append(request)
+            expected[place] += request.num_samples
+        self._waiting = []
+        return [(place, Share(tuple(found), place)) for place, found in sorted(shares.items())]
+
+    def lost(self, share: Share[Request], ledger: Ledger[Request]) -> None:
+        """See `Routing`. Only missing samples wait again."""
+        self._waiting += ledger.missing(share.requests)
+
+    def _place(self, request: Request, loads: Mapping[int, int]) -> int:
+        session = request.session
+        if session is not None and self._sessions.get(session) in loads:
+            return self._sessions[session]
+        place = min(loads, key=lambda candidate: (loads[candidate], candidate))
+        if session is not None:
+            self._sessions[session] = place
+        return place
+
 
 NUM_LOOKS = 6
 """Health checks within `silence_s`, after which a silent replica counts as lost."""

@@ -9,22 +9,17 @@ from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.model_worker import ModelWorker
 from engines.controller.rollout import Rollout
 from engines.controller.worker_group import WorkerGroup
-from engines.trainers.guards.mismatch import MismatchGate
-from engines.trainers.guards.poison import PoisonGuard
-from engines.trainers.guards.probe import WeightProbe
-from engines.trainers.loop.progress import StageProgress
-from engines.trainers.loop.trained_steps import TrainedSteps
+from engines.trainers.collector import Sampler
+from engines.trainers.guards import MismatchGate, PoisonGuard, WeightProbe
+from engines.trainers.loop_state import LoopState
+from engines.trainers.progress import StageProgress, TrainedSteps
+from engines.trainers.prompts import PromptSource
+from engines.trainers.recorder import Recorder, SampleKeeper
 from engines.trainers.rl import RLRound
-from engines.trainers.samples.prompts import PromptSource
-from engines.trainers.samples.scoring import CompletionScorer
-from engines.trainers.step.kept_samples import SampleKeeper
-from engines.trainers.step.loop_state import LoopState
-from engines.trainers.step.objective import RoundObjective
-from engines.trainers.step.preparer import Preparer
-from engines.trainers.step.recorder import Recorder
-from engines.trainers.step.sampler import Sampler
-from engines.trainers.step.teacher import Teacher
-from engines.trainers.step.updater import Updater
+from engines.trainers.rollout_batch import Preparer
+from engines.trainers.scoring import CompletionScorer
+from engines.trainers.teacher import Teacher
+from engines.trainers.updater import RoundObjective, Updater
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engines.controller.worker_group import WorkerGroup
-from engines.trainers.loop.loop_step import LoopStep
-from engines.trainers.loop.progress import StageProgress
-from engines.trainers.loop.trained_steps import TrainedSteps
-from engines.trainers.step.loop_state import LoopState
-from engines.trainers.step.objective import RoundObjective
-from engines.trainers.step.preparer import Preparer
-from engines.trainers.step.recorder import Recorder
-from engines.trainers.step.sampler import Sampler
-from engines.trainers.step.updater import Updater
+from engines.trainers.collector import Sampler
+from engines.trainers.loop_state import LoopState
+from engines.trainers.progress import LoopStep, StageProgress, TrainedSteps
+from engines.trainers.recorder import Recorder
+from engines.trainers.rollout_batch import Preparer
+from engines.trainers.updater import RoundObjective, Updater
 
 
 @dataclass(frozen=True)

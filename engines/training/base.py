@@ -3,12 +3,18 @@
 Implements micro-batching by token budget, gradient accumulation, the non-finite guard, the
 schedule, the moving average of the weights, offload scopes and metrics. A loss is a sum divided by
 a *global* count (`LossOutput`), so the result does not depend on micro-batching or layout.
+
+Creates the engine of the configured backend for a platform.
+
+A class is imported only when it is requested, so a missing library is reported only when its
+backend is used.
 """
 
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -17,25 +23,30 @@ from torch import Tensor
 
 from engines import collectives
 from engines.checkpoint.engine_state import AVERAGE, MOMENTS, EngineScalars
-from engines.config.training import EmaConfig
+from engines.config.backends import ENGINES, check_layout, engine_name, job_interpreter
+from engines.config.options import check_options
+from engines.config.training import EmaConfig, OptimizerConfig, TrainingConfig
 from engines.errors import EngineError, NonFiniteError
 from engines.training.engine_backend import EngineBackend
 from engines.training.flops import flops_of
 from engines.training.outputs import from_columns, num_columns, num_others, to_columns
 from engines.training.preparation import Preparation, prepare
-from engines.training.spec import EngineSpec, LossFn
-from engines.training.step.average import (
+from engines.training.spec import EngineSpec, LossFn, ModelType
+from engines.training.step.micro_batches import Totals
+from engines.training.step.optimizer_step import (
+    StepMeter,
     decay_of_step,
+    learning_rate,
     move_average,
     start_average,
     take_average,
 )
-from engines.training.step.meter import StepMeter
-from engines.training.step.schedule import learning_rate
-from engines.training.step.totals import Totals
 from engines.training.vision_support import check_vision
 from engines.types import ONLY_LOGPROBS, ModelOutputs, Readouts, TokenBatch, TrainMetrics
+from hardware.base import PlatformBase
+from infra import env
 from infra.errors import ConfigError
+from infra.plugins import load_row
 
 Mode = Literal["train", "eval"]
 
@@ -334,3 +345,45 @@ class BaseEngine(EngineBackend):
         last = dist.get_global_rank(group, dist.get_world_size(group) - 1)
         collectives.broadcast(on_device, src=last, group=group)
         return on_device.cpu()
+
+
+_SETTING = ENGINES.setting
+
+
+def create_engine(
+    model_type: ModelType,
+    hf_dir: Path,
+    training: TrainingConfig,
+    optimizer: OptimizerConfig | None,
+    total_steps: int,
+    platform: PlatformBase,
+    seed: int,
+    *,
+    temperature: float = 1.0,
+) -> BaseEngine:
+    """Create an engine of the configured backend; call `initialize` to build the model.
+
+    Args:
+        optimizer: None creates an engine that only infers.
+        total_steps: optimizer steps of the run, for the schedule.
+        platform: RLHF_ENGINE_DEVICE and RLHF_ENGINE_VENDOR override its names in the look-up.
+
+    Raises:
+        ConfigError: the platform has no such backend, or the backend lacks an option or layout.
+    """
+    check_layout(training)
+    row = ENGINES.find(
+        engine_name(training.backend, model_type),
+        device=env.RLHF_ENGINE_DEVICE.get() or platform.device_name,
+        vendor=env.RLHF_ENGINE_VENDOR.get() or platform.vendor_name,
+    )
+    if job_interpreter(training.backend, _SETTING) is not None:
+        raise ConfigError(
+            _SETTING, f"{training.backend} runs in a job environment of its own, not in this one"
+        )
+    check_options(training.options, [row], "training.options")
+    engine_class = load_row(row, _SETTING)
+    spec = EngineSpec(
+        hf_dir, training, optimizer, total_steps, platform, seed, temperature, model_type
+    )
+    return engine_class(spec)

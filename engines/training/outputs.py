@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engines.errors import EngineError
-from engines.training.model.ulysses import SequenceSlice
+from engines.training.model.attention import SequenceSlice
 from engines.training.spec import ModelType
 from engines.types import ModelOutputs, Readouts, TokenBatch
 

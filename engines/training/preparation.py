@@ -17,9 +17,15 @@ from engines.training.model.image_layout import (
     find_image_fault,
     raise_image_fault,
 )
-from engines.training.step.meter import StepWork
-from engines.training.step.micro_batches import MicroBatch, cut, filler, plan_micro_batches
-from engines.training.step.totals import loss_counts, trained_first_token
+from engines.training.step.micro_batches import (
+    MicroBatch,
+    cut,
+    filler,
+    loss_counts,
+    plan_micro_batches,
+    trained_first_token,
+)
+from engines.training.step.optimizer_step import StepWork
 from engines.types import GlobalCounts, TokenBatch
 from infra.errors import ConfigError
 

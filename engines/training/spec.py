@@ -1,4 +1,7 @@
-"""What a training engine is made from, and the loss functions it calls."""
+"""What a training engine is made from, and the loss functions it calls.
+
+The named models (roles) of a run and what they are built from, as plain data.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,3 +52,53 @@ class EngineSpec:
     seed: int
     temperature: float = 1.0
     model_type: ModelType = "language_model"
+
+
+RoleName = Literal["policy", "reference", "critic", "reward", "teacher"]
+
+POLICY: RoleName = "policy"
+"""The model that is trained and sampled from; every worker has it."""
+REFERENCE: RoleName = "reference"
+"""The frozen model that the policy is kept close to."""
+CRITIC: RoleName = "critic"
+"""A value model that predicts the returns of the policy's answers."""
+REWARD: RoleName = "reward"
+"""A frozen value model; its value after a conversation's last token is the score."""
+TEACHER: RoleName = "teacher"
+"""A frozen model whose distributions the policy learns."""
+
+ROLES_DIR = "roles"
+"""Directory in a checkpoint for roles other than the policy, whose files are at the top."""
+
+
+def role_checkpoint(path: Path, role: RoleName) -> Path:
+    """Return the directory of a role in a checkpoint."""
+    return path if role == POLICY else path / ROLES_DIR / role
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Weights on disk; those of `checkpoint_dir` (sharded) replace those of `hf_dir`."""
+
+    hf_dir: Path
+    checkpoint_dir: Path | None = None
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """One model of a rank.
+
+    Attributes:
+        training: all roles of a rank have one layout.
+        optimizer: None for a frozen model.
+        model_type: a `value_model` has a head of one number per token, which the source may lack.
+        restore_optimizer: restore the optimizer from the source's checkpoint.
+        total_num_steps: optimizer steps of the schedule; unused by a constant one.
+    """
+
+    source: ModelSource
+    training: TrainingConfig
+    optimizer: OptimizerConfig | None = None
+    model_type: ModelType = "language_model"
+    restore_optimizer: bool = False
+    total_num_steps: int = 0

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from engines.checkpoint.model_directory import VISION_MODEL_TYPES, vision_model_type
-from engines.data.images.store import FORMATS, ImageFile
+from engines.data.image_store import FORMATS, ImageFile
 from engines.data.read.rows import RLRow, RowError
 from engines.images import ImagePatches
 from engines.vision.sizes import PROCESSOR_FILES, image_sizes

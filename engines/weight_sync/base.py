@@ -35,7 +35,7 @@ class WeightSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Receipt:
+class WeightDigest:
     """What was sent or received; `digest` is `engines.checksum.combine` of the tensors."""
 
     digest: str
@@ -68,7 +68,7 @@ class Delivery(Protocol):
 class Transport(Delivery, Protocol):
     """A delivery whose sender has every weight as a full tensor."""
 
-    def send(self, tensors: Iterator[tuple[str, Tensor]]) -> Receipt:
+    def send(self, tensors: Iterator[tuple[str, Tensor]]) -> WeightDigest:
         """Send (name, full tensor) pairs in the trainer's thread; called on each rank with weights.
 
         Raises:
@@ -83,5 +83,5 @@ class SyncReport:
     """One successful sync to `version`; reports of ranks that serve the same weights are equal."""
 
     version: int
-    sent: Receipt
+    sent: WeightDigest
     seconds: float = field(compare=False)

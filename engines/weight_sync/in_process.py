@@ -2,19 +2,23 @@
 
 Promises: tensors are gathered in the trainer's thread and passed on without a copy. At most one
 tensor waits while another is read. If one side fails, the other ends with a `WeightSyncError`.
+
+Weights in a safetensors file, which the writer keeps until the receivers are done.
 """
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engines.checkpoint.hub_names import served_float32_names
 from engines.errors import WeightSyncError
-from engines.weight_sync.base import Receipt, ReceiverGoneError
-from engines.weight_sync.outgoing import OutgoingStream
+from engines.weight_sync.base import ReceiverGoneError, WeightDigest
+from engines.weight_sync.buckets import OutgoingStream
 from infra.errors import DeadlineError
 
 
@@ -30,7 +34,7 @@ class InProcessTransport:
         self._over = False
         self.sources = (self,)
 
-    def send(self, tensors: Iterator[tuple[str, Tensor]]) -> Receipt:
+    def send(self, tensors: Iterator[tuple[str, Tensor]]) -> WeightDigest:
         """See `Transport`."""
         stream = OutgoingStream(tensors, self._dtype, self._float32_names)
         try:
@@ -95,3 +99,23 @@ def new_transport(
         return InProcessTransport(dtype, timeout_s, float32_names)
 
     return new
+
+
+@dataclass(frozen=True)
+class SafetensorsSource:
+    """Source that reads one safetensors file with every weight in the receiver's dtype."""
+
+    path: Path
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `WeightSource`."""
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  no mapping: it has nothing but `keys`
+                    yield name, file.get_tensor(name)
+        except (SafetensorError, FileNotFoundError) as error:
+            raise WeightSyncError(f"{self.path}: {error}") from error
+
+    def of_worker(self, worker: int) -> "SafetensorsSource":
+        """See `WeightSource`; any number of workers may read the file."""
+        return self

@@ -21,14 +21,15 @@ from torch import Tensor
 
 from engines.collectives import rank
 from engines.errors import WeightSyncError
-from engines.weight_sync.base import Receipt, ReceiverGoneError, first_of_each
+from engines.weight_sync.base import ReceiverGoneError, WeightDigest, first_of_each
 from engines.weight_sync.buckets import (
     Entry,
+    OutgoingStream,
     Packer,
     entries_from_json,
     entries_to_json,
+    in_step,
 )
-from engines.weight_sync.outgoing import OutgoingStream, in_step
 from infra.errors import DeadlineError
 from infra.faults import fault
 
@@ -108,7 +109,7 @@ class SharedMemoryTransport:
             for first in first_of_each(self.num_workers)
         )
 
-    def send(self, tensors: Iterator[tuple[str, Tensor]]) -> Receipt:
+    def send(self, tensors: Iterator[tuple[str, Tensor]]) -> WeightDigest:
         """See `Transport`; rank 0 sends, the other ranks only compute the receipt."""
         stream = OutgoingStream(tensors, getattr(torch, self.dtype), frozenset(self.float32_names))
         if rank() != 0:

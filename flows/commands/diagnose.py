@@ -12,7 +12,7 @@ from pathlib import Path
 from engines.config.diagnosis import DiagnosisConfig
 from flows.commands.show import find_run
 from flows.diagnosis.diagnosis import diagnose
-from flows.diagnosis.evidence import run_views
+from flows.diagnosis.findings import run_views
 from flows.diagnosis.page import text, write_diagnosis
 from flows.report.report import RECIPE_JSON
 from infra import env

@@ -1,11 +1,202 @@
-"""`rlhf doctor`: one line per check of this machine, and a verdict."""
+"""`rlhf doctor`: one line per check of this machine, and a verdict.
+
+The checks of `rlhf doctor`: versions, devices, plugins, services, storage, engines, names.
+
+Promises: every check reports what it found, none raises, and none starts a lasting process.
+Libraries that must not be loaded in this process (torch, plugins) are probed in a child process.
+"""
 
 import argparse
 import dataclasses
+import importlib.util
 import json
+import shutil
 import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
 
-from flows.checks import Check, all_checks
+from packaging.requirements import Requirement
+
+from engines.config.backends import ENGINES
+from engines.config.plugins import ROLLOUT_ENGINES, TABLES
+from flows.preflight.platform import platform_of, survey_machine
+from infra import env
+from infra.errors import ConfigError, PipelineError
+from infra.plugins import external_modules, import_external_modules
+from infra.store.atomic import atomic_write_bytes
+from infra.store.storage import open_storage
+
+Status = Literal["ok", "warning", "error"]
+
+DISTRIBUTION = "rlhf-pipeline"
+PROJECT_PACKAGES = ("flows", "tasks", "engines", "hardware", "infra")
+MIN_FREE_BYTES = 2 * 1024**3
+HTTP_TIMEOUT_S = 3.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """Result of one check; `error` means that the pipeline cannot run."""
+
+    name: str
+    status: Status
+    detail: str
+
+
+def all_checks(store: str | None = None) -> Iterator[Check]:
+    """Yield all checks, causes before consequences; `store` is checked besides the home."""
+    yield _python()
+    yield from _distributions()
+    yield from _packages()
+    yield from _external_modules()
+    yield from _platform_and_plugins()
+    yield from _name_clashes()
+    yield from _engines()
+    yield _storage(env.home())
+    if store is not None:
+        yield _named_store(store)
+    yield _service("Prefect server", env.PREFECT_API_URL.get(), "/health", "embedded")
+    yield _service("MLflow server", env.MLFLOW_TRACKING_URI.get(), "/health", "a local database")
+
+
+def _python() -> Check:
+    version = ".".join(str(part) for part in sys.version_info[:3])
+    good = (3, 11) <= sys.version_info[:2] < (3, 13)
+    return Check("python", "ok" if good else "error", f"{version} at {sys.executable}")
+
+
+def _distributions() -> Iterator[Check]:
+    try:
+        declared = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        yield Check(DISTRIBUTION, "error", "not installed; pip install --editable .")
+        return
+    for requirement in map(Requirement, declared):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield _distribution(requirement)
+
+
+def _distribution(requirement: Requirement) -> Check:
+    try:
+        version = metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        return Check(requirement.name, "error", f"not installed; pip install '{requirement}'")
+    if requirement.specifier.contains(version, prereleases=True):
+        return Check(requirement.name, "ok", version)
+    return Check(requirement.name, "error", f"{version}; pip install '{requirement}'")
+
+
+def _packages() -> Iterator[Check]:
+    """Check that no other distribution shadows the packages here, whose names are common words."""
+    root = Path(__file__).parents[1]
+    for name in PROJECT_PACKAGES:
+        spec = importlib.util.find_spec(name)
+        found = Path(spec.origin).parent if spec and spec.origin else None
+        if found == root / name:
+            yield Check(f"package {name}", "ok", str(found))
+        else:
+            problem = (
+                f"resolves to {found}, not to {root / name}; change PYTHONPATH or uninstall it"
+            )
+            yield Check(f"package {name}", "error", problem)
+
+
+def _external_modules() -> Iterator[Check]:
+    broken = {module.name: module for module in import_external_modules()}
+    for name, owner in external_modules().items():
+        if name in broken:
+            yield Check(f"module {name}", "error", str(broken[name]))
+        else:
+            whose = owner.removeprefix("environment.")
+            yield Check(f"module {name}", "ok", f"imported for {whose}")
+
+
+def _platform_and_plugins() -> Iterator[Check]:
+    try:
+        report = survey_machine()
+    except PipelineError as error:
+        yield Check("platform", "error", str(error))
+        return
+    try:
+        found = platform_of(report)
+        yield Check("platform", "ok", f"{found.device} {found.label} ({found.reason})")
+    except PipelineError as error:
+        yield Check("platform", "error", str(error))
+    checks = (
+        Check(f"plugin {plugin.name}", "ok", plugin.detail)
+        if plugin.problem is None
+        else Check(f"plugin {plugin.name}", "error", plugin.problem)
+        for plugin in report.plugins
+    )
+    yield from dict.fromkeys(checks)  # two owners of a name have one problem
+
+
+def _name_clashes() -> Iterator[Check]:
+    """Find names that more than one plugin or package registers; platforms are checked above."""
+    for kind, table in TABLES.items():
+        if kind != "platform":
+            for name in sorted({row.name for row in table.outside()}):
+                try:
+                    table.find_all(name)
+                except ConfigError as error:
+                    yield Check(f"plugin {kind}.{name}", "error", error.problem)
+
+
+def _storage(home: Path) -> Check:
+    probe = home / ".doctor"
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        atomic_write_bytes(probe, b"ok")
+        probe.unlink()
+    except OSError as error:
+        return Check("storage", "error", f"{home} is not writable: {error}; set RLHF_HOME")
+    free = shutil.disk_usage(home).free
+    detail = f"{home}, {free / 1024**3:.1f} GiB free"
+    return Check("storage", "ok" if free >= MIN_FREE_BYTES else "warning", detail)
+
+
+def _named_store(uri: str) -> Check:
+    try:
+        return Check("store", "ok", open_storage(uri).probe())
+    except (PipelineError, OSError) as error:
+        return Check("store", "error", str(error))
+
+
+def _service(name: str, url: str | None, path: str, otherwise: str) -> Check:
+    if not url or not url.startswith("http"):
+        return Check(name, "ok", f"none configured: {url or otherwise}")
+    try:
+        with urllib.request.urlopen(f"{url}{path}", timeout=HTTP_TIMEOUT_S):  # noqa: S310  the user's own address
+            return Check(name, "ok", f"{url} answers")
+    except urllib.error.HTTPError as error:
+        return Check(name, "error", f"{url} answers {error.code}; check address and credentials")
+    except OSError as error:
+        return Check(name, "error", f"{url} does not answer ({error}); start it or unset it")
+
+
+def _engines() -> Iterator[Check]:
+    """Report a missing engine as a warning, because every engine is optional."""
+    for table in (ENGINES, ROLLOUT_ENGINES):
+        rows = {row.name: row for row in table.rows if "." not in row.name}
+        for name, row in rows.items():
+            try:
+                table.find(name)
+            except ConfigError as error:
+                yield Check(f"{table.kind} {name}", "warning", error.problem)
+                continue
+            version = _version_of(row.requires) if row.requires else "built in"
+            yield Check(f"{table.kind} {name}", "ok", version)
+
+
+def _version_of(module: str) -> str:
+    names = metadata.packages_distributions().get(module.partition(".")[0], [])
+    return ", ".join(f"{name} {metadata.version(name)}" for name in names) or "installed"
+
 
 MARKS = {"ok": "ok  ", "warning": "warn", "error": "FAIL"}
 

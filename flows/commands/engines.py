@@ -1,24 +1,189 @@
-"""`rlhf engines`: training engines, where each runs and how that is tested; rollout engines."""
+"""`rlhf engines`: training engines, where each runs and how that is tested; rollout engines.
+
+Tables of training engines and rollout engines, with their features and how they are tested.
+
+They are made without an import of torch or a plugin.
+"""
 
 import argparse
 import json
 import sys
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
 
-from engines.config.backends import Tested
+from engines.config.backends import BACKENDS, ENGINES, Backend, Tested
+from engines.config.options import schema_of
+from engines.config.plugins import ROLLOUT_ENGINES, RolloutRow
+from engines.config.rollout import RoutingName
 from flows.broken_modules import tell_broken_modules
-from flows.report.engine_matrix import (
-    HEADINGS,
-    OUTSIDE,
-    ROLLOUT_HEADINGS,
-    MatrixRow,
-    RolloutMatrixRow,
-    engine_matrix,
-    rollout_matrix,
-)
+from infra.errors import ConfigError
+from infra.plugins import RUN_TIME_OWNER, Row
+
+HEADINGS = ("backend", "model type", "device", "parallelism", "features", "needs")
+OUTSIDE = "plugin"
+_LANGUAGE_MODEL_ONLY = frozenset({"vlm"})
+"""Features that value models do not have."""
+_LIMITS: Mapping[str, str] = {
+    "fsdp": "builds the whole model on each rank before sharding",
+    "megatron": "llama, qwen2, qwen3 and qwen3_moe; no DoRA, with TransformerEngine no adapter",
+    "veomni": "causal text models of VeOmni whose weights need no conversion",
+    "automodel": "with tensor parallelism no adapter, no ulysses, and logits of all predicted "
+    "tokens at once",
+    "torchtitan": "dense qwen3 and llama; trains all weights",
+}
+"""Limits of each backend; kept here so that the text is not part of a job's sources."""
+
+
+@dataclass(frozen=True)
+class MatrixRow:
+    """One engine on one device.
+
+    Attributes:
+        model_type: `language_model` or `value_model`.
+        device: torch device type, and whether a test runs on it.
+        parallelism: dimensions, grouped by how they are tested.
+        needs: what has to be installed, and limits of the backend.
+    """
+
+    backend: str
+    model_type: str
+    device: str
+    parallelism: str
+    features: str
+    needs: str
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the values in the order of `HEADINGS`."""
+        return tuple(asdict(self).values())
+
+
+def engine_matrix(*, installed: bool) -> Iterator[MatrixRow]:
+    """Yield a row for every engine, built-in backends first.
+
+    Args:
+        installed: also report what is missing on this machine, and list outside plugins; False
+            gives the same rows on every machine.
+    """
+    for name, backend in BACKENDS.items():
+        for model_type in backend.targets:
+            without = _LANGUAGE_MODEL_ONLY if model_type == "value_model" else frozenset()
+            features = {k: how for k, how in backend.features.items() if k not in without}
+            for device, tested in backend.devices.items():
+                yield MatrixRow(
+                    name,
+                    model_type,
+                    device if tested is not Tested.GPU else f"{device} (one rank: {tested.value})",
+                    _grouped(backend.parallelism, tested),
+                    _grouped(features, tested),
+                    _needs(name, backend, installed=installed),
+                )
+    if installed:
+        yield from _outside_rows()
+
+
+ROLLOUT_HEADINGS = ("rollout engine", "capabilities", "several replicas", "options", "needs")
+_ROUTINGS: Mapping[RoutingName, str] = {
+    "by_place": "each its own places of a batch",
+    "least_loaded": "the least loaded takes the next",
+}
+
+
+@dataclass(frozen=True)
+class RolloutMatrixRow:
+    """One rollout engine.
+
+    Attributes:
+        capabilities: capabilities beyond the contract; some depend on options and platform.
+        routing: how several replicas share a batch.
+        needs: what has to be installed and, if it was looked up, whether it is.
+    """
+
+    engine: str
+    capabilities: str
+    routing: str
+    options: str
+    needs: str
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the values in the order of `ROLLOUT_HEADINGS`."""
+        return tuple(asdict(self).values())
+
+
+def rollout_matrix(*, installed: bool) -> Iterator[RolloutMatrixRow]:
+    """Yield a row for every rollout engine; `installed` is as in `engine_matrix`."""
+    for row in (*ROLLOUT_ENGINES.rows, *(ROLLOUT_ENGINES.outside() if installed else ())):
+        schema = schema_of(row, ROLLOUT_ENGINES.setting) if row.is_ours else None
+        yield RolloutMatrixRow(
+            row.name,
+            ", ".join(row.capabilities),
+            _ROUTINGS[row.routing],
+            ", ".join(schema.model_fields) if schema else "",
+            _rollout_needs(row, installed=installed),
+        )
+
+
+def _rollout_needs(row: RolloutRow, *, installed: bool) -> str:
+    parts = [] if row.is_ours else [_brought(row)]
+    if row.environment:
+        parts.append(f"its own environment: make env-{row.environment}")
+    if installed and row.requires:
+        try:
+            ROLLOUT_ENGINES.find(row.name)
+        except ConfigError:
+            parts.append("not installed")
+        else:
+            parts.append("installed")
+    return "; ".join(parts)
+
+
+def _outside_rows() -> Iterator[MatrixRow]:
+    for row in ENGINES.outside():
+        name, _, model_type = row.name.partition(".")
+        devices = ", ".join(row.devices) or "any"
+        yield MatrixRow(
+            name, model_type or "language_model", devices, OUTSIDE, OUTSIDE, _brought(row)
+        )
+
+
+def _brought(row: Row) -> str:
+    return row.owner if row.owner == RUN_TIME_OWNER else f"by {row.owner}"
+
+
+def _grouped(claims: Mapping[str, Tested], on_device: Tested) -> str:
+    """Return text such as `contract: data, tensor; gpu: context`."""
+    groups: dict[str, list[str]] = {}
+    for claim, tested in claims.items():
+        if on_device is Tested.REGISTRY:
+            how = on_device
+        elif on_device is Tested.GPU and tested is not Tested.GPU:
+            how = Tested.CPU_TWIN
+        else:
+            how = tested
+        groups.setdefault(how.value, []).append(claim)
+    return "; ".join(f"{how}: {', '.join(names)}" for how, names in groups.items())
+
+
+def _needs(name: str, backend: Backend, *, installed: bool) -> str:
+    parts = []
+    if backend.environment:
+        parts.append(f"its own environment: make env-{backend.environment}")
+    elif backend.extra and not (installed and _is_usable(name)):
+        parts.append(f"pip install 'rlhf-pipeline[{backend.extra}]'")
+    if name in _LIMITS:
+        parts.append(_LIMITS[name])
+    return "; ".join(parts)
+
+
+def _is_usable(backend: str) -> bool:
+    try:
+        ENGINES.find(backend)
+    except ConfigError:
+        return False
+    return True
+
 
 PIPE_WIDTH = 240
 """Columns of output that is not a terminal, so that nothing is cut."""

@@ -15,8 +15,7 @@ from rich.console import Console
 from engines.config.base import local_path
 from flows.commands.run import run
 from flows.recipe.recipe import Recipe, parse_recipe
-from flows.recipe.secrets import refuse_secrets
-from flows.recipe.source import with_overrides, with_suites
+from flows.recipe.source import refuse_secrets, with_overrides, with_suites
 from flows.report.measured import measured_tables
 from infra.errors import ConfigError
 

@@ -22,7 +22,7 @@ def main(arguments: argparse.Namespace) -> int:
     with prefect_server(home) as server:
         use_prefect(home, server.api_url, quiet=not arguments.debug)
         # Prefect reads these settings at import time.
-        own_flow: Any = importlib.import_module("flows.local.own_flow")
+        own_flow: Any = importlib.import_module("flows.local.local_run")
         own_flow.run_own_flow(arguments.flow, arguments.overrides, home, Console(), server)
     sys.stdout.flush()
     return 0

@@ -27,7 +27,7 @@ def main(arguments: argparse.Namespace) -> int:
     with prefect_server(home) as server:
         use_prefect(home, server.api_url, quiet=not arguments.debug)
         # Prefect reads these settings at import time.
-        local_night: Any = importlib.import_module("flows.local.local_night")
+        local_night: Any = importlib.import_module("flows.local.local_run")
         night = local_night.run_night(arguments.recipes, baselines, console, server)
     local_night.print_night(night, nights.nights_of(home) / night.name, console)
     sys.stdout.flush()

@@ -13,9 +13,8 @@ from engines.config.stages.final import EvaluateStageConfig
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.config.stages.supervised import SFTStageConfig
 from flows.diagnosis.algorithm import loss_findings, poisoned_findings, round_findings
-from flows.diagnosis.communication import time_findings
 from flows.diagnosis.findings import Finding, StageView
-from flows.diagnosis.resources import resource_findings
+from flows.diagnosis.resources import resource_findings, time_findings
 
 AREAS = ("resources", "communication", "algorithm")
 _SEVERITIES = ("failed", "sick", "note")

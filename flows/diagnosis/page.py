@@ -11,10 +11,9 @@ from pathlib import Path
 
 from engines.config.stages.rl import RLRoundStageConfig
 from flows.diagnosis.algorithm import CURVES, LOSS, SKIPPED
-from flows.diagnosis.communication import STEP
 from flows.diagnosis.diagnosis import Diagnosis
 from flows.diagnosis.findings import Finding, Points, points
-from flows.diagnosis.resources import PEAK_MEMORY
+from flows.diagnosis.resources import PEAK_MEMORY, STEP
 from infra.store.atomic import atomic_write_bytes
 
 DIAGNOSIS_PAGE, DIAGNOSIS_MD = "diagnosis.html", "diagnosis.md"

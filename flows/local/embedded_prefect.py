@@ -21,8 +21,7 @@ from infra.errors import ServiceError
 from infra.host import servers
 from infra.host.ports import pick_ports
 from infra.host.servers import ServerCommand
-from infra.services.commands import HEARTBEAT_S
-from infra.services.stack import running_prefect_url
+from infra.services.stack import HEARTBEAT_S, running_prefect_url
 
 NAME = "prefect-embedded"
 

@@ -1,9 +1,21 @@
-"""Runs the pipeline's flow in this process and shows it on the terminal."""
+"""Runs the pipeline's flow in this process and shows it on the terminal.
 
+Runs a flow from a Python file in this process and shows it on the terminal.
+
+Promises: the file is executed once, as Prefect's worker does for a deployment, and can import what
+`python FILE` could. Does not promise that the flow uses the stages of this project.
+
+Runs the nightly flow in this process and shows it on the terminal.
+"""
+
+import importlib.util
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from prefect import tags
 from prefect.client.orchestration import get_client
@@ -14,6 +26,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import StateType
 from prefect.events.worker import EventsWorker
+from prefect.flows import Flow
 from prefect.logging.handlers import APILogWorker
 from prefect.states import Crashed
 from rich.console import Console
@@ -21,13 +34,17 @@ from rich.console import Console
 from flows.automations import TAG
 from flows.local.display import TerminalDisplay, summary_table
 from flows.local.embedded_prefect import PrefectServer
+from flows.nightly.night import Night, last_night
+from flows.nightly.nightly_recipes import MATRIX, NotReproducedError, nightly_recipes
+from flows.nightly.page import NIGHT_MD
 from flows.plan import AskedRun
 from flows.recipe.recipe import Recipe
 from flows.report.report import REPORT_MD, Report
 from flows.rlhf_pipeline import rlhf_pipeline
-from flows.run.lazy_cluster import LazyCluster
-from flows.run.pipeline_run import SURROUNDINGS, Surroundings
+from flows.run.pipeline_run import RUN_CONTEXT, LazyCluster, RunContext
 from flows.run.registry import tracking_uri
+from infra import env
+from infra.errors import ConfigError
 from infra.redact import RedactingFilter
 
 DRAIN_DEADLINE_S = 10.0
@@ -52,7 +69,7 @@ def watched(cluster: LazyCluster, console: Console, prefect: PrefectServer) -> I
     """Show a flow of this process on the terminal; release `cluster` at the end."""
     display = TerminalDisplay(console)
     show_warnings(console)
-    resetter = SURROUNDINGS.set(Surroundings(observer=display, cluster=cluster))
+    resetter = RUN_CONTEXT.set(RunContext(observer=display, cluster=cluster))
     try:
         prefect.wait()
         if prefect.history_is_dead:
@@ -61,7 +78,7 @@ def watched(cluster: LazyCluster, console: Console, prefect: PrefectServer) -> I
     finally:
         # The flow releases it too, unless it failed before that.
         cluster.release()
-        SURROUNDINGS.reset(resetter)
+        RUN_CONTEXT.reset(resetter)
         display.close()
         drain_prefect()
 
@@ -141,3 +158,86 @@ def prefect_hint(recipe: Recipe, prefect_url: str | None) -> str:
     if prefect_url:
         return prefect_url.removesuffix("/api")
     return f"PREFECT_HOME={recipe.home / 'prefect'} prefect server start"
+
+
+def run_own_flow(
+    entrypoint: str, overrides: Sequence[str], home: Path, console: Console, prefect: PrefectServer
+) -> None:
+    """Run the flow, and print its result if that is a `Report`; `overrides` is its argument.
+
+    Raises:
+        ConfigError: there is no such flow, or it refused its recipe.
+    """
+    own = load_own_flow(entrypoint)
+    with watched(LazyCluster(home), console, prefect):
+        report = own(list(overrides)) if overrides else own()
+    if isinstance(report, Report):
+        print_report(report, home, console)
+
+
+def load_own_flow(entrypoint: str) -> Flow[..., Any]:
+    """Load the flow of a Python file with one flow, or of `FILE:FLOW`.
+
+    Raises:
+        ConfigError: there is no such file or flow.
+    """
+    path, _, name = entrypoint.partition(":")
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise ConfigError("FLOW", f"got {path!r}; need a Python file; there is none")
+    found = {key: thing for key, thing in vars(_executed(file)).items() if isinstance(thing, Flow)}
+    if name in found:
+        return found[name]
+    if name or len(found) != 1:
+        flows = ", ".join(found) or "none"
+        raise ConfigError(
+            "FLOW", f"got {entrypoint!r}; its flows are: {flows}; name one, as in {path}:my_flow"
+        )
+    return next(iter(found.values()))
+
+
+def _executed(file: Path) -> ModuleType:
+    """Execute a file as a module that can import its neighbours."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError("FLOW", f"got {file.name!r}; need a Python file, which ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(file.parent))
+    sys.modules.setdefault(file.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_night(
+    recipes: Sequence[str], baselines: Path, console: Console, prefect: PrefectServer
+) -> Night:
+    """Run the flow in this process; without `recipes`, it runs the shipped matrix."""
+    home = env.home()
+    display = TerminalDisplay(console)
+    show_warnings(console)
+    resetter = RUN_CONTEXT.set(RunContext(observer=display))
+    try:
+        prefect.wait()
+        if prefect.history_is_dead:
+            crash_dead_runs()
+        with suppress(NotReproducedError):
+            nightly_recipes(list(recipes or MATRIX), str(baselines))
+        return last_night(home)
+    finally:
+        RUN_CONTEXT.reset(resetter)
+        display.close()
+        drain_prefect()
+
+
+def print_night(night: Night, directory: Path, console: Console) -> None:
+    """Print a line for each recipe, and the path of the report."""
+    console.print()
+    for outcome in night.outcomes:
+        verdict = outcome.verdict
+        stage = f" at {verdict.stage}" if verdict.stage else ""
+        lines = [f"{verdict.recipe}: {verdict.word}{stage}", *verdict.problems]
+        if verdict.drifted:
+            lines.append(f"another digest since {verdict.drifted}: {'; '.join(verdict.causes)}")
+        for line in (*lines[:1], *(f"    {each}" for each in (*lines[1:], *verdict.notes))):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(f"\nreport      {directory / NIGHT_MD}", highlight=False, soft_wrap=True)

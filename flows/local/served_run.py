@@ -35,7 +35,7 @@ from flows.plan import AskedRun
 from flows.report.report import REPORT_JSON, Report
 from infra.errors import ConfigError, PipelineError, ServiceError, UnknownPluginError
 from infra.redact import redact
-from infra.services.commands import WORK_POOL
+from infra.services.stack import WORK_POOL
 from infra.waiting import wait_for
 from tasks.runner.submission import forwarded_environment
 

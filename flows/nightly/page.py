@@ -1,20 +1,137 @@
 """Renders a night as `night.md` with plots, and as an artifact on the Prefect run page.
 
 Promises: nothing here changes a verdict; the page is on disk even if Prefect refuses it.
+
+Plots of a night: curves over the stored runs, and speed and memory as ratios.
 """
 
+from __future__ import annotations
+
 import logging
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prefect.artifacts import create_markdown_artifact
 
-from flows.nightly.measurement import Measurement
+from flows.nightly.measurement import Measurement, Run
 from flows.nightly.night import Night, Outcome
-from flows.nightly.plots import draw_curve, draw_ratios, ratios
 from flows.report.page import MAX_PAGE_BYTES
+from flows.report.plots import BLUE, GREY, ORANGE, save_figure
 from flows.report.report import data_uri
 from infra.store.atomic import atomic_write_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def ratios(tonight: Measurement, stored: Measurement) -> dict[str, float]:
+    """Return tonight's `speed` and `memory` relative to the median of the stored runs.
+
+    A ratio is missing if either side lacks the value.
+    """
+    found = {}
+    for name, measured in (("speed", _speed), ("memory", _memory)):
+        now, before = measured(tonight.runs[-1]), [measured(run) for run in stored.runs]
+        known = [value for value in before if value]
+        if now and known:
+            found[name] = now / statistics.median(known)
+    return found
+
+
+def _speed(run: Run) -> float:
+    speeds = [stage.tokens_per_s for stage in run.stages.values() if stage.tokens_per_s]
+    return statistics.geometric_mean(speeds) if speeds else 0.0
+
+
+def _memory(run: Run) -> float:
+    return max((stage.peak_bytes or 0.0 for stage in run.stages.values()), default=0.0)
+
+
+def draw_curve(outcome: Outcome, stored: Measurement | None, path: Path) -> None:
+    """Plot rewards of the RL steps, or SFT losses, over the band of the stored runs.
+
+    Losses are shown if the verdict names a supervised stage, or if there are no RL rounds. `path`
+    is that of the SVG; a PNG is written beside it.
+    """
+    tonight, verdict = outcome.measurement.runs[-1], outcome.verdict
+    labels = [label for label, stage in tonight.stages.items() if stage.curve]
+    rounds = [label for label in labels if label.startswith("rl_round")]
+    named = verdict.stage or verdict.drifted
+    is_loss = bool(labels) and (not rounds or (named in labels and named not in rounds))
+    labels = [label for label in labels if (label not in rounds) == is_loss]
+    if not labels:
+        return
+    from matplotlib.ticker import MaxNLocator
+
+    def draw(axes: Axes) -> None:
+        start = 1
+        for label in labels:
+            curve = tonight.stages[label].curve
+            steps = range(start, start + len(curve))
+            runs = stored.runs if stored else ()
+            bands = [run.stages[label].curve for run in runs if label in run.stages]
+            _draw_band(axes, steps, bands)
+            axes.plot(steps, curve, color=ORANGE if label == named else BLUE, linewidth=1.5)
+            start += len(curve)
+            if label != labels[-1]:
+                axes.axvline(start - 0.5, color=GREY, linewidth=1, linestyle=":")
+        axes.set(title=f"{verdict.recipe}: {verdict.word}", xlabel="step")
+        axes.set_ylabel("loss per token" if is_loss else "mean reward of a step")
+        axes.margins(x=0.01)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True))
+        if labels != [named]:
+            axes.plot([], [], color=BLUE, label="tonight")
+        if named in labels:
+            axes.plot([], [], color=ORANGE, label=f"tonight, {named}")
+        if stored:
+            axes.fill_between([], [], color=GREY, alpha=0.5, label="stored runs")
+        axes.legend(frameon=False, fontsize=8, loc="best")
+
+    save_figure(path, draw)
+
+
+def _draw_band(axes: Axes, steps: range, curves: Sequence[Sequence[float]]) -> None:
+    alike = [curve for curve in curves if len(curve) == len(steps)]
+    if alike:
+        low = [min(values) for values in zip(*alike, strict=True)]
+        high = [max(values) for values in zip(*alike, strict=True)]
+        # A line as well, because a band of equal runs has no height.
+        axes.fill_between(steps, low, high, color=GREY, alpha=0.5, linewidth=0)
+        axes.plot(steps, high, color=GREY, linewidth=4, alpha=0.5)
+
+
+def draw_ratios(night: Night, stored: Mapping[str, Measurement | None], path: Path) -> None:
+    """Plot speed and memory of each recipe relative to the stored median, as SVG and PNG."""
+    found = {}
+    for outcome in night.outcomes:
+        before = stored[outcome.verdict.recipe]
+        values = ratios(outcome.measurement, before) if before else {}
+        if values:
+            found[outcome.verdict.recipe] = values
+    if not found:
+        return
+
+    def draw(axes: Axes) -> None:
+        for offset, (name, color) in enumerate((("speed", BLUE), ("memory", ORANGE))):
+            places = [index + 0.38 * offset - 0.19 for index in range(len(found))]
+            values = [each.get(name, 0.0) for each in found.values()]
+            axes.barh(places, values, height=0.36, color=color, label=name)
+            for place, value in zip(places, values, strict=True):
+                axes.text(value, place, f" {value:.2f}", va="center", fontsize=8)
+        axes.axvline(1.0, color=GREY, linewidth=1)
+        axes.set_yticks(range(len(found)), list(found))
+        axes.invert_yaxis()
+        axes.set(title="Speed and memory, tonight / median of the stored runs")
+        axes.grid(visible=False, axis="y")
+        axes.legend(
+            ncols=2, fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1)
+        )
+        axes.margins(x=0.15)
+
+    save_figure(path, draw)
+
 
 NIGHT_MD = "night.md"
 MARKS = {"pass": "🟢 pass", "drift": "🟠 drift", "fail": "🔴 fail"}

@@ -4,20 +4,27 @@ Promises: the plan uses the same device as the stages. The result is cached in t
 installation and choice of visible devices.
 Does not promise: devices of other machines of a cluster. A recipe for a cluster names its device,
 and jobs refuse to start on another.
+
+Asks a child process that loads what this process must not: torch, plugins, users' rewards.
+
+Promises: an answer of the stated type, or an error of one line, within the deadline.
 """
 
 import contextlib
+import subprocess
+import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from platform import node
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import psutil
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from engines.config.plugins import TABLES
 from engines.config.training import HardwareConfig
-from flows.preflight.child import ask
 from infra import env
 from infra.errors import ConfigError, JobSubmitError, ServiceError
 from infra.identity.fingerprint import outside_code, source_closure
@@ -27,6 +34,39 @@ from infra.ray.jobs import num_nodes
 from infra.store.atomic import atomic_write_bytes
 from infra.store.canonical import sha256_json
 from infra.survey_report import FoundPlatform, SurveyReport
+
+AnswerT = TypeVar("AnswerT", bound=BaseModel)
+
+
+def ask(
+    answer: type[AnswerT], what: str, deadline_s: float, command: Sequence[str], text: str = ""
+) -> AnswerT:
+    """Run a module of this project and parse its last line of output as JSON.
+
+    `command` is the module's name and arguments, `text` its standard input.
+
+    Raises:
+        ServiceError: it gave no valid answer in time.
+    """
+    try:
+        ended = subprocess.run(
+            # -P keeps the current directory off the import path.
+            [sys.executable, "-P", "-m", *command],
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=deadline_s,
+            env=env.child_environment(),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ServiceError(f"{what} took over {deadline_s:g} s") from None
+    try:
+        return answer.model_validate_json((ended.stdout.splitlines() or [""])[-1])
+    except ValidationError:
+        last = (ended.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise ServiceError(f"{what} failed: {last}") from None
+
 
 _MEMORY_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),

@@ -6,29 +6,135 @@ column, a platform that is unavailable or has no engine in the training backend,
 cannot be imported, and a reward that cannot be called. A recipe with only built-in parts and data
 needs no child process.
 Does not promise: errors that only the whole data or the weights can show.
+
+Resolves models that a recipe names by an alias in the registry, once, before a run.
+
+Selects the models, data and rewards of a recipe that a child process checks.
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 from engines.config.backends import ENGINES
-from engines.config.plugins import TABLES, PluginKind
+from engines.config.plugins import REWARDS, TABLES, PluginKind
 from engines.config.preflight_request import PreflightAnswer, PreflightRequest
 from engines.config.recipe import Recipe
-from flows.preflight.child import ask
-from flows.preflight.platform import check_devices, resolve_hardware
-from flows.preflight.registered_models import with_registered_models
-from flows.preflight.request import request_of
+from engines.config.stages.final import EvaluateStageConfig
+from engines.config.training import TrainingConfig
+from flows.preflight.platform import ask, check_devices, resolve_hardware
 from flows.preflight.storage import (
     NOTHING_FORCED,
     check_room,
     check_store,
     check_tracking_database,
 )
+from flows.recipe.source import registered_model
+from flows.run.registry import open_tracker
+from flows.stage_order import stages_of
 from infra import env
-from infra.errors import ConfigError
+from infra.errors import ArtifactError, ConfigError, ServiceError
 from infra.host.records import make_place
+from infra.redact import redact
 from infra.services.stack import tracking_address
-from infra.store.storage import open_storage
+from infra.store.storage import Storage, open_storage
+from infra.tracking.tracker import Tracker
+
+
+def with_registered_models(recipe: Recipe, storage: Storage) -> Recipe:
+    """Replace each model that is named by an alias with the directory of its files in the store.
+
+    The fingerprint covers the files' bytes, so moving the alias changes it.
+
+    Raises:
+        ConfigError: the alias does not exist, or the store does not have the files.
+        ServiceError: the registry does not answer.
+    """
+    return recipe.with_models(partial(_directory, open_tracker(recipe.location), storage))
+
+
+def _directory(tracker: Tracker, storage: Storage, setting: str, path: str) -> str:
+    asked = registered_model(setting, path)
+    if asked is None:
+        return path
+    try:
+        found = tracker.incumbent(asked.name, asked.alias)
+    except ServiceError:
+        raise
+    except Exception as error:  # the tracker's own exceptions are not known here
+        said = redact(" ".join(f"{type(error).__name__}: {error}".split()))[:200]
+        raise ServiceError(
+            f"{redact(tracker.address)} does not say which model is {path} ({said}); run it again "
+            "once it answers"
+        ) from error
+    if found is None:
+        raise ConfigError(
+            setting,
+            f"got {path}, and nothing bears that alias in {redact(tracker.address)}; need a "
+            "registered model; run the recipe that promotes it, or name a directory or a hub id",
+        )
+    try:
+        return str(storage.local_copy(found.artifact))
+    except (ArtifactError, ValueError):  # ValueError: a version that no pipeline registered
+        raise ConfigError(
+            setting,
+            f"got {path}, which is version {found.version} ({found.artifact.uri}); need its files "
+            f"in {storage.uri}; take the store that has them (location.store), or name a directory",
+        ) from None
+
+
+def request_of(recipe: Recipe) -> PreflightRequest | None:
+    """Return what the child process checks; None if the recipe uses nothing from outside."""
+    ours = {row.name for row in REWARDS.rows}
+    own = {*recipe.rl.reward.functions} <= ours
+    reward, teacher = recipe.rl.reward, recipe.rl.distillation
+    has_rounds = recipe.rl.num_rounds > 0
+    has_critic = has_rounds and recipe.rl.critic is not None
+    self_play = recipe.preference.self_play if recipe.preference else None
+    samples = has_rounds or (self_play is not None and self_play.source == "best_worst")
+    read = (recipe.model.path, recipe.against, teacher, *reward.models)
+    is_made = all(each is None for each in read)
+    suites = recipe.suites.values()
+    all_own = own and all(
+        {*suite.reward.functions} <= ours for suite in suites if suite.reward is not None
+    )
+    data = (recipe.data, *recipe.data_suites.values())
+    if all_own and is_made and all(each and each.arithmetic for each in data):
+        return None
+    return PreflightRequest(
+        model=recipe.model,
+        trains=recipe.trains,
+        against=recipe.against,
+        data=recipe.data,
+        suites=recipe.suites,
+        training=recipe.training,
+        averages=recipe.keeps_average,
+        reward=None if own else recipe.rl.reward,
+        scoring=reward,
+        scored=("rl", "evaluation") if samples else ("evaluation",),
+        reward_model=reward.model,
+        # An evaluation runs it on a rank of its own, independent of the training settings.
+        reward_training=recipe.training if has_rounds else TrainingConfig(),
+        judge=reward.judge,
+        teacher=teacher,
+        rollout_engine=recipe.rollout.engine,
+        self_play=self_play,
+        has_critic=has_critic,
+        trains_values=has_critic or recipe.reward_model is not None,
+        answer_lengths={
+            stage.answer_setting: stage.evaluation.answer_length
+            for stage in stages_of(recipe)
+            if isinstance(stage, EvaluateStageConfig)
+        },
+        stop_token_ids={
+            "rl.sampling.stop_token_ids": recipe.rl.sampling.stop_token_ids,
+            "evaluation.stop_token_ids": recipe.evaluation.stop_token_ids or (),
+            **{
+                f"suites.{name}.evaluation.stop_token_ids": suite.evaluation.stop_token_ids or ()
+                for name, suite in recipe.suites.items()
+            },
+        },
+    )
+
 
 DEADLINE_S = 180.0
 """Long enough for a reward that loads a library before its first answer."""

@@ -4,18 +4,32 @@ Promises: nothing in a file can run code. Duplicate keys (both lines are named),
 that are too large, too deep or expand through aliases are refused. `1e-5` is a number. An override
 of an unknown key is refused later, by the schema.
 Does not promise: that the data are a valid recipe; see `flows.recipe.recipe`.
+
+Makes the local paths of a recipe absolute, and parses names of registered models.
+
+A model is named by a directory, by a hub id, or by its alias in the registry of the recipe's
+tracker: `models:/NAME@ALIAS`.
+Promises: an existing path becomes absolute, because jobs run in other directories; anything else,
+such as a hub id, is not changed.
+
+Refuses credentials in recipes, before anything is validated or echoed.
 """
 
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
+from engines.config.algorithm import RewardConfig
+from engines.config.data import SOURCE_SPLITS, DataConfig
+from engines.config.recipe import Recipe
+from engines.config.suite import SuiteConfig
 from infra.errors import ConfigError
 from infra.names import unknown_name
+from infra.redact import looks_secret
 
 RECIPES_DIR = Path(__file__).resolve().parents[1] / "recipes"
 SUITES_DIR = Path(__file__).resolve().parents[1] / "suites"
@@ -253,3 +267,119 @@ def _with_value(level: Any, keys: Sequence[str], value: Any, path: str) -> Any:
     mapping = level if isinstance(level, Mapping) else {}
     below = f"{path}.{key}" if path else key
     return {**mapping, key: _with_value(mapping.get(key), rest, value, below)}
+
+
+_SCHEME = "models:"
+_FORM = re.compile(r"models:/(?P<name>[^/@]+)@(?P<alias>[^/@]+)")
+
+
+class RegisteredModel(NamedTuple):
+    """A model in the registry and the alias of one of its versions."""
+
+    name: str
+    alias: str
+
+
+def registered_model(setting: str, path: str) -> RegisteredModel | None:
+    """Parse the name of a registered model; None if `path` is not of that form.
+
+    Raises:
+        ConfigError: it begins with `models:` and is malformed.
+    """
+    if not path.startswith(_SCHEME):
+        return None
+    found = _FORM.fullmatch(path)
+    if found is None:
+        raise ConfigError(
+            setting,
+            f"got {path!r}; need models:/NAME@ALIAS (models:/quickstart@champion); a version has "
+            "to bear an alias: give it one",
+        )
+    return RegisteredModel(found["name"], found["alias"])
+
+
+def with_absolute_paths(recipe: Recipe) -> Recipe:
+    """Return the recipe with paths that do not depend on the current directory."""
+    recipe = recipe.with_models(lambda _, path: _absolute(path))
+    rl = recipe.rl.model_copy(update={"reward": _reward(recipe.rl.reward)})
+    suites = {name: _suite(suite) for name, suite in recipe.suites.items()}
+    data = _data(recipe.data) if recipe.data else None
+    return recipe.model_copy(update={"data": data, "rl": rl, "suites": suites})
+
+
+def _data(data: DataConfig) -> DataConfig:
+    sources = {
+        split: tuple(
+            source.model_copy(update={"path": _absolute(source.path)})
+            for source in getattr(data, split)
+        )
+        for split in SOURCE_SPLITS
+    }
+    return data.model_copy(update=sources)
+
+
+def _reward(reward: RewardConfig) -> RewardConfig:
+    return reward.with_functions(
+        {
+            path: f"{_absolute(str(part.file))}:{part.function_in_file}"
+            for path, part in reward.parts.items()
+            if part.file is not None
+        }
+    )
+
+
+def _suite(suite: SuiteConfig) -> SuiteConfig:
+    harness = suite.harness
+    if harness and harness.include:
+        harness = harness.model_copy(update={"include": _absolute(harness.include)})
+    found = {
+        "data": _data(suite.data) if suite.data else None,
+        "harness": harness,
+        "reward": _reward(suite.reward) if suite.reward else None,
+    }
+    return suite.model_copy(update=found)
+
+
+def _absolute(path: str) -> str:
+    local = Path(path).expanduser()
+    return str(local.resolve()) if local.exists() else path
+
+
+_SECRET_KEY = re.compile(r"(?i)(^|_)(password|passwd|secret|api_?key|access_key|credentials?)$")
+_SECRET_TOKEN_KEY = re.compile(r"(?i)^((auth|access|hf|api|bearer|tracking)_)?token$")
+_VARIABLE_BY_SECTION: Mapping[str, str] = {
+    "location": "MLFLOW_TRACKING_TOKEN",
+    "tracking": "MLFLOW_TRACKING_TOKEN",
+    "model": "HF_TOKEN",
+    "data": "HF_TOKEN",
+}
+
+
+def refuse_secrets(data: Any, path: str = "recipe") -> None:
+    """Refuse text in plain data that looks like a credential, or has a key that names one.
+
+    Raises:
+        ConfigError: names the place, never the value.
+    """
+    if isinstance(data, str) and looks_secret(data):
+        raise _secret_error(path)
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            refuse_secrets(key, f"a key of {path}")
+            where = str(key) if path == "recipe" else f"{path}.{key}"
+            if isinstance(value, str) and value and _names_secret(str(key)):
+                raise _secret_error(where)
+            refuse_secrets(value, where)
+    elif isinstance(data, Sequence) and not isinstance(data, str | bytes):
+        for index, value in enumerate(data):
+            refuse_secrets(value, f"{path}.{index}")
+
+
+def _names_secret(key: str) -> bool:
+    return bool(_SECRET_KEY.search(key) or _SECRET_TOKEN_KEY.search(key))
+
+
+def _secret_error(path: str) -> ConfigError:
+    variable = _VARIABLE_BY_SECTION.get(path.partition(".")[0])
+    remedy = f"set {variable}" if variable else "set the environment variable of the service"
+    return ConfigError(path, f"secrets do not go into config files; {remedy}")

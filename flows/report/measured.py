@@ -6,7 +6,7 @@ comparison has no such table.
 
 from collections.abc import Mapping
 
-from flows.report.sources import BOUNDS, PREFIX, is_shown, shown_share
+from flows.report.samples import BOUNDS, PREFIX, is_shown, shown_share
 from infra.tracking.comparison import (
     BEFORE,
     GAIN,

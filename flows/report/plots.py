@@ -2,18 +2,97 @@
 
 matplotlib is imported only inside the drawing functions here, so that a run without new plots does
 not load it.
+
+Values of the plots of a report.
+
+Curves of training, from the journals of a run's stages.
+
+Promises: a step has one point even if several attempts recorded it; a metric without records has no
+curve.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from flows.report.plot_data import Bar, Curve, PairCurves, PlotData
+from infra.tracking.comparison import PAIR_ACCURACY
+from infra.tracking.journal import JournalRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values over the steps of consecutive stages.
+
+    Attributes:
+        steps: step numbers, counted over all stages.
+        bounds: first steps of the stages after the first, drawn as lines.
+        low: lower ends of the values' intervals, one per step, or empty.
+        high: upper ends, likewise.
+    """
+
+    steps: Sequence[float]
+    values: Sequence[float]
+    bounds: Sequence[float] = ()
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class PairCurves:
+    """Curves of stages that train on pairs of answers; a metric without records has none.
+
+    Attributes:
+        accuracy: share of a step's pairs whose chosen answer has the larger reward in the loss.
+        held_out: the same for held-out pairs, with intervals; step 0 is before training.
+        margin: mean difference of the rewards of a step's pairs in the loss.
+    """
+
+    accuracy: Sequence[Curve] = ()
+    held_out: Sequence[Curve] = ()
+    loss: Sequence[Curve] = ()
+    margin: Sequence[Curve] = ()
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A measured share in [0, 1] with its interval, if there is one."""
+
+    label: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class PlotData:
+    """Everything that is drawn; an empty part is left out.
+
+    Attributes:
+        preference: of training on preferences, in all iterations of self-play.
+        reward: mean reward per RL step.
+        lengths: mean response length per RL step.
+        accuracy: held-out accuracy per stage.
+        step: seconds by phase of the median RL step, in the order of the loop.
+        seconds: wall seconds by phase, per stage.
+    """
+
+    loss: Curve | None = None
+    reward_model: PairCurves = PairCurves()
+    preference: PairCurves = PairCurves()
+    reward: Curve | None = None
+    distillation: Curve | None = None
+    lengths: Curve | None = None
+    accuracy: Sequence[Bar] = ()
+    step: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
 
 BLUE, ORANGE, GREY, GREEN = "#2563eb", "#ea580c", "#94a3b8", "#16a34a"
 INK = "#0f172a"
@@ -228,3 +307,98 @@ def _draw_seconds(axes: Axes, seconds: Mapping[str, Mapping[str, float]]) -> Non
     if figure is not None:
         figure.set_figheight(max(SIZE_INCHES[1], AROUND_BARS_INCHES + BAR_INCHES * len(labels)))
         figure.legend(ncols=4, fontsize=8, frameon=False, loc="outside lower center")
+
+
+STEP_PHASES = (
+    "gen", "reward", "old_log_prob", "ref", "teacher", "values", "adv", "update_critic",
+    "update_actor", "update_weights",
+)  # fmt: skip
+"""Phases of `timing_s/*`, in the order of the loop."""
+IDLE_S = 5e-5
+"""Phases shorter than this are not shown."""
+HELD_OUT = f"val-core/{PAIR_ACCURACY}"
+
+Journal = Sequence[JournalRecord]
+Points = Mapping[int, Mapping[str, float]]
+"""Values of the records that have a metric, by step, ascending."""
+
+
+def run_on(journals: Sequence[Journal], metric: str) -> Curve:
+    """Return one metric over consecutive rounds, with steps counted continuously.
+
+    A round may count its steps from 1 or continue the count. The curve is empty without the metric.
+    """
+    steps: list[float] = []
+    values: list[float] = []
+    bounds: list[float] = []
+    for journal in journals:
+        points = _points(journal, metric)
+        shift = len(steps)
+        if steps and points:
+            bounds.append(shift + 1)
+        steps += range(shift + 1, shift + len(points) + 1)
+        values += [found[metric] for found in points.values()]
+    return Curve(steps, values, bounds)
+
+
+def pair_curves(journals: Sequence[Journal], trainer: str) -> PairCurves:
+    """Return the curves of stages that train on pairs.
+
+    Args:
+        journals: of one stage or of all iterations, in order; each counts from step 1.
+        trainer: prefix of the metrics, `preference` or `reward_model`.
+    """
+    return PairCurves(
+        accuracy=_stage_by_stage(journals, f"{trainer}/accuracy"),
+        held_out=_stage_by_stage(journals, HELD_OUT),
+        loss=_stage_by_stage(journals, "train/loss"),
+        margin=_stage_by_stage(journals, f"{trainer}/margin"),
+    )
+
+
+def _stage_by_stage(journals: Sequence[Journal], metric: str) -> list[Curve]:
+    """Return a separate curve for each stage, since each has its own reference and pairs."""
+    curves: list[Curve] = []
+    shift = 0
+    for journal in journals:
+        points = _points(journal, metric)
+        if points:
+            values, low, high = (
+                [found[name] for found in points.values() if name in found]
+                for name in (metric, f"{metric}_low", f"{metric}_high")
+            )
+            steps, bounds = [shift + step for step in points], [shift + 1] if shift else []
+            curves.append(Curve(steps, values, bounds, low, high))
+        shift += max((record.step for record in journal if record.step is not None), default=0)
+    return curves
+
+
+def median_step(journals: Iterable[Journal]) -> dict[str, float]:
+    """Return the seconds of each phase in the median training step, and the rest as `other`.
+
+    Empty if no step trained.
+    """
+    steps = [
+        record.values
+        for journal in journals
+        for record in journal
+        if "timing_s/update_actor" in record.values
+    ]
+    if not steps:
+        return {}
+    medians = {
+        phase: median(values.get(f"timing_s/{phase}", 0.0) for values in steps)
+        for phase in STEP_PHASES
+    }
+    phases = {phase: seconds for phase, seconds in medians.items() if seconds >= IDLE_S}
+    rest = median(values["timing_s/step"] for values in steps) - sum(phases.values())
+    return phases | {"other": max(0.0, rest)}
+
+
+def _points(journal: Journal, metric: str) -> Points:
+    found = {
+        record.step: record.values
+        for record in journal
+        if record.step is not None and metric in record.values
+    }
+    return dict(sorted(found.items()))

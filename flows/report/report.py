@@ -14,15 +14,12 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from flows.diagnosis.diagnosis import diagnose
-from flows.diagnosis.evidence import stage_views
+from flows.diagnosis.findings import stage_views
 from flows.diagnosis.page import DIAGNOSIS_PAGE, told_verdict, write_diagnosis
 from flows.recipe.recipe import Recipe
-from flows.report.curves import median_step, pair_curves, run_on
 from flows.report.measured import measured_tables
-from flows.report.plot_data import Bar, PlotData
-from flows.report.plots import draw_plots
-from flows.report.samples import PAGE_NAME, samples_page, shown_run
-from flows.report.sources import source_table
+from flows.report.plots import Bar, PlotData, draw_plots, median_step, pair_curves, run_on
+from flows.report.samples import PAGE_NAME, samples_page, shown_run, source_table
 from infra.store.atomic import atomic_write_bytes, make_directories
 from infra.store.canonical import canonical_json
 from infra.store.stage_spec import Adoption

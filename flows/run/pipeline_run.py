@@ -2,11 +2,15 @@
 
 Promises: the first stage that has to run starts the Ray cluster, and the last user ends it. A run
 that ends while its job runs leaves both to the next run, unless it was cancelled or interrupted.
+
+A Ray cluster that starts on first use, or earlier in the background.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,31 +21,86 @@ from prefect.logging import get_run_logger
 
 from engines.config.stages.base import Runtime
 from flows.diagnosis.diagnosis import diagnose
-from flows.diagnosis.evidence import run_views
+from flows.diagnosis.findings import run_views
 from flows.diagnosis.page import write_diagnosis
 from flows.recipe.recipe import NOT_IDENTITY, Recipe
 from flows.report.page import show_diagnosis, show_report
 from flows.report.report import Report, build_report, run_directory, write_report
-from flows.run.lazy_cluster import LazyCluster
-from flows.run.registry import Registry, open_mirrors, open_tracker
-from flows.run.round_gate import RoundGate
-from infra.errors import PipelineError
-from infra.ray.cluster import living_cluster
+from flows.run.registry import Registry, RoundGate, open_mirrors, open_tracker
+from infra.errors import DeadlineError, PipelineError
+from infra.host.servers import LOCK_DEADLINE_S
+from infra.ray.cluster import Cluster, ensure_cluster, living_cluster
 from infra.ray.jobs import RayJobs
 from infra.redact import redact
 from infra.store.artifacts import digest_in_path
 from infra.store.canonical import sha256_json
 from infra.store.storage import open_storage
 from infra.tracking.history import StageHistory
-from infra.tracking.journal import JournalRecord
-from infra.tracking.ledger import Ledger
+from infra.tracking.journal import JournalRecord, Ledger
 from infra.tracking.mirrors.fan_out import FanOut
 from infra.tracking.shipper import Shipper
 from infra.tracking.tracker import Tracker
-from tasks.runner.cancellation import stop_followed
 from tasks.runner.recorder import Recorder, end_status
 from tasks.runner.run import StageResult
 from tasks.runner.stage import StageContext, StageObserver
+from tasks.runner.submission import stop_followed
+
+
+class LazyCluster:
+    """The cluster of one pipeline run; a local one keeps its files in `home`."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self._lock = threading.Lock()
+        self._given_up = threading.Event()
+        self._starting: Future[Cluster] | None = None
+
+    def jobs(self) -> RayJobs:
+        """Return the job client of the cluster; start the cluster if it is not running.
+
+        Raises:
+            ServiceError: the cluster could not be started.
+            DeadlineError: it did not start in time.
+        """
+        return RayJobs(_result(self.start()))
+
+    def release(self, besides: Collection[str] = ()) -> None:
+        """End the cluster if it has no other user and no job; may be called twice.
+
+        A start in progress is aborted. Jobs named in `besides` do not keep the cluster alive.
+        """
+        if self._starting is None:
+            return
+        self._given_up.set()
+        try:
+            _result(self._starting).release(besides)
+        except (PipelineError, OSError) as error:
+            # A failed start was reported to its user. A failed end is retried by the guard.
+            _log.debug("the cluster was not released: %s", error)
+
+    def start(self) -> Future[Cluster]:
+        """Start the cluster in the background, if it is not running."""
+        with self._lock:
+            if self._starting is None:
+                self._starting = Future()
+                threading.Thread(
+                    target=self._run, args=(self._starting,), name="ray-start", daemon=True
+                ).start()
+            return self._starting
+
+    def _run(self, starting: Future[Cluster]) -> None:
+        try:
+            starting.set_result(ensure_cluster(self._home, given_up=self._given_up.is_set))
+        except BaseException as error:  # noqa: BLE001  handed to the thread that waits
+            starting.set_exception(error)
+
+
+def _result(starting: Future[Cluster]) -> Cluster:
+    try:
+        return starting.result(timeout=LOCK_DEADLINE_S)
+    except TimeoutError:
+        raise DeadlineError("the Ray cluster to start", LOCK_DEADLINE_S) from None
+
 
 _log = logging.getLogger(__name__)
 NOTHING_FORCED: Mapping[str, str] = {}
@@ -64,20 +123,20 @@ class SilentObserver:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class RunContext:
     """Observer and cluster that a command gives to a flow in its own process."""
 
     observer: StageObserver = field(default_factory=SilentObserver)
     cluster: LazyCluster | None = None
 
 
-SURROUNDINGS: ContextVar[Surroundings | None] = ContextVar("SURROUNDINGS", default=None)
+RUN_CONTEXT: ContextVar[RunContext | None] = ContextVar("RUN_CONTEXT", default=None)
 """Set by a command that runs the flow in its own process."""
 
 
 def is_watched() -> bool:
     """Return True if a command watches the flow; a function, since a flow's globals are pickled."""
-    return SURROUNDINGS.get() is not None
+    return RUN_CONTEXT.get() is not None
 
 
 class PipelineRun:
@@ -146,7 +205,7 @@ def open_run(
 
     `force` and `adopt` are those of `flows.plan.plan_run`.
     """
-    surroundings = SURROUNDINGS.get() or Surroundings()
+    surroundings = RUN_CONTEXT.get() or RunContext()
     cluster = surroundings.cluster or LazyCluster(recipe.home)
     run = _begun(recipe, force, adopt, cluster, surroundings.observer)
     stopped: frozenset[str] = frozenset()

@@ -3,20 +3,33 @@
 Promises: the registry is asked once per run. If the run's model already has the alias, it is
 compared with its predecessor, so a repeated run requests the same stages.
 Does not promise: that the answer is still valid at promotion; the tracker checks it again.
+
+The gate that accepts or rejects the policy of a finished RL round.
+
+Promises: the decision is a pure function of committed stages and the recipe's thresholds, so a
+repeated run decides the same. A rejected round stays committed, and later stages use the policy
+before it. With other thresholds, only stages that get another policy run again.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from engines.config.diagnosis import DiagnosisConfig
 from engines.config.plugins import TRACKERS
 from engines.config.recipe import LocationConfig
 from engines.config.sections import PromoteConfig
-from infra.errors import ArtifactError, ConfigError, ServiceError
+from engines.config.stages.rl import RLRoundStageConfig
+from flows.diagnosis.diagnosis import rejecting, symptoms
+from flows.diagnosis.findings import Finding, stage_views
+from infra.errors import ArtifactError, ConfigError, ServiceError, SickRunError
 from infra.redact import redact
 from infra.services.stack import tracking_address
 from infra.store.stage_spec import Artifact
 from infra.store.storage import Storage
+from infra.tracking.history import StageHistory
 from infra.tracking.tracker import Incumbent, Tracker, TrackerSettings
+from tasks.runner.run import StageResult
 
 
 def tracking_uri(location: LocationConfig) -> str:
@@ -88,3 +101,59 @@ class Registry:
         except (ArtifactError, ValueError):  # ValueError: a version that no pipeline registered
             return False
         return True
+
+
+def say_nothing(label: str, text: str) -> None:
+    """Ignore a warning."""
+
+
+class RoundGate:
+    """Accepts or rejects rounds, in order; `rejected` has the symptoms of rejected ones."""
+
+    def __init__(
+        self,
+        thresholds: DiagnosisConfig,
+        history: StageHistory,
+        warn: Callable[[str, str], None] = say_nothing,
+    ) -> None:
+        self._thresholds, self._history, self._warn = thresholds, history, warn
+        self._accepted: list[StageResult] = []
+        self.rejected: dict[str, str] = {}
+
+    def accepts(self, trained: StageResult, evaluated: StageResult) -> bool:
+        """Return True if the next stages use the policy of a stage; a planned one is accepted.
+
+        Raises:
+            SickRunError: a symptom occurred for which the recipe ends the run.
+        """
+        results = [*self._accepted, trained, evaluated]
+        shown = self._symptoms(results)
+        found = {each.symptom: each for each in shown}
+        for name in self._thresholds.end_run:
+            if name in found:
+                raise SickRunError(
+                    f"{trained.label}: {name}: {found[name].text} "
+                    f"({'; '.join(map(str, found[name].evidence))}); diagnosis.end_run names it: "
+                    f"try {found[name].next[0]}, or take it out and run again"
+                )
+        whys = [f"{each.symptom}: {each.text}" for each in rejecting(shown, self._thresholds)]
+        if whys:
+            self._reject(trained.label, "; ".join(whys))
+            return False
+        self._accepted += [trained, evaluated]
+        return True
+
+    def _reject(self, label: str, why: str) -> None:
+        self.rejected[label] = why
+        taken = "the model that the run began with"
+        if self._accepted:
+            taken = f"the policy of {self._accepted[-2].label}"
+        self._warn(label, f"rejected: {why}; what follows takes {taken}")
+
+    def _symptoms(self, results: Sequence[StageResult]) -> list[Finding]:
+        asked = self._thresholds.end_run or self._thresholds.reject_round
+        if not asked or not all(each.artifact.digest for each in results):
+            return []
+        views = stage_views(self._history, [each.fingerprint for each in results])
+        rounds = [view for view in views if isinstance(view.config, RLRoundStageConfig)]
+        return symptoms(rounds, views, self._thresholds)

@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from infra.errors import ArtifactError
-from infra.garbage.needs import YOUNG_S, is_done
-from infra.garbage.survey import Survey, SurveyedStage
+from infra.garbage.roots import YOUNG_S, Survey, SurveyedStage, is_done
 from infra.store.inventory import Inventory, Stored
 from infra.store.runs import KnownRun
 from infra.store.storage import Storage

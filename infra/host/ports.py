@@ -5,14 +5,20 @@ talk to the wrong server. So a picked port is also claimed by a Linux abstract s
 to the network namespace as ports do and vanishes with its process.
 Promises: no other process that asks here, forked children included, picks a port of a living one.
 Does not promise: anything about other programs, other systems, or sandboxes without such names.
+
+HTTP checks of servers on this machine.
 """
 
 import errno
+import http.client
+import json
 import os
 import random
 import socket
 import sys
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 _FIRST_PORT = 20_000  # Ray's workers use 10,002 to 19,999
 _NUM_PORT_TRIES = 100
@@ -101,3 +107,41 @@ def _first_ephemeral_port() -> int:
     except FileNotFoundError:
         return 49_152
     return int(text.split()[0])
+
+
+TIMEOUT_S = 3.0
+
+
+def answers_ok(url: str) -> bool:
+    """Return True if a GET of a plain HTTP address gives status 200."""
+    return _exchange("GET", url) is not None
+
+
+def online_workers(api_url: str, pool: str) -> int:
+    """Return the number of online workers of a Prefect work pool; 0 if the server is silent."""
+    answer = _exchange("POST", f"{api_url}/work_pools/{pool}/workers/filter", {})
+    if answer is None:
+        return 0
+    return sum(1 for worker in json.loads(answer) if worker.get("status") == "ONLINE")
+
+
+def _exchange(method: str, url: str, body: Any = None) -> bytes | None:
+    """Return the content of a 200 answer; None for anything else, silence included."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(
+        parts.hostname or "127.0.0.1", parts.port, timeout=TIMEOUT_S
+    )
+    try:
+        connection.request(
+            method,
+            parts.path,
+            body=None if body is None else json.dumps(body),
+            headers={"Content-Type": "application/json"},
+        )
+        response = connection.getresponse()
+        content = response.read()
+        return content if response.status == 200 else None
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()

@@ -18,7 +18,7 @@ from infra import env
 from infra.errors import ServiceError
 from infra.faults import fault
 from infra.frozen_model import FrozenModel
-from infra.host.loopback_http import answers_ok
+from infra.host.ports import answers_ok
 from infra.host.processes import (
     ProcessIdentity,
     ProcessRecord,

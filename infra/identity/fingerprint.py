@@ -6,9 +6,12 @@ bytes of this project's modules that the job's modules reach by `import` stateme
 and not executed, so that the control plane needs no job libraries.
 Does not promise: to follow modules imported by name at run time (a registry's "module:Class").
 The caller passes the modules of the chosen plugins as further roots.
+
+Parse a Python file without running it, safely among threads.
 """
 
 import ast
+import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,11 +22,23 @@ from platform import python_version_tuple
 from typing import Any
 
 from infra.errors import ConfigError
-from infra.identity.syntax import parsed_file
 from infra.job_environments import installed_distributions
 from infra.plugins import Row, external_modules, import_external_modules, outside_rows
 from infra.store.canonical import sha256_file, sha256_json
 from infra.store.stage_spec import Artifact, NextStage, some
+
+_NUM_ATTEMPTS = 20
+
+
+def parsed_file(path: Path) -> ast.Module:
+    """Return the syntax tree of a file; raises SyntaxError or ValueError if it is not Python."""
+    # Before 3.11.8 and 3.12.1, CPython shares the recursion depth of the parser among threads and
+    # raises SystemError if two parse at once (CPython issue 106905). Each call resets the depth.
+    for _ in range(_NUM_ATTEMPTS - 1):
+        with contextlib.suppress(SystemError):
+            return ast.parse(path.read_bytes(), filename=str(path))
+    return ast.parse(path.read_bytes(), filename=str(path))
+
 
 OUR_PACKAGES = ("engines", "flows", "hardware", "infra", "tasks")
 _PROJECT_ROOT = Path(__file__).resolve().parents[2]

@@ -2,18 +2,23 @@
 
 Plain HTTP avoids `import ray` (a second of CPU) in the control plane. The token is sent in a header
 and appears in no URL, error text or log. Every call has a timeout and is not retried.
+
+Typed requests to and answers from Ray's job server; texts from Ray are redacted.
 """
 
 import http.client
 import json
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from infra import env
 from infra.errors import ConfigError, JobSubmitError
+from infra.redact import redact
 
 REQUEST_TIMEOUT_S = 30.0
 """Long enough for a submission: the head itself waits 10 s for its job agent."""
@@ -126,3 +131,57 @@ def existing_token() -> str | None:
                 "environment.RAY_AUTH_TOKEN_PATH", f"{named} does not exist; need the token file"
             ) from None
         return None
+
+
+class JobState(StrEnum):
+    """Ray's states of a job."""
+
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    STOPPED = "STOPPED"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+
+
+class JobRequest(NamedTuple):
+    """A job to submit."""
+
+    argv: Sequence[str]
+    """Absolute path of the program (`sys.executable`), and its arguments."""
+    env: Mapping[str, str]
+    """Variables added to the cluster's environment. No secrets: everyone who may list jobs can read
+    them."""
+    metadata: Mapping[str, str]
+    """Stored with the job and shown by Ray's tools."""
+    resources: Mapping[str, Any] = {}
+    """`ray.remote` arguments that reserve resources; if empty, it runs on the head node."""
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """Ray's record of a job; for a failed job the message is the tail of its log.
+
+    `exit_code` is that of the entry point, -9 after SIGKILL; None while it runs or if stopped.
+    """
+
+    submission_id: str
+    state: JobState
+    message: str
+    exit_code: int | None
+    metadata: Mapping[str, str]
+
+    @property
+    def is_terminal(self) -> bool:
+        """True if the job has ended."""
+        return self.state not in {JobState.PENDING, JobState.RUNNING}
+
+
+def parse_status(job: Mapping[str, Any]) -> JobStatus:
+    """Convert a job server entry to a `JobStatus`."""
+    return JobStatus(
+        submission_id=job["submission_id"],
+        state=JobState(job["status"]),
+        message=redact(job.get("message") or ""),
+        exit_code=job.get("driver_exit_code"),
+        metadata=dict(job.get("metadata") or {}),
+    )

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from infra import env
 from infra.errors import JobSubmitError, ServiceError
-from infra.host.loopback_http import answers_ok
-from infra.host.ports import pick_port, pick_ports
+from infra.host.ports import answers_ok, pick_port, pick_ports
 from infra.host.servers import ServerCommand, ServerRecord
 from infra.ray.api import RayApi
 

@@ -12,9 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from infra.errors import JobSubmitError
-from infra.ray.api import RayApi, RayResponseError, RayUnreachableError
+from infra.ray.api import (
+    JobRequest,
+    JobStatus,
+    RayApi,
+    RayResponseError,
+    RayUnreachableError,
+    parse_status,
+)
 from infra.ray.cluster import Cluster
-from infra.ray.job_types import JobRequest, JobStatus, parse_status
 from infra.redact import redact
 from infra.waiting import wait_for
 

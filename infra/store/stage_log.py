@@ -24,7 +24,7 @@ from infra.faults import fault
 from infra.frozen_model import FrozenModel
 from infra.store.atomic import create_exclusively, make_directories
 from infra.store.canonical import canonical_json
-from infra.store.followers import Followers
+from infra.store.heartbeat import Followers
 from infra.store.stage_spec import Adoption, CommitRecord, check_fingerprint
 
 NUM_READERS = 8

@@ -19,8 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 from infra.errors import ArtifactCorruptError, ArtifactNotFoundError, ConfigError
 from infra.faults import fault
-from infra.plugin_table import PluginTable
-from infra.plugins import Row
+from infra.plugins import PluginTable, Row
 from infra.store.artifacts import (
     EXTERNAL_KIND,
     MANIFEST_NAME,
@@ -40,7 +39,7 @@ from infra.store.atomic import (
     remove_abandoned,
     temporary_sibling,
 )
-from infra.store.followers import LocalFollowers
+from infra.store.heartbeat import LocalFollowers
 from infra.store.inventory import Inventory, LocalInventory
 from infra.store.runs import LocalRuns, Runs
 from infra.store.stage_log import Attempt, Attempts, LocalLogFiles, StageLogs, latest_commit

@@ -7,7 +7,7 @@ They belong to the store and not to a home, so every process that reaches the st
                     samples/00000010.json  samples of a step, see `infra.tracking.samples`
         steps-<g>/step-00000050/         g: first attempt of the generation; with an adopted
                                          checkpoint, a part of its digest follows
-        followers/<name>                 see `infra.store.followers`
+        followers/<name>                 see `infra.store.heartbeat`
 
 Promises: attempts share only the step checkpoints, which appear completely and are named by
 content. No attempt continues from a checkpoint whose steps the counted journals lack. A prune after

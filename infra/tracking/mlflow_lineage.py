@@ -6,9 +6,21 @@ the runs that read it and, with the context `output`, of the run that made it. T
 logged with the run and the logged model. Every call can be repeated.
 Does not promise: to upload the files; the dataset's source and the tag `rlhf.uri` give their
 location. Two machines that log one digest at the same moment may create two logged models.
+
+Models of promotion gates as versions in MLflow's model registry.
+
+Promises: one version per digest, however often a model is registered, and the alias points to it;
+`mlflow.transformers.load_model("models:/NAME@champion")` and `mlflow.pyfunc` load it, with a server
+also on other machines. The run holds the files in MLflow's model layout. An embedded tracker
+hard-links the store's files where possible.
+Does not promise: to upload weights above `MAX_UPLOAD_BYTES` to a server; then only `MLmodel` and
+the manifest are uploaded, and the tag `rlhf.uri` gives the location of the weights.
 """
 
 import json
+import os
+import shutil
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,13 +29,170 @@ from urllib.parse import urlsplit
 
 from infra.store.artifacts import EXTERNAL_KIND, MANIFEST_NAME, Manifest
 from infra.store.stage_spec import Artifact
-from infra.tracking.mlflow_models import DIGEST_TAG, FINGERPRINT_TAG, URI_TAG
 from infra.tracking.mlflow_tracker import headline_rows
-from infra.tracking.tracker import TrackedOutput
+from infra.tracking.tracker import Incumbent, ModelCandidate, TrackedOutput
 
 if TYPE_CHECKING:
     from mlflow.entities import DatasetInput, Run
     from mlflow.tracking import MlflowClient
+
+MAX_UPLOAD_BYTES = 2 * 1024**3
+ARTIFACT_PATH = "model"
+METRIC_TAG = "rlhf.metric."
+DIGEST_TAG = "rlhf.digest"
+URI_TAG = "rlhf.uri"
+FINGERPRINT_TAG = "rlhf.fingerprint"
+MODEL_TAG = "rlhf.logged_model"
+"""Id of the version's logged model. MLflow's own field cannot be used: a server refuses a version
+whose files are not the logged model's, and these files belong to the run."""
+BEAT_TAG = "rlhf.beat"
+"""The model that it was compared with and that had the alias before, as JSON; empty if none."""
+_WEIGHTS = (".safetensors", ".safetensors.index.json")
+
+
+def register_version(client: "MlflowClient", candidate: ModelCandidate, model_id: str) -> str:
+    """Register a model with the id of its logged model, set the alias, and return the version."""
+    artifact = candidate.artifact
+    version = _version_with(client, candidate.name, artifact.digest)
+    if version is None:
+        source = _log_model(client, candidate)
+        tags = {
+            DIGEST_TAG: artifact.digest,
+            URI_TAG: artifact.uri,
+            FINGERPRINT_TAG: artifact.fingerprint or "",
+            MODEL_TAG: model_id,
+            **{METRIC_TAG + key: repr(float(value)) for key, value in candidate.metrics.items()},
+        }
+        created = client.create_model_version(candidate.name, source, candidate.run_id, tags=tags)
+        version = str(created.version)
+    beat = candidate.beat.model_dump_json() if candidate.beat else ""
+    client.set_model_version_tag(candidate.name, version, BEAT_TAG, beat)
+    client.set_registered_model_alias(candidate.name, candidate.alias, version)
+    return version
+
+
+def bearer_of(client: "MlflowClient", name: str, alias: str) -> Incumbent | None:
+    """Return the version that an alias points to, read from its tags; None if there is none."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        version = client.get_registered_model(name).aliases.get(alias)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        version = None
+    if version is None:
+        return None
+    found = client.get_model_version(name, version)
+    tags, beat = found.tags, found.tags.get(BEAT_TAG)
+    artifact = Artifact(
+        kind="model",
+        uri=tags.get(URI_TAG, found.source or ""),
+        digest=tags.get(DIGEST_TAG, ""),
+        fingerprint=tags.get(FINGERPRINT_TAG) or None,
+    )
+    return Incumbent(str(version), artifact, Artifact.model_validate_json(beat) if beat else None)
+
+
+def aliased_digests(client: "MlflowClient") -> dict[str, str]:
+    """Return the digests of all aliased versions, each with one `name@alias`."""
+    found: dict[str, str] = {}
+    token: str | None = None
+    while True:
+        page = client.search_registered_models(page_token=token)
+        for model in page:
+            for alias, version in model.aliases.items():
+                tags = client.get_model_version(model.name, version).tags
+                if DIGEST_TAG in tags:
+                    found[tags[DIGEST_TAG]] = f"{model.name}@{alias}"
+        token = page.token
+        if not token:
+            return found
+
+
+def _version_with(client: "MlflowClient", name: str, digest: str) -> str | None:
+    """Return the version with this digest; creates the registered model if it is absent."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    for found in client.search_model_versions(f"name = '{name}'"):
+        if found.tags.get(DIGEST_TAG) == digest:
+            return str(found.version)
+    return None
+
+
+def _log_model(client: "MlflowClient", candidate: ModelCandidate) -> str:
+    run = client.get_run(candidate.run_id)
+    place = f"{run.info.artifact_uri}/{ARTIFACT_PATH}"
+    if place.startswith("file://"):
+        _lay_out(candidate, Path(place.removeprefix("file://")), links=True)
+        return place
+    with tempfile.TemporaryDirectory(prefix="rlhf-model-") as scratch:
+        directory = Path(scratch, ARTIFACT_PATH)
+        _lay_out(candidate, directory, links=False)
+        client.log_artifacts(candidate.run_id, str(directory), ARTIFACT_PATH)
+    return place
+
+
+def _lay_out(candidate: ModelCandidate, directory: Path, *, links: bool) -> None:
+    from mlflow.models import Model
+
+    source = candidate.directory
+    files = [path for path in source.rglob("*") if path.is_file()]
+    too_large = sum(path.stat().st_size for path in files) > MAX_UPLOAD_BYTES
+    flavor = _flavor(json.loads((source / "config.json").read_text(encoding="utf-8")), source)
+    for path in files:
+        name = path.relative_to(source)
+        if too_large and not links and path.name != "manifest.json":
+            continue
+        _place(path, directory / "model" / name, links=links)
+        if not path.name.endswith(_WEIGHTS):
+            for component in ("tokenizer", "processor"):
+                if f"{component}_type" in flavor:
+                    _place(path, directory / "components" / component / name, links=links)
+    model = Model(artifact_path=ARTIFACT_PATH, run_id=candidate.run_id)
+    model.add_flavor("transformers", **flavor)
+    if "processor_type" not in flavor:
+        python = ".".join(str(part) for part in sys.version_info[:3])
+        model.add_flavor(
+            "python_function", loader_module="mlflow.transformers", python_version=python
+        )
+    model.save(str(directory / "MLmodel"))
+
+
+def _flavor(config: Mapping[str, Any], source: Path) -> dict[str, Any]:
+    flavor: dict[str, Any] = {
+        "task": "text-generation",
+        "instance_type": "TextGenerationPipeline",
+        "pipeline_model_type": config["architectures"][0],
+        "model_binary": "model",
+        "framework": "pt",
+        "torch_dtype": f"torch.{config.get('dtype', 'float32')}",
+        "components": ["tokenizer"],
+        "tokenizer_type": "AutoTokenizer",
+    }
+    if (source / "preprocessor_config.json").exists():
+        flavor |= {"task": "image-text-to-text", "instance_type": "ImageTextToTextPipeline"}
+        flavor["processor_type"] = "AutoProcessor"
+    return flavor
+
+
+def _place(source: Path, target: Path, *, links: bool) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    try:
+        # Also for an upload: scratch directory and store may share a disk.
+        os.link(source, target)
+    except OSError:
+        if links:
+            shutil.copyfile(source, target)
+        else:
+            target.symlink_to(source)
+
 
 MODEL_KINDS = frozenset({"policy", "model"})
 OUTPUT = "output"

@@ -157,8 +157,7 @@ class MlflowTracker:
     def register(self, candidate: ModelCandidate) -> str:
         """Register the model as a version that MLflow's API can load."""
         with _refusals(), self._writing():
-            from infra.tracking.mlflow_lineage import model_of
-            from infra.tracking.mlflow_models import register_version
+            from infra.tracking.mlflow_lineage import model_of, register_version
 
             run = self._client.get_run(candidate.run_id)
             model_id = model_of(self._client, run, candidate.artifact)
@@ -169,7 +168,7 @@ class MlflowTracker:
         if self.is_absent():
             return None
         with _refusals(), self._writing():
-            from infra.tracking.mlflow_models import bearer_of
+            from infra.tracking.mlflow_lineage import bearer_of
 
             return bearer_of(self._client, name, alias)
 
@@ -178,7 +177,7 @@ class MlflowTracker:
         if self.is_absent():
             return {}
         with _refusals(), self._writing():
-            from infra.tracking.mlflow_models import aliased_digests
+            from infra.tracking.mlflow_lineage import aliased_digests
 
             return aliased_digests(self._client)
 

@@ -26,7 +26,7 @@ from infra.errors import (
     JobError,
     JobFailedError,
 )
-from infra.ray.job_types import JobState
+from infra.ray.api import JobState
 from infra.ray.jobs import RayJobs
 from infra.redact import redact
 from infra.store.heartbeat import Beat, BeatWatch
@@ -37,10 +37,9 @@ from infra.store.storage import Storage
 from infra.store.work_channel import JobProblem
 from infra.tracking.journal import JournalRecord, read_journal
 from infra.waiting import when_it_answers
-from tasks.runner.cancellation import STOP_DEADLINE_S, run_is_cancelled
 from tasks.runner.memory_knobs import memory_knobs
-from tasks.runner.run_page import RunPage
-from tasks.runner.submission import Submission
+from tasks.runner.recorder import RunPage
+from tasks.runner.submission import STOP_DEADLINE_S, Submission, run_is_cancelled
 
 POLL_S = 0.2
 STATUS_EVERY_S = 1.0

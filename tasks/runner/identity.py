@@ -3,9 +3,13 @@
 Promises: two requests have one fingerprint exactly if stage, configuration, input digests, seed,
 reachable sources, installed libraries, installed plugins and the imports of a user's scripts are
 the same; nothing else enters.
+
+Decides which project code can change a result, and so counts for the stages that import it.
+
+Promises: everything that a job imports counts, except what is listed here with its reason.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -19,14 +23,60 @@ from infra.identity.fingerprint import (
     installed_libraries,
     outside_code,
     project_modules,
+    source_closure,
     stage_identity,
 )
-from infra.identity.imported_code import ImportedCode, imported_code
-from infra.identity.scripts import SCRIPT_KIND, script_artifact
+from infra.identity.imported_code import SCRIPT_KIND, ImportedCode, imported_code, script_artifact
 from infra.store.artifacts import external_artifact
 from infra.store.canonical import sha256_json
 from infra.store.stage_spec import Artifact
-from tasks.runner.numeric_code import numeric_sources
+
+UNCOUNTED: Mapping[str, str] = {
+    "infra": "moves bytes that digests verify, starts processes, tells people",
+    "engines.config.base": "what a configuration says counts by its values",
+    "engines.config.stages": "the same; a stage more is no change of the others",
+    "engines.config.rows": "tables of names; what a stage names of them counts",
+    "engines.config.rules": "only refuses",
+    "engines.config.backends": "a table of names; what a stage names of it counts",
+    "engines.config.plugins": "a table of names; what a stage names of it counts",
+    "engines.errors": "wording",
+    "engines.jobs.process.failure_messages": "wording",
+    "engines.jobs.process.runtime": "specification in, published artifact out",
+    "engines.trainers.step_timer": "measures time",
+    "hardware.detection": "chooses a platform",
+    "hardware.platforms": "a table of names",
+    "hardware.cpu_megatron": "counts for stages of that backend",
+    "hardware.cpu_torchtitan": "counts for stages of that backend",
+}
+"""Modules and packages that cannot change a result, with the reason."""
+
+COUNTED: Mapping[str, str] = {
+    "infra.store.canonical": "writes files of artifacts",
+    "infra.tracking.comparison": "says which of two models is better",
+    "infra.tracking.promotion": "says whether a model beats the incumbent, and what it becomes",
+}
+"""Exceptions to `UNCOUNTED`, with the reason."""
+
+
+def numeric_sources(roots: Sequence[str]) -> dict[str, str]:
+    """Return sha256 by module that the `roots` reach and that can change a result, sorted.
+
+    Read once per process; a job compares the files with these digests before it begins.
+    """
+    return dict(_closure(tuple(sorted(set(roots)))))
+
+
+@cache
+def _closure(roots: tuple[str, ...]) -> dict[str, str]:
+    return source_closure(roots, counts=_counts)
+
+
+def _counts(module: str) -> bool:
+    if module in COUNTED:
+        return True
+    parts = module.split(".")
+    return not any(".".join(parts[:length]) in UNCOUNTED for length in range(1, len(parts) + 1))
+
 
 STAGE_SCHEMA_VERSION = 2
 NUMERIC_DISTRIBUTIONS = (

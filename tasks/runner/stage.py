@@ -25,13 +25,11 @@ from infra.store.storage import Storage
 from infra.tracking.history import StageHistory
 from infra.tracking.journal import JournalRecord
 from tasks.runner.adoption import find_adoptable
-from tasks.runner.cancellation import stop_followed
 from tasks.runner.following import JobFollower
 from tasks.runner.identity import StageRequest
-from tasks.runner.recorder import EndStatus, Recorder, end_status
+from tasks.runner.recorder import EndStatus, Recorder, RunPage, end_status
 from tasks.runner.run import StageResult
-from tasks.runner.run_page import RunPage
-from tasks.runner.submission import Submission
+from tasks.runner.submission import Submission, stop_followed
 
 
 class StageObserver(Protocol):

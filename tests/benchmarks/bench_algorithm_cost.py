@@ -36,14 +36,14 @@ from engines.algorithms.value_objective import ValueObjective
 from engines.config.algorithm import FilterGroupsConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.model_worker import ModelWorker
-from engines.trainers.guards.mismatch import MeasuredObjective
-from engines.trainers.samples.packing import pack
-from engines.trainers.samples.scored import ScoredBatch
-from engines.trainers.step.collector import Collector
+from engines.trainers.collector import Collector
+from engines.trainers.guards import MeasuredObjective
+from engines.trainers.packing import pack
+from engines.trainers.scoring import ScoredBatch
 from engines.training.backends.transformers.engine import TransformersModelEngine
-from engines.training.create import create_engine
+from engines.training.base import create_engine
 from engines.training.model.attention import Packing
-from engines.training.step.totals import Totals
+from engines.training.step.micro_batches import Totals
 from engines.types import TokenBatch
 from hardware.cpu import CPUPlatform
 

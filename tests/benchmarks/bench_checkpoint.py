@@ -20,10 +20,9 @@ from measure import arguments, ratio_line, take_turns, turn_by_turn
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils import logging
 
-from engines.checkpoint.models.export import write_model
+from engines.checkpoint.export import write_model
 from engines.config.training import OptimizerConfig, TrainingConfig
-from engines.training.base import BaseEngine
-from engines.training.create import create_engine
+from engines.training.base import BaseEngine, create_engine
 from hardware.cpu import CPUPlatform
 from infra.store.atomic import fsync_tree
 

@@ -21,11 +21,10 @@ from measure import Measurement, arguments, ratio_line, take_turns, turn_by_turn
 from torch import Tensor
 
 from engines.checksum import combine, tensor_checksum
-from engines.key_value_store import connect_store, open_store
+from engines.collectives import connect_store, open_store
 from engines.weight_sync import shared_memory
 from engines.weight_sync.base import Transport, WeightSource
-from engines.weight_sync.collective import CollectiveTransport
-from engines.weight_sync.courier import BroadcastGroup
+from engines.weight_sync.collective import BroadcastGroup, CollectiveTransport
 
 GOAL = 0.8
 MIN_REPEATS = 7

@@ -29,21 +29,20 @@ from measure import Measurement, cost_line, machine
 from engines.config.algorithm import RewardConfig
 from engines.config.model import TokenizerConfig
 from engines.config.stages.rl import RLRoundStageConfig
-from engines.controller.dispatch import Dispatch, dispatch
 from engines.controller.rank_process import RayGroupOptions
 from engines.controller.ray_group import RayWorkerGroup
+from engines.controller.worker_group import Dispatch, dispatch
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.examples import rl_prompts
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.assembly import RoundInputs, assemble
-from engines.trainers.loop.loop_step import LoopStep
-from engines.trainers.samples.prompts import PromptSource
-from engines.trainers.samples.scoring import CompletionScorer
-from engines.trainers.step.collector import Collector
-from engines.training.roles import POLICY, RoleName
-from engines.training.spec import LossFn
+from engines.trainers.collector import Collector
+from engines.trainers.progress import LoopStep
+from engines.trainers.prompts import PromptSource
+from engines.trainers.scoring import CompletionScorer
+from engines.training.spec import POLICY, LossFn, RoleName
 from engines.types import Completion, RolloutRequest, SamplingParams, TokenBatch, TrainMetrics
 
 MAX_WIRE_BYTES, MAX_DRIVER_S, MAX_RESIDENT_BYTES = 9.0, 1.5, 12.0

@@ -26,8 +26,7 @@ from sampled_workload import (
 )
 
 from engines.config.rollout import RolloutConfig
-from engines.rollout.base import RolloutEngine
-from engines.rollout.create import create_rollout_engine
+from engines.rollout.base import RolloutEngine, create_rollout_engine
 from hardware.cpu import CPUPlatform
 from infra.job_environments import interpreter_of
 

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from engines.algorithms.supervised import sft_loss_fn
 from engines.config.training import OptimizerConfig, TrainingConfig
-from engines.training.create import create_engine
+from engines.training.base import create_engine
 from engines.types import TokenBatch
 from hardware.cpu import CPUPlatform
 

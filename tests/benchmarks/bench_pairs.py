@@ -24,13 +24,12 @@ from tiny_model import EOS_TOKEN_ID, NUM_SPECIAL, word, write_model
 from engines.algorithms.preference.options import RewardModelOptions
 from engines.config.sections import PreferenceConfig, RewardTrainingConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
-from engines.controller.in_process import InProcessGroup
 from engines.controller.model_worker import ModelWorker, WorkerSpec
-from engines.controller.worker_group import WorkerGroup
+from engines.controller.worker_group import InProcessGroup, WorkerGroup
 from engines.data.read.chat import RenderedConversation
 from engines.data.read.pairs import Pair
 from engines.trainers.supervised.preference import PolicyPairs, RewardPairs
-from engines.training.roles import POLICY, REFERENCE, REWARD, ModelSource, RoleName, RoleSpec
+from engines.training.spec import POLICY, REFERENCE, REWARD, ModelSource, RoleName, RoleSpec
 
 VOCAB_SIZE, MAX_TOKENS, LR = 512, 256, 1e-4
 MICRO_BATCH_TOKENS = 2_048

@@ -23,8 +23,7 @@ from tiny_model import write_model
 from engines import collectives
 from engines.algorithms.supervised import sft_loss_fn
 from engines.config.training import OptimizerConfig, TrainingConfig
-from engines.training.base import BaseEngine
-from engines.training.create import create_engine
+from engines.training.base import BaseEngine, create_engine
 from engines.types import TokenBatch
 from hardware.cpu import CPUPlatform
 from infra.host.ports import pick_ports

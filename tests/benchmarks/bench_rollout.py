@@ -24,8 +24,7 @@ from rlhf.testing.rollout_calls import generate_all, send_weights
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from engines.config.rollout import RolloutConfig
-from engines.rollout.base import RolloutEngine
-from engines.rollout.create import create_rollout_engine
+from engines.rollout.base import RolloutEngine, create_rollout_engine
 from engines.types import RolloutRequest, SamplingParams
 from hardware.cpu import CPUPlatform
 

@@ -4,7 +4,7 @@ Percentile bootstrap (Efron & Tibshirani, An Introduction to the Bootstrap, 1993
 paired differences (Koehn, Statistical Significance Tests for Machine Translation Evaluation,
 EMNLP 2004, sec. 4): problems are drawn again with both of their verdicts, within each seed. So it
 speaks of problems like these; the seeds are the ones that were run. It says how much was gained;
-whether chance could have done it, of two models alone, is `engines.trainers.evaluation.paired`.
+whether chance could have done it, of two models alone, is `engines.trainers.evaluation.comparison`.
 """
 
 from collections.abc import Sequence

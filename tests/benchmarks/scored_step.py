@@ -12,15 +12,15 @@ import numpy as np
 from tiny_model import NUM_SPECIAL
 
 from engines.config.stages.rl import RLRoundStageConfig
-from engines.controller.in_process import InProcessGroup
 from engines.controller.model_worker import ModelWorker, WorkerSpec
+from engines.controller.worker_group import InProcessGroup
 from engines.data.read.tokenizer import text_config
 from engines.trainers.assembly import RoundInputs, assemble
-from engines.trainers.loop.loop_step import LoopStep
-from engines.trainers.samples.scored import ScoredBatch, ScoredSample
-from engines.trainers.step.collector import Collector
-from engines.trainers.step.metrics import step_metrics
-from engines.training.roles import CRITIC, POLICY, REFERENCE, ModelSource, RoleName, RoleSpec
+from engines.trainers.collector import Collector
+from engines.trainers.progress import LoopStep
+from engines.trainers.recorder import step_metrics
+from engines.trainers.scoring import ScoredBatch, ScoredSample
+from engines.training.spec import CRITIC, POLICY, REFERENCE, ModelSource, RoleName, RoleSpec
 from engines.trajectory import Prompt, Segment, Trajectory
 
 VOCAB_SIZE, MAX_NEW_TOKENS, MAX_LENGTH = 4096, 256, 512

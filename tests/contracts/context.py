@@ -11,8 +11,7 @@ from rlhf.testing.plain_loop import EPS, LR, NUM_STEPS, WEIGHT_DECAY, make_batch
 
 from engines.config.backends import ENGINES
 from engines.config.training import EmaConfig, OptimizerConfig, TrainingConfig
-from engines.training.base import BaseEngine
-from engines.training.create import create_engine
+from engines.training.base import BaseEngine, create_engine
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, Readouts, TokenBatch
 from hardware.detection import availability, create, detect
 from infra.names import unknown_name

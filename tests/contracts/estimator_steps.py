@@ -10,7 +10,7 @@ from engines.algorithms.parts import Advantages
 from engines.algorithms.sequences import on_last_token
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.options import check_parts
-from engines.config.rows.algorithm import ADVANTAGES
+from engines.config.rows import ADVANTAGES
 from engines.types import TokenBatch
 
 MASKS = [

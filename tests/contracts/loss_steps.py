@@ -19,7 +19,7 @@ from torch import Tensor
 from engines.algorithms.parts import Gather
 from engines.algorithms.policy_objective import policy_loss_fn
 from engines.config.algorithm import AlgorithmConfig
-from engines.config.rows.algorithm import POLICY_LOSSES
+from engines.config.rows import POLICY_LOSSES
 from engines.types import GlobalCounts, ModelOutputs, TokenBatch
 
 MAX_NEW_TOKENS = 8

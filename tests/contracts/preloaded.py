@@ -10,4 +10,4 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
-import engines.training.create  # noqa: F401
+import engines.training.base  # noqa: F401

@@ -10,7 +10,7 @@ from engines.errors import WeightSyncError
 from engines.rollout.base import RolloutEngine
 from engines.rollout.collect import collect
 from engines.types import Completion, RolloutRequest
-from engines.weight_sync.base import Receipt, ReceiverGoneError
+from engines.weight_sync.base import ReceiverGoneError, WeightDigest
 from engines.weight_sync.in_process import InProcessTransport
 
 SYNC_TIMEOUT_S = 60.0
@@ -30,7 +30,7 @@ def send_weights(
     version: int,
     dtype: str = "float32",
     float32_names: Collection[str] = (),
-) -> Receipt:
+) -> WeightDigest:
     """Send weights by name, to be served as `version`; returns what was sent."""
     return asyncio.run(send_weights_async(engine, tensors, version, dtype, float32_names))
 
@@ -41,7 +41,7 @@ async def send_weights_async(
     version: int,
     dtype: str = "float32",
     float32_names: Collection[str] = (),
-) -> Receipt:
+) -> WeightDigest:
     """`send_weights` inside the loop that the engine belongs to."""
     transport = InProcessTransport(dtype, SYNC_TIMEOUT_S, float32_names)
     sending = asyncio.get_running_loop().run_in_executor(None, transport.send, iter(tensors))

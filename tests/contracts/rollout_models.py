@@ -17,10 +17,10 @@ from transformers import (
 
 from engines.checkpoint.hub_names import hub_slots
 from engines.checksum import combine, tensor_checksum
-from engines.rollout.transformers.sampling import filter_logits
+from engines.rollout.transformers.scheduler import filter_logits
 from engines.types import Completion, RolloutRequest
-from engines.weight_sync.base import Receipt
-from engines.weight_sync.files import SafetensorsSource
+from engines.weight_sync.base import WeightDigest
+from engines.weight_sync.in_process import SafetensorsSource
 
 PAD, EOS = 0, 3
 CONTEXT_LENGTH = 512
@@ -119,9 +119,9 @@ def tensors_of(made) -> dict[str, Tensor]:
     return {name: slot.view(own[slot.parameter]).clone() for name, slot in slots}
 
 
-def receipt_of(tensors: dict[str, Tensor]) -> Receipt:
+def receipt_of(tensors: dict[str, Tensor]) -> WeightDigest:
     """What a receiver of exactly these holds."""
-    return Receipt(
+    return WeightDigest(
         digest=combine((name, tensor_checksum(tensor)) for name, tensor in tensors.items()),
         num_tensors=len(tensors),
         num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),

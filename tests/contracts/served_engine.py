@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 
 from engines.config.rollout import RolloutConfig
 from engines.config.training import LoraConfig
-from engines.rollout.create import create_rollout_engine
+from engines.rollout.base import create_rollout_engine
 from engines.types import Completion, RolloutRequest, SamplingParams
 from hardware.cpu import CPUPlatform
 

@@ -25,7 +25,7 @@ from rlhf.testing.estimator_steps import (
 from engines.algorithms.policy_objective import policy_loss_fn
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.options import check_parts
-from engines.config.rows.algorithm import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
+from engines.config.rows import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
 from engines.types import GlobalCounts, ModelOutputs, TokenBatch
 from infra.plugins import import_external_modules
 

@@ -42,7 +42,7 @@ from engines.checkpoint.model_directory import stored_tensor_names
 from engines.config.backends import BACKENDS
 from engines.training.backends.merging import merge_checkpoint
 from engines.weight_places import WeightPlace
-from engines.weight_sync.send_plan import make_plan
+from engines.weight_sync.sharded import make_plan
 
 Case = Callable[[Layout, str], dict[str, Any]]
 BY_NAME = {layout.name: layout for layout in LAYOUTS}

@@ -14,7 +14,7 @@ import pytest
 
 from engines.config.data import SourceConfig
 from engines.data.prepare.preprocessors.base import Preprocessor
-from engines.data.prepare.preprocessors.create import create_preprocessor
+from engines.data.prepare.sources import create_preprocessor
 from engines.data.read.rows import PreferenceRow, RLRow, RowError, SFTRow
 
 GSM8K_ROWS = [

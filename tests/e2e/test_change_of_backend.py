@@ -16,8 +16,7 @@ from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.jobs.policy.critic_source import critic_source
 from engines.jobs.policy.files import policy_source
 from engines.training.backends.merging import merge_checkpoint
-from engines.training.base import BaseEngine
-from engines.training.create import create_engine
+from engines.training.base import BaseEngine, create_engine
 from hardware.cpu import CPUPlatform
 
 WORLD_SIZE, NUM_STEPS = 4, 3

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_pipeline import Home
 
-from flows.local.own_flow import load_own_flow
+from flows.local.local_run import load_own_flow
 from flows.report.report import Report, plot_data
 from infra.errors import ConfigError
 from infra.store.storage import open_storage

@@ -24,8 +24,7 @@ from tiny_pipeline import RECIPE, Home
 
 from flows.automations import MAX_RESUMES, SILENCE_S, STRANDED_S, TAG
 from infra.host import servers
-from infra.services.commands import WORK_POOL
-from infra.services.stack import down, running_prefect_url
+from infra.services.stack import WORK_POOL, down, running_prefect_url
 from infra.store.storage import open_storage
 from infra.waiting import wait_for
 

@@ -23,7 +23,7 @@ from engines.config.stages.base import Runtime
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.config.stages.supervised import SFTStageConfig
 from infra.identity.fingerprint import next_fingerprint
-from infra.ray.job_types import JobRequest
+from infra.ray.api import JobRequest
 from infra.store.heartbeat import Beat
 from infra.store.process_stamp import is_dead
 from infra.store.stage_spec import Artifact, CommitRecord, NextStage, StageSpec

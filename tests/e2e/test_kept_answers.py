@@ -16,7 +16,7 @@ from tiny_stages import DATA, EVALUATE, EVALUATION, MODEL
 from engines.checkpoint.model_directory import create_random_model
 from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
-from infra.identity.scripts import script_artifact
+from infra.identity.imported_code import script_artifact
 from infra.store.artifacts import MANIFEST_NAME, external_artifact
 from infra.store.stage_spec import Artifact, CommitRecord, StageSpec
 from infra.store.storage import open_storage

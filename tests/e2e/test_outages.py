@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 from tiny_pipeline import RUN_DEADLINE_S, Home, settings
 
-from infra.host.loopback_http import answers_ok
-from infra.host.ports import pick_port
+from infra.host.ports import answers_ok, pick_port
 from infra.host.processes import ProcessRecord, start_detached, stop_all
-from infra.services.commands import mlflow_server, prefect_server
-from infra.services.stack import down
+from infra.services.stack import down, mlflow_server, prefect_server
 from infra.store.storage import open_storage
 from infra.tracking.journal import read_journal
 from infra.waiting import wait_for

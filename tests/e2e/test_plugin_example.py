@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from rlhf.testing.context import OPTIMIZER, train
 from engines.config.training import TrainingConfig
-from engines.training.create import create_engine
+from engines.training.base import create_engine
 from hardware.detection import detect
 from infra.errors import ConfigError
 root, backend = Path(sys.argv[1]), sys.argv[2]

@@ -22,10 +22,9 @@ from infra import env
 from infra.errors import ConfigError, DeadlineError, JobSubmitError, ServiceError
 from infra.host import servers
 from infra.host.servers import ServerRecord
-from infra.ray.api import RayApi, existing_token
+from infra.ray.api import JobRequest, JobState, JobStatus, RayApi, existing_token
 from infra.ray.cluster import Cluster, ensure_cluster
 from infra.ray.embedded import MIN_NUM_CPUS, is_ready
-from infra.ray.job_types import JobRequest, JobState, JobStatus
 from infra.ray.jobs import RayJobs, num_nodes
 from infra.waiting import wait_for
 

@@ -17,11 +17,11 @@ from rlhf.testing.tiny_models import write_tiny_models
 
 from infra import env
 from infra.host import servers
-from infra.host.loopback_http import online_workers
+from infra.host.ports import online_workers
 from infra.host.processes import ProcessRecord, is_alive
 from infra.ray.cluster import ensure_cluster
-from infra.services.commands import WORK_POOL
 from infra.services.stack import (
+    WORK_POOL,
     down,
     running_mlflow_url,
     running_prefect_url,

@@ -18,11 +18,11 @@ from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.launch import connect_ray, launch_policy_group
 from engines.controller.model_worker import ModelWorker, WorkerSpec
-from engines.controller.pool import Queueing
+from engines.controller.placement import Queueing
 from engines.controller.worker_group import WorkerGroup
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.errors import WorkerError
-from engines.training.roles import POLICY, ModelSource, RoleSpec
+from engines.training.spec import POLICY, ModelSource, RoleSpec
 from engines.types import TokenBatch
 
 IDS = [[(7 * i + t) % 13 + 4 for t in range(5 + i % 4)] for i in range(9)]

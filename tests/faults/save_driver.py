@@ -21,14 +21,13 @@ import torch
 from storage_calls import KILL, every_call, traced, watched
 from sync_order import not_durable
 
-from engines.checkpoint.background import BackgroundSave, write_in_background
+from engines.checkpoint.background import BackgroundSave, StagingBuffers, write_in_background
 from engines.checkpoint.engine_state import (
     EngineScalars,
     load_engine_state,
     save_engine_state,
     stage_engine_state,
 )
-from engines.checkpoint.staging import StagingBuffers
 from engines.checkpoint.step_store import StepCheckpoints, TrainerState
 from hardware.cpu import CPUPlatform
 from infra.store.step_directories import step_directories, verify_step

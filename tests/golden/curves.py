@@ -21,8 +21,7 @@ from engines.algorithms.policy_objective import policy_loss_fn
 from engines.algorithms.supervised import sft_loss_fn
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
-from engines.training.base import BaseEngine
-from engines.training.create import create_engine
+from engines.training.base import BaseEngine, create_engine
 from engines.types import TokenBatch
 from hardware.cpu import CPUPlatform
 

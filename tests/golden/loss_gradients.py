@@ -16,10 +16,9 @@ from torch import Tensor
 from engines import collectives
 from engines.algorithms.policy_objective import PolicyObjective, policy_loss_fn
 from engines.config.algorithm import AlgorithmConfig
-from engines.config.rows.algorithm import POLICY_LOSSES
+from engines.config.rows import POLICY_LOSSES
 from engines.config.training import OptimizerConfig, TrainingConfig
-from engines.training.base import BaseEngine
-from engines.training.create import create_engine
+from engines.training.base import BaseEngine, create_engine
 from engines.training.spec import LossFn
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
 from hardware.cpu import CPUPlatform

@@ -15,13 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engines import collectives
-from engines.algorithms.distillation.losses import TopKDistillation
+from engines.algorithms.distillation import TopKDistillation
 from engines.algorithms.preference.kto import KtoObjective
+from engines.algorithms.preference.objectives import RewardModelObjective
 from engines.algorithms.preference.pair_objective import PairObjective
-from engines.algorithms.preference.reward_objective import RewardModelObjective
 from engines.config.training import TrainingConfig
-from engines.training.base import BaseEngine
-from engines.training.create import create_engine
+from engines.training.base import BaseEngine, create_engine
 from engines.training.spec import LossFn, ModelType
 from engines.types import TokenBatch
 from hardware.cpu import CPUPlatform

@@ -12,9 +12,9 @@ from rlhf.testing.tiny_models import write_tiny_models
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engines.config.rows.algorithm import POLICY_LOSSES
+from engines.config.rows import POLICY_LOSSES
 from engines.config.training import TrainingConfig
-from engines.training.create import create_engine
+from engines.training.base import create_engine
 from engines.types import GlobalCounts, ModelOutputs, TokenBatch
 from hardware.cpu import CPUPlatform
 

@@ -17,8 +17,7 @@ from trl_golden import FLOAT32, GOLDEN, batch_of, by_answer, flat
 
 from engines.algorithms.advantage import advantages
 from engines.algorithms.advantages import group_relative
-from engines.algorithms.overlong import overlong_penalty
-from engines.algorithms.reward_kl import reward_kl
+from engines.algorithms.reward_shaping import overlong_penalty, reward_kl
 from engines.algorithms.sequences import on_last_token
 from engines.config.algorithm import AlgorithmConfig, OverlongConfig
 

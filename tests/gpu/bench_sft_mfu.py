@@ -30,7 +30,7 @@ from engines.algorithms.supervised import sft_loss_fn
 from engines.collectives import close_process_group
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.backends.transformers.build import enable_activation_checkpointing
-from engines.training.create import create_engine
+from engines.training.base import create_engine
 from engines.types import TokenBatch
 from hardware.base import PlatformBase
 from hardware.detection import detect

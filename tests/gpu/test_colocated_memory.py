@@ -15,7 +15,7 @@ from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.launch import launch_policy_with_rollout
 from engines.controller.model_worker import ModelWorker, WorkerSpec
-from engines.training.roles import POLICY, ModelSource, RoleSpec
+from engines.training.spec import POLICY, ModelSource, RoleSpec
 from engines.types import RolloutRequest, SamplingParams, TokenBatch
 from hardware.base import PlatformBase
 

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 from engines.algorithms.supervised import sft_loss_fn
 from engines.config.backends import BACKENDS
 from engines.config.training import OptimizerConfig, TrainingConfig
-from engines.training.base import BaseEngine
-from engines.training.create import create_engine
+from engines.training.base import BaseEngine, create_engine
 from engines.types import TokenBatch
 from hardware.base import PlatformBase
 

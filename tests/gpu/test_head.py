@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.training.model import tile_math
-from engines.training.model.linear_logprobs import linear_token_logprobs
+from engines.training.model import linear_tiles
+from engines.training.model.linear_logprobs import linear_logprobs_of, linear_token_logprobs
 from engines.training.model.linear_tiles import tile_elements
-from engines.training.model.linear_tokens import linear_logprobs_of
 from engines.training.model.linear_topk import linear_topk_logprobs
 from hardware.base import PlatformBase
 
@@ -52,7 +51,7 @@ def test_values_and_gradients(
 ) -> None:
     hidden, weight, tokens = draw(platform.device())
     if platform.device_name != "cpu":
-        assert tile_math.is_fused(hidden), "needs Triton and a C compiler"
+        assert linear_tiles.is_fused(hidden), "needs Triton and a C compiler"
     found = linear_token_logprobs(
         hidden, weight, tokens, temperature=temperature, entropy=entropy, sum_pi_squared=True,
         chunk_elements=chunk_elements,

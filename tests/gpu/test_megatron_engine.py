@@ -16,8 +16,7 @@ from rlhf.testing.plain_loop import EPS, LR, WEIGHT_DECAY, train_plainly
 from rlhf.testing.tiny_models import write_tiny_models
 
 from engines.config.training import OptimizerConfig, TrainingConfig
-from engines.training.base import BaseEngine
-from engines.training.create import create_engine
+from engines.training.base import BaseEngine, create_engine
 from hardware.base import PlatformBase
 from hardware.nvidia import NvidiaPlatform
 

@@ -19,14 +19,12 @@ from engines.algorithms.supervised import sft_loss_fn
 from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.errors import RolloutError, WeightSyncError
-from engines.rollout.base import RolloutEngine
-from engines.rollout.create import create_rollout_engine
+from engines.rollout.base import RolloutEngine, create_rollout_engine
 from engines.rollout.prompt_logprobs import PromptRequest
 from engines.rollout.transformers.engine import TransformersEngine
-from engines.training.base import BaseEngine
-from engines.training.create import create_engine
+from engines.training.base import BaseEngine, create_engine
 from engines.types import Completion, Readouts, RolloutRequest, SamplingParams, TokenBatch
-from engines.weight_sync.base import Receipt, WeightSource
+from engines.weight_sync.base import WeightDigest, WeightSource
 from hardware.base import PlatformBase
 
 DTYPES = ("float32", "bfloat16")
@@ -180,7 +178,7 @@ class Damaging:
 class Damaged(TransformersEngine):
     """Gets one wrong bit."""
 
-    async def update_weights(self, source: WeightSource, version: int) -> Receipt:
+    async def update_weights(self, source: WeightSource, version: int) -> WeightDigest:
         return await super().update_weights(Damaging(source), version)
 
 

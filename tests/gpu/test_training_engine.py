@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM
 from engines.algorithms.supervised import sft_loss_fn
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.backends.fsdp.engine import FSDP2Engine
-from engines.training.base import BaseEngine
-from engines.training.create import create_engine
+from engines.training.base import BaseEngine, create_engine
 from engines.types import TokenBatch, TrainMetrics
 from hardware.base import PlatformBase
 

@@ -14,8 +14,7 @@ import torch
 
 from engines.algorithms.supervised import sft_loss_fn
 from engines.config.training import LoraConfig, OptimizerConfig, TrainingConfig
-from engines.training.base import BaseEngine
-from engines.training.create import create_engine
+from engines.training.base import BaseEngine, create_engine
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
 from hardware.base import PlatformBase
 

@@ -13,8 +13,7 @@ from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
 from engines.algorithms.supervised import sft_loss_fn
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.images import ImagePatches
-from engines.training.base import BaseEngine
-from engines.training.create import create_engine
+from engines.training.base import BaseEngine, create_engine
 from engines.types import TokenBatch
 from hardware.base import PlatformBase
 from hardware.cpu import CPUPlatform

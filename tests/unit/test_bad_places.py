@@ -26,14 +26,13 @@ from engines.errors import CheckpointError
 from engines.jobs.policy.files import initial_source
 from engines.jobs.preflight.models import BYTES_PER_PARAMETER, checkpoint_bytes
 from flows.preflight import platform as platform_probe
-from flows.preflight import preflight
+from flows.preflight import preflight, storage
 from flows.preflight.platform import check_devices, memory_shortage
-from flows.preflight.request import request_of
+from flows.preflight.resolve import request_of
 from flows.preflight.storage import check_tracking_database
 from flows.recipe.recipe import load_recipe
 from flows.stage_order import run_stages
 from infra.errors import ArtifactError, ConfigError
-from infra.host import mounts
 from infra.ray import embedded
 from infra.store.artifacts import MANIFEST_NAME
 from infra.store.storage import LocalStorage
@@ -198,14 +197,14 @@ def test_bad_input_row_43_too_few_devices(tmp_path: Path, monkeypatch: pytest.Mo
 def test_bad_input_row_44_a_database_of_runs_on_a_network_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert mounts.file_system_of(Path("/proc/self")) == "proc"
+    assert storage.file_system_of(Path("/proc/self")) == "proc"
     table = tmp_path / "mounts"
     table.write_text(
         "/dev/a / ext4 rw 0 0\n"
         f"server:/x {tmp_path}/with\\040blank nfs4 rw 0 0\n"
         f"tmpfs {tmp_path}/with\\040blank/fast tmpfs rw 0 0\n"
     )
-    monkeypatch.setattr(mounts, "MOUNTS", table)
+    monkeypatch.setattr(storage, "MOUNTS", table)
     shared = f"sqlite:///{tmp_path}/with blank/mlflow.db"
     with pytest.raises(ConfigError) as refused:
         check_tracking_database(shared)

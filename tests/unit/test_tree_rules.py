@@ -18,14 +18,14 @@ MAX_FUNCTION_LINES = 100
 JOBS = ROOT / "engines" / "jobs"
 """Where a stage's main lies, by the stage's name: as many as there are stages, yours included."""
 HOMES = {
-    "is registered by both": "infra/plugin_table.py",
+    "is registered by both": "infra/plugins.py",
     "error.errors(include_url=False)": "infra/field_errors.py",
     "def import_external_modules": "infra/plugins.py",
-    "group_relative=True": "engines/config/rows/algorithm.py",
+    "group_relative=True": "engines/config/rows.py",
     "the advantage would be 0": "engines/config/rules/algorithm.py",
     "need at most rl.sampling.max_new_tokens": "engines/config/rules/algorithm.py",
-    "exceeds model.max_length": "engines/config/rules/sizes.py",
-    "is not a multiple of the": "engines/config/rules/sizes.py",
+    "exceeds model.max_length": "engines/config/rules/batches.py",
+    "is not a multiple of the": "engines/config/rules/batches.py",
     "is not a model directory": "engines/checkpoint/model_directory.py",
     "(pickle can run code)": "engines/checkpoint/model_directory.py",
     "need at most the model's vocabulary": "engines/data/read/tokenizer.py",

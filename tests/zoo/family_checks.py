@@ -34,10 +34,10 @@ from engines.algorithms.supervised import sft_loss_fn
 from engines.checkpoint.model_directory import check_model_directory
 from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
-from engines.rollout.create import create_rollout_engine
+from engines.rollout.base import create_rollout_engine
 from engines.training.backends.merging import merge_checkpoint
 from engines.training.backends.transformers.module_engine import ModuleEngine
-from engines.training.create import create_engine
+from engines.training.base import create_engine
 from engines.types import RolloutRequest, SamplingParams, TokenBatch
 from hardware.cpu import CPUPlatform
 

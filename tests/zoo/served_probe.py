@@ -17,12 +17,11 @@ from zoo_table import reason_of
 
 from engines.config.base import StrictModel
 from engines.config.rollout import RolloutConfig
-from engines.rollout.base import RolloutEngine
+from engines.rollout.base import RolloutEngine, create_rollout_engine
 from engines.rollout.collect import collect
-from engines.rollout.create import create_rollout_engine
 from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
 from engines.types import RolloutRequest, SamplingParams
-from engines.weight_sync.files import SafetensorsSource
+from engines.weight_sync.in_process import SafetensorsSource
 from hardware.cpu import CPUPlatform
 
 ANSWERS, WEIGHTS = "answers.json", "trained.safetensors"

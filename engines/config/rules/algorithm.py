@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.options import check_parts
 from engines.config.plugins import REWARDS
-from engines.config.rows.algorithm import ADVANTAGES, POLICY_LOSSES
-from engines.config.rules.components import GDPO, resolved_algorithm
+from engines.config.rows import ADVANTAGES, POLICY_LOSSES
+from engines.config.rules.models import GDPO, resolved_algorithm
 from engines.config.sections import RLConfig
 from infra.errors import ConfigError
 

@@ -1,10 +1,10 @@
 """Rules for a teacher in the RL rounds."""
 
-from engines.config.distillation import TOPK, DistillationConfig
+from engines.config.algorithm import TOPK, DistillationConfig
 from engines.config.options import check_options
 from engines.config.plugins import ROLLOUT_ENGINES
 from engines.config.rollout import RolloutConfig
-from engines.config.rows.algorithm import ADVANTAGES, KL_ESTIMATORS
+from engines.config.rows import ADVANTAGES, KL_ESTIMATORS
 from engines.config.sections import RLConfig
 from infra.errors import ConfigError
 

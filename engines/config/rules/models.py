@@ -1,16 +1,139 @@
-"""Rules for the models beside the policy: critics, reward models, judges."""
+"""Rules for the models beside the policy: critics, reward models, judges.
 
-from collections.abc import Mapping
+The rule for structured output.
 
-from engines.config.algorithm import RewardConfig
+Rules for rows with images: which models would read their prompts as text alone.
+
+`shown` names the source of images, as the beginning of a sentence. Every rule raises `ConfigError`.
+
+The score components that an estimator compares, and their weights.
+
+Promises: they follow from the recipe alone, so a step's samples cannot change the objective. Does
+not promise that a reward reports them: only for mixtures is that known in advance.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from engines.algorithms.options import GdpoOptions
+from engines.config.algorithm import AlgorithmConfig, DistillationConfig, RewardConfig
 from engines.config.backends import BACKENDS
-from engines.config.options import check_options
-from engines.config.plugins import REWARDS, ROLLOUT_ENGINES
-from engines.config.rollout import RolloutConfig
-from engines.config.rules.answers import check_structured_output
+from engines.config.model import JudgeConfig, RewardModelConfig
+from engines.config.options import check_options, own_options
+from engines.config.plugins import REWARDS, ROLLOUT_ENGINES, structured_output_engines
+from engines.config.rollout import RolloutConfig, StructuredOutputConfig
+from engines.config.rows import ADVANTAGES
 from engines.config.sections import RLConfig
 from engines.config.training import TrainingConfig
 from infra.errors import ConfigError
+
+
+def check_structured_output(
+    path: str, form: StructuredOutputConfig | None, rollout: RolloutConfig
+) -> None:
+    """Refuse a form that the rollout engine cannot enforce; raises `ConfigError` at `path`."""
+    if form is None or ROLLOUT_ENGINES.place(rollout.engine).structured_output:
+        return
+    able = " or ".join(structured_output_engines())
+    raise ConfigError(
+        path,
+        f"rollout.engine {rollout.engine} does not support structured output; set this to null, or "
+        f"rollout.engine to {able}",
+    )
+
+
+def check_seen_by_judges(
+    shown: str, reward_model: RewardModelConfig | None, judge: JudgeConfig | None
+) -> None:
+    """Refuse a reward model or judge, because it does not see the images."""
+    if reward_model is None and judge is None:
+        return
+    raise ConfigError(
+        f"rl.reward.{'judge' if reward_model is None else 'model'}",
+        f"got a model that judges; {shown}, which it is not shown; need a rule; set "
+        "rl.reward.function to one, or leave out the source",
+    )
+
+
+def check_not_self_played(shown: str) -> None:
+    """Refuse self-play over rows with images, because pairs hold only text."""
+    raise ConfigError(
+        "preference.self_play.source",
+        f"got best_worst, which asks about rows of data.rl; {shown}, which pairs do not hold; need "
+        "rows of text; set it to spin, or leave out the source",
+    )
+
+
+def check_seen_by_teacher(shown: str, teacher: DistillationConfig | None) -> None:
+    """Refuse a served teacher, because its engines get only tokens."""
+    if teacher is None or teacher.served is None:
+        return
+    raise ConfigError(
+        "rl.distillation.served",
+        f"{shown}, which served teachers cannot see; need a teacher on the training ranks; set "
+        "this to null, or leave out the source",
+    )
+
+
+GDPO = "gdpo"
+KEYS = "rl.algorithm.options.gdpo_reward_keys"
+_OF_ANY_MIXTURE = ("score", "acc")
+
+
+def resolved_algorithm(rl: RLConfig) -> AlgorithmConfig:
+    """Return the algorithm with compared components and weights written out, if it compares any.
+
+    Raises:
+        ConfigError: the components are ambiguous, or a route does not report one of them.
+    """
+    algorithm, reward = rl.algorithm, rl.reward
+    if algorithm.adv_estimator != GDPO:
+        return algorithm
+    given = _options(algorithm)
+    keys = given.gdpo_reward_keys or _all_of(reward)
+    _check_given(keys, reward)
+    parts = reward.components
+    own = tuple(parts[key].weight if key in parts else 1.0 for key in keys)
+    weights = own if given.gdpo_reward_weights is None else given.gdpo_reward_weights
+    written = {"gdpo_reward_keys": keys, "gdpo_reward_weights": weights}
+    return algorithm.model_copy(update={"options": {**algorithm.options, **written}})
+
+
+def compared_components(algorithm: AlgorithmConfig) -> Sequence[str]:
+    """Return the components every sample needs, from a resolved algorithm; may be empty."""
+    return _options(algorithm).gdpo_reward_keys or () if algorithm.adv_estimator == GDPO else ()
+
+
+def _options(algorithm: AlgorithmConfig) -> GdpoOptions:
+    options = own_options(algorithm.options, ADVANTAGES.find(GDPO), "rl.algorithm.options")
+    assert isinstance(options, GdpoOptions)  # noqa: S101 - the schema of that row
+    return options
+
+
+def _routes(reward: RewardConfig) -> Mapping[str, Sequence[str]]:
+    return reward.routes or ({"*": tuple(reward.components)} if reward.components else {})
+
+
+def _all_of(reward: RewardConfig) -> tuple[str, ...]:
+    """Return all components, sorted because the order changes the rounding of sums."""
+    found = {tuple(sorted(names)) for names in _routes(reward).values()}
+    if len(found) == 1:
+        return found.pop()
+    got = f"null with rl.reward.function {reward.function}, which may report any"
+    if found:
+        got = f"null, and routes of different components ({', '.join(reward.routes)})"
+    raise ConfigError(KEYS, f"got {got}; need names of what every sample has; set it")
+
+
+def _check_given(keys: Sequence[str], reward: RewardConfig) -> None:
+    for source, names in _routes(reward).items():
+        able = (*names, *_OF_ANY_MIXTURE)
+        for key in keys:
+            if key not in able:
+                raise ConfigError(
+                    KEYS,
+                    f"got {key!r}, which does not judge data_source {source!r}; need one of "
+                    f"{', '.join(able)}; name one, or add it to the route",
+                )
 
 
 def check_value_models(rl: RLConfig, training: TrainingConfig) -> None:

@@ -10,8 +10,7 @@ from engines.config.plugins import (
     PluginKind,
     recognised_layouts,
 )
-from engines.config.stages.base import InputT, StageConfig
-from engines.config.stages.inputs import ExternalInput, model_input
+from engines.config.stages.base import ExternalInput, InputT, StageConfig, model_input
 
 if TYPE_CHECKING:
     from engines.config.recipe import Recipe

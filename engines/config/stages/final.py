@@ -9,13 +9,12 @@ from engines.config.algorithm import RewardConfig
 from engines.config.base import NotIdentity
 from engines.config.model import ModelConfig
 from engines.config.plugins import PluginKind
-from engines.config.rules.answers import check_structured_output
+from engines.config.rules.models import check_structured_output
 from engines.config.sections import EvaluationConfig, PromoteConfig
-from engines.config.stages.base import InputT, StageConfig
-from engines.config.stages.inputs import REWARD_MODEL, ExternalInput, model_input
+from engines.config.stages.base import REWARD_MODEL, ExternalInput, InputT, StageConfig, model_input
 from engines.config.stages.serving import ServingStageConfig
 from engines.config.suite import suite_sections
-from infra.section_names import renamed_sections
+from infra.names import renamed_sections
 
 if TYPE_CHECKING:
     from engines.config.recipe import Recipe

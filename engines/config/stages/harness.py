@@ -8,8 +8,7 @@ from pydantic import Field
 
 from engines.config.base import NotIdentity
 from engines.config.model import ModelConfig
-from engines.config.stages.base import BackendStageConfig
-from engines.config.stages.inputs import ExternalInput, model_input
+from engines.config.stages.base import BackendStageConfig, ExternalInput, model_input
 from engines.config.stages.serving import AnsweringStageConfig
 from engines.config.suite import HARNESSES, LM_EVAL, HarnessConfig
 from engines.config.training import TrainingConfig

@@ -6,28 +6,37 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import Field
 
+from engines.config.algorithm import TOPK
 from engines.config.base import Change, StrictModel
-from engines.config.distillation import TOPK
-from engines.config.lora_sync import adapter_travels
+from engines.config.model import adapter_travels
 from engines.config.plugins import (
     PluginKind,
     is_embedded,
 )
 from engines.config.rollout import RolloutConfig
 from engines.config.rules.algorithm import check_algorithm, check_critic, check_sampling
-from engines.config.rules.answers import check_structured_output
-from engines.config.rules.average import check_average
+from engines.config.rules.batches import (
+    check_answer_length,
+    check_average,
+    check_divides,
+    check_rl_order,
+)
 from engines.config.rules.distillation import check_distillation, check_served_teacher
-from engines.config.rules.models import check_judge, check_reward_models, check_value_models
-from engines.config.rules.order import check_rl_order
-from engines.config.rules.sizes import check_answer_length, check_divides
+from engines.config.rules.models import (
+    check_judge,
+    check_reward_models,
+    check_structured_output,
+    check_value_models,
+)
 from engines.config.sections import (
     RLConfig,
 )
-from engines.config.stages.base import InputT, TrainingStageConfig, interpreter_of
-from engines.config.stages.inputs import (
+from engines.config.stages.base import (
     REWARD_MODEL,
     ExternalInput,
+    InputT,
+    TrainingStageConfig,
+    interpreter_of,
     model_input,
     reward_inputs,
     teacher_input,

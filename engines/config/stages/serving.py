@@ -10,17 +10,18 @@ from engines.config.algorithm import RewardConfig
 from engines.config.backends import job_interpreter
 from engines.config.plugins import PluginKind, is_embedded
 from engines.config.rollout import RolloutConfig, SamplingConfig
-from engines.config.rules.answers import check_structured_output
-from engines.config.rules.models import check_judge, check_reward_models
-from engines.config.rules.sizes import check_answer_length
+from engines.config.rules.batches import check_answer_length
+from engines.config.rules.models import check_judge, check_reward_models, check_structured_output
 from engines.config.sections import SelfPlayConfig
 from engines.config.stages.base import (
+    REWARD_MODEL,
     BackendStageConfig,
     ComputingStageConfig,
+    ExternalInput,
     InputT,
     interpreter_of,
+    reward_inputs,
 )
-from engines.config.stages.inputs import REWARD_MODEL, ExternalInput, reward_inputs
 from infra.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -9,17 +9,19 @@ from engines.config.base import NotIdentity
 from engines.config.plugins import (
     PluginKind,
 )
-from engines.config.rules.average import check_average
-from engines.config.rules.order import check_supervised_order
-from engines.config.rules.pairs import check_preference, check_reward_training
-from engines.config.rules.sizes import check_divides
+from engines.config.rules.batches import (
+    check_average,
+    check_divides,
+    check_preference,
+    check_reward_training,
+    check_supervised_order,
+)
 from engines.config.sections import (
     PreferenceConfig,
     RewardTrainingConfig,
     SFTConfig,
 )
-from engines.config.stages.base import TrainingStageConfig
-from engines.config.stages.inputs import ExternalInput, model_input
+from engines.config.stages.base import ExternalInput, TrainingStageConfig, model_input
 
 if TYPE_CHECKING:
     from engines.config.recipe import Recipe

@@ -14,7 +14,7 @@ import numpy as np
 
 from engines.config.data import DataConfig
 from engines.data.prepare.arithmetic import generate
-from engines.data.prepare.leaks import LeakReport, find_leaks
+from engines.data.prepare.decontamination import LeakReport, find_leaks
 from engines.data.prepare.sources import (
     SourceReport,
     load_preference_rows,

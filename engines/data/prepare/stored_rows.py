@@ -22,7 +22,7 @@ from typing import Generic
 import numpy as np
 import pyarrow as pa
 
-from engines.data.images.store import ImageFolder, keep_images
+from engines.data.image_store import ImageFolder, keep_images
 from engines.data.read.row_files import BATCH_ROWS, RowFormat, RowT
 from engines.data.read.rows import Message, RLRow
 

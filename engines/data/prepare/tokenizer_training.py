@@ -22,7 +22,7 @@ from tokenizers import (
 )
 
 from engines.config.model import TokenizerConfig
-from engines.data.read.chat_template import (
+from engines.data.read.chat import (
     DEFAULT_CHAT_TEMPLATE,
     END_TOKEN,
     PAD_TOKEN,

@@ -8,15 +8,246 @@ Answers are found by rendering the conversation up to and after each answer; eve
 continue the previous one. If a template rewrites earlier turns, its own `{% generation %}` blocks
 are used.
 Does not promise: that the template is the one the model was trained with.
+
+Render Jinja chat templates; holds the template of models made from scratch.
+
+Promises: equal messages give equal text on every day and machine; there is no clock, so a template
+that requires `strftime_now` is refused. Templates come with models, so they run in Jinja's
+immutable sandbox. Template errors become one line that names the template's line.
+Renders what transformers renders for text, images and tools, but no documents. If a template
+fails on calls in transformers' form, the other forms of `_NULLS` and `_ARGUMENTS` are tried.
 """
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import Any, NoReturn
 
-from engines.data.read.chat_template import Rendered, render
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from engines.data.read.rows import IMAGE_MARK, Message
 from engines.data.read.tokenizer import ChatTokenizer, encode_texts, template_source
 from infra.errors import ConfigError
+
+END_TOKEN = "<|end|>"  # noqa: S105 - a token of the vocabulary
+PAD_TOKEN = "<|pad|>"  # noqa: S105
+UNKNOWN_TOKEN = "<|unk|>"  # noqa: S105
+ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
+
+DEFAULT_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+"""One token per turn and one at the end of an answer: `<|user|>12+34=<|assistant|>640<|end|>`."""
+
+# Private-use characters mark the assistant's spans; they are removed before tokenization.
+_SPAN_START, _SPAN_END = "\U000f0000", "\U000f0001"
+
+
+_FAILURES = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
+"""Exceptions that a template may raise."""
+
+
+_NULLS: tuple[dict[str, Any], ...] = ({}, {"content": None}, {"content": ""})
+"""Forms of the content of a message that has only calls: absent (transformers), null (DeepSeek's
+templates), or empty text (templates that append to it).
+"""
+_ARGUMENTS: tuple[Callable[[str], Any], ...] = (json.loads, str)
+"""Forms of a call's arguments: an object (transformers), or JSON text (DeepSeek's templates append
+it).
+"""
+_Form = tuple[dict[str, Any], Callable[[str], Any]]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A rendered conversation; `spans` are character ranges of its `{% generation %}` blocks."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+
+def render(
+    template: str,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = False,
+    special_tokens: Mapping[str, str] | None = None,
+) -> Rendered:
+    """Render messages with a chat template, which may use `special_tokens` such as `eos_token`.
+
+    Raises:
+        ConfigError: the template does not compile or fails; names line and message.
+    """
+    compiled = _compile(template)
+    others = {
+        "tools": [json.loads(tool) for each in messages[:1] for tool in each.tools] or None,
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+        **(special_tokens or {}),
+    }
+
+    def written(form: _Form) -> str:
+        return compiled.render(messages=[_turn(message, form) for message in messages], **others)
+
+    try:
+        marked = _in_a_form(written, messages)
+    except _FAILURES as error:
+        roles = ", ".join(message.role for message in messages)
+        raise ConfigError(
+            "model.chat_template",
+            f"{_where(error)}{type(error).__name__}: {error}; rendering {len(messages)} messages "
+            f"({roles}); need a template for these roles",
+        ) from None
+    return _take_spans(marked)
+
+
+def _in_a_form(written: Callable[[_Form], str], messages: Sequence[Message]) -> str:
+    """Render calls in the first form that the template accepts; if none, raise the first error."""
+    has_null = any(message.content_is_null for message in messages)
+    has_calls = any(message.tool_calls for message in messages)
+    failed: list[Exception] = []
+    for form in product(_NULLS if has_null else _NULLS[:1], _ARGUMENTS[: 1 + has_calls]):
+        try:
+            return written(form)
+        except _FAILURES as error:
+            failed.append(error)
+    raise failed[0]
+
+
+def _content(message: Message) -> str | list[dict[str, str]]:
+    if not message.images:
+        return message.content
+    first, *others = message.content.split(IMAGE_MARK)
+    parts = [{"type": "text", "text": first}]
+    for text in others:
+        parts += ({"type": "image"}, {"type": "text", "text": text})
+    return [part for part in parts if part.get("text") != ""]
+
+
+def _turn(message: Message, form: _Form) -> dict[str, Any]:
+    """Return the message as templates expect it, without empty keys."""
+    null, arguments = form
+    said = null if message.content_is_null else {"content": _content(message)}
+    turn: dict[str, Any] = {"role": message.role, **said}
+    if message.is_plain:
+        return turn
+    calls = [
+        {
+            **({"id": call.id} if call.id else {}),
+            "type": "function",
+            "function": {"name": call.name, "arguments": arguments(call.arguments)},
+        }
+        for call in message.tool_calls
+    ]
+    given = {"tool_calls": calls, "tool_call_id": message.tool_call_id, "name": message.name}
+    return turn | {key: value for key, value in given.items() if value}
+
+
+def render_text(template: str, values: Mapping[str, Any], setting: str) -> str:
+    """Render a template of the user's in the same sandbox; an undefined name is an error.
+
+    Raises:
+        ConfigError: the template at `setting` does not compile or fails; names the line.
+    """
+    strict = _environment().overlay(undefined=jinja2.StrictUndefined)
+    try:
+        return strict.from_string(template).render(**values)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(
+            setting, f"line {error.lineno}: {error.message}; need valid Jinja"
+        ) from None
+    except _FAILURES as error:
+        raise ConfigError(
+            setting,
+            f"{_where(error)}{type(error).__name__}: {error}; need a text of: "
+            f"{', '.join(sorted(values))}",
+        ) from None
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %} ... {% endgeneration %}`: marks the span that the assistant writes."""
+
+    tags = {"generation"}  # noqa: RUF012 - the attribute Jinja reads
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        return f"{_SPAN_START}{caller()}{_SPAN_END}"
+
+
+@lru_cache(maxsize=1)
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
+
+
+@lru_cache(maxsize=16)
+def _compile(template: str) -> jinja2.Template:
+    try:
+        return _environment().from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(
+            "model.chat_template", f"line {error.lineno}: {error.message}; need valid Jinja"
+        ) from None
+
+
+def _take_spans(marked: str) -> Rendered:
+    spans: list[tuple[int, int]] = []
+    pieces: list[str] = []
+    length = 0
+    for place, part in enumerate(marked.split(_SPAN_START)):
+        inside, _, after = part.partition(_SPAN_END) if place else ("", "", part)
+        if inside:
+            spans.append((length, length + len(inside)))
+        pieces += (inside, after)
+        length += len(inside) + len(after)
+    return Rendered("".join(pieces), tuple(spans))
+
+
+def _where(error: Exception) -> str:
+    line, traceback = None, error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename == "<template>":
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    return f"line {line}: " if line else ""
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
 
 
 @dataclass(frozen=True)

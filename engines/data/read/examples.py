@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from engines.data.read.by_place import ByPlace, Chosen
 from engines.data.read.chat import RenderedConversation, render_conversations, render_prompts
-from engines.data.read.packed import PackedConversations, PackedTokens
+from engines.data.read.lazy_sequence import ByPlace, Chosen, PackedConversations, PackedTokens
 from engines.data.read.row_files import in_batches
 from engines.data.read.rows import RLRow, RowError, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer

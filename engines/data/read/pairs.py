@@ -10,10 +10,9 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from engines.data.read.by_place import ByPlace
 from engines.data.read.chat import RenderedConversation, render_conversations, render_whole
 from engines.data.read.examples import OnOverlong, within
-from engines.data.read.packed import PackedConversations
+from engines.data.read.lazy_sequence import ByPlace, PackedConversations
 from engines.data.read.row_files import in_batches
 from engines.data.read.rows import PreferenceRow
 from engines.data.read.tokenizer import ChatTokenizer

@@ -3,33 +3,239 @@
 Promises: every function raises `RowError` if a column is missing, null or of the wrong shape, with
 the path of the first problem. Reads `ground_truth_json` of a data set's own files as a JSON value.
 Does not promise: other layouts; `engines.data.prepare.preprocessors` reads those.
+
+Parse raw columns as messages, lists and objects, in the forms that readers deliver.
+
+Promises: every function raises `RowError` for a value of another shape, with the path of the first
+problem; the argument `name` or `where` is the start of that path.
+Lists and objects may be JSON text, since tables of text hold nothing else.
+A table gives every object the keys of all objects, with null for absent ones. So nulls are dropped
+from tools and from arguments given as objects; to keep a null, give them as JSON text.
+Does not promise: the order of messages; `engines.data.read.rows` checks it.
 """
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from engines.data.read.raw_columns import (
-    check_weight,
-    messages_of_text,
-    parse_images,
-    parse_json,
-    parse_json_list,
-    parse_json_object,
-    parse_messages,
-    parse_tools,
-)
 from engines.data.read.rows import (
+    ROLES,
+    Image,
     Message,
     PreferenceRow,
     RewardModel,
     RLRow,
     RowError,
     SFTRow,
+    ToolCall,
+    check_json,
     check_text,
+    type_name,
     with_images,
     with_tools,
 )
+
+_BEGINS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content)['"]\s*:""")
+
+
+def parse_messages(value: object, name: str) -> tuple[Message, ...]:
+    """Parse a list of `{role, content}` or its JSON text, or a string as one user message.
+
+    Content may be a list of text parts. `tool_calls`, `tool_call_id` and `name` follow OpenAI's
+    API. The order of the messages is not checked.
+    """
+    if value is None:
+        raise RowError(f"{name} is null")
+    value = messages_of_text(value, name)
+    if isinstance(value, str):
+        return (Message("user", check_text(value, name)),)
+    if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray):
+        raise RowError(f"{name} is {type_name(value)}; need a list of messages")
+    if not value:
+        raise RowError(f"{name} is empty")
+    messages = []
+    for place, item in enumerate(value):
+        where = f"{name}[{place}]"
+        if not isinstance(item, Mapping):
+            raise RowError(f"{where} is {type_name(item)}; need an object with role and content")
+        role = item.get("role")
+        if not isinstance(role, str) or role not in ROLES:
+            raise RowError(f"{where}.role is {role!r}; need system, user, assistant or tool")
+        messages.append(_message(role, item, where))
+    return tuple(messages)
+
+
+def _message(role: str, item: Mapping[str, Any], where: str) -> Message:
+    if item.get("function_call"):
+        raise RowError(f"{where}.function_call is given; need a list, in tool_calls")
+    called, said = item.get("tool_calls"), item.get("content")
+    calls = parse_tool_calls(called, f"{where}.tool_calls") if called else ()
+    if isinstance(said, list | tuple):
+        said = "".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(said))
+    if calls and said is None:
+        return Message(role, "", calls, content_is_null=True)
+    content = said if calls and said == "" else check_text(said, f"{where}.content")
+    if role != "tool":
+        return Message(role, content, calls)
+    call_id, name = (_optional(item.get(key), f"{where}.{key}") for key in ("tool_call_id", "name"))
+    return Message(role, content, calls, call_id, name)
+
+
+def _part(part: object, where: str) -> str:
+    if not isinstance(part, Mapping) or part.get("type") != "text":
+        kind = repr(part.get("type")) if isinstance(part, Mapping) else type_name(part)
+        raise RowError(f"{where} is {kind}; need text")
+    return check_text(part.get("text"), f"{where}.text")
+
+
+def _optional(value: object, name: str) -> str:
+    return "" if value is None or value == "" else check_text(value, name)
+
+
+def parse_tool_calls(value: object, name: str) -> tuple[ToolCall, ...]:
+    """Parse a list of OpenAI's `{id, type, function}` or of `{name, arguments}`, or null."""
+    if value is None or value in ("", [], ()):
+        return ()
+    return tuple(
+        _call(item, f"{name}[{place}]") for place, item in enumerate(parse_json_list(value, name))
+    )
+
+
+def _call(item: object, where: str) -> ToolCall:
+    if not isinstance(item, Mapping):
+        raise RowError(f"{where} is {type_name(item)}; need an object with name and arguments")
+    if item.get("type") not in (None, "function"):
+        raise RowError(f"{where}.type is {item['type']!r}; need function")
+    function = item.get("function")
+    if isinstance(function, Mapping):
+        where, called = f"{where}.function", function
+    else:
+        called = item
+    arguments = called.get("arguments")
+    given = parse_json_object(arguments, f"{where}.arguments")
+    check_json(given, f"{where}.arguments")
+    return ToolCall(
+        check_text(called.get("name"), f"{where}.name"),
+        json_text(given if isinstance(arguments, str) else _without_nulls(given)),
+        _optional(item.get("id"), f"{where}.id"),
+    )
+
+
+def parse_tools(value: object, name: str) -> tuple[str, ...]:
+    """Parse a list of OpenAI's `{type, function}` or of functions, or null, as `Message.tools`."""
+    is_text = isinstance(value, str)
+    if isinstance(value, str) and value.strip():
+        value = parse_json(value, name, "need a list")
+    if value is None or value in ("", [], ()):
+        return ()
+    tools = []
+    for place, item in enumerate(parse_json_list(value, name)):
+        where = f"{name}[{place}]"
+        tool = parse_json_object(item, where)
+        check_json(tool, where)
+        tool = tool if is_text or isinstance(item, str) else _without_nulls(tool)
+        if not isinstance(tool.get("function"), Mapping):
+            tool = {"type": "function", "function": tool}
+        if tool.get("type", "function") != "function":
+            raise RowError(f"{where}.type is {tool['type']!r}; need function")
+        check_text(tool["function"].get("name"), f"{where}.function.name")
+        tools.append(json_text({"type": "function", **tool}))
+    return tuple(tools)
+
+
+def parse_images(value: object, name: str) -> tuple[Image, ...]:
+    """Parse a list of `{bytes, path}`, as `datasets` stores images, or of bytes, or null."""
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise RowError(f"{name} is {type_name(value)}; need a list")
+    return tuple(_image(item, f"{name}[{place}]") for place, item in enumerate(value))
+
+
+def _image(item: object, where: str) -> Image:
+    if isinstance(item, Image):
+        return item
+    if isinstance(item, Mapping):
+        item, where = item.get("bytes"), f"{where}.bytes"
+    if not isinstance(item, bytes):
+        shown = "null" if item is None else type_name(item)
+        raise RowError(f"{where} is {shown}; need the bytes of a file, embedded in the table")
+    return Image.of(item)
+
+
+def json_text(value: object) -> str:
+    """Return the JSON text as rows hold it: without white space, keys in their order."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def messages_of_text(value: object, name: str) -> object:
+    """Parse a text that is the JSON of messages; return any other value as it is.
+
+    A list counts as messages if at least one item has a `role`. A text that begins like messages
+    but is not JSON is refused: pandas writes Python's repr of lists.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        items = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        if _BEGINS_LIKE_MESSAGES.match(value):
+            raise RowError(
+                f"{name} begins like a list of messages and is not JSON ({error}); need JSON text"
+            ) from None
+        return value
+    return items if any(isinstance(item, Mapping) and "role" in item for item in items) else value
+
+
+def check_one_text(value: str, name: str) -> str:
+    """Return the text of one turn; refuse the JSON text of a list of messages."""
+    if messages_of_text(value, name) is not value:
+        raise RowError(f"{name} is a list of messages as JSON text; need the text of one turn")
+    return value
+
+
+def parse_json_list(value: object, name: str) -> Sequence[Any]:
+    """Return a list that is not empty, given as a list or as JSON text; items are not checked."""
+    if isinstance(value, str):
+        value = parse_json(check_text(value, name), name, "need a list")
+    if not isinstance(value, list | tuple):
+        raise RowError(f"{name} is {'null' if value is None else type_name(value)}; need a list")
+    if not value:
+        raise RowError(f"{name} is empty")
+    return value
+
+
+def parse_json_object(value: object, name: str) -> dict[str, Any]:
+    """Return a new dict from an object, its JSON text or null (empty); values are not checked."""
+    if isinstance(value, str):
+        value = parse_json(value, name, "need an object")
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise RowError(f"{name} is {type_name(value)}; need an object")
+    return dict(value)
+
+
+def parse_json(text: str, name: str, need: str) -> Any:
+    """Parse the JSON text of a cell; errors end with `need`, what the field has to hold."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"{name} is text that is not JSON ({error}); {need}") from None
+
+
+def check_weight(turn: Mapping[str, Any], role: str, where: str) -> None:
+    """Refuse an assistant message with `weight` 0, since every answer is trained on."""
+    if role == "assistant" and turn.get("weight") == 0:
+        raise RowError(f"{where}.weight is 0; every answer is trained on; need another weight")
 
 
 def rl_row(columns: Mapping[str, Any]) -> RLRow:

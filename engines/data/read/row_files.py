@@ -11,7 +11,7 @@
 If a row of a file has tools, calls or images, the file has more columns. Messages get `tool_calls`
 (OpenAI's form: list<struct<id, type, function<name, arguments>>>, arguments as JSON text),
 `tool_call_id` and `name`. Rows get `tools` (JSON text of a list), RL rows `images` (list<string>,
-digests into `engines.data.images.store`), pairs `chosen_calls` and `rejected_calls`. Content or an
+digests into `engines.data.image_store`), pairs `chosen_calls` and `rejected_calls`. Content or an
 answer is null if the source had none beside its calls.
 A text ground truth is in `ground_truth`, any other JSON value as JSON text in `ground_truth_json`.
 `extra_info` may also be a struct, as other tools write it.
@@ -32,8 +32,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from engines.data.read.raw_columns import parse_messages, parse_tool_calls, parse_tools
-from engines.data.read.raw_rows import parse_margin, rl_row, sft_row
+from engines.data.read.raw_rows import (
+    parse_margin,
+    parse_messages,
+    parse_tool_calls,
+    parse_tools,
+    rl_row,
+    sft_row,
+)
 from engines.data.read.rows import (
     Image,
     Message,

@@ -6,7 +6,7 @@ from pathlib import Path
 from engines.data.read.tokenizer import check_same_tokens
 from engines.jobs.policy.files import CHECKPOINT_DIR, HF_DIR
 from engines.training.backends.merging import merge_checkpoint
-from engines.training.roles import CRITIC, ModelSource, role_checkpoint
+from engines.training.spec import CRITIC, ModelSource, role_checkpoint
 
 MAX_SHARD_BYTES = 2**30
 """Maximum size of a file of weights written for a critic."""

@@ -6,6 +6,8 @@
 
 Promises: `hf/` names every token that ends an answer, including the one with which the chat
 template ends the assistant's turn, which the base model may not know as an end token.
+
+The teacher of a round: a frozen model, checked against the policy.
 """
 
 import json
@@ -18,13 +20,17 @@ from engines.checkpoint.model_directory import (
     create_random_model,
     resolve_model,
 )
+from engines.checkpoint.teacher import TEACHER_SECTION, check_teacher
+from engines.config.algorithm import DistillationConfig
 from engines.config.model import ModelConfig
+from engines.config.rules.distillation import num_spare_tokens
 from engines.data.read.chat import end_of_turn_id
 from engines.data.read.dataset import load_dataset
 from engines.data.read.tokenizer import TOOL_TEMPLATE, DirectoryTokenizer
-from engines.trainers.loop.trained_steps import TrainedSteps
-from engines.training.roles import ModelSource
+from engines.trainers.progress import TrainedSteps
+from engines.training.spec import ModelSource
 from infra.errors import ConfigError
+from infra.names import renamed_sections
 from infra.store.canonical import canonical_json
 
 CHECKPOINT_DIR = "checkpoint"
@@ -141,3 +147,21 @@ def trained_steps(policy_dir: Path) -> TrainedSteps:
 
 def _link(source: str, target: str) -> None:
     Path(target).hardlink_to(source)
+
+
+def teacher_source(
+    config: DistillationConfig,
+    given: Path | None,
+    policy: ModelSource,
+    max_length: int,
+    rollout_engine: str,
+) -> ModelSource:
+    """Return the directory of the teacher's weights; a ConfigError names the bad field.
+
+    `given` is a local directory, None for the hub. `max_length` is the policy's context.
+    """
+    with renamed_sections({"model": TEACHER_SECTION}):
+        directory = given or resolve_model(config, max_length)
+    num_spare = num_spare_tokens(config, rollout_engine)
+    check_teacher(config, directory, policy.hf_dir, max_length, num_spare)
+    return ModelSource(directory)

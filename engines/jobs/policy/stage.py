@@ -10,17 +10,16 @@ from engines.checkpoint.step_store import StepCheckpoints
 from engines.config.algorithm import RewardConfig
 from engines.config.sections import CheckpointConfig
 from engines.config.training import HardwareConfig
-from engines.controller.pool import Queueing
+from engines.controller.placement import Queueing
 from engines.data.read.examples import OnOverlong, RLPrompts, rl_prompts
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import ChatTokenizer, DirectoryTokenizer, check_vocabulary
 from engines.jobs.policy.files import CHECKPOINT_DIR, write_policy
 from engines.jobs.process.runtime import JobContext, JobOutput
-from engines.trainers.loop.progress import StageProgress
-from engines.trainers.loop.trained_steps import TrainedSteps
+from engines.trainers.progress import StageProgress, TrainedSteps
 from engines.vision.processor import PromptImages
 from infra.errors import ConfigError
-from infra.identity.scripts import copy_script
+from infra.identity.imported_code import copy_script
 from infra.store.artifacts import read_manifest
 
 NOTHING_MEASURED: Mapping[str, float] = MappingProxyType({})

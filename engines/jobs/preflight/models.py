@@ -1,21 +1,89 @@
 """Checks the model that a recipe starts from: files, adapter, vocabulary, context.
 
 Promises: only headers and JSON are read, no weights.
+
+Checks from `config.json` that the engines of a recipe support its local models.
+
+Promises: what is refused here the engine itself would refuse, by the same function, or compute
+wrongly. Does not promise that an engine accepts every other model.
+
+Checks the other models of a recipe: compared, reward, judge and teacher.
+
+Each local model is checked by its headers, and its chat template with one prompt.
 """
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from engines.checkpoint.model_directory import (
     check_model_directory,
+    check_reward_model,
     num_parameters,
     stated_context,
     stored_tensor_names,
 )
+from engines.checkpoint.teacher import TEACHER_SECTION, check_teacher
+from engines.config.algorithm import DistillationConfig
+from engines.config.backends import ENGINES
 from engines.config.base import local_path
-from engines.config.model import ModelConfig
+from engines.config.model import (
+    JudgeConfig,
+    ModelConfig,
+    RewardModelConfig,
+)
+from engines.config.plugins import ROLLOUT_ENGINES
 from engines.config.preflight_request import PreflightRequest
-from engines.config.training import LoraConfig
+from engines.config.rules.distillation import num_spare_tokens
+from engines.config.training import LoraConfig, TrainingConfig
+from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer, check_vocabulary, text_config
-from engines.jobs.preflight.engine_support import look_at_rollout, look_at_training
+from engines.jobs.preflight.rows import look_at_prompt, perfect_answer
+from engines.judges.judgement import question
+from engines.training.vision_support import check_vision
 from infra.errors import ConfigError
+from infra.names import renamed_sections
+from infra.plugins import Row, load_row
+
+
+def look_at_training(
+    path: str | None, training: TrainingConfig | None, *, values: bool = False
+) -> None:
+    """Raise a ConfigError if the training backend does not support a local model.
+
+    `training=None` and hub ids are not checked. `values` is True for a model with a value head.
+    """
+    directory = local_path(path)
+    if directory is None or training is None:
+        return
+    check_vision(directory, training, values=values)
+    row = ENGINES.place(training.backend)
+    if row.check_model is not None:
+        _load(row, row.check_model, ENGINES.setting)(directory, text_config(directory))
+
+
+def look_at_rollout(path: str | None, rollout_engine: str | None) -> None:
+    """Raise a ConfigError if the rollout engine does not serve a local model."""
+    directory = local_path(path)
+    if directory is None or rollout_engine is None:
+        return
+    row = ROLLOUT_ENGINES.place(rollout_engine)
+    if row.refuses_model is None:
+        return
+    config = text_config(directory)
+    lacking = _load(row, row.refuses_model, ROLLOUT_ENGINES.setting)(config)
+    if lacking:
+        raise ConfigError(
+            ROLLOUT_ENGINES.setting,
+            f"got {row.name}; {directory} is a {config.get('model_type')} model with {lacking}, "
+            "which this engine does not compute; choose another engine or model",
+        )
+
+
+def _load(row: Row, target: str, setting: str) -> Any:
+    """Load a function that a plugin row names beside its engine."""
+    return load_row(Row(name=f"{row.name} (models)", target=target, owner=row.owner), setting)
+
 
 _LINEAR_SUFFIX = ".weight"
 BYTES_PER_PARAMETER = 12
@@ -115,3 +183,80 @@ def _check_targets(names: list[str], targets: tuple[str, ...]) -> None:
             f"got {missing[0]!r}; the model has no such module; need some of: "
             f"{', '.join(sorted(modules))}",
         )
+
+
+REWARD_MODEL_SECTION, JUDGE_SECTION = "rl.reward.model", "rl.reward.judge"
+
+
+def look_at_against(at: PreflightRequest) -> DirectoryTokenizer | None:
+    """Check the model to compare with and return its tokenizer; None if there is no such model."""
+    if at.against is None:
+        return None
+    with renamed_sections({"model": "against"}):
+        tokenizer = look_at_model(at.against, None, trains=False)
+    look_at_rollout(at.against.path, at.rollout_engine)
+    return tokenizer
+
+
+def look_at_reward_model(
+    model: RewardModelConfig, training: TrainingConfig | None, row: RLRow | None
+) -> None:
+    """Check a reward model and that the ranks support it; its template only if a row is given."""
+    _look_at_judging(REWARD_MODEL_SECTION, check_reward_model, model, row)
+    with renamed_sections({"model": REWARD_MODEL_SECTION}):
+        look_at_training(model.path, training, values=True)
+
+
+def look_at_judge(judge: JudgeConfig, rollout_engine: str | None, row: RLRow | None) -> None:
+    """Check a judge, its question about `row`, and that the engine serves it."""
+    if row is not None:
+        question(judge.prompt, row.prompt, perfect_answer(row))
+    _look_at_judging(JUDGE_SECTION, check_model_directory, judge, row)
+    look_at_rollout(judge.path, rollout_engine)
+
+
+def look_at_teacher(
+    teacher: DistillationConfig,
+    training: TrainingConfig | None,
+    model: ModelConfig,
+    rollout_engine: str | None,
+) -> None:
+    """Check a teacher, its tokens against a local policy's, and the engine or backend that runs it.
+
+    Args:
+        training: configuration of the ranks, which hold a teacher that no engine serves.
+        model: policy to teach; the job compares the tokens of a random one.
+    """
+    directory = local_path(teacher.path)
+    if directory is not None:
+        num_spare = num_spare_tokens(teacher, rollout_engine)
+        check_teacher(teacher, directory, local_path(model.path), model.max_length, num_spare)
+    if teacher.served is not None:
+        look_at_rollout(teacher.path, rollout_engine)
+        return
+    with renamed_sections({"model": TEACHER_SECTION}):
+        look_at_training(teacher.path, training)
+
+
+def _look_at_judging(
+    section: str,
+    check: Callable[..., None],
+    model: RewardModelConfig | JudgeConfig,
+    row: RLRow | None,
+) -> None:
+    """Check headers, tokenizer and template of a model that scores answers."""
+    directory = local_path(model.path)
+    if directory is None:
+        return
+    with renamed_sections({"model": section}):
+        check(directory, max_length=model.max_length)
+        _look_at_template(directory, model.chat_template, row)
+
+
+def _look_at_template(directory: Path, chat_template: str | None, row: RLRow | None) -> None:
+    if not (directory / "tokenizer.json").exists():
+        return
+    tokenizer = DirectoryTokenizer.load(directory, chat_template)
+    check_vocabulary(directory, tokenizer.max_token_id + 1)
+    if row is not None:
+        look_at_prompt(row, tokenizer)

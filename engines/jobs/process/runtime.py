@@ -35,8 +35,8 @@ from pydantic import ValidationError
 
 from engines.config.base import StrictModel
 from engines.config.stages.base import Runtime, StageConfig
-from engines.jobs.process.causes import job_problem
-from engines.trainers.loop.phases import PHASE_NOTE, PhaseClock
+from engines.jobs.process.failure_messages import job_problem
+from engines.trainers.step_timer import PHASE_NOTE, PhaseClock
 from infra import env
 from infra.errors import (
     EXIT_TERMINATED,
@@ -54,8 +54,7 @@ from infra.identity.fingerprint import (
     refuse_other_libraries,
 )
 from infra.plugins import import_external_modules
-from infra.redact import RedactingFilter, redact
-from infra.redacted_output import redact_output
+from infra.redact import RedactingFilter, redact, redact_output
 from infra.store.heartbeat import Heartbeat, Stall
 from infra.store.process_stamp import own_stamp
 from infra.store.stage_log import Attempt, generation

@@ -17,6 +17,7 @@ from engines.checkpoint.model_directory import (
 from engines.config.algorithm import RewardConfig
 from engines.config.model import JudgeConfig, RewardModelConfig
 from engines.config.training import TrainingConfig
+from engines.controller.frozen_replica import FrozenModel, replica_beside
 from engines.controller.model_worker import ModelWorker
 from engines.controller.replica import ReplicaSpec
 from engines.controller.rollout import LaunchedEngines
@@ -24,15 +25,11 @@ from engines.controller.worker_group import WorkerGroup
 from engines.jobs.policy.files import write_hf_files
 from engines.jobs.policy.stage import policy_tokenizer
 from engines.jobs.process.runtime import JobContext
-from engines.jobs.serving.frozen import FrozenModel, replica_beside
-from engines.trainers.judges.asking import Judges
-from engines.trainers.judges.generative import GenerativeJudge
-from engines.trainers.judges.reward_model import RewardModelJudge
-from engines.trainers.samples.params import sampling_params
-from engines.trainers.samples.prompts import derive_seed
-from engines.training.roles import REWARD, ModelSource, RoleSpec
+from engines.judges.asking import GenerativeJudge, Judges, RewardModelJudge
+from engines.trainers.prompts import derive_seed, sampling_params
+from engines.training.spec import REWARD, ModelSource, RoleSpec
 from engines.types import Readouts, TokenBatch
-from infra.section_names import renamed_sections
+from infra.names import renamed_sections
 
 JUDGE = "judge"
 """Name of the judge among the engines beside the policy's."""

@@ -2,6 +2,8 @@
 
 Promises: a policy is read from its committed checkpoint, with any backend and number of ranks, so
 it scores like the model merged from it; no weight is read before the first request.
+
+Start of a stage that serves a model: sets up torch and finds the model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +11,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -23,6 +26,8 @@ from engines.config.stages.serving import AnsweringStageConfig
 from engines.controller.launch import LaunchedModel
 from engines.controller.replica import ReplicaSpec
 from engines.jobs.policy.files import HF_DIR, trained_steps, write_hf_files
+from engines.jobs.process.runtime import JobContext
+from engines.jobs.process.torch_setup import prepare_torch
 from engines.rollout.service import RolloutService
 from engines.training.backends.merging import policy_weights
 from engines.types import Completion, RolloutRequest
@@ -129,3 +134,24 @@ class ServedOnDemand:
         if num_aborted:
             raise DeadlineError(f"{num_aborted} answers", self._service.timeout_s)
         return rows
+
+
+Config = TypeVar("Config", bound=AnsweringStageConfig)
+
+
+def load_served(context: JobContext[Config], foreign: ModelConfig | None = None) -> ServedModel:
+    """Return the input `policy`, else the `foreign` model, else the input `model`.
+
+    A foreign model is one that no stage made.
+    """
+    config = context.config
+    prepare_torch(
+        config.hardware, config.num_threads, context.journal.log, computes=config.driver_computes
+    )
+    policy_dir = context.optional_input("policy")
+    if policy_dir is not None:
+        return served_policy(policy_dir)
+    if foreign is not None:
+        serving_dir = context.attempt_dir / HF_DIR
+        return served_foreign(foreign, context.optional_input("model"), serving_dir)
+    return served_directory(context.input("model"))

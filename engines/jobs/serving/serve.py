@@ -13,10 +13,10 @@ from engines.jobs.policy.stage import policy_tokenizer, queueing
 from engines.jobs.process.runtime import JobContext
 from engines.jobs.serving.judges import asked_judges, judge_source, reward_role
 from engines.jobs.serving.model import ServedModel, ServedOnDemand, replica_of
+from engines.judges.asking import NO_JUDGES
 from engines.rewards.scorer import RewardScorer
-from engines.trainers.judges.asking import NO_JUDGES
-from engines.trainers.samples.scoring import CompletionScorer
-from engines.training.roles import REWARD, RoleSpec
+from engines.trainers.scoring import CompletionScorer
+from engines.training.spec import REWARD, RoleSpec
 from engines.types import Completion, RolloutRequest
 
 Config = TypeVar("Config", bound=ServingStageConfig)

@@ -4,16 +4,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from engines.config.distillation import DistillationConfig
+from engines.config.algorithm import DistillationConfig
 from engines.config.sections import RLConfig
+from engines.controller.frozen_replica import FrozenModel, replica_beside
 from engines.controller.replica import ReplicaSpec
 from engines.controller.rollout import LaunchedEngines
-from engines.jobs.policy.files import copy_hf_files
-from engines.jobs.policy.teacher_source import teacher_source
+from engines.jobs.policy.files import copy_hf_files, teacher_source
 from engines.jobs.process.runtime import JobContext
-from engines.jobs.serving.frozen import FrozenModel, replica_beside
-from engines.trainers.step.teacher import ServedTeacher
-from engines.training.roles import ModelSource
+from engines.trainers.teacher import ServedTeacher
+from engines.training.spec import ModelSource
 from engines.types import TokenBatch
 
 TEACHER_DIR = "teacher"

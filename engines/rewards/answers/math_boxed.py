@@ -7,8 +7,7 @@ every `\fbox`, and a brace behind a backslash closes no box.
 from collections.abc import Mapping
 from typing import Any
 
-from engines.rewards.answers.extraction import ANSWER, boxed, truth_text
-from engines.rewards.answers.normal_forms import math_form
+from engines.rewards.answers.extraction import ANSWER, boxed, math_form, truth_text
 
 
 def compute_score(

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from engines.rewards.answers.extraction import ANSWER, after_answer, boxed, truth_text
-from engines.rewards.answers.normal_forms import minerva_form
+from engines.rewards.answers.extraction import ANSWER, after_answer, boxed, minerva_form, truth_text
 
 _NUM_CHARACTERS = 300
 """Only this many last characters are searched."""

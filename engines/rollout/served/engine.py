@@ -13,15 +13,19 @@ from typing import TypeVar
 
 from engines.errors import ReplicaLostError, RolloutError, WeightSyncError
 from engines.rollout.base import Capability, Health, RolloutEngine, SleepLevel
-from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest, check_prompts
+from engines.rollout.prompt_logprobs import (
+    PromptLogprobs,
+    PromptRequest,
+    PromptRows,
+    check_prompts,
+    prompt_answer,
+)
 from engines.rollout.request_check import check_requests
 from engines.rollout.served.in_flight import InFlight, Sampler
-from engines.rollout.served.likeliest import PromptRows, prompt_answer
-from engines.rollout.served.model_layout import ModelLayout
-from engines.rollout.served.updates import agreed, order_of
+from engines.rollout.served.weight_receiver import ModelLayout, agreed, order_of
 from engines.rollout.stop_strings import StopStrings
 from engines.types import Completion, RolloutRequest
-from engines.weight_sync.base import Receipt, WeightSource
+from engines.weight_sync.base import WeightDigest, WeightSource
 from infra.errors import DeadlineError
 
 T = TypeVar("T")
@@ -80,7 +84,7 @@ class ServedEngine(RolloutEngine):
             self._check_request(request)
         return self._in_flight.start(requests)
 
-    async def update_weights(self, source: WeightSource, version: int) -> Receipt:
+    async def update_weights(self, source: WeightSource, version: int) -> WeightDigest:
         """See the base class. Samples in flight need `pause` first; they continue after it."""
         await self._check_can_update(version)
         order = order_of(source, self._layout, self._dtype)
@@ -89,7 +93,7 @@ class ServedEngine(RolloutEngine):
         self._pending, self._holds_weights = (version, receipt.digest), True
         return receipt
 
-    async def update_adapter(self, source: WeightSource, version: int) -> Receipt:
+    async def update_adapter(self, source: WeightSource, version: int) -> WeightDigest:
         """See the base class. Samples in flight need `pause` first; they continue with it."""
         await self._check_can_update(version)
         if not self._holds_weights:
@@ -222,7 +226,7 @@ class ServedEngine(RolloutEngine):
     async def _load(self, order: str) -> Sequence[str]:
         """Have every process execute an order of `order_of` and drop caches; return the replies."""
 
-    async def _load_adapter(self, source: WeightSource) -> Receipt:
+    async def _load_adapter(self, source: WeightSource) -> WeightDigest:
         raise WeightSyncError(f"this {self._library} was not made for an adapter")
 
     @abstractmethod

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from engines.config.rollout import RolloutConfig
-from engines.rollout.served.model_layout import ModelLayout
+from engines.rollout.served.weight_receiver import ModelLayout
 from engines.rollout.sglang.options import NUM_HELD_BACK, SglangOptions
 from engines.rollout.sglang.server import Server, start
 from hardware.base import PlatformBase

@@ -13,7 +13,7 @@ from typing import Any
 from engines.errors import RolloutError
 from engines.rollout.prompt_logprobs import PromptRequest
 from engines.rollout.served.in_flight import RunningSample
-from engines.rollout.transformers.sampling import GAMMA, stream_starts
+from engines.rollout.transformers.scheduler import GAMMA, stream_starts
 from engines.types import Completion, RolloutRequest, StructuredOutput
 
 MIN_TEMPERATURE = 1e-5

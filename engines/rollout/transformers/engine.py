@@ -23,11 +23,10 @@ from engines.rollout.request_check import check_requests
 from engines.rollout.stop_strings import StopStrings
 from engines.rollout.transformers.inference_model import InferenceModel
 from engines.rollout.transformers.options import TransformersOptions
-from engines.rollout.transformers.prompt_reader import PromptReader
-from engines.rollout.transformers.running_batch import RunningBatch
+from engines.rollout.transformers.running_batch import PromptReader, RunningBatch
 from engines.rollout.transformers.scheduler import Sample, Scheduler
 from engines.types import Completion, RolloutRequest
-from engines.weight_sync.base import Receipt, WeightSource
+from engines.weight_sync.base import WeightDigest, WeightSource
 from hardware.base import PlatformBase
 from infra.errors import DeadlineError
 
@@ -106,7 +105,7 @@ class TransformersEngine(RolloutEngine):
             for place in range(request.num_samples)
         ]
 
-    async def update_weights(self, source: WeightSource, version: int) -> Receipt:
+    async def update_weights(self, source: WeightSource, version: int) -> WeightDigest:
         """See the base class. Samples in flight need `pause` first; they continue after it."""
         if self._closed or self._asleep:
             raise WeightSyncError(self._refusal())

@@ -5,33 +5,90 @@ to where they stood, and each token carries the version that sampled it. `close`
 that vLLM started.
 Does not promise: the same tokens for a seed as another engine; `score` and `prompt_logprobs` while
 paused.
+
+Receives an adapter and writes it as files that the engine's library loads.
+
+Promises: every tensor is checked for name, shape and dtype, and every pair for completeness, before
+a file is written; the checksum is of the written tensors. Unknown modules are reported by the
+library when it loads them.
 """
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
+from engines.checkpoint.export import write_peft_adapter
+from engines.checksum import combine, tensor_checksum
 from engines.config.rollout import RolloutConfig
 from engines.config.training import LoraConfig
 from engines.errors import ReplicaLostError, WeightSyncError
 from engines.rollout.base import Capability, SleepLevel
-from engines.rollout.prompt_logprobs import PromptRequest
-from engines.rollout.served.adapter import receive_adapter
+from engines.rollout.prompt_logprobs import PromptRequest, PromptRows
 from engines.rollout.served.engine import ServedEngine
-from engines.rollout.served.likeliest import PromptRows
-from engines.rollout.served.model_layout import read_layout
+from engines.rollout.served.weight_receiver import ModelLayout, read_layout
 from engines.rollout.stop_strings import StopStrings
 from engines.rollout.vllm import launch
-from engines.rollout.vllm.sampling import VllmSampler
-from engines.rollout.vllm.scoring import prompt_rows, score_sequence
-from engines.rollout.vllm.translation import check_temperature
+from engines.rollout.vllm.translation import (
+    VllmSampler,
+    check_temperature,
+    prompt_rows,
+    score_sequence,
+)
 from engines.types import RolloutRequest
-from engines.weight_sync.base import Receipt, WeightSource
+from engines.weight_sync.base import WeightDigest, WeightSource
 from hardware.base import PlatformBase
 from infra.faults import fault
+
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+
+def receive_adapter(
+    source: WeightSource, layout: ModelLayout, lora: LoraConfig, dtype: str, directory: Path
+) -> WeightDigest:
+    """Write the tensors of an adapter into an existing directory, for the library to load.
+
+    Raises:
+        WeightSyncError: a tensor is unknown, missing, repeated, or of another shape or dtype.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in source.tensors():
+        if name in tensors:
+            raise WeightSyncError(f"{name} was sent twice")
+        wanted = _shape(name, layout, lora)
+        if tuple(tensor.shape) != wanted or tensor.dtype != getattr(torch, dtype):
+            raise WeightSyncError(
+                f"{name}: sent {tensor.dtype} {tuple(tensor.shape)}, need {dtype} {wanted}"
+            )
+        # Copied, since the source may reuse its memory; files are written from the CPU.
+        tensors[name] = tensor.detach().to("cpu", copy=True)
+    modules = {name.removesuffix(_A).removesuffix(_B) for name in tensors}
+    missing = sorted({m + end for m in modules for end in (_A, _B)} - tensors.keys())
+    if missing or not modules:
+        first = f", first {missing[0]}" if missing else ""
+        raise WeightSyncError(f"{len(missing) or 'all'} parts of the adapter were not sent{first}")
+    targets = sorted({module.rpartition(".")[2] for module in modules})
+    write_peft_adapter(directory, tensors, lora, targets)
+    return _receipt(tensors)
+
+
+def _shape(name: str, layout: ModelLayout, lora: LoraConfig) -> tuple[int, int]:
+    module = name.removesuffix(_A).removesuffix(_B)
+    shape = layout.tensors.get(f"{module}.weight", ())
+    if module == name or len(shape) != 2:
+        raise WeightSyncError(f"the rollout model has no weight that {name} stands beside")
+    return (lora.rank, shape[1]) if name.endswith(_A) else (shape[0], lora.rank)
+
+
+def _receipt(tensors: Mapping[str, Tensor]) -> WeightDigest:
+    digest = combine((name, tensor_checksum(tensor)) for name, tensor in tensors.items())
+    return WeightDigest(digest, len(tensors), sum(tensor.nbytes for tensor in tensors.values()))
+
 
 T = TypeVar("T")
 SHUTDOWN_TIMEOUT_S = 30.0
@@ -94,7 +151,7 @@ class VllmEngine(ServedEngine):
         await self._forget()
         return replies
 
-    async def _load_adapter(self, source: WeightSource) -> Receipt:
+    async def _load_adapter(self, source: WeightSource) -> WeightDigest:
         if self._adapter is None:
             return await super()._load_adapter(source)
         from vllm.lora.request import LoRARequest

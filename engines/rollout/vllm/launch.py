@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from engines.config.rollout import RolloutConfig
 from engines.config.training import LoraConfig
-from engines.rollout.served.model_layout import ModelLayout
+from engines.rollout.served.weight_receiver import ModelLayout
 from engines.rollout.vllm.options import VllmOptions
 from engines.rollout.vllm.worker_extension import WorkerExtension
 from hardware.base import PlatformBase

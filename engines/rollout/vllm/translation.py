@@ -3,14 +3,28 @@
 Promises: the requested distribution is sampled, or the request is refused; every token has a
 logprob and a version. A sample that continues a prefix uses a new random stream, since vLLM's
 cannot start in the middle; so it differs from an uninterrupted one.
+
+Runs single samples through vLLM.
+
+Promises: vLLM drops cancelled samples; a sample with stop strings ends at the first one.
+
+Logprobs of given tokens, computed by vLLM with the served weights and without the prefix cache.
+
+vLLM reports prompt logprobs only at temperature 1; for others `score_sequence` fetches and rescales
+those of the whole vocabulary, which is slow. vLLM materializes the logits of all tokens of a step,
+at most `max_prefill_tokens`.
 """
 
 import hashlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from engines.errors import RolloutError
+from engines.rollout.prompt_logprobs import Candidates, PromptRequest, PromptRows
 from engines.rollout.served.in_flight import RunningSample
+from engines.rollout.stop_strings import SampledText
 from engines.types import Completion, RolloutRequest, StructuredOutput
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
@@ -105,3 +119,108 @@ def completion(sample: RunningSample, output: Any, num_until_stop: int | None = 
     kept = slice(num_until_stop)
     reason = output.finish_reason if num_until_stop is None else "stop"
     return Completion(*sample.key, token_ids[kept], logprobs[kept], versions[kept], reason)
+
+
+class VllmSampler:
+    """See `Sampler`; `adapter` is vLLM's request for the adapter to sample with, or None.
+
+    `llm` must have cached its supported tasks; else another coroutine could run between the start
+    of a sample and the moment when vLLM knows it.
+    """
+
+    def __init__(self, llm: Any, eos_token_ids: frozenset[int]) -> None:
+        self._llm: Any = llm
+        self._eos_token_ids = sorted(eos_token_ids)
+        self.adapter: Any = None
+
+    @property
+    def is_lost(self) -> bool:
+        """See `Sampler`."""
+        return self._llm is not None and self._llm.errored
+
+    async def sample(self, sample: RunningSample) -> Completion:
+        """See `Sampler`. vLLM drops a request whose task is cancelled."""
+        from vllm.inputs.engine import tokens_input
+
+        prompt = tokens_input(sample.token_ids)
+        params = sampling_params(sample, self._eos_token_ids)
+        outputs = self._llm.generate(prompt, params, sample.name, lora_request=self.adapter)
+        if sample.text is not None:
+            return await self._until_stop(sample, sample.text, outputs)
+        return completion(sample, (await last(outputs)).outputs[0])
+
+    def let_go(self) -> None:
+        """Release vLLM, whose destructor fails at the end of the process."""
+        self._llm = None
+
+    async def _until_stop(
+        self, sample: RunningSample, text: SampledText, outputs: AsyncIterator[Any]
+    ) -> Completion:
+        """Follow a sample step by step, and end it at a stop string; vLLM's own ignore a prefix."""
+        found: Any = None
+        num_seen, num_until_stop = 0, None
+        async for found in outputs:
+            fresh = found.outputs[0].token_ids[num_seen:]
+            if num_until_stop is None and (number := text.contains_stop(fresh)) is not None:
+                num_until_stop = num_seen + number
+                if not found.finished:
+                    await self._llm.abort(sample.name)
+            num_seen += len(fresh)
+        return completion(sample, found.outputs[0], num_until_stop)
+
+
+async def score_sequence(
+    llm: Any, ids: Sequence[int], temperature: float, vllm_id: str, adapter: Any = None
+) -> tuple[float, ...]:
+    """Return the logprob of every token but the first; `vllm_id` names the request."""
+    num_told = 0 if temperature == 1 else -1
+    told = await _prompt_logprobs(llm, ids, num_told, vllm_id, adapter)
+    rows = zip(told[1:], ids[1:], strict=True)
+    if temperature == 1:
+        return tuple(row[token].logprob for row, token in rows)
+    return tuple(_at_temperature(row, token, temperature) for row, token in rows)
+
+
+async def prompt_rows(
+    llm: Any, request: PromptRequest, num_top: int, vllm_id: str, adapter: Any = None
+) -> PromptRows:
+    """Return what vLLM reports for the tokens that a request asks about; see `score_sequence`."""
+    ids = request.token_ids
+    told = await _prompt_logprobs(llm, ids, num_top, vllm_id, adapter)
+    rows = list(zip(told[request.first :], ids[request.first :], strict=True))
+    logprobs = [row[token].logprob for row, token in rows]
+    likeliest = [_likeliest(row, token, num_top) for row, token in rows] if num_top else ()
+    return PromptRows(logprobs, likeliest)
+
+
+def _likeliest(row: Mapping[int, Any], token: int, num_top: int) -> Candidates:
+    """Return candidates, without the given token where vLLM lists it in addition."""
+    is_more = len(row) > num_top
+    return [(each.logprob, other) for other, each in row.items() if other != token or not is_more]
+
+
+async def _prompt_logprobs(
+    llm: Any, ids: Sequence[int], num_told: int, vllm_id: str, adapter: Any
+) -> Sequence[Any]:
+    """Return per token a mapping from tokens to vLLM's `Logprob`; None for the first token.
+
+    It holds the given token and the `num_told` likeliest; -1 stands for all.
+    """
+    from vllm.inputs.engine import tokens_input
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=1,  # the minimum
+        prompt_logprobs=num_told,
+        detokenize=False,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    outputs = llm.generate(tokens_input(list(ids)), params, vllm_id, lora_request=adapter)
+    return (await last(outputs)).prompt_logprobs
+
+
+def _at_temperature(row: dict[int, Any], token: int, temperature: float) -> float:
+    logprobs = torch.tensor([row[other].logprob for other in range(len(row))], dtype=torch.float64)
+    return float((logprobs / temperature).log_softmax(-1)[token])

@@ -1,14 +1,14 @@
 """Extension of vLLM's workers: reads a weight source in the worker's process.
 
-Promises: those of `engines.rollout.served.updates`; vLLM must report every weight as loaded; after
-an error the model can take the next update. Errors travel as text, since vLLM would reduce them to
+Promises: those of `engines.rollout.served.weight_receiver`; vLLM must report every weight as
+loaded; after an error the model can take the next update. Errors travel as text, since vLLM would reduce them to
 a bare `Exception`.
 """
 
 from typing import Any
 
 from engines.errors import WeightSyncError
-from engines.rollout.served.updates import NamedTensors, carry_out
+from engines.rollout.served.weight_receiver import NamedTensors, carry_out
 from infra.faults import fault
 
 _BASE = ".base_layer."

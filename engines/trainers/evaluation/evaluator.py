@@ -3,23 +3,32 @@
 Promises: one greedy answer per row decides `accuracy`; a row whose answer could not be scored is
 left out, not wrong; intervals count distinct problems; seeds are derived from (seed, row, sample),
 so results do not depend on the batch. maj@k needs a reward that reports answers.
+
+Write `summary.json` and `rows.parquet` of an evaluation; equal evaluations give equal bytes.
 """
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from engines.config.sections import EvaluationConfig
 from engines.data.read.chat import prompt_text
 from engines.data.read.examples import RLPrompt
 from engines.rewards.base import Score
-from engines.trainers.evaluation.repeated import share_interval, sums_by_problem
-from engines.trainers.evaluation.sampled import SampledAnswer, sampled_metrics
-from engines.trainers.samples.params import sampling_params
-from engines.trainers.samples.prompts import sample_seeds
-from engines.trainers.samples.scoring import CompletionScorer, is_correct
+from engines.trainers.evaluation.sampled import (
+    SampledAnswer,
+    sampled_metrics,
+    share_interval,
+    sums_by_problem,
+)
+from engines.trainers.prompts import sample_seeds, sampling_params
+from engines.trainers.scoring import CompletionScorer, is_correct
 from engines.types import Completion, RolloutRequest, SamplingParams
 from engines.vision.processor import PromptImages
 
@@ -234,4 +243,67 @@ def told_sources(evaluation: Evaluation) -> dict[str, float]:
         for source, found in by_source(evaluation).items()
         for name, value in found.items()
         if "/" not in name
+    }
+
+
+ROWS_NAME = "rows.parquet"
+SUMMARY_NAME = "summary.json"
+SCHEMA_VERSION = 1
+
+_ANSWER = pa.struct(
+    [
+        ("text", pa.string()),
+        ("score", pa.float64()),
+        ("correct", pa.bool_()),
+        ("finish_reason", pa.string()),
+        ("num_tokens", pa.int32()),
+        ("answer", pa.string()),
+    ]
+)
+_SCHEMA = pa.schema(
+    [
+        ("index", pa.int64()),
+        ("data_source", pa.string()),
+        ("prompt", pa.string()),
+        ("ground_truth", pa.string()),
+        ("images", pa.list_(pa.string())),
+        ("greedy", _ANSWER),
+        ("samples", pa.list_(_ANSWER)),
+    ]
+)
+
+
+def write_evaluation(evaluation: Evaluation, directory: Path) -> None:
+    """Write both files into an existing directory."""
+    table = pa.Table.from_pylist([_row(problem) for problem in evaluation.problems], _SCHEMA)
+    pq.write_table(table, directory / ROWS_NAME, compression="zstd", store_schema=False)
+    summary = {
+        "schema": SCHEMA_VERSION,
+        "metrics": evaluation.metrics,
+        "sources": evaluation.sources,
+    }
+    text = json.dumps(summary, indent=2, sort_keys=True, allow_nan=False)
+    (directory / SUMMARY_NAME).write_text(text + "\n", encoding="utf-8", newline="")
+
+
+def _row(problem: EvaluatedProblem) -> dict[str, object]:
+    return {
+        "index": problem.prompt.index,
+        "data_source": problem.prompt.row.data_source,
+        "prompt": problem.prompt_text,
+        "ground_truth": problem.ground_truth,
+        "images": problem.image_digests,
+        "greedy": _answer(problem.greedy),
+        "samples": [_answer(answer) for answer in problem.samples],
+    }
+
+
+def _answer(answer: Answer) -> dict[str, object]:
+    return {
+        "text": answer.text,
+        "score": answer.score,
+        "correct": answer.correct,
+        "finish_reason": answer.finish_reason,
+        "num_tokens": answer.num_tokens,
+        "answer": answer.answer,
     }

@@ -21,23 +21,24 @@ from engines.algorithms.preference.answers import (
     right_side,
 )
 from engines.algorithms.preference.kto import MISMATCH
-from engines.algorithms.preference.mismatch import mismatched
-from engines.algorithms.preference.objectives import preference_objective
+from engines.algorithms.preference.objectives import (
+    BEHIND,
+    RewardModelObjective,
+    mismatched,
+    preference_objective,
+)
 from engines.algorithms.preference.options import RewardModelOptions, SigmoidOptions
-from engines.algorithms.preference.pair_losses import sigmoid_loss
-from engines.algorithms.preference.pair_objective import PairObjective
-from engines.algorithms.preference.reward_objective import BEHIND, RewardModelObjective
+from engines.algorithms.preference.pair_objective import PairObjective, sigmoid_loss
 from engines.config.sections import PreferenceConfig, RewardTrainingConfig
 from engines.controller.model_worker import ModelWorker
 from engines.controller.worker_group import WorkerGroup
 from engines.data.order.training_order import VisitedRow
-from engines.data.read.by_place import Made
+from engines.data.read.lazy_sequence import Made
 from engines.data.read.pairs import Pair
-from engines.trainers.evaluation.repeated import share_interval, sums_by_problem
-from engines.trainers.guards.poison import ROW
-from engines.training import roles
-from engines.training.roles import RoleName
-from engines.training.spec import LossFn
+from engines.trainers.evaluation.sampled import share_interval, sums_by_problem
+from engines.trainers.guards import ROW
+from engines.training import spec
+from engines.training.spec import LossFn, RoleName
 from engines.types import ModelOutputs, TokenBatch
 from infra.errors import ConfigError
 from infra.tracking.comparison import NUM_PAIRS, PAIR_ACCURACY, PAIR_MARGIN
@@ -48,7 +49,7 @@ CONFIDENCE = 0.95
 class PolicyPairs:
     """Pairs for a policy; `max_length` (tokens) cuts the exchanged answers of `kto`."""
 
-    role: RoleName = roles.POLICY
+    role: RoleName = spec.POLICY
 
     def __init__(
         self,
@@ -118,14 +119,14 @@ class PolicyPairs:
     def _with_reference(self, batch: TokenBatch, workers: WorkerGroup) -> TokenBatch:
         if not self.needs_reference:
             return batch
-        logprobs_T = workers.run(ModelWorker.infer_logprobs, batch, roles.REFERENCE)
+        logprobs_T = workers.run(ModelWorker.infer_logprobs, batch, spec.REFERENCE)
         return batch.with_columns(**{REFERENCE: logprobs_T})
 
 
 class RewardPairs:
     """Pairs for a reward model; `ConfigError` if the loss reads margins and one is missing."""
 
-    role: RoleName = roles.REWARD
+    role: RoleName = spec.REWARD
 
     def __init__(
         self,

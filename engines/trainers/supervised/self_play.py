@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engines.config.rollout import SamplingConfig
-from engines.data.order.resumable import ResumableOrder
+from engines.data.order.mixing import ResumableOrder
 from engines.data.read.examples import RLPrompt
 from engines.data.read.pairs import pair_lengths
 from engines.data.read.rows import PreferenceRow, RewardModel, RLRow, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer
 from engines.rewards.base import Score
-from engines.trainers.samples.params import sampling_params
-from engines.trainers.samples.prompts import derive_seed, sample_seeds
+from engines.trainers.prompts import derive_seed, sample_seeds, sampling_params
 from engines.types import Completion, RolloutRequest
 
 

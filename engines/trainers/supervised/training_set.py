@@ -11,11 +11,10 @@ import torch
 from engines.algorithms.supervised import sft_loss_fn
 from engines.controller.worker_group import WorkerGroup
 from engines.data.order.training_order import VisitedRow
-from engines.data.read.by_place import Made
 from engines.data.read.examples import SFTExamples
-from engines.trainers.guards.poison import ROW
-from engines.training.roles import POLICY, RoleName
-from engines.training.spec import LossFn
+from engines.data.read.lazy_sequence import Made
+from engines.trainers.guards import ROW
+from engines.training.spec import POLICY, LossFn, RoleName
 from engines.types import TokenBatch
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engines.checkpoint.engine_state import MODEL_PREFIX, TENSORS_DIR, read_scalars
-from engines.checkpoint.models.export import write_model
+from engines.checkpoint.export import write_model
 from engines.checkpoint.sharded import ShardedReader
 from engines.checkpoint.step_store import CHECKPOINT_DIR
 from engines.config.backends import ENGINES

@@ -20,11 +20,12 @@ from engines.training.model.linear_tiles import (
     check_inputs,
     no_statistics,
     scale_of,
+    scaled,
     slices,
+    statistics_dtype,
     tile,
     tile_shape,
 )
-from engines.training.model.tile_math import scaled, statistics_dtype
 
 _NO_TOKEN = torch.iinfo(torch.int64).max
 """Pads ranks with fewer than K tokens; sorts after every token of equal logit."""

@@ -9,23 +9,103 @@ Promises: an interrupted download resumes, and every byte is verified. A copy st
 of this machine that reads it lives; of the others the least recently used go if a download would
 exceed `RLHF_CACHE_BYTES`. Copies are named by content, so all stores share them.
 Does not promise: the limit, if living processes read more than it.
+
+Parallel transfers of many files.
+
+Resumable download of the files of a manifest.
 """
 
 import fcntl
+import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 from infra import env
 from infra.errors import ArtifactCorruptError, ConfigError
-from infra.store.artifacts import Manifest
+from infra.store.artifacts import FileEntry, Manifest, write_manifest
 from infra.store.atomic import make_directories, publish_directory, remove_directory
 from infra.store.process_stamp import is_dead, own_stamp
-from infra.store.s3.download import Read, download
+from infra.store.s3 import objects
 from infra.store.storage import verify_named
-from infra.waiting import wait_for
+from infra.waiting import wait_for, when_there_is_room
+
+NUM_TRANSFERS = 4
+
+
+def transfer(transfers: Iterable[Callable[[], None]]) -> None:
+    """Call transfers in order, `NUM_TRANSFERS` at a time.
+
+    The first exception is raised when those in progress have ended; no others are started.
+    """
+    is_over = threading.Event()
+    with ThreadPoolExecutor(NUM_TRANSFERS, "transfer") as pool:
+        begun = [pool.submit(partial(_make, each, is_over)) for each in transfers]
+        try:
+            for each in as_completed(begun):
+                each.result()
+        finally:
+            is_over.set()
+
+
+def _make(one: Callable[[], None], is_over: threading.Event) -> None:
+    if is_over.is_set():
+        return
+    try:
+        one()
+    except BaseException:
+        is_over.set()  # here, since the next transfer may start before the waiting caller wakes
+        raise
+
+
+Read = Callable[[str, int, int], bytes]
+"""Returns all bytes of a file from one position to another."""
+
+
+def download(directory: Path, manifest: Manifest, read: Read) -> None:
+    """Fill a directory, which may hold a partial download, and write the manifest last.
+
+    Every byte is verified, also those of an earlier call. After an error no other file is begun.
+    `ArtifactCorruptError` means that the bytes do not match the manifest.
+    """
+    transfer(partial(_load, directory, *each, read) for each in manifest.files.items())
+    write_manifest(directory, manifest)
+
+
+def _load(directory: Path, name: str, entry: FileEntry, read: Read) -> None:
+    path = directory / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        with path.open("a+b") as file:
+            if file.tell() > entry.size_bytes:
+                file.truncate(0)
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256")
+            resumed = at = file.tell()
+            while at < entry.size_bytes:
+                data = read(name, at, min(at + objects.PART_BYTES, entry.size_bytes))
+                when_there_is_room(partial(_write, file, data, at), str(path))
+                digest.update(data)
+                at += len(data)
+        if digest.hexdigest() == entry.sha256:
+            return
+        path.unlink()
+        if not resumed:
+            found = digest.hexdigest()
+            raise ArtifactCorruptError(f"{name}: sha256 {found} != {entry.sha256} of the manifest")
+
+
+def _write(file: IO[bytes], data: bytes, start: int) -> None:
+    file.truncate(start)  # remove the remains of a write that a full disk cut
+    file.write(data)
+    file.flush()
+
 
 LOCK_DEADLINE_S = 3600.0
 """Time limit for another process of this machine that downloads the same artifact."""

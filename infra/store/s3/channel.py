@@ -2,7 +2,7 @@
 
     work/<fingerprint>/attempt-<n>/spec.json, error.json    objects
                                    heartbeat, stacks.txt, journal/   see `infra.store.s3.mirror`
-                       steps-<g>/                                    see `infra.store.s3.steps`
+                       steps-<g>/                                    see `infra.store.s3.mirror`
     with-steps/<fingerprint>                                         stages that may have steps
 
 Promises: as `infra.store.work_channel`. A reader sees writes of its own process at once, those of
@@ -23,9 +23,8 @@ from infra.store.atomic import atomic_write_bytes, make_directories, remove_dire
 from infra.store.canonical import canonical_json, sha256_json
 from infra.store.heartbeat import Beat, checked_content, parse_beat
 from infra.store.s3 import mirror
-from infra.store.s3.mirror import JournalChunks
+from infra.store.s3.mirror import JournalChunks, SharedSteps, StepsShipper
 from infra.store.s3.objects import Objects
-from infra.store.s3.steps import SharedSteps, StepsShipper
 from infra.store.stage_spec import Adoption, StageSpec
 from infra.store.step_directories import remove_steps_after
 from infra.store.work_channel import (

@@ -5,29 +5,159 @@ exactly one succeeds; a caller without an answer reads the object and owns it if
 own. A service that ignores conditions is refused before anything relies on it.
 Does not promise: that parts of a killed large upload vanish by themselves. They are invisible;
 `rlhf gc` or a lifecycle rule (`AbortIncompleteMultipartUpload`) removes them.
+
+The address of a store in a bucket: `s3://bucket/prefix`.
+
+It contains no credentials, so it can be shared. Service and credentials come from the environment
+(AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, else Amazon's).
+
+The meaning of the answers of a service that speaks S3.
+
+    404 of an object or upload  `AbsentError`; only an answer that names the key means absence
+    404 of the bucket           `ConfigError`
+    412                         `TakenError`
+    409                         `ConflictError`: not decided yet
+    403, no credentials         `StoreDeniedError`
+    5xx, 429, no answer         `StoreUnreachableError`, after botocore's standard retries
+Anything else is a plain `StoreError`; perhaps the service does not speak S3.
 """
 
 import base64
 import functools
 import hashlib
 import os
+import re
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Self
+from urllib.parse import urlsplit
 
 import boto3
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    ConnectionError,
+    CredentialRetrievalError,
+    HTTPClientError,
+    IncompleteReadError,
+    NoCredentialsError,
+    PartialCredentialsError,
+    ProfileNotFound,
+)
 
 from infra import env
-from infra.errors import ArtifactCorruptError, ConfigError, StoreError, StoreUnreachableError
+from infra.errors import (
+    ArtifactCorruptError,
+    ConfigError,
+    StoreDeniedError,
+    StoreError,
+    StoreUnreachableError,
+)
 from infra.store.artifacts import FileEntry
-from infra.store.s3.address import S3Address
-from infra.store.s3.answers import AbsentError, ConflictError, TakenError, told
+
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_PREFIX = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]*(?:/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?")
+
+
+@dataclass(frozen=True)
+class S3Address:
+    """A bucket and the prefix of every key of the store, without a final slash; may be empty."""
+
+    bucket: str
+    prefix: str
+
+    @classmethod
+    def parse(cls, uri: str) -> Self:
+        """Parse `s3://bucket/prefix`; `ConfigError` if it is invalid or holds credentials."""
+        need = "need s3://bucket/prefix"
+        parts = urlsplit(uri)
+        if "@" in uri or parts.query or parts.fragment:
+            raise ConfigError(
+                "storage",
+                f"got an s3:// address with more than a bucket and a prefix; {need}; leave the "
+                "credentials to AWS_PROFILE, a role, or what else the environment offers",
+            )
+        prefix = parts.path.strip("/")
+        if parts.scheme != "s3" or not _BUCKET.fullmatch(parts.netloc):
+            raise ConfigError("storage", f"got {uri!r}; {need}, the bucket 3-63 of a-z 0-9 . -")
+        if not _PREFIX.fullmatch(prefix):
+            raise ConfigError("storage", f"got {uri!r}; {need}, the prefix plain names and /")
+        return cls(parts.netloc, prefix)
+
+    @property
+    def uri(self) -> str:
+        """The canonical text of the address."""
+        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+
+    def key(self, name: str) -> str:
+        """Return the full key of a name in the store."""
+        return f"{self.prefix}/{name}" if self.prefix else name
+
+
+_DENIED_CODES = frozenset({"ExpiredToken", "InvalidToken", "InvalidAccessKeyId"})
+_DENIED = (NoCredentialsError, PartialCredentialsError, CredentialRetrievalError, ProfileNotFound)
+_UNREACHABLE = (ConnectionError, HTTPClientError, IncompleteReadError)
+
+
+class AbsentError(StoreError):
+    """The object does not exist."""
+
+
+class TakenError(StoreError):
+    """The object exists already."""
+
+
+class ConflictError(StoreError):
+    """Another caller is creating or removing the object now."""
+
+
+@contextmanager
+def told(place: str, endpoint: str) -> Iterator[None]:
+    """Convert errors of botocore to one-line errors of this project that name the object."""
+    try:
+        yield
+    except ClientError as error:
+        raise _meaning(place, endpoint, error) from error
+    except _DENIED as error:
+        raise StoreDeniedError(
+            f"{place}: {error}; name a profile with AWS_PROFILE, or give this machine a role"
+        ) from error
+    except _UNREACHABLE as error:
+        reason = " ".join(str(error).split())
+        raise StoreUnreachableError(
+            f"{place}: {endpoint} does not answer ({reason}); see that it runs and that "
+            "AWS_ENDPOINT_URL names it, then run again"
+        ) from error
+
+
+def _meaning(place: str, endpoint: str, error: ClientError) -> Exception:
+    answer = error.response.get("Error", {})
+    code, message = answer.get("Code", ""), " ".join(answer.get("Message", "").split())
+    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    said = f"{place}: {endpoint} answers {status} {code}"
+    if code == "NoSuchBucket":
+        return ConfigError("storage", f"{said}; create the bucket, or name another")
+    if code in {"NoSuchKey", "NoSuchUpload"}:
+        return AbsentError(said)
+    if status == 412:
+        return TakenError(said)
+    if status == 409:
+        return ConflictError(f"{said} ({message}); run again")
+    if status in {401, 403} or code in _DENIED_CODES:
+        return StoreDeniedError(
+            f"{said}; let these credentials list, read, write and delete there, or name others "
+            "with AWS_PROFILE"
+        )
+    if status == 429 or (status >= 500 and status != 501):
+        return StoreUnreachableError(f"{said} ({message}); run again when it is well")
+    return StoreError(f"{said} ({message}); see that AWS_ENDPOINT_URL names a service of S3")
+
 
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 30.0

@@ -10,10 +10,10 @@ clock measures how long a follower was silent.
 """
 
 from infra.errors import ArtifactCorruptError
-from infra.store.followers import STALE_S
+from infra.store.heartbeat import STALE_S
 from infra.store.process_stamp import is_dead, own_stamp
 from infra.store.runs import KnownRun
-from infra.store.s3.collecting import Collecting
+from infra.store.s3.inventory import Collecting
 from infra.store.s3.objects import Found, Objects
 from infra.store.stage_spec import check_fingerprint
 

@@ -27,14 +27,11 @@ from infra.store.artifacts import (
     write_manifest,
 )
 from infra.store.s3 import objects as objects_of
-from infra.store.s3.address import S3Address
-from infra.store.s3.cache import ArtifactCache
+from infra.store.s3.cache import ArtifactCache, transfer
 from infra.store.s3.channel import S3Channel
-from infra.store.s3.collecting import Collecting
-from infra.store.s3.inventory import S3Inventory
-from infra.store.s3.objects import Objects
+from infra.store.s3.inventory import Collecting, S3Inventory
+from infra.store.s3.objects import Objects, S3Address
 from infra.store.s3.records import S3Followers, S3LogFiles, S3Runs
-from infra.store.s3.transfers import transfer
 from infra.store.stage_log import StageLogs
 from infra.store.stage_spec import Artifact, check_fingerprint
 from infra.store.storage import (

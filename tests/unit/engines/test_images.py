@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.controller.dispatch import split_plan, take
+from engines.controller.worker_group import split_plan, take
 from engines.images import ImagePatches
 from engines.training.step.micro_batches import cut, filler
 from engines.types import TokenBatch

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.config.algorithm import FilterGroupsConfig
-from engines.segments import Segment
-from engines.trainers.samples.packing import pack
-from engines.trainers.samples.scored import ScoredBatch, ScoredSample
-from engines.trainers.step.collector import MIN_SHARED_TOKENS, Collector
+from engines.requests import Segment
+from engines.trainers.collector import MIN_SHARED_TOKENS, Collector
+from engines.trainers.packing import pack
+from engines.trainers.scoring import ScoredBatch, ScoredSample
 from engines.trajectory import Prompt, Trajectory
 from engines.types import Completion, RolloutRequest, SamplingParams
 

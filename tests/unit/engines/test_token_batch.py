@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.controller.dispatch import split_plan, take
-from engines.training.step.micro_batches import cut, filler, plan_micro_batches
-from engines.training.step.totals import loss_counts
+from engines.controller.worker_group import split_plan, take
+from engines.training.step.micro_batches import cut, filler, loss_counts, plan_micro_batches
 from engines.types import TokenBatch
 
 

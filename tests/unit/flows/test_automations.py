@@ -22,7 +22,7 @@ from prefect.settings import PREFECT_SERVER_DATABASE_CONNECTION_URL, temporary_s
 from prefect.types._datetime import DateTime, now
 
 from flows.automations import MAX_RESUMES, SILENCE_S, STRANDED_S, TAG, automations
-from infra.services.commands import HEARTBEAT_S, WORK_POOL
+from infra.services.stack import HEARTBEAT_S, WORK_POOL
 
 ROOT = Path(__file__).resolve().parents[3]
 

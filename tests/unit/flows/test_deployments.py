@@ -10,7 +10,7 @@ import yaml
 from prefect import Flow
 from prefect.client.schemas.schedules import CronSchedule
 
-from flows.nightly_recipes import MATRIX
+from flows.nightly.nightly_recipes import MATRIX
 from flows.recipe.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[3]

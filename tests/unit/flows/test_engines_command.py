@@ -7,8 +7,7 @@ import pytest
 from engines.config.backends import BACKENDS
 from engines.config.plugins import ROLLOUT_ENGINES, register_plugin
 from flows.commands.cli import main
-from flows.commands.engines import folded
-from flows.report.engine_matrix import HEADINGS, engine_matrix, rollout_matrix
+from flows.commands.engines import HEADINGS, engine_matrix, folded, rollout_matrix
 from infra import env
 
 BROKEN = "no_such_module_of_a_plugin"

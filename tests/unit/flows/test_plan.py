@@ -11,14 +11,13 @@ from flows.plan import PlannedStage, Planner, plan_run
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.stage_order import run_stages
 from infra.errors import ConfigError
-from infra.ray.job_types import JobRequest
+from infra.ray.api import JobRequest
 from infra.store.stage_log import Attempt
 from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import LocalStorage
 from infra.tracking.journal import Journal
 from tasks.runner import identity
-from tasks.runner.identity import StageRequest
-from tasks.runner.numeric_code import numeric_sources
+from tasks.runner.identity import StageRequest, numeric_sources
 from tasks.runner.run import StageResult
 from tasks.runner.submission import Submission
 

@@ -13,7 +13,7 @@ from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.plugins import register_plugin
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from flows.preflight import preflight
-from flows.preflight.request import request_of
+from flows.preflight.resolve import request_of
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError, PipelineError, StoreUnreachableError
 

@@ -13,7 +13,7 @@ from engines.config.algorithm import AlgorithmConfig
 from engines.config.backends import ENGINES
 from engines.config.options import check_parts
 from engines.config.plugins import REWARDS, ROLLOUT_ENGINES, named_rows, register_plugin
-from engines.config.rows.algorithm import ADVANTAGES
+from engines.config.rows import ADVANTAGES
 from hardware.detection import create, detect, names
 from infra.errors import EXIT_TERMINATED, ConfigError
 from infra.identity.fingerprint import environment_digest, outside_code

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 SECRET = "correct-horse-battery"
-HEAD = "import os, subprocess, sys, time\nfrom infra.redacted_output import redact_output\n"
+HEAD = "import os, subprocess, sys, time\nfrom infra.redact import redact_output\n"
 
 
 def run(body: str, tmp_path: Path) -> tuple[int, str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from engines.config.base import StrictModel
 from engines.data.prepare.preprocessors.base import Preprocessor, optional_text
-from engines.data.read.raw_columns import parse_json_list
+from engines.data.read.raw_rows import parse_json_list
 from engines.data.read.rows import Message, RowError, SFTRow, check_text
 
 

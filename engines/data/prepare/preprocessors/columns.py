@@ -11,7 +11,7 @@ from pydantic import Field
 
 from engines.config.base import StrictModel
 from engines.data.prepare.preprocessors.base import Preprocessor, text_answer
-from engines.data.read.raw_columns import check_one_text
+from engines.data.read.raw_rows import check_one_text
 from engines.data.read.rows import Message, RewardModel, RLRow, SFTRow, check_text
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from engines.config.base import StrictModel
 from engines.data.prepare.preprocessors.base import Preprocessor, text_answer
 from engines.data.prepare.preprocessors.gsm8k import INSTRUCTION
-from engines.data.read.raw_columns import parse_images
+from engines.data.read.raw_rows import parse_images
 from engines.data.read.rows import Message, RewardModel, RLRow, RowError, check_text, with_images
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from engines.config.base import StrictModel
 from engines.data.prepare.preprocessors.base import Preprocessor, optional_text
-from engines.data.read.raw_columns import (
+from engines.data.read.raw_rows import (
     check_weight,
     parse_json,
     parse_json_list,

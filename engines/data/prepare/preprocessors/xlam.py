@@ -11,7 +11,7 @@ from typing import Any
 
 from engines.config.base import StrictModel
 from engines.data.prepare.preprocessors.base import Preprocessor
-from engines.data.read.raw_columns import (
+from engines.data.read.raw_rows import (
     json_text,
     parse_json,
     parse_json_list,

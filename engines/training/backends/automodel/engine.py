@@ -22,7 +22,7 @@ from engines.training.backends.automodel.options import AutomodelOptions
 from engines.training.backends.fsdp.engine import FSDP2Engine
 from engines.training.backends.transformers.build import build_model, decoder_layers
 from engines.training.spec import EngineSpec
-from engines.training.step.gradients import clip_across_meshes
+from engines.training.step.optimizer_step import clip_across_meshes
 from infra.errors import ConfigError
 
 _CAUSAL, _VALUE_MODEL = "ForCausalLM", "ForTokenClassification"

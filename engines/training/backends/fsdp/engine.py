@@ -3,9 +3,12 @@
 Gradients are reduced in float32, to shards after every micro-batch. Parameters are sharded over all
 ranks or, with hybrid sharding, over the ranks of each of `replicate_size` copies, which all-reduce
 once per step. A single process in float32 runs the plain module, without a process group.
+
+The device mesh that FSDP shards over.
 """
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -16,10 +19,18 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel
 
 from engines import collectives
-from engines.training.backends.fsdp.mesh import sharding_mesh
 from engines.training.backends.fsdp.options import FSDP2Options
 from engines.training.backends.transformers.build import build_model, decoder_layers
 from engines.training.backends.transformers.engine import TransformersModelEngine
+
+
+def sharding_mesh(device_name: str, replicate_size: int, timeout_s: float) -> DeviceMesh:
+    """Return all ranks in one dimension, or (copies, shards) for hybrid sharding."""
+    size = collectives.world_size()
+    if replicate_size == 1:
+        return collectives.make_mesh(device_name, (size,), ("shard",), timeout_s)
+    sizes = (replicate_size, size // replicate_size)
+    return collectives.make_mesh(device_name, sizes, ("replicate", "shard"), timeout_s)
 
 
 class FSDP2Engine(TransformersModelEngine):

@@ -2,9 +2,16 @@
 
 A checkpoint of one layout loads bit-identically under any other; main weights and moments are
 float32. One rank writes each value; saving gathers one parameter of the stage at a time.
+
+Write rectangular regions of plain tensors as files that `sharded` reads.
+
+Promises: the directory reads like one from `save_sharded`, however the tensors were cut; at most
+`_MAX_FILE_BYTES`, or one larger region, are held in memory.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,14 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines import collectives
+from engines.checkpoint.background import StagingBuffers
 from engines.checkpoint.engine_state import MODEL_PREFIX, TENSORS_DIR
-from engines.checkpoint.regions import Region, save_regions, stage_regions
-from engines.checkpoint.sharded import ShardedReader
-from engines.checkpoint.staging import StagingBuffers
+from engines.checkpoint.sharded import SHARDING_INFO, ShardedReader
+from engines.checkpoint.tensor_files import write_tensors
 from engines.config.training import LoraConfig
 from engines.errors import CheckpointError
 from engines.training.backends.megatron.optimizer import Shard
-from engines.training.backends.megatron.pieces import Block, Part
+from engines.training.backends.megatron.param_mapping import Block, Part
 from engines.training.backends.megatron.replica import Replica
 from engines.training.backends.transformers.adapters import (
     base_name,
@@ -27,6 +34,99 @@ from engines.training.backends.transformers.adapters import (
     stored_adapter,
     wrapped_name,
 )
+
+_MAX_FILE_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class Region:
+    """The part of the tensor `name` that begins at `offsets`, for backends without DTensors."""
+
+    name: str
+    offsets: tuple[int, ...]
+    values: Tensor
+
+
+def save_regions(path: Path, regions: Iterable[Region]) -> None:
+    """Write this rank's regions as they come; every rank calls it.
+
+    No two ranks have the same region. `regions` is iterated to the end, because producing them may
+    use collectives. Raises `OSError` on every rank, if the disk of one is full or fails.
+    """
+    writer = _RegionWriter(path, collectives.rank())
+    problem: OSError | None = None
+    for region in regions:
+        if problem is None:
+            values = region.values.detach().to("cpu", copy=True).contiguous()
+            try:
+                writer.add(replace(region, values=values))
+            except OSError as error:
+                problem = error
+    if problem is None:
+        try:
+            writer.flush()
+        except OSError as error:
+            problem = error
+    collectives.raise_together(problem, f"cannot save {path}")
+
+
+def stage_regions(
+    path: Path, regions: Iterable[Region], buffers: StagingBuffers
+) -> Callable[[], None]:
+    """Copy this rank's regions to the host and return a function that writes them.
+
+    Every rank calls it; the tensors may change afterwards. The returned function may run on any
+    thread: it uses no collective, raises `OSError`, and gives the buffers back.
+    """
+    staged = [
+        replace(region, values=buffers.copy((region.name, region.offsets), region.values.detach()))
+        for region in regions
+    ]
+    rank = collectives.rank()
+
+    def write() -> None:
+        writer = _RegionWriter(path, rank)
+        for region in staged:
+            writer.add(region)
+        writer.flush()
+        for region in staged:
+            buffers.give_back((region.name, region.offsets), region.values)
+        staged.clear()
+
+    return write
+
+
+class _RegionWriter:
+    """Collects regions and writes them to files in which no name occurs twice."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self._path, self._rank = path, rank
+        self._files: list[dict[str, Region]] = []
+        self._num_written = 0
+        self._size_bytes = 0
+
+    def add(self, region: Region) -> None:
+        """Add a region, contiguous on the CPU; a full file is written first."""
+        size = region.values.numel() * region.values.element_size()
+        if self._size_bytes and self._size_bytes + size > _MAX_FILE_BYTES:
+            self.flush()
+        free = next((file for file in self._files if region.name not in file), None)
+        if free is None:
+            free = {}
+            self._files.append(free)
+        free[region.name] = region
+        self._size_bytes += size
+
+    def flush(self) -> None:
+        """Write the held regions."""
+        for file in self._files:
+            offsets = {name: {"saved_offsets": list(r.offsets)} for name, r in file.items()}
+            name = f"shard-{self._rank:05d}-{self._num_written:05d}.safetensors"
+            info = json.dumps(offsets, sort_keys=True)
+            tensors = {name: file[name].values for name in sorted(file)}
+            write_tensors(tensors, self._path / name, {SHARDING_INFO: info})
+            self._num_written += 1
+        self._files, self._size_bytes = [], 0
 
 
 def save_state(path: Path, replica: Replica, kept: Sequence[str]) -> None:

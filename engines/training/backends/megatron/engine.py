@@ -3,21 +3,30 @@
 Main weights and gradients are float32; optimizer state is sharded over the ranks that hold the same
 weights. Checkpoints have transformers' names and whole shapes, so any layout and any backend of the
 transformers family reads them. Megatron-Core is imported only inside the platform's scope for it.
+
+Transfers weights between the transformers model and the parameters of the ranks.
+
+Each rank reads only its blocks of the files; a missing weight is an error, but a value head may be
+absent and starts at 0. Streaming holds one whole tensor at a time.
 """
 
+import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
 from engines import collectives
 from engines.architecture import text_settings
+from engines.checkpoint.background import StagingBuffers
 from engines.checkpoint.engine_state import (
     EngineScalars,
     load_engine_state,
@@ -25,18 +34,18 @@ from engines.checkpoint.engine_state import (
     save_engine_state,
     stage_engine_state,
 )
-from engines.checkpoint.staging import StagingBuffers
 from engines.errors import EngineError
 from engines.training.backends.megatron.layout import Layout, check_layout
-from engines.training.backends.megatron_models import check_model
+from engines.training.backends.megatron.models import check_model
+from engines.training.backends.megatron.param_mapping import Block, Part
 from engines.training.backends.transformers.build import check_stored_names
-from engines.training.backends.transformers.folding import stored_weights
+from engines.training.backends.transformers.head import stored_weights
 from engines.training.base import BaseEngine
-from engines.training.spec import EngineSpec, ScaledLoss
-from engines.training.step.average import Averaged
-from engines.training.weight_shards import owned_parts, stream_parts
+from engines.training.spec import VALUE_HEAD, EngineSpec, ScaledLoss
+from engines.training.step.optimizer_step import Averaged
+from engines.training.weight_shards import HeldPart, owned_parts, stream_parts
 from engines.types import ModelOutputs, Readouts, TokenBatch
-from engines.weight_places import WeightShard
+from engines.weight_places import WeightPlace, WeightShard
 from infra.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,7 +66,7 @@ class MegatronEngine(BaseEngine):
     def _library(self) -> Iterator[None]:
         """Scope of every call into Megatron-Core."""
         with self.spec.platform.library_scope("megatron"):
-            from engines.training.backends.megatron.parallel import activate
+            from engines.training.backends.megatron.layout import activate
 
             activate(self._layout, self.spec.training.collective_timeout_s)
             yield
@@ -102,7 +111,6 @@ class MegatronEngine(BaseEngine):
             # Imports warn about absent optional libraries and deprecated names.
             warnings.simplefilter("ignore")
             from engines.training.backends.megatron.replica import Replica
-            from engines.training.backends.megatron.weights import WeightStream, load_hub_weights
 
         replica = Replica(self.spec, config, self._layout)
         if load_weights:
@@ -245,3 +253,135 @@ class MegatronEngine(BaseEngine):
     def _own_scalars(self, step: int) -> EngineScalars:
         optimizer = self.replica.optimizer
         return self._scalars(step, optimizer.num_steps if optimizer is not None else 0)
+
+
+Values = Callable[[Part, Block], Tensor]
+"""Returns a block's values, with or without an adapter merged in."""
+
+
+class HubFiles:
+    """Blocks of the weights in a Hugging Face directory of safetensors files."""
+
+    def __init__(self, hf_dir: Path) -> None:
+        self._hf_dir = hf_dir
+        self._file: dict[str, Path] = {}
+        for file in sorted(hf_dir.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as handle:
+                self._file.update(dict.fromkeys(handle.keys(), file))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file
+
+    def read(self, block: Block) -> Tensor:
+        """Return the values of a block with a hub name, on the CPU.
+
+        Raises:
+            ConfigError: the weight is absent or has another shape.
+        """
+        if block.name not in self._file:
+            raise ConfigError("model.path", f"{self._hf_dir} has no weight {block.name}")
+        with safe_open(self._file[block.name], framework="pt") as handle:
+            stored = handle.get_slice(block.name)
+            shape = tuple(stored.get_shape())
+            if shape != block.whole:
+                raise ConfigError(
+                    "model.path",
+                    f"{self._hf_dir}: {block.name} has shape {shape}; need {block.whole}",
+                )
+            return stored[block.slices]
+
+
+@torch.no_grad()
+def load_hub_weights(parts: Sequence[Part], hf_dir: Path) -> None:
+    """Load parameters from a Hugging Face directory.
+
+    Raises:
+        ConfigError: a weight is absent or has another shape.
+    """
+    files = HubFiles(hf_dir)
+    for part in parts:
+        if ".lora_" in part.name:
+            continue
+        part.parameter.zero_()  # for padded vocabulary rows and a new value head
+        for block in part.hub:
+            if block.name in files or not block.name.startswith(VALUE_HEAD):
+                block.write(part.parameter, files.read(block))
+
+
+class WeightStream:
+    """Streams whole weights. Collective. Blocks with hub names include no adapter."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        device: torch.device,
+        names: Literal["hub", "stored"] = "hub",
+    ) -> None:
+        self._device = device
+        self._own: dict[WeightPlace, tuple[Part, Block]] = {}
+        for part in parts:
+            blocks = part.hub if names == "hub" else part.stored
+            for block in blocks if part.is_primary else ():
+                place = WeightPlace(block.name, block.whole, block.offsets, block.shape)
+                self._own[place] = part, block
+        mine = [astuple(place) for place in self._own]
+        # By name: the blocks of each weight and their sending rank.
+        self._plan: dict[str, dict[WeightPlace, int]] = {}
+        for rank, rows in enumerate(_from_every_rank(mine, device)):
+            for name, *sizes in rows:
+                # Data-parallel ranks hold the same blocks: the first one sends.
+                self._plan.setdefault(name, {}).setdefault(
+                    WeightPlace(name, *map(tuple, sizes)), rank
+                )
+
+    @property
+    def names(self) -> list[str]:
+        """All names, in the order of the stream."""
+        return list(self._plan)
+
+    def held(self, values: Values) -> list[HeldPart]:
+        """Return the blocks of this rank, without communication."""
+        return [
+            HeldPart(place, lambda part=part, block=block: values(part, block).contiguous())
+            for place, (part, block) in self._own.items()
+        ]
+
+    def walk(self, values: Values, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight's hub name and whole tensor, on the device."""
+        for name in self._plan:
+            yield name, self._whole(name, values, dtype)
+
+    @torch.no_grad()
+    def _whole(self, name: str, values: Values, dtype: torch.dtype) -> Tensor:
+        senders = self._plan[name]
+        first = next(iter(senders))
+        if first.shape == first.whole:
+            return self._broadcast(first, senders[first], values, dtype)
+        whole = self._empty(first.whole, dtype)
+        for place, sender in senders.items():
+            whole[place.slices] = self._broadcast(place, sender, values, dtype)
+        return whole
+
+    def _broadcast(
+        self, place: WeightPlace, sender: int, values: Values, dtype: torch.dtype
+    ) -> Tensor:
+        if sender == collectives.rank():
+            sent = values(*self._own[place]).contiguous()
+        else:
+            sent = self._empty(place.shape, dtype)
+        if collectives.world_size() > 1:
+            collectives.broadcast(sent, src=sender)
+        return sent
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+
+def _from_every_rank(value: object, device: torch.device) -> list[Any]:
+    world = dist.group.WORLD
+    if world is None:
+        return [json.loads(json.dumps(value))]
+    return [
+        collectives.broadcast_json(value, rank, world, device)
+        for rank in range(collectives.world_size())
+    ]

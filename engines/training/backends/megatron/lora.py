@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from engines.config.training import LoraConfig
-from engines.training.backends.megatron.pieces import Block, Part
+from engines.training.backends.megatron.param_mapping import Block, Part
 from engines.training.backends.transformers.adapters import initialize_adapter, wrapped_name
 from engines.training.spec import VALUE_HEAD
 from infra.errors import ConfigError

@@ -23,13 +23,12 @@ from megatron.core.transformer.transformer_block import (
 from torch import Tensor, nn
 
 from engines.training.backends.megatron.architecture import Architecture, rotary_frequencies
-from engines.training.backends.megatron.layout import Layout
-from engines.training.backends.megatron.parallel import Place
+from engines.training.backends.megatron.layout import Layout, Place
 from engines.training.backends.megatron.router_replay import LayerRoutes, RowRoutes
 from engines.training.model.attention import Packing, packed_attention
-from engines.training.model.head_rows import Targets, head_rows
+from engines.training.model.linear_logprobs import Targets, head_rows
 from engines.training.model.linear_tiles import tile_elements
-from engines.training.model.value_head import float32_linear
+from engines.training.model.logprobs import float32_linear
 from engines.training.spec import ModelType
 
 

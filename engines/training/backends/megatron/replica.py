@@ -1,6 +1,13 @@
 """This rank's part of a model in Megatron-Core.
 
 Use it inside the platform's scope for Megatron-Core, with its layout active.
+
+Fixes for Megatron-Core 0.16.1 without TransformerEngine.
+
+MoE routers call `te_general_gemm`, which exists only with TransformerEngine: `define_missing_names`
+defines it. `DistributedOptimizer` cannot load its state: it raises KeyError for `step`, and
+`load_state_dict` gives all parameters one `step` tensor, which breaks Adam's bias correction.
+`ShardedAdamW` and `checkpoint` avoid both.
 """
 
 from collections.abc import Sequence
@@ -14,23 +21,28 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.transformer.moe import moe_utils
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from engines.config.training import OptimizerConfig
 from engines.training.backends.megatron.architecture import Architecture
-from engines.training.backends.megatron.layout import Layout
+from engines.training.backends.megatron.layout import Layout, Place, current_place
 from engines.training.backends.megatron.lora import Adapter, add_adapters, start_adapters
 from engines.training.backends.megatron.model import PackedModel
 from engines.training.backends.megatron.optimizer import ShardedAdamW
-from engines.training.backends.megatron.parallel import Place, current_place
-from engines.training.backends.megatron.pieces import Block, Part, parts_of
+from engines.training.backends.megatron.param_mapping import Block, Part, parts_of
 from engines.training.backends.megatron.pipeline import Pipeline
 from engines.training.backends.megatron.router_replay import RouteMemory
-from engines.training.backends.megatron.upstream_fixes import define_missing_names
 from engines.training.backends.transformers.adapters import base_name
 from engines.training.spec import EngineSpec
 from infra.errors import ConfigError
+
+
+def define_missing_names() -> None:
+    """Let routers run without TransformerEngine; may be repeated."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        cast(Any, moe_utils).te_general_gemm = None
 
 
 class Replica:

@@ -24,11 +24,11 @@ from engines.training.backends.transformers.module_engine import DATA, ModuleEng
 from engines.training.backends.transformers.optimizer import make_adamw
 from engines.training.backends.transformers.slices import load_hub_weights
 from engines.training.model.attention import Packing
-from engines.training.model.head_rows import Targets, head_rows, targets_of
+from engines.training.model.linear_logprobs import Targets, head_rows, targets_of
 from engines.training.model.linear_tiles import tile_elements
 from engines.training.outputs import model_outputs, read_positions
 from engines.training.spec import EngineSpec
-from engines.training.step.gradients import clip_across_meshes
+from engines.training.step.optimizer_step import clip_across_meshes
 from engines.training.weight_shards import (
     HeldPart,
     local_place,
@@ -64,7 +64,7 @@ class TorchTitanEngine(ModuleEngine[Any]):
         )
         try:
             with platform.library_scope("torchtitan"):
-                from engines.training.backends.torchtitan.parallel import sharded_decoder
+                from engines.training.backends.torchtitan.model import sharded_decoder
 
                 self._model, self._hub_names = sharded_decoder(
                     self.spec, self._options.fsdp_reshard_after_forward

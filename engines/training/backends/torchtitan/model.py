@@ -3,26 +3,78 @@
 TorchTitan's Qwen3 decoder matches transformers for dense models with rotary embeddings in halves;
 without the norms of queries and keys it is Llama's. Other architectures are refused: experts,
 scaled rotary embeddings, biases, sliding windows.
+
+Models that the backend torchtitan supports, without torch.
+
+A TorchTitan decoder sharded over the ranks, with undefined weights.
+
+Import it inside the platform's scope for TorchTitan.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
-from torchtitan.models.qwen3 import Qwen3Model
+from torchtitan.models.qwen3 import Qwen3Model, Qwen3StateDictAdapter, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 from torchtitan.protocols.module import Module
 from transformers import AutoConfig
 
 from engines.architecture import text_settings
-from engines.training.backends.torchtitan.supported import HAS_HEAD_NORMS, check_model
+from engines.attention_needs import has_windows, rotary_type
 from engines.training.model.attention import Packing, packed_attention
+from engines.training.spec import EngineSpec
+from infra.errors import ConfigError
+
+HAS_HEAD_NORMS = {"qwen3": True, "llama": False}
+"""Supported `model_type` -> whether queries and keys are normalized per head."""
+
+
+def check_model(hf_dir: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a model that TorchTitan's decoder would compute differently.
+
+    Raises:
+        ConfigError: names the unsupported feature.
+    """
+    kind = config.get("model_type")
+    if kind not in HAS_HEAD_NORMS:
+        needed = f"a {kind} model; need one of {', '.join(sorted(HAS_HEAD_NORMS))}"
+        raise _refused(hf_dir, needed)
+    rope, activation = rotary_type(config), config.get("hidden_act", "silu")
+    layer_types = {*(config.get("layer_types") or ())} - {"full_attention"}
+    unlike = {
+        f"the activation {activation}": activation != "silu",
+        "attention biases": config.get("attention_bias"),
+        "biases in its MLP": config.get("mlp_bias"),
+        f"rotary embeddings of type {rope}": rope != "default",
+        f"layers of type {', '.join(sorted(layer_types))}": layer_types,
+        "sliding windows": has_windows(config),
+    }
+    for what, is_there in unlike.items():
+        if is_there:
+            raise _refused(hf_dir, f"a {kind} model with {what}; need one without")
+
+
+def _refused(hf_dir: Path, problem: str) -> ConfigError:
+    return ConfigError(
+        "model.path", f"got {hf_dir}, {problem}; choose another, or another training.backend"
+    )
+
 
 # Weights are read from files: no initialization is needed.
 _INIT = {"weight": skip_param_init}
@@ -111,3 +163,68 @@ def _block(config: Any) -> Qwen3TransformerBlock.Config:
 
 def _norm(dim: int, eps: float) -> RMSNorm.Config:
     return RMSNorm.Config(normalized_shape=dim, eps=eps, param_init=_INIT)
+
+
+_SPMD_BACKEND = "partial_dtensor"
+"""TorchTitan's form of tensor parallelism whose parameters are DTensors."""
+
+
+def sharded_decoder(spec: EngineSpec, reshard_after_forward: str) -> tuple[nn.Module, list[str]]:
+    """Build and shard the decoder; return it and its parameters' hub names. Collective."""
+    training, device = spec.training, spec.platform.device()
+    parallelism = ParallelismConfig(
+        data_parallel_replicate_degree=training.replicate_size,
+        tensor_parallel_degree=training.tensor_parallel_size,
+        enable_sequence_parallel=training.sequence_parallel,
+        spmd_backend=_SPMD_BACKEND,
+    )
+    config = decoder_config(spec.hf_dir, sequence_parallel=training.sequence_parallel)
+    set_spmd_backend(_SPMD_BACKEND)
+    dims = ParallelDims.from_config(parallelism, dist.get_world_size())
+    dims.build_mesh()
+    with torch.device("meta"):
+        model = config.build()
+    hub_names = _hub_names(model, Qwen3StateDictAdapter(config, None))
+    model = parallelize_qwen3(
+        model,
+        parallel_dims=dims,
+        training=TrainingConfig(),
+        parallelism=parallelism,
+        compile_config=CompileConfig(),
+        ac_config=FullAC.Config() if training.gradient_checkpointing else None,
+        dump_folder="",
+        skip_dp=True,
+    )
+    # Tensor parallelism unties tied weights. FSDP would treat them as two, and update only one
+    # of them if the shards are uneven.
+    _tie(model)
+    replicate = ["dp_replicate"] if training.replicate_size > 1 else []
+    apply_fsdp_to_decoder(
+        model,
+        dims.get_mesh([*replicate, "fsdp"]),
+        param_dtype=getattr(torch, training.dtype),
+        reduce_dtype=torch.float32,
+        pp_enabled=False,
+        reshard_after_forward_policy=reshard_after_forward,
+    )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # A plain sum: gloo lacks the scaled sum that TorchTitan requests.
+            module.set_force_sum_reduction_for_comms(True)
+    model.to_empty(device=device)
+    _tie(model)
+    with torch.no_grad():
+        model.init_states(buffer_device=device)
+    return model, hub_names
+
+
+def _hub_names(model: nn.Module, adapter: Any) -> list[str]:
+    named = dict(model.named_parameters())
+    names = {id(parameter): name for name, parameter in adapter.to_hf(dict(named)).items()}
+    return [names[id(parameter)] for parameter in named.values()]
+
+
+def _tie(model: Any) -> None:
+    """Tie the head's weight to the embedding, so that FSDP sees one parameter."""
+    if model.enable_weight_tying:
+        model.lm_head.weight = model.tok_embeddings.weight

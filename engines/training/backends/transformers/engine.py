@@ -2,6 +2,8 @@
 
 Master weights are float32; computation is in `training.dtype`. A backend implements `_build_model`
 and the reduction of gradients. Equal calls give equal bits on a CPU.
+
+The hub weights in a rank's shard of a transformers module.
 """
 
 from abc import abstractmethod
@@ -16,13 +18,17 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from engines import collectives
-from engines.checkpoint.hub_names import HubNames, named_state
+from engines.checkpoint.hub_names import HubNames, Slot, hub_slots, named_state
 from engines.checkpoint.model_directory import rotary_limit
 from engines.errors import EngineError
 from engines.training.backends.transformers.adapters import (
     adapter_state,
+    base_name,
     frozen_state,
+    has_adapter,
+    is_adapter_name,
     merged_state,
+    merged_weight,
     set_adapter_enabled,
 )
 from engines.training.backends.transformers.build import (
@@ -32,22 +38,64 @@ from engines.training.backends.transformers.build import (
 from engines.training.backends.transformers.head import LogprobHead
 from engines.training.backends.transformers.module_engine import DATA, ModuleEngine
 from engines.training.backends.transformers.optimizer import decayed_names, make_adamw
-from engines.training.backends.transformers.shards import (
-    SlotsByParameter,
-    held_parts,
-    slots_by_parameter,
-)
 from engines.training.backends.transformers.vision import Vision, sees_images
-from engines.training.model.attention import Packing
-from engines.training.model.head_rows import targets_of
+from engines.training.model.attention import Packing, SequenceSlice, slice_sequence
 from engines.training.model.image_layout import ImageLayout
-from engines.training.model.ulysses import SequenceSlice, slice_sequence
-from engines.training.model.value_head import compute_in_float32
+from engines.training.model.linear_logprobs import targets_of
+from engines.training.model.logprobs import compute_in_float32
 from engines.training.outputs import model_outputs, read_positions
 from engines.training.spec import VALUE_HEAD, EngineSpec
-from engines.training.weight_shards import owned_parts, stream_parts
+from engines.training.weight_shards import (
+    HeldPart,
+    local_place,
+    local_values,
+    owned_parts,
+    parts_in_slots,
+    stream_parts,
+)
 from engines.types import ModelOutputs, Readouts, TokenBatch
 from engines.weight_places import WeightShard
+
+SlotsByParameter = Mapping[str, list[tuple[str, Slot]]]
+"""Parameter name in memory -> hub names, and where in it each weight lies."""
+
+
+def slots_by_parameter(model: PreTrainedModel) -> SlotsByParameter:
+    """Return the hub weights in each parameter of a model.
+
+    Raises:
+        ConfigError: a weight on the hub is no regular part of one parameter.
+    """
+    found: dict[str, list[tuple[str, Slot]]] = {}
+    for hub_name, slot in hub_slots(model).items():
+        found.setdefault(slot.parameter, []).append((hub_name, slot))
+    return found
+
+
+def held_parts(
+    named: Mapping[str, Tensor], slots: SlotsByParameter, scaling: float
+) -> Iterator[HeldPart]:
+    """Yield this rank's parts of the weights, adapters merged in; some may be empty.
+
+    Raises:
+        EngineError: a shard boundary cuts through a hub weight.
+    """
+    for name, tensor in named.items():
+        if is_adapter_name(name):
+            continue
+        inside = slots.get(base_name(name), [])
+        if any(not slot.is_all_of(tensor) for _, slot in inside):
+            yield from parts_in_slots(name, tensor, inside)
+            continue
+        place = local_place(inside[0][0] if inside else name, tensor)
+        if has_adapter(name):
+            yield HeldPart(
+                place,
+                lambda name=name, place=place: merged_weight(name, named, scaling)[place.slices],
+            )
+        else:
+            yield HeldPart(place, lambda tensor=tensor: local_values(tensor))
+
 
 _ULYSSES = "ulysses"
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from engines.checkpoint.background import StagingBuffers
 from engines.checkpoint.engine_state import (
     AVERAGE,
     MODEL_PREFIX,
@@ -24,12 +25,11 @@ from engines.checkpoint.engine_state import (
     save_engine_state,
     stage_engine_state,
 )
-from engines.checkpoint.staging import StagingBuffers
 from engines.errors import EngineError
-from engines.training.backends.transformers.folding import load_folded, stored_weights
+from engines.training.backends.transformers.head import load_folded, stored_weights
 from engines.training.base import BaseEngine
 from engines.training.spec import EngineSpec
-from engines.training.step.average import Averaged
+from engines.training.step.optimizer_step import Averaged
 from engines.training.weight_shards import local_values
 
 DATA = "data"

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
-from engines.algorithms.distillation.losses import (
+from engines.algorithms.distillation import (
     SampledDistillation,
     Tail,
     TopKDistillation,
     forward_kl_topk,
 )
-from engines.training.model.linear_tokens import linear_logprobs_of
+from engines.training.model.linear_logprobs import linear_logprobs_of
 from engines.training.model.linear_topk import linear_topk_logprobs
 from engines.types import GlobalCounts, ModelOutputs, TokenBatch
 from infra.errors import UnknownPluginError

@@ -26,7 +26,7 @@ from torch import Tensor
 from engines.algorithms.parts import Gather
 from engines.algorithms.policy_objective import policy_loss_fn
 from engines.config.algorithm import AlgorithmConfig
-from engines.config.rows.algorithm import POLICY_LOSSES
+from engines.config.rows import POLICY_LOSSES
 from engines.config.rules.algorithm import check_algorithm
 from engines.config.sections import RLConfig
 from engines.types import ModelOutputs, TokenBatch

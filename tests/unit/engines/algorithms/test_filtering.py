@@ -3,7 +3,7 @@
 import torch
 from rlhf.testing.algorithm_samples import estimate_B
 
-from engines.algorithms.filtering import informative_samples
+from engines.algorithms.groups import informative_samples
 from engines.config.algorithm import AlgorithmConfig, FilterGroupsConfig
 
 ON = FilterGroupsConfig(enable=True)

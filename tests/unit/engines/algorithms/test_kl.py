@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engines.algorithms.kl import kl_estimate
-from engines.config.rows.algorithm import KL_ESTIMATORS
+from engines.config.rows import KL_ESTIMATORS
 from infra.errors import UnknownPluginError
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from engines.algorithms.overlong import overlong_penalty
+from engines.algorithms.reward_shaping import overlong_penalty
 from engines.config.algorithm import OverlongConfig
 
 

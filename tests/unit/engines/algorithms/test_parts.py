@@ -13,7 +13,7 @@ from engines.config.algorithm import AlgorithmConfig
 from engines.config.base import StrictModel
 from engines.config.options import NoOptions, check_options, check_parts, own_options
 from engines.config.plugins import register_plugin
-from engines.config.rows.algorithm import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
+from engines.config.rows import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
 from engines.config.rules.algorithm import check_algorithm
 from engines.config.sections import RLConfig
 from infra.errors import ConfigError, UnknownPluginError

@@ -7,7 +7,7 @@ import torch
 
 from engines.algorithms.parts import Part, PolicyLossInputs, find_part
 from engines.config.algorithm import AlgorithmConfig
-from engines.config.rows.algorithm import POLICY_LOSSES
+from engines.config.rows import POLICY_LOSSES
 from engines.types import GlobalCounts, TokenBatch
 
 OLD = math.log(0.25)

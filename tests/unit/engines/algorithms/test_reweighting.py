@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.algorithms.reweighting import resample, resampling_weights
+from engines.algorithms.policy_objective import resample, resampling_weights
 from engines.config.algorithm import PfPpoConfig
 
 METHODS = ["pow", "max_min", "max_random"]

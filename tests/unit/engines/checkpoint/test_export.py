@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engines.checkpoint.models.export import write_model
+from engines.checkpoint.export import write_model
 
 KB = 1000
 

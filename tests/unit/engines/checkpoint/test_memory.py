@@ -19,12 +19,11 @@ from rlhf.testing.launch import join_group, launch, rank_arguments
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from engines import collectives
-from engines.checkpoint.models.export import write_model
+from engines.checkpoint.export import write_model
 from engines.config.training import LoraConfig, OptimizerConfig, TrainingConfig
 from engines.training.backends.fsdp.engine import FSDP2Engine
 from engines.training.backends.merging import merge_checkpoint
-from engines.training.base import BaseEngine
-from engines.training.create import create_engine
+from engines.training.base import BaseEngine, create_engine
 from hardware.cpu import CPUPlatform
 
 CONFIG = Qwen3Config(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
+from engines.checkpoint.background import StagingBuffers
 from engines.checkpoint.sharded import ShardedReader, stage_sharded
-from engines.checkpoint.staging import StagingBuffers
 
 
 def test_a_buffer_is_lent_once_at_a_time() -> None:

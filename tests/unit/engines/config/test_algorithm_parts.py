@@ -9,8 +9,12 @@ from engines.config.algorithm import AlgorithmConfig, RewardConfig
 from engines.config.options import check_parts
 from engines.config.rollout import RolloutConfig
 from engines.config.rules.algorithm import check_algorithm, check_critic, check_sampling
-from engines.config.rules.components import resolved_algorithm
-from engines.config.rules.models import check_judge, check_reward_models, check_value_models
+from engines.config.rules.models import (
+    check_judge,
+    check_reward_models,
+    check_value_models,
+    resolved_algorithm,
+)
 from engines.config.sections import RLConfig
 from engines.config.training import TrainingConfig
 from infra.errors import ConfigError

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engines.config.lora_sync import adapter_travels
+from engines.config.model import adapter_travels
 from engines.config.rollout import RolloutConfig
 from engines.config.training import LoraConfig, TrainingConfig
 from flows.recipe.recipe import load_recipe

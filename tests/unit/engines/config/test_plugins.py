@@ -10,8 +10,7 @@ from engines.config.backends import ENGINES
 from engines.config.options import schema_of
 from engines.config.plugins import ROLLOUT_ENGINES, TABLES, PluginKind
 from infra.errors import ConfigError
-from infra.plugin_table import PluginTable
-from infra.plugins import Row
+from infra.plugins import PluginTable, Row
 
 
 @pytest.mark.parametrize("kind", sorted(TABLES))

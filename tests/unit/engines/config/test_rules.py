@@ -9,8 +9,8 @@ from engines.config.backends import BACKENDS
 from engines.config.data import OrderConfig
 from engines.config.rollout import SamplingConfig, StructuredOutputConfig
 from engines.config.rules.algorithm import check_sampling
-from engines.config.rules.answers import check_structured_output
-from engines.config.rules.order import check_order, check_rl_order, check_supervised_order
+from engines.config.rules.batches import check_order, check_rl_order, check_supervised_order
+from engines.config.rules.models import check_structured_output
 from engines.config.sections import EvaluationConfig, RLConfig
 from engines.config.stages.final import EvaluateStageConfig
 from engines.config.stages.rl import RLRoundStageConfig

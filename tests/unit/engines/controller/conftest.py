@@ -12,7 +12,7 @@ from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller import launch
 from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.data.prepare.tokenizer_training import train_tokenizer
-from engines.training.roles import POLICY, ModelSource, RoleSpec
+from engines.training.spec import POLICY, ModelSource, RoleSpec
 from infra import env
 from infra.host import servers
 from infra.ray.cluster import ensure_cluster

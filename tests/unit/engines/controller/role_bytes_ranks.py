@@ -17,7 +17,7 @@ from engines.config.algorithm import AlgorithmConfig
 from engines.config.training import LoraConfig, OptimizerConfig, TrainingConfig
 from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.training.backends.transformers.engine import TransformersModelEngine
-from engines.training.roles import CRITIC, POLICY, REFERENCE, ModelSource, RoleName, RoleSpec
+from engines.training.spec import CRITIC, POLICY, REFERENCE, ModelSource, RoleName, RoleSpec
 from engines.types import Readouts, TokenBatch
 
 WORLD_SIZE, LORA_RANK = 2, 4

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.controller.dispatch import (
+from engines.controller.worker_group import (
     Dispatch,
     collect,
     dispatch,
@@ -19,7 +19,7 @@ from engines.controller.dispatch import (
 )
 from engines.errors import WorkerError
 from engines.types import ModelOutputs, RolloutRequest, SamplingParams, TokenBatch, TrainMetrics
-from engines.weight_sync.base import Receipt, SyncReport
+from engines.weight_sync.base import SyncReport, WeightDigest
 
 
 def _batch(lengths: list[int]) -> TokenBatch:
@@ -128,7 +128,7 @@ def test_no_share_of_a_result_is_dropped_silently(shares: tuple[object, object])
 
 def test_replicas_that_diverged_are_named_by_rank() -> None:
     def report(digest: str, seconds: float) -> SyncReport:
-        return SyncReport(3, Receipt(digest, 20, 1000), seconds)
+        return SyncReport(3, WeightDigest(digest, 20, 1000), seconds)
 
     reports = [report("aa", 0.1), report("aa", 0.2), report("bb", 0.1), report("bb", 0.1)]
     assert equal_result("sync_weights", "rank", reports[:2]) is reports[0]

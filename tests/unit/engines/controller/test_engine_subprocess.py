@@ -17,7 +17,7 @@ from engines.controller.model_worker import WorkerSpec
 from engines.controller.replica import RemoteReplica
 from engines.controller.rollout import ServedRollout
 from engines.data.prepare.tokenizer_training import train_tokenizer
-from engines.training.roles import POLICY, ModelSource
+from engines.training.spec import POLICY, ModelSource
 from engines.types import RolloutRequest, SamplingParams
 from infra.job_environments import interpreter_of
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from engines.controller.dispatch import Dispatch, dispatch
-from engines.controller.in_process import InProcessGroup
+from engines.controller.worker_group import Dispatch, InProcessGroup, dispatch
 
 
 class Counter:

@@ -17,7 +17,7 @@ from engines.config.rollout import RolloutConfig
 from engines.config.training import LoraConfig, TrainingConfig
 from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.errors import RolloutError
-from engines.training.roles import CRITIC, POLICY, REFERENCE, ModelSource, RoleSpec, role_checkpoint
+from engines.training.spec import CRITIC, POLICY, REFERENCE, ModelSource, RoleSpec, role_checkpoint
 from engines.types import (
     Completion,
     PoisonedUpdate,

@@ -20,18 +20,17 @@ from engines.algorithms.supervised import sft_loss_fn
 from engines.checksum import combine, tensor_checksum
 from engines.config.rollout import RolloutConfig
 from engines.config.training import LoraConfig, TrainingConfig
-from engines.controller.in_process import InProcessGroup
 from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.controller.rollout import LaunchedEngines, ServedRollout
+from engines.controller.worker_group import InProcessGroup
 from engines.errors import ReplicaLostError, RolloutError, WeightSyncError
 from engines.rollout.base import RolloutEngine
 from engines.rollout.replica_pool import RestartPolicy
 from engines.rollout.transformers.engine import TransformersEngine
-from engines.trainers.guards.mismatch import MismatchGate
-from engines.trainers.guards.probe import WeightProbe, probe_prompt
-from engines.training.roles import POLICY
+from engines.trainers.guards import MismatchGate, WeightProbe, probe_prompt
+from engines.training.spec import POLICY
 from engines.types import RolloutRequest, SamplingParams, TokenBatch
-from engines.weight_sync.base import Receipt
+from engines.weight_sync.base import WeightDigest
 from engines.weight_sync.in_process import InProcessTransport, new_transport
 from hardware.cpu import CPUPlatform
 
@@ -79,7 +78,7 @@ class Rig:
     spares: Spares
     asked: list[str] = field(default_factory=list)
 
-    def publish(self, version: int) -> Receipt:
+    def publish(self, version: int) -> WeightDigest:
         return self.rollout.publish(version, self.probe).sent
 
 
@@ -137,7 +136,7 @@ def lora(policy_spec: WorkerSpec) -> Iterator[Rig]:
 def sends(rig: Rig, patch: pytest.MonkeyPatch, tensors: Callable[[], Named]) -> None:
     """What the trainer sends instead."""
 
-    def send(_: ModelWorker, transport: InProcessTransport) -> Receipt:
+    def send(_: ModelWorker, transport: InProcessTransport) -> WeightDigest:
         return transport.send(iter(tensors()))
 
     send.__dict__.update(ModelWorker.send_weights.__dict__)
@@ -206,11 +205,11 @@ def a_tensor_is_not_sent(rig: Rig, patch: pytest.MonkeyPatch) -> None:
 def a_replica_skips_the_sync(rig: Rig, patch: pytest.MonkeyPatch) -> None:
     """It reads the weights to their end, says what it should, and goes on with those it had."""
 
-    async def skip(source, version: int) -> Receipt:
+    async def skip(source, version: int) -> WeightDigest:
         held = [(name, tensor_checksum(tensor), tensor.nbytes) for name, tensor in source.tensors()]
         digest = combine((name, checksum) for name, checksum, _ in held)
         rig.engine._version, rig.engine._pending = -1, (version, digest)
-        return Receipt(digest, len(held), sum(num_bytes for *_, num_bytes in held))
+        return WeightDigest(digest, len(held), sum(num_bytes for *_, num_bytes in held))
 
     patch.setattr(rig.engine, "update_weights", skip)
 

@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engines.controller.batches.placed import Array, TensorStore
-from engines.controller.dispatch import Dispatch, dispatch, split_plan, take
+from engines.controller.placed_batches import Array, TensorStore
 from engines.controller.rank_process import RayGroupOptions
 from engines.controller.ray_group import RayWorkerGroup
+from engines.controller.worker_group import Dispatch, dispatch, split_plan, take
 from engines.images import ImagePatches
 from engines.selection import source_of, spans_of
 from engines.types import TokenBatch

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from engines.controller.in_process import InProcessGroup
 from engines.controller.rollout import RankRollout
+from engines.controller.worker_group import InProcessGroup
 from engines.types import Completion, RolloutRequest, SamplingParams
 
 REQUESTS = [RolloutRequest(name, (1,), SamplingParams(1), (1, 2)) for name in ("a", "b")]

@@ -18,14 +18,13 @@ import torch.distributed as dist
 
 from engines.algorithms.supervised import sft_loss_fn
 from engines.config.training import TrainingConfig
-from engines.controller.dispatch import Dispatch, dispatch
-from engines.controller.in_process import InProcessGroup
 from engines.controller.model_worker import ModelWorker, WorkerSpec
-from engines.controller.pool import Queueing, reserve
+from engines.controller.placement import Queueing, reserve
 from engines.controller.rank_process import RayGroupOptions
 from engines.controller.ray_group import RayWorkerGroup
+from engines.controller.worker_group import Dispatch, InProcessGroup, dispatch
 from engines.errors import NonFiniteError, WorkerError
-from engines.training.roles import POLICY
+from engines.training.spec import POLICY
 from engines.types import RolloutRequest, SamplingParams, TokenBatch
 from infra.errors import DeadlineError
 from infra.store.heartbeat import Beat, BeatWatch
@@ -64,7 +63,7 @@ class Probe:
     def where(self) -> tuple[int, int]:
         return self.rank, os.getpid()
 
-    @dispatch(Dispatch.SPLIT_ALL)
+    @dispatch(Dispatch.SHARD_PER_RANK)
     def tag_by_rank(self, items: list[str]) -> list[str]:
         return [f"{item}@{self.rank}" for item in items]
 

@@ -19,19 +19,18 @@ import torch
 from engines.algorithms.supervised import sft_loss_fn
 from engines.config.rollout import RolloutConfig
 from engines.controller import launch
+from engines.controller.frozen_replica import FrozenModel, replica_beside
 from engines.controller.launch import launch_policy_with_rollout, policy_replica, reserve_replicas
 from engines.controller.model_worker import ModelWorker, WorkerSpec
-from engines.controller.pool import Queueing, reserve
-from engines.controller.replica import RemoteReplica, ReplicaSpec
-from engines.controller.replica_start import RayReplicas
+from engines.controller.placement import Queueing, reserve
+from engines.controller.replica import RayReplicas, RemoteReplica, ReplicaSpec
 from engines.controller.rollout import Rollout, ServedRollout
 from engines.controller.worker_group import WorkerGroup
 from engines.errors import ReplicaLostError, WeightSyncError
-from engines.jobs.serving.frozen import FrozenModel, replica_beside
 from engines.rollout.prompt_logprobs import PromptRequest
-from engines.rollout.replica_state import ReplicaState
+from engines.rollout.replica_pool import ReplicaState
 from engines.rollout.service import RolloutService
-from engines.training.roles import POLICY
+from engines.training.spec import POLICY
 from engines.types import RolloutRequest, SamplingParams, TokenBatch
 from engines.weight_sync.shared_memory import PREFIX, SHARED_MEMORY
 from infra.errors import ConfigError, DeadlineError

@@ -8,7 +8,7 @@ import pytest
 from engines.config.rollout import RolloutConfig, TransportName
 from engines.config.training import LoraConfig
 from engines.controller import rollout
-from engines.controller.pool import Place
+from engines.controller.placement import Place
 from engines.controller.replica import ReplicaSpec
 from engines.controller.rollout import Sender, choose_transport
 from engines.weight_sync.collective import CollectiveTransport

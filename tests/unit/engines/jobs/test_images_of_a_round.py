@@ -14,7 +14,7 @@ from engines.data.read.row_files import RL_FORMAT, write_rows
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.jobs.rl_round import _prompts
-from engines.trainers.samples.prompts import PromptSource
+from engines.trainers.prompts import PromptSource
 from infra.errors import ConfigError
 
 SERVED = {"num_top": 4, "served": {}}

@@ -16,13 +16,13 @@ import pytest
 from rlhf.testing.s3_server import BUCKET, environment, s3_server
 
 from engines.jobs.process.runtime import _claim
-from infra.garbage import survey as survey_module
+from infra.garbage import roots as survey_module
 from infra.garbage.collection import collect
-from infra.garbage.survey import DAY_S, Limits, survey
+from infra.garbage.roots import DAY_S, Limits, survey
 from infra.identity.fingerprint import next_fingerprint
 from infra.store.canonical import sha256_json
 from infra.store.process_stamp import own_stamp
-from infra.store.s3 import collecting, mirror
+from infra.store.s3 import inventory, mirror
 from infra.store.s3.storage import S3Storage
 from infra.store.stage_log import Attempt, Holder
 from infra.store.stage_spec import Artifact, CommitRecord, NextStage, StageSpec
@@ -108,7 +108,7 @@ def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         for name, value in environment(address).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
-        monkeypatch.setattr(collecting, "POLL_S", 0.05)
+        monkeypatch.setattr(inventory, "POLL_S", 0.05)
         yield f"s3://{BUCKET}/{uuid.uuid4().hex}"
         mirror.end_below(tmp_path)
 
@@ -125,7 +125,7 @@ def test_a_claim_in_a_bucket_waits_for_the_collection_and_computes_what_went(
     at = time.time() + 40 * DAY_S
     monkeypatch.setattr(survey_module.time, "time", lambda: at)
     waits = threading.Event()
-    monkeypatch.setattr("infra.store.s3.collecting._log.warning", lambda *_: waits.set())
+    monkeypatch.setattr("infra.store.s3.inventory._log.warning", lambda *_: waits.set())
     with ThreadPoolExecutor(1) as pool:
         with collector.inventory.exclusively():
             found = survey(collector, collector.inventory, {}, Limits())

@@ -13,7 +13,7 @@ from engines.data.read.dataset import load_dataset
 from engines.jobs import preprocess as job
 from engines.jobs.preprocess import preprocess
 from engines.jobs.process.runtime import JobContext
-from engines.trainers.loop.phases import PhaseClock
+from engines.trainers.step_timer import PhaseClock
 from infra.errors import ArtifactCorruptError, ConfigError
 from infra.store.stage_spec import StageSpec
 from infra.store.storage import LocalStorage

@@ -8,7 +8,7 @@ from engines.config.algorithm import RewardConfig
 from engines.jobs.policy.stage import local_reward
 from engines.rewards.base import Score, ScoreRequest, Unscored
 from engines.rewards.scorer import RewardScorer
-from infra.identity.scripts import script_artifact
+from infra.identity.imported_code import script_artifact
 from infra.store.storage import LocalStorage
 
 CODE = """

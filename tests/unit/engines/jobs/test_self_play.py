@@ -15,7 +15,7 @@ from engines.config.model import TokenizerConfig
 from engines.config.stages.serving import SelfPlayStageConfig
 from engines.data.prepare import stored_rows
 from engines.data.prepare.tokenizer_training import train_tokenizer
-from engines.data.read.chat_template import DEFAULT_CHAT_TEMPLATE
+from engines.data.read.chat import DEFAULT_CHAT_TEMPLATE
 from engines.data.read.dataset import Dataset
 from engines.data.read.pairs import as_policy, read_pairs
 from engines.data.read.row_files import (
@@ -30,7 +30,7 @@ from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.errors import NothingToTrainOnError
 from engines.jobs import self_play as job
 from engines.rewards.base import Score
-from engines.trainers.loop.phases import PhaseClock
+from engines.trainers.step_timer import PhaseClock
 from engines.types import Completion, RolloutRequest
 from infra.errors import ConfigError
 

@@ -5,9 +5,8 @@ from pathlib import Path
 
 from engines.config.algorithm import RewardConfig
 from engines.rewards.base import SampledTokens, Score, ScoreRequest, Unscored
-from engines.rewards.cache import CachedJudging, ScoreCache
 from engines.rewards.forms import Form
-from engines.rewards.scorer import JudgingHere, RewardScorer
+from engines.rewards.scorer import CachedJudging, JudgingHere, RewardScorer, ScoreCache
 
 
 def ask(solution: str, logprob: float = -1.0) -> ScoreRequest:

@@ -14,10 +14,8 @@ from math_verify import parse
 
 from engines.config.algorithm import RewardConfig
 from engines.rewards import math as math_module
-from engines.rewards.answers.size import max_num_digits
 from engines.rewards.base import Score, ScoreRequest
-from engines.rewards.cpu_limit import CpuLimitError, cpu_limit
-from engines.rewards.math import compute_score
+from engines.rewards.math import CpuLimitError, compute_score, cpu_limit, max_num_digits
 from engines.rewards.scorer import RewardScorer
 
 # The time may be over inside of a callback of the garbage collector, as Hypothesis has one: Python

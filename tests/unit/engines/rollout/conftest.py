@@ -21,7 +21,7 @@ from engines.checkpoint.hub_names import HubNames
 from engines.config.rollout import RolloutConfig
 from engines.rollout.transformers.engine import TransformersEngine
 from engines.types import Completion, RolloutRequest, SamplingParams
-from engines.weight_sync.base import Receipt
+from engines.weight_sync.base import WeightDigest
 from hardware.cpu import CPUPlatform
 
 EOS = 3
@@ -76,7 +76,7 @@ class Lab:
         return engine
 
     @staticmethod
-    def send(engine, model, version: int, dtype: str = "float32") -> Receipt:
+    def send(engine, model, version: int, dtype: str = "float32") -> WeightDigest:
         # As a trainer sends them: by the names on disk.
         named = HubNames(model).stream(model.named_parameters())
         return send_weights(engine, named, version, dtype)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from engines.errors import ReplicaLostError, WeightSyncError
 from engines.rollout.base import RolloutEngine
-from engines.rollout.publishing import Passage
+from engines.rollout.publishing import WeightRoute
 from engines.rollout.replica_pool import RestartPolicy
 from engines.rollout.service import RolloutService
-from engines.weight_sync.base import Receipt, Transport
+from engines.weight_sync.base import Transport, WeightDigest
+from engines.weight_sync.buckets import OutgoingStream
 from engines.weight_sync.in_process import InProcessTransport
-from engines.weight_sync.outgoing import OutgoingStream
 
 ADAPTER = {"q_proj.lora_A.weight": torch.ones(2, 4), "q_proj.lora_B.weight": torch.zeros(4, 2)}
 
@@ -31,11 +31,11 @@ class Trainer:
         def new(_) -> InProcessTransport:
             return InProcessTransport("float32", 20.0)
 
-        adapter = Passage(new, lambda to: self.send(to, "adapter", ADAPTER))
+        adapter = WeightRoute(new, lambda to: self.send(to, "adapter", ADAPTER))
         send = lambda to: self.send(to, "weights", self.weights)  # noqa: E731
         return service.sync(new, send, version, adapter=adapter)
 
-    def send(self, to: Transport, what: str, tensors: dict[str, Tensor]) -> Receipt:
+    def send(self, to: Transport, what: str, tensors: dict[str, Tensor]) -> WeightDigest:
         self.sent.append(what)
         return to.send(iter(tensors.items()))
 
@@ -43,7 +43,7 @@ class Trainer:
 def taking(engine: RolloutEngine) -> RolloutEngine:
     """It takes adapters, which change nothing of what it samples."""
 
-    async def update_adapter(source, version: int) -> Receipt:
+    async def update_adapter(source, version: int) -> WeightDigest:
         found = OutgoingStream(source.tensors(), torch.float32)
         await asyncio.to_thread(list, found)
         engine._pending = (version, found.sent.digest)

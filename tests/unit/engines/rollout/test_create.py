@@ -7,8 +7,7 @@ import pytest
 
 from engines.config.plugins import ROLLOUT_ENGINES, register_plugin
 from engines.config.rollout import RolloutConfig
-from engines.rollout.base import Capability
-from engines.rollout.create import create_rollout_engine
+from engines.rollout.base import Capability, create_rollout_engine
 from engines.rollout.transformers.engine import TransformersEngine
 from hardware.cpu import CPUPlatform
 from infra.errors import ConfigError, UnknownPluginError

@@ -13,13 +13,12 @@ import torch
 from engines.errors import ReplicaLostError, RolloutError, WeightSyncError
 from engines.rollout.base import RolloutEngine
 from engines.rollout.prompt_logprobs import PromptRequest
-from engines.rollout.replica_pool import RestartPolicy
-from engines.rollout.replica_state import TRANSITIONS, ReplicaSlot, ReplicaState
+from engines.rollout.replica_pool import TRANSITIONS, ReplicaSlot, ReplicaState, RestartPolicy
 from engines.rollout.service import RolloutService
 from engines.types import Completion, RolloutRequest, SamplingParams
-from engines.weight_sync.base import Receipt
+from engines.weight_sync.base import WeightDigest
+from engines.weight_sync.buckets import OutgoingStream
 from engines.weight_sync.in_process import InProcessTransport
-from engines.weight_sync.outgoing import OutgoingStream
 from infra.errors import DeadlineError
 
 GUIDE = Path(__file__).resolve().parents[4] / "docs/guides/recover.md"
@@ -54,7 +53,7 @@ def serving(
 def publish(service: RolloutService, model: torch.nn.Module, version: int = 0, probe=None):
     """One transport carries to one replica here, so these tests publish to one."""
 
-    def send(transport: InProcessTransport) -> Receipt:
+    def send(transport: InProcessTransport) -> WeightDigest:
         return transport.send((name, p.detach()) for name, p in model.named_parameters())
 
     return service.sync(lambda _: InProcessTransport("float32", 600.0), send, version, probe)
@@ -317,7 +316,7 @@ class EachReads:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self.weights)
 
-    def send(self) -> Receipt:
+    def send(self) -> WeightDigest:
         stream = OutgoingStream(self.tensors(), torch.float32)
         for _ in stream:
             pass

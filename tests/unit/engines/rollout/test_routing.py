@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.rollout.collect import SampleLedger
-from engines.rollout.routing import ByPlace, LeastLoaded, Share
+from engines.rollout.replica_pool import ByPlace, LeastLoaded, Share
 from engines.types import Completion, RolloutRequest, SamplingParams
 
 

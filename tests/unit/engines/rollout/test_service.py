@@ -15,7 +15,7 @@ from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.base import RolloutEngine
 from engines.rollout.event_loop import EventLoopThread
 from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
-from engines.rollout.replica_state import ReplicaState
+from engines.rollout.replica_pool import ReplicaState
 from engines.rollout.service import RolloutService
 from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import WeightSource

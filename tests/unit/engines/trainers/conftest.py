@@ -18,27 +18,26 @@ from engines.checkpoint.step_store import StepCheckpoints
 from engines.config.algorithm import RewardConfig
 from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.stages.rl import RLRoundStageConfig
+from engines.controller.frozen_replica import FrozenModel, replica_beside
 from engines.controller.launch import launch_policy_beside, policy_replica
 from engines.controller.model_worker import WorkerSpec
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.dataset import load_dataset
 from engines.data.read.examples import rl_prompts
-from engines.data.read.mapped_rows import MappedRows
+from engines.data.read.lazy_sequence import MappedRows
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer, text_config
-from engines.jobs.serving.frozen import FrozenModel, replica_beside
 from engines.jobs.serving.teacher import asked_teacher
 from engines.rewards.scorer import RewardScorer
-from engines.rollout.transformers import sampling
+from engines.rollout.transformers import scheduler
 from engines.trainers.assembly import RoundInputs, assemble
-from engines.trainers.guards.probe import probe_prompt
-from engines.trainers.loop.phases import PhaseClock
-from engines.trainers.loop.progress import StageProgress
-from engines.trainers.loop.trained_steps import TrainedSteps
+from engines.trainers.guards import probe_prompt
+from engines.trainers.progress import StageProgress, TrainedSteps
+from engines.trainers.prompts import PromptSource
 from engines.trainers.rl import train_round
-from engines.trainers.samples.prompts import PromptSource
-from engines.trainers.samples.scoring import CompletionScorer
-from engines.training.roles import (
+from engines.trainers.scoring import CompletionScorer
+from engines.trainers.step_timer import PhaseClock
+from engines.training.spec import (
     CRITIC,
     POLICY,
     REFERENCE,
@@ -98,7 +97,7 @@ def stacks() -> Iterator[list[list[str]]]:
 def sampling_stacks(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The engines' files on the stack of each draw of tokens, innermost first."""
     seen: list[list[str]] = []
-    draw = sampling._sample_chunk
+    draw = scheduler._sample_chunk
 
     def spy(*arguments: Any) -> Any:
         main = sys._current_frames()[threading.main_thread().ident]
@@ -106,7 +105,7 @@ def sampling_stacks(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         seen.append(list(dict.fromkeys(both)))
         return draw(*arguments)
 
-    monkeypatch.setattr(sampling, "_sample_chunk", spy)
+    monkeypatch.setattr(scheduler, "_sample_chunk", spy)
     return seen
 
 

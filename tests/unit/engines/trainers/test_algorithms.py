@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from engines.checkpoint.sharded import ShardedReader
-from engines.config.rows.algorithm import ADVANTAGES, POLICY_LOSSES
+from engines.config.rows import ADVANTAGES, POLICY_LOSSES
 from engines.controller.rollout import ServedRollout
 from engines.errors import NothingToTrainOnError
 from engines.rewards.base import Score
-from engines.trainers.samples.scoring import ArrivingScores
-from engines.trainers.step.experience import KL_IN_REWARD, Experience
-from engines.trainers.step.kept_samples import SampleKeeper
+from engines.trainers.recorder import SampleKeeper
+from engines.trainers.rollout_batch import KL_IN_REWARD, Experience
+from engines.trainers.scoring import ArrivingScores
 from engines.types import RolloutRequest, TokenBatch
 
 Round = Callable[..., list[dict[str, float]]]

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from engines.checkpoint.step_store import TrainerState
 from engines.config.stages.rl import RLRoundStageConfig
-from engines.trainers.loop.trained_steps import TrainedSteps
-from engines.trainers.step.loop_state import LoopState
-from engines.trainers.step.updates import Updates
+from engines.trainers.loop_state import LoopState, Updates
+from engines.trainers.progress import TrainedSteps
 from engines.types import TrainMetrics
 
 UPDATE = TrainMetrics(loss=0.5, grad_norm=1.0, lr=0.1, num_tokens=3, metrics={})

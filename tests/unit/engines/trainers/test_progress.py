@@ -9,8 +9,8 @@ import pytest
 
 from engines.checkpoint.background import write_in_background
 from engines.checkpoint.step_store import StepCheckpoints
-from engines.trainers.loop.phases import PhaseClock
-from engines.trainers.loop.progress import StageProgress
+from engines.trainers.progress import StageProgress
+from engines.trainers.step_timer import PhaseClock
 from infra.store.heartbeat import Heartbeat
 from infra.tracking.journal import Journal
 

@@ -5,7 +5,7 @@ from collections import Counter
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.data.read.examples import RLPrompt
 from engines.data.read.rows import Message, RewardModel, RLRow
-from engines.trainers.samples.prompts import PromptSource, derive_seed, sample_seeds
+from engines.trainers.prompts import PromptSource, derive_seed, sample_seeds
 from engines.types import StructuredOutput
 
 NUM_ROWS = 10

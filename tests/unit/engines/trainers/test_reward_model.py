@@ -12,18 +12,17 @@ from engines.checkpoint.model_directory import check_reward_model, load_tokenize
 from engines.config.algorithm import RewardConfig
 from engines.config.model import RewardModelConfig, TokenizerConfig
 from engines.config.training import TrainingConfig
-from engines.controller.in_process import InProcessGroup
 from engines.controller.model_worker import ModelWorker, WorkerSpec
+from engines.controller.worker_group import InProcessGroup
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
-from engines.jobs.preflight.other_models import look_at_reward_model
+from engines.jobs.preflight.models import look_at_reward_model
 from engines.jobs.serving.judges import asked_judges
+from engines.judges.asking import Judges, RewardModelJudge
 from engines.rewards.scorer import RewardScorer
-from engines.trainers.judges.asking import Judges
-from engines.trainers.judges.reward_model import RewardModelJudge
-from engines.trainers.samples.scoring import CompletionScorer
-from engines.training.roles import REWARD, ModelSource, RoleSpec
+from engines.trainers.scoring import CompletionScorer
+from engines.training.spec import REWARD, ModelSource, RoleSpec
 from engines.types import Completion, RolloutRequest, SamplingParams, TokenBatch
 from infra.errors import ConfigError
 

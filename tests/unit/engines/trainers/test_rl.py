@@ -13,15 +13,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from engines.controller.rollout import ServedRollout
 from engines.errors import NothingToTrainOnError, RewardError, RolloutError, WeightSyncError
-from engines.jobs.process.causes import phase_of
+from engines.jobs.process.failure_messages import phase_of
 from engines.rewards.scorer import ScoringBatch
 from engines.rollout.transformers.engine import TransformersEngine
-from engines.trainers.guards.mismatch import LOGPROB_MEAN
-from engines.trainers.guards.probe import WeightProbe
-from engines.trainers.loop.loop_step import LoopStep
-from engines.trainers.samples.scoring import BatchScoring
-from engines.trainers.step.collector import Collector
-from engines.trainers.step.sampler import Sampler
+from engines.trainers.collector import Collector, Sampler
+from engines.trainers.guards import LOGPROB_MEAN, WeightProbe
+from engines.trainers.progress import LoopStep
+from engines.trainers.scoring import BatchScoring
 from engines.types import Completion
 from engines.weight_sync.base import SyncReport
 from infra.tracking.journal import read_records
@@ -120,8 +118,8 @@ def test_few_files_lie_between_the_loop_and_the_optimizer(run_round, stacks) -> 
         "engines/training/backends/transformers/module_engine.py",
         "engines/training/base.py",
         "engines/controller/model_worker.py",
-        "engines/controller/in_process.py",
-        "engines/trainers/step/updater.py",
+        "engines/controller/worker_group.py",
+        "engines/trainers/updater.py",
         "engines/trainers/rl.py",
     ]
 
@@ -136,12 +134,12 @@ def test_few_files_lie_between_the_loop_and_a_sampled_token(run_round, sampling_
     assert sampled
     for files in sampled:
         assert files[: files.index("engines/trainers/rl.py") + 1] == [
-            "engines/rollout/transformers/sampling.py",
+            "engines/rollout/transformers/scheduler.py",
             "engines/rollout/transformers/running_batch.py",
             "engines/rollout/transformers/engine.py",
             "engines/rollout/event_loop.py",
             "engines/rollout/service.py",
-            "engines/trainers/step/sampler.py",
+            "engines/trainers/collector.py",
             "engines/trainers/rl.py",
         ]
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from engines.config.algorithm import OverlongConfig, RewardConfig
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.errors import RewardError
+from engines.judges.asking import Judges
 from engines.rewards.base import Score
 from engines.rewards.scorer import RewardScorer
-from engines.trainers.judges.asking import Judges
-from engines.trainers.samples.prompts import PromptBatch
-from engines.trainers.samples.scoring import CompletionScorer
+from engines.trainers.prompts import PromptBatch
+from engines.trainers.scoring import CompletionScorer
 from engines.types import Completion, RolloutRequest, SamplingParams
 from infra.waiting import wait_for
 

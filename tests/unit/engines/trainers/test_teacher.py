@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engines.algorithms.distillation.losses import SAMPLED_LOGPROBS, TOPK_IDS, TOPK_LOGPROBS
+from engines.algorithms.distillation import SAMPLED_LOGPROBS, TOPK_IDS, TOPK_LOGPROBS
 from engines.checkpoint.model_directory import load_tokenizer
-from engines.config.distillation import DistillationConfig
+from engines.config.algorithm import DistillationConfig
 from engines.config.rollout import RolloutConfig
 from engines.config.sections import RLConfig
 from engines.config.training import TrainingConfig
-from engines.controller.in_process import InProcessGroup
+from engines.controller.frozen_replica import FrozenModel, replica_beside
 from engines.controller.launch import launch_engines
 from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.controller.replica import ReplicaSpec
+from engines.controller.worker_group import InProcessGroup
 from engines.errors import RolloutError
-from engines.jobs.serving.frozen import FrozenModel, replica_beside
 from engines.jobs.serving.teacher import asked_teacher
 from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
-from engines.trainers.step.teacher import RankTeacher, ServedTeacher, Teacher
-from engines.training.roles import TEACHER, ModelSource, RoleSpec
+from engines.trainers.teacher import RankTeacher, ServedTeacher, Teacher
+from engines.training.spec import TEACHER, ModelSource, RoleSpec
 from engines.types import TokenBatch
 
 VOCAB_SIZE, NUM_FURTHER_ROWS, NUM_TOP = 20, 12, 6
@@ -158,6 +158,6 @@ def test_what_its_engine_refuses_is_told_before_anything_is_sampled(
     def refuse(*_: object) -> None:
         raise RolloutError("a model says no logprobs of a prompt")
 
-    monkeypatch.setattr("engines.rollout.transformers.prompt_reader.targets_of", refuse)
+    monkeypatch.setattr("engines.rollout.transformers.running_batch.targets_of", refuse)
     with pytest.raises(RolloutError, match="no logprobs of a prompt"):
         served(rl_with(model_dir))

@@ -17,10 +17,10 @@ from engines.checkpoint.tensor_files import stored_tensors
 from engines.config.algorithm import RewardConfig
 from engines.config.rollout import RolloutConfig
 from engines.config.sections import EvaluationConfig
-from engines.data.images.store import ImageFile
+from engines.data.image_store import ImageFile
 from engines.data.read.dataset import load_dataset
 from engines.data.read.examples import rl_prompts
-from engines.data.read.mapped_rows import MappedRows
+from engines.data.read.lazy_sequence import MappedRows
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.errors import WeightSyncError
@@ -28,7 +28,7 @@ from engines.images import ImagePatches
 from engines.rewards.scorer import RewardScorer
 from engines.rollout.transformers.engine import TransformersEngine
 from engines.trainers.evaluation.evaluator import Evaluator
-from engines.trainers.samples.scoring import CompletionScorer
+from engines.trainers.scoring import CompletionScorer
 from engines.types import Completion, RolloutRequest
 from engines.vision.processor import PromptImages, prompt_images
 from hardware.cpu import CPUPlatform

@@ -8,11 +8,10 @@ import pytest
 from engines.config.backends import ENGINES
 from engines.config.training import TrainingConfig
 from engines.training.backends.fsdp.engine import FSDP2Engine
-from engines.training.create import create_engine
+from engines.training.base import create_engine
 from hardware.cpu import CPUPlatform
 from infra.errors import ConfigError, UnknownPluginError
-from infra.plugin_table import PluginTable
-from infra.plugins import Row
+from infra.plugins import PluginTable, Row
 
 TARGET = "engines.training.backends.fsdp.engine:FSDP2Engine"
 

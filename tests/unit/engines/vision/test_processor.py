@@ -28,11 +28,11 @@ from vision_cases import (
     write_vision_model,
 )
 
-from engines.data.images.store import ImageFolder, write_images
+from engines.data.image_store import ImageFolder, write_images
 from engines.data.read.chat import render_prompts
 from engines.data.read.dataset import load_dataset
 from engines.data.read.examples import rl_prompts
-from engines.data.read.mapped_rows import MappedRows
+from engines.data.read.lazy_sequence import MappedRows
 from engines.data.read.rows import IMAGE_MARK, Image, Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.vision.processor import ImageProcessor, prompt_images

@@ -15,7 +15,7 @@ from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.errors import WeightSyncError
 from engines.rollout.transformers.engine import TransformersEngine
-from engines.training.create import create_engine
+from engines.training.base import create_engine
 from engines.types import RolloutRequest, SamplingParams
 from hardware.cpu import CPUPlatform
 

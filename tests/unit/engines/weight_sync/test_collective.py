@@ -17,12 +17,12 @@ from torch import Tensor
 from engines.checksum import combine, tensor_checksum
 from engines.collectives import init_single_process_group
 from engines.errors import WeightSyncError
-from engines.weight_sync import outgoing
+from engines.rollout.served.weight_receiver import source_from_json, source_to_json
+from engines.weight_sync import buckets
 from engines.weight_sync.base import ReceiverGoneError
 from engines.weight_sync.collective import CollectiveSource, CollectiveTransport
-from engines.weight_sync.meeting import attend
+from engines.weight_sync.rendezvous import attend
 from engines.weight_sync.shared_memory import open_transport as open_shared_memory
-from engines.weight_sync.wire import source_from_json, source_to_json
 from hardware.cpu import CPUPlatform
 from infra.errors import DeadlineError
 
@@ -155,16 +155,16 @@ def test_a_default_group_is_neither_needed_nor_touched(in_processes) -> None:
 
 
 def test_the_memory_is_two_buckets_on_each_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    from engines.weight_sync import lane
+    from engines.weight_sync import collective
 
     made: list[int] = []
-    empty = lane._memory
+    empty = collective._memory
 
     def count(num_bytes: int, device: torch.device) -> Tensor:
         made.append(num_bytes)
         return empty(num_bytes, device)
 
-    monkeypatch.setattr(lane, "_memory", count)
+    monkeypatch.setattr(collective, "_memory", count)
     sending = transport()
     reader = threading.Thread(target=lambda: list(sending.sources[0].tensors()))
     reader.start()
@@ -213,7 +213,7 @@ def test_one_rank_of_several_goes_on_without_its_receiver_as_the_others_do(
             asked_for.append(number)
             yield f"w{number}", torch.ones(900)
 
-    monkeypatch.setattr(outgoing, "world_size", lambda: 2)
+    monkeypatch.setattr(buckets, "world_size", lambda: 2)
     sending = open_shared_memory("float32", frozenset(), 600.0, [1], BUCKET_BYTES)
     sending = sending if shared else transport()
     in_processes(sending.sources, give_up)

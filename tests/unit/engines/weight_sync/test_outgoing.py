@@ -5,7 +5,7 @@ import torch
 
 from engines.checksum import combine, tensor_checksum
 from engines.errors import WeightSyncError
-from engines.weight_sync.outgoing import OutgoingStream
+from engines.weight_sync.buckets import OutgoingStream
 
 TENSORS = {
     "weight": torch.linspace(-1, 1, 12).reshape(3, 4),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engines.errors import WeightSyncError
 from engines.weight_places import WeightPlace
-from engines.weight_sync.send_plan import SendPlan, make_plan
+from engines.weight_sync.sharded import SendPlan, make_plan
 
 
 def rows(name: str, start: int, end: int, of: int) -> WeightPlace:

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from engines.checksum import combine, tensor_checksum
 from engines.errors import WeightSyncError
+from engines.rollout.served.weight_receiver import source_from_json, source_to_json
 from engines.weight_places import WeightPlace, WeightShard
-from engines.weight_sync import lane
-from engines.weight_sync.base import Receipt
+from engines.weight_sync import collective
+from engines.weight_sync.base import WeightDigest
 from engines.weight_sync.sharded import ShardedTransport
-from engines.weight_sync.wire import source_from_json, source_to_json
 from infra.errors import DeadlineError
 
 HOST, NUM_RANKS, BUCKET_BYTES, NUM_SMALL = "127.0.0.1", 2, 6144, 60
@@ -80,13 +80,13 @@ def send(transport: ShardedTransport, results, rank: int, place: Path, damage: s
 
 
 def spoil_what_is_sent() -> None:
-    broadcast = lane.BroadcastGroup.broadcast
+    broadcast = collective.BroadcastGroup.broadcast
 
     def flip(self, memory: Tensor) -> None:
         memory[3] ^= 1
         broadcast(self, memory)
 
-    lane.BroadcastGroup.broadcast = flip
+    collective.BroadcastGroup.broadcast = flip
 
 
 def read(source, results, pause_s: float = 0.0) -> None:
@@ -164,7 +164,7 @@ def test_readers_put_together_what_no_rank_had_whole(transfer) -> None:
     assert found["reader", 0] == found["reader", 1] == expected
     digest = combine((name, checksum) for name, (checksum, _) in expected.items())
     num_bytes = sum(tensor.nbytes for tensor in served.values())
-    assert found["rank", 0] == found["rank", 1] == Receipt(digest, len(served), num_bytes)
+    assert found["rank", 0] == found["rank", 1] == WeightDigest(digest, len(served), num_bytes)
 
 
 def test_a_bit_that_changes_on_its_way_is_found_by_part(transfer) -> None:

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from engines.errors import WeightSyncError
-from engines.weight_sync.files import SafetensorsSource
-from engines.weight_sync.wire import source_from_json, source_to_json
+from engines.rollout.served.weight_receiver import source_from_json, source_to_json
+from engines.weight_sync.in_process import SafetensorsSource
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def test_a_class_of_another_package_is_neither_sent_nor_taken(tmp_path: Path) ->
         source_to_json(Elsewhere(tmp_path))
     for module, name in (
         ("subprocess", "Popen"),
-        ("engines.weight_sync.files", "Path"),
+        ("engines.weight_sync.in_process", "Path"),
         ("engines.weight_sync.base", "WeightSource"),
     ):
         with pytest.raises(WeightSyncError, match="no weight source"):
@@ -43,7 +43,7 @@ def test_a_class_of_another_package_is_neither_sent_nor_taken(tmp_path: Path) ->
 
 
 def test_other_fields_are_refused() -> None:
-    data = {"module": "engines.weight_sync.files", "name": "SafetensorsSource", "fields": {}}
+    data = {"module": "engines.weight_sync.in_process", "name": "SafetensorsSource", "fields": {}}
     with pytest.raises(WeightSyncError, match="fields"):
         source_from_json(data)
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from engines.config.diagnosis import DiagnosisConfig, RoundSymptom
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.config.stages.supervised import SFTStageConfig
-from flows.diagnosis import algorithm, communication, resources
+from flows.diagnosis import algorithm, resources
 from flows.diagnosis.algorithm import loss_findings, poisoned_findings
 from flows.diagnosis.diagnosis import diagnose, symptoms
 from flows.diagnosis.findings import Finding, StageView, windows
@@ -226,7 +226,7 @@ def test_a_healthy_run_that_goes_on_has_none_at_any_step(healthy_rounds: list[St
 def test_no_curve_is_too_odd(recipe: Recipe, values: list[float], window: int) -> None:
     names = [metric for names in algorithm.KL for metric in (names,)]
     names += [algorithm.SCORE, algorithm.ENTROPY, algorithm.LENGTH, algorithm.MISMATCH]
-    names += [algorithm.SKIPPED, algorithm.POISONED, resources.PEAK_MEMORY, communication.STEP]
+    names += [algorithm.SKIPPED, algorithm.POISONED, resources.PEAK_MEMORY, resources.STEP]
     steps = {step: dict.fromkeys(names, value) for step, value in enumerate(values)}
     view = StageView("rl_round_1", RLRoundStageConfig.from_recipe(recipe, 1), steps)
     for finding in diagnose("odd", [view], DiagnosisConfig(window_num_steps=window)).findings:
@@ -255,7 +255,7 @@ def test_no_threshold_changes_a_stage_or_the_name_of_a_run(recipe: Recipe) -> No
 
 def test_settings_that_are_advised_exist() -> None:
     """A recipe's path that was renamed would be advice that is refused."""
-    modules = (algorithm, communication, resources)
+    modules = (algorithm, resources, resources)
     texts = "".join(Path(str(module.__file__)).read_text("utf-8") for module in modules)
     roots = "rl|rollout|training|checkpoint|location|sft"
     paths = {*re.findall(rf"\b((?:{roots})\.[a-z_]+(?:\.[a-z_]+)*)", texts)}

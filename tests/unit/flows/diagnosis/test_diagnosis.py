@@ -14,11 +14,10 @@ from engines.config.stages.final import MergeStageConfig
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.config.stages.supervised import SFTStageConfig
 from engines.config.training import LoraConfig, TrainingConfig
-from flows.diagnosis.communication import step_times, time_findings
 from flows.diagnosis.diagnosis import diagnose
 from flows.diagnosis.findings import Finding, StageView
 from flows.diagnosis.page import DIAGNOSIS_MD, html_page, markdown, text, write_diagnosis
-from flows.diagnosis.resources import resource_findings
+from flows.diagnosis.resources import resource_findings, step_times, time_findings
 from flows.recipe.recipe import Recipe
 from infra.store.work_channel import Cause, JobProblem
 from tasks.runner.memory_knobs import memory_knobs

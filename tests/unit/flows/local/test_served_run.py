@@ -12,7 +12,7 @@ from rich.console import Console
 
 from flows.local.served_run import FAILED, failure_of, find_or_hint
 from infra.errors import ConfigError, JobFailedError, PipelineError, UnknownPluginError
-from infra.services.commands import WORK_POOL
+from infra.services.stack import WORK_POOL
 from tests.unit.flows.prefect_api import prefect_api
 
 

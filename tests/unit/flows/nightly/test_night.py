@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flows.measuring import settings_of
 from flows.nightly.measurement import (
     MAX_RUNS,
     Machine,
@@ -21,6 +20,7 @@ from flows.nightly.measurement import (
     read_baseline,
     write_baseline,
 )
+from flows.nightly.measuring import settings_of
 from flows.nightly.night import (
     NUM_KEPT,
     Night,

@@ -8,8 +8,7 @@ import pytest
 
 from flows.nightly.measurement import Machine, Made, Measurement, Observed, Run
 from flows.nightly.night import Night, Outcome
-from flows.nightly.page import NIGHT_MD, markdown, write_night
-from flows.nightly.plots import ratios
+from flows.nightly.page import NIGHT_MD, markdown, ratios, write_night
 from flows.nightly.verdict import judge
 
 MACHINE = Machine(

@@ -10,7 +10,7 @@ from engines.config.stages.final import CompareStageConfig
 from engines.config.stages.harness import HarnessStageConfig
 from engines.config.training import HardwareConfig
 from flows.plan import Planner
-from flows.preflight.request import request_of
+from flows.preflight.resolve import request_of
 from flows.recipe.recipe import Recipe, load_recipe, parse_recipe
 from flows.recipe.source import with_overrides
 from flows.report.measured import measured_tables
@@ -20,7 +20,7 @@ from infra.store.storage import LocalStorage
 
 KNOWN = HardwareConfig(platform="cpu", device_kind="x86_64")
 ARC = "suites.arc={harness: {tasks: [arc_easy], num_fewshot: 0, limit: null}}"
-ENVIRONMENT = "infra.plugin_table.interpreter_of"
+ENVIRONMENT = "infra.plugins.interpreter_of"
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from flows.recipe.recipe import Recipe, load_recipe, parse_recipe
 from flows.recipe.source import suite_names, with_overrides
 from flows.stage_order import run_stages
 from infra.errors import ConfigError
-from infra.section_names import renamed_sections
+from infra.names import renamed_sections
 from infra.store.storage import LocalStorage
 
 KNOWN = HardwareConfig(platform="cpu", device_kind="x86_64")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engines.config.rules.pairs import check_reward_training
+from engines.config.rules.batches import check_reward_training
 from engines.config.sections import RewardTrainingConfig
 from engines.config.stages.serving import SelfPlayStageConfig
 from engines.config.stages.supervised import PreferenceStageConfig

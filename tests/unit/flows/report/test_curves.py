@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.report.curves import median_step, pair_curves, run_on
-from flows.report.plot_data import Curve, PairCurves
+from flows.report.plots import Curve, PairCurves, median_step, pair_curves, run_on
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Adoption
 from infra.store.storage import LocalStorage

@@ -8,8 +8,7 @@ import pytest
 
 from flows.recipe.recipe import LocationConfig, Recipe, load_recipe
 from flows.report.measured import measured_tables
-from flows.report.plot_data import Curve, PlotData
-from flows.report.plots import draw_plots
+from flows.report.plots import Curve, PlotData, draw_plots
 from flows.report.report import (
     build_report,
     distinct_names,
@@ -17,7 +16,7 @@ from flows.report.report import (
     plot_data,
     write_report,
 )
-from flows.report.sources import source_table
+from flows.report.samples import source_table
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact
 from infra.store.storage import LocalStorage, open_storage

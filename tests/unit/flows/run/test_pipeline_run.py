@@ -13,8 +13,7 @@ from prefect import flow
 
 from engines.config.stages.data import PreprocessStageConfig
 from flows.recipe.recipe import LocationConfig, Recipe, load_recipe
-from flows.run.lazy_cluster import LazyCluster
-from flows.run.pipeline_run import SURROUNDINGS, SilentObserver, Surroundings, open_run
+from flows.run.pipeline_run import RUN_CONTEXT, LazyCluster, RunContext, SilentObserver, open_run
 from flows.stage_order import run_stages
 from infra.errors import JobFailedError
 from infra.store.storage import LocalStorage
@@ -68,12 +67,12 @@ def fail(recipe: Recipe, error: BaseException) -> None:
 
 def end(recipe: Recipe, error: BaseException) -> Heard:
     heard = Heard()
-    token = SURROUNDINGS.set(Surroundings(heard))
+    token = RUN_CONTEXT.set(RunContext(heard))
     try:
         with pytest.raises(type(error)):
             fail(recipe, error)
     finally:
-        SURROUNDINGS.reset(token)
+        RUN_CONTEXT.reset(token)
     return heard
 
 
@@ -121,12 +120,12 @@ def test_a_run_that_is_ended_at_its_very_end_is_told_as_finished(
     closed: list[Recorder] = []
     close = Recorder.close
     monkeypatch.setattr(Recorder, "close", lambda self: (close(self), closed.append(self)))
-    token = SURROUNDINGS.set(Surroundings(Heard(), Interrupted(recipe.home)))
+    token = RUN_CONTEXT.set(RunContext(Heard(), Interrupted(recipe.home)))
     try:
         with pytest.raises(KeyboardInterrupt), open_run(recipe):
             pass
     finally:
-        SURROUNDINGS.reset(token)
+        RUN_CONTEXT.reset(token)
     assert len(closed) == 1
 
 
@@ -150,13 +149,13 @@ def rejecting(recipe: Recipe) -> Watched:
     rl = recipe.rl.model_copy(update={"num_rounds": 3})
     recipe = recipe.model_copy(update={"diagnosis": gate, "rl": rl})
     heard = Heard()
-    token = SURROUNDINGS.set(Surroundings(heard))
+    token = RUN_CONTEXT.set(RunContext(heard))
     try:
         with open_run(recipe, {}, ()) as run:
             stages = Watched(LocalStorage(Path(recipe.store_uri)), heard)
             run_stages(recipe, stages, lambda _: None, run.gate.accepts)
     finally:
-        SURROUNDINGS.reset(token)
+        RUN_CONTEXT.reset(token)
     return stages
 
 

@@ -8,7 +8,7 @@ import pytest
 from flows.plan import plan_run
 from flows.recipe.recipe import Recipe
 from flows.report.report import build_report, markdown
-from flows.run.round_gate import RoundGate
+from flows.run.registry import RoundGate
 from flows.stage_order import run_stages
 from infra.errors import SickRunError
 from infra.store.stage_spec import CommitRecord

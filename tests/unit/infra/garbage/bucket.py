@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 from rlhf.testing.s3_server import BUCKET
 
-from infra.garbage import survey as survey_module
+from infra.garbage import roots as survey_module
 from infra.garbage.collection import Collected, collect
-from infra.garbage.survey import DAY_S, Limits, Survey, survey
+from infra.garbage.roots import DAY_S, Limits, Survey, survey
 from infra.store.canonical import sha256_json
 from infra.store.process_stamp import own_stamp
-from infra.store.s3.address import S3Address
-from infra.store.s3.objects import Objects
+from infra.store.s3.objects import Objects, S3Address
 from infra.store.s3.storage import S3Storage
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact, CommitRecord

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rlhf.testing.s3_server import environment, s3_server
 
-from infra.store.s3 import collecting, mirror
+from infra.store.s3 import inventory, mirror
 from tests.unit.infra.garbage.bucket import Store
 
 
@@ -20,6 +20,6 @@ def endpoint() -> Iterator[str]:
 def store(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     for name, value in environment(endpoint).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(collecting, "POLL_S", 0.05)
+    monkeypatch.setattr(inventory, "POLL_S", 0.05)
     yield Store(tmp_path, monkeypatch)
     mirror.end_below(tmp_path)

@@ -6,8 +6,7 @@ import uuid
 from pathlib import Path
 
 from infra.garbage.collection import collect
-from infra.garbage.needs import DAY_S
-from infra.garbage.survey import Limits, Survey, survey
+from infra.garbage.roots import DAY_S, Limits, Survey, survey
 from infra.store.canonical import sha256_json
 from infra.store.inventory import LocalInventory
 from infra.store.stage_log import Attempt, Holder

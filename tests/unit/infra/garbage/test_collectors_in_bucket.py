@@ -11,7 +11,7 @@ import pytest
 from infra.errors import NotExclusiveError, StoreError
 from infra.garbage.collection import Collected, collect
 from infra.store.process_stamp import own_stamp
-from infra.store.s3 import collecting
+from infra.store.s3 import inventory
 from infra.store.s3.storage import S3Storage
 from infra.waiting import wait_for
 from tests.unit.infra.garbage.bucket import DEADLINE_S, Store, fp
@@ -41,7 +41,7 @@ def test_a_collector_that_was_taken_for_dead_removes_nothing(
     with first.inventory.exclusively():
         found = store.survey(first)
         with monkeypatch.context() as patched:
-            patched.setattr(collecting, "STALE_S", -1.0)
+            patched.setattr(inventory, "STALE_S", -1.0)
             assert not store.open()._collecting.wait_until_over(), "nobody waits for the dead"
             with store.open().inventory.exclusively():
                 before = store.names()
@@ -116,7 +116,7 @@ def test_a_collector_that_comes_back_between_two_requests_removes_nothing_more(
     """Its beat is back as well, so that it looks alive: only its number tells that it is not."""
     store.commit("old")
     store.later(40)
-    monkeypatch.setattr(collecting, "BEAT_EVERY_S", 0.02)
+    monkeypatch.setattr(inventory, "BEAT_EVERY_S", 0.02)
     first, second = store.open(), store.open()
     other, questions = ExitStack(), list[str]()
 
@@ -126,7 +126,7 @@ def test_a_collector_that_comes_back_between_two_requests_removes_nothing_more(
         questions.append(path)
         if len(questions) == 2:  # behind the question whether it is needed, before its removal
             with monkeypatch.context() as patched:
-                patched.setattr(collecting, "STALE_S", -1.0)
+                patched.setattr(inventory, "STALE_S", -1.0)
                 other.enter_context(second.inventory.exclusively())
             wait_for(lambda: {*first._collecting._found()} == {0, 1}, "its beat", DEADLINE_S)
 
@@ -173,11 +173,11 @@ def test_a_collector_without_a_beat_stops(store: Store, monkeypatch: pytest.Monk
     storage = store.open()
     with storage.inventory.exclusively():
         with monkeypatch.context() as patched:
-            patched.setattr(collecting, "MAX_SILENCE_S", -1.0)
+            patched.setattr(inventory, "MAX_SILENCE_S", -1.0)
             with pytest.raises(NotExclusiveError, match="no sign of life"):
                 storage.inventory.take("stages/none", lambda _: False)
         with monkeypatch.context() as patched:
-            patched.setattr(collecting, "MAX_HOLD_S", -1.0)
+            patched.setattr(inventory, "MAX_HOLD_S", -1.0)
             with pytest.raises(NotExclusiveError, match="others wait"):
                 storage.inventory.take("stages/none", lambda _: False)
         assert storage.inventory.take("stages/none", lambda _: False)

@@ -6,8 +6,7 @@ import pytest
 
 from infra.faults import InjectedFaultError
 from infra.garbage.collection import collect
-from infra.garbage.needs import DAY_S
-from infra.garbage.survey import Survey
+from infra.garbage.roots import DAY_S, Survey
 from tests.unit.infra.garbage.directory import Store, fp, set_age
 
 

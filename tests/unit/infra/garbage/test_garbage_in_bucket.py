@@ -13,7 +13,7 @@ from rlhf.testing.s3_server import BUCKET
 from infra import env
 from infra.faults import InjectedFaultError
 from infra.garbage.collection import Collected, collect
-from infra.garbage.survey import DAY_S
+from infra.garbage.roots import DAY_S
 from infra.services.held_stages import held_stages
 from infra.store.heartbeat import Heartbeat
 from infra.store.process_stamp import own_stamp
@@ -140,7 +140,7 @@ def test_a_publisher_waits_for_the_end_and_sends_what_went(
     collector, publisher = store.open(), store.open()
     store.later(40)
     waits = threading.Event()
-    monkeypatch.setattr("infra.store.s3.collecting._log.warning", lambda *_: waits.set())
+    monkeypatch.setattr("infra.store.s3.inventory._log.warning", lambda *_: waits.set())
     with ThreadPoolExecutor(1) as pool:
         with collector.inventory.exclusively():
             found = store.survey(collector)
@@ -213,7 +213,7 @@ def test_the_name_of_a_run_that_begins_while_it_is_forgotten_is_kept(
     runner.runs.use(fp("a run"), fp("old"))
     store.later(40)
     waits = threading.Event()
-    monkeypatch.setattr("infra.store.s3.collecting._log.warning", lambda *_: waits.set())
+    monkeypatch.setattr("infra.store.s3.inventory._log.warning", lambda *_: waits.set())
 
     def run() -> None:
         runner.runs.begin(fp("a run"), "a run")

@@ -11,9 +11,9 @@ from flows.commands import gc
 from flows.commands.cli import main
 from infra.errors import NotExclusiveError
 from infra.garbage.collection import collect
-from infra.garbage.survey import Limits, Survey
+from infra.garbage.roots import Limits, Survey
 from infra.store.process_stamp import own_stamp
-from infra.store.s3 import collecting
+from infra.store.s3 import inventory
 from infra.store.s3.storage import S3Storage
 from infra.store.stage_log import Holder
 from infra.store.storage import open_storage
@@ -144,7 +144,7 @@ def test_a_collection_that_is_cut_has_made_room_and_the_next_goes_on(
     check, checks = storage._collecting.check, count()
 
     def end_after_a_while() -> None:
-        monkeypatch.setattr(collecting, "MAX_HOLD_S", 1500.0 if next(checks) < 14 else -1.0)
+        monkeypatch.setattr(inventory, "MAX_HOLD_S", 1500.0 if next(checks) < 14 else -1.0)
         check()
 
     storage.inventory._collecting.check = end_after_a_while
@@ -153,7 +153,7 @@ def test_a_collection_that_is_cut_has_made_room_and_the_next_goes_on(
         pytest.raises(NotExclusiveError, match="run again for what is left"),
     ):
         collect(storage, storage.inventory, found)
-    monkeypatch.setattr(collecting, "MAX_HOLD_S", 1500.0)
+    monkeypatch.setattr(inventory, "MAX_HOLD_S", 1500.0)
     done = [not store.has(f"stage {number}") for number in range(4)]
     assert 0 < sum(done) < 4
     num_artifacts = len(store.open().inventory.artifacts())

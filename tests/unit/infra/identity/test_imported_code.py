@@ -13,8 +13,7 @@ from engines.config.stages.final import PromoteStageConfig
 from infra.errors import ConfigError
 from infra.identity import imported_code as module
 from infra.identity.fingerprint import refuse_changed_code
-from infra.identity.imported_code import imported_code
-from infra.identity.scripts import script_artifact
+from infra.identity.imported_code import imported_code, script_artifact
 from tasks.runner import identity
 from tasks.runner.identity import StageRequest
 

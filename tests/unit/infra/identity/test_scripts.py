@@ -6,7 +6,7 @@ import pytest
 
 from infra.errors import ConfigError
 from infra.identity.fingerprint import project_modules, script_files
-from infra.identity.scripts import copy_script, script_artifact
+from infra.identity.imported_code import copy_script, script_artifact
 
 FIELD = "rl.reward.function"
 

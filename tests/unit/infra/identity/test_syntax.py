@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.identity.syntax import parsed_file
+from infra.identity.fingerprint import parsed_file
 
 
 def test_a_file_is_parsed_while_something_else_is_parsed(tmp_path: Path) -> None:

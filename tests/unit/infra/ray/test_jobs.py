@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from infra.ray import jobs
-from infra.ray.api import RayApi, RayResponseError, RayUnreachableError
+from infra.ray.api import JobRequest, RayApi, RayResponseError, RayUnreachableError
 from infra.ray.cluster import Cluster
-from infra.ray.job_types import JobRequest
 from infra.ray.jobs import RayJobs
 
 TAKEN = RayResponseError("POST /api/jobs/", 500, "ValueError: job a-0 already exists")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.store.followers import LocalFollowers
+from infra.store.heartbeat import LocalFollowers
 
 FINGERPRINT = "f" * 64
 

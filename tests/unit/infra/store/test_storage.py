@@ -16,7 +16,7 @@ from infra.errors import (
     ConfigError,
     FencedError,
 )
-from infra.store import digest_cache
+from infra.store import artifacts
 from infra.store.artifacts import external_artifact
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact, CommitRecord
@@ -320,7 +320,7 @@ def test_a_large_external_file_is_read_once_until_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RLHF_HOME", str(tmp_path))
-    monkeypatch.setattr(digest_cache, "SETTLED_NS", -1)
+    monkeypatch.setattr(artifacts, "SETTLED_NS", -1)
     path = tmp_path / "weights"
     path.write_bytes(bytes(5_000_000))
     first = external_artifact(path)

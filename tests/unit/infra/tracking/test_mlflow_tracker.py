@@ -16,17 +16,15 @@ from mlflow.utils.validation import _validate_metric_name
 from rlhf.testing.tiny_models import write_tiny_models
 from tracked_world import CLOSE_S, warnings
 
-from infra.host.loopback_http import answers_ok
-from infra.host.ports import pick_ports
+from infra.host.ports import answers_ok, pick_ports
 from infra.host.processes import is_alive, start_detached, stop_all
 from infra.host.records import file_lock
-from infra.services.commands import mlflow_server
+from infra.services.stack import mlflow_server
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact
 from infra.store.storage import LocalStorage
 from infra.tracking.history import StageHistory
-from infra.tracking.journal import Journal
-from infra.tracking.ledger import Ledger, Owner, RunEntry
+from infra.tracking.journal import Journal, Ledger, Owner, RunEntry
 from infra.tracking.mlflow_tracker import MlflowTracker, flatten, metric_key
 from infra.tracking.shipper import Shipper
 from infra.tracking.tracker import ModelCandidate, TrackedRun, TrackerSettings

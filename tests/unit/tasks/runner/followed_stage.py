@@ -9,7 +9,7 @@ from pathlib import Path
 from engines.config.sections import PromoteConfig
 from engines.config.stages.base import Runtime
 from engines.config.stages.final import PromoteStageConfig
-from infra.ray.job_types import JobRequest, JobState, JobStatus
+from infra.ray.api import JobRequest, JobState, JobStatus
 from infra.store.heartbeat import Heartbeat
 from infra.store.stage_log import Attempt, Holder
 from infra.store.stage_spec import CommitRecord
@@ -18,7 +18,7 @@ from infra.store.work_channel import JobProblem
 from infra.tracking.journal import Journal, JournalRecord
 from tasks.runner.following import JobFollower
 from tasks.runner.identity import StageRequest
-from tasks.runner.run_page import RunPage
+from tasks.runner.recorder import RunPage
 from tasks.runner.submission import Submission
 
 HOLDER = Holder(id="another", process="elsewhere")

@@ -11,18 +11,17 @@ from engines.config.stages.rl import RLRoundStageConfig
 from engines.config.stages.supervised import SFTStageConfig
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError
-from infra.ray.job_types import JobRequest
+from infra.ray.api import JobRequest
 from infra.store.stage_log import Attempt, generation
 from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import LocalStorage
 from infra.tracking.journal import Journal, read_journal
 from tasks.runner import identity
 from tasks.runner.adoption import HalfTrained, find_adoptable, half_trained, own_step
-from tasks.runner.identity import StageRequest
-from tasks.runner.numeric_code import numeric_sources
+from tasks.runner.identity import StageRequest, numeric_sources
 from tasks.runner.submission import Submission
 
-EDITED = "engines.trainers.loop.progress"
+EDITED = "engines.trainers.progress"
 
 
 class Jobs:

@@ -15,8 +15,7 @@ from flows.recipe.recipe import Recipe, load_recipe
 from flows.stage_order import run_stages
 from infra.store.storage import LocalStorage
 from tasks.runner import identity
-from tasks.runner.identity import StageRequest
-from tasks.runner.numeric_code import UNCOUNTED, numeric_sources
+from tasks.runner.identity import UNCOUNTED, StageRequest, numeric_sources
 from tasks.runner.run import StageResult
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -32,7 +31,7 @@ NOTHING = (
     "flows/stage_order.py",
     "flows/plan.py",
     "flows/recipe/recipe.py",
-    "flows/recipe/validation.py",
+    "flows/recipe/recipe.py",
     "flows/report/plots.py",
     "flows/run/pipeline_run.py",
     "flows/commands/cli.py",
@@ -58,7 +57,7 @@ NOTHING = (
     "engines/config/rules/algorithm.py",
     "engines/errors.py",
     "engines/jobs/process/runtime.py",
-    "engines/trainers/loop/phases.py",
+    "engines/trainers/step_timer.py",
     "hardware/detection.py",
     "hardware/survey.py",
 )
@@ -75,7 +74,7 @@ STAGES = {
     "engines/jobs/merge.py": {"merge"},
     "engines/jobs/evaluate.py": MEASURE,
     "engines/jobs/promote.py": {"promote"},
-    "engines/trainers/evaluation/paired.py": {"promote"},
+    "engines/trainers/evaluation/comparison.py": {"promote"},
     "infra/tracking/promotion.py": {"promote"},
     "infra/tracking/comparison.py": {"promote", "sft"},
     "engines/trainers/evaluation/evaluator.py": MEASURE,
@@ -89,9 +88,9 @@ STAGES = {
     "hardware/accelerator.py": set(),
     "hardware/cpu_megatron.py": set(),
     "hardware/cpu_torchtitan.py": set(),
-    "engines/training/backends/megatron/weights.py": set(),
+    "engines/training/backends/megatron/engine.py": set(),
     # A round writes the weights that its critic starts on.
-    "engines/checkpoint/models/export.py": {*RL, "merge", *MEASURE},
+    "engines/checkpoint/export.py": {*RL, "merge", *MEASURE},
     "engines/algorithms/value_objective.py": RL,
     "engines/rollout/transformers/engine.py": {*RL, *MEASURE},
     "engines/config/sections.py": DEVICE,
@@ -99,7 +98,6 @@ STAGES = {
     "hardware/base.py": TORCH,
 }
 MEGATRON = {
-    "engines/training/backends/megatron/weights.py": TORCH,
     "engines/training/backends/megatron/engine.py": TORCH,
     "hardware/cpu_megatron.py": DEVICE,
     "hardware/cpu_torchtitan.py": set(),

@@ -28,13 +28,12 @@ from infra.errors import (
     JobSubmitError,
     StoreUnreachableError,
 )
-from infra.ray.job_types import JobState, JobStatus
+from infra.ray.api import JobState, JobStatus
 from infra.store.work_channel import JobProblem
 from infra.tracking.journal import JournalRecord
 from tasks.runner import following
-from tasks.runner.cancellation import stop_followed
-from tasks.runner.run_page import RunPage
-from tasks.runner.submission import Submission
+from tasks.runner.recorder import RunPage
+from tasks.runner.submission import Submission, stop_followed
 
 
 def test_a_job_is_followed_to_its_commit_and_its_journal_is_passed_on(stage: Stage) -> None:

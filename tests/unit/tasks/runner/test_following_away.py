@@ -18,7 +18,7 @@ from infra.errors import (
     JobSubmitError,
     StoreUnreachableError,
 )
-from infra.ray.job_types import JobState
+from infra.ray.api import JobState
 from infra.store.work_channel import FileChannel, JobProblem
 from tasks.runner import following
 

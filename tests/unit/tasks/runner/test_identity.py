@@ -15,7 +15,7 @@ from infra.store.stage_log import Holder
 from infra.store.stage_spec import CommitRecord
 from infra.store.storage import LocalStorage
 from tasks.runner import identity
-from tasks.runner.numeric_code import numeric_sources
+from tasks.runner.identity import numeric_sources
 from tasks.runner.submission import Submission
 
 

@@ -10,12 +10,12 @@ from engines.config.sections import PromoteConfig
 from engines.config.stages.base import Runtime
 from engines.config.stages.final import PromoteStageConfig
 from flows.run.pipeline_run import SilentObserver
-from infra.ray.job_types import JobRequest, JobState, JobStatus
+from infra.ray.api import JobRequest, JobState, JobStatus
 from infra.store.stage_log import Attempt, Holder
 from infra.store.stage_spec import Artifact, CommitRecord, StageSpec
 from infra.store.storage import LocalStorage
 from infra.tracking.history import StageHistory
-from infra.tracking.ledger import Ledger
+from infra.tracking.journal import Ledger
 from infra.tracking.shipper import Shipper
 from infra.tracking.tracker import TrackerSettings
 from tasks.runner.identity import StageRequest, stage_request

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engines.algorithms.preference.kto import KtoObjective
+from engines.algorithms.preference.objectives import RewardModelObjective
 from engines.algorithms.preference.options import (
     IpoOptions,
     KtoOptions,
@@ -21,16 +22,14 @@ from engines.algorithms.preference.options import (
     SigmoidOptions,
     SimpoOptions,
 )
-from engines.algorithms.preference.pair_losses import (
+from engines.algorithms.preference.pair_objective import (
+    PairObjective,
     ipo_loss,
     orpo_loss,
     sigmoid_loss,
     simpo_loss,
 )
-from engines.algorithms.preference.pair_objective import PairObjective
-from engines.algorithms.preference.reward_objective import RewardModelObjective
-from engines.training.step.micro_batches import filler
-from engines.training.step.totals import loss_counts
+from engines.training.step.micro_batches import filler, loss_counts
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
 
 OBJECTIVES = {

@@ -18,7 +18,7 @@ from engines.algorithms.preference.options import (
     SigmoidOptions,
     SimpoOptions,
 )
-from engines.algorithms.preference.pair_losses import (
+from engines.algorithms.preference.pair_objective import (
     ODDS_BEND,
     PairInputs,
     ipo_loss,

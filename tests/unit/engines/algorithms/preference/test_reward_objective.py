@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from engines.algorithms.preference.options import RewardModelOptions
-from engines.algorithms.preference.reward_objective import (
+from engines.algorithms.preference.objectives import (
     RewardModelObjective,
     bradley_terry_loss,
 )
-from engines.training.step.totals import loss_counts
+from engines.algorithms.preference.options import RewardModelOptions
+from engines.training.step.micro_batches import loss_counts
 from engines.types import GlobalCounts, ModelOutputs, TokenBatch
 
 LN_3 = math.log(3)

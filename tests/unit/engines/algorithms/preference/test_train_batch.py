@@ -36,10 +36,10 @@ from transformers import (
 )
 
 from engines.algorithms.preference.kto import KtoObjective
+from engines.algorithms.preference.objectives import RewardModelObjective
 from engines.algorithms.preference.pair_objective import PairObjective
-from engines.algorithms.preference.reward_objective import RewardModelObjective
 from engines.config.training import TrainingConfig
-from engines.training.create import create_engine
+from engines.training.base import create_engine
 from engines.types import TokenBatch
 from hardware.cpu import CPUPlatform
 

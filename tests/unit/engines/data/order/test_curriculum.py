@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.data.order.curriculum import AscendingOrder, Band, BandedOrder
+from engines.data.order.training_order import AscendingOrder, Band, BandedOrder
 
 _DIFFICULTY = st.lists(st.integers(0, 5).map(float), min_size=1, max_size=25).map(tuple)
 

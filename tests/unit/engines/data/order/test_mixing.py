@@ -13,10 +13,10 @@ from engines.data.order.mixing import (
     MAX_PERIOD,
     MixedOrder,
     derived_seed,
+    permutation,
     source_pattern,
     whole_parts,
 )
-from engines.data.order.resumable import permutation
 
 _PARTS = st.lists(st.integers(1, 40), min_size=1, max_size=6).map(tuple)
 

@@ -6,9 +6,14 @@ from typing import Any
 import pytest
 
 from engines.config.data import OrderConfig
-from engines.data.order.curriculum import AscendingOrder, Band, BandedOrder
-from engines.data.order.resumable import Order, ResumableOrder
-from engines.data.order.training_order import VisitedRow, order_of
+from engines.data.order.mixing import Order, ResumableOrder
+from engines.data.order.training_order import (
+    AscendingOrder,
+    Band,
+    BandedOrder,
+    VisitedRow,
+    order_of,
+)
 from infra.errors import ConfigError
 
 LEVELS = (3, 1, 2, 1, 3, 2)

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.data.order.curriculum import AscendingOrder, Band, BandedOrder
-from engines.data.order.mixing import MixedOrder
-from engines.data.order.resumable import Order, ResumableOrder
+from engines.data.order.mixing import MixedOrder, Order, ResumableOrder
+from engines.data.order.training_order import AscendingOrder, Band, BandedOrder
 
 NUM_SOURCES = 20
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from engines.config.data import ArithmeticConfig, DataConfig, DecontaminationConfig, SourceConfig
 from engines.config.model import ModelConfig
 from engines.data.prepare.dataset import build_dataset
-from engines.data.prepare.leaks import Leak, find_leaks
+from engines.data.prepare.decontamination import Leak, find_leaks
 from engines.data.read.dataset import load_dataset
 from engines.data.read.rows import Message, RewardModel, RLRow, SFTRow
 from infra.errors import ConfigError

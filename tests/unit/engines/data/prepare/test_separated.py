@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engines.config.data import SourceConfig
-from engines.data.prepare import separated
+from engines.data.prepare import readers
 from engines.data.prepare.readers import BadRow, RawRow, read_file
 from infra.errors import ConfigError
 
@@ -126,7 +126,7 @@ def test_a_quote_that_is_never_closed_takes_a_bounded_part(tmp_path: Path) -> No
     line = "1,2\n"
     path = write(tmp_path / "t.csv", f'a,b\n0,"never\n{line * (most // 4)}{line * 10**6}')
     with path.open("rb") as file:
-        records = separated.read_records(file, path, ",")
+        records = readers.read_records(file, path, ",")
         with pytest.raises(ConfigError) as error:
             next(records)
         assert file.tell() < most + 100_000
@@ -139,7 +139,7 @@ def test_a_quote_that_is_never_closed_takes_a_bounded_part(tmp_path: Path) -> No
 def test_rows_are_read_as_they_are_asked_for(tmp_path: Path) -> None:
     path = write(tmp_path / "t.csv", "a\n" + "1\n" * 200_000)
     with path.open("rb") as file:
-        records = separated.read_records(file, path, ",")
+        records = readers.read_records(file, path, ",")
         assert isinstance(records, Iterator)
         assert next(records).fields == {"a": "1"}
         assert file.tell() < 100_000

@@ -11,9 +11,8 @@ import loaded_rows
 import pytest
 
 from engines.config.data import SourceConfig
-from engines.data.prepare.layouts import PREFERENCE_ROWS, RL_ROWS, SFT_ROWS, layout_of
 from engines.data.prepare.readers import RawRow
-from engines.data.prepare.sources import LoadedRows
+from engines.data.prepare.sources import PREFERENCE_ROWS, RL_ROWS, SFT_ROWS, LoadedRows, layout_of
 from infra.errors import ConfigError
 
 

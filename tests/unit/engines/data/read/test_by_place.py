@@ -2,7 +2,7 @@
 
 import pytest
 
-from engines.data.read.by_place import Chosen, Made
+from engines.data.read.lazy_sequence import Chosen, Made
 
 TUPLE = (0, 10, 20, 30, 40)
 

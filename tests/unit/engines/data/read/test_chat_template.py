@@ -2,7 +2,7 @@
 
 import pytest
 
-from engines.data.read.chat_template import DEFAULT_CHAT_TEMPLATE, Rendered, render
+from engines.data.read.chat import DEFAULT_CHAT_TEMPLATE, Rendered, render
 from engines.data.read.rows import Message
 from infra.errors import ConfigError
 

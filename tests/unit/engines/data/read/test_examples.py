@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 from engines.config.model import TokenizerConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read import examples
-from engines.data.read.by_place import Chosen
 from engines.data.read.chat import RenderedConversation
 from engines.data.read.examples import rl_prompts, sft_examples
-from engines.data.read.packed import PackedConversations
+from engines.data.read.lazy_sequence import Chosen, PackedConversations
 from engines.data.read.rows import Message, RewardModel, RLRow, SFTRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from infra.errors import ConfigError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.data.read.mapped_rows import MappedRows
+from engines.data.read.lazy_sequence import MappedRows
 from engines.data.read.row_files import RL_FORMAT, RowFile, write_rows
 from engines.data.read.rows import Message, RewardModel, RLRow, RowError
 from infra.errors import ConfigError

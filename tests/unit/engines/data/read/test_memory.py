@@ -23,10 +23,10 @@ PROGRAM = """
 import sys
 from contextlib import closing
 from pathlib import Path
-from engines.data.order.resumable import ResumableOrder
+from engines.data.order.mixing import ResumableOrder
 from engines.data.read.dataset import RL_FILE
 from engines.data.read.examples import rl_prompts
-from engines.data.read.mapped_rows import MappedRows
+from engines.data.read.lazy_sequence import MappedRows
 from engines.data.read.row_files import RL_FORMAT, RowFile
 from engines.data.read.tokenizer import DirectoryTokenizer
 

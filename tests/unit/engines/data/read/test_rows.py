@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.data.read.raw_columns import parse_json_list, parse_json_object, parse_messages
+from engines.data.read.raw_rows import parse_json_list, parse_json_object, parse_messages
 from engines.data.read.raw_rows import rl_row as row_of_columns
 from engines.data.read.row_files import RL_FORMAT, RowFile, write_rows
 from engines.data.read.rows import (

@@ -14,7 +14,7 @@ from engines.jobs.policy.files import (
     write_hf_files,
     write_policy,
 )
-from engines.trainers.loop.trained_steps import TrainedSteps
+from engines.trainers.progress import TrainedSteps
 from infra.errors import ConfigError
 
 TURNS_WITHOUT_END = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

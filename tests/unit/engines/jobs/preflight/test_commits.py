@@ -6,9 +6,9 @@ import pytest
 
 from engines.config.preflight_request import PreflightRequest
 from engines.config.stages.data import PreprocessStageConfig
-from engines.jobs.preflight import commits
+from engines.jobs.preflight import run
 from engines.jobs.preflight.run import check_request
-from flows.preflight.request import request_of
+from flows.preflight.resolve import request_of
 from flows.recipe.recipe import load_recipe
 from tasks.runner.identity import stage_request
 from tests.unit.engines.jobs.preflight.test_other_models import taught, write_model
@@ -25,7 +25,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Questions:
         asked.append(question)
         return f"{len(asked):040x}"
 
-    monkeypatch.setattr(commits, "hub_commit", hub_commit)
+    monkeypatch.setattr(run, "hub_commit", hub_commit)
     return asked
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from engines.config.backends import BACKENDS
 from engines.config.training import TrainingConfig
-from engines.jobs.preflight.engine_support import look_at_rollout, look_at_training
+from engines.jobs.preflight.models import look_at_rollout, look_at_training
 from infra.errors import ConfigError
 
 

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image as Pillow
 from vision_cases import write_chat_model
 
+from engines.config.algorithm import DistillationConfig
 from engines.config.data import DataConfig, SourceConfig
-from engines.config.distillation import DistillationConfig
 from engines.config.model import ModelConfig, TokenizerConfig
 from engines.config.training import TrainingConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
@@ -21,7 +21,7 @@ from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.jobs.preflight.rows import first_rows
 from engines.jobs.preflight.run import check_request
 from engines.vision.sizes import PROCESSOR_FILES
-from flows.preflight.request import request_of
+from flows.preflight.resolve import request_of
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError
 

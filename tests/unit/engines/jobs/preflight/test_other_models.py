@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 from vision_cases import write_chat_model
 
 from engines.checkpoint.model_directory import create_random_model
-from engines.config.distillation import DistillationConfig
+from engines.config.algorithm import DistillationConfig
 from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.preflight_request import PreflightRequest
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.jobs.preflight.run import check_request
-from flows.preflight.request import request_of
+from flows.preflight.resolve import request_of
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError
 

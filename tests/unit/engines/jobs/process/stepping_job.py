@@ -16,7 +16,7 @@ from engines.config.stages.final import PromoteStageConfig
 from engines.controller.worker_group import WorkerGroup
 from engines.jobs.policy.stage import stage_progress
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
-from engines.trainers.loop.phases import PhaseClock
+from engines.trainers.step_timer import PhaseClock
 from infra.store.stage_log import Holder
 
 NUM_STEPS = int(os.environ["NUM_STEPS"])

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from engines.errors import NonFiniteError, WorkerError
-from engines.jobs.process.causes import job_problem
-from engines.trainers.loop.phases import PhaseClock
+from engines.jobs.process.failure_messages import job_problem
+from engines.trainers.step_timer import PhaseClock
 from infra import waiting
 from infra.errors import ConfigError, DeadlineError
 from infra.store.work_channel import Cause, JobProblem

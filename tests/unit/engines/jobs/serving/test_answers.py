@@ -16,7 +16,7 @@ from engines.jobs.serving.answers import (
 )
 from engines.types import Completion, RolloutRequest, SamplingParams
 from infra.store.canonical import sha256_json
-from tasks.runner.numeric_code import numeric_sources
+from tasks.runner.identity import numeric_sources
 
 FLOATS = st.floats(max_value=0.0, allow_nan=False, width=32)
 
@@ -52,7 +52,7 @@ def test_images_count_by_their_bytes_and_text_alone_as_ever() -> None:
     assert sha256_json(shown[0]) != sha256_json(shown[1]) != sha256_json(values)
 
 
-@pytest.mark.parametrize("judging", ["engines.rewards", "engines.trainers.judges"])
+@pytest.mark.parametrize("judging", ["engines.rewards", "engines.judges"])
 def test_no_code_that_judges_is_reached_from_what_samples(judging: str) -> None:
     """Else an edit of a reward would have everything sampled again."""
     reached = numeric_sources(SAMPLING_CODE)

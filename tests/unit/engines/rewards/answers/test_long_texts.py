@@ -6,11 +6,11 @@ from functools import partial
 import pytest
 from growth import grows_in_proportion
 
+from engines.judges.judgement import last_rating
 from engines.rewards import exact
+from engines.rewards import format as form
 from engines.rewards.answers import gsm8k, math_boxed, math_dapo
 from engines.rewards.answers.extraction import EXTRACTIONS
-from engines.rewards.form import format as form
-from engines.rewards.judges.judgement import last_rating
 
 LENGTH = 3_000
 """Of the shorter of two; the other has ten times as many characters."""

@@ -12,10 +12,10 @@ from engines.rollout.served import engine as served_engine
 from engines.rollout.served.engine import ServedEngine
 from engines.rollout.served.in_flight import RunningSample
 from engines.types import Completion, RolloutRequest, SamplingParams
-from engines.weight_sync.base import Receipt
+from engines.weight_sync.base import WeightDigest
 from infra.errors import DeadlineError
 
-RECEIPT = Receipt("0" * 32, 1, 4)
+RECEIPT = WeightDigest("0" * 32, 1, 4)
 ASKED = RolloutRequest("a", (1, 2), SamplingParams(4), (0, 1))
 CHANGES: list[tuple[str, tuple[Any, ...]]] = [
     ("update_weights", (None, 1)),
@@ -57,7 +57,7 @@ class Library(ServedEngine):
     async def _load(self, order: str) -> Sequence[str]:
         return ["order"]
 
-    async def _load_adapter(self, source: Any) -> Receipt:
+    async def _load_adapter(self, source: Any) -> WeightDigest:
         return RECEIPT
 
     async def _abort(self, names: Sequence[str]) -> None:

@@ -9,9 +9,8 @@ import torch
 
 from engines.errors import RolloutError
 from engines.rollout.base import Capability
-from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
+from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest, PromptRows, prompt_answer
 from engines.rollout.served.engine import ServedEngine
-from engines.rollout.served.likeliest import PromptRows, prompt_answer
 from infra.errors import DeadlineError
 
 REQUEST = PromptRequest("a", (5, 6, 7), 1, num_top=2)

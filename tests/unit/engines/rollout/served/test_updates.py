@@ -9,9 +9,15 @@ from torch import Tensor
 from transformers import DeepseekV3Config, Qwen3Config
 
 from engines.errors import WeightSyncError
-from engines.rollout.served.model_layout import ModelLayout, read_layout
-from engines.rollout.served.updates import NamedTensors, agreed, carry_out, order_of
-from engines.weight_sync.files import SafetensorsSource
+from engines.rollout.served.weight_receiver import (
+    ModelLayout,
+    NamedTensors,
+    agreed,
+    carry_out,
+    order_of,
+    read_layout,
+)
+from engines.weight_sync.in_process import SafetensorsSource
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 """A buffer, which training computes with in float32."""

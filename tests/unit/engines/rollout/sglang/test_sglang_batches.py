@@ -9,10 +9,8 @@ import pytest
 from engines.errors import RolloutError
 from engines.rollout.served.in_flight import RunningSample
 from engines.rollout.sglang import sampling
-from engines.rollout.sglang.batches import BatchedCalls
-from engines.rollout.sglang.client import Client
-from engines.rollout.sglang.sampling import SglangSampler
-from engines.rollout.sglang.server import Server
+from engines.rollout.sglang.sampling import BatchedCalls, SglangSampler
+from engines.rollout.sglang.server import Client, Server
 from engines.types import RolloutRequest, SamplingParams
 from infra.errors import DeadlineError
 

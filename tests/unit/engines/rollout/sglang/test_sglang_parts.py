@@ -18,12 +18,12 @@ from engines.config.plugins import ROLLOUT_ENGINES
 from engines.errors import RolloutError
 from engines.rollout.prompt_logprobs import PromptRequest
 from engines.rollout.served.in_flight import RunningSample
-from engines.rollout.served.model_layout import ModelLayout, read_layout
-from engines.rollout.sglang.client import _events
+from engines.rollout.served.weight_receiver import ModelLayout, read_layout
+from engines.rollout.sglang.engine import prompt_rows, scores
 from engines.rollout.sglang.launch import NUM_HELD_BACK, server_arguments
 from engines.rollout.sglang.options import SglangOptions
 from engines.rollout.sglang.plugin import ends_where_told
-from engines.rollout.sglang.scoring import prompt_rows, scores
+from engines.rollout.sglang.server import _events
 from engines.rollout.sglang.server_main import check_window
 from engines.rollout.sglang.translation import (
     batch_body,
@@ -33,7 +33,7 @@ from engines.rollout.sglang.translation import (
     score_body,
     stream_start,
 )
-from engines.rollout.transformers.sampling import stream_starts, uniforms
+from engines.rollout.transformers.scheduler import stream_starts, uniforms
 from engines.types import Completion, RolloutRequest, SamplingParams, StructuredOutput
 from hardware.cpu import CPUPlatform
 from infra.errors import ConfigError
@@ -306,7 +306,7 @@ def test_a_window_that_sglang_would_pass_over_is_refused(
 
 def test_stand_ins_are_found_and_cannot_be_called() -> None:
     code = """
-from engines.rollout.sglang.stand_ins import install
+from engines.rollout.sglang.server_main import install
 install(); install()
 from sgl_kernel import some_kernel
 from torchvision.transforms.functional import resize

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from engines.errors import RolloutError
-from engines.rollout.transformers.attention import DecodeStep, PrefillStep, attend
-from engines.rollout.transformers.kv_cache import KVCache
+from engines.rollout.transformers.attention import DecodeStep, KVCache, PrefillStep, attend
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 4
 SCALING = 0.37

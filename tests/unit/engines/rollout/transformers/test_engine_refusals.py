@@ -10,7 +10,7 @@ from transformers import FuyuConfig
 
 from engines.config.rollout import RolloutConfig
 from engines.errors import RolloutError
-from engines.rollout.create import create_rollout_engine
+from engines.rollout.base import create_rollout_engine
 from engines.rollout.transformers import inference_model
 from engines.rollout.transformers.inference_model import InferenceModel
 from hardware.cpu import CPUPlatform

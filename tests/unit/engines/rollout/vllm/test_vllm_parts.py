@@ -16,10 +16,10 @@ from engines.errors import RolloutError
 from engines.rollout.prompt_logprobs import PromptRequest
 from engines.rollout.served.in_flight import RunningSample
 from engines.rollout.vllm.options import VllmOptions
-from engines.rollout.vllm.scoring import prompt_rows
 from engines.rollout.vllm.translation import (
     check_temperature,
     completion,
+    prompt_rows,
     vllm_seed,
 )
 from engines.types import Completion, RolloutRequest, SamplingParams

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.trainers.evaluation.accuracy import pass_at_k
-from engines.trainers.evaluation.at_k import best_at_k, maj_at_k
+from engines.trainers.evaluation.accuracy import best_at_k, maj_at_k, pass_at_k
 
 
 def listed_majority(answers: list[str | None], correct: list[bool], k: int) -> Fraction:

@@ -19,8 +19,8 @@ from engines.trainers.evaluation.evaluator import (
     EvaluatedProblem,
     Evaluation,
     summarize,
+    write_evaluation,
 )
-from engines.trainers.evaluation.files import write_evaluation
 from flows.report.measured import measured_tables
 from infra.tracking.comparison import verdicts
 from tasks.runner.run import headline_metric

@@ -25,9 +25,9 @@ from engines.trainers.evaluation.evaluator import (
     by_source,
     summarize,
     told_sources,
+    write_evaluation,
 )
-from engines.trainers.evaluation.files import write_evaluation
-from engines.trainers.samples.scoring import CompletionScorer, is_correct
+from engines.trainers.scoring import CompletionScorer, is_correct
 from engines.types import Completion, RolloutRequest, SamplingParams
 from infra.errors import ConfigError
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.trainers.evaluation.paired import differences_of, paired_gain, problem_value
+from engines.trainers.evaluation.comparison import differences_of, paired_gain, problem_value
 from infra.errors import ConfigError
 
 

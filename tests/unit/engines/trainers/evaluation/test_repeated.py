@@ -9,8 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.trainers.evaluation.accuracy import wilson_interval
-from engines.trainers.evaluation.repeated import share_interval, sums_by_problem
-from engines.trainers.evaluation.sampled import bootstrap_interval, estimate
+from engines.trainers.evaluation.sampled import (
+    bootstrap_interval,
+    estimate,
+    share_interval,
+    sums_by_problem,
+)
 
 EQUAL = np.full(30, 32)
 UNEQUAL = np.rint(np.geomspace(1, 40, 60)).astype(int)

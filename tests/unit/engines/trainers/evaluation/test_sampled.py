@@ -9,14 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.trainers.evaluation.accuracy import wilson_interval
-from engines.trainers.evaluation.repeated import ProblemSums, sums_by_problem
 from engines.trainers.evaluation.sampled import (
     Estimate,
+    ProblemSums,
     SampledAnswer,
     bootstrap_interval,
     estimate,
     sampled_metrics,
     sampled_values,
+    sums_by_problem,
 )
 
 GOLDEN = (0.16, 1.06)

@@ -21,8 +21,8 @@ from engines.data.read.chat import RenderedConversation
 from engines.data.read.pairs import Pair, as_policy, as_reward_model, read_pairs
 from engines.data.read.rows import Message, PreferenceRow
 from engines.data.read.tokenizer import DirectoryTokenizer
-from engines.trainers.loop.phases import PhaseClock
-from engines.trainers.loop.progress import StageProgress
+from engines.trainers.progress import StageProgress
+from engines.trainers.step_timer import PhaseClock
 from engines.trainers.supervised.preference import (
     PolicyPairs,
     RewardPairs,
@@ -31,7 +31,7 @@ from engines.trainers.supervised.preference import (
     packed,
 )
 from engines.trainers.supervised.trainer import SupervisedStage, Trained, train_supervised
-from engines.training.roles import POLICY, REFERENCE, ModelSource, RoleName, RoleSpec
+from engines.training.spec import POLICY, REFERENCE, ModelSource, RoleName, RoleSpec
 from engines.types import TokenBatch
 from infra.store.heartbeat import Heartbeat
 from infra.tracking.journal import Journal, read_records

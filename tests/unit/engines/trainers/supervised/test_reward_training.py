@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 
 from engines.algorithms.preference.options import RewardModelOptions
 from engines.checkpoint.model_directory import load_tokenizer
-from engines.checkpoint.models.score_model import BIAS, write_score_config, write_score_model
+from engines.checkpoint.score_model import BIAS, write_score_config, write_score_model
 from engines.checkpoint.step_store import StepCheckpoints
 from engines.config.sections import RewardTrainingConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
@@ -21,12 +21,12 @@ from engines.data.read.pairs import Pair, as_reward_model, read_pairs
 from engines.data.read.rows import Message, PreferenceRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.errors import CheckpointError
-from engines.trainers.loop.phases import PhaseClock
-from engines.trainers.loop.progress import StageProgress
+from engines.trainers.progress import StageProgress
+from engines.trainers.step_timer import PhaseClock
 from engines.trainers.supervised.preference import RewardPairs, packed
 from engines.trainers.supervised.trainer import SupervisedStage, Trained, train_supervised
 from engines.training.backends.merging import checkpoint_weights
-from engines.training.roles import REWARD, ModelSource, RoleSpec, role_checkpoint
+from engines.training.spec import REWARD, ModelSource, RoleSpec, role_checkpoint
 from engines.types import Readouts
 from infra.errors import ConfigError
 from infra.store.heartbeat import Heartbeat

@@ -21,13 +21,16 @@ from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.data.read.examples import SFTExamples, sft_examples
 from engines.data.read.rows import Message, SFTRow
 from engines.data.read.tokenizer import DirectoryTokenizer
-from engines.trainers.loop.loop_step import LoopStep
-from engines.trainers.loop.phases import PhaseClock
-from engines.trainers.loop.progress import StageProgress
-from engines.trainers.supervised.state import LOSS_AVERAGE, moving_average
-from engines.trainers.supervised.trainer import SupervisedStage, train_supervised
+from engines.trainers.progress import LoopStep, StageProgress
+from engines.trainers.step_timer import PhaseClock
+from engines.trainers.supervised.trainer import (
+    LOSS_AVERAGE,
+    SupervisedStage,
+    moving_average,
+    train_supervised,
+)
 from engines.trainers.supervised.training_set import Conversations
-from engines.training.roles import POLICY, ModelSource, RoleSpec
+from engines.training.spec import POLICY, ModelSource, RoleSpec
 from engines.types import PoisonedUpdate, TokenBatch
 from infra.store.heartbeat import Heartbeat
 from infra.tracking.journal import Journal, read_records

@@ -15,9 +15,9 @@ from engines.config.plugins import register_plugin
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.backends.mindspeed.engine import MindSpeedMegatronEngine, mindspeed_arguments
 from engines.training.backends.transformers.optimizer import make_adamw
-from engines.training.create import create_engine
+from engines.training.base import create_engine
 from engines.training.spec import EngineSpec
-from engines.training.step.gradients import clip_across_meshes
+from engines.training.step.optimizer_step import clip_across_meshes
 from hardware.cpu import CPUPlatform
 from infra import job_environments
 from infra.errors import ConfigError

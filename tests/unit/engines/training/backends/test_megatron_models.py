@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoConfig
 
 from engines.architecture import text_settings
-from engines.training.backends.megatron_models import SUPPORTED, check_model
+from engines.training.backends.megatron.models import SUPPORTED, check_model
 from infra.errors import ConfigError
 
 HF_DIR = Path("/models/tiny")

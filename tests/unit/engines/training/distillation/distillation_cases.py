@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, kl_divergence
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engines.algorithms.distillation.losses import TopKDistillation
+from engines.algorithms.distillation import TopKDistillation
 from engines.config.training import TrainingConfig
-from engines.training.base import BaseEngine
-from engines.training.create import create_engine
+from engines.training.base import BaseEngine, create_engine
 from engines.training.model import linear_tiles
 from engines.types import Readouts, TokenBatch
 from hardware.cpu import CPUPlatform

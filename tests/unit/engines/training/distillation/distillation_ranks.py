@@ -18,7 +18,7 @@ from rlhf.testing.launch import join_group, rank_arguments
 from rlhf.testing.plain_loop import make_batch, without_mask
 
 from engines import collectives
-from engines.algorithms.distillation.losses import TopKDistillation
+from engines.algorithms.distillation import TopKDistillation
 from engines.types import Readouts
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -23,7 +23,7 @@ from rlhf.testing.saved_tensors import LargestStorage
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engines import collectives
-from engines.algorithms.distillation.losses import TopKDistillation
+from engines.algorithms.distillation import TopKDistillation
 from engines.errors import EngineError
 from engines.training.model import linear_tiles
 from engines.training.outputs import model_outputs

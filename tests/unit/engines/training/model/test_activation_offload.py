@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from engines.training.model.activation_offload import from_host, to_host
+from engines.training.engine_backend import from_host, to_host
 
 SIZE = 256
 

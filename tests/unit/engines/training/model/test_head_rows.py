@@ -6,7 +6,7 @@ from torch import Tensor
 
 from engines.errors import EngineError
 from engines.training.model import linear_logprobs, linear_tiles
-from engines.training.model.head_rows import head_rows, targets_of
+from engines.training.model.linear_logprobs import head_rows, targets_of
 from engines.training.outputs import (
     from_columns,
     model_outputs,

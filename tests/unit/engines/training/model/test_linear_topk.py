@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from engines.training.model import linear_tiles
-from engines.training.model.linear_logprobs import linear_token_logprobs
-from engines.training.model.linear_tokens import linear_logprobs_of
+from engines.training.model.linear_logprobs import linear_logprobs_of, linear_token_logprobs
 from engines.training.model.linear_topk import linear_topk_logprobs
 
 N, D, V = 11, 5, 19

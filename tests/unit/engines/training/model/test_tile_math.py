@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch._dynamo import lookup_backend
 
-from engines.training.model import linear_tiles, tile_math
-from engines.training.model.linear_logprobs import linear_token_logprobs
-from engines.training.model.linear_tokens import linear_logprobs_of
+from engines.training.model import linear_tiles
+from engines.training.model.linear_logprobs import linear_logprobs_of, linear_token_logprobs
 from engines.training.model.linear_topk import linear_topk_logprobs
 
 N, D, V = 9, 6, 23
@@ -44,11 +43,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
         return torch_compile(function, dynamic=dynamic, backend=backend, fullgraph=True)
 
     monkeypatch.setattr(torch, "compile", traced)
-    monkeypatch.setattr(tile_math, "is_fused", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(linear_tiles, "is_fused", lambda x: x.dtype == torch.bfloat16)
     monkeypatch.setattr(linear_tiles, "_MIN_ROWS", 4)
-    tile_math._fused.cache_clear()
+    linear_tiles._fused.cache_clear()
     yield found
-    tile_math._fused.cache_clear()
+    linear_tiles._fused.cache_clear()
     torch.compiler.reset()
 
 
@@ -88,7 +87,7 @@ def test_compiled_tiles_give_the_numbers_of_plain_ones(
     }  # fmt: skip
     assert compiled.graphs == compiled.forms, "a form was compiled anew for another size"
     num_compiled = len(compiled.forms)
-    monkeypatch.setattr(tile_math, "is_fused", lambda x: False)
+    monkeypatch.setattr(linear_tiles, "is_fused", lambda x: False)
     plain = results(temperature, entropy)
     assert len(compiled.forms) == num_compiled
     for ours, expected in zip(found, plain, strict=True):
@@ -112,4 +111,4 @@ def test_tiles_where_nothing_is_held_in_float32_have_more_rows(
 
 
 def test_without_a_gpu_nothing_is_compiled() -> None:
-    assert not tile_math.is_fused(torch.empty(2, 2, dtype=torch.bfloat16))
+    assert not linear_tiles.is_fused(torch.empty(2, 2, dtype=torch.bfloat16))

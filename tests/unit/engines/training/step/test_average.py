@@ -12,7 +12,7 @@ from engines.config.training import EmaConfig, OptimizerConfig, TrainingConfig
 from engines.training.backends.fsdp.engine import FSDP2Engine
 from engines.training.engine_backend import EngineBackend
 from engines.training.spec import EngineSpec
-from engines.training.step.average import (
+from engines.training.step.optimizer_step import (
     decay_of_step,
     move_average,
     start_average,

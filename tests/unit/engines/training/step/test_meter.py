@@ -2,7 +2,7 @@
 
 import pytest
 
-from engines.training.step.meter import StepMeter, StepWork
+from engines.training.step.optimizer_step import StepMeter, StepWork
 
 
 class SetClock:

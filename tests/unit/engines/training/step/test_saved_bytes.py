@@ -13,11 +13,11 @@ from engines.algorithms.policy_objective import policy_loss_fn
 from engines.algorithms.value_objective import ValueObjective
 from engines.collectives import close_process_group
 from engines.config.algorithm import AlgorithmConfig
-from engines.config.rows.algorithm import KL_ESTIMATORS, POLICY_LOSSES
+from engines.config.rows import KL_ESTIMATORS, POLICY_LOSSES
 from engines.config.training import OptimizerConfig, TrainingConfig
-from engines.trainers.guards.mismatch import MeasuredObjective
+from engines.trainers.guards import MeasuredObjective
 from engines.training.backends.transformers.engine import TransformersModelEngine
-from engines.training.create import create_engine
+from engines.training.base import create_engine
 from engines.training.spec import LossFn, ModelType
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
 from hardware.cpu import CPUPlatform

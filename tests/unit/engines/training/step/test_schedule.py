@@ -3,7 +3,7 @@
 import pytest
 
 from engines.config.training import OptimizerConfig
-from engines.training.step.schedule import learning_rate
+from engines.training.step.optimizer_step import learning_rate
 
 
 def test_warm_up_then_constant() -> None:

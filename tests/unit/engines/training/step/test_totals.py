@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engines import collectives
-from engines.training.step.totals import Totals
+from engines.training.step.micro_batches import Totals
 from engines.types import LossOutput
 
 

@@ -20,9 +20,8 @@ from infra.errors import ArtifactCorruptError, FencedError, StoreUnreachableErro
 from infra.store.heartbeat import BeatWatch, Heartbeat
 from infra.store.process_stamp import own_stamp
 from infra.store.s3 import mirror
-from infra.store.s3.address import S3Address
 from infra.store.s3.mirror import Chunk, JournalChunks, stretches
-from infra.store.s3.objects import Found, Objects
+from infra.store.s3.objects import Found, Objects, S3Address
 from infra.store.s3.storage import S3Storage
 from infra.store.stage_log import Holder
 from infra.store.work_channel import JobProblem

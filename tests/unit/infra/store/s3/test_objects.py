@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rlhf.testing.fault_proxy import FaultProxy
 
-from flows.checks import _named_store
+from flows.commands.doctor import _named_store
 from infra import env
 from infra.errors import (
     ConfigError,
@@ -22,8 +22,7 @@ from infra.errors import (
     StoreUnreachableError,
 )
 from infra.store.s3 import objects as objects_module
-from infra.store.s3.address import S3Address
-from infra.store.s3.objects import Found, Objects
+from infra.store.s3.objects import Found, Objects, S3Address
 from infra.store.stage_log import Holder
 from infra.store.storage import open_storage
 

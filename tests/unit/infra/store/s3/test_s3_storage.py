@@ -24,8 +24,7 @@ from infra.store import storage as storage_module
 from infra.store.artifacts import verify_directory
 from infra.store.process_stamp import own_stamp
 from infra.store.s3 import objects as objects_module
-from infra.store.s3.address import S3Address
-from infra.store.s3.objects import Objects
+from infra.store.s3.objects import Objects, S3Address
 from infra.store.s3.storage import S3Storage
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact, CommitRecord
@@ -319,7 +318,7 @@ def test_the_library_is_loaded_only_for_a_bucket(
         check=True,
     )
     assert ended.stdout.strip() == "set()"
-    monkeypatch.setattr("infra.plugin_table._installed", lambda module: False)
+    monkeypatch.setattr("infra.plugins._installed", lambda module: False)
     with pytest.raises(ConfigError, match=r"^storage: s3 needs the extra: pip install '.*\[s3\]'"):
         open_storage("s3://bucket/x")
     assert storage_module.STORES.names() == ["s3"]

@@ -9,9 +9,8 @@ import pytest
 from infra.errors import StoreUnreachableError
 from infra.store.artifacts import FileEntry, Manifest
 from infra.store.s3 import objects as objects_module
-from infra.store.s3.download import download
+from infra.store.s3.cache import NUM_TRANSFERS, download
 from infra.store.s3.storage import S3Storage
-from infra.store.s3.transfers import NUM_TRANSFERS
 
 NUM_FILES = 100
 DIGEST = hashlib.sha256(b"x").hexdigest()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engines.config.data import DataConfig, SourceConfig
 from engines.config.model import ModelConfig, TokenizerConfig
 from engines.data.prepare.dataset import build_dataset
-from engines.data.prepare.preprocessors.create import create_preprocessor
+from engines.data.prepare.sources import create_preprocessor
 from engines.data.read.chat import render_conversations
 from engines.data.read.dataset import load_dataset
 from engines.data.read.rows import Message, RowError, SFTRow

@@ -16,7 +16,7 @@ from PIL import Image as Pillow
 
 from engines.config.data import DataConfig, DecontaminationConfig, SourceConfig
 from engines.config.model import ModelConfig, TokenizerConfig
-from engines.data.images.store import ImageFile
+from engines.data.image_store import ImageFile
 from engines.data.prepare import readers
 from engines.data.prepare.dataset import build_dataset
 from engines.data.prepare.tokenizer_training import train_tokenizer

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from engines.config.data import SourceConfig
 from engines.config.plugins import register_plugin
-from engines.data.prepare.preprocessors.create import create_preprocessor
 from engines.data.prepare.preprocessors.gsm8k import split_solution
 from engines.data.prepare.preprocessors.math import last_boxed
+from engines.data.prepare.sources import create_preprocessor
 from engines.data.read.rows import Message, RLRow, RowError, SFTRow
 from infra.errors import ConfigError
 

@@ -10,8 +10,7 @@ import pytest
 from engines.config.data import DataConfig, SourceConfig
 from engines.config.model import ModelConfig
 from engines.data.prepare.dataset import build_dataset
-from engines.data.prepare.preprocessors.create import create_preprocessor
-from engines.data.prepare.sources import first_preference_row
+from engines.data.prepare.sources import create_preprocessor, first_preference_row
 from engines.data.read.dataset import load_dataset
 from engines.data.read.rows import Message, PreferenceRow, RewardModel, RowError
 from infra.errors import ConfigError

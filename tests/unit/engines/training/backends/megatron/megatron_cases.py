@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM
 from engines import collectives
 from engines.config.training import LoraConfig, TrainingConfig
 from engines.training.backends.merging import extract_adapter
-from engines.training.base import BaseEngine
-from engines.training.create import create_engine
+from engines.training.base import BaseEngine, create_engine
 from engines.training.model.linear_logprobs import linear_token_logprobs
 from engines.types import ONLY_LOGPROBS, TokenBatch
 from hardware.cpu import CPUPlatform

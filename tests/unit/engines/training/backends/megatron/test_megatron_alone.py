@@ -91,7 +91,7 @@ def test_routers_need_a_name_that_is_not_there(monkeypatch: pytest.MonkeyPatch) 
     with megatron_on_cpu():
         from megatron.core.transformer.moe import moe_utils
 
-        from engines.training.backends.megatron.upstream_fixes import define_missing_names
+        from engines.training.backends.megatron.replica import define_missing_names
 
         args = (torch.ones(2, 3), torch.ones(4, 3), None, torch.float32)
         monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
@@ -170,9 +170,8 @@ def test_blocks_are_where_mbridge_puts_them(make_model: MakeModel, rank: int) ->
     weights = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
     with megatron_on_cpu():
         from engines.training.backends.megatron.architecture import Architecture
-        from engines.training.backends.megatron.layout import Layout
-        from engines.training.backends.megatron.parallel import Place
-        from engines.training.backends.megatron.pieces import parts_of
+        from engines.training.backends.megatron.layout import Layout, Place
+        from engines.training.backends.megatron.param_mapping import parts_of
 
         config = AutoConfig.from_pretrained(path)
         architecture = Architecture(config, Layout(), torch.float32)

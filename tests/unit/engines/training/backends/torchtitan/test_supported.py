@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoConfig
 
 from engines.architecture import text_settings
-from engines.training.backends.torchtitan.supported import HAS_HEAD_NORMS, check_model
+from engines.training.backends.torchtitan.model import HAS_HEAD_NORMS, check_model
 from infra.errors import ConfigError
 
 HF_DIR = Path("/models/tiny")

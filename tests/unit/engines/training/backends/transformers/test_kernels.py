@@ -7,7 +7,7 @@ from torch.nn.functional import silu
 from transformers import AutoModelForCausalLM as Causal
 from transformers import Gemma2Config, LlamaConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
-from engines.training.backends.transformers.kernels import FusedKernels, liger_kernels, use_kernels
+from engines.training.backends.transformers.build import FusedKernels, liger_kernels, use_kernels
 from infra.errors import ConfigError
 
 SIZES = {

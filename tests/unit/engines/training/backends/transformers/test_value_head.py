@@ -9,8 +9,8 @@ from torch import nn
 
 from engines.collectives import close_process_group
 from engines.config.training import TrainingConfig
-from engines.training.create import create_engine
-from engines.training.model.value_head import compute_in_float32, float32_linear
+from engines.training.base import create_engine
+from engines.training.model.logprobs import compute_in_float32, float32_linear
 from engines.types import Readouts, TokenBatch
 from hardware.cpu import CPUPlatform
 

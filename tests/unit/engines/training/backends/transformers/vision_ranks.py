@@ -13,8 +13,7 @@ from vision_cases import IMAGE, NUM_STEPS, Grid, make_batch, sft
 from engines import collectives
 from engines.config.training import LoraConfig, TrainingConfig
 from engines.errors import EngineError
-from engines.training.base import BaseEngine
-from engines.training.create import create_engine
+from engines.training.base import BaseEngine, create_engine
 from engines.types import TokenBatch
 from hardware.cpu import CPUPlatform
 

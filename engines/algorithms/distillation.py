@@ -1,0 +1,249 @@
+"""The loss of an update with a teacher: the teacher's loss plus the policy loss, in one forward.
+
+On-policy distillation: a student learns a teacher's distributions on the student's own samples.
+
+GKD (arXiv:2306.13649). Two losses per token: the KL from the teacher over its K most likely tokens,
+or an estimate of the KL to the teacher from the sampled token alone.
+Promises: a micro-batch's share of the step's loss and metrics, independent of how the step is cut.
+With `bucket`, a student whose logprobs equal its teacher's has exactly loss 0 and gradient 0.
+Letters: T tokens, K most likely tokens of the teacher.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engines.algorithms.aggregation import aggregate, token_mean
+from engines.algorithms.kl import kl_estimate
+from engines.algorithms.parts import Gather
+from engines.algorithms.policy_objective import PolicyObjective, policy_loss_fn
+from engines.config.algorithm import TOPK, LossAggMode
+from engines.config.sections import RLConfig
+from engines.types import (
+    ONLY_LOGPROBS,
+    GlobalCounts,
+    LossOutput,
+    ModelOutputs,
+    Readouts,
+    TokenBatch,
+)
+
+TOPK_IDS, TOPK_LOGPROBS, SAMPLED_LOGPROBS = (
+    "teacher_topk_ids", "teacher_topk_logprobs", "teacher_logprobs",
+)  # fmt: skip
+"""Columns: (T, K) int64 and (T, K) of the teacher's likeliest tokens, (T,) of the sampled ones."""
+
+OF_TEACHERS_TOKENS = Readouts(logprobs_of=TOPK_IDS)
+
+Tail = Literal["bucket", "renormalise", "ignore"]
+"""Treatment of the tokens outside the teacher's K most likely; see `forward_kl_topk`."""
+
+TAIL_MASS_EPS = 1e-5
+"""Minimum of the rest: float32 knows 1 minus a sum of probabilities to about 1e-6."""
+
+
+def forward_kl_topk(
+    logprobs_TK: Tensor,
+    teacher_logprobs_TK: Tensor,
+    *,
+    tail: Tail = "bucket",
+    log_prob_min_clamp: float | None = None,
+    tail_mass_eps: float = TAIL_MASS_EPS,
+) -> Tensor:
+    """Return KL(teacher || student) of each token over the teacher's K most likely, (T,) in nats.
+
+    With p the teacher's and q the student's probabilities of these K, P and Q their sums:
+
+    - `bucket`: ``sum p log(p / q) + (1 - P) log((1 - P) / (1 - Q))``: all others are one token,
+      the rest. It is a KL: never negative, 0 only if q = p, at most the KL over the whole
+      vocabulary (grouping tokens loses information), and equal to it at K = V.
+    - `renormalise`: ``sum p/P log((p / P) / (q / Q))``: also a KL, of the distributions given that
+      the token is one of the K. It does not depend on Q: a student may move all its mass elsewhere.
+    - `ignore`: ``sum p log(p / q)``. It can be negative where Q > P, and is least at q = p / P: it
+      teaches a sharper distribution than the teacher's (the bias of top-k, arXiv:2503.16870), and
+      has a gradient where student and teacher are equal.
+
+    Hence the default. Below `tail_mass_eps` the value of a rest is constant but keeps a slope: the
+    pull on a student with hardly any rest fades as (1 - Q) / `tail_mass_eps`, where a clamp would
+    end it. A teacher's missing rest counts as one of that size.
+
+    Args:
+        logprobs_TK: (T, K) of the student, with gradient.
+        teacher_logprobs_TK: (T, K) of the teacher for the same tokens, distinct in each row; -inf
+            is probability 0.
+        log_prob_min_clamp: minimum of both logprobs; the student's have no gradient below it.
+            None: no clamp.
+        tail_mass_eps: minimum of 1 - P and 1 - Q; for `bucket`.
+    """
+    if log_prob_min_clamp is not None:
+        logprobs_TK = logprobs_TK.clamp(min=log_prob_min_clamp)
+        teacher_logprobs_TK = teacher_logprobs_TK.clamp(min=log_prob_min_clamp)
+    if tail == "renormalise":
+        logprobs_TK = logprobs_TK.log_softmax(dim=1)
+        teacher_logprobs_TK = teacher_logprobs_TK.log_softmax(dim=1)
+    p_TK = teacher_logprobs_TK.exp()
+    # 0 log 0 is 0, not 0 * -inf.
+    kl_T = torch.where(p_TK > 0, p_TK * (teacher_logprobs_TK - logprobs_TK), 0.0).sum(dim=1)
+    if tail != "bucket":
+        return kl_T
+    mass_T = logprobs_TK.exp().sum(dim=1)
+    rest_T = (1.0 - mass_T.detach()).clamp(min=tail_mass_eps)
+    teacher_rest_T = (1.0 - p_TK.sum(dim=1)).clamp(min=tail_mass_eps)
+    value_T = teacher_rest_T * (teacher_rest_T.log() - rest_T.log())
+    # Its gradient, (1 - P) / (1 - Q) times that of Q, written out: if student and teacher are
+    # equal the quotient is 1, and the whole gradient is exactly 0.
+    slope_T = teacher_rest_T / rest_T
+    return kl_T + value_T + slope_T * (mass_T - mass_T.detach())
+
+
+@dataclass(frozen=True)
+class TopKDistillation:
+    """Loss of a step: the KL from the teacher over its K most likely tokens.
+
+    A token's loss is clamped to +-`loss_max_clamp`; None: no clamp.
+    """
+
+    tail: Tail = "bucket"
+    log_prob_min_clamp: float | None = None
+    tail_mass_eps: float = TAIL_MASS_EPS
+    loss_max_clamp: float | None = None
+    loss_agg_mode: LossAggMode = "token-mean"
+    scale_factor: float = 1.0
+    readouts: Readouts = OF_TEACHERS_TOKENS
+
+    def __call__(
+        self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
+    ) -> LossOutput:
+        """Return this micro-batch's share of the loss and of the metrics.
+
+        The metrics are `distillation/loss` and the mass of the K tokens, `teacher_mass` and
+        `student_mass`. Columns of `batch`: `loss_mask`, `teacher_topk_ids`, (T, K) int64, and
+        `teacher_topk_logprobs`, (T, K), finite also on tokens that are not trained on.
+
+        Raises:
+            ValueError: the student's logprobs are absent or do not have the teacher's shape.
+        """
+        teacher_TK = batch.columns[TOPK_LOGPROBS]
+        logprobs_TK = outputs.topk_logprobs_TK
+        if logprobs_TK is None:
+            raise ValueError(f"outputs: got no logprobs of the tokens {TOPK_IDS}; ask for them")
+        if logprobs_TK.shape != teacher_TK.shape:
+            raise ValueError(
+                f"logprobs of the teacher's tokens: got {tuple(logprobs_TK.shape)}; need "
+                f"{tuple(teacher_TK.shape)}"
+            )
+        kl_T = forward_kl_topk(
+            logprobs_TK, teacher_TK, tail=self.tail, log_prob_min_clamp=self.log_prob_min_clamp,
+            tail_mass_eps=self.tail_mass_eps,
+        )  # fmt: skip
+        loss = _aggregated(self, kl_T, batch, counts)
+        mask_T = batch.columns["loss_mask"] > 0
+        mass = {"teacher": teacher_TK, "student": logprobs_TK.detach()}
+        metrics = {
+            f"distillation/{name}_mass": token_mean(of_TK.exp().sum(dim=1), mask_T, counts)
+            for name, of_TK in mass.items()
+        }
+        return LossOutput(loss, {"distillation/loss": loss.detach(), **metrics})
+
+
+@dataclass(frozen=True)
+class SampledDistillation:
+    """Loss of a step: an estimate of KL(student || teacher) from the sampled tokens.
+
+    Only for samples of the current student: they are not reweighted for an older one. With `k2` or
+    an `estimator` that ends in `+`, the expected gradient is that of this KL. That of `k1` is 0;
+    that of `k3` is the gradient of KL(teacher || student), except where `k3` continues as a line.
+    """
+
+    estimator: str = "k3+"
+    loss_max_clamp: float | None = None
+    loss_agg_mode: LossAggMode = "token-mean"
+    scale_factor: float = 1.0
+    readouts: Readouts = ONLY_LOGPROBS
+
+    def __call__(
+        self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
+    ) -> LossOutput:
+        """Return this micro-batch's share of the loss, and of the metric `distillation/loss`.
+
+        Raises:
+            UnknownPluginError: there is no such estimator.
+        """
+        kl_T = kl_estimate(self.estimator, outputs.logprobs_T, batch.columns[SAMPLED_LOGPROBS])
+        loss = _aggregated(self, kl_T, batch, counts)
+        return LossOutput(loss, {"distillation/loss": loss.detach()})
+
+
+def _aggregated(
+    of: TopKDistillation | SampledDistillation, kl_T: Tensor, batch: TokenBatch,
+    counts: GlobalCounts,
+) -> Tensor:  # fmt: skip
+    if of.loss_max_clamp is not None:
+        kl_T = kl_T.clamp(-of.loss_max_clamp, of.loss_max_clamp)
+    mask_T = batch.columns["loss_mask"] > 0
+    return aggregate(kl_T, mask_T, batch, counts, of.loss_agg_mode, of.scale_factor)
+
+
+@dataclass(frozen=True)
+class DistilledObjective:
+    """A loss function, as `PolicyObjective`: ``weight * teacher + policy_weight * policy``.
+
+    Attributes:
+        policy_weight: at 0 the policy loss is not computed; only the entropy is measured.
+    """
+
+    teacher: TopKDistillation | SampledDistillation
+    policy: PolicyObjective
+    weight: float
+    policy_weight: float
+
+    @property
+    def readouts(self) -> Readouts:
+        """Readouts of both losses."""
+        return replace(self.policy.readouts, logprobs_of=self.teacher.readouts.logprobs_of)
+
+    def extras(self, batch: TokenBatch, gather: Gather) -> Mapping[str, float]:
+        """Return the policy loss's extras, if it has a weight."""
+        return self.policy.extras(batch, gather) if self.policy_weight else {}
+
+    def __call__(
+        self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
+    ) -> LossOutput:
+        """Return this micro-batch's share of both; raises as they do."""
+        taught = self.teacher(outputs, batch, counts)
+        loss, metrics = self.weight * taught.loss, {**taught.metrics}
+        if self.policy_weight:
+            own = self.policy(outputs, batch, counts)
+            return LossOutput(loss + self.policy_weight * own.loss, metrics | {**own.metrics})
+        if outputs.entropy_T is not None:
+            mask_T = batch.columns["loss_mask"] > 0
+            metrics["actor/entropy"] = token_mean(outputs.entropy_T.detach(), mask_T, counts)
+        return LossOutput(loss, metrics)
+
+
+Objective = PolicyObjective | DistilledObjective
+
+
+def round_loss_fn(rl: RLConfig) -> Objective:
+    """Return the loss function of a round's policy, with the teacher's if there is one."""
+    policy = policy_loss_fn(rl.algorithm, rl.sampling.max_new_tokens)
+    section = rl.distillation
+    if section is None:
+        return policy
+    scale = rl.algorithm.loss_scale_factor or float(rl.sampling.max_new_tokens)
+    teacher: TopKDistillation | SampledDistillation
+    if section.loss == TOPK:
+        teacher = TopKDistillation(
+            tail=section.tail,
+            loss_max_clamp=section.loss_max_clamp,
+            loss_agg_mode=rl.algorithm.loss_agg_mode,
+            scale_factor=scale,
+        )
+    else:
+        teacher = SampledDistillation(
+            section.loss, section.loss_max_clamp, rl.algorithm.loss_agg_mode, scale
+        )
+    return DistilledObjective(teacher, policy, section.weight, section.policy_weight)

@@ -1,1 +1,0 @@
-"""Losses that learn a teacher's distributions."""

@@ -1,0 +1,148 @@
+"""Write streamed weights as an ordinary Hugging Face directory.
+
+Promises: equal input gives equal bytes. Memory holds at most one output file, including the next
+tensor and its conversion, or a large tensor beside half a file.
+Does not promise: a limit for the source of the tensors, nor atomicity, as the caller publishes.
+
+Write a low-rank adapter as PEFT's `save_pretrained` does; PEFT and vLLM load it.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engines.checkpoint.model_directory import QUANTIZATION
+from engines.checkpoint.tensor_files import write_tensors
+from engines.config.training import LoraConfig
+
+_WEIGHTS = "model"
+_METADATA = {"format": "pt"}
+
+
+def write_model(
+    tensors: Iterator[tuple[str, Tensor]],
+    hf_dir: Path,
+    out_dir: Path,
+    dtype: str,
+    max_shard_bytes: int,
+) -> None:
+    """Write weights next to a copy of their configuration and tokenizer.
+
+    The configuration gets the new dtype and loses its quantization entries. `out_dir` must not hold
+    weights yet. Files leave room below `max_shard_bytes` for the largest tensor so far, at most
+    half.
+    """
+    out_dir.mkdir(parents=True, exist_ok=True)
+    for source in sorted(hf_dir.iterdir()):
+        shutil.copyfile(source, out_dir / source.name)
+    _set_dtype(out_dir / "config.json", dtype)
+    _write_shards(tensors, getattr(torch, dtype), out_dir, max_shard_bytes)
+
+
+def _write_shards(
+    tensors: Iterator[tuple[str, Tensor]],
+    target: torch.dtype,
+    out_dir: Path,
+    max_shard_bytes: int,
+) -> None:
+    shard: dict[str, Tensor] = {}
+    size_bytes = total_bytes = room_bytes = 0
+    parts: list[list[str]] = []
+
+    def flush() -> None:
+        nonlocal size_bytes
+        write_tensors(shard, out_dir / _part_name(len(parts)), metadata=_METADATA)
+        parts.append(list(shard))
+        shard.clear()
+        size_bytes = 0
+
+    for name, tensor in tensors:
+        stored = _as_written(tensor, target)
+        source_bytes = 0 if stored is tensor else tensor.untyped_storage().nbytes()
+        del tensor  # free it before the next one is made
+        needed_bytes = min(stored.nbytes + source_bytes, max_shard_bytes // 2)
+        room_bytes = max(room_bytes, needed_bytes)
+        if shard and size_bytes + stored.nbytes > max_shard_bytes:
+            flush()
+        shard[name] = stored
+        size_bytes += stored.nbytes
+        total_bytes += stored.nbytes
+        del stored
+        if size_bytes + room_bytes > max_shard_bytes:
+            flush()
+    if shard or not parts:
+        flush()
+    _name_shards(parts, total_bytes, out_dir)
+
+
+def _as_written(tensor: Tensor, target: torch.dtype) -> Tensor:
+    """Return a contiguous tensor of the target dtype that owns all of its storage."""
+    stored = (tensor.to(target) if tensor.is_floating_point() else tensor).contiguous()
+    is_part = stored.untyped_storage().nbytes() != stored.nbytes
+    return stored.clone() if is_part else stored
+
+
+def _name_shards(parts: list[list[str]], total_bytes: int, out_dir: Path) -> None:
+    """Give the files their final names, which include the number of files."""
+    if len(parts) == 1:
+        (out_dir / _part_name(0)).rename(out_dir / f"{_WEIGHTS}.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(parts):
+        final = f"{_WEIGHTS}-{number + 1:05d}-of-{len(parts):05d}.safetensors"
+        (out_dir / _part_name(number)).rename(out_dir / final)
+        weight_map.update(dict.fromkeys(names, final))
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    (out_dir / f"{_WEIGHTS}.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _part_name(number: int) -> str:
+    return f"part-{number:05d}.safetensors"
+
+
+def _set_dtype(path: Path, dtype: str) -> None:
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)
+    for section in (config, config.get("text_config")):
+        for name in QUANTIZATION if isinstance(section, dict) else ():
+            section.pop(name, None)
+    config["dtype"] = dtype
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+_PREFIX = "base_model.model."
+
+
+def write_peft_adapter(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    lora: LoraConfig,
+    target_modules: Sequence[str] | str,
+    heads: Sequence[str] = (),
+) -> None:
+    """Write an adapter into an existing directory.
+
+    Tensors are whole, on the CPU, named by module with `lora_A.weight`, `lora_B.weight` and
+    `lora_magnitude_vector`. `target_modules` are last parts of names, or a pattern of whole names;
+    `heads` are modules that were trained in full.
+    """
+    named = {f"{_PREFIX}{name}": tensor for name, tensor in sorted(tensors.items())}
+    write_tensors(named, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "TOKEN_CLS" if heads else "CAUSAL_LM",
+        "modules_to_save": list(heads) or None,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "use_dora": lora.use_dora,
+        "target_modules": target_modules if isinstance(target_modules, str) else [*target_modules],
+        "bias": "none",
+    }
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    (path / "adapter_config.json").write_text(text, encoding="utf-8")

@@ -1,1 +1,0 @@
-"""Whole models, as Hugging Face directories."""

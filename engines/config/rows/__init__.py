@@ -1,1 +1,0 @@
-"""Rows of built-in parts, where a kind has many."""

@@ -1,0 +1,149 @@
+"""Rules of sizes: what must fit into a context, and what must divide among ranks.
+
+The rule for a moving average of weights.
+
+Rules for the order in which rows are trained on.
+
+Rules for the trainers that learn from pairs of answers.
+"""
+
+from engines.config.backends import BACKENDS
+from engines.config.data import OrderConfig
+from engines.config.options import check_options
+from engines.config.rows import BRADLEY_TERRY, PREFERENCE_LOSSES
+from engines.config.rules.models import check_value_model
+from engines.config.sections import PreferenceConfig, RewardTrainingConfig, RLConfig
+from engines.config.training import OptimizerConfig, TrainingConfig
+from infra.errors import ConfigError
+
+
+def check_answer_length(
+    path: str, max_new_tokens: int, max_length: int, max_prompt_length: int | None = None
+) -> None:
+    """Refuse answers that do not fit into the context behind a prompt.
+
+    Raises `ConfigError` at `path`. `max_prompt_length` None means unknown: at least one token.
+    """
+    if max_prompt_length is None:
+        if max_new_tokens >= max_length:
+            raise ConfigError(
+                path,
+                f"got {max_new_tokens}; need less than model.max_length {max_length}, which an "
+                "answer shares with its prompt; lower it",
+            )
+        return
+    total, room = max_prompt_length + max_new_tokens, max_length - max_prompt_length
+    if total <= max_length:
+        return
+    remedy = f"lower it to {room}"
+    if room <= 0:
+        rest = max_length - max_new_tokens
+        remedy = f"lower data.max_prompt_length to {rest}" if rest > 0 else "lower both"
+    raise ConfigError(
+        path,
+        f"{max_prompt_length} (data.max_prompt_length) + {max_new_tokens} = {total} tokens "
+        f"exceeds model.max_length {max_length}; {remedy}",
+    )
+
+
+def check_divides(path: str, size: int, training: TrainingConfig) -> None:
+    """Refuse a batch not divisible by the data-parallel ranks; raises `ConfigError` at `path`."""
+    ranks = training.data_parallel_size
+    if size % ranks == 0:
+        return
+    below, above = size // ranks * ranks, -(-size // ranks) * ranks
+    use = f"{below} or {above}" if below else f"{above}"
+    raise ConfigError(
+        path, f"{size} is not a multiple of the {ranks} data-parallel ranks; use {use}"
+    )
+
+
+FEATURE = "ema"
+"""Feature of a training backend that keeps a moving average of weights."""
+
+
+def check_average(path: str, optimizer: OptimizerConfig, training: TrainingConfig) -> None:
+    """Refuse an average that a built-in backend cannot keep; raises `ConfigError`."""
+    backend = BACKENDS.get(training.backend)
+    if optimizer.ema is None or backend is None or FEATURE in backend.features:
+        return
+    able = [name for name, other in BACKENDS.items() if FEATURE in other.features]
+    raise ConfigError(
+        f"{path}.ema",
+        f"got one; {training.backend} keeps no average of its weights; need null; remove it, or "
+        f"set training.backend to {' or '.join(able)}",
+    )
+
+
+def check_order(path: str, order: OrderConfig) -> None:
+    """Refuse settings that the order's kind ignores or lacks; raises `ConfigError`."""
+    shuffled, banded = order.kind == "shuffled", order.kind == "banded"
+    if order.weights and not shuffled:
+        raise ConfigError(
+            f"{path}.weights", f"got weights with kind {order.kind}; need kind shuffled; set one"
+        )
+    if order.difficulty is not None and shuffled:
+        raise ConfigError(
+            f"{path}.difficulty",
+            f"got {order.difficulty} with kind shuffled, which reads none; need null; remove it, "
+            f"or set {path}.kind to ascending or banded",
+        )
+    if bool(order.bands) != banded:
+        raise ConfigError(
+            f"{path}.bands",
+            f"got {len(order.bands)} with kind {order.kind}; need "
+            f"{'at least 1' if banded else 'none'}; change one of the two",
+        )
+    steps = [band.first_step for band in order.bands]
+    limits = [band.max_difficulty for band in order.bands]
+    # Only the last band may have a null limit.
+    known = [limit for limit in limits if limit is not None]
+    rising = steps == sorted(set(steps)) and known == sorted(set(known))
+    if banded and (steps[0] != 0 or not rising or None in limits[:-1]):
+        raise ConfigError(
+            f"{path}.bands",
+            f"got first_step {steps} and max_difficulty {limits}; need both to rise, first_step "
+            "from 0, and null in the last band alone; put them in order",
+        )
+
+
+def check_rl_order(rl: RLConfig) -> None:
+    """Refuse a prompt order that dynamic sampling would break; raises `ConfigError`."""
+    check_order("rl.order", rl.order)
+    groups = rl.algorithm.filter_groups
+    if rl.order.kind == "ascending" and groups.enable and groups.max_num_gen_batches > 1:
+        raise ConfigError(
+            "rl.order.kind",
+            "got ascending with rl.algorithm.filter_groups.enable, whose further batches would be "
+            "of other difficulty than the step's; need shuffled or banded; set it, or "
+            "max_num_gen_batches to 1",
+        )
+
+
+def check_supervised_order(path: str, order: OrderConfig) -> None:
+    """Refuse an order by a column that supervised rows lack; raises `ConfigError`."""
+    check_order(path, order)
+    if order.difficulty is not None:
+        raise ConfigError(
+            f"{path}.difficulty",
+            f"got {order.difficulty}; need null, for rows with answers have no extra_info: the "
+            "tokens of a conversation say how difficult it is; remove it",
+        )
+
+
+def check_preference(preference: PreferenceConfig, training: TrainingConfig) -> None:
+    """Refuse unknown losses or options, and indivisible batches; raises `ConfigError`."""
+    row = PREFERENCE_LOSSES.find(preference.loss)
+    check_options(preference.options, [row], "preference.options")
+    check_supervised_order("preference.order", preference.order)
+    check_divides("preference.batch_size_pairs", preference.batch_size_pairs, training)
+    check_average("preference.optimizer", preference.optimizer, training)
+
+
+def check_reward_training(reward: RewardTrainingConfig, training: TrainingConfig) -> None:
+    """Refuse backends without value models, bad options and batches; raises `ConfigError`."""
+    check_value_model("reward_model", training)
+    check_options(reward.options, [BRADLEY_TERRY], "reward_model.options")
+    check_supervised_order("reward_model.order", reward.order)
+    check_divides("reward_model.batch_size_pairs", reward.batch_size_pairs, training)
+    check_average("reward_model.optimizer", reward.optimizer, training)

@@ -1,1 +1,0 @@
-"""How the tensors of a batch reach the ranks of a group."""

@@ -1,0 +1,294 @@
+"""Resources of a run's processes, reserved at once as a Ray placement group.
+
+Promises: all or nothing, so that competing runs queue instead of each holding a part; a waiting run
+reports what it waits for and what the cluster has; a request that exceeds the nodes is refused
+soon; `close` or the end of the process releases everything.
+Does not promise an order: Ray decides which waiting run is next.
+
+The rank of each process on its node and the address at which it is reached.
+
+Promises: ranks of one node are consecutive; a group on one node uses only loopback, a group over
+several nodes uses Ray's interface.
+"""
+
+import logging
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from infra import env
+from infra.errors import DeadlineError
+
+Options = Mapping[str, Any]
+"""Keyword arguments of `ray.remote` that reserve resources."""
+
+SAY_EVERY_S = 60.0
+NODE_ANSWERS_S = 3.0
+POLL_S = 2.0
+NODE_SHARE = 0.001
+"""Share of a node's own Ray resource (`node:<address>`): enough to pin a bundle to the node."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Queueing:
+    """How a run waits for free resources.
+
+    Attributes:
+        deadline_s: total wait; other runs may take days.
+        fit_deadline_s: wait for nodes to join if the request does not fit the present ones.
+        say: called with a status line at once and about every minute.
+        waiting: called every few seconds.
+    """
+
+    deadline_s: float = 604_800.0
+    fit_deadline_s: float = 180.0
+    say: Callable[[str], None] = logger.info
+    waiting: Callable[[], None] = lambda: None
+
+
+NO_NEWS = Queueing()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one process runs: bundle, Ray node, address of its raylet, and actor options."""
+
+    bundle: int
+    node: str
+    address: str
+    port: int
+    options: Options
+
+    def node_answers(self) -> bool:
+        """True if the raylet of the node accepts a connection."""
+        try:
+            socket.create_connection((self.address, self.port), NODE_ANSWERS_S).close()
+        except OSError:
+            return False
+        return True
+
+
+class Pool:
+    """Reserved resources, one place per bundle of the placement group; made by `reserve`."""
+
+    def __init__(self, group: Any, places: Sequence[Place]) -> None:
+        self._group = group
+        self._places = tuple(places)
+
+    def places(self, first: int, num: int) -> tuple[Place, ...]:
+        """Return the places of `num` bundles from `first` on, grouped by node."""
+        chosen = self._places[first : first + num]
+        nodes = list(dict.fromkeys(place.node for place in chosen))
+        return tuple(sorted(chosen, key=lambda place: nodes.index(place.node)))
+
+    def close(self) -> None:
+        """Release everything and kill what still runs there; may be called again."""
+        group, self._group = self._group, None
+        if group is not None:
+            import ray
+
+            if ray.is_initialized():
+                ray.util.remove_placement_group(group)
+
+
+def reserve(
+    bundles: Sequence[Options],
+    queueing: Queueing = NO_NEWS,
+    on_this_node: int | None = None,
+    num_sharing: Sequence[int] = (),
+) -> Pool:
+    """Reserve one bundle per place, all at once, or raise a DeadlineError. Ray must be connected.
+
+    Args:
+        bundles: what each place needs, as keyword arguments of `ray.remote`.
+        on_this_node: index of the bundle of this process.
+        num_sharing: number of actors on the devices of each of the first places; 1 for the others.
+    """
+    import ray
+
+    wanted = [_resources(bundle) for bundle in bundles]
+    if on_this_node is not None:
+        wanted[on_this_node][f"node:{this_address()}"] = NODE_SHARE
+    group = ray.util.placement_group(wanted, strategy="PACK")
+    try:
+        _wait(group, wanted, queueing)
+        numbers = [*num_sharing, *[1] * (len(bundles) - len(num_sharing))]
+        shares = [_share(*each) for each in zip(bundles, numbers, strict=True)]
+        return Pool(group, _places(group, shares))
+    except BaseException:
+        ray.util.remove_placement_group(group)
+        raise
+
+
+def this_node() -> str:
+    """Return the Ray node id of this process. Ray must be connected."""
+    import ray
+
+    return ray.get_runtime_context().get_node_id()
+
+
+def this_address() -> str:
+    """Return the address of this process's Ray node. Ray must be connected."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def _wait(group: Any, wanted: Sequence[Mapping[str, float]], queueing: Queueing) -> None:
+    """Wait until the group is reserved."""
+    start = fitted_at = time.monotonic()
+    said_at = start - SAY_EVERY_S
+    while not group.wait(POLL_S):
+        queueing.waiting()
+        now, nodes = time.monotonic(), _node_totals()
+        fits = _could_fit(wanted, nodes)
+        fitted_at = now if fits else fitted_at
+        what = f"room for {_told(wanted)} (the cluster has {_totals_told(nodes)})"
+        if not fits and now - fitted_at >= queueing.fit_deadline_s:
+            raise DeadlineError(f"{what}: more than its nodes have", queueing.fit_deadline_s)
+        if now - start >= queueing.deadline_s:
+            raise DeadlineError(what, queueing.deadline_s)
+        if now - said_at >= SAY_EVERY_S:
+            said_at = now
+            queueing.say(f"waits for {what}, for {now - start:.0f} s so far")
+
+
+def _share(options: Options, num_sharing: int) -> Options:
+    """Return one actor's fraction of a place; Ray shows it the whole of a shared device."""
+    if num_sharing == 1:
+        return options
+    parts = {name: v / num_sharing for name, v in options.items() if name != "resources"}
+    named = {name: v / num_sharing for name, v in options.get("resources", {}).items()}
+    return {**parts, "resources": named} if named else parts
+
+
+def _resources(options: Options) -> dict[str, float]:
+    """Return Ray's resource names and amounts of these arguments."""
+    named = {"CPU": options.get("num_cpus", 0), "GPU": options.get("num_gpus", 0)}
+    asked = {**named, **options.get("resources", {})}
+    return {name: float(amount) for name, amount in asked.items() if amount}
+
+
+def _places(group: Any, bundles: Sequence[Options]) -> list[Place]:
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    alive = {node["NodeID"]: node for node in ray.nodes()}
+    return [
+        Place(
+            number,
+            nodes[number],
+            alive[nodes[number]]["NodeManagerAddress"],
+            alive[nodes[number]]["NodeManagerPort"],
+            {
+                # Ray's default is one CPU in addition to what an actor asks for.
+                "num_cpus": 0,
+                **options,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=number
+                ),
+            },
+        )
+        for number, options in enumerate(bundles)
+    ]
+
+
+def _could_fit(wanted: Sequence[Mapping[str, float]], nodes: Sequence[dict[str, float]]) -> bool:
+    """True if idle nodes would hold every bundle, by first fit with the largest first."""
+    free = [dict(node) for node in nodes]
+    for bundle in sorted(wanted, key=lambda each: sum(each.values()), reverse=True):
+        for node in free:
+            if all(node.get(name, 0.0) >= amount for name, amount in bundle.items()):
+                for name, amount in bundle.items():
+                    node[name] -= amount
+                break
+        else:
+            return False
+    return True
+
+
+def _node_totals() -> list[dict[str, float]]:
+    import ray
+
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _told(wanted: Sequence[Mapping[str, float]]) -> str:
+    kinds = Counter(
+        " + ".join(f"{amount:g} {name}" for name, amount in bundle.items() if "node:" not in name)
+        for bundle in wanted
+    )
+    return ", ".join(f"{num} x {kind}" for kind, num in kinds.items())
+
+
+def _totals_told(totals: Sequence[Mapping[str, float]]) -> str:
+    hidden = ("node:", "memory", "object_store_memory", "accelerator_type:")
+    nodes = Counter(
+        " + ".join(f"{v:g} {n}" for n, v in sorted(node.items()) if not n.startswith(hidden))
+        for node in totals
+    )
+    return ", ".join(f"{num} x ({kind or 'nothing'})" for kind, num in nodes.items())
+
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One rank's place among the others; `address` is that of its node."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    address: str
+
+
+def seats(places: Sequence[Place]) -> list[Seat]:
+    """Return a seat for each place; places of one node must be consecutive."""
+    nodes = list(dict.fromkeys(place.node for place in places))
+    held = [place.node for place in places]
+    return [
+        Seat(
+            rank=rank,
+            world_size=len(places),
+            local_rank=held[:rank].count(place.node),
+            local_world_size=held.count(place.node),
+            node_rank=nodes.index(place.node),
+            address=LOOPBACK if len(nodes) == 1 else place.address,
+        )
+        for rank, place in enumerate(places)
+    ]
+
+
+def seat_environment(seat: Seat, *, sees_all_devices: bool) -> dict[str, str]:
+    """Return a rank's environment variables; LOCAL_RANK is 0 if it sees only its device."""
+    return {
+        env.RANK.name: str(seat.rank),
+        env.WORLD_SIZE.name: str(seat.world_size),
+        # Libraries use it as the device index.
+        env.LOCAL_RANK.name: str(seat.local_rank if sees_all_devices else 0),
+        env.LOCAL_WORLD_SIZE.name: str(seat.local_world_size),
+        env.GROUP_RANK.name: str(seat.node_rank),
+    }
+
+
+def use_interface_of(address: str) -> str:
+    """Restrict collectives to the interface with a local address and return its name."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address and each.family in families for each in addresses):
+            for variable in (env.GLOO_SOCKET_IFNAME, env.NCCL_SOCKET_IFNAME):
+                if variable.get() is None:
+                    env.set_for_process(variable.name, name)
+            return name
+    raise OSError(f"{address}: no interface of {socket.gethostname()} has this address")

@@ -1,1 +1,0 @@
-"""Encoded images of rows: checked, stored and read by their digest. Imports no torch."""

@@ -1,0 +1,1 @@
+"""Models and rewards that judge answers."""

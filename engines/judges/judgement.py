@@ -1,0 +1,86 @@
+"""Reward `judge`: the number in the text that a judge wrote about the answer.
+
+Without a pattern, the last number as people write ratings: `7/10` and `7 out of 10` are 7, `1e-3`
+and `1,000` are numbers, `a scale of 1 to 10` is ignored. A range (`4-5`), a whole without a number
+before it (`seven out of 10`) and an ambiguous comma (`7,5`) give no number, since a guess would
+reward the policy. A number that follows the rating is taken for it.
+
+The question to a judge: the user's Jinja template with an answer filled in.
+"""
+
+import re
+from collections.abc import Sequence
+
+from engines.data.read.chat import render_text
+from engines.data.read.rows import Message
+from engines.rewards.base import ScoreRequest
+
+_NUMBER = r"[-+\u2212]?(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
+_MARKS = r"[ \t*_`$)\]}]*"
+"""May stand between a number and its continuation: blanks, Markdown, closing LaTeX."""
+_OPENINGS = r"[ \t*_`$(\[{]*"
+_ARTICLES = r"(?:[ ]+(?:the|an?|of|all|possible|maximum|max|total|at[ ]most))*"
+"""May stand before a whole: `7 out of a possible 10`."""
+_TO = rf"{_MARKS}(?:[-\u2010-\u2014~]|\bto\b){_OPENINGS}{_NUMBER}"
+_WORDS = "out|zero|one|two|three|four|five|six|seven|eight|nine|ten"
+_RATING = re.compile(
+    rf"(?P<scale>\bscale[ ]+(?:(?:of|from|is)[ ]+)?{_NUMBER}(?:{_TO})?)"
+    # No number begins inside a word or another number.
+    rf"|(?<![^\W_])(?<!\d\.)(?P<number>{_NUMBER})(?P<range>(?:{_TO})+)?"
+    rf"(?:{_MARKS}(?:/|\b(?:out[ ]+)?of\b){_ARTICLES}{_OPENINGS}{_NUMBER})?"
+    rf"|(?:/|\b(?:{_WORDS})[ ]+of\b){_ARTICLES}{_OPENINGS}{_NUMBER}",
+    re.IGNORECASE,
+)
+_GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?![\d,])")
+
+
+def last_rating(text: str) -> float | None:
+    """Return the last number of a judgement; None if there is none or it is ambiguous."""
+    found = [each for each in _RATING.finditer(text) if not each["scale"]]
+    last = found[-1] if found else None
+    if last is None or last["number"] is None or last["range"]:
+        return None
+    number = last["number"].replace("\u2212", "-")
+    if "," in number and not _GROUPED.match(number):
+        return None
+    return float(number.replace(",", ""))
+
+
+def score(
+    sample: ScoreRequest,
+    *,
+    pattern: str | None = None,
+    scale: float = 1.0,
+    threshold: float = 0.5,
+) -> dict[str, float]:
+    """Return `score`, the judge's number times `scale`, and `acc`, 1 or 0. See `JudgeOptions`.
+
+    Raises:
+        ValueError: the judge did not finish, or wrote no number that can be read.
+    """
+    if sample.judgement is None:
+        raise ValueError(
+            "the judge came to no end within rl.reward.judge: max_length, sampling.max_new_tokens"
+        )
+    if pattern is None:
+        number = last_rating(sample.judgement)
+    else:
+        matches = list(re.finditer(pattern, sample.judgement))
+        number = float(matches[-1][1] or "") if matches else None
+    if number is None:
+        what = "one number at its end" if pattern is None else "what pattern finds"
+        raise ValueError(f"the judge wrote {sample.judgement!r}, without {what}")
+    value = number * scale
+    return {"score": value, "acc": float(value > threshold)}
+
+
+def question(template: str, prompt: Sequence[Message], sample: ScoreRequest) -> str:
+    """Return the user's message to a judge; ConfigError names a wrong line of the template."""
+    values = {
+        "question": prompt[-1].content,
+        "answer": sample.solution_str,
+        "ground_truth": sample.ground_truth,
+        "data_source": sample.data_source,
+        "extra_info": sample.extra_info,
+    }
+    return render_text(template, values, "rl.reward.judge.prompt")

@@ -1,1 +1,0 @@
-"""Rewards of the form of an answer, independent of its content."""

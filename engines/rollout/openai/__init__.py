@@ -1,1 +1,0 @@
-"""OpenAI's API in front of a rollout engine, for agents and tools that support only that API."""

@@ -1,1 +1,0 @@
-"""lm-evaluation-harness with our models; imported only in its own job environment."""

@@ -1,1 +1,0 @@
-"""Checks that stop a run or leave out an update when a step went wrong."""

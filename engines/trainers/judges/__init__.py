@@ -1,1 +1,0 @@
-"""Models that judge answers before the reward function is called."""

@@ -1,1 +1,0 @@
-"""Parts of every training loop: steps, clock, progress and resume."""

@@ -1,0 +1,293 @@
+"""Record a step: its metrics, and some of its samples for people.
+
+Promises: every step measures the difference between sampler and trainer; a run with too many
+skipped steps in a row is stopped.
+
+Keep samples of some steps for people to read, with the trainer's logprobs before the update.
+
+Promises: training does not depend on it, and a failed write loses only that step's samples.
+
+The metrics of one RL step, with verl's names.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.algorithms.groups import group_statistics
+from engines.config.sections import RLConfig
+from engines.config.stages.rl import RLRoundStageConfig
+from engines.controller.model_worker import ModelWorker
+from engines.controller.rollout import Rollout
+from engines.controller.worker_group import WorkerGroup
+from engines.data.read.tokenizer import ChatTokenizer
+from engines.errors import NothingToTrainOnError
+from engines.trainers.collector import Collector
+from engines.trainers.guards import NUM_POISONED, MismatchGate, untrained_differences
+from engines.trainers.loop_state import LoopState, Updates, update_metrics
+from engines.trainers.progress import LoopStep, StageProgress
+from engines.trainers.prompts import PromptSource
+from engines.trainers.rollout_batch import Experience
+from engines.trainers.step_timer import PhaseClock
+from engines.types import TokenBatch
+from infra.tracking.samples import KeptSample, KeptStep, write_samples
+
+MAX_NUM_TOKENS = 2048
+MAX_PROMPT_CHARS = 16_384
+NUM_DIGITS = 5
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+MAX_HELD_TOKENS = 8
+"""A UTF-8 character has at most 4 bytes: if more tokens are incomplete, they are not text."""
+
+logger = logging.getLogger(__name__)
+
+
+class SampleKeeper:
+    """Keeps samples of the configured steps; an `attempt_dir` of None keeps none."""
+
+    def __init__(
+        self,
+        config: RLRoundStageConfig,
+        run: Callable[..., Any],
+        tokenizer: ChatTokenizer,
+        attempt_dir: Path | None,
+    ) -> None:
+        self._config, self._run = config.rl.keep_samples, run
+        self._tokenizer, self._attempt_dir = tokenizer, attempt_dir
+        before = config.num_previous_steps
+        self._ends = {before + 1, before + config.rl.num_steps_per_round}
+        # Router replay repeats the last inference in the update: no other may come between.
+        self._may_infer = not config.training.options.get("router_replay")
+
+    def keep(self, step: LoopStep, experience: Experience) -> None:
+        """Keep the first samples of a due step before its first update; a collective call."""
+        global_step = step.global_number
+        chosen = range(min(self._config.num_per_step, len(experience.samples)))
+        due = global_step in self._ends or global_step % self._config.every_num_steps == 0
+        if self._attempt_dir is None or not chosen or not due:
+            return
+        with step.clock("keep_samples"):
+            first = experience.take(chosen)
+            if "old_logprobs" not in first.batch.columns and self._may_infer:
+                logprobs_T = self._run(ModelWorker.infer_logprobs, first.batch)
+                first = first.with_columns(old_logprobs=logprobs_T)
+            samples = tuple(self._sample(first, place) for place in chosen)
+            try:
+                write_samples(self._attempt_dir, KeptStep(step=global_step, samples=samples))
+            except OSError as error:
+                logger.warning("samples of step %d are not kept: %s", global_step, error)
+
+    def _sample(self, first: Experience, place: int) -> KeptSample:
+        sample, answer = first.samples[place], first.samples[place].trajectory
+        prompt_ids, token_ids = answer.prompt.token_ids_P.tolist(), answer.token_ids.tolist()
+        row = first.batch.select([place])
+        columns = {name: column[len(prompt_ids) :] for name, column in row.columns.items()}
+        half = MAX_NUM_TOKENS // 2
+        num_tokens = len(token_ids)
+        is_long = num_tokens > MAX_NUM_TOKENS
+        parts = [slice(0, half), slice(num_tokens - half, None)] if is_long else [slice(None)]
+        mismatch_T = None
+        if "old_logprobs" in columns:
+            mismatch_T = columns["old_logprobs"] - columns["rollout_logprobs"]
+        advantages_T = columns.get("advantages")
+        prompt = self._tokenizer.decode(prompt_ids)
+        return KeptSample(
+            name=first.name_of(place),
+            group=int(first.group_index_B[place]),
+            prompt=prompt[:MAX_PROMPT_CHARS] + " [...]" * (len(prompt) > MAX_PROMPT_CHARS),
+            tokens=tuple(
+                text for part in parts for text in token_texts(self._tokenizer, token_ids[part])
+            ),
+            num_tokens=num_tokens,
+            mismatch=() if mismatch_T is None else _numbers(mismatch_T, parts),
+            score=_finite(sample.score),
+            reward=_finite(sample.reward),
+            advantage=None if advantages_T is None else _finite(float(advantages_T.mean())),
+            finish_reason=answer.finish,
+            extras={name: _finite(value) for name, value in sample.extras.items()},
+        )
+
+
+def token_texts(tokenizer: ChatTokenizer, token_ids: Sequence[int]) -> list[str]:
+    """Return the text that each token adds; a shared character belongs to its last token."""
+    texts: list[str] = []
+    window: list[int] = []
+    known, num_read = "", 0
+    for place, token in enumerate(token_ids, 1):
+        window.append(token)
+        fresh = tokenizer.decode(window)[len(known) :]
+        is_held = fresh.endswith(UNFINISHED) and len(window) - num_read < MAX_HELD_TOKENS
+        if is_held and place < len(token_ids):
+            texts.append("")
+            continue
+        texts.append(fresh)
+        # A token's text may depend on the few tokens before it: these stay in the window.
+        del window[:num_read]
+        num_read, known = len(window), tokenizer.decode(window)
+    return texts
+
+
+def _numbers(values_T: Tensor, parts: Sequence[slice]) -> tuple[float | None, ...]:
+    return tuple(_finite(value) for part in parts for value in values_T[part].tolist())
+
+
+def _finite(value: float) -> float | None:
+    return float(f"{value:.{NUM_DIGITS}g}") if math.isfinite(value) else None
+
+
+def step_metrics(
+    collector: Collector,
+    experience: Experience,
+    updates: Updates,
+    clock: PhaseClock,
+    num_workers: int,
+) -> dict[str, float]:
+    """Return all metrics of a step except its number; throughput is per worker."""
+    step_s = clock.elapsed_s
+    num_generated = sum(batch.num_generated for batch in collector.batches)
+    num_aborted = sum(batch.num_aborted for batch in collector.batches)
+    metrics = {
+        "training/skipped_steps": float(not experience.trains),
+        "training/num_generation_batches": float(len(collector.batches)),
+        "training/num_unscored_samples": float(sum(b.num_unscored for b in collector.batches)),
+        "training/filter_groups/evicted_samples": float(collector.num_evicted),
+        "training/filter_groups/surplus_groups": float(collector.num_surplus_groups),
+        "response/aborted_ratio": num_aborted / max(1, num_generated),
+        "timing_s/step": step_s,
+        "perf/time_per_step": step_s,
+        **{f"timing_s/{phase}": seconds for phase, seconds in clock.seconds.items()},
+    }
+    if experience.num_groups:
+        num_tokens = float(experience.batch.num_tokens)
+        metrics |= experience_metrics(experience)
+        metrics |= update_metrics("actor", updates.policy)
+        metrics |= update_metrics("critic", updates.critic)
+        metrics["perf/total_num_tokens"] = num_tokens
+        metrics["perf/throughput"] = num_tokens / step_s / num_workers
+    return metrics
+
+
+def experience_metrics(experience: Experience) -> dict[str, float]:
+    """Return scores, rewards, advantages and lengths of the samples that are trained on."""
+    sampled = [sample.trajectory for sample in experience.samples]
+    lengths = torch.tensor([each.num_sampled for each in sampled], dtype=torch.float64)
+    prompts = torch.tensor([len(t.prompt.token_ids_P) for t in sampled], dtype=torch.float64)
+    cut = [each.finish == "length" for each in sampled]
+    sampled_T = experience.batch.columns["loss_mask"] > 0
+    groups = group_statistics(experience.rewards_B, experience.group_index_B, experience.num_groups)
+    return {
+        **_spread("critic/score", experience.scores_B),
+        **_spread("critic/rewards", experience.rewards_B),
+        **_spread("critic/advantages", experience.batch.columns["advantages"][sampled_T]),
+        **_spread("response_length", lengths),
+        "response_length/clip_ratio": sum(cut) / len(cut),
+        **_spread("prompt_length", prompts),
+        "critic/equal_groups": float(groups.equal_P.sum()),
+        **_of_critic(experience.batch, sampled_T),
+        **experience.metrics,
+        **_extra_scores(experience),
+    }
+
+
+def _of_critic(batch: TokenBatch, sampled_T: Tensor) -> dict[str, float]:
+    """Return the critic's values and their targets; empty without a critic."""
+    return {
+        key: value
+        for name in ("values", "returns")
+        if name in batch.columns
+        for key, value in _spread(f"critic/{name}", batch.columns[name][sampled_T]).items()
+    }
+
+
+def _extra_scores(experience: Experience) -> dict[str, float]:
+    """Return means of the reward's extra values, each over the samples that have it."""
+    values: dict[str, list[float]] = {}
+    for sample in experience.samples:
+        for name, value in sample.extras.items():
+            values.setdefault(name, []).append(value)
+    return {f"reward/{name}/mean": sum(own) / len(own) for name, own in sorted(values.items())}
+
+
+def _spread(name: str, values: Tensor) -> dict[str, float]:
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }
+
+
+class Recorder:
+    """Records steps into the journal and checks their sanity."""
+
+    def __init__(
+        self,
+        config: RLConfig,
+        workers: WorkerGroup,
+        rollout: Rollout,
+        prompts: PromptSource,
+        gate: MismatchGate,
+        keeper: SampleKeeper,
+        progress: StageProgress,
+    ) -> None:
+        self._config, self._workers, self._rollout = config, workers, rollout
+        self._prompts, self._gate, self._keeper = prompts, gate, keeper
+        self._progress = progress
+
+    def keep(self, step: LoopStep, collected: Collector, experience: Experience) -> None:
+        """Keep samples of the step for people if it is due; called before its first update."""
+        self._keeper.keep(step, experience if experience.num_groups else collected.scored())
+
+    def record(
+        self,
+        step: LoopStep,
+        collected: Collector,
+        experience: Experience,
+        updates: Updates,
+        state: LoopState,
+        num_sync_bytes: int,
+    ) -> None:
+        """Record a finished step; `state` is after it.
+
+        Raises:
+            WeightSyncError: the sampler does not sample from the distribution that is trained.
+            NothingToTrainOnError: more than `max_num_skipped_steps` in a row were skipped.
+        """
+        run = self._workers.run
+        untrained = {} if updates.policy else self._untrained(step, collected.scored().batch)
+        metrics = step_metrics(collected, experience, updates, step.clock, self._workers.world_size)
+        metrics |= run(ModelWorker.performance_metrics) | untrained
+        metrics |= {
+            "training/global_step": float(step.global_number),
+            "training/policy_version": float(state.version),
+            NUM_POISONED: float(state.num_poisoned),
+            "rollout/sync_bytes": float(num_sync_bytes),
+            "rollout/num_restarts": float(self._rollout.num_restarts),
+            "training/epoch": self._prompts.epoch(step.global_number),
+        }
+        self._progress.record(step.global_number, step.number, metrics, step.clock)
+        self._check_skipped(step, state.num_skipped)
+
+    def _untrained(self, step: LoopStep, scored: TokenBatch) -> dict[str, float]:
+        """Measure the difference between sampler and trainer if no policy update did."""
+        if not scored.num_sequences:
+            return {}
+        with step.clock("old_log_prob"):
+            logprobs_T = self._workers.run(ModelWorker.infer_logprobs, scored)
+        found = untrained_differences(logprobs_T, scored)
+        self._gate.check([found])
+        return found
+
+    def _check_skipped(self, step: LoopStep, num_skipped: int) -> None:
+        limit = self._config.max_num_skipped_steps
+        if num_skipped > limit:
+            raise NothingToTrainOnError(
+                f"step {step.number}: {num_skipped} steps in a row had nothing to train on, more "
+                f"than rl.max_num_skipped_steps {limit}: all samples were aborted, unscored, in "
+                "groups of equal scores or kept by no estimator; look at the rewards of the last "
+                "steps, take prompts that the policy sometimes solves, or raise the limit"
+            )

@@ -1,0 +1,187 @@
+"""The blocks of transformers weights in the parameters of a Megatron-Core rank.
+
+Megatron-Core interleaves queries, keys and values, stacks gate and up projections, pads the
+vocabulary and shards; each such part is a rectangular block of one transformers weight. Storing,
+loading and streaming use these blocks, so that a checkpoint does not depend on layout or backend.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
+
+from engines.training.backends.megatron.architecture import Architecture, head_size
+from engines.training.backends.megatron.layout import Layout, Place
+from engines.training.spec import VALUE_HEAD
+from engines.weight_places import WeightPlace
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_LOCAL_EXPERT = re.compile(r"(local_experts\.)(\d+)(\.)")
+_HUB_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
+_WORD_WEIGHTS = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+View = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Block(WeightPlace):
+    """A block of a whole weight; `view` selects it in a tensor of the parameter's shape."""
+
+    view: View
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return the block of a tensor of the parameter's shape."""
+        return self.view(tensor).reshape(self.shape)
+
+    def write(self, tensor: Tensor, values: Tensor) -> None:
+        """Write the block's values into a tensor of the parameter's shape."""
+        part = self.view(tensor)
+        part.copy_(values.reshape(part.shape))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A parameter of this rank.
+
+    Attributes:
+        stored: blocks by name in the transformers module, which stacks experts.
+        hub: blocks by name on the hub.
+        is_expert: replicated over other ranks than dense weights.
+        is_cut: tensor-parallel ranks hold different parts of it.
+        is_primary: of the tensor-parallel ranks and stages with equal values, this one sends.
+        is_first: this is the first of the tensor-parallel ranks.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    stored: tuple[Block, ...]
+    hub: tuple[Block, ...]
+    is_expert: bool
+    is_cut: bool
+    is_primary: bool
+    is_first: bool
+
+
+def parts_of(
+    chunks: list[nn.Module], architecture: Architecture, layout: Layout, place: Place
+) -> list[Part]:
+    """Return all parameters of this rank, in the order of the pieces."""
+    finder = _Finder(architecture, layout, place)
+    return [part for chunk in chunks for part in finder.parts(chunk)]
+
+
+class _Finder:
+    def __init__(self, architecture: Architecture, layout: Layout, place: Place) -> None:
+        self._architecture, self._layout, self._place = architecture, layout, place
+        self._config = architecture.config
+
+    def parts(self, chunk: nn.Module) -> Iterator[Part]:
+        piece = getattr(chunk, "vp_stage", None)
+        first_layer = get_transformer_layer_offset(self._config, vp_stage=piece)
+        is_tied = getattr(chunk, "share_embeddings_and_output_weights", False)
+        for local_name, parameter in chunk.named_parameters():
+            if ".lora_" in local_name:
+                continue
+            name = self._global_name(local_name, first_layer)
+            blocks = tuple(self._blocks(name, parameter))
+            is_copy = is_tied and name == "output_layer.weight"
+            is_expert = ".experts." in name
+            is_cut = is_expert or not blocks or any(b.shape != b.whole for b in blocks)
+            yield Part(
+                name,
+                parameter,
+                self._experts(blocks) if is_expert else blocks,
+                blocks,
+                is_expert,
+                is_cut,
+                not is_copy and (is_cut or self._place.tensor == 0),
+                self._place.tensor == 0,
+            )
+
+    def _global_name(self, name: str, first_layer: int) -> str:
+        name = _LAYER.sub(lambda m: f"decoder.layers.{int(m[1]) + first_layer}.", name)
+        num_local = (self._config.num_moe_experts or 0) // self._layout.expert
+        first = self._place.expert * num_local
+        return _LOCAL_EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + first}{m[3]}", name)
+
+    def _blocks(self, name: str, parameter: nn.Parameter) -> Iterator[Block]:
+        if name.startswith(VALUE_HEAD):
+            yield _whole(name, parameter)
+            return
+        hub_names = self._architecture.hub_names(name)
+        if name in _WORD_WEIGHTS:
+            yield from self._word_rows(hub_names[0], parameter)
+        elif name.endswith(("linear_qkv.weight", "linear_qkv.bias")):
+            yield from self._attention(hub_names, parameter)
+        elif ".linear_fc1." in name and len(hub_names) == 2:
+            yield from self._gate_and_up(hub_names, parameter, is_cut=".experts." not in name)
+        elif name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+            yield self._columns(hub_names[0], parameter)
+        else:
+            yield _whole(hub_names[0], parameter)
+
+    def _word_rows(self, hub_name: str, parameter: nn.Parameter) -> Iterator[Block]:
+        rows, width = parameter.shape
+        vocabulary = self._architecture.hub.vocab_size
+        first = self._place.tensor * rows
+        real = min(rows, vocabulary - first)
+        if real > 0:  # otherwise all rows are padding
+            yield Block(
+                hub_name, (vocabulary, width), (first, 0), (real, width), lambda t: t[:real]
+            )
+
+    def _attention(self, hub_names: list[str], parameter: nn.Parameter) -> Iterator[Block]:
+        """Yield the rows of each group: its queries, its key, its value."""
+        hub, size = self._architecture.hub, head_size(self._architecture.hub)
+        groups = hub.num_key_value_heads // self._layout.tensor
+        queries = hub.num_attention_heads // hub.num_key_value_heads * size
+        rest = tuple(parameter.shape[1:])
+        start = 0
+        for name, rows in zip(hub_names, (queries, size, size), strict=True):
+            part = slice(start, start + rows)
+            yield Block(
+                name,
+                (hub.num_key_value_heads * rows, *rest),
+                (self._place.tensor * groups * rows, *(0 for _ in rest)),
+                (groups * rows, *rest),
+                lambda t, part=part: t.view(groups, queries + 2 * size, *rest)[:, part],
+            )
+            start += rows
+
+    def _gate_and_up(
+        self, hub_names: list[str], parameter: nn.Parameter, *, is_cut: bool
+    ) -> Iterator[Block]:
+        rows, width = parameter.shape[0] // 2, parameter.shape[1]
+        cuts, rank = (self._layout.tensor, self._place.tensor) if is_cut else (1, 0)
+        for i, name in enumerate(hub_names):
+            yield Block(
+                name,
+                (rows * cuts, width),
+                (rank * rows, 0),
+                (rows, width),
+                lambda t, i=i: t.view(2, rows, width)[i],
+            )
+
+    def _columns(self, hub_name: str, parameter: nn.Parameter) -> Block:
+        rows, columns = parameter.shape
+        is_expert = _HUB_EXPERT.match(hub_name) is not None
+        cuts, rank = (1, 0) if is_expert else (self._layout.tensor, self._place.tensor)
+        return Block(
+            hub_name, (rows, columns * cuts), (0, rank * columns), (rows, columns), lambda t: t
+        )
+
+    def _experts(self, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+        """Return an expert's projection as a part of the stack: gate above up, or down."""
+        stem, expert, kind = _HUB_EXPERT.findall(blocks[0].name)[0]
+        name = f"{stem}.down_proj" if kind == "down" else f"{stem}.gate_up_proj"
+        rows = sum(block.shape[0] for block in blocks)
+        shape = (1, rows, blocks[0].shape[1])
+        whole = (self._config.num_moe_experts or 0, *shape[1:])
+        return (Block(name, whole, (int(expert), 0, 0), shape, lambda t: t),)
+
+
+def _whole(name: str, parameter: nn.Parameter) -> Block:
+    shape = tuple(parameter.shape)
+    return Block(name, shape, tuple(0 for _ in shape), shape, lambda t: t)

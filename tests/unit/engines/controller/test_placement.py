@@ -1,0 +1,58 @@
+"""Where ranks stand among each other, and the address that they use."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from engines.collectives import open_store
+from engines.controller.placement import Place, Pool, seat_environment, seats, use_interface_of
+
+
+def place(bundle: int, node: str) -> Place:
+    return Place(bundle, node, f"10.0.0.{node}", 1, {})
+
+
+def test_ranks_of_one_node_stand_side_by_side() -> None:
+    pool = Pool(None, [place(i, node) for i, node in enumerate("2121133")])
+    places = pool.places(0, 5)
+    assert [p.bundle for p in places] == [0, 2, 1, 3, 4]
+    found = seats(places)
+    assert [seat.node_rank for seat in found] == [0, 0, 1, 1, 1]
+    assert [seat.local_rank for seat in found] == [0, 1, 0, 1, 2]
+    assert [seat.local_world_size for seat in found] == [2, 2, 3, 3, 3]
+    assert {seat.address for seat in found[:2]} == {"10.0.0.2"}
+    assert [p.bundle for p in pool.places(5, 2)] == [5, 6]
+
+
+def test_ranks_on_one_node_use_loopback() -> None:
+    assert {seat.address for seat in seats([place(0, "1"), place(1, "1")])} == {"127.0.0.1"}
+
+
+def test_a_rank_that_sees_one_device_takes_the_first() -> None:
+    (_, seat) = seats([place(0, "1"), place(1, "1")])
+    one = seat_environment(seat, sees_all_devices=False)
+    every = seat_environment(seat, sees_all_devices=True)
+    assert (one["LOCAL_RANK"], every["LOCAL_RANK"]) == ("0", "1")
+    assert (one["RANK"], one["LOCAL_WORLD_SIZE"], one["GROUP_RANK"]) == ("1", "2", "0")
+
+
+def test_collectives_use_the_interface_of_the_address() -> None:
+    code = (
+        "import os, engines.controller.placement as s; print(s.use_interface_of('127.0.0.1'), "
+        "os.environ['GLOO_SOCKET_IFNAME'], os.environ['NCCL_SOCKET_IFNAME'])"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.endswith("SOCKET_IFNAME")}
+    printed = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert printed.split() == ["lo"] * 3
+    with pytest.raises(OSError, match=r"203\.0\.113\.9: no interface of"):
+        use_interface_of("203.0.113.9")
+
+
+def test_a_store_answers_on_its_address_alone() -> None:
+    store = open_store(1, 5.0, "127.0.0.1")
+    socket.create_connection(("127.0.0.1", store.port), timeout=60.0).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port), timeout=60.0)
