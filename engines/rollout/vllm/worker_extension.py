@@ -1,8 +1,8 @@
 """Extension of vLLM's workers: reads a weight source in the worker's process.
 
 Promises: those of `engines.rollout.served.weight_receiver`; vLLM must report every weight as
-loaded; after an error the model can take the next update. Errors travel as text, since vLLM would reduce them to
-a bare `Exception`.
+loaded; after an error the model can take the next update. Errors travel as text, since vLLM would
+reduce them to a bare `Exception`.
 """
 
 from typing import Any
