@@ -27,6 +27,7 @@ import weakref
 from collections.abc import Callable, Generator
 from concurrent.futures import thread as pool_threads
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,12 @@ _SCOPES = {"session": 0, "package": 0, "module": 1, "class": 1}
 _STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
 _PASSED_OVER = (__file__, os.path.join("_pytest", "monkeypatch.py"))
 _SET_FOR_PROCESS = os.path.join("infra", "env.py")
-_OF_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-"""Processes that `multiprocessing` starts once and keeps."""
+_KEPT_PROCESSES = (
+    "multiprocessing.resource_tracker",
+    "multiprocessing.forkserver",
+    "torch/_inductor/compile_worker",
+)
+"""Processes that a library starts once and keeps; torch compiles for a device in some."""
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _YOUNG_S = 2.0
 """A process of this age has long replaced the environment that it was forked with."""
@@ -88,9 +93,16 @@ _records: weakref.WeakKeyDictionary[Any, Begun | None] = weakref.WeakKeyDictiona
 
 
 @functools.cache
+def _library_directories() -> tuple[str, ...]:
+    """Directories that distributions were installed into, but for a checkout's own."""
+    found = {f"{distribution.locate_file('')}{os.sep}" for distribution in metadata.distributions()}
+    return tuple(directory for directory in found if not __file__.startswith(directory))
+
+
+@functools.cache
 def _whose(file: str) -> str:
     """`ours`, `theirs` (a library's), or nothing for what says nothing about who calls."""
-    if "site-packages" in file or "dist-packages" in file:
+    if file.startswith(_library_directories()):
         return "" if file.endswith(_PASSED_OVER) else "theirs"
     if file.startswith((_STANDARD_LIBRARY, "<")) or file.endswith(_PASSED_OVER):
         return ""
@@ -209,7 +221,7 @@ class Process:
         command = arguments.replace(b"\0", b" ").decode(errors="replace")[:200].strip()
         marked = re.search(rf"{MARK}={_process}:(\d+)".encode(), environment)
         owner = 0
-        if any(name in command for name in _OF_PYTHON):
+        if any(name in command for name in _KEPT_PROCESSES):
             pass
         elif marked:
             owner = int(marked[1])

@@ -27,6 +27,15 @@ def sleep_30():
 def sleeper(**options):
     return subprocess.Popen(["sleep", "30"], **options)
 """
+LIBRARY = """
+import subprocess, sys, threading, time
+
+def begin():
+    threading.Thread(target=time.sleep, args=(30,), name="monitor", daemon=True).start()
+    code = "import time; time.sleep(20)"
+    subprocess.Popen([sys.executable, "-c", code, "torch/_inductor/compile_worker/__main__.py"])
+"""
+"""A thread and a process that a library keeps, as tqdm and torch do where they compile."""
 LEAVING = """
 def test_thread():
     threading.Thread(target=sleep_30, name="left", daemon=True).start()
@@ -137,6 +146,10 @@ def test_variables(monkeypatch):
 def test_product():
     env.set_for_process("RAY_AUTH_MODE", "token")
 
+def test_library():
+    import library
+    library.begin()
+
 def test_last_of_the_module(server):
     pass
 """
@@ -147,8 +160,13 @@ def run(tests: str, tmp_path: Path, deadline_s: float) -> tuple[int, str]:
     (tmp_path / "conftest.py").write_text(CONFTEST.format(deadline_s), encoding="utf-8")
     (tmp_path / "test_planted.py").write_text(COMMON + tests, encoding="utf-8")
     (tmp_path / "pytest.ini").write_text(
-        f"[pytest]\npythonpath = {Path(__file__).parent}\n", encoding="utf-8"
+        f"[pytest]\npythonpath = {Path(__file__).parent} {tmp_path / 'installed'}\n",
+        encoding="utf-8",
     )
+    (tmp_path / "installed" / "library-1.dist-info").mkdir(parents=True)
+    (tmp_path / "installed" / "library.py").write_text(LIBRARY, encoding="utf-8")
+    metadata = tmp_path / "installed" / "library-1.dist-info" / "METADATA"
+    metadata.write_text("Name: library\nVersion: 1\n", encoding="utf-8")
     report = tmp_path / "report"  # a pipe would be open as long as what is left
     with report.open("w", encoding="utf-8") as output:
         done = subprocess.run(
@@ -194,4 +212,4 @@ def test_each_thing_that_is_left_is_an_error_that_names_it(tmp_path: Path) -> No
 def test_what_is_ended_is_no_error(tmp_path: Path) -> None:
     code, report = run(CLEAN, tmp_path, 20)
     assert code == 0, report
-    assert "9 passed" in report
+    assert "10 passed" in report
