@@ -3,9 +3,10 @@
     python tests/tree/reading.py [--before COMMIT] [QUESTION ...]
 
 Each question is a window of a run of a tiny recipe: the second step of a round of GRPO with the
-embedded engine; a stage that is followed to its end, one that is reused, and one that goes on from
-a step checkpoint; a recipe from the command line to its first job. Both commits run in checkouts
-of their own, with this Python.
+embedded engine; a stage that is followed to its end, one that is reused, and the job of one that
+goes on from a step checkpoint; the first weights on their way to vLLM in a process of its own; a
+recipe from the command line to its first job. Both commits run in checkouts of their own, with this
+Python. `sync` needs the job environment of vLLM (`make env-vllm`).
 
 Printed are distinct files, functions and executed lines; distinct returns from a function to
 another file; and climbs: how often a recipe is given to a directory that had it before and gave it
@@ -50,22 +51,65 @@ checkpoint: {{every_num_steps: 2}}
 promote: {{model_name: tiny, min_value: 0.0}}
 """
 RUN_STAGE = ["tasks/runner/stage.py", "run"]
-WINDOWS: Mapping[str, Mapping[str, Any]] = {
-    "step": {"begins": ["engines/trainers/rl.py", "step", "_train_step"], "occurrence": 2},
-    "followed": {"begins": RUN_STAGE, "occurrence": 2},
-    "reused": {"begins": RUN_STAGE, "occurrence": 2},
-    "resumed": {
-        "begins": ["engines/jobs/process/runtime.py", "run_job"],
-        "occurrence": 1,
-        "until": ["engines/training/base.py", "train_batch"],
-    },
-    "recipe": {
-        "begins": ["flows/commands/cli.py", "main"],
-        "occurrence": 1,
-        "until": ["infra/ray/jobs.py", "submit"],
-    },
+WINDOWS: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "step": [{"begins": ["engines/trainers/rl.py", "step", "_train_step"], "occurrence": 2}],
+    "followed": [{"begins": RUN_STAGE, "occurrence": 2}],
+    "reused": [{"begins": RUN_STAGE, "occurrence": 2}],
+    "resumed": [
+        {
+            "begins": ["engines/jobs/process/runtime.py", "run_job"],
+            "occurrence": 1,
+            "until": ["engines/training/base.py", "train_batch"],
+        }
+    ],
+    "sync": [
+        {"begins": ["engines/rollout/publishing.py", "publish"], "occurrence": 1},
+        {
+            "begins": ["engines/rollout/served/engine.py", "update_weights"],
+            "occurrence": 1,
+            "until": ["engines/rollout/served/engine.py", "generate"],
+        },
+        {
+            "begins": ["engines/rollout/vllm/worker_extension.py", "receive_weights"],
+            "occurrence": 1,
+        },
+    ],
+    "recipe": [
+        {
+            "begins": ["flows/commands/cli.py", "main"],
+            "occurrence": 1,
+            "until": ["infra/ray/jobs.py", "submit"],
+        }
+    ],
 }
-FIRST_RUN, SECOND_RUN = ("step", "followed", "recipe"), ("reused",)
+"""Windows of each question; of a window with an end, only what reached it counts."""
+LONGER_ROUND = ("--set", "rl.num_steps_per_round=5")
+ON_VLLM = (
+    *("--set", "rollout.engine=vllm", "--set", "rollout.placement=disaggregated"),
+    *("--set", "model.architecture.head_dim=32"),
+)
+
+
+@dataclass(frozen=True)
+class TracedRun:
+    """A run of the recipe, one of several of a home, and the questions that it answers.
+
+    `fault` ends each job of the run where it is about to publish, so the run fails.
+    """
+
+    home: str
+    questions: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    fault: str = ""
+
+
+RUNS = (
+    TracedRun("plain", ("step", "followed", "recipe")),
+    TracedRun("plain", ("reused",)),
+    TracedRun("plain", (), LONGER_ROUND, "storage.before_publish=kill"),
+    TracedRun("plain", ("resumed",), LONGER_ROUND),
+    TracedRun("vllm", ("sync",), ON_VLLM),
+)
 
 
 @dataclass(frozen=True)
@@ -108,34 +152,42 @@ def checkout(commit: str, directory: Path) -> Iterator[Path]:
         subprocess.run([*run, "remove", "--force", str(tree)], check=True)
 
 
-def traced(tree: Path, home: Path, out: Path, questions: Sequence[str]) -> None:
-    """Run the tiny recipe, and write the windows of some questions to `out`."""
-    windows = [{"question": each, "until": None, **WINDOWS[each]} for each in questions]
+def traced(run: TracedRun, tree: Path, out: Path, asked: Sequence[str]) -> None:
+    """Run the tiny recipe, and write the windows of the questions asked to `out`."""
+    windows = [
+        {"question": question, "until": None, **window}
+        for question in run.questions
+        if question in asked
+        for window in WINDOWS[question]
+    ]
     recipe = out.parent / "tiny.yaml"
     recipe.write_text(RECIPE, encoding="utf-8")
     settings = {
         "PYTHONPATH": f"{Path(__file__).parent / 'call_trace'}:{tree}",
         "PYTHONSAFEPATH": "1",
-        "RLHF_HOME": str(home),
+        "RLHF_HOME": str(out.parent / f"{run.home}-{tree.name}"),
+        "RLHF_FAULTS": run.fault,
         "READING_OUT": str(out),
         "READING_ROOT": f"{tree}/",
         "READING_RECIPE": RECIPE_NAME,
         "READING_WINDOWS": json.dumps(windows),
     }
-    command = [sys.executable, "-m", "flows.commands.cli", "run", str(recipe)]
-    subprocess.run(
-        command, cwd=tree, env={**os.environ, **settings}, check=True, timeout=DEADLINE_S
-    )
+    command = [sys.executable, "-m", "flows.commands.cli", "run", str(recipe), *run.settings]
+    ended = subprocess.run(command, cwd=tree, env={**os.environ, **settings}, timeout=DEADLINE_S)
+    if (ended.returncode != 0) is not bool(run.fault):
+        raise SystemExit(f"{' '.join(command)}: ended with {ended.returncode}")
 
 
 def readings(tree: Path, directory: Path, questions: Sequence[str]) -> dict[str, Reading]:
     """Answer questions at a checkout."""
-    home, out = directory / f"home-{tree.name}", directory / f"out-{tree.name}"
+    (tree / ".envs").symlink_to(ROOT / ".envs")
+    out = directory / f"out-{tree.name}"
     out.mkdir()
-    for of_run in (FIRST_RUN, SECOND_RUN):
-        asked = [each for each in of_run if each in questions]
-        if asked or of_run is FIRST_RUN:
-            traced(tree, home, out, asked)
+    last = max(RUNS.index(run) for run in RUNS if set(run.questions) & set(questions))
+    homes = {run.home for run in RUNS if set(run.questions) & set(questions)}
+    for run in RUNS[: last + 1]:
+        if run.home in homes:
+            traced(run, tree, out, questions)
     found: dict[str, list[Mapping[str, Any]]] = {each: [] for each in questions}
     for path in sorted(out.glob("*.json")):
         window = json.loads(path.read_text(encoding="utf-8"))
@@ -147,7 +199,7 @@ def main() -> None:
     """Print a table of both commits."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--before", default=BEFORE)
-    parser.add_argument("questions", nargs="*", default=[*FIRST_RUN, *SECOND_RUN])
+    parser.add_argument("questions", nargs="*", default=list(WINDOWS))
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)

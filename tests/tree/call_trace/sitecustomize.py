@@ -1,7 +1,7 @@
 """Traces the project's calls in windows that the environment names; Python imports it at its start.
 
 Promises: without `READING_OUT` it does nothing. Each window is written to a file of its own when it
-closes, and at the latest when the process ends.
+closes, and at the latest when the process ends; one that never met its end is not written.
 """
 
 import atexit
@@ -25,7 +25,7 @@ class Window:
     Attributes:
         question: that it answers.
         begins: file and names of the function that opens it, on its `occurrence`th call.
-        until: file and name of a function whose call closes it; empty: the return does.
+        until: file and name of a function whose call closes it; empty: its return does.
     """
 
     def __init__(self, question: str, begins: Any, occurrence: int, until: Any) -> None:
@@ -140,7 +140,7 @@ class Tracer:
     def _write_open(self) -> None:
         sys.settrace(None)
         for window in self._windows:
-            if window.opened_by is not None:
+            if window.opened_by is not None and not window.until:
                 window.write()
 
 
