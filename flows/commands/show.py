@@ -17,7 +17,7 @@ from infra.store.canonical import sha256_json
 from infra.store.runs import KnownRun
 from infra.store.storage import Storage, open_storage
 from infra.tracking.history import StageHistory
-from infra.tracking.journal import told_runs
+from infra.tracking.ledger import told_runs
 
 ROUND = "rl_round"
 MIN_DIGITS = 6

@@ -17,7 +17,7 @@ from infra.errors import ArtifactError
 from infra.redact import redact
 from infra.store.artifacts import Manifest
 from infra.tracking.history import StageHistory
-from infra.tracking.journal import RunEntry
+from infra.tracking.ledger import RunEntry
 from infra.tracking.promotion import CHALLENGER, INCUMBENT, Decision
 from infra.tracking.samples import read_samples, within
 from infra.tracking.tracker import (

@@ -27,7 +27,8 @@ from prefect.logging import get_run_logger
 from infra.redact import redact
 from infra.store.canonical import sha256_json
 from infra.store.stage_spec import Adoption, CommitRecord
-from infra.tracking.journal import JournalRecord, Owner, RunEntry
+from infra.tracking.journal import JournalRecord
+from infra.tracking.ledger import Owner, RunEntry
 from infra.tracking.mirrors.fan_out import Teller
 from tasks.runner.identity import StageRequest
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from infra.tracking.journal import RunEntry
+from infra.tracking.ledger import RunEntry
 
 
 class Teller(Protocol):

@@ -11,7 +11,8 @@ from infra.store.canonical import sha256_json
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import StageSpec
 from infra.store.storage import LocalStorage
-from infra.tracking.journal import Journal, Ledger, Owner, RunEntry
+from infra.tracking.journal import Journal
+from infra.tracking.ledger import Ledger, Owner, RunEntry
 from infra.tracking.samples import KeptSample, KeptStep, write_samples
 
 ONE, TWO, OTHER, EDITED, SFT = ("1a" * 32, "2b" * 32, "3c" * 32, "4d" * 32, "5e" * 32)

@@ -24,7 +24,7 @@ from tracked_world import (
 )  # fmt: skip
 
 from infra.tracking import shipper as shipper_module
-from infra.tracking.journal import RunEntry
+from infra.tracking.ledger import RunEntry
 from infra.tracking.promotion import PROMOTION
 from infra.tracking.shipper import Shipper
 from infra.waiting import wait_for

@@ -8,7 +8,7 @@ from tracked_world import GONE, PARENT, STAGE, World, told
 from infra.store.canonical import canonical_json
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact, CommitRecord
-from infra.tracking.journal import RunEntry
+from infra.tracking.ledger import RunEntry
 from infra.tracking.promotion import PROMOTION, Comparison, Decision
 from infra.tracking.tracker import (
     Incumbent,

@@ -30,7 +30,8 @@ from tracked_world import (
 from infra.store.canonical import canonical_json
 from infra.store.stage_log import Holder
 from infra.tracking import shown_stage
-from infra.tracking.journal import Journal, Owner, RunEntry
+from infra.tracking.journal import Journal
+from infra.tracking.ledger import Owner, RunEntry
 from infra.tracking.promotion import PROMOTION, Decision
 from infra.tracking.samples import KeptSample, KeptStep, write_samples
 from infra.tracking.shipper import Shipper
@@ -205,7 +206,7 @@ def test_a_process_killed_while_it_tells_leaves_the_rest_to_the_next(world: Worl
         from rlhf.testing.json_lines_tracker import JsonLinesTracker
         from infra.store.storage import open_storage
         from infra.tracking.history import StageHistory
-        from infra.tracking.journal import Ledger, Owner, RunEntry
+        from infra.tracking.ledger import Ledger, Owner, RunEntry
         from infra.tracking.shipper import Shipper
         from infra.tracking.tracker import TrackerSettings
 

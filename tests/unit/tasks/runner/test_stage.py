@@ -15,7 +15,7 @@ from infra.store.stage_log import Attempt, Holder
 from infra.store.stage_spec import Artifact, CommitRecord, StageSpec
 from infra.store.storage import LocalStorage
 from infra.tracking.history import StageHistory
-from infra.tracking.journal import Ledger
+from infra.tracking.ledger import Ledger
 from infra.tracking.shipper import Shipper
 from infra.tracking.tracker import TrackerSettings
 from tasks.runner.identity import StageRequest, stage_request
