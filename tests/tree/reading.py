@@ -1,6 +1,6 @@
 """How much code a reader follows for a question, from traces of calls at two commits.
 
-    python tests/tree/reading.py [--before COMMIT] [QUESTION ...]
+    python tests/tree/reading.py [--before COMMIT] [--files] [QUESTION ...]
 
 Each question is a window of a run of a tiny recipe: the second step of a round of GRPO with the
 embedded engine; a stage that is followed to its end, one that is reused, and the job of one that
@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -121,6 +122,7 @@ class Reading:
     num_lines: int
     num_returns: int
     num_climbs: int
+    lines_of_file: Mapping[str, int]
 
     @staticmethod
     def of(windows: Sequence[Mapping[str, Any]]) -> "Reading":
@@ -131,12 +133,14 @@ class Reading:
         for room in rooms:
             climbs += room in seen
             seen.add(room)
+        lines = {tuple(line) for window in windows for line in window["lines"]}
         return Reading(
             len({file for file, _ in functions}),
             len(functions),
-            len({tuple(line) for window in windows for line in window["lines"]}),
+            len(lines),
             len({tuple(each) for window in windows for each in window["returns"]}),
             climbs,
+            Counter(file for file, _ in lines),
         )
 
 
@@ -199,6 +203,7 @@ def main() -> None:
     """Print a table of both commits."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--before", default=BEFORE)
+    parser.add_argument("--files", action="store_true")
     parser.add_argument("questions", nargs="*", default=list(WINDOWS))
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -215,6 +220,9 @@ def main() -> None:
                 f"{question:<10} {commit:<10} {got.num_files:>5} {got.num_functions:>9} "
                 f"{got.num_lines:>5} {got.num_returns:>7} {got.num_climbs:>6}"
             )
+        if asked.files:
+            for file, num_lines in sorted(found["HEAD"][question].lines_of_file.items()):
+                print(f"{num_lines:>10} {file}")  # noqa: T201
 
 
 if __name__ == "__main__":
