@@ -152,11 +152,16 @@ class RawRow:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that cannot be used; `unreadable` if it is not even a JSON object or record."""
+    """A row that cannot be used; `unreadable` if it is not even a JSON object or record.
+
+    If columns are `absent` that its layout needs, `present` has the others.
+    """
 
     place: str
     problem: str
     unreadable: bool = False
+    absent: tuple[str, ...] = ()
+    present: tuple[str, ...] = ()
 
 
 def read_file(path: Path) -> Iterator[RawRow | BadRow]:

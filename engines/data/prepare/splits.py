@@ -15,31 +15,11 @@ import numpy as np
 from engines.config.data import DataConfig
 from engines.data.prepare.arithmetic import generate
 from engines.data.prepare.decontamination import LeakReport, find_leaks
-from engines.data.prepare.sources import (
-    SourceReport,
-    load_preference_rows,
-    load_rl_rows,
-    load_sft_rows,
-)
+from engines.data.prepare.sources import ROW_KINDS, SourceReport, load_rows
 from engines.data.prepare.stored_rows import StoredRows, prompt_digest, stored
-from engines.data.read.row_files import PREFERENCE_FORMAT, RL_FORMAT, SFT_FORMAT
 from engines.data.read.rows import Message, PreferenceRow, RLRow, SFTRow
 from infra.errors import ConfigError
 
-_LOADERS = {
-    "sft": load_sft_rows,
-    "rl": load_rl_rows,
-    "evaluation": load_rl_rows,
-    "preference": load_preference_rows,
-    "preference_evaluation": load_preference_rows,
-}
-_FORMATS = {
-    "sft": SFT_FORMAT,
-    "rl": RL_FORMAT,
-    "evaluation": RL_FORMAT,
-    "preference": PREFERENCE_FORMAT,
-    "preference_evaluation": PREFERENCE_FORMAT,
-}
 _HELD_OUT = ("evaluation", "preference_evaluation")
 Suites = Mapping[str, Sequence[RLRow]]
 """Held-out rows of a recipe's suites, by the section that configures their data."""
@@ -82,12 +62,12 @@ def read_splits(data: DataConfig, seed: int, scratch: Path) -> Splits:
     rows: dict[str, Any] = {}
     if data.arithmetic:
         made = generate(data.arithmetic, seed)
-        for name, format in _FORMATS.items():
-            rows[name] = stored(scratch / f"{name}.arrow", format, getattr(made, name))
-        return Splits(**rows, reports=dict.fromkeys(_FORMATS, ()))
+        for name, kind in ROW_KINDS.items():
+            rows[name] = stored(scratch / f"{name}.arrow", kind.format, getattr(made, name))
+        return Splits(**rows, reports=dict.fromkeys(ROW_KINDS, ()))
     reports = {}
-    for name, load in _LOADERS.items():
-        loaded = load(getattr(data, name), name, data, seed, scratch)
+    for name, kind in ROW_KINDS.items():
+        loaded = load_rows(getattr(data, name), name, data, seed, scratch, kind)
         rows[name], reports[name] = loaded.rows, loaded.reports
     return Splits(**rows, reports=reports)
 
@@ -102,7 +82,7 @@ def decontaminated(
     if data.decontamination is None:
         return splits, None
     training: dict[str, StoredRows[Any]] = {
-        name: getattr(splits, name) for name in _LOADERS if name not in _HELD_OUT
+        name: getattr(splits, name) for name in ROW_KINDS if name not in _HELD_OUT
     }
     held_out = {name: getattr(splits, name) for name in _HELD_OUT} | {**suites}
     leaks = find_leaks(training, held_out, data.decontamination)
