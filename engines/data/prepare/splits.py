@@ -63,7 +63,7 @@ def read_splits(data: DataConfig, seed: int, scratch: Path) -> Splits:
     if data.arithmetic:
         made = generate(data.arithmetic, seed)
         for name, kind in ROW_KINDS.items():
-            rows[name] = stored(scratch / f"{name}.arrow", kind.format, getattr(made, name))
+            rows[name] = stored(scratch / f"{name}.arrow", kind.format, made[name])
         return Splits(**rows, reports=dict.fromkeys(ROW_KINDS, ()))
     reports = {}
     for name, kind in ROW_KINDS.items():

@@ -130,7 +130,7 @@ def generated_row(data: DataConfig) -> RLRow | None:
     if data.arithmetic is None:
         return None
     few = data.arithmetic.model_copy(update={"num_sft": 1, "num_rl": 1, "num_eval": 1})
-    return generate(few, seed=0).rl[0]
+    return generate(few, seed=0)["rl"][0]
 
 
 def _local(data: DataConfig, section: str, splits: tuple[str, ...]) -> list[tuple[str, int]]:
