@@ -223,9 +223,9 @@ class LeakReport:
         values = {"schema": _SCHEMA_VERSION, **asdict(self)}
         return json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
-    def rows_of(self, split: str) -> frozenset[int]:
+    def rows_of(self, split: str) -> list[int]:
         """Return the rows of a training split that share words."""
-        return frozenset(leak.row for leak in self.leaks if leak.split == split)
+        return [leak.row for leak in self.leaks if leak.split == split]
 
 
 def find_leaks(

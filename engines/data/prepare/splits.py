@@ -4,7 +4,7 @@ Promises: memory grows with the held-out rows and with 16 bytes per training row
 reports count rows of a split from 0.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -87,7 +87,8 @@ def decontaminated(
     held_out = {name: getattr(splits, name) for name in _HELD_OUT} | {**suites}
     leaks = find_leaks(training, held_out, data.decontamination)
     kept = {
-        name: rows.only(_without(leaks.rows_of(name), len(rows))) for name, rows in training.items()
+        name: rows.only(np.delete(np.arange(len(rows)), leaks.rows_of(name)))
+        for name, rows in training.items()
     }
     return replace(splits, **kept), leaks
 
@@ -125,9 +126,3 @@ def _texts(messages: Iterable[Message]) -> Iterator[str]:
     for message in messages:
         yield message.said
         yield from message.tools
-
-
-def _without(rows: Collection[int], num_rows: int) -> np.ndarray:
-    chosen = np.ones(num_rows, bool)
-    chosen[list(rows)] = False
-    return chosen

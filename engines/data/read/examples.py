@@ -1,7 +1,7 @@
 """Tokenize rows for the training and rollout loops.
 
-Promises: no sequence exceeds its limit, none is cut, and every dropped one is counted; ids and
-order are a pure function of rows and tokenizer.
+Promises: no sequence exceeds its limit and none is cut; ids and order are a pure function of rows
+and tokenizer.
 """
 
 import sys
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engines.data.read.chat import RenderedConversation, render_conversations, render_prompts
-from engines.data.read.lazy_sequence import ByPlace, Chosen, PackedConversations, PackedTokens
+from engines.data.read.lazy_sequence import ByPlace, PackedConversations, PackedTokens
 from engines.data.read.row_files import in_batches
 from engines.data.read.rows import RLRow, RowError, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer
@@ -19,6 +19,10 @@ from infra.errors import ConfigError
 
 OnOverlong = Literal["error", "drop"]
 """Values of `data.on_overlong`."""
+CONVERSATIONS = ("model.max_length", "conversations")
+"""Arguments `what` of `within`."""
+PAIRS = ("model.max_length", "pairs")
+PROMPTS = ("data.max_prompt_length", "prompts")
 Choose = Callable[[Sequence[int]], Sequence[int]]
 """Given the length of each sequence in tokens, returns the indices to keep, ascending."""
 Expanded = Callable[[RLRow, Sequence[int]], tuple[int, ...]]
@@ -29,11 +33,10 @@ raises `RowError` if the placeholders do not match the row's images.
 
 @dataclass(frozen=True)
 class SFTExamples:
-    """The tokenized supervised split; `indices` are the examples' rows, `lengths` are in tokens."""
+    """The tokenized supervised split in row order; `lengths` are in tokens."""
 
     examples: Sequence[RenderedConversation]
     lengths: Sequence[int]
-    indices: Sequence[int]
     data_sources: Sequence[str]
 
 
@@ -88,13 +91,12 @@ class RLPrompts(ByPlace[RLPrompt]):
         return RLPrompt(row, self._rows[row], self._prompt_ids[row])
 
 
-def sft_examples(
-    rows: Iterable[SFTRow],
-    tokenizer: ChatTokenizer,
-    max_length: int,
-    on_overlong: OnOverlong | None = None,
-) -> SFTExamples:
-    """Tokenize supervised rows, read once, and return those that fit `max_length`; see `within`."""
+def sft_examples(rows: Iterable[SFTRow], tokenizer: ChatTokenizer, max_length: int) -> SFTExamples:
+    """Tokenize supervised rows, which are read once.
+
+    Raises:
+        ConfigError: there are none, or one has more than `max_length` tokens.
+    """
     packed = PackedConversations()
     sources: list[str] = []
     for batch in in_batches(rows):
@@ -102,10 +104,8 @@ def sft_examples(
         for rendered in render_conversations(tokenizer, [row.messages for row in batch]):
             packed.append(rendered)
     lengths = packed.lengths
-    kept = fitting_conversations(lengths, max_length, on_overlong)
-    return SFTExamples(
-        Chosen(packed, kept), [lengths[i] for i in kept], kept, [sources[i] for i in kept]
-    )
+    within(lengths, max_length, None, CONVERSATIONS)
+    return SFTExamples(packed, lengths, sources)
 
 
 def rl_prompts(
@@ -134,7 +134,7 @@ def rl_prompts(
             packed.append(_expanded(row, ids, len(packed), expanded))
             shows_images.append(bool(row.images))
     lengths = packed.lengths
-    _refuse_empty(lengths)
+    refuse_empty(lengths)
     kept = range(len(lengths)) if choose is None else choose(lengths)
     return RLPrompts(rows, packed, sources, kept, shows_images)
 
@@ -156,22 +156,8 @@ def _expanded(
     return tuple(prompt_ids)
 
 
-def fitting_conversations(
-    lengths: Sequence[int], max_length: int, on_overlong: OnOverlong | None
-) -> list[int]:
-    """Return the indices of the supervised rows that fit; see `within`."""
-    return within(lengths, max_length, on_overlong, ("model.max_length", "conversations"))
-
-
-def fitting_prompts(
-    lengths: Sequence[int], max_prompt_length: int, on_overlong: OnOverlong
-) -> list[int]:
-    """Return the indices of the prompts that fit (see `within`); refuse prompts without tokens."""
-    _refuse_empty(lengths)
-    return within(lengths, max_prompt_length, on_overlong, ("data.max_prompt_length", "prompts"))
-
-
-def _refuse_empty(lengths: Sequence[int]) -> None:
+def refuse_empty(lengths: Sequence[int]) -> None:
+    """Raise `ConfigError` for prompts without tokens."""
     if 0 in lengths:
         raise ConfigError(
             "model.chat_template",

@@ -1,7 +1,7 @@
 """Tokenize preference rows for the losses over pairs.
 
-Promises: both answers of a pair fit, or the pair is left out and counted; ids and order are a pure
-function of rows and tokenizer.
+Promises: both answers of a pair fit, or the rows are refused; ids and order are a pure function of
+rows and tokenizer.
 """
 
 import math
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from engines.data.read.chat import RenderedConversation, render_conversations, render_whole
-from engines.data.read.examples import OnOverlong, within
+from engines.data.read.examples import PAIRS, within
 from engines.data.read.lazy_sequence import ByPlace, PackedConversations
 from engines.data.read.row_files import in_batches
 from engines.data.read.rows import PreferenceRow
@@ -31,34 +31,28 @@ class Pair:
 
 
 class Pairs(ByPlace[Pair]):
-    """Tokenized pairs of the `kept` rows, 5 bytes per token; each `Pair` is made on access.
+    """Tokenized pairs, 5 bytes per token; each `Pair` is made on access.
 
-    `sides` is in the order of `Render`; an unknown margin is NaN.
+    `sides` is in the order of `Render`; an unknown margin is NaN. `lengths` has the tokens of the
+    longer conversation of each pair.
     """
 
     def __init__(
-        self,
-        sides: PackedConversations,
-        margins: Sequence[float],
-        data_sources: Sequence[str],
-        kept: Sequence[int],
+        self, sides: PackedConversations, margins: Sequence[float], data_sources: Sequence[str]
     ) -> None:
-        self._sides, self._margins, self._kept = sides, array("d", margins), array("q", kept)
-        longer = longer_sides(sides.lengths)
-        self.lengths = array("q", (longer[row] for row in kept))
-        """Tokens of the longer conversation of each pair."""
-        self.data_sources = [data_sources[row] for row in kept]
+        self._sides, self._margins = sides, margins
+        self.data_sources = data_sources
+        self.lengths = array("q", longer_sides(sides.lengths))
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._margins)
 
     def at(self, place: int) -> Pair:
         """Return one pair."""
-        row = self._kept[place]
-        chosen, rejected = self._sides[2 * row : 2 * row + 2]
-        margin = self._margins[row]
+        chosen, rejected = self._sides[2 * place : 2 * place + 2]
+        margin = self._margins[place]
         known = None if math.isnan(margin) else margin
-        return Pair(row, chosen, rejected, known, self.data_sources[place])
+        return Pair(place, chosen, rejected, known, self.data_sources[place])
 
 
 Render = Callable[[Sequence[PreferenceRow], ChatTokenizer], Sequence[RenderedConversation]]
@@ -97,16 +91,14 @@ def as_reward_model(
 
 
 def read_pairs(
-    rows: Iterable[PreferenceRow],
-    tokenizer: ChatTokenizer,
-    max_length: int,
-    render: Render,
-    on_overlong: OnOverlong | None = None,
+    rows: Iterable[PreferenceRow], tokenizer: ChatTokenizer, max_length: int, render: Render
 ) -> Pairs:
-    """Tokenize pairs and return, in row order, those with both conversations within `max_length`.
+    """Tokenize pairs in row order with `render`, which is `as_policy` or `as_reward_model`.
 
-    `rows` are read once and may be empty; `render` is `as_policy` or `as_reward_model`. Overlong
-    pairs are handled as `within` does.
+    `rows` are read once and may be empty.
+
+    Raises:
+        ConfigError: a conversation has more than `max_length` tokens.
     """
     sides = PackedConversations()
     margins, sources = array("d"), list[str]()
@@ -115,9 +107,10 @@ def read_pairs(
             sides.append(rendered)
         margins.extend(math.nan if row.margin is None else row.margin for row in batch)
         sources += [sys.intern(row.data_source) for row in batch]
-    longer = longer_sides(sides.lengths)
-    kept = fitting_pairs(longer, max_length, on_overlong) if longer else []
-    return Pairs(sides, margins, sources, kept)
+    pairs = Pairs(sides, margins, sources)
+    if sources:
+        within(pairs.lengths, max_length, None, PAIRS)
+    return pairs
 
 
 def longer_sides(lengths: Sequence[int]) -> list[int]:
@@ -128,13 +121,6 @@ def longer_sides(lengths: Sequence[int]) -> list[int]:
 def pair_lengths(rows: Sequence[PreferenceRow], tokenizer: ChatTokenizer) -> list[int]:
     """Return the tokens of the longer conversation of each pair, rendered by `as_policy`."""
     return longer_sides([len(side.input_ids) for side in as_policy(rows, tokenizer)])
-
-
-def fitting_pairs(
-    lengths: Sequence[int], max_length: int, on_overlong: OnOverlong | None
-) -> list[int]:
-    """Return the indices of the pairs that fit; see `engines.data.read.examples.within`."""
-    return within(lengths, max_length, on_overlong, ("model.max_length", "pairs"))
 
 
 def _last_answer(conversation: RenderedConversation) -> RenderedConversation:
