@@ -23,7 +23,7 @@ from engines.config.data import AUTO, DataConfig, SourceConfig
 from engines.config.options import check_preprocessor, own_options
 from engines.config.plugins import recognised_layouts
 from engines.data.image_store import check_images
-from engines.data.order.mixing import permutation
+from engines.data.order import permutation
 from engines.data.prepare.files import SourceFiles, resolve_source
 from engines.data.prepare.preprocessors.base import Preprocessor
 from engines.data.prepare.readers import BadRow, RawRow, read_file

@@ -10,7 +10,7 @@ import torch
 
 from engines.algorithms.supervised import sft_loss_fn
 from engines.controller.worker_group import WorkerGroup
-from engines.data.order.training_order import VisitedRow
+from engines.data.order import VisitedRow
 from engines.data.read.examples import SFTExamples
 from engines.data.read.lazy_sequence import Made
 from engines.trainers.guards import ROW
