@@ -14,26 +14,23 @@ starts fast.
 
 import json
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
+
+import numpy as np
 
 from engines.config.data import DataConfig
 from engines.config.model import ModelConfig
 from engines.data.image_store import ImageFolder, write_images
-from engines.data.prepare.sources import SourceReport
-from engines.data.prepare.splits import (
-    NO_SUITES,
-    Splits,
-    Suites,
-    check_overlap,
-    decontaminated,
-    read_splits,
-)
-from engines.data.prepare.stored_rows import StoredRows, image_folder
+from engines.data.prepare.arithmetic import generate
+from engines.data.prepare.decontamination import LeakReport, find_leaks
+from engines.data.prepare.sources import ROW_KINDS, SourceReport, load_rows
+from engines.data.prepare.stored_rows import StoredRows, image_folder, prompt_digest, stored
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.chat import render_conversations, render_prompts
 from engines.data.read.dataset import (
@@ -47,10 +44,16 @@ from engines.data.read.dataset import (
     SUMMARY_FILE,
     TOKENIZER_DIR,
 )
-from engines.data.read.examples import CONVERSATIONS, PAIRS, PROMPTS, refuse_empty, within
-from engines.data.read.pairs import pair_lengths
+from engines.data.read.examples import (
+    CONVERSATIONS,
+    PAIRS,
+    PROMPTS,
+    pair_lengths,
+    refuse_empty,
+    within,
+)
 from engines.data.read.row_files import in_batches, write_batches
-from engines.data.read.rows import RLRow, RowError
+from engines.data.read.rows import Message, PreferenceRow, RLRow, RowError, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer, DirectoryTokenizer
 from infra.errors import ConfigError
 
@@ -68,6 +71,39 @@ _FILES = {
 }
 _PAIRS = ("preference", "preference_evaluation")
 """Splits that are left out if they are empty."""
+
+
+_HELD_OUT = ("evaluation", "preference_evaluation")
+Suites = Mapping[str, Sequence[RLRow]]
+"""Held-out rows of a recipe's suites, by the section that configures their data."""
+NO_SUITES: Suites = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The rows of the splits, and by split the reports of its sources; none for generated data."""
+
+    sft: StoredRows[SFTRow]
+    rl: StoredRows[RLRow]
+    evaluation: StoredRows[RLRow]
+    preference: StoredRows[PreferenceRow]
+    preference_evaluation: StoredRows[PreferenceRow]
+    reports: Mapping[str, tuple[SourceReport, ...]]
+
+    def texts(self) -> Iterator[str]:
+        """Yield all texts that a model made from scratch will read or write."""
+        for row in self.sft:
+            yield from _texts(row.messages)
+            # The template of such a model has special tokens for all other roles.
+            yield from (f"<|{each.role}|>" for each in row.messages if each.role == "tool")
+        for rows in (self.rl, self.evaluation):
+            for row in rows:
+                yield from _texts(row.prompt)
+                if isinstance(row.reward_model.ground_truth, str):
+                    yield row.reward_model.ground_truth
+        for rows in (self.preference, self.preference_evaluation):
+            for row in rows:
+                yield from _texts((*row.prompt, *row.answers))
 
 
 @dataclass(frozen=True)
@@ -161,6 +197,81 @@ def build_dataset(
         if content is not None:
             (out_dir / name).write_text(content.to_json(), encoding="utf-8", newline="")
     return summary
+
+
+def read_splits(data: DataConfig, seed: int, scratch: Path) -> Splits:
+    """Generate or read the rows into `scratch`, which must outlive them; missing splits are empty.
+
+    Raises:
+        ConfigError: the data cannot be used; names the place and the remedy.
+    """
+    rows: dict[str, Any] = {}
+    if data.arithmetic:
+        made = generate(data.arithmetic, seed)
+        for name, kind in ROW_KINDS.items():
+            rows[name] = stored(scratch / f"{name}.arrow", kind.format, made[name])
+        return Splits(**rows, reports=dict.fromkeys(ROW_KINDS, ()))
+    reports = {}
+    for name, kind in ROW_KINDS.items():
+        loaded = load_rows(getattr(data, name), name, data, seed, scratch, kind)
+        rows[name], reports[name] = loaded.rows, loaded.reports
+    return Splits(**rows, reports=reports)
+
+
+def decontaminated(
+    splits: Splits, data: DataConfig, suites: Suites = NO_SUITES
+) -> tuple[Splits, LeakReport | None]:
+    """Remove training rows that share words with held-out rows or `suites`, as `find_leaks` does.
+
+    The report is None if `data.decontamination` is null.
+    """
+    if data.decontamination is None:
+        return splits, None
+    training: dict[str, StoredRows[Any]] = {
+        name: getattr(splits, name) for name in ROW_KINDS if name not in _HELD_OUT
+    }
+    held_out = {name: getattr(splits, name) for name in _HELD_OUT} | {**suites}
+    leaks = find_leaks(training, held_out, data.decontamination)
+    kept = {
+        name: rows.only(np.delete(np.arange(len(rows)), leaks.rows_of(name)))
+        for name, rows in training.items()
+    }
+    return replace(splits, **kept), leaks
+
+
+def check_overlap(splits: Splits, allow_overlap: bool, suites: Suites = NO_SUITES) -> int:
+    """Count the held-out rows, `suites` included, whose prompt occurs in a training split.
+
+    Raises:
+        ConfigError: there are some and `allow_overlap` is false; names the first.
+    """
+    held_out = {
+        f"data.{name}": list(getattr(splits, name).prompt_digests()) for name in _HELD_OUT
+    } | {name: [prompt_digest(row.prompt) for row in rows] for name, rows in suites.items()}
+    wanted = {digest for digests in held_out.values() for digest in digests}
+    trained: dict[bytes, str] = {}
+    for split in ("rl", "sft", "preference"):
+        for row, digest in enumerate(getattr(splits, split).prompt_digests()):
+            if digest in wanted:
+                trained.setdefault(digest, f"{split} row {row}")
+    num_found = 0
+    for split, digests in held_out.items():
+        found = [row for row, digest in enumerate(digests) if digest in trained]
+        if found and not allow_overlap:
+            prompts = "prompt occurs" if len(found) == 1 else "prompts occur"
+            raise ConfigError(
+                split,
+                f"{len(found)} eval {prompts} in train (first: row {found[0]} = "
+                f"{trained[digests[found[0]]]}); remove them, or set data.allow_overlap",
+            )
+        num_found += len(found)
+    return num_found
+
+
+def _texts(messages: Iterable[Message]) -> Iterator[str]:
+    for message in messages:
+        yield message.said
+        yield from message.tools
 
 
 def _trained_tokenizer(splits: Splits, model: ModelConfig, out_dir: Path) -> DirectoryTokenizer:

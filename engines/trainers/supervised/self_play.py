@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from engines.config.rollout import SamplingConfig
 from engines.data.order import ResumableOrder
-from engines.data.read.examples import RLPrompt
-from engines.data.read.pairs import pair_lengths
+from engines.data.read.examples import RLPrompt, pair_lengths
 from engines.data.read.rows import PreferenceRow, RewardModel, RLRow, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer
 from engines.rewards.base import Score
