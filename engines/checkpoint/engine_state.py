@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
-from safetensors import safe_open
 from torch import Tensor
 
 from engines import collectives
 from engines.checkpoint.background import StagingBuffers
-from engines.checkpoint.sharded import load_sharded, save_sharded, stage_sharded
+from engines.checkpoint.sharded import ShardedReader, load_sharded, save_sharded, stage_sharded
 from engines.checkpoint.tensor_files import read_tensors, write_tensors
 from engines.config.training import LoraConfig
 from engines.errors import CheckpointError
@@ -140,27 +139,18 @@ def _load_parts(path: Path, tensors: Mapping[str, Tensor]) -> None:
     try:
         load_sharded(path / TENSORS_DIR, tensors)
     except CheckpointError as error:
-        there = {_part_of(name) for name in _names_in(path / TENSORS_DIR)}
-        absent = sorted({_part_of(name) for name in tensors} - there)
-        if not there or not absent:
+        if not any((path / TENSORS_DIR).glob("shard-*")):
+            raise
+        there = ShardedReader(path / TENSORS_DIR).names()
+        parts, held = ({name.partition(".")[0] for name in names} for names in (tensors, there))
+        absent = sorted(parts - held)
+        if not absent:
             raise
         raise CheckpointError(
             f"{path}: part {', '.join(map(repr, absent))} is absent; a stage is continued with all "
             "of it; weights alone must be asked for: export them and name them in model.path of a "
             "new run, or begin the stage anew with --force"
         ) from error
-
-
-def _part_of(name: str) -> str:
-    return name.partition(".")[0]
-
-
-def _names_in(path: Path) -> set[str]:
-    names = set[str]()
-    for file in path.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            names |= {*opened.keys()}
-    return names
 
 
 def _shown(lora: LoraConfig | None) -> str:

@@ -1,10 +1,10 @@
-"""Write streamed weights as an ordinary Hugging Face directory.
+"""Write streamed weights as an ordinary Hugging Face directory, or an adapter as PEFT does.
+
+PEFT and vLLM load the adapter.
 
 Promises: equal input gives equal bytes. Memory holds at most one output file, including the next
 tensor and its conversion, or a large tensor beside half a file.
 Does not promise: a limit for the source of the tensors, nor atomicity, as the caller publishes.
-
-Write a low-rank adapter as PEFT's `save_pretrained` does; PEFT and vLLM load it.
 """
 
 import json
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engines.checkpoint.model_directory import QUANTIZATION
-from engines.checkpoint.tensor_files import write_tensors
+from engines.checkpoint.tensor_files import own_storage, write_tensors
 from engines.config.training import LoraConfig
 
 _WEIGHTS = "model"
@@ -61,9 +61,10 @@ def _write_shards(
         size_bytes = 0
 
     for name, tensor in tensors:
-        stored = _as_written(tensor, target)
+        converted = tensor.to(target) if tensor.is_floating_point() else tensor
+        stored = own_storage(converted.contiguous())
         source_bytes = 0 if stored is tensor else tensor.untyped_storage().nbytes()
-        del tensor  # free it before the next one is made
+        del tensor, converted  # free it before the next one is made
         needed_bytes = min(stored.nbytes + source_bytes, max_shard_bytes // 2)
         room_bytes = max(room_bytes, needed_bytes)
         if shard and size_bytes + stored.nbytes > max_shard_bytes:
@@ -77,13 +78,6 @@ def _write_shards(
     if shard or not parts:
         flush()
     _name_shards(parts, total_bytes, out_dir)
-
-
-def _as_written(tensor: Tensor, target: torch.dtype) -> Tensor:
-    """Return a contiguous tensor of the target dtype that owns all of its storage."""
-    stored = (tensor.to(target) if tensor.is_floating_point() else tensor).contiguous()
-    is_part = stored.untyped_storage().nbytes() != stored.nbytes
-    return stored.clone() if is_part else stored
 
 
 def _name_shards(parts: list[list[str]], total_bytes: int, out_dir: Path) -> None:
@@ -115,9 +109,6 @@ def _set_dtype(path: Path, dtype: str) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-_PREFIX = "base_model.model."
-
-
 def write_peft_adapter(
     path: Path,
     tensors: Mapping[str, Tensor],
@@ -131,8 +122,8 @@ def write_peft_adapter(
     `lora_magnitude_vector`. `target_modules` are last parts of names, or a pattern of whole names;
     `heads` are modules that were trained in full.
     """
-    named = {f"{_PREFIX}{name}": tensor for name, tensor in sorted(tensors.items())}
-    write_tensors(named, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    named = {f"base_model.model.{name}": tensor for name, tensor in sorted(tensors.items())}
+    write_tensors(named, path / "adapter_model.safetensors", metadata=_METADATA)
     config = {
         "peft_type": "LORA",
         "task_type": "TOKEN_CLS" if heads else "CAUSAL_LM",

@@ -152,29 +152,26 @@ def check_finite(path: Path) -> None:
         with safe_open(file, framework="pt") as stored:
             for name in stored.keys():  # noqa: SIM118  it is no mapping
                 tensor = stored.get_tensor(name)
-                if tensor.is_floating_point():
-                    num_spoiled = int(torch.isfinite(tensor).logical_not().sum())
-                    if num_spoiled:
-                        raise ConfigError(
-                            _FIELD,
-                            f"{path}: {name} holds {num_spoiled} non-finite values; need finite "
-                            "ones; copy the model again, or take an earlier checkpoint of it",
-                        )
+                num_spoiled = int(torch.isfinite(tensor).logical_not().sum())
+                if num_spoiled:
+                    raise ConfigError(
+                        _FIELD,
+                        f"{path}: {name} holds {num_spoiled} non-finite values; need finite ones; "
+                        "copy the model again, or take an earlier checkpoint of it",
+                    )
 
 
 def num_parameters(path: Path) -> int:
     """Return the number of elements in the weights of a model directory."""
-    entries = [entry for file in _weight_files(path) for entry in _header(file).values()]
-    return sum(math.prod(entry["shape"]) for entry in entries)
+    headers = map(_header, _weight_files(path))
+    return sum(math.prod(entry["shape"]) for header in headers for entry in header.values())
 
 
 def check_reward_model(path: Path, *, max_length: int | None) -> None:
     """Raise `ConfigError` unless the directory holds a model with a single-output score head."""
     check_model_directory(path, max_length=max_length)
-    shapes = {
-        name: value["shape"] for f in _weight_files(path) for name, value in _header(f).items()
-    }
-    shape = shapes.get(_SCORE_HEAD)
+    entries = {name: value for f in _weight_files(path) for name, value in _header(f).items()}
+    shape = entries.get(_SCORE_HEAD, {}).get("shape")
     if shape is None or shape[0] != 1:
         held = "no such tensor" if shape is None else f"one of shape {shape}"
         raise ConfigError(

@@ -23,7 +23,6 @@ HEAD = "score."
 BIAS = f"{HEAD}bias"
 """Bias of a value model's head, which a sequence classification model lacks; held at 0."""
 _CONFIG = "config.json"
-_OF_WRITERS = "generation_config.json"
 
 
 def write_score_config(hf_dir: Path, last_tokens: Set[int], out_dir: Path) -> None:
@@ -32,7 +31,7 @@ def write_score_config(hf_dir: Path, last_tokens: Set[int], out_dir: Path) -> No
     `last_tokens` end a conversation. Raises `ConfigError` if transformers has no such model.
     """
     shutil.rmtree(out_dir, ignore_errors=True)
-    shutil.copytree(hf_dir, out_dir, ignore=shutil.ignore_patterns(_OF_WRITERS))
+    shutil.copytree(hf_dir, out_dir, ignore=shutil.ignore_patterns("generation_config.json"))
     config = AutoConfig.from_pretrained(hf_dir, trust_remote_code=False, num_labels=1)
     with torch.device("meta"):
         try:

@@ -29,7 +29,7 @@ from torch.futures import Future
 
 from engines import collectives
 from engines.checkpoint.background import StagingBuffers
-from engines.checkpoint.tensor_files import disk_error, write_tensors
+from engines.checkpoint.tensor_files import disk_error, own_storage, write_tensors
 from engines.errors import CheckpointError
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
@@ -43,10 +43,7 @@ def save_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
     Each rank writes its piece of a DTensor; one rank writes a plain tensor. Raises `OSError` on
     every rank, if the disk of one is full or fails.
     """
-    with _no_group_needed(), _own_errors("save", path):
-        state_dict_saver.save(
-            dict(tensors), storage_writer=_SafetensorsWriter(path), no_dist=_alone()
-        )
+    _save(_SafetensorsWriter(path), path, tensors)
 
 
 def stage_sharded(
@@ -58,9 +55,14 @@ def stage_sharded(
     thread: it uses no collective, raises `OSError`, and gives the buffers back.
     """
     writer = _SafetensorsWriter(path, buffers)
-    with _no_group_needed(), _own_errors("save", path):
-        state_dict_saver.save(dict(tensors), storage_writer=writer, no_dist=_alone())
+    _save(writer, path, tensors)
     return writer.write_staged
+
+
+def _save(writer: "_SafetensorsWriter", path: Path, tensors: Mapping[str, Tensor]) -> None:
+    with _own_errors("save", path):
+        alone = not dist.is_initialized()
+        state_dict_saver.save(dict(tensors), storage_writer=writer, no_dist=alone)
 
 
 def load_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -73,20 +75,9 @@ def load_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
         OSError: a file could not be read.
     """
     reader = _Reader(str(path))
-    with _no_group_needed(), _own_errors("load", path, reader):
-        state_dict_loader.load(dict(tensors), storage_reader=reader, no_dist=_alone())
-
-
-def _alone() -> bool:
-    return not dist.is_initialized()
-
-
-@contextmanager
-def _no_group_needed() -> Iterator[None]:
-    """Silence torch's warning that without a process group it assumes a single process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+    with _own_errors("load", path, reader):
+        alone = not dist.is_initialized()
+        state_dict_loader.load(dict(tensors), storage_reader=reader, no_dist=alone)
 
 
 class _Reader(HuggingFaceStorageReader):
@@ -106,9 +97,14 @@ class _Reader(HuggingFaceStorageReader):
 
 @contextmanager
 def _own_errors(doing: str, path: Path, reader: _Reader | None = None) -> Iterator[None]:
-    """Unwrap torch's `CheckpointException`, which is not a subclass of `Exception`."""
+    """Unwrap torch's `CheckpointException`, which is not a subclass of `Exception`.
+
+    Also silences torch's warning that without a process group it assumes a single process.
+    """
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
     except CheckpointException as error:
         _, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
         raise _translated(doing, path, (reader and reader.problem) or cause) from error
@@ -188,9 +184,7 @@ class _SafetensorsWriter(StorageWriter):
     def _on_host(self, key: tuple[int, str], value: Tensor) -> Tensor:
         if self._buffers is not None:
             return self._buffers.copy(key, value)
-        piece = value.cpu().contiguous()
-        # A view would write its whole storage into the file.
-        return piece.clone() if _is_view(piece) else piece
+        return own_storage(value.cpu().contiguous())
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Do nothing: the headers replace an index."""
@@ -205,10 +199,6 @@ def _chunk(item: WriteItem) -> Any:
     if item.tensor_data is None:
         raise CheckpointError(f"{item.index.fqn} is not a tensor; scalars belong into JSON")
     return item.tensor_data.chunk
-
-
-def _is_view(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
 
 
 def _parts(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
@@ -246,21 +236,15 @@ class ShardedReader:
         if not files:
             raise CheckpointError(f"{path} holds no shard")
         for file in files:
-            self._index(file)
-
-    def _index(self, file: Path) -> None:
-        with safe_open(file, framework="pt") as shard:
-            info = (shard.metadata() or {}).get(SHARDING_INFO)
-            if info is None:
-                raise CheckpointError(f"{file} does not say which pieces it holds")
-            offsets = json.loads(info)
-            for name in shard.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
-                piece = _Piece(
-                    file,
-                    tuple(offsets[name]["saved_offsets"]),
-                    tuple(shard.get_slice(name).get_shape()),
-                )
-                self._pieces.setdefault(name, []).append(piece)
+            with safe_open(file, framework="pt") as shard:
+                info = (shard.metadata() or {}).get(SHARDING_INFO)
+                if info is None:
+                    raise CheckpointError(f"{file} does not say which pieces it holds")
+                places = json.loads(info)
+                for name in shard.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+                    shape = tuple(shard.get_slice(name).get_shape())
+                    piece = _Piece(file, tuple(places[name]["saved_offsets"]), shape)
+                    self._pieces.setdefault(name, []).append(piece)
 
     def names(self) -> list[str]:
         """Return the sorted names of the tensors."""

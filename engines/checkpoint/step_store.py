@@ -79,8 +79,9 @@ class StepCheckpoints:
 
         Its first checkpoint waits for as much free disk space as the newest one here takes.
         """
-        size_bytes, before = self._newest_bytes(), self._before_publish
-        return StepCheckpoints(self._root / name, self._keep, size_bytes, before)
+        return StepCheckpoints(
+            self._root / name, self._keep, self._newest_bytes(), self._before_publish
+        )
 
     def save(self, step: int, write: Callable[[Path], None], state: TrainerState) -> StepCheckpoint:
         """Publish the files that `write` puts into its argument, then remove old checkpoints.
@@ -142,18 +143,10 @@ class StepCheckpoints:
             raise CheckpointError(f"step {step}: {found.path} is of step {found.step}")
         return found
 
-    def _digest(self, directory: Path) -> str | None:
-        """Return the digest of a published checkpoint; None if it is absent or damaged."""
-        try:
-            return verify_directory(directory, kind=STEP_KIND).digest
-        except (ArtifactNotFoundError, ArtifactCorruptError):
-            return None
-
     def _check_room(self) -> None:
         """Check free space before the ranks start, as they cannot repeat a joint write."""
-        free = shutil.disk_usage(self._root).free
-        if free <= self._newest_bytes():
-            needed = self._newest_bytes()
+        free, needed = shutil.disk_usage(self._root).free, self._newest_bytes()
+        if free <= needed:
             raise OSError(errno.ENOSPC, f"{free} bytes are free, the newest has {needed}")
 
     def _newest_bytes(self) -> int:
@@ -178,13 +171,12 @@ class StepCheckpoints:
         """Give a complete checkpoint its name, then remove other content of the same step."""
         there = []
         for path in step_directories(self._root).get(step, []):
-            found = self._digest(path)
-            if found == digest:
-                return path
-            if found is None:
-                remove_directory(path)
-            else:
+            try:
+                if verify_directory(path, kind=STEP_KIND).digest == digest:
+                    return path
                 there.append(path)
+            except (ArtifactNotFoundError, ArtifactCorruptError):
+                remove_directory(path)
         final = self._root / f"step-{step:08d}"
         if final.exists():
             final = final.with_name(f"{final.name}-{digest[:12]}")

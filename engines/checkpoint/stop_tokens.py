@@ -13,10 +13,7 @@ def eos_token_ids(hf_dir: Path, config: PretrainedConfig) -> frozenset[int]:
     if (hf_dir / "generation_config.json").is_file():
         source = GenerationConfig.from_pretrained(hf_dir, local_files_only=True)
     eos = source.eos_token_id
-    if eos is None:
-        return frozenset()
-    if isinstance(eos, int):
-        return frozenset([eos])
-    if all(isinstance(token, int) for token in eos):
-        return frozenset(eos)
-    raise RolloutError(f"{hf_dir}: eos_token_id {eos!r} is no list of token ids")
+    tokens = [eos] if isinstance(eos, int) else eos or []
+    if not all(isinstance(token, int) for token in tokens):
+        raise RolloutError(f"{hf_dir}: eos_token_id {eos!r} is no list of token ids")
+    return frozenset(tokens)

@@ -36,6 +36,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise disk_error(error, path) from error
 
 
+def own_storage(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy if it is a view: writing a view writes its whole storage."""
+    is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
+    return tensor.clone() if is_part else tensor
+
+
 def disk_error(error: BaseException, path: Path) -> BaseException:
     """Return the `OSError` with the errno that an error's text names; else the error itself."""
     known = isinstance(error, SafetensorError | OSError | RuntimeError)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engines.config.stages.supervised import PreferenceStageConfig
 from engines.data.read.dataset import PREFERENCE_FILE
-from engines.data.read.pairs import as_policy, read_pairs
+from engines.data.read.examples import as_policy, read_pairs
 from engines.data.read.row_files import PREFERENCE_FORMAT, RowFile
 from engines.jobs.policy.stage import policy_output, stage_progress
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job

@@ -15,7 +15,7 @@ from engines.checkpoint.score_model import BIAS, write_score_config, write_score
 from engines.config.options import own_options
 from engines.config.rows import BRADLEY_TERRY
 from engines.config.stages.supervised import RewardModelStageConfig
-from engines.data.read.pairs import Pairs, as_reward_model, read_pairs
+from engines.data.read.examples import Pairs, as_reward_model, read_pairs
 from engines.data.read.rows import PreferenceRow
 from engines.jobs.policy.stage import stage_progress
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from engines.config.rollout import SamplingConfig, StructuredOutputConfig
 from engines.config.rows import ADVANTAGES
 from engines.config.stages.rl import RLRoundStageConfig
-from engines.data.order.training_order import VisitedRow, order_of
+from engines.data.order import VisitedRow, order_of
 from engines.data.read.examples import RLPrompt
 from engines.data.read.lazy_sequence import Made
 from engines.data.read.rows import RLRow

@@ -1,7 +1,8 @@
 """Images as model inputs: patches and placeholder tokens, by the model's own processor.
 
 Promises: patches equal those of transformers' Pillow image processor, so rollout and training see
-the same image. Covers the architectures of `VISION_MODEL_TYPES`, which share that processor.
+the same image. `image_positions` gives the positions of tokens among images, for the rotary
+embedding. Covers the architectures of `VISION_MODEL_TYPES`, which share that processor.
 """
 
 import io
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image as Pillow
 from torch import Tensor
 from transformers import AutoConfig
@@ -18,6 +20,7 @@ from engines.checkpoint.model_directory import VISION_MODEL_TYPES, vision_model_
 from engines.data.image_store import FORMATS, ImageFile
 from engines.data.read.rows import RLRow, RowError
 from engines.images import ImagePatches
+from engines.types import TokenBatch
 from engines.vision.sizes import PROCESSOR_FILES, image_sizes
 from infra.errors import ConfigError
 
@@ -117,3 +120,28 @@ def prompt_images(hf_dir: Path, path: Path) -> PromptImages | None:
     """
     images = ImageFile.open(path)
     return PromptImages(ImageProcessor(hf_dir), images) if images.places else None
+
+
+def image_positions(model: Any, batch: TokenBatch, token_id: int) -> Tensor:
+    """Return the positions of a packed row, (3, 1, T) int64 on the CPU: time, height, width.
+
+    Each sequence gets the positions that `model`, a transformers model without its head, gives it
+    alone, from 0. The placeholder `token_id` occurs once per image feature.
+    """
+    images = batch.images
+    plain_T = batch.position_ids_T.cpu()
+    if images is None:
+        return plain_T.expand(3, 1, -1)
+    # On the CPU, since `get_rope_index` loops over the images of a sequence.
+    counts = images.num_images_B.tolist()
+    grids = images.grid_thw_I3.cpu().split(counts)
+    lengths = batch.lengths_B.tolist()
+    ids = batch.input_ids_T.cpu().split(lengths)
+    rows = list(plain_T.expand(3, 1, -1).split(lengths, dim=2))
+    for i, count in enumerate(counts):
+        if count:
+            row = ids[i].unsqueeze(0)
+            rows[i], _ = model.get_rope_index(
+                row, mm_token_type_ids=(row == token_id).int(), image_grid_thw=grids[i]
+            )
+    return torch.cat(rows, dim=2)

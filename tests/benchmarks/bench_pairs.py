@@ -27,7 +27,7 @@ from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.controller.worker_group import InProcessGroup, WorkerGroup
 from engines.data.read.chat import RenderedConversation
-from engines.data.read.pairs import Pair
+from engines.data.read.examples import Pair
 from engines.trainers.supervised.preference import PolicyPairs, RewardPairs
 from engines.training.spec import POLICY, REFERENCE, REWARD, ModelSource, RoleName, RoleSpec
 

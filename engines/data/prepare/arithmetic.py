@@ -18,8 +18,10 @@ disjoint for all seeds, sizes and notations, and 34+12 never tests what 12+34 ta
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
 
 from engines.config.data import ArithmeticConfig
 from engines.data.read.rows import Message, PreferenceRow, RewardModel, RLRow, SFTRow
@@ -31,6 +33,7 @@ STEP_DELIMITER = ";"
 SPLITS = ("evaluation", "sft", "rl")
 _SPLIT_UPPER_BOUNDS = (0.10, 0.55, 1.0)
 _COMMUTATIVE = {"add", "multiply", "compare"}
+_CHAIN_SIGNS = ("++", "+-", "-+", "--")
 _SYMBOLS = {"add": "+", "subtract": "-", "multiply": "*", "modulo": "%", "compare": "?"}
 
 
@@ -77,139 +80,109 @@ class Problem:
         raise ValueError(f"{self.operation} has no numeric result")
 
 
-@dataclass(frozen=True)
-class Notation:
-    """Number format of problems and answers, as in `ArithmeticConfig`."""
-
-    num_digits: int
-    zero_pad: bool
-    reverse_answer: bool
-
-    def prompt(self, problem: Problem) -> str:
-        """Return the text of the user's message."""
-        width = self.num_digits if self.zero_pad else 0
-        first, *rest = (f"{operand:0{width}d}" for operand in problem.operands)
-        signs = problem.signs or _SYMBOLS[problem.operation]
-        return first + "".join(s + o for s, o in zip(signs, rest, strict=True)) + "="
-
-    def steps(self, problem: Problem) -> list[str]:
-        """Return the results as text, the answer last."""
-        if problem.operation == "compare":
-            first, second = problem.operands
-            return ["<" if first < second else ">" if first > second else "="]
-        width = _answer_width(problem.operation, self.num_digits) if self.zero_pad else 0
-        written = [f"{result:0{width}d}" for result in problem.results()]
-        return [text[::-1] for text in written] if self.reverse_answer else written
+def prompt_text(problem: Problem, config: ArithmeticConfig) -> str:
+    """Return the text of the user's message."""
+    width = config.num_digits if config.zero_pad else 0
+    first, *rest = (f"{operand:0{width}d}" for operand in problem.operands)
+    signs = problem.signs or _SYMBOLS[problem.operation]
+    return first + "".join(s + o for s, o in zip(signs, rest, strict=True)) + "="
 
 
-@dataclass(frozen=True)
-class ArithmeticSplits:
-    """The generated rows."""
+def answer_steps(problem: Problem, config: ArithmeticConfig) -> list[str]:
+    """Return the results as text, the answer last."""
+    if problem.operation == "compare":
+        first, second = problem.operands
+        return ["<" if first < second else ">" if first > second else "="]
+    digits = config.num_digits
+    widths = {"add": digits + 1, "multiply": 2 * digits, "chain": digits + 1}
+    width = widths.get(problem.operation, digits) if config.zero_pad else 0
+    written = [f"{result:0{width}d}" for result in problem.results()]
+    return [text[::-1] for text in written] if config.reverse_answer else written
 
-    sft: tuple[SFTRow, ...]
-    rl: tuple[RLRow, ...]
-    evaluation: tuple[RLRow, ...]
-    preference: tuple[PreferenceRow, ...] = ()
-    preference_evaluation: tuple[PreferenceRow, ...] = ()
 
-
-def generate(config: ArithmeticConfig, seed: int) -> ArithmeticSplits:
-    """Generate the splits, with operations interleaved.
+def generate(config: ArithmeticConfig, seed: int) -> dict[str, list[Any]]:
+    """Generate the rows of each split, with operations interleaved.
 
     `seed` selects and orders the problems of a split but never changes a problem's split. If an
     operation has too few problems for the sizes, raise `ConfigError`.
     """
-    notation = Notation(config.num_digits, config.zero_pad, config.reverse_answer)
-    mixed = _mixed(
-        config,
-        seed,
-        {
-            "sft": ("num_sft", config.num_sft),
-            "rl": ("num_rl", config.num_rl),
-            "evaluation": ("num_eval", config.num_eval),
+    mixed = _mixed(config, seed, {"sft": "num_sft", "rl": "num_rl", "evaluation": "num_eval"})
+    pairs = _mixed(config, seed, {"rl": "num_preference", "evaluation": "num_preference_eval"})
+    return {
+        "sft": [_sft_row(problem, config) for problem in mixed["sft"]],
+        **{
+            split: [_rl_row(p, config, split, i) for i, p in enumerate(mixed[split])]
+            for split in ("rl", "evaluation")
         },
-    )
-    pairs = _mixed(
-        config,
-        seed,
-        {
-            "rl": ("num_preference", config.num_preference),
-            "evaluation": ("num_preference_eval", config.num_preference_eval),
-        },
-    )
-    return ArithmeticSplits(
-        tuple(_sft_row(problem, notation) for problem in mixed["sft"]),
-        tuple(_rl_row(p, notation, "rl", i) for i, p in enumerate(mixed["rl"])),
-        tuple(_rl_row(p, notation, "evaluation", i) for i, p in enumerate(mixed["evaluation"])),
-        tuple(_pair(problem, notation, seed) for problem in pairs["rl"]),
-        tuple(_pair(problem, notation, seed) for problem in pairs["evaluation"]),
-    )
+        "preference": [_pair(problem, config, seed) for problem in pairs["rl"]],
+        "preference_evaluation": [_pair(problem, config, seed) for problem in pairs["evaluation"]],
+    }
 
 
-def _mixed(
-    config: ArithmeticConfig, seed: int, wanted: dict[str, tuple[str, int]]
-) -> dict[str, list[Problem]]:
+def _mixed(config: ArithmeticConfig, seed: int, sizes: dict[str, str]) -> dict[str, list[Problem]]:
+    """Return the problems by split; `sizes` has the field with the size of each split."""
     operations = tuple(dict.fromkeys(config.operations))
     if not operations:
         raise ConfigError("data.arithmetic.operations", "got none; need at least one")
-    drawn: dict[str, list[list[Problem]]] = {split: [] for split in wanted}
+    drawn = []
     for place, operation in enumerate(operations):
         shares = {
-            split: (field, _share(count, place, len(operations)))
-            for split, (field, count) in wanted.items()
+            split: len(range(place, getattr(config, field), len(operations)))
+            for split, field in sizes.items()
         }
-        for split, problems in _draw(operation, config.num_digits, seed, shares).items():
-            drawn[split].append(problems)
-    return {split: _interleave(parts) for split, parts in drawn.items()}
+        problems = _draw(operation, config.num_digits, seed, shares)
+        for split, field in sizes.items():
+            if len(problems[split]) < shares[split]:
+                raise ConfigError(
+                    f"data.arithmetic.{field}",
+                    f"got {shares[split]} for {operation!r}; need at most {len(problems[split])}: "
+                    f"all that {config.num_digits} digits give this split; lower it or raise "
+                    "num_digits",
+                )
+        drawn.append(problems)
+    return {
+        split: [
+            problem
+            for turn in zip_longest(*(problems[split] for problems in drawn))
+            for problem in turn
+            if problem is not None
+        ]
+        for split in sizes
+    }
 
 
 def _draw(
-    operation: str, num_digits: int, seed: int, wanted: dict[str, tuple[str, int]]
+    operation: str, num_digits: int, seed: int, shares: dict[str, int]
 ) -> dict[str, list[Problem]]:
-    size, decode = _problem_space(operation, num_digits)
-    drawn: dict[str, list[Problem]] = {split: [] for split in wanted}
-    num_open = sum(1 for _, count in wanted.values() if count)
-    for index in _walk(size, f"{seed}/{operation}/{num_digits}"):
-        if not num_open:
+    """Return the first problems of each split, as many as its share or all that there are."""
+    drawn: dict[str, list[Problem]] = {split: [] for split in shares}
+    num_missing = sum(shares.values())
+    for problem in _problems(operation, num_digits, seed):
+        if not num_missing:
             break
-        problem = decode(index)
-        if problem is None:
-            continue
-        if (split := problem.split()) not in wanted:
-            continue
-        taken, (_, count) = drawn[split], wanted[split]
-        if len(taken) < count:
-            taken.append(problem)
-            num_open -= len(taken) == count
-    for split, (field, count) in wanted.items():
-        problems = drawn[split]
-        if len(problems) < count:
-            raise ConfigError(
-                f"data.arithmetic.{field}",
-                f"got {count} for {operation!r}; need at most {len(problems)}: all that "
-                f"{num_digits} digits give this split; lower it or raise num_digits",
-            )
+        split = problem.split()
+        if split in shares and len(drawn[split]) < shares[split]:
+            drawn[split].append(problem)
+            num_missing -= 1
     return drawn
 
 
-def _problem_space(operation: str, num_digits: int) -> tuple[int, Callable[[int], Problem | None]]:
-    """Return the number of indices, and the function from index to problem (None if invalid)."""
+def _problems(operation: str, num_digits: int, seed: int) -> Iterator[Problem]:
+    """Yield all problems of an operation once, in an order that depends on the arguments alone."""
     base = 10**num_digits
-
-    def pair(index: int) -> Problem | None:
+    key = f"{seed}/{operation}/{num_digits}"
+    if operation == "chain":
+        for index in _walk(4 * base**3, key):
+            operands, signs = divmod(index, 4)
+            pair, third = divmod(operands, base)
+            problem = Problem(operation, (*divmod(pair, base), third), _CHAIN_SIGNS[signs])
+            if min(problem.results()) >= 0:
+                yield problem
+        return
+    for index in _walk(base**2, key):
         first, second = divmod(index, base)
-        if (operation == "subtract" and first < second) or (operation == "modulo" and not second):
-            return None
-        return Problem(operation, (first, second))
-
-    def chain(index: int) -> Problem | None:
-        index, signs = divmod(index, 4)
-        index, third = divmod(index, base)
-        first, second = divmod(index, base)
-        problem = Problem("chain", (first, second, third), ("++", "+-", "-+", "--")[signs])
-        return problem if min(problem.results()) >= 0 else None
-
-    return (4 * base**3, chain) if operation == "chain" else (base**2, pair)
+        if {"subtract": first >= second, "modulo": second > 0}.get(operation, True):
+            yield Problem(operation, (first, second))
 
 
 def _walk(size: int, key: str) -> Iterator[int]:
@@ -233,49 +206,32 @@ def _walk(size: int, key: str) -> Iterator[int]:
         yield value
 
 
-def _answer_width(operation: str, num_digits: int) -> int:
-    return {"add": num_digits + 1, "multiply": 2 * num_digits, "chain": num_digits + 1}.get(
-        operation, num_digits
-    )
+def _sft_row(problem: Problem, config: ArithmeticConfig) -> SFTRow:
+    answer = Message("assistant", STEP_DELIMITER.join(answer_steps(problem, config)))
+    question = Message("user", prompt_text(problem, config))
+    return SFTRow((question, answer), f"arithmetic/{problem.operation}")
 
 
-def _share(total: int, place: int, num_operations: int) -> int:
-    return total // num_operations + (place < total % num_operations)
-
-
-def _interleave(parts: list[list[Problem]]) -> list[Problem]:
-    longest = max(len(part) for part in parts)
-    return [part[i] for i in range(longest) for part in parts if i < len(part)]
-
-
-def _sft_row(problem: Problem, notation: Notation) -> SFTRow:
-    answer = STEP_DELIMITER.join(notation.steps(problem))
-    return SFTRow(
-        (Message("user", notation.prompt(problem)), Message("assistant", answer)),
-        f"arithmetic/{problem.operation}",
-    )
-
-
-def _rl_row(problem: Problem, notation: Notation, split: str, index: int) -> RLRow:
+def _rl_row(problem: Problem, config: ArithmeticConfig, split: str, index: int) -> RLRow:
     extra_info: dict[str, object] = {"split": split, "index": index}
     if problem.operation == "chain":
         extra_info["answer_delimiter"] = STEP_DELIMITER
     return RLRow(
         data_source=f"arithmetic/{problem.operation}",
-        prompt=(Message("user", notation.prompt(problem)),),
+        prompt=(Message("user", prompt_text(problem, config)),),
         ability="arithmetic",
-        reward_model=RewardModel("rule", notation.steps(problem)[-1]),
+        reward_model=RewardModel("rule", answer_steps(problem, config)[-1]),
         extra_info=extra_info,
     )
 
 
-def _pair(problem: Problem, notation: Notation, seed: int) -> PreferenceRow:
+def _pair(problem: Problem, config: ArithmeticConfig, seed: int) -> PreferenceRow:
     """Make a pair whose rejected answer has one symbol changed to its neighbour, chosen by a hash.
 
     A partly trained model mostly makes such mistakes; other wrong digits would train on answers
     that it does not give.
     """
-    steps = notation.steps(problem)
+    steps = answer_steps(problem, config)
     right, symbols = steps[-1], "<>=" if problem.operation == "compare" else "0123456789"
     key = f"{seed}/wrong/{problem.canonical()}".encode()
     draw = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big")
@@ -283,7 +239,7 @@ def _pair(problem: Problem, notation: Notation, seed: int) -> PreferenceRow:
     symbol = symbols[(symbols.index(right[place]) + turn) % len(symbols)]
     wrong = right[:place] + symbol + right[place + 1 :]
     return PreferenceRow(
-        prompt=(Message("user", notation.prompt(problem)),),
+        prompt=(Message("user", prompt_text(problem, config)),),
         chosen=STEP_DELIMITER.join(steps),
         rejected=STEP_DELIMITER.join([*steps[:-1], wrong]),
         data_source=f"arithmetic/{problem.operation}",

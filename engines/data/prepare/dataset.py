@@ -1,43 +1,36 @@
 """Make the dataset artifact in the layout of `engines.data.read.dataset`.
 
+Rows that are too long for the model are dropped or refused, by the same rules and errors as in the
+training stages. An image counts with the tokens that the model's processor gives its size. If that
+is unknown (a text model, or no processor configuration), rows with images stay, and the stage that
+reads them refuses them or the model.
+
 Promises: equal configuration, sources and seed give byte-equal files. Evaluation prompts do not
 occur in the training splits unless `allow_overlap`. Dropped rows are counted in the summary.
-Memory grows with the held-out rows, by a few bytes per training row, and with the largest .json
-file, which is read whole. Imports neither torch nor transformers, so the stage starts fast.
-
-Drop rows that are too long for the model, or refuse them.
-
-Promises: the same rows and errors as in the training stages (`engines.data.read.examples`,
-`engines.data.read.pairs`); memory holds one batch of token ids, and the length of each row.
-An image counts with the tokens that the model's processor gives its size. If that is unknown (a
-text model, or no processor configuration), rows with images stay, and the stage that reads them
-refuses them or the model.
+Memory grows with the held-out rows, by a few bytes and the length of each training row, and with
+the largest .json file, which is read whole. Imports neither torch nor transformers, so the stage
+starts fast.
 """
 
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from engines.config.data import DataConfig
 from engines.config.model import ModelConfig
 from engines.data.image_store import ImageFolder, write_images
-from engines.data.prepare.sources import SourceReport
-from engines.data.prepare.splits import (
-    NO_SUITES,
-    Splits,
-    Suites,
-    check_overlap,
-    decontaminated,
-    read_splits,
-)
-from engines.data.prepare.stored_rows import StoredRows, image_folder
+from engines.data.prepare.arithmetic import generate
+from engines.data.prepare.decontamination import LeakReport, find_leaks
+from engines.data.prepare.sources import ROW_KINDS, SourceReport, load_rows
+from engines.data.prepare.stored_rows import StoredRows, image_folder, prompt_digest, stored
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.chat import render_conversations, render_prompts
 from engines.data.read.dataset import (
@@ -51,10 +44,16 @@ from engines.data.read.dataset import (
     SUMMARY_FILE,
     TOKENIZER_DIR,
 )
-from engines.data.read.examples import OnOverlong, fitting_conversations, fitting_prompts
-from engines.data.read.pairs import fitting_pairs, pair_lengths
-from engines.data.read.row_files import RowT, in_batches, write_batches
-from engines.data.read.rows import RLRow, RowError, SFTRow
+from engines.data.read.examples import (
+    CONVERSATIONS,
+    PAIRS,
+    PROMPTS,
+    pair_lengths,
+    refuse_empty,
+    within,
+)
+from engines.data.read.row_files import in_batches, write_batches
+from engines.data.read.rows import Message, PreferenceRow, RLRow, RowError, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer, DirectoryTokenizer
 from infra.errors import ConfigError
 
@@ -62,102 +61,6 @@ FindImageLength = Callable[[], Callable[[int, int], int] | None]
 """Called when a row has an image. Returns a function from width and height in pixels to the number
 of placeholder tokens, which raises `RowError` for an unsupported shape; None if unknown.
 """
-
-_FITS = 1
-"""Length of a row that stays, whatever the limit."""
-
-
-def without_overlong(
-    splits: Splits,
-    data: DataConfig,
-    max_length: int,
-    tokenizer: ChatTokenizer,
-    image_length: FindImageLength | None = None,
-) -> Splits:
-    """Return the splits without the rows that are too long, in order.
-
-    Limits are `max_length` (of `model`), for prompts `data.max_prompt_length`.
-
-    Raises:
-        ConfigError: a row is too long and `data.on_overlong` is `error`, a split becomes empty, or
-            the model does not take an image's shape.
-    """
-
-    def fitting(
-        split: str,
-        rows: StoredRows[RowT],
-        lengths: Callable[..., Iterable[int]],
-        limit: int,
-        choose: Callable[[Sequence[int], int, OnOverlong], list[int]],
-    ) -> StoredRows[RowT]:
-        if not len(rows):
-            return rows
-        found = _lengths(split, rows, partial(lengths, tokenizer=tokenizer))
-        chosen = np.zeros(len(found), bool)
-        chosen[choose(found, limit, data.on_overlong)] = True
-        return rows.only(chosen)
-
-    def fitting_of(split: str, rows: StoredRows[RLRow]) -> StoredRows[RLRow]:
-        folder = image_folder(rows.path)
-        lengths = partial(_of_prompts, folder=folder, image_length=image_length)
-        return fitting(split, rows, lengths, data.max_prompt_length, fitting_prompts)
-
-    return replace(
-        splits,
-        sft=fitting("sft", splits.sft, _of_conversations, max_length, fitting_conversations),
-        preference=fitting(
-            "preference", splits.preference, pair_lengths, max_length, fitting_pairs
-        ),
-        preference_evaluation=fitting(
-            "preference_evaluation",
-            splits.preference_evaluation,
-            pair_lengths,
-            max_length,
-            fitting_pairs,
-        ),
-        rl=fitting_of("rl", splits.rl),
-        evaluation=fitting_of("evaluation", splits.evaluation),
-    )
-
-
-def _lengths(
-    split: str, rows: StoredRows[RowT], of_batch: Callable[[Sequence[RowT]], Iterable[int]]
-) -> "array[int]":
-    found = array("q")
-    try:
-        for batch in in_batches(rows):
-            for length in of_batch(batch):
-                found.append(length)
-    except RowError as error:
-        raise ConfigError(f"data.{split}", f"row {len(found)} of the split: {error}") from None
-    return found
-
-
-def _of_conversations(rows: Sequence[SFTRow], tokenizer: ChatTokenizer) -> Iterable[int]:
-    rendered = render_conversations(tokenizer, [row.messages for row in rows])
-    return (len(each.input_ids) for each in rendered)
-
-
-def _of_prompts(
-    rows: Sequence[RLRow],
-    tokenizer: ChatTokenizer,
-    folder: ImageFolder,
-    image_length: FindImageLength | None,
-) -> Iterator[int]:
-    """Yield the tokens of prompts, with each placeholder counted as its image's tokens."""
-    num_tokens = image_length() if image_length and any(row.images for row in rows) else None
-    known = [row.prompt for row in rows if num_tokens or not row.images]
-    texts = iter(render_prompts(tokenizer, known))
-    for row in rows:
-        if not row.images:
-            yield len(next(texts))
-        elif num_tokens is None:
-            yield _FITS
-        else:
-            sizes = [folder.size(image.sha256) for image in row.images]
-            yield len(next(texts)) + sum(num_tokens(*size) - 1 for size in sizes)
-
-
 _SCHEMA_VERSION = 1
 _FILES = {
     "sft": SFT_FILE,
@@ -168,6 +71,39 @@ _FILES = {
 }
 _PAIRS = ("preference", "preference_evaluation")
 """Splits that are left out if they are empty."""
+
+
+_HELD_OUT = ("evaluation", "preference_evaluation")
+Suites = Mapping[str, Sequence[RLRow]]
+"""Held-out rows of a recipe's suites, by the section that configures their data."""
+NO_SUITES: Suites = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The rows of the splits, and by split the reports of its sources; none for generated data."""
+
+    sft: StoredRows[SFTRow]
+    rl: StoredRows[RLRow]
+    evaluation: StoredRows[RLRow]
+    preference: StoredRows[PreferenceRow]
+    preference_evaluation: StoredRows[PreferenceRow]
+    reports: Mapping[str, tuple[SourceReport, ...]]
+
+    def texts(self) -> Iterator[str]:
+        """Yield all texts that a model made from scratch will read or write."""
+        for row in self.sft:
+            yield from _texts(row.messages)
+            # The template of such a model has special tokens for all other roles.
+            yield from (f"<|{each.role}|>" for each in row.messages if each.role == "tool")
+        for rows in (self.rl, self.evaluation):
+            for row in rows:
+                yield from _texts(row.prompt)
+                if isinstance(row.reward_model.ground_truth, str):
+                    yield row.reward_model.ground_truth
+        for rows in (self.preference, self.preference_evaluation):
+            for row in rows:
+                yield from _texts((*row.prompt, *row.answers))
 
 
 @dataclass(frozen=True)
@@ -207,16 +143,11 @@ class DatasetSummary:
 
     def to_json(self) -> str:
         """Return the text of summary.json, without absent parts."""
-        values = {name: value for name, value in asdict(self).items() if name not in self._absent}
+        values = asdict(self)
+        for name in (*_PAIRS, "num_decontaminated", "num_images"):
+            if values[name] is None:
+                del values[name]
         return json.dumps({"schema": _SCHEMA_VERSION, **values}, indent=2, sort_keys=True) + "\n"
-
-    @property
-    def _absent(self) -> set[str]:
-        return {
-            name
-            for name in (*_PAIRS, "num_decontaminated", "num_images")
-            if getattr(self, name) is None
-        }
 
 
 def build_dataset(
@@ -244,12 +175,12 @@ def build_dataset(
         splits, leaks = decontaminated(read_splits(data, seed, Path(scratch)), data, suites)
         num_overlapping = check_overlap(splits, data.allow_overlap, suites)
         out_dir.mkdir(exist_ok=True)
-        _refuse_images(splits, model)
-        trained = _trained_tokenizer(splits, model, out_dir)
-        tokenizer = tokenizer if trained is None else trained
+        trained = None
+        if model and model.init == "random":
+            tokenizer = trained = _trained_tokenizer(splits, model, out_dir)
         kept = splits
         if tokenizer and model:
-            kept = without_overlong(splits, data, model.max_length, tokenizer, image_length)
+            kept = _without_overlong(splits, data, model.max_length, tokenizer, image_length)
         num_images = _write_rows(kept, out_dir)
         summary = DatasetSummary(
             **{
@@ -262,28 +193,95 @@ def build_dataset(
             num_decontaminated=leaks.num_leaked if leaks else None,
             num_images=num_images or None,
         )
-    if leaks:
-        _write_text(out_dir / DECONTAMINATION_FILE, leaks.to_json())
-    _write_text(out_dir / SUMMARY_FILE, summary.to_json())
+    for name, content in ((DECONTAMINATION_FILE, leaks), (SUMMARY_FILE, summary)):
+        if content is not None:
+            (out_dir / name).write_text(content.to_json(), encoding="utf-8", newline="")
     return summary
 
 
-def _refuse_images(splits: Splits, model: ModelConfig | None) -> None:
+def read_splits(data: DataConfig, seed: int, scratch: Path) -> Splits:
+    """Generate or read the rows into `scratch`, which must outlive them; missing splits are empty.
+
+    Raises:
+        ConfigError: the data cannot be used; names the place and the remedy.
+    """
+    rows: dict[str, Any] = {}
+    if data.arithmetic:
+        made = generate(data.arithmetic, seed)
+        for name, kind in ROW_KINDS.items():
+            rows[name] = stored(scratch / f"{name}.arrow", kind.format, made[name])
+        return Splits(**rows, reports=dict.fromkeys(ROW_KINDS, ()))
+    reports = {}
+    for name, kind in ROW_KINDS.items():
+        loaded = load_rows(getattr(data, name), name, data, seed, scratch, kind)
+        rows[name], reports[name] = loaded.rows, loaded.reports
+    return Splits(**rows, reports=reports)
+
+
+def decontaminated(
+    splits: Splits, data: DataConfig, suites: Suites = NO_SUITES
+) -> tuple[Splits, LeakReport | None]:
+    """Remove training rows that share words with held-out rows or `suites`, as `find_leaks` does.
+
+    The report is None if `data.decontamination` is null.
+    """
+    if data.decontamination is None:
+        return splits, None
+    training: dict[str, StoredRows[Any]] = {
+        name: getattr(splits, name) for name in ROW_KINDS if name not in _HELD_OUT
+    }
+    held_out = {name: getattr(splits, name) for name in _HELD_OUT} | {**suites}
+    leaks = find_leaks(training, held_out, data.decontamination)
+    kept = {
+        name: rows.only(np.delete(np.arange(len(rows)), leaks.rows_of(name)))
+        for name, rows in training.items()
+    }
+    return replace(splits, **kept), leaks
+
+
+def check_overlap(splits: Splits, allow_overlap: bool, suites: Suites = NO_SUITES) -> int:
+    """Count the held-out rows, `suites` included, whose prompt occurs in a training split.
+
+    Raises:
+        ConfigError: there are some and `allow_overlap` is false; names the first.
+    """
+    held_out = {
+        f"data.{name}": list(getattr(splits, name).prompt_digests()) for name in _HELD_OUT
+    } | {name: [prompt_digest(row.prompt) for row in rows] for name, rows in suites.items()}
+    wanted = {digest for digests in held_out.values() for digest in digests}
+    trained: dict[bytes, str] = {}
+    for split in ("rl", "sft", "preference"):
+        for row, digest in enumerate(getattr(splits, split).prompt_digests()):
+            if digest in wanted:
+                trained.setdefault(digest, f"{split} row {row}")
+    num_found = 0
+    for split, digests in held_out.items():
+        found = [row for row, digest in enumerate(digests) if digest in trained]
+        if found and not allow_overlap:
+            prompts = "prompt occurs" if len(found) == 1 else "prompts occur"
+            raise ConfigError(
+                split,
+                f"{len(found)} eval {prompts} in train (first: row {found[0]} = "
+                f"{trained[digests[found[0]]]}); remove them, or set data.allow_overlap",
+            )
+        num_found += len(found)
+    return num_found
+
+
+def _texts(messages: Iterable[Message]) -> Iterator[str]:
+    for message in messages:
+        yield message.said
+        yield from message.tools
+
+
+def _trained_tokenizer(splits: Splits, model: ModelConfig, out_dir: Path) -> DirectoryTokenizer:
     for name in ("rl", "evaluation"):
-        first = next(getattr(splits, name).images(), None)
-        if first is not None and model and model.init == "random":
+        if next(getattr(splits, name).images(), None) is not None:
             raise ConfigError(
                 "model.init",
                 f"got random; rows of data.{name} show images, which a model made from scratch "
                 "does not see; need a pretrained one; set model.path",
             )
-
-
-def _trained_tokenizer(
-    splits: Splits, model: ModelConfig | None, out_dir: Path
-) -> DirectoryTokenizer | None:
-    if model is None or model.init != "random":
-        return None
     directory = train_tokenizer(
         model.tokenizer,
         splits.texts(),
@@ -303,10 +301,6 @@ def _write_rows(splits: Splits, out_dir: Path) -> int:
     return write_images(out_dir / IMAGES_FILE, image_folder(splits.rl.path), digests)
 
 
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8", newline="")
-
-
 def _summarize(name: str, splits: Splits, kept: Splits, checked: bool) -> SplitSummary:
     rows, num_before = getattr(kept, name), len(getattr(splits, name))
     return SplitSummary(
@@ -316,3 +310,72 @@ def _summarize(name: str, splits: Splits, kept: Splits, checked: bool) -> SplitS
         data_sources=rows.num_by_source(),
         sources=splits.reports[name],
     )
+
+
+def _without_overlong(
+    splits: Splits,
+    data: DataConfig,
+    max_length: int,
+    tokenizer: ChatTokenizer,
+    image_length: FindImageLength | None,
+) -> Splits:
+    """Return the splits without the rows that are too long, in order.
+
+    Raises:
+        ConfigError: a row is too long and `data.on_overlong` is `error`, a split becomes empty, or
+            the model does not take an image's shape.
+    """
+    kept = {}
+    for name in _FILES:
+        rows = getattr(splits, name)
+        if not len(rows):
+            continue
+        limit, what = max_length, PAIRS if name in _PAIRS else CONVERSATIONS
+        lengths = _lengths(name, rows, tokenizer, image_length)
+        if name in ("rl", "evaluation"):
+            refuse_empty(lengths)
+            limit, what = data.max_prompt_length, PROMPTS
+        kept[name] = rows.only(within(lengths, limit, data.on_overlong, what))
+    return replace(splits, **kept)
+
+
+def _lengths(
+    name: str,
+    rows: StoredRows[Any],
+    tokenizer: ChatTokenizer,
+    image_length: FindImageLength | None,
+) -> "array[int]":
+    found = array("q")
+    try:
+        for batch in in_batches(rows):
+            if name == "sft":
+                rendered = render_conversations(tokenizer, [row.messages for row in batch])
+                found.extend(len(each.input_ids) for each in rendered)
+            elif name in _PAIRS:
+                found.extend(pair_lengths(batch, tokenizer))
+            else:
+                folder = image_folder(rows.path)
+                found.extend(_prompt_lengths(batch, tokenizer, folder, image_length))
+    except RowError as error:
+        raise ConfigError(f"data.{name}", f"row {len(found)} of the split: {error}") from None
+    return found
+
+
+def _prompt_lengths(
+    rows: Sequence[RLRow],
+    tokenizer: ChatTokenizer,
+    folder: ImageFolder,
+    image_length: FindImageLength | None,
+) -> Iterator[int]:
+    """Yield the tokens of prompts, with each placeholder counted as its image's tokens."""
+    num_tokens = image_length() if image_length and any(row.images for row in rows) else None
+    known = [row.prompt for row in rows if num_tokens or not row.images]
+    texts = iter(render_prompts(tokenizer, known))
+    for row in rows:
+        if not row.images:
+            yield len(next(texts))
+        elif num_tokens is None:
+            yield 1  # the row stays, whatever the limit
+        else:
+            sizes = [folder.size(image.sha256) for image in row.images]
+            yield len(next(texts)) + sum(num_tokens(*size) - 1 for size in sizes)

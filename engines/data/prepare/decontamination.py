@@ -1,31 +1,22 @@
-"""Find training texts that occur in evaluation sets, whole or as a run of words.
+"""Find training rows that share words with held-out rows, and remove or refuse them.
 
-    index = EvaluationIndex({"gsm8k": texts, ...})
-    report = index.report(training_texts)
-
-Compares words. Case, white space, character width, punctuation, marks that form no letter of their
-own, and invisible characters do not count. The point inside a number and operators before a number
-do: `3 + 4` is not `3 * 4`, which is `3 × 4`. In scripts without spaces (Han, Thai), each character
-is a word.
-An evaluation text is found in a training text if they share `num_words` words in a row; a shorter
+Prompts of held-out rows are compared with the prompts, later messages and answers of training rows;
+system messages, ground truths and held-out answers are ignored.
+Case, white space, character width, punctuation, marks that form no letter of their own, and
+invisible characters do not count. The point inside a number and operators before a number do:
+`3 + 4` is not `3 * 4`, which is `3 × 4`. In scripts without spaces (Han, Thai), each character is a
+word.
+A held-out prompt is found in a training text if they share `num_words` words in a row; a shorter
 one if all its words occur in a row. 13 words, and 8 as the minimum, follow GPT-3
 (arXiv:2005.14165, appendix C); below 8, where chance matches are many, only equal prompts count.
-A prompt with a template may equal another text with or without the template; runs inside the
-template do not count.
-Promises: exactly these matches are found; memory is bounded by the evaluation texts; equal inputs
-give equal reports.
-Does not promise: to find paraphrases, or templates that the caller did not mark.
-
-Find training rows that share words with held-out rows, and remove or refuse them.
-
-Compares, by the rules of `engines.data.prepare.decontamination`, the prompts of held-out rows with
-the prompts, later messages and answers of training rows. System messages, ground truths and
-held-out answers are ignored.
 The template of a prompt is what all prompts of its `data_source` begin or end with, if at least
 `MIN_TEMPLATE_ROWS` of them differ. Prompts may be equal with or without it, but a shared template
 alone is no leak, since all problems with one instruction would match. A short answer that equals
 a prompt without its template is no leak either.
-Promises: equal rows give equal reports, with at most one entry per training row.
+
+Promises: exactly these matches are found; memory is bounded by the held-out rows; equal rows give
+equal reports, with at most one entry per training row.
+Does not promise: to find paraphrases.
 """
 
 import json
@@ -34,14 +25,15 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from os.path import commonprefix
 from typing import Literal, Protocol, TypeAlias
 
 from engines.config.data import DecontaminationConfig
 from engines.data.read.rows import Message, PreferenceRow, RLRow, SFTRow
 from infra.errors import ConfigError
 
-NUM_WORDS = 13
-MIN_WORDS = 8
+MIN_TEMPLATE_ROWS = 8
+"""Fewer prompts may share words by chance, or because they are one problem."""
 _SCHEMA_VERSION = 1
 _WITHOUT_SPACES = (
     r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
@@ -53,50 +45,6 @@ _WORD = re.compile(
 )
 _SIGNS = {"-": "−–‐‒", "*": "×·∗⋅∙", "/": "÷∕⁄"}
 """Other signs for an operator, which NFKC does not normalize."""
-
-
-@dataclass(frozen=True)
-class SharedText:
-    """A training and an evaluation text that share words, by their numbers from 0.
-
-    `kind` is `exact` (all words of both) or `run`; `words` are the first shared ones, normalized.
-    """
-
-    training_row: int
-    evaluation_row: int
-    kind: Literal["exact", "run"]
-    words: str
-
-
-@dataclass(frozen=True)
-class SourceOverlap:
-    """Matches of one evaluation source with `num_rows` rows.
-
-    Of these, `num_exact` equal a training text and `num_shared` have any match. `num_training_rows`
-    counts the training texts that match; `first` has the first pairs, by training row.
-    """
-
-    data_source: str
-    num_rows: int
-    num_exact: int
-    num_shared: int
-    num_training_rows: int
-    first: tuple[SharedText, ...]
-
-
-@dataclass(frozen=True)
-class DecontaminationReport:
-    """Matches of training and evaluation texts; `num_words` is the length of a run."""
-
-    num_words: int
-    num_training_rows: int
-    num_shared_training_rows: int
-    sources: tuple[SourceOverlap, ...]
-
-    def to_json(self) -> str:
-        """Return the JSON text; equal reports give equal bytes."""
-        values = {"schema": _SCHEMA_VERSION, **asdict(self)}
-        return json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
 
 @dataclass(frozen=True)
@@ -137,21 +85,19 @@ class EvaluationIndex:
     def __init__(
         self,
         evaluation: Mapping[str, Iterable[str | Prompt]],
-        num_words: int = NUM_WORDS,
-        min_words: int = MIN_WORDS,
+        num_words: int = 13,
+        min_words: int = 8,
     ) -> None:
         if num_words < 1:
             raise ValueError(f"num_words: got {num_words}; need >= 1")
         self._num_words = num_words
         self._min_words = max(1, min(num_words, min_words))
-        self._num_rows = dict.fromkeys(evaluation, 0)
         # Dicts as ordered sets keep the order of the rows.
         runs: defaultdict[str, dict[Place, None]] = defaultdict(dict)
         exact: defaultdict[str, dict[Place, None]] = defaultdict(dict)
         lengths: set[int] = set()
         for source, texts in evaluation.items():
             for row, text in enumerate(texts):
-                self._num_rows[source] += 1
                 prompt = _prompt(text)
                 for words in prompt.forms:
                     exact[" ".join(words)][source, row] = None
@@ -192,56 +138,6 @@ class EvaluationIndex:
                 if run in self._runs:
                     yield "run", run, self._runs[run]
 
-    def report(self, training: Iterable[str], num_shown: int = 5) -> DecontaminationReport:
-        """Compare every training text, read once; the report shows `num_shown` pairs per source."""
-        tallies = {source: _Tally(num_shown) for source in self._num_rows}
-        num_training_rows = num_shared = 0
-        for row, text in enumerate(training):
-            num_training_rows += 1
-            found = False
-            for kind, words, places in self.shared(text):
-                found = True
-                for source, evaluation_row in places:
-                    tallies[source].add(SharedText(row, evaluation_row, kind, words))
-            num_shared += found
-        return DecontaminationReport(
-            self._num_words,
-            num_training_rows,
-            num_shared,
-            tuple(tallies[source].overlap(source, num) for source, num in self._num_rows.items()),
-        )
-
-
-class _Tally:
-    """Counts the matches of one source, in memory bounded by the source."""
-
-    def __init__(self, num_shown: int) -> None:
-        self._num_shown = num_shown
-        self._exact: set[int] = set()
-        self._shared: set[int] = set()
-        self._num_training_rows = 0
-        self._last_training_row = -1
-        self._first: dict[tuple[int, int], SharedText] = {}
-
-    def add(self, pair: SharedText) -> None:
-        self._shared.add(pair.evaluation_row)
-        if pair.kind == "exact":
-            self._exact.add(pair.evaluation_row)
-        self._num_training_rows += pair.training_row != self._last_training_row
-        self._last_training_row = pair.training_row
-        if len(self._first) < self._num_shown:
-            self._first.setdefault((pair.training_row, pair.evaluation_row), pair)
-
-    def overlap(self, source: str, num_rows: int) -> SourceOverlap:
-        return SourceOverlap(
-            source,
-            num_rows,
-            len(self._exact),
-            len(self._shared),
-            self._num_training_rows,
-            tuple(self._first.values()),
-        )
-
 
 def words_of(text: str) -> list[str]:
     """Return the words of a text as they are compared: NFKC-normalized and case-folded."""
@@ -280,10 +176,7 @@ def _runs(words: Sequence[str], length: int) -> Iterator[str]:
         yield " ".join(words[start : start + length])
 
 
-MIN_TEMPLATE_ROWS = 8
-"""Fewer prompts may share words by chance, or because they are one problem."""
 Row = SFTRow | RLRow | PreferenceRow
-_LEAKS_SCHEMA_VERSION = 1
 
 
 class Rows(Protocol):
@@ -327,12 +220,12 @@ class LeakReport:
 
     def to_json(self) -> str:
         """Return the JSON text; equal reports give equal bytes."""
-        values = {"schema": _LEAKS_SCHEMA_VERSION, **asdict(self)}
+        values = {"schema": _SCHEMA_VERSION, **asdict(self)}
         return json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
-    def rows_of(self, split: str) -> frozenset[int]:
+    def rows_of(self, split: str) -> list[int]:
         """Return the rows of a training split that share words."""
-        return frozenset(leak.row for leak in self.leaks if leak.split == split)
+        return [leak.row for leak in self.leaks if leak.split == split]
 
 
 def find_leaks(
@@ -350,34 +243,30 @@ def find_leaks(
     leaks = tuple(
         leak for split, rows in training.items() for leak in _leaks_of(split, rows, index)
     )
-    report = LeakReport(
-        num_words=config.num_words,
-        min_words=config.min_words,
-        num_rows={split: len(rows) for split, rows in (*training.items(), *held_out.items())},
-        num_leaked={split: sum(leak.split == split for leak in leaks) for split in training},
-        leaks=leaks,
-    )
-    _check(report, config)
-    return report
-
-
-def _check(report: LeakReport, config: DecontaminationConfig) -> None:
-    if report.leaks and config.action == "refuse":
-        first = report.leaks[0]
+    if leaks and config.action == "refuse":
+        first = leaks[0]
         raise ConfigError(
             "data.decontamination",
-            f"got {len(report.leaks)} training rows that share words with held-out ones (first: "
+            f"got {len(leaks)} training rows that share words with held-out ones (first: "
             f"{first.split} row {first.row} and {first.evaluation_split} row "
             f"{first.evaluation_row}: {first.words!r:.200}); need none; remove them, or set "
             "data.decontamination.action=remove",
         )
-    for split, num_leaked in report.num_leaked.items():
-        if num_leaked and num_leaked == report.num_rows[split]:
+    num_leaked = {split: sum(leak.split == split for leak in leaks) for split in training}
+    for split, rows in training.items():
+        if 0 < num_leaked[split] == len(rows):
             raise ConfigError(
                 f"data.{split}",
-                f"got {num_leaked} rows, all of which share words with held-out ones; need at "
+                f"got {len(rows)} rows, all of which share words with held-out ones; need at "
                 "least 1 other; use other data, or raise data.decontamination.num_words",
             )
+    return LeakReport(
+        num_words=config.num_words,
+        min_words=config.min_words,
+        num_rows={split: len(rows) for split, rows in (*training.items(), *held_out.items())},
+        num_leaked=num_leaked,
+        leaks=leaks,
+    )
 
 
 def _leaks_of(split: str, rows: Rows, index: EvaluationIndex) -> Iterator[Leak]:
@@ -402,23 +291,17 @@ def _later(row: Row) -> Sequence[Message]:
 
 
 def _prompts(rows: Rows) -> Iterator[tuple[Row, Prompt]]:
-    templates = _templates(rows)
+    templates: dict[str, _Template] = {}
     for row in rows:
-        yield row, Prompt(_words(row), *templates[row.data_source])
+        words = _words(row)
+        templates.setdefault(row.data_source, _Template(words)).add(words)
+    for row in rows:
+        yield row, Prompt(_words(row), *templates[row.data_source].lengths)
 
 
 def _words(row: Row) -> list[str]:
     texts = [message.said for message in row.prompt if message.role != "system"]
     return words_of("\n".join(texts))
-
-
-def _templates(rows: Rows) -> dict[str, tuple[int, int]]:
-    """Return by source how many words all its prompts begin with, and end with."""
-    found: dict[str, _Template] = {}
-    for row in rows:
-        words = _words(row)
-        found.setdefault(row.data_source, _Template(words)).add(words)
-    return {source: template.lengths for source, template in found.items()}
 
 
 class _Template:
@@ -429,23 +312,16 @@ class _Template:
         self._different: set[tuple[str, ...]] = set()
 
     def add(self, words: list[str]) -> None:
-        self._start = _common_start(self._start, words)
-        self._reversed_end = _common_start(self._reversed_end, words[::-1])
+        self._start = list(commonprefix([self._start, words]))
+        self._reversed_end = list(commonprefix([self._reversed_end, words[::-1]]))
         self._shortest = min(self._shortest, len(words))
         if len(self._different) < MIN_TEMPLATE_ROWS:
             self._different.add(tuple(words))
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Words at the start and the end, together at most those of the shortest prompt."""
+        """Words at the start and the end that all prompts share, at most the shortest prompt's."""
         if len(self._different) < MIN_TEMPLATE_ROWS:
             return 0, 0
         start = len(self._start)
         return start, min(len(self._reversed_end), self._shortest - start)
-
-
-def _common_start(first: list[str], second: list[str]) -> list[str]:
-    for place, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
-            return first[:place]
-    return min(first, second, key=len)

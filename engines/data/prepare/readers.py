@@ -1,27 +1,25 @@
 """Read raw rows from .parquet, .json, .jsonl, .csv and .tsv files, each with its place in the file.
 
-Promises: rows come in file order. A broken line or row is reported with file and number (lines
-count from 1, parquet rows from 0). Disk failures propagate as `OSError`.
-Files that end with .gz are unpacked while reading; a truncated one is an error.
 A .json file holds a list of objects, one object, or one object per line. It is read whole, since
 only its end tells whether it is a valid list; of other files a few rows are in memory.
+A .csv or .tsv file has a header, then one record per row (RFC 4180). Every value is text, an empty
+field the empty text; a field in double quotes may hold separators, line breaks and doubled quotes.
 
-Read raw rows from .csv and .tsv files: a header, then one record per row (RFC 4180).
-
-Promises: rows come in file order while the file is read. Every value is text, an empty field the
-empty text; a field in double quotes may hold separators, line breaks and doubled quotes. A record
-that is not UTF-8 or has another length than the header is a `BadRow` with its first line. After a
-wrong quote the start of records is unknown, so that is an error of the file.
-Does not promise types: a list or an object in a field is its JSON text.
+Promises: rows come in file order. A broken line, record or row is a `BadRow` with file and number
+(lines count from 1, parquet rows from 0). After a wrong quote the start of records is unknown, so
+that is an error of the file. Disk failures propagate as `OSError`. Files that end with .gz are
+unpacked while reading; a truncated one is an error.
+Does not promise types in .csv and .tsv files: a list or an object in a field is its JSON text.
 """
 
 import codecs
 import csv
 import gzip
+import io
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,19 +36,191 @@ SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _MAX_FIELD_CHARACTERS = 16 * 2**20
 """Keeps an unclosed quote from loading the rest of a large file into memory."""
 _UNKNOWN = "so what follows is not known"
+_SHOWN_CHARACTERS = 40
+_BATCH_BYTES = 64 * 2**20
+"""Limit of a parquet batch, estimated from the largest mean row size of the row groups."""
+_NO_VALUE = (ValueError, OverflowError, LookupError, pa.ArrowNotImplementedError)
+"""Raised by Arrow for a cell without a Python value, such as a far date or an unknown time zone."""
 
 
 @dataclass(frozen=True)
-class Record:
-    """One record; `line` is its first line, from 1. If `problem` is set, `fields` is empty."""
+class RawRow:
+    """A row as in its file; `place` is such as `train.jsonl:7` or `train.parquet row 17`."""
 
-    line: int
-    fields: dict[str, str]
-    problem: str | None = None
+    place: str
+    columns: Mapping[str, Any]
 
 
-def read_records(file: BinaryIO, path: Path, separator: str) -> Iterator[Record]:
+@dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be used; `unreadable` if it is not even a JSON object or record.
+
+    If columns are `absent` that its layout needs, `present` has the others.
+    """
+
+    place: str
+    problem: str
+    unreadable: bool = False
+    absent: tuple[str, ...] = ()
+    present: tuple[str, ...] = ()
+
+
+def read_file(path: Path) -> Iterator[RawRow | BadRow]:
+    """Yield the rows of a file, unusable ones as `BadRow`; `ConfigError` if the file is damaged."""
+    suffix = unpacked_suffix(path)
+    if suffix == ".parquet":
+        yield from _read_parquet(path)
+    elif suffix == ".json":
+        yield from _read_json(path)
+    else:
+        with _opened(path) as file:
+            if suffix in SEPARATORS:
+                yield from read_records(file, path, SEPARATORS[suffix])
+            else:
+                yield from _read_json_lines(file, path)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    if path.suffix.lower() != PACKED_SUFFIX:
+        with path.open("rb") as file:
+            yield file
+        return
+    try:
+        with gzip.open(path, "rb") as file:
+            yield cast("BinaryIO", file)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ConfigError(str(path), f"not a whole gzip file ({error}); copy it again") from None
+
+
+def _read_parquet(path: Path) -> Iterator[RawRow | BadRow]:
+    number = 0
+    with open_parquet(path) as file:
+        for batch in _batches(file, path):
+            try:
+                rows = batch.to_pylist()
+            except _NO_VALUE:
+                rows = [_row(batch, place) for place in range(batch.num_rows)]
+            for columns in rows:
+                place = f"{path.name} row {number}"
+                number += 1
+                if isinstance(columns, str):
+                    yield BadRow(place, columns, unreadable=True)
+                else:
+                    yield RawRow(place, columns)
+
+
+def _batches(file: pq.ParquetFile, path: Path) -> Iterator[pa.RecordBatch]:
+    num_rows = _batch_rows_of(file)
+    for group in range(file.num_row_groups):
+        problem = f"row group {group} cannot be read ({{}}); copy it again"
+        with damage_as_config_error(path, problem):
+            yield from file.iter_batches(num_rows, row_groups=[group])
+
+
+def _batch_rows_of(file: pq.ParquetFile) -> int:
+    """Return the rows per batch; fewer if they are large, such as rows with images."""
+    groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+    largest = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
+    return max(1, min(BATCH_ROWS, _BATCH_BYTES // max(1, largest)))
+
+
+def _row(batch: pa.RecordBatch, place: int) -> dict[str, Any] | str:
+    """Return a row; if a cell has no Python value, the problem as text."""
+    columns = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            columns[name] = column[place].as_py()
+        except UnicodeDecodeError as error:
+            return f"byte 0x{error.object[error.start]:02x} of a text is not UTF-8"
+        except _NO_VALUE as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            return f"column {name!r} cannot be read ({reason}); mend or leave out the column"
+    return columns
+
+
+def _read_json(path: Path) -> Iterator[RawRow | BadRow]:
+    """Yield rows from a list, one object, or (as many .json files are) one object per line."""
+    with _opened(path) as file:
+        raw = file.read()
+    try:
+        value = _parsed(raw)
+    except _BadJSON as error:
+        if error.is_longer:
+            yield from _read_json_lines(io.BytesIO(raw), path)
+            return
+        place = f"{path.name}:{error.line}" if error.line else str(path)
+        raise ConfigError(place, error.problem) from None
+    if isinstance(value, list):
+        for number, item in enumerate(value):
+            yield _object_row(item, f"{path.name} row {number}")
+    else:
+        yield _object_row(value, path.name)
+
+
+def _read_json_lines(lines: Iterable[bytes], path: Path) -> Iterator[RawRow | BadRow]:
+    for number, raw in enumerate(lines, start=1):
+        place = f"{path.name}:{number}"
+        if raw.strip():
+            try:
+                row = _object_row(_parsed(raw.rstrip(b"\r\n")), place)
+            except _BadJSON as error:
+                row = BadRow(place, error.problem, unreadable=True)
+            yield row
+
+
+class _BadJSON(Exception):
+    """A text is not JSON; `line` counts from 1, None if unknown.
+
+    It `is_longer` if a JSON value and more text were found.
+    """
+
+    def __init__(self, problem: str, line: int | None = None, is_longer: bool = False) -> None:
+        super().__init__(problem)
+        self.problem, self.line, self.is_longer = problem, line, is_longer
+
+
+def _parsed(raw: bytes) -> object:
+    """Parse a line or a file; raise `_BadJSON` if it is not UTF-8 or not JSON."""
+    raw = raw.removeprefix(codecs.BOM_UTF8)
+    try:
+        return _JSON.decode(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        before = raw[: error.start]
+        column = error.start - before.rfind(b"\n")
+        problem = f"byte 0x{raw[error.start]:02x} at column {column} is not UTF-8"
+        raise _BadJSON(problem, before.count(b"\n") + 1) from None
+    except json.JSONDecodeError as error:
+        shown = error.doc.split("\n")[error.lineno - 1].strip()
+        if len(shown) > _SHOWN_CHARACTERS:
+            shown = f"{shown[:_SHOWN_CHARACTERS]}..."
+        problem = f"not JSON ({error.msg} at column {error.colno}): {shown}"
+        raise _BadJSON(problem, error.lineno, error.msg.startswith("Extra data")) from None
+    except RecursionError:
+        raise _BadJSON("not JSON (nested too deeply)") from None
+    except ValueError as error:
+        raise _BadJSON(f"not JSON ({error})") from None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+_JSON = json.JSONDecoder(parse_constant=_refuse_constant)
+"""One decoder for all lines; `json.loads` would make one per call."""
+
+
+def _object_row(value: object, place: str) -> RawRow | BadRow:
+    if isinstance(value, dict):
+        return RawRow(place, value)
+    return BadRow(place, f"a JSON {type(value).__name__}; need an object", unreadable=True)
+
+
+def read_records(file: BinaryIO, path: Path, separator: str) -> Iterator[RawRow | BadRow]:
     """Yield the records after the header in file order; empty lines are skipped.
+
+    The place of a record is its first line. One that is not UTF-8 or has another length than the
+    header is a `BadRow`.
 
     Raises:
         ConfigError: the header is invalid, a record has wrong quotes, is cut off or has a too long
@@ -62,9 +232,11 @@ def read_records(file: BinaryIO, path: Path, separator: str) -> Iterator[Record]
     _, header = next(records, (1, []))
     names = _header(header, f"{path.name}:1", separator)
     for line, fields in records:
-        problem = _problem(names, fields)
-        known = {} if problem else zip(names, fields, strict=True)
-        yield Record(line, dict(known), problem)
+        place = f"{path.name}:{line}"
+        if problem := _problem(names, fields):
+            yield BadRow(place, problem, unreadable=True)
+        else:
+            yield RawRow(place, dict(zip(names, fields, strict=True)))
 
 
 def _lines(file: BinaryIO) -> Iterator[str]:
@@ -131,196 +303,3 @@ def _problem(names: list[str], fields: list[str]) -> str | None:
             shown = name.encode("utf-8", "replace").decode("utf-8")
             return f"byte 0x{byte:02x} in column {shown!r} is not UTF-8"
     return None
-
-
-_SHOWN_CHARACTERS = 40
-_BATCH_BYTES = 64 * 2**20
-"""Limit of a parquet batch, estimated from the largest mean row size of the row groups."""
-
-
-_NO_VALUE = (ValueError, OverflowError, LookupError, pa.ArrowNotImplementedError)
-"""Raised by Arrow for a cell without a Python value, such as a far date or an unknown time zone."""
-
-
-@dataclass(frozen=True)
-class RawRow:
-    """A row as in its file; `place` is such as `train.jsonl:7` or `train.parquet row 17`."""
-
-    place: str
-    columns: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class BadRow:
-    """A row that cannot be used; `unreadable` if it is not even a JSON object or record."""
-
-    place: str
-    problem: str
-    unreadable: bool = False
-
-
-def read_file(path: Path) -> Iterator[RawRow | BadRow]:
-    """Yield the rows of a file, unusable ones as `BadRow`; `ConfigError` if the file is damaged."""
-    suffix = unpacked_suffix(path)
-    if suffix == ".parquet":
-        return _read_parquet(path)
-    if suffix == ".json":
-        return _read_json(path)
-    if suffix in SEPARATORS:
-        return _read_separated(path, SEPARATORS[suffix])
-    return _read_json_lines(path)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    if path.suffix.lower() != PACKED_SUFFIX:
-        with path.open("rb") as file:
-            yield file
-        return
-    try:
-        with gzip.open(path, "rb") as file:
-            yield cast("BinaryIO", file)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ConfigError(str(path), f"not a whole gzip file ({error}); copy it again") from None
-
-
-def _read_parquet(path: Path) -> Iterator[RawRow | BadRow]:
-    with open_parquet(path) as file:
-        number = 0
-        for batch in _batches(file, path):
-            for columns in _batch_rows(batch):
-                place = f"{path.name} row {number}"
-                number += 1
-                if isinstance(columns, str):
-                    yield BadRow(place, columns, unreadable=True)
-                else:
-                    yield RawRow(place, columns)
-
-
-def _batches(file: pq.ParquetFile, path: Path) -> Iterator[pa.RecordBatch]:
-    num_rows = _batch_rows_of(file)
-    for group in range(file.num_row_groups):
-        problem = f"row group {group} cannot be read ({{}}); copy it again"
-        with damage_as_config_error(path, problem):
-            yield from file.iter_batches(num_rows, row_groups=[group])
-
-
-def _batch_rows_of(file: pq.ParquetFile) -> int:
-    """Return the rows per batch; fewer if they are large, such as rows with images."""
-    groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
-    largest = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
-    return max(1, min(BATCH_ROWS, _BATCH_BYTES // max(1, largest)))
-
-
-def _batch_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | str]:
-    """Yield rows; for a row with a cell that has no Python value, the problem as text."""
-    try:
-        rows = batch.to_pylist()
-    except _NO_VALUE:
-        rows = (_row(batch, place) for place in range(batch.num_rows))
-    yield from rows
-
-
-def _row(batch: pa.RecordBatch, place: int) -> dict[str, Any] | str:
-    columns = {}
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        try:
-            columns[name] = column[place].as_py()
-        except UnicodeDecodeError as error:
-            return f"byte 0x{error.object[error.start]:02x} of a text is not UTF-8"
-        except _NO_VALUE as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            return f"column {name!r} cannot be read ({reason}); mend or leave out the column"
-    return columns
-
-
-def _read_json(path: Path) -> Iterator[RawRow | BadRow]:
-    """Yield rows from a list, one object, or (as many .json files are) one object per line."""
-    with _opened(path) as file:
-        raw = file.read()
-    text = decode_utf8(raw)
-    if isinstance(text, BadRow):
-        line = raw[: int(text.place)].count(b"\n") + 1
-        raise ConfigError(f"{path.name}:{line}", text.problem)
-    try:
-        value = _JSON.decode(text)
-    except json.JSONDecodeError as error:
-        if error.msg.startswith("Extra data"):
-            yield from _read_json_lines(path)
-            return
-        raise ConfigError(
-            f"{path.name}:{error.lineno}", _not_json(error, text.split("\n")[error.lineno - 1])
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(str(path), f"not JSON ({_reason(error)})") from None
-    if isinstance(value, list):
-        for number, item in enumerate(value):
-            yield _object_row(item, f"{path.name} row {number}")
-    else:
-        yield _object_row(value, path.name)
-
-
-def _read_json_lines(path: Path) -> Iterator[RawRow | BadRow]:
-    with _opened(path) as lines:
-        for number, raw in enumerate(lines, start=1):
-            place = f"{path.name}:{number}"
-            if not raw.strip():
-                continue
-            text = decode_utf8(raw.rstrip(b"\r\n"))
-            if isinstance(text, BadRow):
-                yield BadRow(place, text.problem, unreadable=True)
-                continue
-            try:
-                value = _JSON.decode(text)
-            except json.JSONDecodeError as error:
-                yield BadRow(place, _not_json(error, text), unreadable=True)
-            except (ValueError, RecursionError) as error:
-                yield BadRow(place, f"not JSON ({_reason(error)})", unreadable=True)
-            else:
-                yield _object_row(value, place)
-
-
-def _read_separated(path: Path, separator: str) -> Iterator[RawRow | BadRow]:
-    with _opened(path) as file:
-        for record in read_records(file, path, separator):
-            place = f"{path.name}:{record.line}"
-            if record.problem is None:
-                yield RawRow(place, record.fields)
-            else:
-                yield BadRow(place, record.problem, unreadable=True)
-
-
-def decode_utf8(raw: bytes) -> str | BadRow:
-    """Decode a line or file; else return a `BadRow` whose `place` is the byte offset."""
-    raw = raw.removeprefix(codecs.BOM_UTF8)
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        column = error.start - (raw.rfind(b"\n", 0, error.start) + 1) + 1
-        problem = f"byte 0x{raw[error.start]:02x} at column {column} is not UTF-8"
-        return BadRow(str(error.start), problem, unreadable=True)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-_JSON = json.JSONDecoder(parse_constant=_refuse_constant)
-"""One decoder for all lines; `json.loads` would make one per call."""
-
-
-def _object_row(value: object, place: str) -> RawRow | BadRow:
-    if isinstance(value, dict):
-        return RawRow(place, value)
-    return BadRow(place, f"a JSON {type(value).__name__}; need an object", unreadable=True)
-
-
-def _not_json(error: json.JSONDecodeError, line: str) -> str:
-    shown = line.strip()
-    if len(shown) > _SHOWN_CHARACTERS:
-        shown = f"{shown[:_SHOWN_CHARACTERS]}..."
-    return f"not JSON ({error.msg} at column {error.colno}): {shown}"
-
-
-def _reason(error: Exception) -> str:
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error)

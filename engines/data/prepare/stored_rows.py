@@ -12,7 +12,7 @@ Does not promise: a stable format; the file is deleted once the data set is writ
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -78,10 +78,10 @@ class StoredRows(Generic[RowT]):
             for batch in self.batches():
                 yield from batch.column("images").flatten().to_pylist()
 
-    def only(self, chosen: np.ndarray) -> "StoredRows[RowT]":
-        """Return the rows where `chosen`, (len(self),) bool, is True."""
-        kept = self.kept.copy()
-        kept[self.kept] = chosen
+    def only(self, places: Sequence[int] | np.ndarray) -> "StoredRows[RowT]":
+        """Return the rows at these places, which are ascending and at most once each."""
+        kept = np.zeros_like(self.kept)
+        kept[np.flatnonzero(self.kept)[places]] = True
         return replace(self, kept=kept)
 
     def prompt_digests(self) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""Conversations to token ids and loss masks.
+"""Conversations to token ids and loss masks, by Jinja chat templates.
 
 Promises: the ids before an answer are exactly those that a rollout gets for the same messages, so
 supervised and RL training see the same prompt. The loss mask is 1 on every assistant turn, up to
@@ -7,18 +7,16 @@ there is no chat template, it fails, or the answers cannot be told apart.
 Answers are found by rendering the conversation up to and after each answer; every rendering must
 continue the previous one. If a template rewrites earlier turns, its own `{% generation %}` blocks
 are used.
-Does not promise: that the template is the one the model was trained with.
-
-Render Jinja chat templates; holds the template of models made from scratch.
-
-Promises: equal messages give equal text on every day and machine; there is no clock, so a template
-that requires `strftime_now` is refused. Templates come with models, so they run in Jinja's
-immutable sandbox. Template errors become one line that names the template's line.
-Renders what transformers renders for text, images and tools, but no documents. If a template
-fails on calls in transformers' form, the other forms of `_NULLS` and `_ARGUMENTS` are tried.
+Equal messages give equal text on every day and machine; there is no clock, so a template that
+requires `strftime_now` is refused. Templates come with models, so they run in Jinja's immutable
+sandbox. Template errors become one line that names the template's line.
+Does not promise: that the template is the one the model was trained with. Renders what
+transformers renders for text, images and tools, but no documents. If a template fails on calls in
+transformers' form, the other forms of `_NULLS` and `_ARGUMENTS` are tried.
 """
 
 import json
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -51,12 +49,8 @@ DEFAULT_CHAT_TEMPLATE = (
 
 # Private-use characters mark the assistant's spans; they are removed before tokenization.
 _SPAN_START, _SPAN_END = "\U000f0000", "\U000f0001"
-
-
 _FAILURES = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
 """Exceptions that a template may raise."""
-
-
 _NULLS: tuple[dict[str, Any], ...] = ({}, {"content": None}, {"content": ""})
 """Forms of the content of a message that has only calls: absent (transformers), null (DeepSeek's
 templates), or empty text (templates that append to it).
@@ -65,7 +59,6 @@ _ARGUMENTS: tuple[Callable[[str], Any], ...] = (json.loads, str)
 """Forms of a call's arguments: an object (transformers), or JSON text (DeepSeek's templates append
 it).
 """
-_Form = tuple[dict[str, Any], Callable[[str], Any]]
 
 
 @dataclass(frozen=True)
@@ -88,7 +81,7 @@ def render(
     Raises:
         ConfigError: the template does not compile or fails; names line and message.
     """
-    compiled = _compile(template)
+    compiled = _compiled(_ENVIRONMENT, template, "model.chat_template")
     others = {
         "tools": [json.loads(tool) for each in messages[:1] for tool in each.tools] or None,
         "documents": None,
@@ -96,47 +89,36 @@ def render(
         **(special_tokens or {}),
     }
 
-    def written(form: _Form) -> str:
-        return compiled.render(messages=[_turn(message, form) for message in messages], **others)
-
-    try:
-        marked = _in_a_form(written, messages)
-    except _FAILURES as error:
-        roles = ", ".join(message.role for message in messages)
-        raise ConfigError(
-            "model.chat_template",
-            f"{_where(error)}{type(error).__name__}: {error}; rendering {len(messages)} messages "
-            f"({roles}); need a template for these roles",
-        ) from None
-    return _take_spans(marked)
-
-
-def _in_a_form(written: Callable[[_Form], str], messages: Sequence[Message]) -> str:
-    """Render calls in the first form that the template accepts; if none, raise the first error."""
     has_null = any(message.content_is_null for message in messages)
     has_calls = any(message.tool_calls for message in messages)
     failed: list[Exception] = []
     for form in product(_NULLS if has_null else _NULLS[:1], _ARGUMENTS[: 1 + has_calls]):
         try:
-            return written(form)
+            turns = [_turn(message, *form) for message in messages]
+            return _take_spans(compiled.render(messages=turns, **others))
         except _FAILURES as error:
             failed.append(error)
-    raise failed[0]
+    roles = ", ".join(message.role for message in messages)
+    raise ConfigError(
+        "model.chat_template",
+        f"{_located(failed[0])}; rendering {len(messages)} messages ({roles}); need a template for "
+        "these roles",
+    )
 
 
 def _content(message: Message) -> str | list[dict[str, str]]:
     if not message.images:
         return message.content
-    first, *others = message.content.split(IMAGE_MARK)
-    parts = [{"type": "text", "text": first}]
-    for text in others:
+    parts = []
+    for text in message.content.split(IMAGE_MARK):
         parts += ({"type": "image"}, {"type": "text", "text": text})
-    return [part for part in parts if part.get("text") != ""]
+    return [part for part in parts[1:] if part.get("text") != ""]
 
 
-def _turn(message: Message, form: _Form) -> dict[str, Any]:
+def _turn(
+    message: Message, null: dict[str, Any], arguments: Callable[[str], Any]
+) -> dict[str, Any]:
     """Return the message as templates expect it, without empty keys."""
-    null, arguments = form
     said = null if message.content_is_null else {"content": _content(message)}
     turn: dict[str, Any] = {"role": message.role, **said}
     if message.is_plain:
@@ -159,18 +141,11 @@ def render_text(template: str, values: Mapping[str, Any], setting: str) -> str:
     Raises:
         ConfigError: the template at `setting` does not compile or fails; names the line.
     """
-    strict = _environment().overlay(undefined=jinja2.StrictUndefined)
     try:
-        return strict.from_string(template).render(**values)
-    except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(
-            setting, f"line {error.lineno}: {error.message}; need valid Jinja"
-        ) from None
+        return _compiled(_STRICT, template, setting).render(**values)
     except _FAILURES as error:
         raise ConfigError(
-            setting,
-            f"{_where(error)}{type(error).__name__}: {error}; need a text of: "
-            f"{', '.join(sorted(values))}",
+            setting, f"{_located(error)}; need a text of: {', '.join(sorted(values))}"
         ) from None
 
 
@@ -188,46 +163,8 @@ class _GenerationBlock(jinja2.ext.Extension):
         return f"{_SPAN_START}{caller()}{_SPAN_END}"
 
 
-@lru_cache(maxsize=1)
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    return environment
-
-
-@lru_cache(maxsize=16)
-def _compile(template: str) -> jinja2.Template:
-    try:
-        return _environment().from_string(template)
-    except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(
-            "model.chat_template", f"line {error.lineno}: {error.message}; need valid Jinja"
-        ) from None
-
-
-def _take_spans(marked: str) -> Rendered:
-    spans: list[tuple[int, int]] = []
-    pieces: list[str] = []
-    length = 0
-    for place, part in enumerate(marked.split(_SPAN_START)):
-        inside, _, after = part.partition(_SPAN_END) if place else ("", "", part)
-        if inside:
-            spans.append((length, length + len(inside)))
-        pieces += (inside, after)
-        length += len(inside) + len(after)
-    return Rendered("".join(pieces), tuple(spans))
-
-
-def _where(error: Exception) -> str:
-    line, traceback = None, error.__traceback__
-    while traceback is not None:
-        if traceback.tb_frame.f_code.co_filename == "<template>":
-            line = traceback.tb_lineno
-        traceback = traceback.tb_next
-    return f"line {line}: " if line else ""
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
 
 
 def _to_json(
@@ -246,8 +183,43 @@ def _to_json(
     )
 
 
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+_ENVIRONMENT = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+)
+_ENVIRONMENT.filters["tojson"] = _to_json
+_ENVIRONMENT.globals["raise_exception"] = _raise_exception
+_STRICT = _ENVIRONMENT.overlay(undefined=jinja2.StrictUndefined)
+
+
+@lru_cache(maxsize=16)
+def _compiled(environment: jinja2.Environment, template: str, setting: str) -> jinja2.Template:
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(
+            setting, f"line {error.lineno}: {error.message}; need valid Jinja"
+        ) from None
+
+
+def _take_spans(marked: str) -> Rendered:
+    spans: list[tuple[int, int]] = []
+    pieces: list[str] = []
+    length = 0
+    for place, part in enumerate(marked.split(_SPAN_START)):
+        inside, _, after = part.partition(_SPAN_END) if place else ("", "", part)
+        if inside:
+            spans.append((length, length + len(inside)))
+        pieces += (inside, after)
+        length += len(inside) + len(after)
+    return Rendered("".join(pieces), tuple(spans))
+
+
+def _located(error: Exception) -> str:
+    """Return the error with the line of the template."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
+    where = f"line {lines[-1]}: " if lines else ""
+    return f"{where}{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True)
@@ -332,14 +304,13 @@ def _pieces(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> list[tuple
         rendered = _render_all if place == len(messages) - 1 else _render
         answered = rendered(tokenizer, messages[: place + 1]).text
         if not prompt.startswith(done) or not answered.startswith(prompt):
-            return _marked_pieces(tokenizer, messages)
+            return _marked_pieces(_render(tokenizer, messages))
         pieces += ((prompt[len(done) :], False), (answered[len(prompt) :], True))
         done = answered
     return [piece for piece in pieces if piece[0]]
 
 
-def _marked_pieces(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> list[tuple[str, bool]]:
-    rendered = _render(tokenizer, messages)
+def _marked_pieces(rendered: Rendered) -> list[tuple[str, bool]]:
     if not rendered.spans:
         raise ConfigError(
             "model.chat_template",
@@ -360,9 +331,9 @@ def _end_of_turn(piece: Sequence[int], eos_token_id: int | None, special: frozen
     A rollout stops there, so a line break that the template writes after it is never sampled.
     """
     for ends in ({eos_token_id}, special):
-        for place in range(len(piece), 0, -1):
-            if piece[place - 1] in ends:
-                return place
+        places = [place for place, token in enumerate(piece, start=1) if token in ends]
+        if places:
+            return places[-1]
     return len(piece)
 
 

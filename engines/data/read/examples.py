@@ -1,24 +1,34 @@
 """Tokenize rows for the training and rollout loops.
 
-Promises: no sequence exceeds its limit, none is cut, and every dropped one is counted; ids and
-order are a pure function of rows and tokenizer.
+Promises: no sequence exceeds its limit and none is cut; ids and order are a pure function of rows
+and tokenizer.
 """
 
+import math
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from engines.data.read.chat import RenderedConversation, render_conversations, render_prompts
-from engines.data.read.lazy_sequence import ByPlace, Chosen, PackedConversations, PackedTokens
+from engines.data.read.chat import (
+    RenderedConversation,
+    render_conversations,
+    render_prompts,
+    render_whole,
+)
+from engines.data.read.lazy_sequence import ByPlace, PackedConversations, PackedTokens
 from engines.data.read.row_files import in_batches
-from engines.data.read.rows import RLRow, RowError, SFTRow
+from engines.data.read.rows import PreferenceRow, RLRow, RowError, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer
 from infra.errors import ConfigError
 
 OnOverlong = Literal["error", "drop"]
 """Values of `data.on_overlong`."""
+CONVERSATIONS = ("model.max_length", "conversations")
+"""Arguments `what` of `within`."""
+PAIRS = ("model.max_length", "pairs")
+PROMPTS = ("data.max_prompt_length", "prompts")
 Choose = Callable[[Sequence[int]], Sequence[int]]
 """Given the length of each sequence in tokens, returns the indices to keep, ascending."""
 Expanded = Callable[[RLRow, Sequence[int]], tuple[int, ...]]
@@ -29,11 +39,10 @@ raises `RowError` if the placeholders do not match the row's images.
 
 @dataclass(frozen=True)
 class SFTExamples:
-    """The tokenized supervised split; `indices` are the examples' rows, `lengths` are in tokens."""
+    """The tokenized supervised split in row order; `lengths` are in tokens."""
 
     examples: Sequence[RenderedConversation]
     lengths: Sequence[int]
-    indices: Sequence[int]
     data_sources: Sequence[str]
 
 
@@ -88,13 +97,12 @@ class RLPrompts(ByPlace[RLPrompt]):
         return RLPrompt(row, self._rows[row], self._prompt_ids[row])
 
 
-def sft_examples(
-    rows: Iterable[SFTRow],
-    tokenizer: ChatTokenizer,
-    max_length: int,
-    on_overlong: OnOverlong | None = None,
-) -> SFTExamples:
-    """Tokenize supervised rows, read once, and return those that fit `max_length`; see `within`."""
+def sft_examples(rows: Iterable[SFTRow], tokenizer: ChatTokenizer, max_length: int) -> SFTExamples:
+    """Tokenize supervised rows, which are read once.
+
+    Raises:
+        ConfigError: there are none, or one has more than `max_length` tokens.
+    """
     packed = PackedConversations()
     sources: list[str] = []
     for batch in in_batches(rows):
@@ -102,10 +110,8 @@ def sft_examples(
         for rendered in render_conversations(tokenizer, [row.messages for row in batch]):
             packed.append(rendered)
     lengths = packed.lengths
-    kept = fitting_conversations(lengths, max_length, on_overlong)
-    return SFTExamples(
-        Chosen(packed, kept), [lengths[i] for i in kept], kept, [sources[i] for i in kept]
-    )
+    within(lengths, max_length, None, CONVERSATIONS)
+    return SFTExamples(packed, lengths, sources)
 
 
 def rl_prompts(
@@ -134,7 +140,7 @@ def rl_prompts(
             packed.append(_expanded(row, ids, len(packed), expanded))
             shows_images.append(bool(row.images))
     lengths = packed.lengths
-    _refuse_empty(lengths)
+    refuse_empty(lengths)
     kept = range(len(lengths)) if choose is None else choose(lengths)
     return RLPrompts(rows, packed, sources, kept, shows_images)
 
@@ -156,22 +162,8 @@ def _expanded(
     return tuple(prompt_ids)
 
 
-def fitting_conversations(
-    lengths: Sequence[int], max_length: int, on_overlong: OnOverlong | None
-) -> list[int]:
-    """Return the indices of the supervised rows that fit; see `within`."""
-    return within(lengths, max_length, on_overlong, ("model.max_length", "conversations"))
-
-
-def fitting_prompts(
-    lengths: Sequence[int], max_prompt_length: int, on_overlong: OnOverlong
-) -> list[int]:
-    """Return the indices of the prompts that fit (see `within`); refuse prompts without tokens."""
-    _refuse_empty(lengths)
-    return within(lengths, max_prompt_length, on_overlong, ("data.max_prompt_length", "prompts"))
-
-
-def _refuse_empty(lengths: Sequence[int]) -> None:
+def refuse_empty(lengths: Sequence[int]) -> None:
+    """Raise `ConfigError` for prompts without tokens."""
     if 0 in lengths:
         raise ConfigError(
             "model.chat_template",
@@ -210,3 +202,115 @@ def within(
     if not kept:
         raise ConfigError(field, f"0 of {len(lengths)} {noun} have at most {limit} tokens")
     return kept
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two tokenized answers with their prompt; `margin` is None if unknown."""
+
+    index: int
+    chosen: RenderedConversation
+    rejected: RenderedConversation
+    margin: float | None
+    data_source: str
+
+
+class Pairs(ByPlace[Pair]):
+    """Tokenized pairs, 5 bytes per token; each `Pair` is made on access.
+
+    `sides` is in the order of `Render`; an unknown margin is NaN. `lengths` has the tokens of the
+    longer conversation of each pair.
+    """
+
+    def __init__(
+        self, sides: PackedConversations, margins: Sequence[float], data_sources: Sequence[str]
+    ) -> None:
+        self._sides, self._margins = sides, margins
+        self.data_sources = data_sources
+        self.lengths = array("q", longer_sides(sides.lengths))
+
+    def __len__(self) -> int:
+        return len(self._margins)
+
+    def at(self, place: int) -> Pair:
+        """Return one pair."""
+        chosen, rejected = self._sides[2 * place : 2 * place + 2]
+        margin = self._margins[place]
+        known = None if math.isnan(margin) else margin
+        return Pair(place, chosen, rejected, known, self.data_sources[place])
+
+
+Render = Callable[[Sequence[PreferenceRow], ChatTokenizer], Sequence[RenderedConversation]]
+"""For each row in turn, returns the chosen conversation and the rejected one."""
+
+
+def as_policy(
+    rows: Sequence[PreferenceRow], tokenizer: ChatTokenizer
+) -> Sequence[RenderedConversation]:
+    """Tokenize pairs as a policy reads them (see `Render`): only the last answer has loss mask 1.
+
+    Earlier answers in the prompt are common to both sides and were not chosen.
+    """
+    both = [conversation for row in rows for conversation in row.conversations]
+    return [_last_answer(each) for each in render_conversations(tokenizer, both)]
+
+
+def as_reward_model(
+    rows: Sequence[PreferenceRow], tokenizer: ChatTokenizer
+) -> Sequence[RenderedConversation]:
+    """Tokenize pairs as a reward model reads them: only the last token has loss mask 1.
+
+    Raises:
+        ConfigError: a conversation has fewer than two tokens.
+    """
+    both = [conversation for row in rows for conversation in row.conversations]
+    whole = render_whole(tokenizer, both)
+    shortest = min(map(len, whole))
+    if shortest < 2:
+        raise ConfigError(
+            "model.chat_template",
+            f"renders an answer of the pairs with its prompt to {shortest} tokens; need a template "
+            "that writes the messages; set another",
+        )
+    return [RenderedConversation(ids, (*([0] * (len(ids) - 1)), 1)) for ids in whole]
+
+
+def read_pairs(
+    rows: Iterable[PreferenceRow], tokenizer: ChatTokenizer, max_length: int, render: Render
+) -> Pairs:
+    """Tokenize pairs in row order with `render`, which is `as_policy` or `as_reward_model`.
+
+    `rows` are read once and may be empty.
+
+    Raises:
+        ConfigError: a conversation has more than `max_length` tokens.
+    """
+    sides = PackedConversations()
+    margins, sources = array("d"), list[str]()
+    for batch in in_batches(rows):
+        for rendered in render(batch, tokenizer):
+            sides.append(rendered)
+        margins.extend(math.nan if row.margin is None else row.margin for row in batch)
+        sources += [sys.intern(row.data_source) for row in batch]
+    pairs = Pairs(sides, margins, sources)
+    if sources:
+        within(pairs.lengths, max_length, None, PAIRS)
+    return pairs
+
+
+def longer_sides(lengths: Sequence[int]) -> list[int]:
+    """Return the tokens of the longer conversation of each pair; see `Render` for the order."""
+    return list(map(max, lengths[::2], lengths[1::2]))
+
+
+def pair_lengths(rows: Sequence[PreferenceRow], tokenizer: ChatTokenizer) -> list[int]:
+    """Return the tokens of the longer conversation of each pair, rendered by `as_policy`."""
+    return longer_sides([len(side.input_ids) for side in as_policy(rows, tokenizer)])
+
+
+def _last_answer(conversation: RenderedConversation) -> RenderedConversation:
+    mask = conversation.loss_mask
+    end = next((place for place in range(len(mask), 0, -1) if mask[place - 1]), 0)
+    start = next((place for place in range(end, 0, -1) if not mask[place - 1]), 0)
+    last = tuple(int(start <= place < end) for place in range(len(mask)))
+    return RenderedConversation(conversation.input_ids, last)

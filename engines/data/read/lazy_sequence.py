@@ -1,12 +1,9 @@
-"""Sequences whose items are made on access.
+"""Sequences that hold few Python objects: their items are made or read on access.
 
-Random access to the rows of a file that is larger than memory.
-
-A parquet row group can only be read whole. So the rows are copied once, uncompressed, to a scratch
-file, from which a read loads a few rows. It has no name, so it disappears with the process. If the
-disk is too small for it, the operating system's error is raised.
-
-Token ids of many texts in one array: 4 bytes per token, no Python object per text.
+A parquet row group can only be read whole. So `MappedRows` copies the rows of a file once,
+uncompressed, to a scratch file, from which a read loads a few rows. It has no name, so it
+disappears with the process. If the disk is too small for it, the operating system's error is
+raised. Token ids of many texts are in one array: 4 bytes per token, no Python object per text.
 """
 
 import tempfile
@@ -42,20 +39,6 @@ class ByPlace(Sequence[Item]):
     def __getitem__(self, place: int | slice) -> Item | Sequence[Item]:
         places = range(len(self))[place]
         return self.at(places) if isinstance(places, int) else [self.at(each) for each in places]
-
-
-class Chosen(ByPlace[Item]):
-    """The items of a sequence at the given indices."""
-
-    def __init__(self, items: Sequence[Item], places: Sequence[int]) -> None:
-        self._items, self._places = items, array("q", places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def at(self, place: int) -> Item:
-        """Return one item."""
-        return self._items[self._places[place]]
 
 
 class Made(ByPlace[Item]):

@@ -1,17 +1,14 @@
 """Make rows from raw columns in the published forms of the row schema.
 
-Promises: every function raises `RowError` if a column is missing, null or of the wrong shape, with
-the path of the first problem. Reads `ground_truth_json` of a data set's own files as a JSON value.
-Does not promise: other layouts; `engines.data.prepare.preprocessors` reads those.
+Lists and objects may be JSON text, since tables of text hold nothing else. A table gives every
+object the keys of all objects, with null for absent ones; so nulls are dropped from tools and from
+arguments given as objects. To keep a null, give them as JSON text.
 
-Parse raw columns as messages, lists and objects, in the forms that readers deliver.
-
-Promises: every function raises `RowError` for a value of another shape, with the path of the first
-problem; the argument `name` or `where` is the start of that path.
-Lists and objects may be JSON text, since tables of text hold nothing else.
-A table gives every object the keys of all objects, with null for absent ones. So nulls are dropped
-from tools and from arguments given as objects; to keep a null, give them as JSON text.
-Does not promise: the order of messages; `engines.data.read.rows` checks it.
+Promises: every function raises `RowError` if a value is missing, null or of the wrong shape, with
+the path of the first problem; the argument `name` or `where` is the start of that path. Reads
+`ground_truth_json` of a data set's own files as a JSON value.
+Does not promise: other layouts, which `engines.data.prepare.preprocessors` reads, nor the order of
+messages, which `engines.data.read.rows` checks.
 """
 
 import json
@@ -309,8 +306,6 @@ def parse_number(value: object, name: str, need: str = "a number") -> float:
 
 
 def _with_extras(messages: Sequence[Message], columns: Mapping[str, Any]) -> tuple[Message, ...]:
-    if not columns.get("tools") and not columns.get("images"):
-        return tuple(messages)
     offered = with_tools(messages, parse_tools(columns.get("tools"), "tools"))
     return with_images(offered, parse_images(columns.get("images"), "images"))
 

@@ -251,11 +251,6 @@ class PreferenceRow:
         return chosen, rejected
 
 
-def prompt_of(pair: PreferenceRow) -> RLRow:
-    """Return the prompt of a pair as an RL row without ground truth, for a judge to score."""
-    return RLRow(pair.data_source, pair.prompt, "chat", RewardModel("model", None))
-
-
 def check_roles(messages: Sequence[Message], name: str, last: Sequence[str]) -> None:
     """Check the order of roles: an optional system message, then user and assistant in turn.
 

@@ -36,7 +36,12 @@ from engines.config.rules.models import (
 )
 from engines.config.training import TrainingConfig
 from engines.data.prepare.arithmetic import generate
-from engines.data.prepare.sources import first_preference_row, first_rl_row, first_sft_row
+from engines.data.prepare.sources import (
+    PREFERENCE_ROWS,
+    RL_ROWS,
+    SFT_ROWS,
+    first_usable_row,
+)
 from engines.data.read.chat import render_conversations, render_prompts
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
@@ -60,18 +65,18 @@ def first_rows(
     if a column is missing, no row is usable or the template fails.
     """
     for path, place in _local(data, section, ("sft",)):
-        row = first_sft_row(data.sft[place], path)
+        row = first_usable_row(data.sft[place], path, SFT_ROWS)
         if tokenizer is not None:
             render_conversations(tokenizer, [row.messages])
     for split in ("preference", "preference_evaluation"):
         for path, place in _local(data, section, (split,)):
-            pair = first_preference_row(getattr(data, split)[place], path)
+            pair = first_usable_row(getattr(data, split)[place], path, PREFERENCE_ROWS)
             if tokenizer is not None:
                 render_conversations(tokenizer, pair.conversations)
     rows: dict[str, RLRow] = {}
     for split in _PROMPTS:
         for path, place in _local(data, section, (split,)):
-            rows[path] = first_rl_row(getattr(data, split)[place], path)
+            rows[path] = first_usable_row(getattr(data, split)[place], path, RL_ROWS)
             if tokenizer is not None:
                 look_at_prompt(rows[path], tokenizer)
     return rows
@@ -125,7 +130,7 @@ def generated_row(data: DataConfig) -> RLRow | None:
     if data.arithmetic is None:
         return None
     few = data.arithmetic.model_copy(update={"num_sft": 1, "num_rl": 1, "num_eval": 1})
-    return generate(few, seed=0).rl[0]
+    return generate(few, seed=0)["rl"][0]
 
 
 def _local(data: DataConfig, section: str, splits: tuple[str, ...]) -> list[tuple[str, int]]:

@@ -14,7 +14,7 @@ A refused model would fail or be computed wrongly; the first forward pass may re
 Passes images into the prefill of a rollout model, with their rotary positions.
 
 Promises: features and positions are those of the trainer's forward pass
-(`engines.vision.positions`). Behind the prompt a rotary position is the place plus a fixed offset,
+(`engines.vision.processor`). Behind the prompt a rotary position is the place plus a fixed offset,
 since an image takes fewer positions than places. A placeholder is never sampled; its small
 probability is missing from the distribution, while the trainer's distribution includes it.
 """
@@ -53,8 +53,7 @@ from engines.rollout.transformers.decoder import Decoder, is_covered
 from engines.training.backends.transformers.head import LogprobHead
 from engines.training.model.linear_logprobs import Targets
 from engines.types import TokenBatch
-from engines.vision.positions import image_positions
-from engines.vision.processor import ImageProcessor
+from engines.vision.processor import ImageProcessor, image_positions
 from engines.weight_sync.base import WeightDigest
 from infra.errors import ConfigError
 

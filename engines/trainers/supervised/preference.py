@@ -32,9 +32,9 @@ from engines.algorithms.preference.pair_objective import PairObjective, sigmoid_
 from engines.config.sections import PreferenceConfig, RewardTrainingConfig
 from engines.controller.model_worker import ModelWorker
 from engines.controller.worker_group import WorkerGroup
-from engines.data.order.training_order import VisitedRow
+from engines.data.order import VisitedRow
+from engines.data.read.examples import Pair
 from engines.data.read.lazy_sequence import Made
-from engines.data.read.pairs import Pair
 from engines.trainers.evaluation.sampled import share_interval, sums_by_problem
 from engines.trainers.guards import ROW
 from engines.training import spec

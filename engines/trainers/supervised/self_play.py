@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engines.config.rollout import SamplingConfig
-from engines.data.order.mixing import ResumableOrder
-from engines.data.read.examples import RLPrompt
-from engines.data.read.pairs import pair_lengths
+from engines.data.order import ResumableOrder
+from engines.data.read.examples import RLPrompt, pair_lengths
 from engines.data.read.rows import PreferenceRow, RewardModel, RLRow, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer
 from engines.rewards.base import Score

@@ -10,7 +10,7 @@ import torch
 
 from engines.algorithms.supervised import sft_loss_fn
 from engines.controller.worker_group import WorkerGroup
-from engines.data.order.training_order import VisitedRow
+from engines.data.order import VisitedRow
 from engines.data.read.examples import SFTExamples
 from engines.data.read.lazy_sequence import Made
 from engines.trainers.guards import ROW
@@ -70,8 +70,8 @@ class Conversations:
     measures_every = None
 
     def __init__(self, examples: SFTExamples) -> None:
-        self._examples, self._rows = examples.examples, examples.indices
-        self._sources, self._lengths = examples.data_sources, examples.lengths
+        self._examples, self._lengths = examples.examples, examples.lengths
+        self._sources = examples.data_sources
         self.loss_fn: LossFn = sft_loss_fn()
 
     @property
@@ -106,4 +106,4 @@ class Conversations:
 
     def name_of(self, row: int) -> str:
         """Return the row's number in the data."""
-        return f"row {self._rows[row]} of data.sft"
+        return f"row {row} of data.sft"

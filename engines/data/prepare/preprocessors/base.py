@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 from engines.config.base import StrictModel
-from engines.data.read.rows import PreferenceRow, RLRow, RowError, SFTRow, check_text
+from engines.data.read.rows import (
+    Message,
+    PreferenceRow,
+    RewardModel,
+    RLRow,
+    RowError,
+    SFTRow,
+    check_text,
+)
 
 OptionsT = TypeVar("OptionsT", bound=StrictModel)
 
@@ -38,8 +46,12 @@ class Preprocessor(Generic[OptionsT]):
         return "format"
 
     def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
-        """Make an RL or evaluation row; the columns of `rl_columns` are present."""
-        raise RowError("this layout has no ground truth")
+        """Make an RL or evaluation row; the columns of `rl_columns` are present.
+
+        Of a layout of pairs it is the prompt, without ground truth, for a judge to score.
+        """
+        pair = self.preference_row(columns)
+        return RLRow(pair.data_source, pair.prompt, "chat", RewardModel("model", None))
 
     def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
         """Make a supervised row; the columns of `sft_columns` are present."""
@@ -55,6 +67,12 @@ def optional_text(value: object, name: str) -> str | None:
     if value is None or (isinstance(value, str) and not value.strip()):
         return None
     return check_text(value, name)
+
+
+def instructed(value: object, name: str, instruction: str) -> Message:
+    """Return the user's message: the stripped text of a column, and below it the instruction."""
+    question = check_text(value, name).strip()
+    return Message("user", f"{question}\n{instruction}" if instruction else question)
 
 
 def text_answer(value: object, name: str) -> str:

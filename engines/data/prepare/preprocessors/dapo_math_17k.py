@@ -10,7 +10,7 @@ from typing import Any
 from engines.config.base import StrictModel
 from engines.data.prepare.preprocessors.base import Preprocessor
 from engines.data.read.raw_rows import rl_row
-from engines.data.read.rows import RLRow, RowError, SFTRow
+from engines.data.read.rows import RLRow
 
 
 class DAPOMath17kOptions(StrictModel):
@@ -32,7 +32,3 @@ class DAPOMath17k(Preprocessor[DAPOMath17kOptions]):
     def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
         """Validate the row."""
         return rl_row(columns)
-
-    def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
-        """Refuse the row, since the data set has no worked solutions."""
-        raise RowError("DAPO-Math-17k has no solutions to imitate")

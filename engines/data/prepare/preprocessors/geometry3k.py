@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from engines.config.base import StrictModel
-from engines.data.prepare.preprocessors.base import Preprocessor, text_answer
+from engines.data.prepare.preprocessors.base import Preprocessor, instructed, text_answer
 from engines.data.prepare.preprocessors.gsm8k import INSTRUCTION
 from engines.data.read.raw_rows import parse_images
-from engines.data.read.rows import Message, RewardModel, RLRow, RowError, check_text, with_images
+from engines.data.read.rows import RewardModel, RLRow, RowError, with_images
 
 
 class Geometry3kOptions(StrictModel):
@@ -32,11 +32,10 @@ class Geometry3k(Preprocessor[Geometry3kOptions]):
         images = parse_images(columns.get("images"), "images")
         if not images:
             raise RowError("images is empty; need an image")
-        problem = check_text(columns.get("problem"), "problem").strip()
-        text = "\n".join(filter(None, (problem, self.options.instruction)))
+        problem = instructed(columns.get("problem"), "problem", self.options.instruction)
         return RLRow(
             self.options.data_source,
-            with_images([Message("user", text)], images),
+            with_images([problem], images),
             "math",
             RewardModel("rule", text_answer(columns.get("answer"), "answer")),
         )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engines.config.base import StrictModel
-from engines.data.prepare.preprocessors.base import Preprocessor
+from engines.data.prepare.preprocessors.base import Preprocessor, instructed
 from engines.data.read.rows import Message, RewardModel, RLRow, RowError, SFTRow, check_text
 
 INSTRUCTION = "Reason step by step and put the final answer in \\boxed{}."
@@ -35,24 +35,15 @@ class GSM8K(Preprocessor[GSM8KOptions]):
     def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
         """Use the number after `####`, without thousands separators, as ground truth."""
         _, answer = split_solution(columns.get("answer"))
-        return RLRow(
-            self.options.data_source,
-            (self._question(columns),),
-            "math",
-            RewardModel("rule", answer),
-        )
+        question = instructed(columns.get("question"), "question", self.options.instruction)
+        return RLRow(self.options.data_source, (question,), "math", RewardModel("rule", answer))
 
     def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
         """Use the worked solution without calculator notes, with a boxed answer."""
         solution, answer = split_solution(columns.get("answer"))
+        question = instructed(columns.get("question"), "question", self.options.instruction)
         text = f"{solution}\nThe answer is \\boxed{{{answer}}}."
-        return SFTRow(
-            (self._question(columns), Message("assistant", text)), self.options.data_source
-        )
-
-    def _question(self, columns: Mapping[str, Any]) -> Message:
-        question = check_text(columns.get("question"), "question").strip()
-        return Message("user", "\n".join(filter(None, (question, self.options.instruction))))
+        return SFTRow((question, Message("assistant", text)), self.options.data_source)
 
 
 def split_solution(answer: object) -> tuple[str, str]:

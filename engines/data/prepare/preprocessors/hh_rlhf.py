@@ -12,14 +12,7 @@ from typing import Any
 from engines.config.base import StrictModel
 from engines.data.prepare.preprocessors.base import Preprocessor
 from engines.data.read.raw_rows import preference_row
-from engines.data.read.rows import (
-    Message,
-    PreferenceRow,
-    RLRow,
-    RowError,
-    check_text,
-    prompt_of,
-)
+from engines.data.read.rows import Message, PreferenceRow, RowError, check_text
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -36,10 +29,6 @@ class HHRLHF(Preprocessor[HHRLHFOptions]):
 
     preference_columns = ("chosen", "rejected")
     rl_columns = preference_columns
-
-    def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
-        """Make a row of the pair's prompt, without ground truth."""
-        return prompt_of(self.preference_row(columns))
 
     def preference_row(self, columns: Mapping[str, Any]) -> PreferenceRow:
         """Make a pair of the last answers of the dialogues."""

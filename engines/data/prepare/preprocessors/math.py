@@ -5,16 +5,18 @@ The ground truth is the column `answer` if there is one, else the content of the
 and tables with these columns, or with `answer`, `subject` and `unique_id` (HuggingFaceH4/MATH-500).
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from engines.config.base import StrictModel
-from engines.data.prepare.preprocessors.base import Preprocessor, text_answer
+from engines.data.prepare.preprocessors.base import Preprocessor, instructed, text_answer
 from engines.data.prepare.preprocessors.gsm8k import INSTRUCTION
 from engines.data.read.rows import Message, RewardModel, RLRow, RowError, SFTRow, check_text
 
 _KEPT = ("level", "type", "subject", "unique_id")
 _COMMANDS = ("\\boxed", "\\fbox")
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 class MATHOptions(StrictModel):
@@ -33,16 +35,14 @@ class MATH(Preprocessor[MATHOptions]):
 
     def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
         """Use the answer as ground truth; metadata goes to `extra_info`."""
-        given = columns.get("answer")
-        if given is None:
+        answer = columns.get("answer")
+        if answer is None:
             answer = last_boxed(check_text(columns.get("solution"), "solution"))
-        else:
-            answer = text_answer(given, "answer")
         return RLRow(
             self.options.data_source,
-            (self._problem(columns),),
+            (instructed(columns.get("problem"), "problem", self.options.instruction),),
             "math",
-            RewardModel("rule", answer),
+            RewardModel("rule", text_answer(answer, "answer")),
             {name: columns[name] for name in _KEPT if columns.get(name) is not None},
         )
 
@@ -50,14 +50,9 @@ class MATH(Preprocessor[MATHOptions]):
         """Use the worked solution as it is, since it boxes its answer."""
         solution = check_text(columns.get("solution"), "solution")
         last_boxed(solution)
-        return SFTRow(
-            (self._problem(columns), Message("assistant", solution.strip())),
-            self.options.data_source,
-        )
-
-    def _problem(self, columns: Mapping[str, Any]) -> Message:
-        problem = check_text(columns.get("problem"), "problem").strip()
-        return Message("user", "\n".join(filter(None, (problem, self.options.instruction))))
+        problem = instructed(columns.get("problem"), "problem", self.options.instruction)
+        answer = Message("assistant", solution.strip())
+        return SFTRow((problem, answer), self.options.data_source)
 
 
 def last_boxed(solution: str) -> str:
@@ -66,28 +61,18 @@ def last_boxed(solution: str) -> str:
     if start < 0:
         raise RowError("solution has no \\boxed{} answer")
     rest = solution[start + len(command) :]
-    if rest.startswith(" "):
-        content = rest.strip().split("$")[0].split()[:1]
-        answer = content[0] if content else ""
-    else:
-        answer = _braced(rest)
-    if not answer.strip():
+    words = rest.strip().split("$")[0].split()[:1] if rest.startswith(" ") else [_braced(rest)]
+    answer = "".join(words).strip()
+    if not answer:
         raise RowError("the last \\boxed{} of the solution is empty")
-    return answer.strip()
+    return answer
 
 
 def _braced(text: str) -> str:
     """Return the content of the leading braces; `\\{` and `\\}` do not count."""
-    depth, place = 0, 0
-    while place < len(text):
-        character = text[place]
-        if character == "\\":
-            place += 2
-            continue
-        depth += (character == "{") - (character == "}")
+    depth = 0
+    for mark in _BRACES.finditer(text) if text.startswith("{") else ():
+        depth += (mark[0] == "{") - (mark[0] == "}")
         if depth == 0:
-            break
-        place += 1
-    if depth or not text.startswith("{") or place >= len(text):
-        raise RowError("the last \\boxed of the solution has no closing brace")
-    return text[1:place]
+            return text[1 : mark.start()]
+    raise RowError("the last \\boxed of the solution has no closing brace")

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from engines.config.base import StrictModel
-from engines.data.prepare.preprocessors.base import Preprocessor, text_answer
+from engines.data.prepare.preprocessors.base import Preprocessor, instructed, text_answer
 from engines.data.prepare.preprocessors.gsm8k import INSTRUCTION
 from engines.data.read.raw_rows import sft_row
-from engines.data.read.rows import Message, RewardModel, RLRow, SFTRow, check_text
+from engines.data.read.rows import Message, RewardModel, RLRow, SFTRow
 
 _KEPT = ("problem_type", "question_type", "source", "uuid")
 
@@ -36,7 +36,7 @@ class OpenR1Math(Preprocessor[OpenR1MathOptions]):
         """Use the column `answer` as ground truth; metadata goes to `extra_info`."""
         return RLRow(
             self.options.data_source,
-            (self._problem(columns),),
+            (instructed(columns.get("problem"), "problem", self.options.instruction),),
             "math",
             RewardModel("rule", text_answer(columns.get("answer"), "answer")),
             {name: columns[name] for name in _KEPT if columns.get(name) is not None},
@@ -45,9 +45,6 @@ class OpenR1Math(Preprocessor[OpenR1MathOptions]):
     def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
         """Use the answer in `messages` with the prompt of the RL row."""
         answered = sft_row({"messages": columns.get("messages")}).messages[-1]
-        messages = (self._problem(columns), Message("assistant", answered.content.strip()))
-        return SFTRow(messages, self.options.data_source)
-
-    def _problem(self, columns: Mapping[str, Any]) -> Message:
-        problem = check_text(columns.get("problem"), "problem").strip()
-        return Message("user", "\n".join(filter(None, (problem, self.options.instruction))))
+        problem = instructed(columns.get("problem"), "problem", self.options.instruction)
+        answer = Message("assistant", answered.content.strip())
+        return SFTRow((problem, answer), self.options.data_source)

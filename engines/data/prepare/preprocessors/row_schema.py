@@ -7,7 +7,7 @@ from engines.config.base import StrictModel
 from engines.config.options import NoOptions
 from engines.data.prepare.preprocessors.base import Preprocessor
 from engines.data.read.raw_rows import parse_number, preference_row, rl_row, sft_row
-from engines.data.read.rows import PreferenceRow, RLRow, SFTRow, prompt_of
+from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 
 
 class RowSchema(Preprocessor[NoOptions]):
@@ -46,10 +46,6 @@ class Pairs(Preprocessor[PairsOptions]):
 
     preference_columns = ("chosen", "rejected")
     rl_columns = preference_columns
-
-    def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
-        """Make a row of the pair's prompt, without ground truth."""
-        return prompt_of(self.preference_row(columns))
 
     def preference_row(self, columns: Mapping[str, Any]) -> PreferenceRow:
         """Validate the row; see `engines.data.read.raw_rows.preference_row`."""

@@ -11,7 +11,7 @@ from typing import Any
 from engines.config.base import StrictModel
 from engines.data.prepare.preprocessors.base import Preprocessor
 from engines.data.read.raw_rows import parse_number, preference_row
-from engines.data.read.rows import PreferenceRow, RLRow, RowError, prompt_of
+from engines.data.read.rows import PreferenceRow, RowError
 
 
 class UltraFeedbackOptions(StrictModel):
@@ -33,10 +33,6 @@ class UltraFeedback(Preprocessor[UltraFeedbackOptions]):
         "score_rejected",
     )
     rl_columns = preference_columns
-
-    def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
-        """Make a row of the pair's prompt, without ground truth."""
-        return prompt_of(self.preference_row(columns))
 
     def preference_row(self, columns: Mapping[str, Any]) -> PreferenceRow:
         """Make a pair with the difference of the scores as margin."""

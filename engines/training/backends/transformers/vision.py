@@ -17,7 +17,7 @@ from engines.images import ImagePatches
 from engines.training.model.attention import ATTENTION_NAME
 from engines.training.model.image_layout import ImageLayout
 from engines.types import TokenBatch
-from engines.vision.positions import image_positions
+from engines.vision.processor import image_positions
 
 _DUMMY = "dummy_image"
 

@@ -17,7 +17,7 @@ from engines.data.prepare import stored_rows
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.chat import DEFAULT_CHAT_TEMPLATE
 from engines.data.read.dataset import Dataset
-from engines.data.read.pairs import as_policy, read_pairs
+from engines.data.read.examples import as_policy, read_pairs
 from engines.data.read.row_files import (
     PREFERENCE_FORMAT,
     RL_FORMAT,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.data.order.mixing import ResumableOrder, permutation
+from engines.data.order import ResumableOrder, permutation
 
 
 @given(st.integers(1, 50), st.integers(1, 70), st.integers(0, 2**63), st.integers(0, 20))

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from engines.config.data import OrderConfig
-from engines.data.order.mixing import Order, ResumableOrder
-from engines.data.order.training_order import (
-    AscendingOrder,
+from engines.data.order import (
     Band,
     BandedOrder,
+    Order,
+    ResumableOrder,
     VisitedRow,
     order_of,
 )
@@ -32,7 +32,8 @@ def test_the_default_is_the_order_of_a_number_of_rows() -> None:
 
 
 def test_difficulty_is_a_key_or_the_number_of_tokens() -> None:
-    by_level = AscendingOrder(difficulty=tuple(map(float, LEVELS)), batch_size=4, seed=5)
+    levels = tuple(map(float, LEVELS))
+    by_level = ResumableOrder(num_rows=6, batch_size=4, seed=5, difficulty=levels)
     assert order(kind="ascending", difficulty="level") == by_level
     assert order(6, kind="ascending").batch(0) == [5, 4, 3, 2, 1, 0]
 

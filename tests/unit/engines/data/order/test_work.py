@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.data.order.mixing import MixedOrder, Order, ResumableOrder
-from engines.data.order.training_order import AscendingOrder, Band, BandedOrder
+from engines.data.order import Band, BandedOrder, MixedOrder, Order, ResumableOrder
 
 NUM_SOURCES = 20
 
@@ -23,7 +22,7 @@ def mixed(num_rows: int, batch_size: int, seed: int) -> Order:
     """Of more sources than any cache of all orders together would hold."""
     share = max(1, num_rows // NUM_SOURCES)
     return MixedOrder(
-        num_rows=(share,) * NUM_SOURCES,
+        groups=tuple(tuple(range(n * share, (n + 1) * share)) for n in range(NUM_SOURCES)),
         weights=tuple(range(1, NUM_SOURCES + 1)),
         batch_size=batch_size,
         seed=seed,
@@ -35,7 +34,9 @@ def difficulty(num_rows: int) -> tuple[float, ...]:
 
 
 def ascending(num_rows: int, batch_size: int, seed: int) -> Order:
-    return AscendingOrder(difficulty=difficulty(num_rows), batch_size=batch_size, seed=seed)
+    return ResumableOrder(
+        num_rows=num_rows, batch_size=batch_size, seed=seed, difficulty=difficulty(num_rows)
+    )
 
 
 def banded(num_rows: int, batch_size: int, seed: int) -> Order:

@@ -1,13 +1,12 @@
 """What training and evaluation share is found where it was planted, and nowhere else."""
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.data.prepare.decontamination import EvaluationIndex, SharedText, words_of
+from engines.data.prepare.decontamination import EvaluationIndex, words_of
 
 PROBLEM = "Natalia sold 48 clips to her friends in April and then half as many clips in May"
 SOLUTION = "A train leaves at noon and another one an hour later on the same track to the north"
@@ -49,39 +48,18 @@ def test_words_by_hand(text: str, expected: str) -> None:
     assert words_of(text) == expected.split()
 
 
-def test_a_report_by_hand() -> None:
+def test_what_is_shared_by_hand() -> None:
     index = EvaluationIndex({"gsm8k": [SOLUTION, PROBLEM], "clean": ["something else"]})
-    training = ["nothing of it", f"So: {PROBLEM}, she said.", PROBLEM.upper() + "."]
-    report = index.report(iter(training))
     first_run = " ".join(PROBLEM.lower().split()[:13])
-    gsm8k, clean = report.sources
-    assert (report.num_words, report.num_training_rows, report.num_shared_training_rows) == (
-        13,
-        3,
-        2,
-    )
-    assert (gsm8k.data_source, gsm8k.num_rows) == ("gsm8k", 2)
-    assert (gsm8k.num_exact, gsm8k.num_shared, gsm8k.num_training_rows) == (1, 1, 2)
-    assert gsm8k.first == (
-        SharedText(1, 1, "run", first_run),
-        SharedText(2, 1, "exact", PROBLEM.lower()),
-    )
-    assert (clean.num_rows, clean.num_shared, clean.num_training_rows, clean.first) == (1, 0, 0, ())
-    values = json.loads(report.to_json())
-    assert values["sources"][0]["first"][0] == {
-        "training_row": 1, "evaluation_row": 1, "kind": "run", "words": first_run,
-    }  # fmt: skip
+    place = (("gsm8k", 1),)
+    assert not list(index.shared("nothing of it"))
+    assert next(index.shared(f"So: {PROBLEM}, she said.")) == ("run", first_run, place)
+    assert next(index.shared(PROBLEM.upper() + ".")) == ("exact", PROBLEM.lower(), place)
 
 
-def test_a_report_shows_the_first_pairs_and_counts_all() -> None:
-    report = EvaluationIndex({"all": [PROBLEM, PROBLEM]}).report([PROBLEM] * 4, num_shown=3)
-    source = report.sources[0]
-    assert [(pair.training_row, pair.evaluation_row) for pair in source.first] == [
-        (0, 0),
-        (0, 1),
-        (1, 0),
-    ]
-    assert (source.num_exact, source.num_shared, source.num_training_rows) == (2, 2, 4)
+def test_all_evaluation_texts_that_share_are_named() -> None:
+    index = EvaluationIndex({"all": [PROBLEM, PROBLEM]})
+    assert {places for _, _, places in index.shared(PROBLEM)} == {(("all", 0), ("all", 1))}
 
 
 def test_texts_shorter_than_a_run_count_by_all_of_their_words() -> None:
@@ -136,17 +114,9 @@ def test_runs_of_a_script_without_spaces() -> None:
     assert not list(index.shared(f"问题：{text[2:14]}吗"))
 
 
-def test_texts_without_words_are_never_found_and_training_is_read_once() -> None:
-    num_read = 0
-
-    def training() -> Iterator[str]:
-        nonlocal num_read
-        for text in ("", "?!", PROBLEM):
-            num_read += 1
-            yield text
-
-    report = EvaluationIndex({"none": ["...", ""]}).report(training())
-    assert (report.num_training_rows, num_read, report.num_shared_training_rows) == (3, 3, 0)
+def test_texts_without_words_are_never_found() -> None:
+    index = EvaluationIndex({"none": ["...", ""]})
+    assert not any(list(index.shared(text)) for text in ("", "?!", PROBLEM))
 
 
 def test_refuses_runs_of_no_word() -> None:
@@ -174,19 +144,13 @@ def test_a_planted_run_is_always_found_and_a_shorter_one_never(data) -> None:
 
 
 @settings(max_examples=40)
-@given(st.lists(st.text(max_size=40), max_size=6), st.lists(st.text(max_size=40), max_size=6))
-def test_any_text_equal_but_for_case_and_space_is_found(
-    evaluation: list[str], training: list[str]
-) -> None:
+@given(st.lists(st.text(max_size=40), max_size=6))
+def test_any_text_equal_but_for_case_and_space_is_found(evaluation: list[str]) -> None:
     index = EvaluationIndex({"any": evaluation})
     for row, text in enumerate(evaluation):
         if words_of(text):
             found = [places for kind, _, places in index.shared(f" {text}\n") if kind == "exact"]
             assert ("any", row) in found[0]
-    report = index.report([*training, *evaluation])
-    assert report == index.report([*training, *evaluation])
-    assert report.sources[0].num_exact == sum(bool(words_of(text)) for text in evaluation)
-    assert json.loads(report.to_json())["num_training_rows"] == len(training) + len(evaluation)
 
 
 @settings(max_examples=40)

@@ -11,7 +11,7 @@ import pytest
 from engines.config.data import SourceConfig
 from engines.data.prepare.files import resolve_source
 from engines.data.prepare.readers import RawRow, read_file
-from engines.data.prepare.sources import first_rl_row
+from engines.data.prepare.sources import RL_ROWS, first_usable_row
 from infra.errors import ConfigError
 
 
@@ -253,7 +253,7 @@ def test_tables_that_are_passed_over_are_named(tmp_path: Path) -> None:
     for given, of in ((source, " of about.json"), (named, "")):
         for read in (
             lambda given=given: loaded_rows.load("rl", given),
-            lambda given=given: first_rl_row(given, "data.rl.0"),
+            lambda given=given: first_usable_row(given, "data.rl.0", RL_ROWS),
         ):
             with pytest.raises(ConfigError, match=re.escape(said.format(of))):
                 read()

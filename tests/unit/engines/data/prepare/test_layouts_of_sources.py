@@ -13,9 +13,8 @@ from engines.config.options import check_preprocessors
 from engines.config.plugins import PREPROCESSORS, recognised_layouts, register_plugin
 from engines.config.stages.data import PreprocessStageConfig
 from engines.data.prepare.sources import (
-    first_preference_row,
-    first_rl_row,
-    first_sft_row,
+    ROW_KINDS,
+    first_usable_row,
 )
 from infra.errors import ConfigError
 
@@ -63,7 +62,6 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
         },
     ),
 ]
-FIRST = {"rl": first_rl_row, "sft": first_sft_row, "preference": first_preference_row}
 
 
 def write(path: Path, *rows: object) -> SourceConfig:
@@ -93,7 +91,7 @@ def test_every_layout_is_recognised(
     assert found.reports[0].format == layout
     named = source.model_copy(update={"format": layout})
     assert load(named, split) == found
-    assert FIRST[split](source, f"data.{split}.0") == found.rows[0]
+    assert first_usable_row(source, f"data.{split}.0", ROW_KINDS[split]) == found.rows[0]
 
 
 def test_problems_with_answers_are_not_all_of_one_set(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engines.config.data import ArithmeticConfig, DataConfig, SourceConfig
 from engines.config.model import ModelConfig
-from engines.data.order.mixing import permutation
+from engines.data.order import permutation
 from engines.data.prepare import stored_rows
 from engines.data.prepare.dataset import build_dataset
 from engines.data.read.dataset import load_dataset

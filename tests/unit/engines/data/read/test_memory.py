@@ -23,7 +23,7 @@ PROGRAM = """
 import sys
 from contextlib import closing
 from pathlib import Path
-from engines.data.order.mixing import ResumableOrder
+from engines.data.order import ResumableOrder
 from engines.data.read.dataset import RL_FILE
 from engines.data.read.examples import rl_prompts
 from engines.data.read.lazy_sequence import MappedRows

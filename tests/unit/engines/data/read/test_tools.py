@@ -11,7 +11,7 @@ from engines.config.model import TokenizerConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read import chat
 from engines.data.read.chat import DEFAULT_CHAT_TEMPLATE, render, render_prompts, render_sft
-from engines.data.read.pairs import as_policy
+from engines.data.read.examples import as_policy
 from engines.data.read.raw_rows import preference_row, rl_row, sft_row
 from engines.data.read.row_files import PREFERENCE_FORMAT, SFT_FORMAT, RowFile, write_rows
 from engines.data.read.rows import Message, SFTRow, ToolCall, said_beside

@@ -17,7 +17,7 @@ from engines.config.sections import RewardTrainingConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.launch import launch_policy_group
 from engines.controller.model_worker import ModelWorker, WorkerSpec
-from engines.data.read.pairs import Pair, as_reward_model, read_pairs
+from engines.data.read.examples import Pair, as_reward_model, read_pairs
 from engines.data.read.rows import Message, PreferenceRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.errors import CheckpointError

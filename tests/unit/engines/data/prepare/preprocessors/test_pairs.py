@@ -10,7 +10,7 @@ import pytest
 from engines.config.data import DataConfig, SourceConfig
 from engines.config.model import ModelConfig
 from engines.data.prepare.dataset import build_dataset
-from engines.data.prepare.sources import create_preprocessor, first_preference_row
+from engines.data.prepare.sources import PREFERENCE_ROWS, create_preprocessor, first_usable_row
 from engines.data.read.dataset import load_dataset
 from engines.data.read.rows import Message, PreferenceRow, RewardModel, RowError
 from infra.errors import ConfigError
@@ -209,10 +209,10 @@ def test_a_held_out_pair_must_not_be_trained_on(tmp_path: Path) -> None:
 
 def test_a_layout_without_pairs_is_refused_before_a_run(tmp_path: Path) -> None:
     [source] = pairs_file(tmp_path / "p.jsonl", pair("3"))
-    assert first_preference_row(source, "data.preference.0").chosen == "1"
+    assert first_usable_row(source, "data.preference.0", PREFERENCE_ROWS).chosen == "1"
     other = source.model_copy(update={"format": "rows"})
     with pytest.raises(ConfigError, match=r"^data.preference.0.format: this layout has no pairs"):
-        first_preference_row(other, "data.preference.0")
+        first_usable_row(other, "data.preference.0", PREFERENCE_ROWS)
 
 
 def test_hh_rlhf_as_its_hub_files_are(tmp_path: Path) -> None:
@@ -223,5 +223,5 @@ def test_hh_rlhf_as_its_hub_files_are(tmp_path: Path) -> None:
             row = json.dumps({"chosen": f"{asked}4", "rejected": f"{asked}{folder} {split}"})
             (tmp_path / folder / f"{split}.jsonl.gz").write_bytes(gzip.compress(row.encode()))
     source = SourceConfig(path=str(tmp_path), subset="helpful-base", split="test")
-    row = first_preference_row(source, "data.preference.0")
+    row = first_usable_row(source, "data.preference.0", PREFERENCE_ROWS)
     assert (row.rejected, row.data_source) == ("helpful-base test", "Anthropic/hh-rlhf")

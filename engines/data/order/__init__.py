@@ -1,1 +1,0 @@
-"""The order in which a stage visits its rows."""
