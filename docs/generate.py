@@ -184,9 +184,9 @@ def algorithms_page() -> str:
 def shipped_recipes() -> dict[str, Any]:
     """Each recipe that ships, by name."""
     from flows.recipe.recipe import parse_recipe
-    from flows.recipe.source import read_recipe, recipe_names
+    from flows.recipe.source import RECIPES_DIR, read_recipe, shipped_names
 
-    return {name: parse_recipe(read_recipe(name)) for name in recipe_names()}
+    return {name: parse_recipe(read_recipe(name)) for name in shipped_names(RECIPES_DIR)}
 
 
 def recipes_with(setting: str, name: str) -> list[str]:

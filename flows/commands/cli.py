@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from flows.recipe.source import suite_names
+from flows.recipe.source import SUITES_DIR, shipped_names
 from infra import env
 from infra.errors import EXIT_USER_ERROR, ConfigError, PipelineError
 from infra.host.signals import OrderlyEnd
@@ -192,7 +192,7 @@ def _add_evaluate(command: argparse.ArgumentParser) -> None:
         metavar="SUITE",
         action="append",
         required=True,
-        help=f"{', '.join(suite_names())}, or a YAML file; may be repeated",
+        help=f"{', '.join(shipped_names(SUITES_DIR))}, or a YAML file; may be repeated",
     )
     command.add_argument("--against", metavar="MODEL", help="compare with it, problem by problem")
     _add_overrides(command, "rollout.engine=vllm or suites.gsm8k.evaluation.num_samples=8")

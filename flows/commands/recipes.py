@@ -3,12 +3,12 @@
 import argparse
 import sys
 
-from flows.recipe.source import RECIPES_DIR, recipe_names
+from flows.recipe.source import RECIPES_DIR, shipped_names
 
 
 def main(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command takes them)
     """Print each recipe's name and its leading comment."""
-    for name in recipe_names():
+    for name in shipped_names(RECIPES_DIR):
         sys.stdout.write(f"{name}\n")
         for line in _summary(name):
             sys.stdout.write(f"    {line}\n")

@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
+from engines.config.recipe import NOT_IDENTITY, Recipe
 from flows.nightly.measurement import Machine, Made, Measurement, Observed, Run, flattened
-from flows.recipe.recipe import NOT_IDENTITY, Recipe
 from flows.run.registry import RoundGate
 from flows.stage_order import run_stages
 from infra.errors import PipelineError

@@ -57,7 +57,7 @@ def _directory(tracker: Tracker, storage: Storage, setting: str, path: str) -> s
     if asked is None:
         return path
     try:
-        found = tracker.incumbent(asked.name, asked.alias)
+        found = tracker.incumbent(*asked)
     except ServiceError:
         raise
     except Exception as error:  # the tracker's own exceptions are not known here

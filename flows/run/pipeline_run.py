@@ -19,11 +19,11 @@ from pathlib import Path
 from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
 
+from engines.config.recipe import NOT_IDENTITY, Recipe
 from engines.config.stages.base import Runtime
 from flows.diagnosis.diagnosis import diagnose
 from flows.diagnosis.findings import run_views
 from flows.diagnosis.page import write_diagnosis
-from flows.recipe.recipe import NOT_IDENTITY, Recipe
 from flows.report.page import show_diagnosis, show_report
 from flows.report.report import Report, build_report, run_directory, write_report
 from flows.run.registry import Registry, RoundGate, open_mirrors, open_tracker

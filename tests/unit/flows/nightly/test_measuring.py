@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from engines.config.recipe import LocationConfig
 from engines.config.training import HardwareConfig
 from flows.nightly import measuring
 from flows.nightly.measuring import WHOLE_RUN, measure, observed
 from flows.nightly.verdict import judge
-from flows.recipe.recipe import LocationConfig, Recipe, load_recipe
+from flows.recipe.recipe import Recipe, load_recipe
 from flows.stage_order import run_stages
 from infra.errors import ConfigError
 from infra.store.stage_log import Holder

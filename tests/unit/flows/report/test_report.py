@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.recipe.recipe import LocationConfig, Recipe, load_recipe
+from engines.config.recipe import LocationConfig
+from flows.recipe.recipe import Recipe, load_recipe
 from flows.report.measured import measured_tables
 from flows.report.plots import Curve, PlotData, draw_plots
 from flows.report.report import (

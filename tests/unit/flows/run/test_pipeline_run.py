@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from prefect import flow
 
+from engines.config.recipe import LocationConfig
 from engines.config.stages.data import PreprocessStageConfig
-from flows.recipe.recipe import LocationConfig, Recipe, load_recipe
+from flows.recipe.recipe import Recipe, load_recipe
 from flows.run.pipeline_run import RUN_CONTEXT, LazyCluster, RunContext, SilentObserver, open_run
 from flows.stage_order import run_stages
 from infra.errors import JobFailedError
