@@ -9,6 +9,7 @@ Nothing else in those pages is written by hand.
 import functools
 import sys
 from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, get_args
 
@@ -128,7 +129,7 @@ def engines_page() -> str:
     lines += [f"- **{how}**: {meaning}" for how, meaning in MEANINGS.items()]
     lines += ["", f"| {' | '.join(HEADINGS)} |", "|---" * len(HEADINGS) + "|"]
     lines += [
-        f"| {' | '.join(cell(text) for text in row.cells())} |"
+        f"| {' | '.join(cell(text) for text in astuple(row))} |"
         for row in engine_matrix(installed=False)
     ]
     lines += [
@@ -139,7 +140,7 @@ def engines_page() -> str:
     ]
     lines += ["", f"| {' | '.join(ROLLOUT_HEADINGS)} |", "|---" * len(ROLLOUT_HEADINGS) + "|"]
     lines += [
-        f"| {' | '.join(cell(text) for text in row.cells())} |"
+        f"| {' | '.join(cell(text) for text in astuple(row))} |"
         for row in rollout_matrix(installed=False)
     ]
     return "\n".join(lines) + "\n"

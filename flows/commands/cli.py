@@ -23,8 +23,16 @@ from infra.waiting import FULL_DISK
 
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
-MODULES = dict.fromkeys(("up", "down", "status", "automations"), "services")
-"""Modules of the commands that have a name other than their module's."""
+FUNCTIONS = {
+    "flow": "run:flow",
+    "nightly": "run:nightly",
+    "diagnose": "show:diagnose",
+    "up": "services:up",
+    "down": "services:down",
+    "status": "services:status",
+    "automations": "services:automations",
+}
+"""Functions of the commands that are not `main` of a module with the command's name."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,9 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if debug:
                 env.set_for_process(env.RLHF_DEBUG.name, "1")
             # Imported by name, so that `rlhf recipes` skips the heavy imports of `rlhf run`.
-            name = MODULES.get(arguments.command, arguments.command)
-            command = importlib.import_module(f"flows.commands.{name}")
-            return command.main(arguments)
+            target = FUNCTIONS.get(arguments.command, f"{arguments.command}:main")
+            module, _, function = target.partition(":")
+            command = importlib.import_module(f"flows.commands.{module}")
+            return getattr(command, function)(arguments)
     except ConfigError as error:
         return _fail(error, EXIT_USER_ERROR, debug)
     except PipelineError as error:

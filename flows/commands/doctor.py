@@ -1,6 +1,6 @@
 """`rlhf doctor`: one line per check of this machine, and a verdict.
 
-The checks of `rlhf doctor`: versions, devices, plugins, services, storage, engines, names.
+It checks versions, packages, devices, plugins, names, engines, storage and services.
 
 Promises: every check reports what it found, none raises, and none starts a lasting process.
 Libraries that must not be loaded in this process (torch, plugins) are probed in a child process.
@@ -37,6 +37,7 @@ DISTRIBUTION = "rlhf-pipeline"
 PROJECT_PACKAGES = ("flows", "tasks", "engines", "hardware", "infra")
 MIN_FREE_BYTES = 2 * 1024**3
 HTTP_TIMEOUT_S = 3.0
+MARKS = {"ok": "ok  ", "warning": "warn", "error": "FAIL"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,24 @@ class Check:
     detail: str
 
 
-def all_checks(store: str | None = None) -> Iterator[Check]:
+def main(arguments: argparse.Namespace) -> int:
+    """Run all checks; the exit code is 1 if a required part is broken."""
+    checks: list[Check] = []
+    for check in _all_checks(arguments.store):
+        checks.append(check)
+        if not arguments.json:
+            sys.stdout.write(f"{MARKS[check.status]}  {check.name:<22} {check.detail}\n")
+            sys.stdout.flush()
+    broken = [check.name for check in checks if check.status == "error"]
+    verdict = f"broken: {', '.join(broken)}" if broken else "this machine can run the pipeline"
+    if arguments.json:
+        rows = [dataclasses.asdict(check) for check in checks]
+        verdict = json.dumps({"checks": rows, "verdict": verdict}, indent=2)
+    sys.stdout.write(f"{verdict}\n")
+    return 1 if broken else 0
+
+
+def _all_checks(store: str | None) -> Iterator[Check]:
     """Yield all checks, causes before consequences; `store` is checked besides the home."""
     yield _python()
     yield from _distributions()
@@ -78,17 +96,12 @@ def _distributions() -> Iterator[Check]:
         return
     for requirement in map(Requirement, declared):
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            yield _distribution(requirement)
-
-
-def _distribution(requirement: Requirement) -> Check:
-    try:
-        version = metadata.version(requirement.name)
-    except metadata.PackageNotFoundError:
-        return Check(requirement.name, "error", f"not installed; pip install '{requirement}'")
-    if requirement.specifier.contains(version, prereleases=True):
-        return Check(requirement.name, "ok", version)
-    return Check(requirement.name, "error", f"{version}; pip install '{requirement}'")
+            found = next(metadata.distributions(name=requirement.name), None)
+            version = found.version if found else "not installed"
+            if found and requirement.specifier.contains(version, prereleases=True):
+                yield Check(requirement.name, "ok", version)
+            else:
+                yield Check(requirement.name, "error", f"{version}; pip install '{requirement}'")
 
 
 def _packages() -> Iterator[Check]:
@@ -100,10 +113,11 @@ def _packages() -> Iterator[Check]:
         if found == root / name:
             yield Check(f"package {name}", "ok", str(found))
         else:
-            problem = (
-                f"resolves to {found}, not to {root / name}; change PYTHONPATH or uninstall it"
+            yield Check(
+                f"package {name}",
+                "error",
+                f"resolves to {found}, not to {root / name}; change PYTHONPATH or uninstall it",
             )
-            yield Check(f"package {name}", "error", problem)
 
 
 def _external_modules() -> Iterator[Check]:
@@ -112,8 +126,8 @@ def _external_modules() -> Iterator[Check]:
         if name in broken:
             yield Check(f"module {name}", "error", str(broken[name]))
         else:
-            whose = owner.removeprefix("environment.")
-            yield Check(f"module {name}", "ok", f"imported for {whose}")
+            detail = f"imported for {owner.removeprefix('environment.')}"
+            yield Check(f"module {name}", "ok", detail)
 
 
 def _platform_and_plugins() -> Iterator[Check]:
@@ -189,31 +203,9 @@ def _engines() -> Iterator[Check]:
             except ConfigError as error:
                 yield Check(f"{table.kind} {name}", "warning", error.problem)
                 continue
-            version = _version_of(row.requires) if row.requires else "built in"
-            yield Check(f"{table.kind} {name}", "ok", version)
-
-
-def _version_of(module: str) -> str:
-    names = metadata.packages_distributions().get(module.partition(".")[0], [])
-    return ", ".join(f"{name} {metadata.version(name)}" for name in names) or "installed"
-
-
-MARKS = {"ok": "ok  ", "warning": "warn", "error": "FAIL"}
-
-
-def main(arguments: argparse.Namespace) -> int:
-    """Run all checks; the exit code is 1 if a required part is broken."""
-    checks: list[Check] = []
-    for check in all_checks(arguments.store):
-        checks.append(check)
-        if not arguments.json:
-            sys.stdout.write(f"{MARKS[check.status]}  {check.name:<22} {check.detail}\n")
-            sys.stdout.flush()
-    broken = [check.name for check in checks if check.status == "error"]
-    verdict = f"broken: {', '.join(broken)}" if broken else "this machine can run the pipeline"
-    if arguments.json:
-        rows = [dataclasses.asdict(check) for check in checks]
-        sys.stdout.write(json.dumps({"checks": rows, "verdict": verdict}, indent=2) + "\n")
-    else:
-        sys.stdout.write(f"{verdict}\n")
-    return 1 if broken else 0
+            version = "built in"
+            if row.requires:
+                module = row.requires.partition(".")[0]
+                found = metadata.packages_distributions().get(module, [])
+                version = ", ".join(f"{each} {metadata.version(each)}" for each in found)
+            yield Check(f"{table.kind} {name}", "ok", version or "installed")

@@ -47,9 +47,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _table(stages: list[PlannedStage]) -> Table:
-    table = Table(show_edge=False, pad_edge=False)
-    for column in ("stage", "status", "fingerprint", "inputs"):
-        table.add_column(column)
+    table = Table("stage", "status", "fingerprint", "inputs", show_edge=False, pad_edge=False)
     for stage in stages:
         inputs = ", ".join(
             f"{name} {digest[:DIGITS] or '?'}" for name, digest in stage.inputs.items()

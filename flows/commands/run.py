@@ -1,31 +1,34 @@
-"""`rlhf run`: run a recipe, from raw data to a promoted model.
+"""`rlhf run`, `rlhf flow` and `rlhf nightly`: run a Prefect flow and print its outcome.
 
-If `rlhf up` runs and the deployment is registered, its worker executes the run. Otherwise this
-process does. It records the run at the configured Prefect server (PREFECT_API_URL, or the one of
-`rlhf up`), or else at an embedded server that lives as long as the run.
+The flow is recorded at the configured Prefect server (PREFECT_API_URL, or the one of `rlhf up`), or
+else at an embedded server that lives as long as the command. If `rlhf up` runs and the deployment
+is registered, its worker executes the recipe of `rlhf run`; everything else runs in this process.
 """
 
 import argparse
 import importlib
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from flows.broken_modules import tell_broken_modules
-from flows.local.embedded_prefect import prefect_server, use_prefect
+from flows.local.embedded_prefect import PrefectServer, prefect_server, use_prefect
+from flows.nightly import night as nights
 from flows.plan import ask
 from flows.preflight import preflight
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.report.report import Report
+from infra import env
 from infra.services.stack import worker_api_url
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run a recipe and print its outcome."""
+    """Run a recipe, from raw data to a promoted model, and print its outcome."""
     recipe = load_recipe(arguments.recipe, arguments.overrides, seed=arguments.seed)
     run(recipe, Console(), arguments)
-    sys.stdout.flush()
     return 0
 
 
@@ -45,10 +48,7 @@ def run(recipe: Recipe, console: Console, arguments: argparse.Namespace) -> Repo
     recipe = preflight(recipe, dict.fromkeys(filter(None, (*force, start_from)), "look"))
     asked = ask(recipe, force, adopt, start_from)
     console.print(f"{recipe.run_name}, in {recipe.home}", highlight=False, soft_wrap=True)
-    with prefect_server(recipe.home) as server:
-        use_prefect(recipe.home, server.api_url, quiet=not arguments.debug)
-        # Prefect reads these settings at import time.
-        local_run: Any = importlib.import_module("flows.local.local_run")
+    with _local_run(recipe.home, arguments) as (local_run, server):
         served_run: Any = importlib.import_module("flows.local.served_run")
         is_served = server.api_url == worker_api_url(recipe.home) and not arguments.local
         deployment = served_run.find_or_hint(console) if is_served else None
@@ -58,3 +58,37 @@ def run(recipe: Recipe, console: Console, arguments: argparse.Namespace) -> Repo
             report = served_run.run_served(asked, deployment, console)
     local_run.print_outcome(report, recipe, server.api_url if server.lasting else None, console)
     return report
+
+
+def flow(arguments: argparse.Namespace) -> int:
+    """Run a flow from a Python file in this process, and print its outcome."""
+    home = env.home()
+    tell_broken_modules()
+    with _local_run(home, arguments) as (local_run, server):
+        local_run.run_own_flow(arguments.flow, arguments.overrides, home, Console(), server)
+    return 0
+
+
+def nightly(arguments: argparse.Namespace) -> int:
+    """Recompute recipes, or accept the last night; the exit code is 1 if a recipe failed."""
+    baselines = Path(arguments.baselines).absolute() if arguments.baselines else nights.BASELINES
+    home, console = env.home(), Console()
+    matrix = nights.load_matrix(arguments.recipes)  # invalid recipes fail before a server starts
+    if arguments.accept:
+        names = [recipe.name for recipe in matrix]
+        for path in nights.accept(nights.last_night(home), names, baselines):
+            console.print(path, highlight=False, markup=False, soft_wrap=True)
+        return 0
+    with _local_run(home, arguments) as (local_run, server):
+        night = local_run.run_night(arguments.recipes, baselines, console, server)
+    local_run.print_night(night, nights.nights_of(home) / night.name, console)
+    return 1 if night.failed else 0
+
+
+@contextmanager
+def _local_run(home: Path, arguments: argparse.Namespace) -> Iterator[tuple[Any, PrefectServer]]:
+    """Provide a Prefect server, and `flows.local.local_run`, which imports Prefect."""
+    with prefect_server(home) as server:
+        # Prefect reads these settings at import time.
+        use_prefect(home, server.api_url, quiet=not arguments.debug)
+        yield importlib.import_module("flows.local.local_run"), server

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from flows.report.report import StageReport
 from infra.tracking.journal import JournalRecord
@@ -80,9 +80,8 @@ class TerminalDisplay:
 
 def summary_table(stages: Sequence[StageReport]) -> Table:
     """Return a table of stage, state, seconds, digest and headline metric."""
-    table = Table(show_edge=False, pad_edge=False)
-    for column in ("stage", "", "seconds", "digest", "metric"):
-        table.add_column(column, justify="right" if column == "seconds" else "left")
+    seconds = Column("seconds", justify="right")
+    table = Table("stage", "", seconds, "digest", "metric", show_edge=False, pad_edge=False)
     for stage in stages:
         table.add_row(
             stage.name,
