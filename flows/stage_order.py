@@ -219,8 +219,7 @@ class StageOrder:
         recipe, policies = self.recipe, list(trained.policies.items())
         if not recipe.soup:
             given = {"dataset": trained.dataset, REWARD_MODEL: trained.judge}
-            scores = EvaluateStageConfig.from_recipe(recipe)
-            after = stage_request(scores, self.run.seed, **given)
+            after = stage_request(EvaluateStageConfig.from_recipe(recipe), self.run.seed, **given)
             _, last = policies[-1]
             stage = MergeStageConfig.from_recipe(recipe)
             return run_stage(self.run, stage, after, policy=last).artifact

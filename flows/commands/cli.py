@@ -55,8 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Imported by name, so that `rlhf recipes` skips the heavy imports of `rlhf run`.
             target = FUNCTIONS.get(arguments.command, f"{arguments.command}:main")
             module, _, function = target.partition(":")
-            command = importlib.import_module(f"flows.commands.{module}")
-            return getattr(command, function)(arguments)
+            return getattr(importlib.import_module(f"flows.commands.{module}"), function)(arguments)
     except ConfigError as error:
         return _fail(error, EXIT_USER_ERROR, debug)
     except PipelineError as error:

@@ -196,16 +196,14 @@ def _service(name: str, url: str | None, path: str, otherwise: str) -> Check:
 def _engines() -> Iterator[Check]:
     """Report a missing engine as a warning, because every engine is optional."""
     for table in (ENGINES, ROLLOUT_ENGINES):
-        rows = {row.name: row for row in table.rows if "." not in row.name}
-        for name, row in rows.items():
+        for row in (row for row in table.rows if "." not in row.name):
             try:
-                table.find(name)
+                table.find(row.name)
             except ConfigError as error:
-                yield Check(f"{table.kind} {name}", "warning", error.problem)
+                yield Check(f"{table.kind} {row.name}", "warning", error.problem)
                 continue
             version = "built in"
             if row.requires:
-                module = row.requires.partition(".")[0]
-                found = metadata.packages_distributions().get(module, [])
+                found = metadata.packages_distributions().get(row.requires.partition(".")[0], [])
                 version = ", ".join(f"{each} {metadata.version(each)}" for each in found)
-            yield Check(f"{table.kind} {name}", "ok", version or "installed")
+            yield Check(f"{table.kind} {row.name}", "ok", version or "installed")

@@ -106,8 +106,7 @@ def as_text(found: Survey, done: Collected | None) -> Iterator[str]:
         yield _line(f"{kind} files", digest, stored.size_bytes, found.at - stored.touched_at)
     for stored in found.rests:
         yield f"{'left behind':<20} {size_text(stored.size_bytes):>9}  {stored.place}"
-    needed = [stage for stage in found.stays if stage.needed_by]
-    for stage in needed:
+    for stage in (stage for stage in found.stays if stage.needed_by):
         yield f"stays: {stage.name or 'stage'} {stage.fingerprint[:12]}, {stage.needed_by}"
     total = f"of {size_text(found.total_bytes)}"
     if done is None:

@@ -49,8 +49,7 @@ def status(arguments: argparse.Namespace) -> int:
     """Print the servers and the stages held by a job; the exit code is 0 if all servers answer."""
     home = env.home()
     all_up = print_servers(home)
-    stages = held_stages(arguments.store or home / "store")
-    sys.stdout.writelines(f"{line}\n" for line in stages)
+    sys.stdout.writelines(f"{line}\n" for line in held_stages(arguments.store or home / "store"))
     return 0 if all_up else 1
 
 

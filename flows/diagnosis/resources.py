@@ -8,7 +8,7 @@ from math import isfinite
 from statistics import median
 
 from engines.config.diagnosis import DiagnosisConfig
-from flows.diagnosis.findings import Evidence, Finding, StageView, compared, points, windows
+from flows.diagnosis.findings import Evidence, Finding, Severity, StageView, compared, points, windows
 from tasks.runner.memory_knobs import memory_knobs
 
 PEAK_MEMORY = "perf/max_memory_allocated_gb"
@@ -124,8 +124,7 @@ def step_times(stage: StageView) -> dict[str, float]:
     phases = {
         name.removeprefix(PREFIX): median(found.get(name, 0.0) for found in steps) for name in names
     }
-    rest = median(2 * found[STEP] - sum(found.values()) for found in steps)
-    phases["other"] = max(0.0, rest)
+    phases["other"] = max(0.0, median(2 * found[STEP] - sum(found.values()) for found in steps))
     return dict(sorted(phases.items(), key=lambda item: -item[1]))
 
 
@@ -143,16 +142,13 @@ def time_findings(stage: StageView, thresholds: DiagnosisConfig) -> list[Finding
     first = next(iter(times))
     told = ", ".join(f"{name} {share:.0%}" for name, share in list(shares.items())[:4])
 
-    def finding(symptom: str, text: str, name: str, severity: str) -> Finding:
+    def finding(symptom: str, text: str, name: str, severity: Severity) -> Finding:
         evidence = (
             Evidence(f"{PREFIX}{name}", times[name], stage.last_step),
             Evidence(STEP, whole, stage.last_step),
         )
         then = NEXT_FOR_COMMUNICATION.get(name, ("what runs beside it on that machine",))
-        return Finding(
-            "communication", symptom, stage.label, text, evidence, then,
-            "sick" if severity == "sick" else "note",
-        )  # fmt: skip
+        return Finding("communication", symptom, stage.label, text, evidence, then, severity)
 
     found = [finding("time", f"a step takes {whole:.3g} s: {told}", first, "note")]
     if shares.get("update_weights", 0.0) > thresholds.sync_share:

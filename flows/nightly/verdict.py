@@ -170,8 +170,7 @@ def _curve_room(curve: Sequence[float]) -> float:
     floor = CURVE_ROOM * max(1.0, *(abs(value) for value in curve if math.isfinite(value)), 0.0)
     bends = [a - 2 * b + c for a, b, c in zip(curve, curve[1:], curve[2:], strict=False)]
     noise = math.sqrt(statistics.fmean(bend**2 for bend in bends) / 6) if bends else 0.0
-    length = max(1, len(curve) // NUM_STRETCHES)
-    return max(floor, NUM_NOISES * noise / math.sqrt(length))
+    return max(floor, NUM_NOISES * noise / math.sqrt(max(1, len(curve) // NUM_STRETCHES)))
 
 
 def _span(values: Sequence[float], form: str = ".4g") -> str:

@@ -177,8 +177,7 @@ def preflight(recipe: Recipe, force: Mapping[str, str] = NOTHING_FORCED) -> Reci
 
 
 def _with_commits(recipe: Recipe, found: PreflightRequest) -> Recipe:
-    judges = {"model": found.reward_model, "judge": found.judge}
-    reward = recipe.rl.reward.model_copy(update=judges)
+    reward = recipe.rl.reward.model_copy(update={"model": found.reward_model, "judge": found.judge})
     rl = recipe.rl.model_copy(update={"reward": reward, "distillation": found.teacher})
     sections = {name: getattr(found, name) for name in ("model", "against", "data", "suites")}
     return recipe.model_copy(update={**sections, "rl": rl})

@@ -179,8 +179,7 @@ def _pair_drawings(name: str, title: str, pairs: PairCurves) -> Iterator[Drawing
         ("margin", pairs.margin, "mean margin of a step", GREEN),
     ):
         if curves:
-            drawn = _curves_drawing(curves, f"{title}: {part}", ylabel, color)
-            yield f"{name}_{part}", drawn
+            yield f"{name}_{part}", _curves_drawing(curves, f"{title}: {part}", ylabel, color)
 
 
 def _curves_drawing(

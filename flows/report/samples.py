@@ -67,8 +67,7 @@ def samples_page(runs: Sequence[ShownRun]) -> str:
 
 def samples_markdown(page: str, path: Path) -> str:
     """Return a few samples of the last step as Markdown, inside fences that no text can close."""
-    data = page.partition('id="data">')[2].partition("</script>")[0]
-    (run,) = json.loads(data)
+    (run,) = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
     lines = [f"# {run['name']}: samples", "", f"All of them: [{path}]({path.as_uri()})", ""]
     for step in list(run["steps"])[-1:]:
         lines += [f"## Step {step}", ""]

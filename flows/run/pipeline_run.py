@@ -152,8 +152,7 @@ class PipelineRun:
         orchestrated: bool,
     ) -> None:
         self.stages = stages
-        tracker = open_tracker(recipe.location)
-        self.registry = Registry(recipe.promote, tracker, history.storage)
+        self.registry = Registry(recipe.promote, open_tracker(recipe.location), history.storage)
         self.gate = RoundGate(recipe.diagnosis, history, self._warn)
         self._observer = observer
         self._recipe = recipe
@@ -282,8 +281,7 @@ def _recorder(recipe: Recipe, history: StageHistory, flow_run: Mapping[str, str]
     params = recipe.model_dump(mode="json", exclude=NOT_IDENTITY)
 
     def shipper(tracker: Tracker) -> Shipper:
-        ledger = Ledger(recipe.home, tracker.address, recipe.store_uri)
-        return Shipper(ledger, tracker, history)
+        return Shipper(Ledger(recipe.home, tracker.address, recipe.store_uri), tracker, history)
 
     mirrors = [shipper(mirror) for mirror in open_mirrors(recipe.location)]
     return Recorder(

@@ -126,8 +126,7 @@ class RoundGate:
         Raises:
             SickRunError: a symptom occurred for which the recipe ends the run.
         """
-        results = [*self._accepted, trained, evaluated]
-        shown = self._symptoms(results)
+        shown = self._symptoms([*self._accepted, trained, evaluated])
         found = {each.symptom: each for each in shown}
         for name in self._thresholds.end_run:
             if name in found:

@@ -146,9 +146,8 @@ def _values(schema_version: int, seed: int, inputs: Mapping[str, Artifact]) -> d
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return both values of each name whose values differ; None if one is missing."""
-    names = sorted({*before, *now})
     return {
         name: (before.get(name), now.get(name))
-        for name in names
+        for name in sorted({*before, *now})
         if before.get(name) != now.get(name)
     }
