@@ -255,8 +255,9 @@ def ask(
     # A new token for every run, because an old one would match the commit made under it.
     token = datetime.now(UTC).isoformat(timespec="microseconds")
     tokens = dict.fromkeys(filter(None, (*force, start_from)), token)
-    planner = plan_run(recipe, tokens, adopt, start_from)
-    return AskedRun(recipe, tokens, [*adopt], start_from, planner.all_hit)
+    return AskedRun(
+        recipe, tokens, [*adopt], start_from, plan_run(recipe, tokens, adopt, start_from).all_hit
+    )
 
 
 def _again(digests: Mapping[str, str]) -> str:

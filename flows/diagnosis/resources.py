@@ -8,7 +8,15 @@ from math import isfinite
 from statistics import median
 
 from engines.config.diagnosis import DiagnosisConfig
-from flows.diagnosis.findings import Evidence, Finding, Severity, StageView, compared, points, windows
+from flows.diagnosis.findings import (
+    Evidence,
+    Finding,
+    Severity,
+    StageView,
+    compared,
+    points,
+    windows,
+)
 from tasks.runner.memory_knobs import memory_knobs
 
 PEAK_MEMORY = "perf/max_memory_allocated_gb"

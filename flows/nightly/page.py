@@ -71,8 +71,9 @@ def draw_curve(outcome: Outcome, stored: Measurement | None, path: Path) -> None
             curve = tonight.stages[label].curve
             steps = range(start, start + len(curve))
             runs = stored.runs if stored else ()
-            bands = [run.stages[label].curve for run in runs if label in run.stages]
-            _draw_band(axes, steps, bands)
+            _draw_band(
+                axes, steps, [run.stages[label].curve for run in runs if label in run.stages]
+            )
             axes.plot(steps, curve, color=ORANGE if label == named else BLUE, linewidth=1.5)
             start += len(curve)
             if label != labels[-1]:

@@ -182,8 +182,9 @@ def survey_machine(*requested: str) -> SurveyReport:
     Raises:
         ServiceError: torch does not start, or a plugin crashes the process.
     """
-    command = ["hardware.survey", *requested]
-    return ask(SurveyReport, "the platform probe", PROBE_DEADLINE_S, command)
+    return ask(
+        SurveyReport, "the platform probe", PROBE_DEADLINE_S, ["hardware.survey", *requested]
+    )
 
 
 def platform_of(report: SurveyReport) -> FoundPlatform:

@@ -91,11 +91,13 @@ def request_of(recipe: Recipe) -> PreflightRequest | None:
     has_critic = has_rounds and recipe.rl.critic is not None
     self_play = recipe.preference.self_play if recipe.preference else None
     samples = has_rounds or (self_play is not None and self_play.source == "best_worst")
-    read = (recipe.model.path, recipe.against, teacher, *reward.models)
-    is_made = all(each is None for each in read)
-    suites = recipe.suites.values()
+    is_made = all(
+        each is None for each in (recipe.model.path, recipe.against, teacher, *reward.models)
+    )
     all_own = own and all(
-        {*suite.reward.functions} <= ours for suite in suites if suite.reward is not None
+        {*suite.reward.functions} <= ours
+        for suite in recipe.suites.values()
+        if suite.reward is not None
     )
     data = (recipe.data, *recipe.data_suites.values())
     if all_own and is_made and all(each and each.arithmetic for each in data):

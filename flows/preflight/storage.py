@@ -116,6 +116,7 @@ def check_room(
 
 
 def _trains(recipe: Recipe, force: Mapping[str, str]) -> bool:
-    planned = plan_run(recipe, force).stages
-    trains = [each for each in planned if each.label.startswith(TRAINING_STAGES)]
+    trains = [
+        each for each in plan_run(recipe, force).stages if each.label.startswith(TRAINING_STAGES)
+    ]
     return any(each.status not in {"hit", "likely_reuse"} for each in trains)

@@ -156,8 +156,9 @@ def check_recipe(recipe: Recipe) -> None:
             "got one with sft: null, and no policy that could play; need a stage before it; give "
             "the recipe a section sft",
         )
-    num_preferred = len(recipe.preference_iterations)
-    num_trained = (recipe.sft is not None) + num_preferred + recipe.rl.num_rounds
+    num_trained = (
+        (recipe.sft is not None) + len(recipe.preference_iterations) + recipe.rl.num_rounds
+    )
     if recipe.soup and recipe.soup.num_policies > num_trained:
         raise ConfigError(
             "soup.num_policies",
@@ -283,8 +284,9 @@ def _check_lengths(recipe: Recipe) -> None:
     for path, answer in answers.items():
         check_answer_length(path, answer or 0, limit, prompt)
     if recipe.rl.num_rounds:
-        longest = prompt + recipe.rl.sampling.max_new_tokens
-        recipe.training.check_unit(longest, "a prompt with its answer")
+        recipe.training.check_unit(
+            prompt + recipe.rl.sampling.max_new_tokens, "a prompt with its answer"
+        )
 
 
 def _check_data(recipe: Recipe) -> None:

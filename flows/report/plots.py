@@ -219,8 +219,9 @@ def _draw_steps(axes: Axes, curve: Curve, color: str) -> None:
         )
         return
     axes.plot(curve.steps, curve.values, color=color, alpha=0.3, linewidth=1)
-    mean = _moving_mean(curve.values)
-    axes.plot(curve.steps, mean, color=color, linewidth=2, label="mean of 5 steps")
+    axes.plot(
+        curve.steps, _moving_mean(curve.values), color=color, linewidth=2, label="mean of 5 steps"
+    )
 
 
 def _draw_looks(axes: Axes, curve: Curve) -> None:
@@ -261,8 +262,9 @@ def _draw_accuracy(axes: Axes, bars: Sequence[Bar]) -> None:
                 linewidth=1.2,
             )
         top = bar.high if bar.high is not None else bar.value
-        share = f"{bar.value:.1%}"
-        axes.text(place, 100 * top + 2, share, ha="center", va="bottom", rotation=rotation)
+        axes.text(
+            place, 100 * top + 2, f"{bar.value:.1%}", ha="center", va="bottom", rotation=rotation
+        )
     broken = MAX_LINE_LABELS < len(bars) <= MAX_LEVEL_LABELS
     labels = [bar.label.replace(" ", "\n") if broken else bar.label for bar in bars]
     axes.set_xticks(list(places), labels, rotation=rotation)

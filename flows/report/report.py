@@ -171,8 +171,9 @@ def write_report(report: Report, recipe: Recipe, history: StageHistory) -> Path:
     draw_plots(plot_data(report, history), directory)
     rounds = [s.fingerprint for s in report.stages if s.name.startswith("rl_round")]
     if rounds:
-        page = samples_page([shown_run(report.run, rounds, history)])
-        atomic_write_bytes(directory / PAGE_NAME, page.encode())
+        atomic_write_bytes(
+            directory / PAGE_NAME, samples_page([shown_run(report.run, rounds, history)]).encode()
+        )
     views = stage_views(history, [stage.fingerprint for stage in report.stages])
     write_diagnosis(diagnose(report.run, views, recipe.diagnosis), directory)
     atomic_write_bytes(directory / REPORT_MD, markdown(report, directory).encode())

@@ -164,8 +164,9 @@ class PipelineRun:
 
     def finish(self) -> Report:
         """Write the report, and show it on the run page."""
-        seconds = time.monotonic() - self._started
-        report = build_report(self._recipe, self.stages.results, seconds, self.gate.rejected)
+        report = build_report(
+            self._recipe, self.stages.results, time.monotonic() - self._started, self.gate.rejected
+        )
         directory = write_report(report, self._recipe, self._history)
         metrics = {f"accuracy/{name}": value for name, value in report.accuracy.items()}
         metrics |= {f"rejected/{label}": 1.0 for label in self.gate.rejected}

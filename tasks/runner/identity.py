@@ -145,8 +145,9 @@ class StageRequest:
     @cached_property
     def libraries(self) -> dict[str, str | None]:
         """Versions by distribution that can change the job's output."""
-        distributions = (*NUMERIC_DISTRIBUTIONS, *self._imported.distributions)
-        return installed_libraries(distributions, self.interpreter)
+        return installed_libraries(
+            (*NUMERIC_DISTRIBUTIONS, *self._imported.distributions), self.interpreter
+        )
 
     @property
     def rollout_libraries(self) -> dict[str, str | None]:
@@ -158,8 +159,9 @@ class StageRequest:
     def environment(self) -> str:
         """Digest of the libraries and third-party code that the job would run."""
         named, config = frozenset(self.config.plugins()), self.config
-        imported = self._imported.distributions
-        return environment_of(named, config.interpreter, config.rollout_interpreter, imported)
+        return environment_of(
+            named, config.interpreter, config.rollout_interpreter, self._imported.distributions
+        )
 
     @cached_property
     def identity(self) -> dict[str, Any]:

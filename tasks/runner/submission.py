@@ -116,8 +116,9 @@ class Submission:
                 raise JobSubmitError(f"a job {name} already exists")
         except BaseException as error:
             message = f"was not submitted: {redact(str(error))}"
-            problem = JobProblem(type=type(error).__name__, message=message, exit_code=1)
-            channel.write_error(attempt, problem)
+            channel.write_error(
+                attempt, JobProblem(type=type(error).__name__, message=message, exit_code=1)
+            )
             raise
 
     def _specification(self, request: StageRequest, attempt: int, holder: str) -> StageSpec:
