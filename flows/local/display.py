@@ -12,13 +12,14 @@ from rich.table import Column, Table
 from flows.report.report import StageReport
 from infra.tracking.journal import JournalRecord
 from tasks.runner.run import StageResult, headline_metric
+from tasks.runner.stage import StageObserver
 
 DIGEST_DIGITS = 12
 LABEL_WIDTH = 19
 
 
-class TerminalDisplay:
-    """A `tasks.runner.stage.StageObserver` that writes to the terminal."""
+class TerminalDisplay(StageObserver):
+    """Writes a run to the terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -1,11 +1,8 @@
-"""Runs the pipeline's flow in this process and shows it on the terminal.
+"""Runs a flow in this process and shows it on the terminal: the pipeline, a night, a user's own.
 
-Runs a flow from a Python file in this process and shows it on the terminal.
-
-Promises: the file is executed once, as Prefect's worker does for a deployment, and can import what
-`python FILE` could. Does not promise that the flow uses the stages of this project.
-
-Runs the nightly flow in this process and shows it on the terminal.
+Promises: a user's file is executed once, as Prefect's worker does for a deployment, and can import
+what `python FILE` could.
+Does not promise: that a user's flow uses the stages of this project.
 """
 
 import importlib.util
@@ -65,32 +62,42 @@ def run_locally(asked: AskedRun, console: Console, prefect: PrefectServer) -> Re
 
 
 @contextmanager
-def watched(cluster: LazyCluster, console: Console, prefect: PrefectServer) -> Iterator[None]:
-    """Show a flow of this process on the terminal; release `cluster` at the end."""
+def watched(
+    cluster: LazyCluster | None, console: Console, prefect: PrefectServer
+) -> Iterator[None]:
+    """Show a flow of this process on the terminal; release `cluster` at the end.
+
+    Without `cluster`, the flow starts clusters of its own. Warnings of the project's packages are
+    printed, which Prefect's quiet logging would hide.
+    """
     display = TerminalDisplay(console)
-    show_warnings(console)
+    for package in ("engines", "flows", "infra", "tasks"):
+        logger = logging.getLogger(package)
+        logger.handlers = [_ConsoleHandler(console)]
+        logger.propagate = False
     resetter = RUN_CONTEXT.set(RunContext(observer=display, cluster=cluster))
     try:
         prefect.wait()
         if prefect.history_is_dead:
-            crash_dead_runs()
+            _crash_dead_runs()
         yield
     finally:
-        # The flow releases it too, unless it failed before that.
-        cluster.release()
+        if cluster is not None:  # the flow releases it too, unless it failed before that
+            cluster.release()
         RUN_CONTEXT.reset(resetter)
         display.close()
-        drain_prefect()
+        # While the server still runs: buffered events and log lines.
+        EventsWorker.drain_all(timeout=DRAIN_DEADLINE_S, at_exit=False)
+        APILogWorker.drain_all(timeout=DRAIN_DEADLINE_S, at_exit=False)
 
 
-def crash_dead_runs() -> None:
+def _crash_dead_runs() -> None:
     """Mark flow runs as crashed that a stopped server left in an unfinished state."""
     running = FlowRunFilterState(type=FlowRunFilterStateType(any_=UNFINISHED))
     with get_client(sync_client=True) as client:
         for run in client.read_flow_runs(flow_run_filter=FlowRunFilter(state=running)):
-            client.set_flow_run_state(
-                run.id, Crashed(message="the process of this run was killed"), force=True
-            )
+            killed = Crashed(message="the process of this run was killed")
+            client.set_flow_run_state(run.id, killed, force=True)
 
 
 class _ConsoleHandler(logging.Handler):
@@ -105,59 +112,36 @@ class _ConsoleHandler(logging.Handler):
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def show_warnings(console: Console) -> None:
-    """Print the warnings of the project's packages, which Prefect's quiet logging would hide."""
-    for package in ("engines", "flows", "infra", "tasks"):
-        logger = logging.getLogger(package)
-        logger.handlers = [_ConsoleHandler(console)]
-        logger.propagate = False
-
-
-def drain_prefect() -> None:
-    """Send Prefect's buffered events and log lines while its server still runs."""
-    EventsWorker.drain_all(timeout=DRAIN_DEADLINE_S, at_exit=False)
-    APILogWorker.drain_all(timeout=DRAIN_DEADLINE_S, at_exit=False)
-
-
 def print_outcome(
     report: Report, recipe: Recipe, prefect_url: str | None, console: Console
 ) -> None:
     """Print the outcome and links; `prefect_url` is None if the server ends with the run."""
-    print_report(report, recipe.home, console)
-    hints = (
-        f"MLflow      {mlflow_hint(recipe)}",
-        f"Prefect     {prefect_hint(recipe, prefect_url)}",
-    )
-    for hint in hints:
-        console.print(hint, highlight=False, markup=False, soft_wrap=True)
+    _print_report(report, recipe.home, console)
+    uri = tracking_uri(recipe.location)
+    mlflow = uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
+    prefect = f"PREFECT_HOME={recipe.home / 'prefect'} prefect server start"
+    if prefect_url:
+        prefect = prefect_url.removesuffix("/api")
+    _print_lines(console, f"MLflow      {mlflow}", f"Prefect     {prefect}")
 
 
-def print_report(report: Report, home: Path, console: Console) -> None:
+def _print_report(report: Report, home: Path, console: Console) -> None:
     """Print the table of stages, the accuracies, and the path of the report."""
     console.print()
     console.print(summary_table(report.stages))
     console.print()
     accuracy = ", ".join(f"{name} {value:.1%}" for name, value in report.accuracy.items())
-    lines = [
-        f"accuracy    {accuracy}" if accuracy else "",
+    _print_lines(
+        console,
+        *([f"accuracy    {accuracy}"] if accuracy else []),
         f"time        {report.seconds:.1f} s",
         f"report      {home / 'runs' / report.run / REPORT_MD}",
-    ]
-    for line in filter(None, lines):
+    )
+
+
+def _print_lines(console: Console, *lines: str) -> None:
+    for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def mlflow_hint(recipe: Recipe) -> str:
-    """Return how to open the run in MLflow."""
-    uri = tracking_uri(recipe.location)
-    return uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
-
-
-def prefect_hint(recipe: Recipe, prefect_url: str | None) -> str:
-    """Return how to open the run in Prefect."""
-    if prefect_url:
-        return prefect_url.removesuffix("/api")
-    return f"PREFECT_HOME={recipe.home / 'prefect'} prefect server start"
 
 
 def run_own_flow(
@@ -172,7 +156,7 @@ def run_own_flow(
     with watched(LazyCluster(home), console, prefect):
         report = own(list(overrides)) if overrides else own()
     if isinstance(report, Report):
-        print_report(report, home, console)
+        _print_report(report, home, console)
 
 
 def load_own_flow(entrypoint: str) -> Flow[..., Any]:
@@ -212,21 +196,9 @@ def run_night(
     recipes: Sequence[str], baselines: Path, console: Console, prefect: PrefectServer
 ) -> Night:
     """Run the flow in this process; without `recipes`, it runs the shipped matrix."""
-    home = env.home()
-    display = TerminalDisplay(console)
-    show_warnings(console)
-    resetter = RUN_CONTEXT.set(RunContext(observer=display))
-    try:
-        prefect.wait()
-        if prefect.history_is_dead:
-            crash_dead_runs()
-        with suppress(NotReproducedError):
-            nightly_recipes(list(recipes or MATRIX), str(baselines))
-        return last_night(home)
-    finally:
-        RUN_CONTEXT.reset(resetter)
-        display.close()
-        drain_prefect()
+    with watched(None, console, prefect), suppress(NotReproducedError):
+        nightly_recipes(list(recipes or MATRIX), str(baselines))
+    return last_night(env.home())
 
 
 def print_night(night: Night, directory: Path, console: Console) -> None:
@@ -238,6 +210,6 @@ def print_night(night: Night, directory: Path, console: Console) -> None:
         lines = [f"{verdict.recipe}: {verdict.word}{stage}", *verdict.problems]
         if verdict.drifted:
             lines.append(f"another digest since {verdict.drifted}: {'; '.join(verdict.causes)}")
-        for line in (*lines[:1], *(f"    {each}" for each in (*lines[1:], *verdict.notes))):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        indented = (f"    {line}" for line in (*lines[1:], *verdict.notes))
+        _print_lines(console, lines[0], *indented)
     console.print(f"\nreport      {directory / NIGHT_MD}", highlight=False, soft_wrap=True)

@@ -1,9 +1,8 @@
 """Home, store, cluster, tracking and display of a pipeline run.
 
-Promises: the first stage that has to run starts the Ray cluster, and the last user ends it. A run
-that ends while its job runs leaves both to the next run, unless it was cancelled or interrupted.
-
-A Ray cluster that starts on first use, or earlier in the background.
+Promises: the first stage that has to run starts the Ray cluster, unless a command started it before
+in the background, and the last user ends it. A run that ends while its job runs leaves both to the
+next run, unless it was cancelled or interrupted.
 """
 
 import logging
@@ -36,12 +35,11 @@ from infra.store.artifacts import digest_in_path
 from infra.store.canonical import sha256_json
 from infra.store.storage import open_storage
 from infra.tracking.history import StageHistory
-from infra.tracking.journal import JournalRecord, Ledger
+from infra.tracking.journal import Ledger
 from infra.tracking.mirrors.fan_out import FanOut
 from infra.tracking.shipper import Shipper
 from infra.tracking.tracker import Tracker
 from tasks.runner.recorder import Recorder, end_status
-from tasks.runner.run import StageResult
 from tasks.runner.stage import StageContext, StageObserver
 from tasks.runner.submission import stop_followed
 
@@ -106,27 +104,14 @@ _log = logging.getLogger(__name__)
 NOTHING_FORCED: Mapping[str, str] = {}
 
 
-class SilentObserver:
-    """An observer that does nothing, because the Prefect run page shows everything."""
-
-    def stage_started(self, label: str, fingerprint: str) -> None:
-        """Do nothing."""
-
-    def message(self, label: str, text: str) -> None:
-        """Do nothing."""
-
-    def record(self, label: str, record: JournalRecord) -> None:
-        """Do nothing."""
-
-    def stage_finished(self, result: StageResult) -> None:
-        """Do nothing."""
-
-
 @dataclass(frozen=True)
 class RunContext:
-    """Observer and cluster that a command gives to a flow in its own process."""
+    """Observer and cluster that a command gives to a flow in its own process.
 
-    observer: StageObserver = field(default_factory=SilentObserver)
+    Without a command, nothing observes the run, because the Prefect run page shows everything.
+    """
+
+    observer: StageObserver = field(default_factory=StageObserver)
     cluster: LazyCluster | None = None
 
 

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -32,24 +32,20 @@ from tasks.runner.run import StageResult
 from tasks.runner.submission import Submission, stop_followed
 
 
-class StageObserver(Protocol):
-    """Sees stages while they run, e.g. a terminal."""
+class StageObserver:
+    """Sees stages while they run, e.g. a terminal; this one does nothing."""
 
     def stage_started(self, label: str, fingerprint: str) -> None:
         """Handle that a stage is looked up."""
-        ...
 
     def message(self, label: str, text: str) -> None:
         """Handle an event of a stage's job."""
-        ...
 
     def record(self, label: str, record: JournalRecord) -> None:
         """Handle a new journal record of a running stage."""
-        ...
 
     def stage_finished(self, result: StageResult) -> None:
         """Handle the result of a stage."""
-        ...
 
 
 class StageContext:
