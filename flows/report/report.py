@@ -17,9 +17,9 @@ from flows.diagnosis.diagnosis import diagnose
 from flows.diagnosis.findings import stage_views
 from flows.diagnosis.page import DIAGNOSIS_PAGE, told_verdict, write_diagnosis
 from flows.recipe.recipe import Recipe
-from flows.report.measured import measured_tables
+from flows.report.measured import measured_tables, source_table
 from flows.report.plots import Bar, PlotData, draw_plots, median_step, pair_curves, run_on
-from flows.report.samples import PAGE_NAME, samples_page, shown_run, source_table
+from flows.report.samples import PAGE_NAME, samples_page, shown_run
 from infra.store.atomic import atomic_write_bytes, make_directories
 from infra.store.canonical import canonical_json
 from infra.store.stage_spec import Adoption
