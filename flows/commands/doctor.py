@@ -106,7 +106,7 @@ def _distributions() -> Iterator[Check]:
 
 def _packages() -> Iterator[Check]:
     """Check that no other distribution shadows the packages here, whose names are common words."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     for name in PROJECT_PACKAGES:
         spec = importlib.util.find_spec(name)
         found = Path(spec.origin).parent if spec and spec.origin else None

@@ -29,7 +29,7 @@ from infra.tracking.journal import JournalRecord
 from tasks.runner.identity import StageRequest
 from tasks.runner.run import StageResult
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CURVES = ("critic/score/mean", "train/loss")
 SPEED, MEMORY = "perf/throughput", "perf/max_memory_allocated_gb"
 SOURCE_DIGITS = 16
