@@ -81,11 +81,10 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
 
 def this_machine(recipe: Recipe) -> Machine:
     """Return this machine and the device that a recipe computes on, as `preflight` resolved it."""
-    cpuinfo, processor = Path("/proc/cpuinfo"), platform.processor() or platform.machine()
-    if cpuinfo.is_file():
-        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        processor = names[0] if names else processor
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    processor = next(names, platform.processor() or platform.machine())
     return Machine(
         platform=recipe.hardware.platform,
         device_kind=recipe.hardware.device_kind or "",
@@ -130,14 +129,13 @@ class _Reader:
 
     def _made(self, request: StageRequest, record: CommitRecord | None) -> Made:
         files = {_file(name): sha[:SOURCE_DIGITS] for name, sha in request.sources.items()}
-        same = [label for label, known in self.sources.items() if known == files]
-        if not same:
+        same = next((label for label, known in self.sources.items() if known == files), None)
+        if same is None:
             self.sources[request.label] = files
-        outside = {EXTERNAL_KIND, SCRIPT_KIND}
         return Made(
             digest=record.artifact.digest if record else "",
             settings=sha256_json([request.config.identity_values(), request.seed]),
-            sources=same[0] if same else request.label,
+            sources=same or request.label,
             libraries={
                 **request.libraries,
                 **request.rollout_libraries,
@@ -146,15 +144,14 @@ class _Reader:
             data={
                 name: given.digest
                 for name, given in request.inputs.items()
-                if given.kind in outside
+                if given.kind in {EXTERNAL_KIND, SCRIPT_KIND}
             },
         )
 
 
 def _file(module: str) -> str:
     path = module_file(module)
-    inside = path is not None and path.is_relative_to(ROOT)
-    return str(path.relative_to(ROOT)) if path is not None and inside else module
+    return str(path.relative_to(ROOT)) if path and path.is_relative_to(ROOT) else module
 
 
 def observed(record: CommitRecord, journal: Sequence[JournalRecord]) -> Observed:
