@@ -20,8 +20,7 @@ from infra.store.stage_log import latest_commit
 from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import Storage, open_storage
 from infra.tracking.history import StageHistory
-from tasks.runner.adoption import find_adoptable, half_trained, own_step
-from tasks.runner.differences import DIGITS, EarlierRuns
+from tasks.runner.earlier_work import DIGITS, EarlierRuns, find_adoptable, half_trained, own_step
 from tasks.runner.identity import StageRequest
 from tasks.runner.run import StageResult
 

@@ -14,7 +14,7 @@ from flows.broken_modules import tell_broken_modules
 from flows.plan import PlannedStage, Status, plan_run
 from flows.preflight import preflight
 from flows.recipe.recipe import load_recipe
-from tasks.runner.differences import DIGITS
+from tasks.runner.earlier_work import DIGITS
 
 WORDS: Mapping[Status, str] = {
     "hit": "reused",

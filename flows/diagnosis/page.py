@@ -10,10 +10,9 @@ from itertools import groupby
 from pathlib import Path
 
 from engines.config.stages.rl import RLRoundStageConfig
-from flows.diagnosis.algorithm import CURVES, LOSS, SKIPPED
 from flows.diagnosis.diagnosis import Diagnosis
 from flows.diagnosis.findings import Finding, Points, points
-from flows.diagnosis.resources import PEAK_MEMORY, STEP
+from flows.diagnosis.rules import CURVES, LOSS, PEAK_MEMORY, SKIPPED, STEP
 from infra.store.atomic import atomic_write_bytes
 
 DIAGNOSIS_PAGE, DIAGNOSIS_MD = "diagnosis.html", "diagnosis.md"

@@ -1,7 +1,8 @@
 """Runs a flow in this process and shows it on the terminal: the pipeline, a night, a user's own.
 
-Promises: a user's file is executed once, as Prefect's worker does for a deployment, and can import
-what `python FILE` could.
+Promises: plain lines if the output is no terminal; an error of the display cannot fail a run. A
+user's file is executed once, as Prefect's worker does for a deployment, and can import what
+`python FILE` could.
 Does not promise: that a user's flow uses the stages of this project.
 """
 
@@ -27,22 +28,26 @@ from prefect.flows import Flow
 from prefect.logging.handlers import APILogWorker
 from prefect.states import Crashed
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
 
 from flows.automations import TAG
-from flows.local.display import TerminalDisplay, summary_table
 from flows.local.embedded_prefect import PrefectServer
 from flows.nightly.night import Night, last_night
 from flows.nightly.nightly_recipes import MATRIX, NotReproducedError, nightly_recipes
 from flows.nightly.page import NIGHT_MD
 from flows.plan import AskedRun
 from flows.recipe.recipe import Recipe
-from flows.report.report import REPORT_MD, Report
+from flows.report.report import REPORT_MD, Report, StageReport
 from flows.rlhf_pipeline import rlhf_pipeline
 from flows.run.pipeline_run import RUN_CONTEXT, LazyCluster, RunContext
 from flows.run.registry import tracking_uri
 from infra import env
 from infra.errors import ConfigError
 from infra.redact import RedactingFilter
+from infra.tracking.journal import JournalRecord
+from tasks.runner.run import StageResult, headline_metric
+from tasks.runner.stage import StageObserver
 
 DRAIN_DEADLINE_S = 10.0
 UNFINISHED = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
@@ -213,3 +218,83 @@ def print_night(night: Night, directory: Path, console: Console) -> None:
         indented = (f"    {line}" for line in (*lines[1:], *verdict.notes))
         _print_lines(console, lines[0], *indented)
     console.print(f"\nreport      {directory / NIGHT_MD}", highlight=False, soft_wrap=True)
+
+
+DIGEST_DIGITS = 12
+LABEL_WIDTH = 19
+
+
+class TerminalDisplay(StageObserver):
+    """Writes a run to the terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description:>19}"),
+            BarColumn(bar_width=40),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._bar: TaskID | None = None
+
+    def stage_started(self, label: str, fingerprint: str) -> None:
+        """Remove the bar of the stage before; a new one appears with the first progress record."""
+        self._end_bar()
+
+    def message(self, label: str, text: str) -> None:
+        """Print a line about a stage's job."""
+        self._say(label, text)
+
+    def record(self, label: str, record: JournalRecord) -> None:
+        """Show a journal record of a running stage: message as a line, progress as a bar."""
+        if record.message:
+            self._say(label, record.message)
+        if record.kind == "progress" and record.done is not None and record.total:
+            self._show_bar(label, record.done, record.total)
+
+    def stage_finished(self, result: StageResult) -> None:
+        """Print a line that summarizes the stage."""
+        self._end_bar()
+        done = "reused" if result.reused else f"ran in {result.wall_s:.1f} s"
+        parts = [done, f"digest {result.digest[:DIGEST_DIGITS]}", headline_metric(result.metrics)]
+        self._say(result.label, ", ".join(part for part in parts if part))
+
+    def close(self) -> None:
+        """Stop the live display."""
+        self._end_bar()
+        self._progress.stop()
+
+    def _say(self, label: str, message: str) -> None:
+        self._console.print(
+            f"{label:>{LABEL_WIDTH}}  {message}", highlight=False, markup=False, soft_wrap=True
+        )
+
+    def _show_bar(self, label: str, done: int, total: int) -> None:
+        if self._bar is None:
+            self._progress.start()
+            self._bar = self._progress.add_task(label, total=total)
+        self._progress.update(self._bar, completed=done, total=total)
+
+    def _end_bar(self) -> None:
+        if self._bar is not None:
+            self._progress.remove_task(self._bar)
+            self._bar = None
+            self._progress.stop()
+
+
+def summary_table(stages: Sequence[StageReport]) -> Table:
+    """Return a table of stage, state, seconds, digest and headline metric."""
+    seconds = Column("seconds", justify="right")
+    table = Table("stage", "", seconds, "digest", "metric", show_edge=False, pad_edge=False)
+    for stage in stages:
+        table.add_row(
+            stage.name,
+            stage.state,
+            f"{stage.seconds:.1f}",
+            stage.digest[:DIGEST_DIGITS],
+            headline_metric(stage.metrics),
+        )
+    return table

@@ -30,7 +30,7 @@ from prefect.states import Cancelling
 from rich.console import Console
 
 from flows.automations import STRANDED_S
-from flows.local.display import LABEL_WIDTH
+from flows.local.local_run import LABEL_WIDTH
 from flows.plan import AskedRun
 from flows.report.report import REPORT_JSON, Report
 from infra.errors import ConfigError, PipelineError, ServiceError, UnknownPluginError

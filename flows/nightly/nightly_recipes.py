@@ -16,8 +16,7 @@ from prefect.events import emit_event
 from prefect.flows import Flow
 
 from flows.nightly import night as nights
-from flows.nightly.measurement import Measurement, read_baseline
-from flows.nightly.measuring import measure
+from flows.nightly.measurement import Measurement, measure, read_baseline
 from flows.nightly.night import Night, Outcome
 from flows.nightly.page import show_night, write_night
 from flows.nightly.verdict import judge

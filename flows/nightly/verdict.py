@@ -23,6 +23,7 @@ from typing import Any, Literal
 from flows.nightly.measurement import Measurement, Observed
 from infra.frozen_model import FrozenModel
 from infra.store.stage_spec import some
+from tasks.runner.earlier_work import differing
 
 Word = Literal["pass", "drift", "fail"]
 
@@ -177,17 +178,13 @@ def _causes(baseline: Measurement, tonight: Measurement, label: str) -> list[str
     files = baseline.sources.get(before.sources, {}), tonight.sources.get(now.sources, {})
     kinds = {
         "settings": settings if before.settings != now.settings else [],
-        "sources": [text.partition(" ")[0] for text in differences(*files)],
+        "sources": [*differing(*files)],
         "libraries": differences(before.libraries, now.libraries),
-        "data": [text.partition(" ")[0] for text in differences(before.data, now.data)],
+        "data": [*differing(before.data, now.data)],
     }
     return [f"{kind}: {some(what)}" for kind, what in kinds.items() if what] or [NOTHING_DIFFERS]
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """List each name whose values differ, with both values."""
-    return [
-        f"{name} {before.get(name)} -> {now.get(name)}"
-        for name in sorted({*before, *now})
-        if before.get(name) != now.get(name)
-    ]
+    return [f"{name} {old} -> {new}" for name, (old, new) in differing(before, now).items()]

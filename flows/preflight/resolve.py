@@ -21,12 +21,14 @@ from engines.config.preflight_request import PreflightAnswer, PreflightRequest
 from engines.config.recipe import Recipe
 from engines.config.stages.final import EvaluateStageConfig
 from engines.config.training import TrainingConfig
-from flows.preflight.platform import ask, check_devices, resolve_hardware
-from flows.preflight.storage import (
+from flows.preflight.machine import (
     NOTHING_FORCED,
+    ask,
+    check_devices,
     check_room,
     check_store,
     check_tracking_database,
+    resolve_hardware,
 )
 from flows.recipe.source import registered_model
 from flows.run.registry import open_tracker

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from flows.diagnosis.algorithm import CURVES
+from flows.diagnosis.rules import CURVES
 from infra.tracking.history import StageHistory
 from infra.tracking.samples import KeptSample, read_samples, within
 

@@ -27,7 +27,7 @@ from infra.store.stage_log import Holder
 from infra.store.stage_spec import NextStage, StageSpec
 from infra.store.storage import Storage
 from infra.store.work_channel import JobProblem
-from tasks.runner.adoption import HalfTrained, copy_adopted_steps, link_adopted
+from tasks.runner.earlier_work import HalfTrained, copy_adopted_steps, link_adopted
 from tasks.runner.identity import STAGE_SCHEMA_VERSION, StageRequest
 
 FINGERPRINT_DIGITS = 16

@@ -27,9 +27,8 @@ from engines.jobs.policy.files import initial_source
 from engines.jobs.preflight.models import BYTES_PER_PARAMETER, checkpoint_bytes
 from flows.preflight import platform as platform_probe
 from flows.preflight import preflight, storage
-from flows.preflight.platform import check_devices, memory_shortage
+from flows.preflight.machine import check_devices, check_tracking_database, memory_shortage
 from flows.preflight.resolve import request_of
-from flows.preflight.storage import check_tracking_database
 from flows.recipe.recipe import load_recipe
 from flows.stage_order import run_stages
 from infra.errors import ArtifactError, ConfigError

@@ -16,10 +16,10 @@ from engines.config.diagnosis import DiagnosisConfig, RoundSymptom
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.config.stages.supervised import SFTStageConfig
 from flows.diagnosis import algorithm, resources
-from flows.diagnosis.algorithm import loss_findings, poisoned_findings
 from flows.diagnosis.diagnosis import diagnose, symptoms
 from flows.diagnosis.findings import Finding, StageView, windows
 from flows.diagnosis.page import html_page, markdown, text
+from flows.diagnosis.rules import loss_findings, poisoned_findings
 from flows.recipe.recipe import Recipe
 from flows.stage_order import stages_of
 from tests.unit.flows.diagnosis.conftest import HEALTHY, columns_to_steps

@@ -17,7 +17,7 @@ from engines.config.training import LoraConfig, TrainingConfig
 from flows.diagnosis.diagnosis import diagnose
 from flows.diagnosis.findings import Finding, StageView
 from flows.diagnosis.page import DIAGNOSIS_MD, html_page, markdown, text, write_diagnosis
-from flows.diagnosis.resources import resource_findings, step_times, time_findings
+from flows.diagnosis.rules import resource_findings, step_times, time_findings
 from flows.recipe.recipe import Recipe
 from infra.store.work_channel import Cause, JobProblem
 from tasks.runner.memory_knobs import memory_knobs
