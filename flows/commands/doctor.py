@@ -10,11 +10,12 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import platform
 import shutil
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -68,7 +69,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _all_checks(store: str | None) -> Iterator[Check]:
     """Yield all checks, causes before consequences; `store` is checked besides the home."""
-    yield _python()
+    good = (3, 11) <= sys.version_info[:2] < (3, 13)
+    version = f"{platform.python_version()} at {sys.executable}"
+    yield Check("python", "ok" if good else "error", version)
     yield from _distributions()
     yield from _packages()
     yield from _external_modules()
@@ -77,15 +80,17 @@ def _all_checks(store: str | None) -> Iterator[Check]:
     yield from _engines()
     yield _storage(env.home())
     if store is not None:
-        yield _named_store(store)
+        yield tried("store", lambda: open_storage(store).probe())
     yield _service("Prefect server", env.PREFECT_API_URL.get(), "/health", "embedded")
     yield _service("MLflow server", env.MLFLOW_TRACKING_URI.get(), "/health", "a local database")
 
 
-def _python() -> Check:
-    version = ".".join(str(part) for part in sys.version_info[:3])
-    good = (3, 11) <= sys.version_info[:2] < (3, 13)
-    return Check("python", "ok" if good else "error", f"{version} at {sys.executable}")
+def tried(name: str, find: Callable[[], str]) -> Check:
+    """Return a check with what `find` returns, or with its error."""
+    try:
+        return Check(name, "ok", find())
+    except (PipelineError, OSError) as error:
+        return Check(name, "error", str(error))
 
 
 def _distributions() -> Iterator[Check]:
@@ -96,7 +101,7 @@ def _distributions() -> Iterator[Check]:
         return
     for requirement in map(Requirement, declared):
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            found = next(metadata.distributions(name=requirement.name), None)
+            found = next(iter(metadata.distributions(name=requirement.name)), None)
             version = found.version if found else "not installed"
             if found and requirement.specifier.contains(version, prereleases=True):
                 yield Check(requirement.name, "ok", version)
@@ -110,24 +115,18 @@ def _packages() -> Iterator[Check]:
     for name in PROJECT_PACKAGES:
         spec = importlib.util.find_spec(name)
         found = Path(spec.origin).parent if spec and spec.origin else None
-        if found == root / name:
-            yield Check(f"package {name}", "ok", str(found))
-        else:
-            yield Check(
-                f"package {name}",
-                "error",
-                f"resolves to {found}, not to {root / name}; change PYTHONPATH or uninstall it",
-            )
+        shadow = f"resolves to {found}, not to {root / name}; change PYTHONPATH or uninstall it"
+        is_ours = found == root / name
+        yield Check(
+            f"package {name}", "ok" if is_ours else "error", str(found) if is_ours else shadow
+        )
 
 
 def _external_modules() -> Iterator[Check]:
     broken = {module.name: module for module in import_external_modules()}
     for name, owner in external_modules().items():
-        if name in broken:
-            yield Check(f"module {name}", "error", str(broken[name]))
-        else:
-            detail = f"imported for {owner.removeprefix('environment.')}"
-            yield Check(f"module {name}", "ok", detail)
+        detail = str(broken.get(name, f"imported for {owner.removeprefix('environment.')}"))
+        yield Check(f"module {name}", "error" if name in broken else "ok", detail)
 
 
 def _platform_and_plugins() -> Iterator[Check]:
@@ -136,16 +135,15 @@ def _platform_and_plugins() -> Iterator[Check]:
     except PipelineError as error:
         yield Check("platform", "error", str(error))
         return
-    try:
+
+    def chosen() -> str:
         found = platform_of(report)
-        yield Check("platform", "ok", f"{found.device} {found.label} ({found.reason})")
-    except PipelineError as error:
-        yield Check("platform", "error", str(error))
+        return f"{found.device} {found.label} ({found.reason})"
+
+    yield tried("platform", chosen)
     checks = (
-        Check(f"plugin {plugin.name}", "ok", plugin.detail)
-        if plugin.problem is None
-        else Check(f"plugin {plugin.name}", "error", plugin.problem)
-        for plugin in report.plugins
+        Check(f"plugin {each.name}", "error" if each.problem else "ok", each.problem or each.detail)
+        for each in report.plugins
     )
     yield from dict.fromkeys(checks)  # two owners of a name have one problem
 
@@ -172,13 +170,6 @@ def _storage(home: Path) -> Check:
     free = shutil.disk_usage(home).free
     detail = f"{home}, {free / 1024**3:.1f} GiB free"
     return Check("storage", "ok" if free >= MIN_FREE_BYTES else "warning", detail)
-
-
-def _named_store(uri: str) -> Check:
-    try:
-        return Check("store", "ok", open_storage(uri).probe())
-    except (PipelineError, OSError) as error:
-        return Check("store", "error", str(error))
 
 
 def _service(name: str, url: str | None, path: str, otherwise: str) -> Check:

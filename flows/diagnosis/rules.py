@@ -5,7 +5,7 @@ windows; a missing metric, or a curve of fewer than two windows, gives no findin
 Does not promise: that a curve without a symptom is good.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isfinite
 from statistics import median
 
@@ -43,7 +43,7 @@ SOLVED = 0.95
 LOSS_GROWTH = 1.5
 
 Rounds = Sequence[StageView]
-Rule = Callable[[Rounds, DiagnosisConfig], Finding | None]
+Rule = Callable[[Rounds, DiagnosisConfig], Iterator[Finding]]
 
 
 def round_findings(
@@ -55,19 +55,15 @@ def round_findings(
     """
     if not rounds:
         return []
-    found = [rule(rounds, thresholds) for rule in RULES]
-    found.append(_reward_hacking(rounds, evaluations, thresholds))
-    return [finding for finding in found if finding is not None]
+    found = [finding for rule in RULES for finding in rule(rounds, thresholds)]
+    return [*found, *_reward_hacking(rounds, evaluations, thresholds)]
 
 
-def loss_findings(stage: StageView, thresholds: DiagnosisConfig) -> list[Finding]:
-    """Return a finding if the loss of a supervised stage diverges."""
-    _, curve = points([stage], LOSS)
-    means = windows(curve, thresholds.window_num_steps)
-    if len(means) < 2 or means[-1] <= LOSS_GROWTH * min(means):
-        return []
-    return [
-        Finding(
+def loss_findings(stage: StageView, thresholds: DiagnosisConfig) -> Iterator[Finding]:
+    """Yield a finding if the loss of a supervised stage diverges."""
+    _, _, means = _ends([stage], thresholds, LOSS)
+    if means and means[-1] > LOSS_GROWTH * min(means):
+        yield Finding(
             "algorithm",
             "loss_divergence",
             stage.label,
@@ -75,18 +71,15 @@ def loss_findings(stage: StageView, thresholds: DiagnosisConfig) -> list[Finding
             (compared([stage], LOSS, thresholds.window_num_steps, means.index(min(means))),),
             ("lower sft.optimizer.lr", "more num_warmup_steps", "look at the rows of those steps"),
         )
-    ]
 
 
-def poisoned_findings(stage: StageView) -> list[Finding]:
-    """Return a finding if updates were skipped because of non-finite values."""
+def poisoned_findings(stage: StageView) -> Iterator[Finding]:
+    """Yield a finding if updates were skipped because of non-finite values."""
     _, curve = points([stage], POISONED)
-    if not curve or not curve[-1][1]:
-        return []
-    said = [line for line in stage.messages if "the update is left out" in line]
-    first = next(step for step, value in curve if value)
-    return [
-        Finding(
+    if curve and curve[-1][1]:
+        said = [line for line in stage.messages if "the update is left out" in line]
+        first = next(step for step, value in curve if value)
+        yield Finding(
             "algorithm",
             "non_finite",
             stage.label,
@@ -94,7 +87,6 @@ def poisoned_findings(stage: StageView) -> list[Finding]:
             (Evidence(POISONED, curve[-1][1], first),),
             ("look at the named rows", "lower the learning rate", "dtype float32"),
         )
-    ]
 
 
 def _finding(
@@ -112,113 +104,105 @@ def _ends(
     return name, curve, means if len(means) > 1 else []
 
 
-def _entropy_collapse(rounds: Rounds, thresholds: DiagnosisConfig) -> Finding | None:
+def _entropy_collapse(rounds: Rounds, thresholds: DiagnosisConfig) -> Iterator[Finding]:
     _, _, means = _ends(rounds, thresholds, ENTROPY)
     if not means or means[-1] >= thresholds.entropy_ratio * means[0]:
-        return None
+        return
     score, best = (_ends(rounds, thresholds, name)[2] for name in (SCORE, BEST_SCORE))
-    if score and best and score[-1] >= SOLVED * best[-1] > 0:
-        return None
-    return _finding(
-        "entropy_collapse",
-        rounds,
-        f"the policy's entropy fell to {means[-1] / max(means[0], 1e-12):.0%} of what it was, "
-        "and answers still differ in score: it explores no more",
-        (compared(rounds, ENTROPY, thresholds.window_num_steps),),
-        "rl.algorithm.clip_ratio_high above clip_ratio_low",
-        "rl.algorithm.use_kl_loss, or rl.algorithm.entropy_coeff",
-        "a lower rl.optimizer.lr",
-        "rl.algorithm.filter_groups, so that only prompts count that are solved now and then",
-    )
+    if not (score and best and score[-1] >= SOLVED * best[-1] > 0):
+        yield _finding(
+            "entropy_collapse",
+            rounds,
+            f"the policy's entropy fell to {means[-1] / max(means[0], 1e-12):.0%} of what it was, "
+            "and answers still differ in score: it explores no more",
+            (compared(rounds, ENTROPY, thresholds.window_num_steps),),
+            "rl.algorithm.clip_ratio_high above clip_ratio_low",
+            "rl.algorithm.use_kl_loss, or rl.algorithm.entropy_coeff",
+            "a lower rl.optimizer.lr",
+            "rl.algorithm.filter_groups, so that only prompts count that are solved now and then",
+        )
 
 
-def _length_explosion(rounds: Rounds, thresholds: DiagnosisConfig) -> Finding | None:
+def _length_explosion(rounds: Rounds, thresholds: DiagnosisConfig) -> Iterator[Finding]:
     _, _, means = _ends(rounds, thresholds, LENGTH)
     if not means or means[-1] < thresholds.length_growth * means[0]:
-        return None
+        return
     cut, score = (_ends(rounds, thresholds, name)[2] for name in (CUT, SCORE))
     share, gain = (cut or [0.0])[-1], score[-1] - score[0] if score else 0.0
-    if share < thresholds.cut_share and gain > 0:
-        return None
-    return _finding(
-        "length_explosion",
-        rounds,
-        f"answers are {means[-1] / max(means[0], 1e-12):.1f} times as long as at first, "
-        f"{share:.0%} of them cut, and the score changed by {gain:+.3g}",
-        (compared(rounds, LENGTH, thresholds.window_num_steps), Evidence(CUT, share)),
-        "rl.algorithm.overlong, a penalty for long answers",
-        "rl.algorithm.loss_agg_mode seq-mean-token-sum-norm",
-        "look at the longest samples: `rlhf show`",
-    )
+    if share >= thresholds.cut_share or gain <= 0:
+        yield _finding(
+            "length_explosion",
+            rounds,
+            f"answers are {means[-1] / max(means[0], 1e-12):.1f} times as long as at first, "
+            f"{share:.0%} of them cut, and the score changed by {gain:+.3g}",
+            (compared(rounds, LENGTH, thresholds.window_num_steps), Evidence(CUT, share)),
+            "rl.algorithm.overlong, a penalty for long answers",
+            "rl.algorithm.loss_agg_mode seq-mean-token-sum-norm",
+            "look at the longest samples: `rlhf show`",
+        )
 
 
-def _reward_collapse(rounds: Rounds, thresholds: DiagnosisConfig) -> Finding | None:
+def _reward_collapse(rounds: Rounds, thresholds: DiagnosisConfig) -> Iterator[Finding]:
     _, _, means = _ends(rounds, thresholds, SCORE)
-    if not means or max(means) <= 0 or means[-1] >= (1 - thresholds.score_fall) * max(means):
-        return None
-    return _finding(
-        "reward_collapse",
-        rounds,
-        f"the score fell to {means[-1]:.3g} after {max(means):.3g}",
-        (compared(rounds, SCORE, thresholds.window_num_steps, means.index(max(means))),),
-        "a lower rl.optimizer.lr, or fewer rl.num_epochs",
-        "rl.algorithm.use_kl_loss",
-        "the other symptoms here: one of them may have come first",
-    )
+    if means and max(means) > 0 and means[-1] < (1 - thresholds.score_fall) * max(means):
+        yield _finding(
+            "reward_collapse",
+            rounds,
+            f"the score fell to {means[-1]:.3g} after {max(means):.3g}",
+            (compared(rounds, SCORE, thresholds.window_num_steps, means.index(max(means))),),
+            "a lower rl.optimizer.lr, or fewer rl.num_epochs",
+            "rl.algorithm.use_kl_loss",
+            "the other symptoms here: one of them may have come first",
+        )
 
 
-def _kl_runaway(rounds: Rounds, thresholds: DiagnosisConfig) -> Finding | None:
+def _kl_runaway(rounds: Rounds, thresholds: DiagnosisConfig) -> Iterator[Finding]:
     name, _, means = _ends(rounds, thresholds, *KL)
-    if not means or means[-1] <= thresholds.max_kl:
-        return None
-    place = "the reference" if name in TO_REFERENCE else "the policy that sampled"
-    return _finding(
-        "kl_runaway",
-        rounds,
-        f"the policy is {means[-1]:.3g} nats a token away from {place}",
-        (compared(rounds, name, thresholds.window_num_steps),),
-        "rl.algorithm.use_kl_loss with a greater kl_loss_coef",
-        "a lower rl.optimizer.lr, or fewer rl.num_epochs",
-        "rl.refresh_reference, if the distance is wanted",
-    )
+    if means and means[-1] > thresholds.max_kl:
+        place = "the reference" if name in TO_REFERENCE else "the policy that sampled"
+        yield _finding(
+            "kl_runaway",
+            rounds,
+            f"the policy is {means[-1]:.3g} nats a token away from {place}",
+            (compared(rounds, name, thresholds.window_num_steps),),
+            "rl.algorithm.use_kl_loss with a greater kl_loss_coef",
+            "a lower rl.optimizer.lr, or fewer rl.num_epochs",
+            "rl.refresh_reference, if the distance is wanted",
+        )
 
 
-def _drift(rounds: Rounds, thresholds: DiagnosisConfig) -> Finding | None:
+def _drift(rounds: Rounds, thresholds: DiagnosisConfig) -> Iterator[Finding]:
     _, _, means = _ends(rounds, thresholds, MISMATCH)
-    if not means or means[-1] < max(
-        thresholds.mismatch_floor, thresholds.mismatch_growth * means[0]
-    ):
-        return None
-    return _finding(
-        "drift",
-        rounds,
-        f"sampler and trainer disagree by {means[-1]:.3g} nats a token, {means[0]:.3g} at first: "
-        "what is sampled is no longer what is trained",
-        (compared(rounds, MISMATCH, thresholds.window_num_steps),),
-        "rollout.dtype float32, or that of the training",
-        "rl.sampling.top_p 1 and top_k 0",
-        "rl.mismatch.mean, so that such a step ends the round",
-    )
+    if means and means[-1] >= max(thresholds.mismatch_floor, thresholds.mismatch_growth * means[0]):
+        yield _finding(
+            "drift",
+            rounds,
+            f"sampler and trainer disagree by {means[-1]:.3g} nats a token, {means[0]:.3g} at "
+            "first: what is sampled is no longer what is trained",
+            (compared(rounds, MISMATCH, thresholds.window_num_steps),),
+            "rollout.dtype float32, or that of the training",
+            "rl.sampling.top_p 1 and top_k 0",
+            "rl.mismatch.mean, so that such a step ends the round",
+        )
 
 
-def _no_signal(rounds: Rounds, thresholds: DiagnosisConfig) -> Finding | None:
+def _no_signal(rounds: Rounds, thresholds: DiagnosisConfig) -> Iterator[Finding]:
     _, curve, means = _ends(rounds, thresholds, SKIPPED)
-    if not means or means[-1] < thresholds.skipped_share:
-        return None
-    return _finding(
-        "no_signal",
-        rounds,
-        f"{means[-1]:.0%} of the last steps had nothing to train on",
-        (Evidence(SKIPPED, means[-1], curve[-1][0]),),
-        "prompts that the policy solves now and then",
-        "more samples for a prompt (rl.group_size)",
-        "look at the rewards: `rlhf show`",
-    )
+    if means and means[-1] >= thresholds.skipped_share:
+        yield _finding(
+            "no_signal",
+            rounds,
+            f"{means[-1]:.0%} of the last steps had nothing to train on",
+            (Evidence(SKIPPED, means[-1], curve[-1][0]),),
+            "prompts that the policy solves now and then",
+            "more samples for a prompt (rl.group_size)",
+            "look at the rewards: `rlhf show`",
+        )
 
 
 def _reward_hacking(
     rounds: Rounds, evaluations: Mapping[str, StageView], thresholds: DiagnosisConfig
-) -> Finding | None:
+) -> Iterator[Finding]:
     """Detect a rising training score with a held-out accuracy below its earlier best."""
     last = evaluations.get(rounds[-1].label)
     now = last.metrics.get("accuracy") if last else None
@@ -229,24 +213,23 @@ def _reward_hacking(
     }
     _, _, means = _ends(rounds, thresholds, SCORE)
     if now is None or not before or not means:
-        return None
+        return
     best = max(before, key=before.__getitem__)
     gain, fall = means[-1] - means[0], before[best] - now
-    if gain < thresholds.hacking_gain or fall < thresholds.hacking_fall:
-        return None
-    return _finding(
-        "reward_hacking",
-        rounds,
-        f"the training score gained {gain:.3g} while the held-out accuracy lost {fall:.3g}: "
-        "the policy learns the reward and not the task",
-        (
-            compared(rounds, SCORE, thresholds.window_num_steps),
-            Evidence("accuracy", now, was=before[best], was_in=best),
-        ),
-        "read the samples with the best scores: `rlhf show`",
-        "repair the reward, and see what it gives for such answers",
-        "rl.algorithm.use_kl_loss",
-    )
+    if gain >= thresholds.hacking_gain and fall >= thresholds.hacking_fall:
+        yield _finding(
+            "reward_hacking",
+            rounds,
+            f"the training score gained {gain:.3g} while the held-out accuracy lost {fall:.3g}: "
+            "the policy learns the reward and not the task",
+            (
+                compared(rounds, SCORE, thresholds.window_num_steps),
+                Evidence("accuracy", now, was=before[best], was_in=best),
+            ),
+            "read the samples with the best scores: `rlhf show`",
+            "repair the reward, and see what it gives for such answers",
+            "rl.algorithm.use_kl_loss",
+        )
 
 
 RULES: tuple[Rule, ...] = (
@@ -283,12 +266,19 @@ NEXT = {
 ANY_NEXT = ("the error and the end of the job's log", "the same command resumes")
 
 
-def failure(stage: StageView) -> Finding | None:
-    """Return why a stage ended without a commit; None if it is committed or running."""
-    at = tuple(Evidence(PEAK_MEMORY, value, step) for step, value in _memory(stage)[-1:])
-    if stage.problem is None:
-        if not stage.is_gone:
-            return None
+def resource_findings(stage: StageView, thresholds: DiagnosisConfig) -> Iterator[Finding]:
+    """Yield the failure of an uncommitted stage, growth of its memory and lost replicas."""
+    _, memory = points([stage], PEAK_MEMORY)
+    at = tuple(Evidence(PEAK_MEMORY, value, step) for step, value in memory[-1:])
+    if stage.problem is not None:
+        cause, message = stage.problem.cause, stage.problem.message
+        then = NEXT.get(cause, ANY_NEXT)
+        if cause == "out_of_memory":
+            then = (*memory_knobs(stage.config, stage.problem.phase), ANY_NEXT[-1])
+        area = "algorithm" if cause == "non_finite" else "resources"
+        text = message.splitlines()[0] if message else stage.problem.type
+        yield Finding(area, cause or "failed", stage.label, text, at, then, "failed")
+    elif stage.is_gone:
         text = (
             f"its process ended without a word in phase {stage.phase}"
             f"{f' after step {stage.last_step}' if stage.last_step is not None else ''}: it was "
@@ -296,45 +286,28 @@ def failure(stage: StageView) -> Finding | None:
         )
         knobs = memory_knobs(stage.config, stage.phase)
         then = ("the kernel's log of that machine", *knobs, ANY_NEXT[-1])
-        return Finding("resources", "killed", stage.label, text, at, then, "failed")
-    cause = stage.problem.cause
-    then = NEXT.get(cause, ANY_NEXT)
-    if cause == "out_of_memory":
-        then = (*memory_knobs(stage.config, stage.problem.phase), ANY_NEXT[-1])
-    area = "algorithm" if cause == "non_finite" else "resources"
-    text = stage.problem.message.splitlines()[0] if stage.problem.message else stage.problem.type
-    return Finding(area, cause or "failed", stage.label, text, at, tuple(then), "failed")
-
-
-def resource_findings(stage: StageView, thresholds: DiagnosisConfig) -> list[Finding]:
-    """Return the stage's failure, growth of its memory and lost replicas."""
-    found = [each for each in (failure(stage), _growth(stage, thresholds)) if each is not None]
+        yield Finding("resources", "killed", stage.label, text, at, then, "failed")
+    yield from _growth(stage, thresholds)
     _, restarts = points([stage], RESTARTS)
     if restarts and restarts[-1][1]:
         step = next(step for step, value in restarts if value)
         text = f"{restarts[-1][1]:.0f} rollout engines were lost and started again"
         then = ("their logs", "rollout.silence_s, if they were only slow")
         evidence = (Evidence(RESTARTS, restarts[-1][1], step),)
-        found.append(Finding("resources", "replica_lost", stage.label, text, evidence, then))
-    return found
+        yield Finding("resources", "replica_lost", stage.label, text, evidence, then)
 
 
-def _growth(stage: StageView, thresholds: DiagnosisConfig) -> Finding | None:
-    means = windows(_memory(stage), thresholds.window_num_steps)
-    if len(means) < 2 or means[-1] < thresholds.memory_growth * means[0]:
-        return None
-    return Finding(
-        "resources",
-        "memory_growth",
-        stage.label,
-        f"peak memory grew from {means[0]:.3g} GB to {means[-1]:.3g} GB",
-        (compared([stage], PEAK_MEMORY, thresholds.window_num_steps),),
-        (*memory_knobs(stage.config), "longer answers, or something that is never given back"),
-    )
-
-
-def _memory(stage: StageView) -> list[tuple[int, float]]:
-    return list(points([stage], PEAK_MEMORY)[1])
+def _growth(stage: StageView, thresholds: DiagnosisConfig) -> Iterator[Finding]:
+    _, _, means = _ends([stage], thresholds, PEAK_MEMORY)
+    if means and means[-1] >= thresholds.memory_growth * means[0]:
+        yield Finding(
+            "resources",
+            "memory_growth",
+            stage.label,
+            f"peak memory grew from {means[0]:.3g} GB to {means[-1]:.3g} GB",
+            (compared([stage], PEAK_MEMORY, thresholds.window_num_steps),),
+            (*memory_knobs(stage.config), "longer answers, or something that is never given back"),
+        )
 
 
 STEP, SYNC, PREFIX = "timing_s/step", "timing_s/update_weights", "timing_s/"
@@ -359,7 +332,10 @@ def step_times(stage: StageView) -> dict[str, float]:
 
     Empty if no step was timed, or steps have no phases.
     """
-    timed = [_times(found) for found in stage.steps.values()]
+    timed = (
+        {n: value for n, value in found.items() if n.startswith(PREFIX) and isfinite(value)}
+        for found in stage.steps.values()
+    )
     steps = [found for found in timed if STEP in found]
     names = {name for found in steps for name in found} - {STEP}
     if not names:
@@ -371,18 +347,13 @@ def step_times(stage: StageView) -> dict[str, float]:
     return dict(sorted(phases.items(), key=lambda item: -item[1]))
 
 
-def _times(found: Mapping[str, float]) -> dict[str, float]:
-    return {n: value for n, value in found.items() if n.startswith(PREFIX) and isfinite(value)}
-
-
-def time_findings(stage: StageView, thresholds: DiagnosisConfig) -> list[Finding]:
-    """Return findings about the dominant phase and about waiting."""
+def time_findings(stage: StageView, thresholds: DiagnosisConfig) -> Iterator[Finding]:
+    """Yield findings about the dominant phase and about waiting."""
     times = step_times(stage)
     whole = sum(times.values())
     if not whole:
-        return []
+        return
     shares = {name: seconds / whole for name, seconds in times.items()}
-    first = next(iter(times))
     told = ", ".join(f"{name} {share:.0%}" for name, share in list(shares.items())[:4])
 
     def finding(symptom: str, text: str, name: str, severity: Severity) -> Finding:
@@ -393,12 +364,11 @@ def time_findings(stage: StageView, thresholds: DiagnosisConfig) -> list[Finding
         then = NEXT_FOR_COMMUNICATION.get(name, ("what runs beside it on that machine",))
         return Finding("communication", symptom, stage.label, text, evidence, then, severity)
 
-    found = [finding("time", f"a step takes {whole:.3g} s: {told}", first, "note")]
-    if shares.get("update_weights", 0.0) > thresholds.sync_share:
-        share = shares["update_weights"]
+    yield finding("time", f"a step takes {whole:.3g} s: {told}", next(iter(times)), "note")
+    share = shares.get("update_weights", 0.0)
+    if share > thresholds.sync_share:
         text = f"{share:.0%} of a step passes until new weights are served"
-        found.append(finding("slow_sync", text, "update_weights", "sick"))
+        yield finding("slow_sync", text, "update_weights", "sick")
     if shares["other"] > thresholds.unnamed_share:
         text = f"{shares['other']:.0%} of a step is in no phase: something waits"
-        found.append(finding("waiting", text, "other", "sick"))
-    return found
+        yield finding("waiting", text, "other", "sick")

@@ -62,9 +62,11 @@ class StageRunner(Protocol):
     @property
     def seed(self) -> int:
         """Seed of the run, from which all randomness of every stage derives."""
+        ...
 
     def run(self, request: StageRequest) -> StageResult:
         """Run one stage, or return its existing result."""
+        ...
 
 
 def run_stage(
