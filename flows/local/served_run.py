@@ -109,8 +109,8 @@ def run_served(asked: AskedRun, deployment: UUID, console: Console) -> Report:
     if not state.is_completed():
         console.print(f"Retry on the page of {run.name} resumes it", highlight=False)
         raise failure_of(state)
-    directory = asked.recipe.home / "runs" / asked.recipe.run_name
-    return Report.model_validate_json((directory / REPORT_JSON).read_bytes())
+    report = asked.recipe.home / "runs" / asked.recipe.run_name / REPORT_JSON
+    return Report.model_validate_json(report.read_bytes())
 
 
 def failure_of(state: State) -> PipelineError:
@@ -119,9 +119,9 @@ def failure_of(state: State) -> PipelineError:
     kind, _, told = message.removeprefix(FAILED).partition(": ")
     if not message.startswith(FAILED):
         return PipelineError(f"{state.name}: {message}")
-    if kind in OF_THE_USER:
-        return ConfigError(*told.split(": ", 1)) if ": " in told else ConfigError("recipe", told)
-    return PipelineError(told)
+    if kind not in OF_THE_USER:
+        return PipelineError(told)
+    return ConfigError(*told.split(": ", 1)) if ": " in told else ConfigError("recipe", told)
 
 
 def _follow(client: SyncPrefectClient, run: FlowRun, console: Console) -> State:

@@ -9,7 +9,6 @@ and jobs refuse to start on another.
 """
 
 import contextlib
-import re
 import shutil
 import subprocess
 import sys
@@ -205,34 +204,26 @@ def platform_of(report: SurveyReport) -> FoundPlatform:
 
 NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "afs", "fuse.sshfs", "fuse.glusterfs"})
 """File systems on which database locks are unreliable."""
-MOUNTS = Path("/proc/self/mounts")
 
 
 def file_system_of(path: Path) -> str | None:
-    """Return the type (`ext4`, `nfs4`) of an absolute path's file system; None without `/proc`."""
-    try:
-        lines = MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        return None
-    place = path.resolve()
-    best, kind = -1, None
-    for line in lines:
-        mounted, found = map(_unescaped, line.split(" ")[1:3])
+    """Return the type (`ext4`, `nfs4`) of an absolute path's file system; None if it is unknown."""
+    place, found = path.resolve(), None
+    with contextlib.suppress(OSError):
+        mounts = [
+            each
+            for each in psutil.disk_partitions(all=True)
+            if place.is_relative_to(each.mountpoint)
+        ]
         # A later mount on the same path hides an earlier one.
-        if place.is_relative_to(mounted) and len(mounted) >= best:
-            best, kind = len(mounted), found
-    return kind
-
-
-def _unescaped(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+        found = max(reversed(mounts), key=lambda each: len(each.mountpoint), default=None)
+    return found.fstype if found else None
 
 
 NUM_CHECKPOINTS = 2
 """The newest checkpoint stays until the next one is complete."""
 TRAINING_STAGES = ("sft", "reward_model", "preference", "rl_round")
 """Label prefixes of the stages that write step checkpoints."""
-NOTHING_FORCED: Mapping[str, str] = {}
 
 
 def check_store(uri: str) -> None:
@@ -275,9 +266,7 @@ def check_tracking_database(uri: str) -> None:
         )
 
 
-def check_room(
-    recipe: Recipe, checkpoint_bytes: int, force: Mapping[str, str] = NOTHING_FORCED
-) -> None:
+def check_room(recipe: Recipe, checkpoint_bytes: int, force: Mapping[str, str]) -> None:
     """Check that the store has space for checkpoints, and the memory for the training.
 
     Raises:
@@ -305,7 +294,7 @@ def check_room(
 
 
 def _trains(recipe: Recipe, force: Mapping[str, str]) -> bool:
-    trains = [
-        each for each in plan_run(recipe, force).stages if each.label.startswith(TRAINING_STAGES)
-    ]
-    return any(each.status not in {"hit", "likely_reuse"} for each in trains)
+    return any(
+        each.label.startswith(TRAINING_STAGES) and each.status not in {"hit", "likely_reuse"}
+        for each in plan_run(recipe, force).stages
+    )

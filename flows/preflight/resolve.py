@@ -22,7 +22,6 @@ from engines.config.recipe import Recipe
 from engines.config.stages.final import EvaluateStageConfig
 from engines.config.training import TrainingConfig
 from flows.preflight.machine import (
-    NOTHING_FORCED,
     ask,
     check_devices,
     check_room,
@@ -140,6 +139,7 @@ def request_of(recipe: Recipe) -> PreflightRequest | None:
     )
 
 
+NOTHING_FORCED: Mapping[str, str] = {}
 DEADLINE_S = 180.0
 """Long enough for a reward that loads a library before its first answer."""
 

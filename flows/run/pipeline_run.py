@@ -125,25 +125,49 @@ def is_watched() -> bool:
 
 
 class PipelineRun:
-    """One run of the pipeline."""
+    """One run of the pipeline, with `stages` to run, a `registry` and a `gate` of its policies."""
 
     def __init__(
         self,
         recipe: Recipe,
-        history: StageHistory,
-        stages: StageContext,
-        recorder: Recorder,
+        force: Mapping[str, str],
+        adopt: Collection[str],
+        cluster: LazyCluster,
         observer: StageObserver,
-        orchestrated: bool,
     ) -> None:
-        self.stages = stages
+        context = FlowRunContext.get()
+        flow_run = context.flow_run if context else None
+        metadata = {"flow_run_id": str(flow_run.id)} if flow_run else {}
+        history = StageHistory(open_storage(recipe.store_uri))
+        # A repeated command continues its run; a flow run of a deployment is a separate run.
+        repeated = is_watched() or flow_run is None
+        self.recorder = _recorder(recipe, history, {} if repeated else metadata)
+        self.stages = StageContext(
+            storage=history.storage,
+            ray_jobs=cluster.jobs,
+            recorder=self.recorder,
+            observer=observer,
+            runtime=Runtime(
+                progress_deadlines_s=recipe.progress_deadlines_s.model_dump(exclude_none=True)
+            ),
+            orchestrated=flow_run is not None,
+            seed=recipe.seed,
+            force=force,
+            adopt=adopt,
+            metadata=metadata,
+            run_key=self.recorder.run_key,
+        )
+        history.storage.runs.begin(self.recorder.run_key, recipe.run_name)
+        for _, path in recipe.models():
+            digest = digest_in_path(path)
+            if digest is not None:  # else `rlhf gc` may remove a model whose alias has moved
+                history.storage.runs.read(self.recorder.run_key, digest)
         self.registry = Registry(recipe.promote, open_tracker(recipe.location), history.storage)
         self.gate = RoundGate(recipe.diagnosis, history, self._warn)
         self._observer = observer
         self._recipe = recipe
         self._history = history
-        self._recorder = recorder
-        self._orchestrated = orchestrated
+        self._orchestrated = flow_run is not None
         self._directory = run_directory(recipe)
         self._started = time.monotonic()
 
@@ -155,26 +179,28 @@ class PipelineRun:
         directory = write_report(report, self._recipe, self._history)
         metrics = {f"accuracy/{name}": value for name, value in report.accuracy.items()}
         metrics |= {f"rejected/{label}": 1.0 for label in self.gate.rejected}
-        self._recorder.run_finished(directory, metrics)
+        self.recorder.run_finished(directory, metrics)
         if self._orchestrated:
             show_report(report, directory)
         return report
 
     def fail(self, error: BaseException) -> None:
         """Record how the run ended; diagnose a failed run and show the diagnosis."""
-        self._recorder.run_ended(end_status(error))
+        self.recorder.run_ended(end_status(error))
         if not isinstance(error, Exception):
             return
-        recipe = self._recipe
-        said = _diagnosed(recipe, self._history, self._recorder.run_key, self._directory)
-        if said:
-            self._observer.message("diagnosis", said)
+        recipe, key = self._recipe, self.recorder.run_key
+        try:
+            runs = [run for run in self._history.storage.runs.known() if run.key == key]
+            views = [view for run in runs for view in run_views(self._history, run)]
+            diagnosis = diagnose(recipe.run_name, views, recipe.diagnosis)
+            page = write_diagnosis(diagnosis, self._directory)
+            if diagnosis.ills:
+                self._observer.message("diagnosis", f"{diagnosis.verdict}: {page}")
+        except (PipelineError, OSError, ValueError) as failure:  # must not hide the run's error
+            self._observer.message("diagnosis", f"none: {redact(str(failure))}")
         if self._orchestrated:
             show_diagnosis(recipe.name, recipe.run_name, self._directory)
-
-    def close(self) -> None:
-        """Send remaining records to the trackers."""
-        self._recorder.close()
 
     def _warn(self, label: str, text: str) -> None:
         self._observer.message(label, f"warning: {text}")
@@ -192,7 +218,7 @@ def open_run(
     """
     surroundings = RUN_CONTEXT.get() or RunContext()
     cluster = surroundings.cluster or LazyCluster(recipe.home)
-    run = _begun(recipe, force, adopt, cluster, surroundings.observer)
+    run = PipelineRun(recipe, force, adopt, cluster, surroundings.observer)
     stopped: frozenset[str] = frozenset()
     try:
         yield run
@@ -210,56 +236,7 @@ def open_run(
             # The cluster first: it is free at once, while the trackers may take minutes.
             cluster.release(stopped)
         finally:
-            run.close()
-
-
-def _begun(
-    recipe: Recipe,
-    force: Mapping[str, str],
-    adopt: Collection[str],
-    cluster: LazyCluster,
-    observer: StageObserver,
-) -> PipelineRun:
-    context = FlowRunContext.get()
-    flow_run = context.flow_run if context else None
-    metadata = {"flow_run_id": str(flow_run.id)} if flow_run else {}
-    history = StageHistory(open_storage(recipe.store_uri))
-    # A repeated command continues its run; a flow run of a deployment is a separate run.
-    repeated = is_watched() or flow_run is None
-    recorder = _recorder(recipe, history, {} if repeated else metadata)
-    stages = StageContext(
-        storage=history.storage,
-        ray_jobs=cluster.jobs,
-        recorder=recorder,
-        observer=observer,
-        runtime=Runtime(
-            progress_deadlines_s=recipe.progress_deadlines_s.model_dump(exclude_none=True)
-        ),
-        orchestrated=flow_run is not None,
-        seed=recipe.seed,
-        force=force,
-        adopt=adopt,
-        metadata=metadata,
-        run_key=recorder.run_key,
-    )
-    history.storage.runs.begin(recorder.run_key, recipe.run_name)
-    for _, path in recipe.models():
-        digest = digest_in_path(path)
-        if digest is not None:  # else `rlhf gc` may remove a model whose alias has moved
-            history.storage.runs.read(recorder.run_key, digest)
-    return PipelineRun(recipe, history, stages, recorder, observer, flow_run is not None)
-
-
-def _diagnosed(recipe: Recipe, history: StageHistory, run_key: str, directory: Path) -> str:
-    """Diagnose a failed run and write the page; return one line, empty if there are no findings."""
-    try:
-        runs = [run for run in history.storage.runs.known() if run.key == run_key]
-        views = [view for run in runs for view in run_views(history, run)]
-        diagnosis = diagnose(recipe.run_name, views, recipe.diagnosis)
-        page = write_diagnosis(diagnosis, directory)
-        return f"{diagnosis.verdict}: {page}" if diagnosis.ills else ""
-    except (PipelineError, OSError, ValueError) as error:  # must not hide the error of the run
-        return f"none: {redact(str(error))}"
+            run.recorder.close()
 
 
 def _recorder(recipe: Recipe, history: StageHistory, flow_run: Mapping[str, str]) -> Recorder:

@@ -2,16 +2,14 @@
 
 Promises: two requests have one fingerprint exactly if stage, configuration, input digests, seed,
 reachable sources, installed libraries, installed plugins and the imports of a user's scripts are
-the same; nothing else enters.
-
-Decides which project code can change a result, and so counts for the stages that import it.
-
-Promises: everything that a job imports counts, except what is listed here with its reason.
+the same; nothing else enters. All project code that a job imports counts, except what `UNCOUNTED`
+lists with its reason.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +70,8 @@ def _closure(roots: tuple[str, ...]) -> dict[str, str]:
 
 
 def _counts(module: str) -> bool:
-    if module in COUNTED:
-        return True
-    parts = module.split(".")
-    return not any(".".join(parts[:length]) in UNCOUNTED for length in range(1, len(parts) + 1))
+    packages = accumulate(module.split("."), "{}.{}".format)
+    return module in COUNTED or not any(package in UNCOUNTED for package in packages)
 
 
 STAGE_SCHEMA_VERSION = 2

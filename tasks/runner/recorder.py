@@ -1,14 +1,10 @@
-"""Writes what a pipeline run and its stages report into the tracking ledger.
+"""Records a pipeline run and its stages in the tracking ledger, and shows stages on run pages.
 
 Promises: nothing here waits for a tracker. A pipeline run, with its retries and repetitions, is one
 run of the tracker. A stage's run stays below the pipeline run that computed it, and later runs
 refer to its id. A forced generation is a separate run. A repeated run whose stages the tracker
-already has writes nothing.
-
-Shows log lines and progress of a stage on its Prefect run page.
-
-Promises: outside a Prefect run, everything goes to a plain logger. A slow or missing Prefect server
-costs a stage one warning and no work.
+already has writes nothing. Outside a Prefect run, log lines go to a plain logger. A slow or missing
+Prefect server costs a stage one warning and no work.
 Does not promise: that a follower is not delayed. Prefect's client retries for up to a minute, in
 which the follower waits but the job does not.
 """
@@ -117,10 +113,8 @@ class Recorder:
             update={"state": "FINISHED", "metrics": dict(metrics), "files": directory}
         )
         before = self._before if self._shipper.is_settled(self._run.key) else None
-        if before is None or (before.state, before.stages, before.metrics) != (
-            *("FINISHED", self._run.stages),
-            self._run.metrics,
-        ):
+        now = ("FINISHED", self._run.stages, self._run.metrics)
+        if before is None or (before.state, before.stages, before.metrics) != now:
             self._shipper.put(self._run)
 
     def run_ended(self, status: EndStatus) -> None:
