@@ -134,12 +134,25 @@ class StageOrder:
         Raises:
             SickRunError: no stage left a policy.
         """
+        recipe, run = self.recipe, self.run
         policies: dict[str, Artifact] = {}
         given: dict[str, Artifact | None] = {"dataset": data}
         judge = given[REWARD_MODEL] = self._fine_tune(given, policies)
-        for iteration in self.recipe.preference_iterations:
-            self._prefer(iteration, given, policies)
-        self._reinforce(given, policies)
+        for iteration in recipe.preference_iterations:
+            policy, pairs = _newest(policies), None
+            if iteration and policy:
+                play = SelfPlayStageConfig.from_recipe(recipe, iteration)
+                pairs = run_stage(run, play, policy=policy, **given).artifact
+            stage = PreferenceStageConfig.from_recipe(recipe, iteration)
+            policies[stage.label], _ = self._scored(stage, given, policy=policy, pairs=pairs)
+        reference = _newest(policies)  # of all rounds
+        for number in range(1, recipe.rl.num_rounds + 1):
+            stage = RLRoundStageConfig.from_recipe(recipe, number)
+            made, is_accepted = self._scored(
+                stage, given, policy=_newest(policies), reference=reference
+            )
+            if is_accepted:
+                policies[stage.label] = made
         if not policies:
             raise SickRunError(
                 "every round was rejected (diagnosis.reject_round): nothing is trained"
@@ -168,36 +181,15 @@ class StageOrder:
             self.accepts(tuned, run_stage(run, scores, policy=policy, **judged))
         return judge
 
-    def _prefer(
-        self,
-        iteration: int | None,
-        given: Mapping[str, Artifact | None],
-        policies: dict[str, Artifact],
-    ) -> None:
-        recipe, run, policy, pairs = self.recipe, self.run, _newest(policies), None
-        if iteration and policy:
-            play = SelfPlayStageConfig.from_recipe(recipe, iteration)
-            pairs = run_stage(run, play, policy=policy, **given).artifact
-        stage = PreferenceStageConfig.from_recipe(recipe, iteration)
-        scores = EvaluateStageConfig.from_recipe(recipe, stage.label)
-        after = stage_request(scores, run.seed, **given)
-        tuned = run_stage(run, stage, after, policy=policy, pairs=pairs, **given)
-        policies[stage.label] = tuned.artifact
-        self.accepts(tuned, run_stage(run, scores, policy=tuned.artifact, **given))
-
-    def _reinforce(
-        self, given: Mapping[str, Artifact | None], policies: dict[str, Artifact]
-    ) -> None:
-        """Run the rounds of RL; the policy before the first is the reference of all."""
-        recipe, run, reference = self.recipe, self.run, _newest(policies)
-        for number in range(1, recipe.rl.num_rounds + 1):
-            stage = RLRoundStageConfig.from_recipe(recipe, number)
-            scores = EvaluateStageConfig.from_recipe(recipe, stage.label)
-            after = stage_request(scores, run.seed, **given)
-            asked = {**given, "policy": _newest(policies), "reference": reference}
-            tuned = run_stage(run, stage, after, **asked)
-            if self.accepts(tuned, run_stage(run, scores, policy=tuned.artifact, **given)):
-                policies[stage.label] = tuned.artifact
+    def _scored(
+        self, stage: StageConfig, given: Mapping[str, Artifact | None], **more: Artifact | None
+    ) -> tuple[Artifact, bool]:
+        """Run a training stage and its evaluation; return the policy, and if it is accepted."""
+        scores = EvaluateStageConfig.from_recipe(self.recipe, stage.label)
+        after = stage_request(scores, self.run.seed, **given)
+        tuned = run_stage(self.run, stage, after, **given, **more)
+        evaluated = run_stage(self.run, scores, policy=tuned.artifact, **given)
+        return tuned.artifact, self.accepts(tuned, evaluated)
 
     def final_model(
         self, policies: Mapping[str, Artifact], given: Mapping[str, Artifact | None]

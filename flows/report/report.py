@@ -126,7 +126,9 @@ def build_report(
             StageReport(
                 name=name,
                 reused=result.reused,
-                seconds=_work_seconds(result),
+                seconds=result.job_seconds.get("total", result.wall_s)
+                if result.reused
+                else result.wall_s,
                 digest=result.digest,
                 fingerprint=result.fingerprint,
                 metrics=result.metrics,
@@ -152,10 +154,6 @@ def distinct_names(labels: Sequence[str]) -> list[str]:
         numbered = (label, *(f"{label}_{number}" for number in range(2, len(labels) + 2)))
         names.append(next(name for name in numbered if name not in names))
     return names
-
-
-def _work_seconds(result: StageResult) -> float:
-    return result.job_seconds.get("total", result.wall_s) if result.reused else result.wall_s
 
 
 def evaluated_name(label: str) -> str:
@@ -204,23 +202,19 @@ def plot_data(report: Report, history: StageHistory) -> PlotData:
         reward=run_on(rounds, "critic/score/mean"),
         distillation=run_on(rounds, "distillation/loss"),
         lengths=run_on(rounds, "response_length/mean"),
-        accuracy=_bars(report),
+        accuracy=[
+            Bar(
+                evaluated_name(stage.name).replace("rl_round_", "round ").replace("_", " "),
+                stage.metrics["accuracy"],
+                stage.metrics.get("accuracy_low"),
+                stage.metrics.get("accuracy_high"),
+            )
+            for stage in report.stages
+            if stage.name.startswith("evaluate") and "accuracy" in stage.metrics
+        ],
         step=median_step(rounds),
         seconds={stage.name: _phases(stage) for stage in report.stages if stage.job_seconds},
     )
-
-
-def _bars(report: Report) -> list[Bar]:
-    return [
-        Bar(
-            evaluated_name(stage.name).replace("rl_round_", "round ").replace("_", " "),
-            stage.metrics["accuracy"],
-            stage.metrics.get("accuracy_low"),
-            stage.metrics.get("accuracy_high"),
-        )
-        for stage in report.stages
-        if stage.name.startswith("evaluate") and "accuracy" in stage.metrics
-    ]
 
 
 def _phases(stage: StageReport) -> dict[str, float]:
