@@ -129,11 +129,16 @@ def points(views: Sequence[StageView], *names: str) -> tuple[str, Points]:
     The name is empty if no step has one of them.
     """
     values = {step: found for view in views for step, found in view.steps.items()}
-    for name in names:
-        found = [(step, values[step][name]) for step in sorted(values) if name in values[step]]
-        if found:
-            return name, [point for point in found if isfinite(point[1])]
-    return "", []
+    return finite_points(values, names)
+
+
+def finite_points(
+    values: Mapping[int, Mapping[str, float]], names: Sequence[str]
+) -> tuple[str, Points]:
+    """Return what `points` does, of metrics by step."""
+    name = next((each for each in names if any(each in found for found in values.values())), "")
+    found = ((step, values[step][name]) for step in sorted(values) if name in values[step])
+    return name, [point for point in found if isfinite(point[1])]
 
 
 def windows(curve: Points, num_steps: int) -> list[float]:

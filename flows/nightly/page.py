@@ -6,18 +6,16 @@ Promises: nothing here changes a verdict; the page is on disk even if Prefect re
 
 from __future__ import annotations
 
-import logging
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prefect.artifacts import create_markdown_artifact
-
 from flows.nightly.measurement import Measurement
 from flows.nightly.night import Night, Outcome
-from flows.report.page import MAX_PAGE_BYTES
+from flows.report.page import show_page
 from flows.report.plots import BLUE, GREY, ORANGE, save_figure
 from flows.report.report import data_uri
 from infra.store.atomic import atomic_write_bytes
@@ -28,8 +26,6 @@ if TYPE_CHECKING:
 
 NIGHT_MD = "night.md"
 MARKS = {"pass": "🟢 pass", "drift": "🟠 drift", "fail": "🔴 fail"}
-
-_log = logging.getLogger(__name__)
 
 
 def ratios(tonight: Measurement, stored: Measurement) -> dict[str, float]:
@@ -143,13 +139,7 @@ def write_night(night: Night, stored: Mapping[str, Measurement | None], director
 
 def show_night(night: Night, stored: Mapping[str, Measurement | None], directory: Path) -> None:
     """Publish the page of a written night on the Prefect run page."""
-    page = markdown(night, stored, directory, embed=True)
-    if len(page) > MAX_PAGE_BYTES:
-        page = f"{markdown(night, stored, directory)}\nThe plots are in `{directory}`."
-    try:
-        create_markdown_artifact(markdown=page, key="nightly", description=night.name)
-    except Exception as error:  # noqa: BLE001  the page is optional; it is on disk
-        _log.warning("the night is not shown on the run page: %s", error)
+    show_page("nightly", night.name, partial(markdown, night, stored, directory), directory)
 
 
 def markdown(

@@ -6,10 +6,6 @@ column, a platform that is unavailable or has no engine in the training backend,
 cannot be imported, and a reward that cannot be called. A recipe with only built-in parts and data
 needs no child process.
 Does not promise: errors that only the whole data or the weights can show.
-
-Resolves models that a recipe names by an alias in the registry, once, before a run.
-
-Selects the models, data and rewards of a recipe that a child process checks.
 """
 
 from collections.abc import Mapping
@@ -30,10 +26,10 @@ from flows.preflight.machine import (
     resolve_hardware,
 )
 from flows.recipe.source import registered_model
-from flows.run.registry import open_tracker
+from flows.run.registry import find_registered, open_tracker
 from flows.stage_order import stages_of
 from infra import env
-from infra.errors import ArtifactError, ConfigError, ServiceError
+from infra.errors import ArtifactError, ConfigError
 from infra.host.records import make_place
 from infra.redact import redact
 from infra.services.stack import tracking_address
@@ -57,16 +53,7 @@ def _directory(tracker: Tracker, storage: Storage, setting: str, path: str) -> s
     asked = registered_model(setting, path)
     if asked is None:
         return path
-    try:
-        found = tracker.incumbent(*asked)
-    except ServiceError:
-        raise
-    except Exception as error:  # the tracker's own exceptions are not known here
-        said = redact(" ".join(f"{type(error).__name__}: {error}".split()))[:200]
-        raise ServiceError(
-            f"{redact(tracker.address)} does not say which model is {path} ({said}); run it again "
-            "once it answers"
-        ) from error
+    found = find_registered(tracker, *asked, "run it again once it answers")
     if found is None:
         raise ConfigError(
             setting,
@@ -174,17 +161,14 @@ def preflight(recipe: Recipe, force: Mapping[str, str] = NOTHING_FORCED) -> Reci
     found = answer.found
     if found is None:
         raise ConfigError(answer.path or "recipe", str(answer.problem))
-    recipe = _with_commits(recipe, found)
+    judges = {"model": found.reward_model, "judge": found.judge}
+    reward = recipe.rl.reward.model_copy(update=judges)
+    rl = recipe.rl.model_copy(update={"reward": reward, "distillation": found.teacher})
+    sections = {name: getattr(found, name) for name in ("model", "against", "data", "suites")}
+    recipe = recipe.model_copy(update={**sections, "rl": rl})
     if found.checkpoint_bytes is not None:
         check_room(recipe, found.checkpoint_bytes, force)
     return recipe
-
-
-def _with_commits(recipe: Recipe, found: PreflightRequest) -> Recipe:
-    reward = recipe.rl.reward.model_copy(update={"model": found.reward_model, "judge": found.judge})
-    rl = recipe.rl.model_copy(update={"reward": reward, "distillation": found.teacher})
-    sections = {name: getattr(found, name) for name in ("model", "against", "data", "suites")}
-    return recipe.model_copy(update={**sections, "rl": rl})
 
 
 def _check_engine(recipe: Recipe) -> None:

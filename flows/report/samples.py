@@ -7,13 +7,13 @@ JSON with escaped tags, the page inserts them as text, and its policy allows onl
 import base64
 import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from flows.diagnosis.findings import finite_points
 from flows.diagnosis.rules import CURVES
 from infra.tracking.history import StageHistory
 from infra.tracking.samples import KeptSample, read_samples, within
@@ -46,7 +46,7 @@ def shown_run(name: str, rounds: Sequence[str], history: StageHistory) -> ShownR
         steps |= {step: each.samples for step, each in kept.items()}
     return ShownRun(
         name,
-        {title: _curve(values, metrics) for title, metrics in CURVES.items()},
+        {title: finite_points(values, metrics)[1] for title, metrics in CURVES.items()},
         within(steps, MAX_RUN_BYTES),
         len(steps),
     )
@@ -58,7 +58,11 @@ def samples_page(runs: Sequence[ShownRun]) -> str:
     script = page.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     # The data cannot close the element that holds them.
-    data = json.dumps([_plain(run) for run in runs], allow_nan=False).translate(_ESCAPES)
+    plain = [
+        asdict(run) | {"steps": {step: _plain(kept) for step, kept in run.steps.items()}}
+        for run in runs
+    ]
+    data = json.dumps(plain, allow_nan=False).translate(_ESCAPES)
     return page.replace("SCRIPT_DIGEST", digest, 1).replace("PAGE_DATA", data, 1)
 
 
@@ -77,18 +81,5 @@ def samples_markdown(page: str, path: Path) -> str:
     return "\n".join(lines)
 
 
-def _plain(run: ShownRun) -> dict[str, object]:
-    steps = {
-        step: [sample.model_dump(mode="json") for sample in samples]
-        for step, samples in run.steps.items()
-    }
-    return {**asdict(run), "steps": steps}
-
-
-def _curve(
-    values: Mapping[int, Mapping[str, float]], metrics: Sequence[str]
-) -> list[tuple[int, float]]:
-    """Return the finite points of the first of `metrics` that any step has."""
-    metric = next((each for each in metrics if any(each in found for found in values.values())), "")
-    points = ((step, found[metric]) for step, found in sorted(values.items()) if metric in found)
-    return [point for point in points if math.isfinite(point[1])]
+def _plain(samples: Sequence[KeptSample]) -> list[dict[str, object]]:
+    return [sample.model_dump(mode="json") for sample in samples]

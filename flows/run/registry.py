@@ -49,6 +49,24 @@ def _settings(location: LocationConfig) -> TrackerSettings:
     return TrackerSettings(location.home_directory, tracking_uri(location), location.experiment)
 
 
+def find_registered(tracker: Tracker, name: str, alias: str, then: str) -> Incumbent | None:
+    """Return the version of a registered model that has an alias; None if there is none.
+
+    Raises:
+        ServiceError: the registry does not answer; ends with `then`.
+    """
+    try:
+        return tracker.incumbent(name, alias)
+    except ServiceError:
+        raise
+    except Exception as error:  # the tracker's own exceptions are not known here
+        said = redact(" ".join(f"{type(error).__name__}: {error}".split()))[:200]
+        raise ServiceError(
+            f"{redact(tracker.address)} does not say which version of {name} is {alias} ({said}); "
+            f"{then}"
+        ) from error
+
+
 class Registry:
     """Looks up the registered model with the recipe's `promote` name and alias."""
 
@@ -79,18 +97,10 @@ class Registry:
 
     @cached_property
     def _bearer(self) -> Incumbent | None:
-        gate = self._gate
-        try:
-            return self._tracker.incumbent(gate.model_name, gate.alias)
-        except ServiceError:
-            raise
-        except Exception as error:  # the tracker's own exceptions are not known here
-            said = redact(" ".join(f"{type(error).__name__}: {error}".split()))[:200]
-            raise ServiceError(
-                f"{redact(self._tracker.address)} does not say which version of {gate.model_name} "
-                f"is {gate.alias} ({said}); nothing is promoted: run the recipe again once it "
-                "answers, only the comparison is left"
-            ) from error
+        then = (
+            "nothing is promoted: run the recipe again once it answers, only the comparison is left"
+        )
+        return find_registered(self._tracker, self._gate.model_name, self._gate.alias, then)
 
     def _has(self, model: Artifact) -> bool:
         try:

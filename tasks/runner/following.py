@@ -295,16 +295,13 @@ class JobFollower:
             job.lost = _no_beat()
             if status and status.state == JobState.PENDING:  # Ray itself ends a job that never fits
                 job.watch = self._watch(job.attempt)
-                self._tell_queued(job)
+                # Every job is pending for a few seconds.
+                if job.queued.look() >= QUEUED_TOLD_S and not job.is_told:
+                    job.is_told = True
+                    needs = ", ".join(f"{k} {v}" for k, v in self._submission.resources.items())
+                    self._say(f"{job.name} waits until the cluster has room for it ({needs})")
             silent = job.watch.silence_s >= START_GRACE_S
         return _Verdict.SILENT if silent else _Verdict.ALIVE
-
-    def _tell_queued(self, job: _Job) -> None:
-        """Report once that a job waits for resources; every job is pending for a few seconds."""
-        if job.queued.look() >= QUEUED_TOLD_S and not job.is_told:
-            job.is_told = True
-            needs = ", ".join(f"{k} {v}" for k, v in self._submission.resources.items())
-            self._say(f"{job.name} waits until the cluster has room for it ({needs})")
 
     def _give_up(self, jobs: RayJobs, job: _Job) -> None:
         """End a silent job; raise an error if this process submitted it, else let it take over."""
