@@ -39,16 +39,15 @@ FUNCTIONS = {
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with code 2; the line refers to `--help` for the usage."""
-        problem = message.removeprefix("argument ")
-        self.exit(EXIT_USER_ERROR, f"{redact(problem)}; see `{self.prog} --help`\n")
+        message = redact(message.removeprefix("argument "))
+        self.exit(EXIT_USER_ERROR, f"{message}; see `{self.prog} --help`\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the console command; `argv` excludes the program name, and None means `sys.argv`."""
-    in_own_process = argv is None
     debug = False
     try:
-        with OrderlyEnd() if in_own_process else contextlib.nullcontext():
+        with OrderlyEnd() if argv is None else contextlib.nullcontext():
             arguments = build_parser().parse_args(argv)
             debug = arguments.debug
             if debug:

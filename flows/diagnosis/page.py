@@ -139,7 +139,7 @@ def _article(finding: Finding) -> str:
 
 
 def _plot(curve: Points) -> str:
-    steps, values = [step for step, _ in curve], [value for _, value in curve]
+    steps, values = zip(*curve, strict=True)
     low, high = min(values), max(values)
     span_x, span_y = max(1, steps[-1] - steps[0]), (high - low) or 1.0
     inner_x, inner_y = _WIDTH - _LEFT - 6, _HEIGHT - _BOTTOM - 6

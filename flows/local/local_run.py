@@ -113,8 +113,7 @@ class _ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record."""
-        text = f"{record.levelname.lower():>12}  {record.getMessage()}"
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        _print_lines(self._console, f"{record.levelname.lower():>12}  {record.getMessage()}")
 
 
 def print_outcome(
@@ -246,37 +245,29 @@ class TerminalDisplay(StageObserver):
 
     def message(self, label: str, text: str) -> None:
         """Print a line about a stage's job."""
-        self._say(label, text)
+        _print_lines(self._console, f"{label:>{LABEL_WIDTH}}  {text}")
 
     def record(self, label: str, record: JournalRecord) -> None:
         """Show a journal record of a running stage: message as a line, progress as a bar."""
         if record.message:
-            self._say(label, record.message)
+            self.message(label, record.message)
         if record.kind == "progress" and record.done is not None and record.total:
-            self._show_bar(label, record.done, record.total)
+            if self._bar is None:
+                self._progress.start()
+                self._bar = self._progress.add_task(label, total=record.total)
+            self._progress.update(self._bar, completed=record.done, total=record.total)
 
     def stage_finished(self, result: StageResult) -> None:
         """Print a line that summarizes the stage."""
         self._end_bar()
         done = "reused" if result.reused else f"ran in {result.wall_s:.1f} s"
         parts = [done, f"digest {result.digest[:DIGEST_DIGITS]}", headline_metric(result.metrics)]
-        self._say(result.label, ", ".join(part for part in parts if part))
+        self.message(result.label, ", ".join(filter(None, parts)))
 
     def close(self) -> None:
         """Stop the live display."""
         self._end_bar()
         self._progress.stop()
-
-    def _say(self, label: str, message: str) -> None:
-        self._console.print(
-            f"{label:>{LABEL_WIDTH}}  {message}", highlight=False, markup=False, soft_wrap=True
-        )
-
-    def _show_bar(self, label: str, done: int, total: int) -> None:
-        if self._bar is None:
-            self._progress.start()
-            self._bar = self._progress.add_task(label, total=total)
-        self._progress.update(self._bar, completed=done, total=total)
 
     def _end_bar(self) -> None:
         if self._bar is not None:

@@ -146,15 +146,14 @@ def accepted(baseline: Measurement | None, tonight: Measurement) -> Measurement:
 
     The earlier runs stay in it if settings, data and machine are the same.
     """
-    if baseline is None or not _is_alike(baseline, tonight):
+
+    def given(each: Measurement) -> tuple[Any, ...]:
+        return each.machine, each.settings, {k: made.data for k, made in each.stages.items()}
+
+    if baseline is None or given(baseline) != given(tonight):
         return tonight
     nights = {run.night: run for run in (*baseline.runs, *tonight.runs)}
     return tonight.model_copy(update={"runs": tuple(nights.values())[-MAX_RUNS:]})
-
-
-def _is_alike(one: Measurement, other: Measurement) -> bool:
-    data = [{name: made.data for name, made in each.stages.items()} for each in (one, other)]
-    return (one.machine, one.settings, data[0]) == (other.machine, other.settings, data[1])
 
 
 def flattened(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -8,7 +8,7 @@ lists with its reason.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -64,16 +64,12 @@ def numeric_sources(roots: Sequence[str]) -> dict[str, str]:
     return dict(_closure(tuple(sorted(set(roots)))))
 
 
-@cache
-def _closure(roots: tuple[str, ...]) -> dict[str, str]:
-    return source_closure(roots, counts=_counts)
-
-
 def _counts(module: str) -> bool:
     packages = accumulate(module.split("."), "{}.{}".format)
     return module in COUNTED or not any(package in UNCOUNTED for package in packages)
 
 
+_closure = cache(partial(source_closure, counts=_counts))
 STAGE_SCHEMA_VERSION = 2
 NUMERIC_DISTRIBUTIONS = (
     "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "peft",
