@@ -74,7 +74,10 @@ def _all_checks(store: str | None) -> Iterator[Check]:
     yield Check("python", "ok" if good else "error", version)
     yield from _distributions()
     yield from _packages()
-    yield from _external_modules()
+    broken = {module.name: module for module in import_external_modules()}
+    for name, owner in external_modules().items():
+        detail = str(broken.get(name, f"imported for {owner.removeprefix('environment.')}"))
+        yield Check(f"module {name}", "error" if name in broken else "ok", detail)
     yield from _platform_and_plugins()
     yield from _name_clashes()
     yield from _engines()
@@ -120,13 +123,6 @@ def _packages() -> Iterator[Check]:
         yield Check(
             f"package {name}", "ok" if is_ours else "error", str(found) if is_ours else shadow
         )
-
-
-def _external_modules() -> Iterator[Check]:
-    broken = {module.name: module for module in import_external_modules()}
-    for name, owner in external_modules().items():
-        detail = str(broken.get(name, f"imported for {owner.removeprefix('environment.')}"))
-        yield Check(f"module {name}", "error" if name in broken else "ok", detail)
 
 
 def _platform_and_plugins() -> Iterator[Check]:

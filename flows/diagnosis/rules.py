@@ -287,17 +287,6 @@ def resource_findings(stage: StageView, thresholds: DiagnosisConfig) -> Iterator
         knobs = memory_knobs(stage.config, stage.phase)
         then = ("the kernel's log of that machine", *knobs, ANY_NEXT[-1])
         yield Finding("resources", "killed", stage.label, text, at, then, "failed")
-    yield from _growth(stage, thresholds)
-    _, restarts = points([stage], RESTARTS)
-    if restarts and restarts[-1][1]:
-        step = next(step for step, value in restarts if value)
-        text = f"{restarts[-1][1]:.0f} rollout engines were lost and started again"
-        then = ("their logs", "rollout.silence_s, if they were only slow")
-        evidence = (Evidence(RESTARTS, restarts[-1][1], step),)
-        yield Finding("resources", "replica_lost", stage.label, text, evidence, then)
-
-
-def _growth(stage: StageView, thresholds: DiagnosisConfig) -> Iterator[Finding]:
     _, _, means = _ends([stage], thresholds, PEAK_MEMORY)
     if means and means[-1] >= thresholds.memory_growth * means[0]:
         yield Finding(
@@ -308,6 +297,13 @@ def _growth(stage: StageView, thresholds: DiagnosisConfig) -> Iterator[Finding]:
             (compared([stage], PEAK_MEMORY, thresholds.window_num_steps),),
             (*memory_knobs(stage.config), "longer answers, or something that is never given back"),
         )
+    _, restarts = points([stage], RESTARTS)
+    if restarts and restarts[-1][1]:
+        step = next(step for step, value in restarts if value)
+        text = f"{restarts[-1][1]:.0f} rollout engines were lost and started again"
+        then = ("their logs", "rollout.silence_s, if they were only slow")
+        evidence = (Evidence(RESTARTS, restarts[-1][1], step),)
+        yield Finding("resources", "replica_lost", stage.label, text, evidence, then)
 
 
 STEP, SYNC, PREFIX = "timing_s/step", "timing_s/update_weights", "timing_s/"

@@ -151,7 +151,6 @@ def preflight(recipe: Recipe, force: Mapping[str, str] = NOTHING_FORCED) -> Reci
     if hardware != recipe.hardware:  # a complete setting may be for another machine
         check_devices(recipe.training.num_workers, hardware, recipe.home)
     recipe = recipe.model_copy(update={"hardware": hardware})
-    _check_engine(recipe)
     _check_parts(recipe)
     request = request_of(recipe)
     if request is None:
@@ -171,7 +170,8 @@ def preflight(recipe: Recipe, force: Mapping[str, str] = NOTHING_FORCED) -> Reci
     return recipe
 
 
-def _check_engine(recipe: Recipe) -> None:
+def _check_parts(recipe: Recipe) -> None:
+    """Check that the engine runs on the device, and that the targets of plugins exist."""
     platform = TABLES["platform"].find(recipe.hardware.platform)
     device = env.RLHF_ENGINE_DEVICE.get()
     if device is None and platform.is_ours:  # an outside platform's device name is not known here
@@ -182,9 +182,6 @@ def _check_engine(recipe: Recipe) -> None:
         vendor=env.RLHF_ENGINE_VENDOR.get() or platform.name,
     )
 
-
-def _check_parts(recipe: Recipe) -> None:
-    """Check that the targets of plugins exist, before earlier stages run."""
     algorithm = recipe.rl.algorithm
     named: tuple[tuple[PluginKind, str], ...] = (
         ("backend", recipe.training.backend),

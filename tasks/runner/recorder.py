@@ -56,25 +56,21 @@ class Recorder:
         self._shipper = shipper
         self._store_uri = store_uri
         self._owner = Owner.this_process()
-        key = sha256_json(dict(identity))
+        self.run_key = sha256_json(dict(identity))
+        """Key of the pipeline run; its repetitions have the same."""
         new = RunEntry(
-            key=key,
+            key=self.run_key,
             name=name,
             owner=self._owner,
             params=dict(params),
             tags={**tags, "pipeline": name},
         )
-        self._before = shipper.find(key)
+        self._before = shipper.find(self.run_key)
         self._run = (self._before or new).model_copy(
             update={"owner": self._owner, "state": "RUNNING"}
         )
         self._close_deadline_s, self._upload_deadline_s = CLOSE_DEADLINE_S, UPLOAD_DEADLINE_S
         shipper.begin()
-
-    @property
-    def run_key(self) -> str:
-        """Key of the pipeline run; its repetitions have the same."""
-        return self._run.key
 
     def stage_reused(
         self, request: StageRequest, record: CommitRecord, generation: int = 0
