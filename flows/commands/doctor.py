@@ -70,8 +70,9 @@ def main(arguments: argparse.Namespace) -> int:
 def _all_checks(store: str | None) -> Iterator[Check]:
     """Yield all checks, causes before consequences; `store` is checked besides the home."""
     good = (3, 11) <= sys.version_info[:2] < (3, 13)
-    version = f"{platform.python_version()} at {sys.executable}"
-    yield Check("python", "ok" if good else "error", version)
+    yield Check(
+        "python", "ok" if good else "error", f"{platform.python_version()} at {sys.executable}"
+    )
     yield from _distributions()
     yield from _packages()
     broken = {module.name: module for module in import_external_modules()}

@@ -128,8 +128,9 @@ def points(views: Sequence[StageView], *names: str) -> tuple[str, Points]:
 
     The name is empty if no step has one of them.
     """
-    values = {step: found for view in views for step, found in view.steps.items()}
-    return finite_points(values, names)
+    return finite_points(
+        {step: found for view in views for step, found in view.steps.items()}, names
+    )
 
 
 def finite_points(

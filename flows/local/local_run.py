@@ -101,8 +101,9 @@ def _crash_dead_runs() -> None:
     running = FlowRunFilterState(type=FlowRunFilterStateType(any_=UNFINISHED))
     with get_client(sync_client=True) as client:
         for run in client.read_flow_runs(flow_run_filter=FlowRunFilter(state=running)):
-            killed = Crashed(message="the process of this run was killed")
-            client.set_flow_run_state(run.id, killed, force=True)
+            client.set_flow_run_state(
+                run.id, Crashed(message="the process of this run was killed"), force=True
+            )
 
 
 class _ConsoleHandler(logging.Handler):

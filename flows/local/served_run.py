@@ -109,8 +109,9 @@ def run_served(asked: AskedRun, deployment: UUID, console: Console) -> Report:
     if not state.is_completed():
         console.print(f"Retry on the page of {run.name} resumes it", highlight=False)
         raise failure_of(state)
-    report = asked.recipe.home / "runs" / asked.recipe.run_name / REPORT_JSON
-    return Report.model_validate_json(report.read_bytes())
+    return Report.model_validate_json(
+        (asked.recipe.home / "runs" / asked.recipe.run_name / REPORT_JSON).read_bytes()
+    )
 
 
 def failure_of(state: State) -> PipelineError:

@@ -65,8 +65,9 @@ def numeric_sources(roots: Sequence[str]) -> dict[str, str]:
 
 
 def _counts(module: str) -> bool:
-    packages = accumulate(module.split("."), "{}.{}".format)
-    return module in COUNTED or not any(package in UNCOUNTED for package in packages)
+    return module in COUNTED or not any(
+        package in UNCOUNTED for package in accumulate(module.split("."), "{}.{}".format)
+    )
 
 
 _closure = cache(partial(source_closure, counts=_counts))
