@@ -43,9 +43,7 @@ def main(arguments: argparse.Namespace) -> int:
 def run(recipe: Recipe, console: Console, arguments: argparse.Namespace) -> Report:
     """Run a recipe in the worker or in this process, and print its outcome.
 
-    Args:
-        arguments: of a command, with `local`, `debug` and optionally `force`, `adopt` and
-            `start_from`.
+    `arguments` have `local`, `debug` and optionally `force`, `adopt` and `start_from`.
 
     Raises:
         ConfigError: the recipe or an argument is invalid.
