@@ -9,6 +9,7 @@ Nothing else in those pages is written by hand.
 import functools
 import sys
 from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, get_args
 
@@ -128,7 +129,7 @@ def engines_page() -> str:
     lines += [f"- **{how}**: {meaning}" for how, meaning in MEANINGS.items()]
     lines += ["", f"| {' | '.join(HEADINGS)} |", "|---" * len(HEADINGS) + "|"]
     lines += [
-        f"| {' | '.join(cell(text) for text in row.cells())} |"
+        f"| {' | '.join(cell(text) for text in astuple(row))} |"
         for row in engine_matrix(installed=False)
     ]
     lines += [
@@ -139,7 +140,7 @@ def engines_page() -> str:
     ]
     lines += ["", f"| {' | '.join(ROLLOUT_HEADINGS)} |", "|---" * len(ROLLOUT_HEADINGS) + "|"]
     lines += [
-        f"| {' | '.join(cell(text) for text in row.cells())} |"
+        f"| {' | '.join(cell(text) for text in astuple(row))} |"
         for row in rollout_matrix(installed=False)
     ]
     return "\n".join(lines) + "\n"
@@ -184,9 +185,9 @@ def algorithms_page() -> str:
 def shipped_recipes() -> dict[str, Any]:
     """Each recipe that ships, by name."""
     from flows.recipe.recipe import parse_recipe
-    from flows.recipe.source import read_recipe, recipe_names
+    from flows.recipe.source import RECIPES_DIR, read_recipe, shipped_names
 
-    return {name: parse_recipe(read_recipe(name)) for name in recipe_names()}
+    return {name: parse_recipe(read_recipe(name)) for name in shipped_names(RECIPES_DIR)}
 
 
 def recipes_with(setting: str, name: str) -> list[str]:

@@ -17,12 +17,11 @@ Does not promise: to distinguish a process that was suspended for long from one 
 it wakes up, both processes follow the same job.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
 from httpx import HTTPError
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterState,
@@ -62,6 +61,9 @@ _OTHER_ENDS = {f"{_RUN}.{name}" for name in ("Completed", "Failed", "Cancelled")
 _STARTS = {f"{_RUN}.{name}" for name in ("AwaitingRetry", "Pending", "Running")}
 _ASKED = "rlhf.asked"
 """Event that counts like the start of a state: the next heartbeat is expected after it."""
+_OURS = ResourceSpecification(
+    {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"}
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,21 @@ def automations() -> list[AutomationCore]:
         AutomationCore(
             name="rlhf-resume-stranded-runs",
             description=f"a stranded run is started again, at most {MAX_RESUMES} times",
-            trigger=_resumes(),
+            # Once for each pair of a run and the number of times that it began.
+            trigger=EventTrigger(
+                match=ResourceSpecification(
+                    {
+                        "prefect.resource.id": f"{_RUN}.*",
+                        "prefect.run-count": [str(count) for count in range(MAX_RESUMES + 1)],
+                    }
+                ),
+                match_related=_OURS,
+                expect={f"{_RUN}.{_STRANDED}"},
+                for_each={"prefect.resource.id", "prefect.run-count"},
+                posture=Posture.Reactive,
+                threshold=1,
+                within=SEEN,
+            ),
             actions=[
                 _change(StateType.SCHEDULED, "started again after a crash", name="AwaitingRetry")
             ],
@@ -130,48 +146,44 @@ def apply_automations() -> list[Applied]:
         ServiceError: the server refuses them.
     """
     try:
-        applied = list(_applied())
-        _ask()
+        with get_client(sync_client=True) as client:
+            applied = [_applied(client, wanted) for wanted in automations()]
+            _ask(client)
     except HTTPError as error:
         raise ServiceError(f"the Prefect server takes no automations: {error}") from error
     return applied
 
 
-def _applied() -> Iterator[Applied]:
-    with get_client(sync_client=True) as client:
-        for wanted in automations():
-            found = next(iter(client.read_automations_by_name(wanted.name)), None)
-            if found is None:
-                client.create_automation(wanted)
-                change = "created"
-            else:
-                wanted = wanted.model_copy(update={"enabled": found.enabled})
-                is_same = AutomationCore.model_validate(found.model_dump()) == wanted
-                change = "unchanged" if is_same else "changed"
-                if not is_same:
-                    client.update_automation(found.id, wanted)
-            yield Applied(wanted.name, change, wanted.enabled, wanted.description)
+def _applied(client: SyncPrefectClient, wanted: AutomationCore) -> Applied:
+    found = next(iter(client.read_automations_by_name(wanted.name)), None)
+    change = "unchanged"
+    if found is None:
+        client.create_automation(wanted)
+        change = "created"
+    else:
+        wanted = wanted.model_copy(update={"enabled": found.enabled})
+        if AutomationCore.model_validate(found.model_dump()) != wanted:
+            client.update_automation(found.id, wanted)
+            change = "changed"
+    return Applied(wanted.name, change, wanted.enabled, wanted.description)
 
 
-def _ask() -> None:
+def _ask(client: SyncPrefectClient) -> None:
     """Expect a heartbeat from now on from every run that has not ended."""
     unfinished = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
     of = FlowRunFilter(
         tags=FlowRunFilterTags(all_=[TAG]),
         state=FlowRunFilterState(type=FlowRunFilterStateType(any_=unfinished)),
     )
-    with get_client(sync_client=True) as client:
-        for run in client.read_flow_runs(flow_run_filter=of):
-            emit_event(
-                event=f"{_ASKED}.{run.state_type.value}" if run.state_type else _ASKED,
-                resource={
-                    "prefect.resource.id": f"{_RUN}.{run.id}",
-                    "prefect.resource.name": run.name,
-                },
-                related=[
-                    {"prefect.resource.id": f"prefect.tag.{TAG}", "prefect.resource.role": "tag"}
-                ],
-            )
+    for run in client.read_flow_runs(flow_run_filter=of):
+        emit_event(
+            event=f"{_ASKED}.{run.state_type.value}" if run.state_type else _ASKED,
+            resource={
+                "prefect.resource.id": f"{_RUN}.{run.id}",
+                "prefect.resource.name": run.name,
+            },
+            related=[{"prefect.resource.id": f"prefect.tag.{TAG}", "prefect.resource.role": "tag"}],
+        )
     EventsWorker.drain_all(timeout=DRAIN_DEADLINE_S, at_exit=False)
 
 
@@ -179,35 +191,13 @@ def _silence(after: set[str], signs: set[str], within_s: int) -> EventTrigger:
     """Fire if neither a sign of `signs` nor another end follows an event of `after` in time."""
     return EventTrigger(
         match=ResourceSpecification({"prefect.resource.id": f"{_RUN}.*"}),
-        match_related=_ours(),
+        match_related=_OURS,
         after=after,
         expect={*signs, *_OTHER_ENDS},
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive,
         threshold=1,
         within=timedelta(seconds=within_s),
-    )
-
-
-def _resumes() -> EventTrigger:
-    """Fire once for each pair of a run and the number of times that it began."""
-    began = [str(count) for count in range(MAX_RESUMES + 1)]
-    return EventTrigger(
-        match=ResourceSpecification(
-            {"prefect.resource.id": f"{_RUN}.*", "prefect.run-count": began}
-        ),
-        match_related=_ours(),
-        expect={f"{_RUN}.{_STRANDED}"},
-        for_each={"prefect.resource.id", "prefect.run-count"},
-        posture=Posture.Reactive,
-        threshold=1,
-        within=SEEN,
-    )
-
-
-def _ours() -> ResourceSpecification:
-    return ResourceSpecification(
-        {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"}
     )
 
 

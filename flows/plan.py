@@ -20,8 +20,7 @@ from infra.store.stage_log import latest_commit
 from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import Storage, open_storage
 from infra.tracking.history import StageHistory
-from tasks.runner.adoption import find_adoptable, half_trained, own_step
-from tasks.runner.differences import DIGITS, EarlierRuns
+from tasks.runner.earlier_work import DIGITS, EarlierRuns, find_adoptable, half_trained, own_step
 from tasks.runner.identity import StageRequest
 from tasks.runner.run import StageResult
 
@@ -255,8 +254,9 @@ def ask(
     # A new token for every run, because an old one would match the commit made under it.
     token = datetime.now(UTC).isoformat(timespec="microseconds")
     tokens = dict.fromkeys(filter(None, (*force, start_from)), token)
-    planner = plan_run(recipe, tokens, adopt, start_from)
-    return AskedRun(recipe, tokens, [*adopt], start_from, planner.all_hit)
+    return AskedRun(
+        recipe, tokens, [*adopt], start_from, plan_run(recipe, tokens, adopt, start_from).all_hit
+    )
 
 
 def _again(digests: Mapping[str, str]) -> str:

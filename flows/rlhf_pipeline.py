@@ -31,14 +31,6 @@ def stop_jobs(flow: Flow[..., Report], flow_run: FlowRun, state: State[Report]) 
     stop_jobs_of(str(flow_run.id), home, location.get("store") or str(home / "store"))
 
 
-def label_run(labels: set[str]) -> None:
-    """Add tags to this flow run that are known only while it runs."""
-    context = FlowRunContext.get()
-    if context is not None and context.flow_run is not None:
-        with get_client(sync_client=True) as client:
-            client.update_flow_run(context.flow_run.id, tags={*context.flow_run.tags, *labels})
-
-
 @flow(
     name="rlhf-pipeline",
     flow_run_name="{recipe.name}-seed{recipe.seed}",
@@ -71,7 +63,10 @@ def rlhf_pipeline(
         if tokens or adopt:
             plan_run(recipe, tokens, adopt or [], start_from)
     labels = {f"recipe:{recipe.name}", f"platform:{recipe.hardware.platform}"}
-    label_run(labels)
+    context = FlowRunContext.get()
+    if context is not None and context.flow_run is not None:
+        with get_client(sync_client=True) as client:
+            client.update_flow_run(context.flow_run.id, tags={*context.flow_run.tags, *labels})
     with tags(*labels), open_run(recipe, tokens, adopt or []) as run:
         run_stages(recipe, run.stages, run.registry.incumbent, run.gate.accepts)
         return run.finish()

@@ -36,11 +36,6 @@ from tasks.runner.run import StageResult, StageRunner, run_stage
 _log = logging.getLogger(__name__)
 
 
-def accept_all(trained: StageResult, evaluated: StageResult) -> bool:  # noqa: ARG001  (any of them)
-    """Accept every policy."""
-    return True
-
-
 class DryRun:
     """A `StageRunner` that only records which stages are requested."""
 
@@ -71,20 +66,6 @@ def stages_of(recipe: Recipe) -> list[StageConfig]:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """Result of training.
-
-    Attributes:
-        policies: by label of the stage that made them, in order, without rejected rounds.
-        judge: the reward model that the run trained, if it scores answers.
-    """
-
-    dataset: Artifact
-    policies: Mapping[str, Artifact]
-    judge: Artifact | None
-
-
-@dataclass(frozen=True)
 class Measured:
     """An evaluation of the final model; `given` has its problems and the reward model it used."""
 
@@ -101,7 +82,7 @@ def run_stages(
     recipe: Recipe,
     run: StageRunner,
     find_incumbent: Callable[[Artifact], Artifact | None],
-    accepts: Callable[[StageResult, StageResult], bool] = accept_all,
+    accepts: Callable[[StageResult, StageResult], bool] = lambda trained, scores: True,  # noqa: ARG005
 ) -> None:
     """Run every stage in order; a stage whose output exists is skipped.
 
@@ -138,28 +119,45 @@ class StageOrder:
         if data is None or not recipe.trains:
             self.measure(data, suites)
             return
-        trained = self.train(data)
-        model = self.final_model(trained)
-        measured = self.measure(data, suites, model, trained.judge)
+        policies, judge = self.train(data)
+        model = self.final_model(policies, {"dataset": data, REWARD_MODEL: judge})
+        measured = self.measure(data, suites, model, judge)
         self.promote(model, measured[recipe.promote.suite or OWN])
 
-    def train(self, data: Artifact) -> Trained:
+    def train(self, data: Artifact) -> tuple[Mapping[str, Artifact], Artifact | None]:
         """Run SFT, the reward model, preferences and rounds, each followed by an evaluation.
+
+        Returns:
+            Policies by label of the stage that made them, in order, without rejected rounds; and
+            the reward model that the run trained, if it scores answers.
 
         Raises:
             SickRunError: no stage left a policy.
         """
+        recipe, run = self.recipe, self.run
         policies: dict[str, Artifact] = {}
         given: dict[str, Artifact | None] = {"dataset": data}
         judge = given[REWARD_MODEL] = self._fine_tune(given, policies)
-        for iteration in self.recipe.preference_iterations:
-            self._prefer(iteration, given, policies)
-        self._reinforce(given, policies)
+        for iteration in recipe.preference_iterations:
+            policy, pairs = _newest(policies), None
+            if iteration and policy:
+                play = SelfPlayStageConfig.from_recipe(recipe, iteration)
+                pairs = run_stage(run, play, policy=policy, **given).artifact
+            stage = PreferenceStageConfig.from_recipe(recipe, iteration)
+            policies[stage.label], _ = self._scored(stage, given, policy=policy, pairs=pairs)
+        reference = _newest(policies)  # of all rounds
+        for number in range(1, recipe.rl.num_rounds + 1):
+            stage = RLRoundStageConfig.from_recipe(recipe, number)
+            made, is_accepted = self._scored(
+                stage, given, policy=_newest(policies), reference=reference
+            )
+            if is_accepted:
+                policies[stage.label] = made
         if not policies:
             raise SickRunError(
                 "every round was rejected (diagnosis.reject_round): nothing is trained"
             )
-        return Trained(data, policies, judge)
+        return policies, judge
 
     def _fine_tune(
         self, given: Mapping[str, Artifact | None], policies: dict[str, Artifact]
@@ -183,50 +181,31 @@ class StageOrder:
             self.accepts(tuned, run_stage(run, scores, policy=policy, **judged))
         return judge
 
-    def _prefer(
-        self,
-        iteration: int | None,
-        given: Mapping[str, Artifact | None],
-        policies: dict[str, Artifact],
-    ) -> None:
-        recipe, run, policy, pairs = self.recipe, self.run, _newest(policies), None
-        if iteration and policy:
-            play = SelfPlayStageConfig.from_recipe(recipe, iteration)
-            pairs = run_stage(run, play, policy=policy, **given).artifact
-        stage = PreferenceStageConfig.from_recipe(recipe, iteration)
-        scores = EvaluateStageConfig.from_recipe(recipe, stage.label)
-        after = stage_request(scores, run.seed, **given)
-        tuned = run_stage(run, stage, after, policy=policy, pairs=pairs, **given)
-        policies[stage.label] = tuned.artifact
-        self.accepts(tuned, run_stage(run, scores, policy=tuned.artifact, **given))
+    def _scored(
+        self, stage: StageConfig, given: Mapping[str, Artifact | None], **more: Artifact | None
+    ) -> tuple[Artifact, bool]:
+        """Run a training stage and its evaluation; return the policy, and if it is accepted."""
+        scores = EvaluateStageConfig.from_recipe(self.recipe, stage.label)
+        after = stage_request(scores, self.run.seed, **given)
+        tuned = run_stage(self.run, stage, after, **given, **more)
+        evaluated = run_stage(self.run, scores, policy=tuned.artifact, **given)
+        return tuned.artifact, self.accepts(tuned, evaluated)
 
-    def _reinforce(
-        self, given: Mapping[str, Artifact | None], policies: dict[str, Artifact]
-    ) -> None:
-        """Run the rounds of RL; the policy before the first is the reference of all."""
-        recipe, run, reference = self.recipe, self.run, _newest(policies)
-        for number in range(1, recipe.rl.num_rounds + 1):
-            stage = RLRoundStageConfig.from_recipe(recipe, number)
-            scores = EvaluateStageConfig.from_recipe(recipe, stage.label)
-            after = stage_request(scores, run.seed, **given)
-            asked = {**given, "policy": _newest(policies), "reference": reference}
-            tuned = run_stage(run, stage, after, **asked)
-            if self.accepts(tuned, run_stage(run, scores, policy=tuned.artifact, **given)):
-                policies[stage.label] = tuned.artifact
+    def final_model(
+        self, policies: Mapping[str, Artifact], given: Mapping[str, Artifact | None]
+    ) -> Artifact:
+        """Merge the last policy, or the mean of several, into a Hugging Face directory.
 
-    def final_model(self, trained: Trained) -> Artifact:
-        """Merge the last policy, or the mean of several, into a Hugging Face directory."""
-        recipe, policies = self.recipe, list(trained.policies.items())
+        `given` are the artifacts that the evaluation of the model needs besides the model.
+        """
+        recipe = self.recipe
         if not recipe.soup:
-            given = {"dataset": trained.dataset, REWARD_MODEL: trained.judge}
-            scores = EvaluateStageConfig.from_recipe(recipe)
-            after = stage_request(scores, self.run.seed, **given)
-            _, last = policies[-1]
+            after = stage_request(EvaluateStageConfig.from_recipe(recipe), self.run.seed, **given)
             stage = MergeStageConfig.from_recipe(recipe)
-            return run_stage(self.run, stage, after, policy=last).artifact
+            return run_stage(self.run, stage, after, policy=_newest(policies)).artifact
         models = [
             run_stage(self.run, MergeStageConfig.from_recipe(recipe, label), policy=each).artifact
-            for label, each in policies[-recipe.soup.num_policies :]
+            for label, each in [*policies.items()][-recipe.soup.num_policies :]
         ]
         soup = SoupStageConfig.from_recipe(recipe, len(models))
         named = {soup.input_name(place): model for place, model in enumerate(models)}

@@ -1,6 +1,6 @@
 """`rlhf doctor`: one line per check of this machine, and a verdict.
 
-The checks of `rlhf doctor`: versions, devices, plugins, services, storage, engines, names.
+It checks versions, packages, devices, plugins, names, engines, storage and services.
 
 Promises: every check reports what it found, none raises, and none starts a lasting process.
 Libraries that must not be loaded in this process (torch, plugins) are probed in a child process.
@@ -10,11 +10,12 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import platform
 import shutil
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +25,7 @@ from packaging.requirements import Requirement
 
 from engines.config.backends import ENGINES
 from engines.config.plugins import ROLLOUT_ENGINES, TABLES
-from flows.preflight.platform import platform_of, survey_machine
+from flows.preflight.machine import platform_of, survey_machine
 from infra import env
 from infra.errors import ConfigError, PipelineError
 from infra.plugins import external_modules, import_external_modules
@@ -37,6 +38,7 @@ DISTRIBUTION = "rlhf-pipeline"
 PROJECT_PACKAGES = ("flows", "tasks", "engines", "hardware", "infra")
 MIN_FREE_BYTES = 2 * 1024**3
 HTTP_TIMEOUT_S = 3.0
+MARKS = {"ok": "ok  ", "warning": "warn", "error": "FAIL"}
 
 
 @dataclass(frozen=True)
@@ -48,26 +50,51 @@ class Check:
     detail: str
 
 
-def all_checks(store: str | None = None) -> Iterator[Check]:
+def main(arguments: argparse.Namespace) -> int:
+    """Run all checks; the exit code is 1 if a required part is broken."""
+    checks: list[Check] = []
+    for check in _all_checks(arguments.store):
+        checks.append(check)
+        if not arguments.json:
+            sys.stdout.write(f"{MARKS[check.status]}  {check.name:<22} {check.detail}\n")
+            sys.stdout.flush()
+    broken = [check.name for check in checks if check.status == "error"]
+    verdict = f"broken: {', '.join(broken)}" if broken else "this machine can run the pipeline"
+    if arguments.json:
+        rows = [dataclasses.asdict(check) for check in checks]
+        verdict = json.dumps({"checks": rows, "verdict": verdict}, indent=2)
+    sys.stdout.write(f"{verdict}\n")
+    return 1 if broken else 0
+
+
+def _all_checks(store: str | None) -> Iterator[Check]:
     """Yield all checks, causes before consequences; `store` is checked besides the home."""
-    yield _python()
+    good = (3, 11) <= sys.version_info[:2] < (3, 13)
+    yield Check(
+        "python", "ok" if good else "error", f"{platform.python_version()} at {sys.executable}"
+    )
     yield from _distributions()
     yield from _packages()
-    yield from _external_modules()
+    broken = {module.name: module for module in import_external_modules()}
+    for name, owner in external_modules().items():
+        detail = str(broken.get(name, f"imported for {owner.removeprefix('environment.')}"))
+        yield Check(f"module {name}", "error" if name in broken else "ok", detail)
     yield from _platform_and_plugins()
     yield from _name_clashes()
     yield from _engines()
     yield _storage(env.home())
     if store is not None:
-        yield _named_store(store)
+        yield tried("store", lambda: open_storage(store).probe())
     yield _service("Prefect server", env.PREFECT_API_URL.get(), "/health", "embedded")
     yield _service("MLflow server", env.MLFLOW_TRACKING_URI.get(), "/health", "a local database")
 
 
-def _python() -> Check:
-    version = ".".join(str(part) for part in sys.version_info[:3])
-    good = (3, 11) <= sys.version_info[:2] < (3, 13)
-    return Check("python", "ok" if good else "error", f"{version} at {sys.executable}")
+def tried(name: str, find: Callable[[], str]) -> Check:
+    """Return a check with what `find` returns, or with its error."""
+    try:
+        return Check(name, "ok", find())
+    except (PipelineError, OSError) as error:
+        return Check(name, "error", str(error))
 
 
 def _distributions() -> Iterator[Check]:
@@ -78,42 +105,25 @@ def _distributions() -> Iterator[Check]:
         return
     for requirement in map(Requirement, declared):
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            yield _distribution(requirement)
-
-
-def _distribution(requirement: Requirement) -> Check:
-    try:
-        version = metadata.version(requirement.name)
-    except metadata.PackageNotFoundError:
-        return Check(requirement.name, "error", f"not installed; pip install '{requirement}'")
-    if requirement.specifier.contains(version, prereleases=True):
-        return Check(requirement.name, "ok", version)
-    return Check(requirement.name, "error", f"{version}; pip install '{requirement}'")
+            found = next(iter(metadata.distributions(name=requirement.name)), None)
+            version = found.version if found else "not installed"
+            if found and requirement.specifier.contains(version, prereleases=True):
+                yield Check(requirement.name, "ok", version)
+            else:
+                yield Check(requirement.name, "error", f"{version}; pip install '{requirement}'")
 
 
 def _packages() -> Iterator[Check]:
     """Check that no other distribution shadows the packages here, whose names are common words."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     for name in PROJECT_PACKAGES:
         spec = importlib.util.find_spec(name)
         found = Path(spec.origin).parent if spec and spec.origin else None
-        if found == root / name:
-            yield Check(f"package {name}", "ok", str(found))
-        else:
-            problem = (
-                f"resolves to {found}, not to {root / name}; change PYTHONPATH or uninstall it"
-            )
-            yield Check(f"package {name}", "error", problem)
-
-
-def _external_modules() -> Iterator[Check]:
-    broken = {module.name: module for module in import_external_modules()}
-    for name, owner in external_modules().items():
-        if name in broken:
-            yield Check(f"module {name}", "error", str(broken[name]))
-        else:
-            whose = owner.removeprefix("environment.")
-            yield Check(f"module {name}", "ok", f"imported for {whose}")
+        shadow = f"resolves to {found}, not to {root / name}; change PYTHONPATH or uninstall it"
+        is_ours = found == root / name
+        yield Check(
+            f"package {name}", "ok" if is_ours else "error", str(found) if is_ours else shadow
+        )
 
 
 def _platform_and_plugins() -> Iterator[Check]:
@@ -122,16 +132,15 @@ def _platform_and_plugins() -> Iterator[Check]:
     except PipelineError as error:
         yield Check("platform", "error", str(error))
         return
-    try:
+
+    def chosen() -> str:
         found = platform_of(report)
-        yield Check("platform", "ok", f"{found.device} {found.label} ({found.reason})")
-    except PipelineError as error:
-        yield Check("platform", "error", str(error))
+        return f"{found.device} {found.label} ({found.reason})"
+
+    yield tried("platform", chosen)
     checks = (
-        Check(f"plugin {plugin.name}", "ok", plugin.detail)
-        if plugin.problem is None
-        else Check(f"plugin {plugin.name}", "error", plugin.problem)
-        for plugin in report.plugins
+        Check(f"plugin {each.name}", "error" if each.problem else "ok", each.problem or each.detail)
+        for each in report.plugins
     )
     yield from dict.fromkeys(checks)  # two owners of a name have one problem
 
@@ -160,13 +169,6 @@ def _storage(home: Path) -> Check:
     return Check("storage", "ok" if free >= MIN_FREE_BYTES else "warning", detail)
 
 
-def _named_store(uri: str) -> Check:
-    try:
-        return Check("store", "ok", open_storage(uri).probe())
-    except (PipelineError, OSError) as error:
-        return Check("store", "error", str(error))
-
-
 def _service(name: str, url: str | None, path: str, otherwise: str) -> Check:
     if not url or not url.startswith("http"):
         return Check(name, "ok", f"none configured: {url or otherwise}")
@@ -182,38 +184,14 @@ def _service(name: str, url: str | None, path: str, otherwise: str) -> Check:
 def _engines() -> Iterator[Check]:
     """Report a missing engine as a warning, because every engine is optional."""
     for table in (ENGINES, ROLLOUT_ENGINES):
-        rows = {row.name: row for row in table.rows if "." not in row.name}
-        for name, row in rows.items():
+        for row in (row for row in table.rows if "." not in row.name):
             try:
-                table.find(name)
+                table.find(row.name)
             except ConfigError as error:
-                yield Check(f"{table.kind} {name}", "warning", error.problem)
+                yield Check(f"{table.kind} {row.name}", "warning", error.problem)
                 continue
-            version = _version_of(row.requires) if row.requires else "built in"
-            yield Check(f"{table.kind} {name}", "ok", version)
-
-
-def _version_of(module: str) -> str:
-    names = metadata.packages_distributions().get(module.partition(".")[0], [])
-    return ", ".join(f"{name} {metadata.version(name)}" for name in names) or "installed"
-
-
-MARKS = {"ok": "ok  ", "warning": "warn", "error": "FAIL"}
-
-
-def main(arguments: argparse.Namespace) -> int:
-    """Run all checks; the exit code is 1 if a required part is broken."""
-    checks: list[Check] = []
-    for check in all_checks(arguments.store):
-        checks.append(check)
-        if not arguments.json:
-            sys.stdout.write(f"{MARKS[check.status]}  {check.name:<22} {check.detail}\n")
-            sys.stdout.flush()
-    broken = [check.name for check in checks if check.status == "error"]
-    verdict = f"broken: {', '.join(broken)}" if broken else "this machine can run the pipeline"
-    if arguments.json:
-        rows = [dataclasses.asdict(check) for check in checks]
-        sys.stdout.write(json.dumps({"checks": rows, "verdict": verdict}, indent=2) + "\n")
-    else:
-        sys.stdout.write(f"{verdict}\n")
-    return 1 if broken else 0
+            version = "built in"
+            if row.requires:
+                found = metadata.packages_distributions().get(row.requires.partition(".")[0], [])
+                version = ", ".join(f"{each} {metadata.version(each)}" for each in found)
+            yield Check(f"{table.kind} {row.name}", "ok", version or "installed")

@@ -1,18 +1,17 @@
-"""`rlhf engines`: training engines, where each runs and how that is tested; rollout engines.
+"""`rlhf engines`: tables of training and rollout engines, with their features and tests.
 
-Tables of training engines and rollout engines, with their features and how they are tested.
-
-They are made without an import of torch or a plugin.
+Promises: the tables are made without an import of torch or a plugin.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from engines.config.backends import BACKENDS, ENGINES, Backend, Tested
 from engines.config.options import schema_of
@@ -20,7 +19,7 @@ from engines.config.plugins import ROLLOUT_ENGINES, RolloutRow
 from engines.config.rollout import RoutingName
 from flows.broken_modules import tell_broken_modules
 from infra.errors import ConfigError
-from infra.plugins import RUN_TIME_OWNER, Row
+from infra.plugins import RUN_TIME_OWNER, PluginTable, Row
 
 HEADINGS = ("backend", "model type", "device", "parallelism", "features", "needs")
 OUTSIDE = "plugin"
@@ -39,7 +38,7 @@ _LIMITS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class MatrixRow:
-    """One engine on one device.
+    """One engine on one device; the fields are in the order of `HEADINGS`.
 
     Attributes:
         model_type: `language_model` or `value_model`.
@@ -54,10 +53,6 @@ class MatrixRow:
     parallelism: str
     features: str
     needs: str
-
-    def cells(self) -> tuple[str, ...]:
-        """Return the values in the order of `HEADINGS`."""
-        return tuple(asdict(self).values())
 
 
 def engine_matrix(*, installed: bool) -> Iterator[MatrixRow]:
@@ -80,8 +75,10 @@ def engine_matrix(*, installed: bool) -> Iterator[MatrixRow]:
                     _grouped(features, tested),
                     _needs(name, backend, installed=installed),
                 )
-    if installed:
-        yield from _outside_rows()
+    for row in ENGINES.outside() if installed else ():
+        name, _, model_type = row.name.partition(".")
+        model_type, devices = model_type or "language_model", ", ".join(row.devices) or "any"
+        yield MatrixRow(name, model_type, devices, OUTSIDE, OUTSIDE, _brought(row))
 
 
 ROLLOUT_HEADINGS = ("rollout engine", "capabilities", "several replicas", "options", "needs")
@@ -93,7 +90,7 @@ _ROUTINGS: Mapping[RoutingName, str] = {
 
 @dataclass(frozen=True)
 class RolloutMatrixRow:
-    """One rollout engine.
+    """One rollout engine; the fields are in the order of `ROLLOUT_HEADINGS`.
 
     Attributes:
         capabilities: capabilities beyond the contract; some depend on options and platform.
@@ -106,10 +103,6 @@ class RolloutMatrixRow:
     routing: str
     options: str
     needs: str
-
-    def cells(self) -> tuple[str, ...]:
-        """Return the values in the order of `ROLLOUT_HEADINGS`."""
-        return tuple(asdict(self).values())
 
 
 def rollout_matrix(*, installed: bool) -> Iterator[RolloutMatrixRow]:
@@ -130,22 +123,8 @@ def _rollout_needs(row: RolloutRow, *, installed: bool) -> str:
     if row.environment:
         parts.append(f"its own environment: make env-{row.environment}")
     if installed and row.requires:
-        try:
-            ROLLOUT_ENGINES.find(row.name)
-        except ConfigError:
-            parts.append("not installed")
-        else:
-            parts.append("installed")
+        parts.append("installed" if _is_usable(ROLLOUT_ENGINES, row.name) else "not installed")
     return "; ".join(parts)
-
-
-def _outside_rows() -> Iterator[MatrixRow]:
-    for row in ENGINES.outside():
-        name, _, model_type = row.name.partition(".")
-        devices = ", ".join(row.devices) or "any"
-        yield MatrixRow(
-            name, model_type or "language_model", devices, OUTSIDE, OUTSIDE, _brought(row)
-        )
 
 
 def _brought(row: Row) -> str:
@@ -156,12 +135,9 @@ def _grouped(claims: Mapping[str, Tested], on_device: Tested) -> str:
     """Return text such as `contract: data, tensor; gpu: context`."""
     groups: dict[str, list[str]] = {}
     for claim, tested in claims.items():
-        if on_device is Tested.REGISTRY:
-            how = on_device
-        elif on_device is Tested.GPU and tested is not Tested.GPU:
+        how = on_device if on_device is Tested.REGISTRY else tested
+        if on_device is Tested.GPU and tested is not Tested.GPU:
             how = Tested.CPU_TWIN
-        else:
-            how = tested
         groups.setdefault(how.value, []).append(claim)
     return "; ".join(f"{how}: {', '.join(names)}" for how, names in groups.items())
 
@@ -170,16 +146,16 @@ def _needs(name: str, backend: Backend, *, installed: bool) -> str:
     parts = []
     if backend.environment:
         parts.append(f"its own environment: make env-{backend.environment}")
-    elif backend.extra and not (installed and _is_usable(name)):
+    elif backend.extra and not (installed and _is_usable(ENGINES, name)):
         parts.append(f"pip install 'rlhf-pipeline[{backend.extra}]'")
     if name in _LIMITS:
         parts.append(_LIMITS[name])
     return "; ".join(parts)
 
 
-def _is_usable(backend: str) -> bool:
+def _is_usable(table: PluginTable[Any], name: str) -> bool:
     try:
-        ENGINES.find(backend)
+        table.find(name)
     except ConfigError:
         return False
     return True
@@ -208,40 +184,35 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         console = Console()
         if not console.is_terminal:
-            console = Console(width=PIPE_WIDTH)
-        _print_table(console, rows)
-        _print_rollout_engines(console, engines)
+            console.width = PIPE_WIDTH
+        _print_training_engines(console, folded(rows))
+        console.print()
+        console.print(_table(ROLLOUT_HEADINGS, map(astuple, engines)))
     tell_broken_modules()
     return 0
 
 
-def _print_rollout_engines(console: Console, engines: list[RolloutMatrixRow]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for heading in ROLLOUT_HEADINGS:
-        table.add_column(heading, overflow="fold")
-    for engine in engines:
-        table.add_row(*engine.cells())
-    console.print()
-    console.print(table)
-
-
-def _print_table(console: Console, rows: list[MatrixRow]) -> None:
-    shown = folded(rows)
-    table = Table(box=None, pad_edge=False)
-    for heading in HEADINGS[:-1]:
-        table.add_column(heading, overflow="fold")
-    above = ""
-    for row in shown:
+def _print_training_engines(console: Console, rows: list[MatrixRow]) -> None:
+    cells, above = [], ""
+    for row in rows:
         backend = "" if row.backend == above else row.backend
-        table.add_row(backend, *row.cells()[1:-1])
+        cells.append((backend, *astuple(row)[1:-1]))
         above = row.backend
-    console.print(table)
+    console.print(_table(HEADINGS[:-1], cells))
     console.print()
-    for line in dict.fromkeys(f"{row.backend}: {row.needs}" for row in shown if row.needs):
+    for line in dict.fromkeys(f"{row.backend}: {row.needs}" for row in rows if row.needs):
         console.print(line, highlight=False)
     console.print()
     for how, meaning in MEANINGS.items():
         console.print(f"{how}: {meaning}", highlight=False)
+
+
+def _table(headings: Sequence[str], rows: Iterable[Iterable[str]]) -> Table:
+    columns = (Column(heading, overflow="fold") for heading in headings)
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def folded(rows: list[MatrixRow]) -> list[MatrixRow]:

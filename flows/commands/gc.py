@@ -106,9 +106,11 @@ def as_text(found: Survey, done: Collected | None) -> Iterator[str]:
         yield _line(f"{kind} files", digest, stored.size_bytes, found.at - stored.touched_at)
     for stored in found.rests:
         yield f"{'left behind':<20} {size_text(stored.size_bytes):>9}  {stored.place}"
-    needed = [stage for stage in found.stays if stage.needed_by]
-    for stage in needed:
-        yield f"stays: {stage.name or 'stage'} {stage.fingerprint[:12]}, {stage.needed_by}"
+    yield from (
+        f"stays: {stage.name or 'stage'} {stage.fingerprint[:12]}, {stage.needed_by}"
+        for stage in found.stays
+        if stage.needed_by
+    )
     total = f"of {size_text(found.total_bytes)}"
     if done is None:
         goes = f"{size_text(found.freed_bytes)} {total} would go"
@@ -146,5 +148,5 @@ def size_text(num_bytes: int) -> str:
 
 
 def _line(what: str, name: str, size_bytes: int, unused_s: float) -> str:
-    days = f"unused for {unused_s / DAY_S:.0f} days"
-    return f"{what:<20} {size_text(size_bytes):>9}  {name[:12]}  {days}"
+    size = size_text(size_bytes)
+    return f"{what:<20} {size:>9}  {name[:12]}  unused for {unused_s / DAY_S:.0f} days"

@@ -29,25 +29,6 @@ def main(arguments: argparse.Namespace) -> int:
     """Merge one checkpoint."""
     checkpoint = Path(arguments.checkpoint).expanduser().resolve()
     out = Path(arguments.out).expanduser().resolve()
-    check_paths(checkpoint, out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, so that a rename can publish the result.
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
-        merged = run_merge(
-            checkpoint, Path(scratch), arguments.dtype, adapter_only=arguments.adapter_only
-        )
-        (merged / MANIFEST_NAME).unlink()
-        publish_directory(merged, out)
-    sys.stdout.write(f"{out}\n")
-    return 0
-
-
-def check_paths(checkpoint: Path, out: Path) -> None:
-    """Check that the checkpoint is a published policy and that the target does not exist.
-
-    Raises:
-        ConfigError: names the argument.
-    """
     if not checkpoint.is_dir():
         raise ConfigError("CHECKPOINT", f"{checkpoint} does not exist (cwd is {Path.cwd()})")
     try:
@@ -60,6 +41,16 @@ def check_paths(checkpoint: Path, out: Path) -> None:
         raise ConfigError("CHECKPOINT", f"{checkpoint} is a {kind}; need a policy")
     if out.exists():
         raise ConfigError("OUT", f"{out} exists; name a new directory")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, so that a rename can publish the result.
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
+        merged = run_merge(
+            checkpoint, Path(scratch), arguments.dtype, adapter_only=arguments.adapter_only
+        )
+        (merged / MANIFEST_NAME).unlink()
+        publish_directory(merged, out)
+    sys.stdout.write(f"{out}\n")
+    return 0
 
 
 def run_merge(

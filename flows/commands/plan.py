@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.broken_modules import tell_broken_modules
-from flows.plan import PlannedStage, Status, plan_run
+from flows.plan import Status, plan_run
 from flows.preflight import preflight
 from flows.recipe.recipe import load_recipe
-from tasks.runner.differences import DIGITS
+from tasks.runner.earlier_work import DIGITS
 
 WORDS: Mapping[Status, str] = {
     "hit": "reused",
@@ -36,7 +36,15 @@ def main(arguments: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps({"run": recipe.run_name, "stages": stages}, indent=2) + "\n")
         return 0
     console = Console()
-    console.print(_table(planner.stages))
+    table = Table("stage", "status", "fingerprint", "inputs", show_edge=False, pad_edge=False)
+    for stage in planner.stages:
+        inputs = ", ".join(
+            f"{name} {digest[:DIGITS] or '?'}" for name, digest in stage.inputs.items()
+        )
+        table.add_row(
+            stage.label, stage.status.replace("_", " "), stage.fingerprint[:DIGITS] or "?", inputs
+        )
+    console.print(table)
     for stage in planner.stages:
         for text in filter(None, (stage.why, stage.adoption, stage.rejected)):
             console.print(f"{stage.label}: {text}", highlight=False, soft_wrap=True)
@@ -44,17 +52,3 @@ def main(arguments: argparse.Namespace) -> int:
     words = [f"{counts[status]} {text}" for status, text in WORDS.items() if counts[status]]
     console.print(f"{recipe.run_name}: {', '.join(words)}", highlight=False)
     return 0
-
-
-def _table(stages: list[PlannedStage]) -> Table:
-    table = Table(show_edge=False, pad_edge=False)
-    for column in ("stage", "status", "fingerprint", "inputs"):
-        table.add_column(column)
-    for stage in stages:
-        inputs = ", ".join(
-            f"{name} {digest[:DIGITS] or '?'}" for name, digest in stage.inputs.items()
-        )
-        table.add_row(
-            stage.label, stage.status.replace("_", " "), stage.fingerprint[:DIGITS] or "?", inputs
-        )
-    return table

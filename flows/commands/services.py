@@ -18,20 +18,9 @@ from infra.services import stack
 from infra.services.held_stages import held_stages
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Run the given command; each command's docstring states its exit code."""
-    home = env.home()
-    if arguments.command == "up":
-        return up(home)
-    if arguments.command == "down":
-        return down(home)
-    if arguments.command == "automations":
-        return automations(home)
-    return status(home, arguments.store)
-
-
-def up(home: Path) -> int:
+def up(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command takes them)
     """Start the missing servers, and print their addresses and how other shells reach them."""
+    home = env.home()
     make_place(home, "RLHF_HOME", "name another")
     stack.up(home)
     print_servers(home)
@@ -46,9 +35,9 @@ def up(home: Path) -> int:
     return 0
 
 
-def down(home: Path) -> int:
+def down(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (the same)
     """Stop the servers of this home; the exit code is 1 if a live run still uses one of them."""
-    ended, kept = stack.down(home)
+    ended, kept = stack.down(env.home())
     sys.stdout.write(f"stopped {', '.join(ended)}\n" if ended else "nothing to stop\n")
     for server in kept:
         pids = " ".join(map(str, server.users))
@@ -56,10 +45,11 @@ def down(home: Path) -> int:
     return 1 if kept else 0
 
 
-def status(home: Path, store: str | None) -> int:
+def status(arguments: argparse.Namespace) -> int:
     """Print the servers and the stages held by a job; the exit code is 0 if all servers answer."""
+    home = env.home()
     all_up = print_servers(home)
-    sys.stdout.writelines(f"{line}\n" for line in held_stages(store or home / "store"))
+    sys.stdout.writelines(f"{line}\n" for line in held_stages(arguments.store or home / "store"))
     return 0 if all_up else 1
 
 
@@ -74,8 +64,9 @@ def print_servers(home: Path) -> bool:
     return all(service.state == "up" for service in found)
 
 
-def automations(home: Path) -> int:
+def automations(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (the same)
     """Create or repair the automations of the configured server, else of the one of `rlhf up`."""
+    home = env.home()
     api_url = env.PREFECT_API_URL.get() or stack.running_prefect_url(home)
     if api_url is None:
         raise ConfigError(

@@ -1,14 +1,21 @@
-"""`rlhf show`: an offline page of the samples that a run's policy wrote, step by step.
+"""`rlhf show` and `rlhf diagnose`: offline pages about a run.
 
-An unfinished run is shown up to its current step. The content comes from the store; the tracking
-ledger is read only to translate run ids of a tracker.
+`show` writes the samples of the run's policy, step by step; `diagnose` writes findings in the order
+resources, communication, algorithm. An unfinished run is read up to its current step. The content
+comes from the store; the tracking ledger is read only to translate run ids of a tracker.
 """
 
 import argparse
+import json
 import sys
-from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
+from engines.config.diagnosis import DiagnosisConfig
+from flows.diagnosis import page as diagnosis_page
+from flows.diagnosis.diagnosis import diagnose as find_causes
+from flows.diagnosis.findings import run_views
+from flows.report.report import RECIPE_JSON
 from flows.report.samples import PAGE_NAME, ShownRun, samples_page, shown_run
 from infra import env
 from infra.errors import ConfigError
@@ -24,15 +31,12 @@ MIN_DIGITS = 6
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write the page and print its path."""
-    home = env.home()
-    storage = open_storage(arguments.store or str(home / "store"))
-    history = StageHistory(storage)
+    """Write the page of samples and print its path."""
+    home, history = _opened(arguments)
     shown = [_shown(arguments.run, "RUN", home, history)]
-    name = PAGE_NAME
     if arguments.against:
         shown.append(_shown(arguments.against, "--against", home, history))
-        name = f"against-{shown[1].name}.html"
+    name = f"against-{shown[1].name}.html" if arguments.against else PAGE_NAME
     path = Path(arguments.out) if arguments.out else home / "runs" / shown[0].name / name
     make_directories(path.absolute().parent)
     atomic_write_bytes(path, samples_page(shown).encode())
@@ -40,10 +44,44 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def diagnose(arguments: argparse.Namespace) -> int:
+    """Write the page of findings and print them; the exit code is 0 if there are none.
+
+    The thresholds are those of the run's recipe, or the defaults if this home has no such run.
+    """
+    home, history = _opened(arguments)
+    run, only = find_run(history.storage, home, arguments.run, "RUN")
+    views = run_views(history, run, only)
+    if not views:
+        raise ConfigError("RUN", f"{run.name} has no stage that said what it is; run it first")
+    directory = home / "runs" / run.name
+    recipe = directory / RECIPE_JSON
+    thresholds = json.loads(recipe.read_bytes()).get("diagnosis", {}) if recipe.exists() else {}
+    diagnosis = find_causes(run.name, views, DiagnosisConfig.model_validate(thresholds))
+    make_directories(directory)
+    path = diagnosis_page.write_diagnosis(diagnosis, directory)
+    text = f"{diagnosis_page.text(diagnosis)}\n{path}"
+    if arguments.json:
+        findings = [asdict(finding) for finding in diagnosis.findings]
+        text = json.dumps({"run": run.name, "findings": findings}, indent=2)
+    sys.stdout.write(f"{text}\n")
+    return 1 if diagnosis.ills else 0
+
+
+def _opened(arguments: argparse.Namespace) -> tuple[Path, StageHistory]:
+    home = env.home()
+    return home, StageHistory(open_storage(arguments.store or str(home / "store")))
+
+
 def _shown(asked: str | None, argument: str, home: Path, history: StageHistory) -> ShownRun:
     run, only = find_run(history.storage, home, asked, argument)
-    rounds = sorted(_rounds(history, run, only))
-    shown = shown_run(run.name, [fingerprint for *_, fingerprint in rounds], history)
+    newest: dict[int, tuple[float, str]] = {}
+    for fingerprint, used_at in run.used_at.items():
+        spec = history.specification(fingerprint) if only in {"", fingerprint} else None
+        if spec is not None and spec.stage == ROUND:
+            number = int(spec.config["round"])
+            newest[number] = max(newest.get(number, (0.0, "")), (used_at, fingerprint))
+    shown = shown_run(run.name, [newest[number][1] for number in sorted(newest)], history)
     if not shown.num_steps and not any(shown.curves.values()):
         raise ConfigError(
             argument,
@@ -85,16 +123,3 @@ def find_run(
     names = ", ".join(dict.fromkeys(run.name for run in reversed(known))) or "none yet"
     got = repr(asked) if asked else "no run"
     raise ConfigError(argument, f"got {got}; need a run of this store: {names}")
-
-
-def _rounds(history: StageHistory, run: KnownRun, only: str) -> Iterator[tuple[int, float, str]]:
-    """Yield number, last use and fingerprint of each round; the newest if a number occurs twice."""
-    newest: dict[int, tuple[float, str]] = {}
-    for fingerprint, used_at in run.used_at.items():
-        if only and only != fingerprint:
-            continue
-        spec = history.specification(fingerprint)
-        if spec is not None and spec.stage == ROUND:
-            number = int(spec.config["round"])
-            newest[number] = max(newest.get(number, (0.0, "")), (used_at, fingerprint))
-    yield from ((number, *found) for number, found in newest.items())

@@ -12,9 +12,14 @@ from engines.config.diagnosis import DiagnosisConfig
 from engines.config.stages.final import EvaluateStageConfig
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.config.stages.supervised import SFTStageConfig
-from flows.diagnosis.algorithm import loss_findings, poisoned_findings, round_findings
 from flows.diagnosis.findings import Finding, StageView
-from flows.diagnosis.resources import resource_findings, time_findings
+from flows.diagnosis.rules import (
+    loss_findings,
+    poisoned_findings,
+    resource_findings,
+    round_findings,
+    time_findings,
+)
 
 AREAS = ("resources", "communication", "algorithm")
 _SEVERITIES = ("failed", "sick", "note")

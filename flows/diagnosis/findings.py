@@ -1,7 +1,4 @@
-"""Inputs and findings of a diagnosis, as plain values; nothing here reads or writes files.
-
-Reads the stages of a run from the store for a diagnosis.
-"""
+"""Inputs and findings of a diagnosis, as plain values, and how a run's stages are read for it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,10 +54,10 @@ class Evidence:
     was_in: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.metric} {self.value:.4g}{_at(self.step)}"
-        if self.was is None:
-            return text
-        return f"{text}, was {self.was:.4g}{_at(self.was_step)} in {self.was_in}"
+        was = ""
+        if self.was is not None:
+            was = f", was {self.was:.4g}{_at(self.was_step)} in {self.was_in}"
+        return f"{self.metric} {self.value:.4g}{_at(self.step)}{was}"
 
 
 def _at(step: int | None) -> str:
@@ -131,12 +128,18 @@ def points(views: Sequence[StageView], *names: str) -> tuple[str, Points]:
 
     The name is empty if no step has one of them.
     """
-    values = {step: found for view in views for step, found in view.steps.items()}
-    for name in names:
-        found = [(step, values[step][name]) for step in sorted(values) if name in values[step]]
-        if found:
-            return name, [point for point in found if isfinite(point[1])]
-    return "", []
+    return finite_points(
+        {step: found for view in views for step, found in view.steps.items()}, names
+    )
+
+
+def finite_points(
+    values: Mapping[int, Mapping[str, float]], names: Sequence[str]
+) -> tuple[str, Points]:
+    """Return what `points` does, of metrics by step."""
+    name = next((each for each in names if any(each in found for found in values.values())), "")
+    found = ((step, values[step][name]) for step in sorted(values) if name in values[step])
+    return name, [point for point in found if isfinite(point[1])]
 
 
 def windows(curve: Points, num_steps: int) -> list[float]:
@@ -185,11 +188,10 @@ def run_views(history: StageHistory, run: KnownRun, only: str = "") -> list[Stag
 
 def stage_views(history: StageHistory, fingerprints: Iterable[str]) -> list[StageView]:
     """Return the stages that have a readable specification; of several with one label, the last."""
-    views = (_view(history, fingerprint) for fingerprint in fingerprints)
     newest: dict[str, StageView] = {}
-    for view in views:
-        if view is not None:
-            newest.pop(view.label, None)
+    for fingerprint in fingerprints:
+        if view := _view(history, fingerprint):
+            newest.pop(view.label, None)  # the last one takes the last place
             newest[view.label] = view
     return list(newest.values())
 

@@ -10,10 +10,9 @@ from itertools import groupby
 from pathlib import Path
 
 from engines.config.stages.rl import RLRoundStageConfig
-from flows.diagnosis.algorithm import CURVES, LOSS, SKIPPED
 from flows.diagnosis.diagnosis import Diagnosis
 from flows.diagnosis.findings import Finding, Points, points
-from flows.diagnosis.resources import PEAK_MEMORY, STEP
+from flows.diagnosis.rules import CURVES, LOSS, PEAK_MEMORY, SKIPPED, STEP
 from infra.store.atomic import atomic_write_bytes
 
 DIAGNOSIS_PAGE, DIAGNOSIS_MD = "diagnosis.html", "diagnosis.md"
@@ -140,7 +139,7 @@ def _article(finding: Finding) -> str:
 
 
 def _plot(curve: Points) -> str:
-    steps, values = [step for step, _ in curve], [value for _, value in curve]
+    steps, values = zip(*curve, strict=True)
     low, high = min(values), max(values)
     span_x, span_y = max(1, steps[-1] - steps[0]), (high - low) or 1.0
     inner_x, inner_y = _WIDTH - _LEFT - 6, _HEIGHT - _BOTTOM - 6

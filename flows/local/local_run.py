@@ -1,11 +1,9 @@
-"""Runs the pipeline's flow in this process and shows it on the terminal.
+"""Runs a flow in this process and shows it on the terminal: the pipeline, a night, a user's own.
 
-Runs a flow from a Python file in this process and shows it on the terminal.
-
-Promises: the file is executed once, as Prefect's worker does for a deployment, and can import what
-`python FILE` could. Does not promise that the flow uses the stages of this project.
-
-Runs the nightly flow in this process and shows it on the terminal.
+Promises: plain lines if the output is no terminal; an error of the display cannot fail a run. A
+user's file is executed once, as Prefect's worker does for a deployment, and can import what
+`python FILE` could.
+Does not promise: that a user's flow uses the stages of this project.
 """
 
 import importlib.util
@@ -30,22 +28,26 @@ from prefect.flows import Flow
 from prefect.logging.handlers import APILogWorker
 from prefect.states import Crashed
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
 
 from flows.automations import TAG
-from flows.local.display import TerminalDisplay, summary_table
 from flows.local.embedded_prefect import PrefectServer
 from flows.nightly.night import Night, last_night
 from flows.nightly.nightly_recipes import MATRIX, NotReproducedError, nightly_recipes
 from flows.nightly.page import NIGHT_MD
 from flows.plan import AskedRun
 from flows.recipe.recipe import Recipe
-from flows.report.report import REPORT_MD, Report
+from flows.report.report import REPORT_MD, Report, StageReport
 from flows.rlhf_pipeline import rlhf_pipeline
 from flows.run.pipeline_run import RUN_CONTEXT, LazyCluster, RunContext
 from flows.run.registry import tracking_uri
 from infra import env
 from infra.errors import ConfigError
 from infra.redact import RedactingFilter
+from infra.tracking.journal import JournalRecord
+from tasks.runner.run import StageResult, headline_metric
+from tasks.runner.stage import StageObserver
 
 DRAIN_DEADLINE_S = 10.0
 UNFINISHED = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
@@ -65,25 +67,36 @@ def run_locally(asked: AskedRun, console: Console, prefect: PrefectServer) -> Re
 
 
 @contextmanager
-def watched(cluster: LazyCluster, console: Console, prefect: PrefectServer) -> Iterator[None]:
-    """Show a flow of this process on the terminal; release `cluster` at the end."""
+def watched(
+    cluster: LazyCluster | None, console: Console, prefect: PrefectServer
+) -> Iterator[None]:
+    """Show a flow of this process on the terminal; release `cluster` at the end.
+
+    Without `cluster`, the flow starts clusters of its own. Warnings of the project's packages are
+    printed, which Prefect's quiet logging would hide.
+    """
     display = TerminalDisplay(console)
-    show_warnings(console)
+    for package in ("engines", "flows", "infra", "tasks"):
+        logger = logging.getLogger(package)
+        logger.handlers = [_ConsoleHandler(console)]
+        logger.propagate = False
     resetter = RUN_CONTEXT.set(RunContext(observer=display, cluster=cluster))
     try:
         prefect.wait()
         if prefect.history_is_dead:
-            crash_dead_runs()
+            _crash_dead_runs()
         yield
     finally:
-        # The flow releases it too, unless it failed before that.
-        cluster.release()
+        if cluster is not None:  # the flow releases it too, unless it failed before that
+            cluster.release()
         RUN_CONTEXT.reset(resetter)
         display.close()
-        drain_prefect()
+        # While the server still runs: buffered events and log lines.
+        EventsWorker.drain_all(timeout=DRAIN_DEADLINE_S, at_exit=False)
+        APILogWorker.drain_all(timeout=DRAIN_DEADLINE_S, at_exit=False)
 
 
-def crash_dead_runs() -> None:
+def _crash_dead_runs() -> None:
     """Mark flow runs as crashed that a stopped server left in an unfinished state."""
     running = FlowRunFilterState(type=FlowRunFilterStateType(any_=UNFINISHED))
     with get_client(sync_client=True) as client:
@@ -101,63 +114,39 @@ class _ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record."""
-        text = f"{record.levelname.lower():>12}  {record.getMessage()}"
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def show_warnings(console: Console) -> None:
-    """Print the warnings of the project's packages, which Prefect's quiet logging would hide."""
-    for package in ("engines", "flows", "infra", "tasks"):
-        logger = logging.getLogger(package)
-        logger.handlers = [_ConsoleHandler(console)]
-        logger.propagate = False
-
-
-def drain_prefect() -> None:
-    """Send Prefect's buffered events and log lines while its server still runs."""
-    EventsWorker.drain_all(timeout=DRAIN_DEADLINE_S, at_exit=False)
-    APILogWorker.drain_all(timeout=DRAIN_DEADLINE_S, at_exit=False)
+        _print_lines(self._console, f"{record.levelname.lower():>12}  {record.getMessage()}")
 
 
 def print_outcome(
     report: Report, recipe: Recipe, prefect_url: str | None, console: Console
 ) -> None:
     """Print the outcome and links; `prefect_url` is None if the server ends with the run."""
-    print_report(report, recipe.home, console)
-    hints = (
-        f"MLflow      {mlflow_hint(recipe)}",
-        f"Prefect     {prefect_hint(recipe, prefect_url)}",
-    )
-    for hint in hints:
-        console.print(hint, highlight=False, markup=False, soft_wrap=True)
+    _print_report(report, recipe.home, console)
+    uri = tracking_uri(recipe.location)
+    mlflow = uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
+    prefect = f"PREFECT_HOME={recipe.home / 'prefect'} prefect server start"
+    if prefect_url:
+        prefect = prefect_url.removesuffix("/api")
+    _print_lines(console, f"MLflow      {mlflow}", f"Prefect     {prefect}")
 
 
-def print_report(report: Report, home: Path, console: Console) -> None:
+def _print_report(report: Report, home: Path, console: Console) -> None:
     """Print the table of stages, the accuracies, and the path of the report."""
     console.print()
     console.print(summary_table(report.stages))
     console.print()
     accuracy = ", ".join(f"{name} {value:.1%}" for name, value in report.accuracy.items())
-    lines = [
-        f"accuracy    {accuracy}" if accuracy else "",
+    _print_lines(
+        console,
+        *([f"accuracy    {accuracy}"] if accuracy else []),
         f"time        {report.seconds:.1f} s",
         f"report      {home / 'runs' / report.run / REPORT_MD}",
-    ]
-    for line in filter(None, lines):
+    )
+
+
+def _print_lines(console: Console, *lines: str) -> None:
+    for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def mlflow_hint(recipe: Recipe) -> str:
-    """Return how to open the run in MLflow."""
-    uri = tracking_uri(recipe.location)
-    return uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
-
-
-def prefect_hint(recipe: Recipe, prefect_url: str | None) -> str:
-    """Return how to open the run in Prefect."""
-    if prefect_url:
-        return prefect_url.removesuffix("/api")
-    return f"PREFECT_HOME={recipe.home / 'prefect'} prefect server start"
 
 
 def run_own_flow(
@@ -172,7 +161,7 @@ def run_own_flow(
     with watched(LazyCluster(home), console, prefect):
         report = own(list(overrides)) if overrides else own()
     if isinstance(report, Report):
-        print_report(report, home, console)
+        _print_report(report, home, console)
 
 
 def load_own_flow(entrypoint: str) -> Flow[..., Any]:
@@ -212,21 +201,9 @@ def run_night(
     recipes: Sequence[str], baselines: Path, console: Console, prefect: PrefectServer
 ) -> Night:
     """Run the flow in this process; without `recipes`, it runs the shipped matrix."""
-    home = env.home()
-    display = TerminalDisplay(console)
-    show_warnings(console)
-    resetter = RUN_CONTEXT.set(RunContext(observer=display))
-    try:
-        prefect.wait()
-        if prefect.history_is_dead:
-            crash_dead_runs()
-        with suppress(NotReproducedError):
-            nightly_recipes(list(recipes or MATRIX), str(baselines))
-        return last_night(home)
-    finally:
-        RUN_CONTEXT.reset(resetter)
-        display.close()
-        drain_prefect()
+    with watched(None, console, prefect), suppress(NotReproducedError):
+        nightly_recipes(list(recipes or MATRIX), str(baselines))
+    return last_night(env.home())
 
 
 def print_night(night: Night, directory: Path, console: Console) -> None:
@@ -238,6 +215,78 @@ def print_night(night: Night, directory: Path, console: Console) -> None:
         lines = [f"{verdict.recipe}: {verdict.word}{stage}", *verdict.problems]
         if verdict.drifted:
             lines.append(f"another digest since {verdict.drifted}: {'; '.join(verdict.causes)}")
-        for line in (*lines[:1], *(f"    {each}" for each in (*lines[1:], *verdict.notes))):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        indented = (f"    {line}" for line in (*lines[1:], *verdict.notes))
+        _print_lines(console, lines[0], *indented)
     console.print(f"\nreport      {directory / NIGHT_MD}", highlight=False, soft_wrap=True)
+
+
+DIGEST_DIGITS = 12
+LABEL_WIDTH = 19
+
+
+class TerminalDisplay(StageObserver):
+    """Writes a run to the terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description:>19}"),
+            BarColumn(bar_width=40),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._bar: TaskID | None = None
+
+    def stage_started(self, label: str, fingerprint: str) -> None:
+        """Remove the bar of the stage before; a new one appears with the first progress record."""
+        self._end_bar()
+
+    def message(self, label: str, text: str) -> None:
+        """Print a line about a stage's job."""
+        _print_lines(self._console, f"{label:>{LABEL_WIDTH}}  {text}")
+
+    def record(self, label: str, record: JournalRecord) -> None:
+        """Show a journal record of a running stage: message as a line, progress as a bar."""
+        if record.message:
+            self.message(label, record.message)
+        if record.kind == "progress" and record.done is not None and record.total:
+            if self._bar is None:
+                self._progress.start()
+                self._bar = self._progress.add_task(label, total=record.total)
+            self._progress.update(self._bar, completed=record.done, total=record.total)
+
+    def stage_finished(self, result: StageResult) -> None:
+        """Print a line that summarizes the stage."""
+        self._end_bar()
+        done = "reused" if result.reused else f"ran in {result.wall_s:.1f} s"
+        parts = [done, f"digest {result.digest[:DIGEST_DIGITS]}", headline_metric(result.metrics)]
+        self.message(result.label, ", ".join(filter(None, parts)))
+
+    def close(self) -> None:
+        """Stop the live display."""
+        self._end_bar()
+        self._progress.stop()
+
+    def _end_bar(self) -> None:
+        if self._bar is not None:
+            self._progress.remove_task(self._bar)
+            self._bar = None
+            self._progress.stop()
+
+
+def summary_table(stages: Sequence[StageReport]) -> Table:
+    """Return a table of stage, state, seconds, digest and headline metric."""
+    seconds = Column("seconds", justify="right")
+    table = Table("stage", "", seconds, "digest", "metric", show_edge=False, pad_edge=False)
+    for stage in stages:
+        table.add_row(
+            stage.name,
+            stage.state,
+            f"{stage.seconds:.1f}",
+            stage.digest[:DIGEST_DIGITS],
+            headline_metric(stage.metrics),
+        )
+    return table

@@ -30,7 +30,7 @@ from prefect.states import Cancelling
 from rich.console import Console
 
 from flows.automations import STRANDED_S
-from flows.local.display import LABEL_WIDTH
+from flows.local.local_run import LABEL_WIDTH
 from flows.plan import AskedRun
 from flows.report.report import REPORT_JSON, Report
 from infra.errors import ConfigError, PipelineError, ServiceError, UnknownPluginError
@@ -109,8 +109,9 @@ def run_served(asked: AskedRun, deployment: UUID, console: Console) -> Report:
     if not state.is_completed():
         console.print(f"Retry on the page of {run.name} resumes it", highlight=False)
         raise failure_of(state)
-    directory = asked.recipe.home / "runs" / asked.recipe.run_name
-    return Report.model_validate_json((directory / REPORT_JSON).read_bytes())
+    return Report.model_validate_json(
+        (asked.recipe.home / "runs" / asked.recipe.run_name / REPORT_JSON).read_bytes()
+    )
 
 
 def failure_of(state: State) -> PipelineError:
@@ -119,9 +120,9 @@ def failure_of(state: State) -> PipelineError:
     kind, _, told = message.removeprefix(FAILED).partition(": ")
     if not message.startswith(FAILED):
         return PipelineError(f"{state.name}: {message}")
-    if kind in OF_THE_USER:
-        return ConfigError(*told.split(": ", 1)) if ": " in told else ConfigError("recipe", told)
-    return PipelineError(told)
+    if kind not in OF_THE_USER:
+        return PipelineError(told)
+    return ConfigError(*told.split(": ", 1)) if ": " in told else ConfigError("recipe", told)
 
 
 def _follow(client: SyncPrefectClient, run: FlowRun, console: Console) -> State:

@@ -16,11 +16,10 @@ from prefect.events import emit_event
 from prefect.flows import Flow
 
 from flows.nightly import night as nights
-from flows.nightly.measurement import Measurement, read_baseline
-from flows.nightly.measuring import measure
+from flows.nightly.measurement import Measurement, measure, read_baseline
 from flows.nightly.night import Night, Outcome
 from flows.nightly.page import show_night, write_night
-from flows.nightly.verdict import Verdict, judge
+from flows.nightly.verdict import judge
 from flows.preflight import preflight
 from flows.recipe.recipe import Recipe
 from flows.rlhf_pipeline import rlhf_pipeline, stop_jobs
@@ -34,6 +33,7 @@ MATRIX = (
 )  # fmt: skip
 """Recipes that take minutes on two cores."""
 EVENTS = {"pass": "passed", "drift": "drifted", "fail": "failed"}
+"""Ends of the names of the events that automations listen to, by verdict."""
 
 
 class NotReproducedError(PipelineError):
@@ -73,7 +73,11 @@ def nightly_recipes(
         outcome = Outcome(measurement=measurement, verdict=verdict)
         night = night.model_copy(update={"outcomes": (*night.outcomes, outcome)})
         nights.keep_night(directory, night)
-        _tell(verdict)
+        resource = {
+            "prefect.resource.id": f"rlhf.nightly.{verdict.recipe}",
+            "prefect.resource.name": verdict.recipe,
+        }
+        emit_event(f"rlhf.nightly.{EVENTS[verdict.word]}", resource, payload=verdict.model_dump())
     write_night(night, stored, directory)
     show_night(night, stored, directory)
     if night.failed:
@@ -81,22 +85,12 @@ def nightly_recipes(
 
 
 def _compute(recipe: Recipe, night: str) -> Measurement:
-    problem = ""
     try:
         recipe = preflight(recipe)
         rlhf_pipeline(recipe)
     except (PipelineError, OSError) as error:  # other recipes may still succeed
-        problem = redact(" ".join(str(error).split()))
-    return measure(recipe, night, problem)
-
-
-def _tell(verdict: Verdict) -> None:
-    """Emit the event that automations listen to."""
-    resource = {
-        "prefect.resource.id": f"rlhf.nightly.{verdict.recipe}",
-        "prefect.resource.name": verdict.recipe,
-    }
-    emit_event(f"rlhf.nightly.{EVENTS[verdict.word]}", resource, payload=verdict.model_dump())
+        return measure(recipe, night, redact(" ".join(str(error).split())))
+    return measure(recipe, night)
 
 
 def _name() -> str:

@@ -1,23 +1,21 @@
-"""Renders a night as `night.md` with plots, and as an artifact on the Prefect run page.
+"""Renders a night as `night.md`, and as an artifact on the Prefect run page.
 
+Its plots are curves over the stored runs, and speed and memory as ratios.
 Promises: nothing here changes a verdict; the page is on disk even if Prefect refuses it.
-
-Plots of a night: curves over the stored runs, and speed and memory as ratios.
 """
 
 from __future__ import annotations
 
-import logging
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prefect.artifacts import create_markdown_artifact
-
-from flows.nightly.measurement import Measurement, Run
+from flows.nightly.measurement import Measurement
 from flows.nightly.night import Night, Outcome
-from flows.report.page import MAX_PAGE_BYTES
+from flows.report.page import show_page
 from flows.report.plots import BLUE, GREY, ORANGE, save_figure
 from flows.report.report import data_uri
 from infra.store.atomic import atomic_write_bytes
@@ -26,27 +24,26 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+NIGHT_MD = "night.md"
+MARKS = {"pass": "🟢 pass", "drift": "🟠 drift", "fail": "🔴 fail"}
+
+
 def ratios(tonight: Measurement, stored: Measurement) -> dict[str, float]:
     """Return tonight's `speed` and `memory` relative to the median of the stored runs.
 
     A ratio is missing if either side lacks the value.
     """
     found = {}
-    for name, measured in (("speed", _speed), ("memory", _memory)):
-        now, before = measured(tonight.runs[-1]), [measured(run) for run in stored.runs]
-        known = [value for value in before if value]
-        if now and known:
-            found[name] = now / statistics.median(known)
+    for name, of_stage, of_run in (
+        ("speed", attrgetter("tokens_per_s"), statistics.geometric_mean),
+        ("memory", attrgetter("peak_bytes"), max),
+    ):
+        runs = [list(filter(None, map(of_stage, run.stages.values()))) for run in stored.runs]
+        before = [of_run(values) for values in runs if values]
+        now = list(filter(None, map(of_stage, tonight.runs[-1].stages.values())))
+        if now and before:
+            found[name] = of_run(now) / statistics.median(before)
     return found
-
-
-def _speed(run: Run) -> float:
-    speeds = [stage.tokens_per_s for stage in run.stages.values() if stage.tokens_per_s]
-    return statistics.geometric_mean(speeds) if speeds else 0.0
-
-
-def _memory(run: Run) -> float:
-    return max((stage.peak_bytes or 0.0 for stage in run.stages.values()), default=0.0)
 
 
 def draw_curve(outcome: Outcome, stored: Measurement | None, path: Path) -> None:
@@ -70,15 +67,14 @@ def draw_curve(outcome: Outcome, stored: Measurement | None, path: Path) -> None
         for label in labels:
             curve = tonight.stages[label].curve
             steps = range(start, start + len(curve))
-            runs = stored.runs if stored else ()
-            bands = [run.stages[label].curve for run in runs if label in run.stages]
-            _draw_band(axes, steps, bands)
+            runs = [run.stages for run in stored.runs if label in run.stages] if stored else []
+            _draw_band(axes, steps, [stages[label].curve for stages in runs])
             axes.plot(steps, curve, color=ORANGE if label == named else BLUE, linewidth=1.5)
             start += len(curve)
             if label != labels[-1]:
                 axes.axvline(start - 0.5, color=GREY, linewidth=1, linestyle=":")
-        axes.set(title=f"{verdict.recipe}: {verdict.word}", xlabel="step")
-        axes.set_ylabel("loss per token" if is_loss else "mean reward of a step")
+        ylabel = "loss per token" if is_loss else "mean reward of a step"
+        axes.set(title=f"{verdict.recipe}: {verdict.word}", xlabel="step", ylabel=ylabel)
         axes.margins(x=0.01)
         axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True))
         if labels != [named]:
@@ -104,12 +100,11 @@ def _draw_band(axes: Axes, steps: range, curves: Sequence[Sequence[float]]) -> N
 
 def draw_ratios(night: Night, stored: Mapping[str, Measurement | None], path: Path) -> None:
     """Plot speed and memory of each recipe relative to the stored median, as SVG and PNG."""
-    found = {}
-    for outcome in night.outcomes:
-        before = stored[outcome.verdict.recipe]
-        values = ratios(outcome.measurement, before) if before else {}
-        if values:
-            found[outcome.verdict.recipe] = values
+    found = {
+        each.verdict.recipe: values
+        for each in night.outcomes
+        if (before := stored[each.verdict.recipe]) and (values := ratios(each.measurement, before))
+    }
     if not found:
         return
 
@@ -133,12 +128,6 @@ def draw_ratios(night: Night, stored: Mapping[str, Measurement | None], path: Pa
     save_figure(path, draw)
 
 
-NIGHT_MD = "night.md"
-MARKS = {"pass": "🟢 pass", "drift": "🟠 drift", "fail": "🔴 fail"}
-
-_log = logging.getLogger(__name__)
-
-
 def write_night(night: Night, stored: Mapping[str, Measurement | None], directory: Path) -> None:
     """Write the page and its plots; `stored` has the baseline of each recipe."""
     draw_ratios(night, stored, directory / "ratios.svg")
@@ -150,13 +139,7 @@ def write_night(night: Night, stored: Mapping[str, Measurement | None], director
 
 def show_night(night: Night, stored: Mapping[str, Measurement | None], directory: Path) -> None:
     """Publish the page of a written night on the Prefect run page."""
-    page = markdown(night, stored, directory, embed=True)
-    if len(page) > MAX_PAGE_BYTES:
-        page = f"{markdown(night, stored, directory)}\nThe plots are in `{directory}`."
-    try:
-        create_markdown_artifact(markdown=page, key="nightly", description=night.name)
-    except Exception as error:  # noqa: BLE001  the page is optional; it is on disk
-        _log.warning("the night is not shown on the run page: %s", error)
+    show_page("nightly", night.name, partial(markdown, night, stored, directory), directory)
 
 
 def markdown(
@@ -164,19 +147,17 @@ def markdown(
 ) -> str:
     """Return the page of a night; `embed` puts the plots into the text as data URIs."""
     words = [each.verdict.word for each in night.outcomes]
-    counts = ", ".join(f"{words.count(word)} {mark}" for word, mark in MARKS.items())
     lines = [
         f"# Night {night.name}",
         "",
-        counts,
+        ", ".join(f"{words.count(word)} {mark}" for word, mark in MARKS.items()),
         "",
         "| recipe | verdict | stage | accuracy | stored | speed | memory |",
         "|---|---|---|---:|---:|---:|---:|",
         *(_row(each, stored[each.verdict.recipe]) for each in night.outcomes),
         "",
+        *(line for each in night.outcomes for line in _findings(each)),
     ]
-    for each in night.outcomes:
-        lines += _findings(each)
     for path in [directory / "ratios.svg", *sorted(directory.glob("curve-*.svg"))]:
         if path.exists():
             lines += [f"![{path.stem}]({data_uri(path) if embed else path.name})", ""]
@@ -185,14 +166,12 @@ def markdown(
 
 def _row(outcome: Outcome, stored: Measurement | None) -> str:
     verdict = outcome.verdict
-    shares = {
-        name: f"{value:.2f}"
-        for name, value in (ratios(outcome.measurement, stored) if stored else {}).items()
-    }
+    found = ratios(outcome.measurement, stored) if stored else {}
+    speed, memory = (f"{found[name]:.2f}" if name in found else "" for name in ("speed", "memory"))
     return (
         f"| {verdict.recipe} | {MARKS[verdict.word]} | {verdict.stage} "
         f"| {_accuracy(outcome.measurement)} | {_accuracy(stored)} "
-        f"| {shares.get('speed', '')} | {shares.get('memory', '')} |"
+        f"| {speed} | {memory} |"
     )
 
 
@@ -202,15 +181,11 @@ def _accuracy(measurement: Measurement | None) -> str:
     return f"{values[-1]:.1%}" if values else ""
 
 
-def _findings(outcome: Outcome) -> Iterator[str]:
+def _findings(outcome: Outcome) -> list[str]:
     verdict = outcome.verdict
-    if not (verdict.problems or verdict.drifted or verdict.notes):
-        return
-    yield f"**{verdict.recipe}**"
-    yield ""
-    yield from (f"- {problem}" for problem in verdict.problems)
+    drifted = []
     if verdict.drifted:
-        yield f"- the first stage with another digest: `{verdict.drifted}`"
-        yield from (f"- differs: {cause}" for cause in verdict.causes)
-    yield from (f"- {note}" for note in verdict.notes)
-    yield ""
+        drifted = [f"the first stage with another digest: `{verdict.drifted}`"]
+        drifted += [f"differs: {cause}" for cause in verdict.causes]
+    found = [f"- {each}" for each in (*verdict.problems, *drifted, *verdict.notes)]
+    return [f"**{verdict.recipe}**", "", *found, ""] if found else []

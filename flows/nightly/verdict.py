@@ -17,11 +17,13 @@ Promises: pure functions; equal measurements give equal verdicts.
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
-from flows.nightly.measurement import Made, Measurement, Observed
+from flows.nightly.measurement import Measurement, Observed
 from infra.frozen_model import FrozenModel
 from infra.store.stage_spec import some
+from tasks.runner.earlier_work import differing
 
 Word = Literal["pass", "drift", "fail"]
 
@@ -59,16 +61,20 @@ def judge(baseline: Measurement | None, tonight: Measurement) -> Verdict:
     stopped = (f"{tonight.stopped_at}: {tonight.problem}",) if tonight.problem else ()
     if baseline is None:
         note = "no baseline is stored; `rlhf nightly --accept` takes this night for one"
-        word: Word = "fail" if stopped else "drift"
         return Verdict(
             recipe=tonight.recipe,
-            word=word,
+            word="fail" if stopped else "drift",
             stage=tonight.stopped_at,
             problems=stopped,
             notes=() if stopped else (note,),
         )
     comparable = baseline.machine.kind == tonight.machine.kind
-    changed = [label for label in _labels(baseline, tonight) if _differs(baseline, tonight, label)]
+    # Tonight's stages, then those that only the baseline has, unless the run stopped.
+    labels = dict.fromkeys((*tonight.stages, *(() if tonight.problem else baseline.stages)))
+    digests = [
+        {label: made.digest for label, made in each.stages.items()} for each in (baseline, tonight)
+    ]
+    changed = [label for label in labels if digests[0].get(label) != digests[1].get(label)]
     drifted = changed[0] if changed and comparable else ""
     problems, notes = _compared(baseline, tonight, changed if comparable else None)
     if not comparable:
@@ -86,17 +92,6 @@ def judge(baseline: Measurement | None, tonight: Measurement) -> Verdict:
     )
 
 
-def _labels(baseline: Measurement, tonight: Measurement) -> list[str]:
-    """Return tonight's stages, then those that only the baseline has, unless the run stopped."""
-    gone = () if tonight.problem else baseline.stages
-    return list(dict.fromkeys((*tonight.stages, *gone)))
-
-
-def _differs(baseline: Measurement, tonight: Measurement, label: str) -> bool:
-    one, other = baseline.stages.get(label), tonight.stages.get(label)
-    return one is None or other is None or one.digest != other.digest
-
-
 def _compared(
     baseline: Measurement, tonight: Measurement, changed: Sequence[str] | None
 ) -> tuple[list[tuple[str, str]], list[str]]:
@@ -106,14 +101,13 @@ def _compared(
     """
     problems: list[tuple[str, str]] = []
     notes: list[str] = []
-    is_same_machine = baseline.machine == tonight.machine
     for label, now in tonight.runs[-1].stages.items():
         before = [run.stages[label] for run in baseline.runs if label in run.stages]
+        is_known = baseline.machine == tonight.machine and len(before) >= MIN_RUNS
         is_other = changed is None or label in changed
         if is_other:
             problems += [(label, text) for text in _figures_beyond(before, now)]
         for text, is_clock in _resources_beyond(before, now):
-            is_known = is_same_machine and len(before) >= MIN_RUNS
             if is_known and (is_other or not is_clock):
                 problems.append((label, text))
             else:
@@ -130,10 +124,8 @@ def _figures_beyond(before: Sequence[Observed], now: Observed) -> Iterator[str]:
         if not min(values) - room <= now.accuracy <= max(values) + room:
             yield f"accuracy {now.accuracy:.1%}, stored {_span(values, '.1%')}, room {room:.1%}"
     curves = [each.curve for each in before if each.curve]
-    if not (now.curve and curves):
-        return
     stored = [_stretches(curve) for curve in curves]
-    for number, value in enumerate(_stretches(now.curve)):
+    for number, value in enumerate(_stretches(now.curve) if curves else ()):
         means = [each[number] for each in stored if number < len(each)]
         room = _curve_room(curves[-1])
         if means and not min(means) - room <= value <= max(means) + room:
@@ -157,8 +149,8 @@ def _resources_beyond(before: Sequence[Observed], now: Observed) -> Iterator[tup
 def _stretches(curve: Sequence[float]) -> list[float]:
     """Return means of equal consecutive parts of a curve; a short curve gives its values."""
     num = min(NUM_STRETCHES, len(curve))
-    ends = [len(curve) * part // num for part in range(num + 1)]
-    return [statistics.fmean(curve[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+    ends = [len(curve) * part // num for part in range(num + 1)] if num else []
+    return [statistics.fmean(curve[a:b]) for a, b in pairwise(ends)]
 
 
 def _curve_room(curve: Sequence[float]) -> float:
@@ -170,8 +162,7 @@ def _curve_room(curve: Sequence[float]) -> float:
     floor = CURVE_ROOM * max(1.0, *(abs(value) for value in curve if math.isfinite(value)), 0.0)
     bends = [a - 2 * b + c for a, b, c in zip(curve, curve[1:], curve[2:], strict=False)]
     noise = math.sqrt(statistics.fmean(bend**2 for bend in bends) / 6) if bends else 0.0
-    length = max(1, len(curve) // NUM_STRETCHES)
-    return max(floor, NUM_NOISES * noise / math.sqrt(length))
+    return max(floor, NUM_NOISES * noise / math.sqrt(max(1, len(curve) // NUM_STRETCHES)))
 
 
 def _span(values: Sequence[float], form: str = ".4g") -> str:
@@ -184,26 +175,16 @@ def _causes(baseline: Measurement, tonight: Measurement, label: str) -> list[str
     settings = differences(baseline.settings, tonight.settings)
     if before is None or now is None:
         return [f"settings: {some(settings)}" if settings else "the recipe has other stages"]
+    files = baseline.sources.get(before.sources, {}), tonight.sources.get(now.sources, {})
     kinds = {
         "settings": settings if before.settings != now.settings else [],
-        "sources": sorted(_changed_files(baseline, tonight, before, now)),
+        "sources": [*differing(*files)],
         "libraries": differences(before.libraries, now.libraries),
-        "data": [text.partition(" ")[0] for text in differences(before.data, now.data)],
+        "data": [*differing(before.data, now.data)],
     }
     return [f"{kind}: {some(what)}" for kind, what in kinds.items() if what] or [NOTHING_DIFFERS]
 
 
-def _changed_files(
-    baseline: Measurement, tonight: Measurement, before: Made, now: Made
-) -> set[str]:
-    one, other = baseline.sources.get(before.sources, {}), tonight.sources.get(now.sources, {})
-    return {file for file, _ in one.items() ^ other.items()}
-
-
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """List each name whose values differ, with both values."""
-    return [
-        f"{name} {before.get(name)} -> {now.get(name)}"
-        for name in sorted({*before, *now})
-        if before.get(name) != now.get(name)
-    ]
+    return [f"{name} {old} -> {new}" for name, (old, new) in differing(before, now).items()]

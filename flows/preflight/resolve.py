@@ -6,10 +6,6 @@ column, a platform that is unavailable or has no engine in the training backend,
 cannot be imported, and a reward that cannot be called. A recipe with only built-in parts and data
 needs no child process.
 Does not promise: errors that only the whole data or the weights can show.
-
-Resolves models that a recipe names by an alias in the registry, once, before a run.
-
-Selects the models, data and rewards of a recipe that a child process checks.
 """
 
 from collections.abc import Mapping
@@ -21,18 +17,19 @@ from engines.config.preflight_request import PreflightAnswer, PreflightRequest
 from engines.config.recipe import Recipe
 from engines.config.stages.final import EvaluateStageConfig
 from engines.config.training import TrainingConfig
-from flows.preflight.platform import ask, check_devices, resolve_hardware
-from flows.preflight.storage import (
-    NOTHING_FORCED,
+from flows.preflight.machine import (
+    ask,
+    check_devices,
     check_room,
     check_store,
     check_tracking_database,
+    resolve_hardware,
 )
 from flows.recipe.source import registered_model
-from flows.run.registry import open_tracker
+from flows.run.registry import find_registered, open_tracker
 from flows.stage_order import stages_of
 from infra import env
-from infra.errors import ArtifactError, ConfigError, ServiceError
+from infra.errors import ArtifactError, ConfigError
 from infra.host.records import make_place
 from infra.redact import redact
 from infra.services.stack import tracking_address
@@ -56,16 +53,7 @@ def _directory(tracker: Tracker, storage: Storage, setting: str, path: str) -> s
     asked = registered_model(setting, path)
     if asked is None:
         return path
-    try:
-        found = tracker.incumbent(asked.name, asked.alias)
-    except ServiceError:
-        raise
-    except Exception as error:  # the tracker's own exceptions are not known here
-        said = redact(" ".join(f"{type(error).__name__}: {error}".split()))[:200]
-        raise ServiceError(
-            f"{redact(tracker.address)} does not say which model is {path} ({said}); run it again "
-            "once it answers"
-        ) from error
+    found = find_registered(tracker, *asked, "run it again once it answers")
     if found is None:
         raise ConfigError(
             setting,
@@ -91,11 +79,13 @@ def request_of(recipe: Recipe) -> PreflightRequest | None:
     has_critic = has_rounds and recipe.rl.critic is not None
     self_play = recipe.preference.self_play if recipe.preference else None
     samples = has_rounds or (self_play is not None and self_play.source == "best_worst")
-    read = (recipe.model.path, recipe.against, teacher, *reward.models)
-    is_made = all(each is None for each in read)
-    suites = recipe.suites.values()
+    is_made = all(
+        each is None for each in (recipe.model.path, recipe.against, teacher, *reward.models)
+    )
     all_own = own and all(
-        {*suite.reward.functions} <= ours for suite in suites if suite.reward is not None
+        {*suite.reward.functions} <= ours
+        for suite in recipe.suites.values()
+        if suite.reward is not None
     )
     data = (recipe.data, *recipe.data_suites.values())
     if all_own and is_made and all(each and each.arithmetic for each in data):
@@ -136,6 +126,7 @@ def request_of(recipe: Recipe) -> PreflightRequest | None:
     )
 
 
+NOTHING_FORCED: Mapping[str, str] = {}
 DEADLINE_S = 180.0
 """Long enough for a reward that loads a library before its first answer."""
 
@@ -160,7 +151,6 @@ def preflight(recipe: Recipe, force: Mapping[str, str] = NOTHING_FORCED) -> Reci
     if hardware != recipe.hardware:  # a complete setting may be for another machine
         check_devices(recipe.training.num_workers, hardware, recipe.home)
     recipe = recipe.model_copy(update={"hardware": hardware})
-    _check_engine(recipe)
     _check_parts(recipe)
     request = request_of(recipe)
     if request is None:
@@ -170,21 +160,18 @@ def preflight(recipe: Recipe, force: Mapping[str, str] = NOTHING_FORCED) -> Reci
     found = answer.found
     if found is None:
         raise ConfigError(answer.path or "recipe", str(answer.problem))
-    recipe = _with_commits(recipe, found)
+    judges = {"model": found.reward_model, "judge": found.judge}
+    reward = recipe.rl.reward.model_copy(update=judges)
+    rl = recipe.rl.model_copy(update={"reward": reward, "distillation": found.teacher})
+    sections = {name: getattr(found, name) for name in ("model", "against", "data", "suites")}
+    recipe = recipe.model_copy(update={**sections, "rl": rl})
     if found.checkpoint_bytes is not None:
         check_room(recipe, found.checkpoint_bytes, force)
     return recipe
 
 
-def _with_commits(recipe: Recipe, found: PreflightRequest) -> Recipe:
-    judges = {"model": found.reward_model, "judge": found.judge}
-    reward = recipe.rl.reward.model_copy(update=judges)
-    rl = recipe.rl.model_copy(update={"reward": reward, "distillation": found.teacher})
-    sections = {name: getattr(found, name) for name in ("model", "against", "data", "suites")}
-    return recipe.model_copy(update={**sections, "rl": rl})
-
-
-def _check_engine(recipe: Recipe) -> None:
+def _check_parts(recipe: Recipe) -> None:
+    """Check that the engine runs on the device, and that the targets of plugins exist."""
     platform = TABLES["platform"].find(recipe.hardware.platform)
     device = env.RLHF_ENGINE_DEVICE.get()
     if device is None and platform.is_ours:  # an outside platform's device name is not known here
@@ -195,9 +182,6 @@ def _check_engine(recipe: Recipe) -> None:
         vendor=env.RLHF_ENGINE_VENDOR.get() or platform.name,
     )
 
-
-def _check_parts(recipe: Recipe) -> None:
-    """Check that the targets of plugins exist, before earlier stages run."""
     algorithm = recipe.rl.algorithm
     named: tuple[tuple[PluginKind, str], ...] = (
         ("backend", recipe.training.backend),

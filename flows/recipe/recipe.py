@@ -1,13 +1,10 @@
-"""Loads and checks a recipe from a YAML file or from plain data.
+"""Loads a recipe from a YAML file or from plain data, and checks its fields against each other.
 
 Promises: `load_recipe` returns a recipe with consistent fields or raises one `ConfigError` line, in
-well under a second and without torch.
-Does not promise: that data and models are well formed; preflight checks them.
-
-Checks rules that involve several fields: sizes that must divide, names that must exist.
-
-Promises: every error names the field, its value, what is needed and how to fix it. Nothing here
-imports torch or opens a file; `flows.preflight` checks files and devices.
+well under a second and without torch. The line names the field, its value, what is needed and how
+to fix it. An existing local path becomes absolute, because jobs run in other directories; anything
+else, such as a hub id, is not changed.
+Does not promise: that data and models are well formed; `flows.preflight` checks them.
 """
 
 import re
@@ -17,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from engines.config.algorithm import RewardConfig
 from engines.config.base import StrictModel
 from engines.config.data import DATA_SUFFIXES, SOURCE_SPLITS, DataConfig, unpacked_suffix
 from engines.config.options import (
@@ -27,12 +25,12 @@ from engines.config.options import (
     check_rollout,
 )
 from engines.config.plugins import TRACKERS
-from engines.config.recipe import NOT_IDENTITY, LocationConfig, Recipe
+from engines.config.recipe import Recipe
 from engines.config.rules.batches import check_answer_length
 from engines.config.sections import EvaluationConfig
 from engines.config.stages.base import StageConfig
-from engines.config.suite import SuiteConfig
-from flows.recipe.source import read_recipe, refuse_secrets, registered_model, with_absolute_paths
+from engines.config.suite import HarnessConfig
+from flows.recipe.source import read_recipe, refuse_secrets, registered_model
 from flows.stage_order import stages_of
 from infra.errors import ConfigError
 from infra.field_errors import to_config_error
@@ -43,6 +41,98 @@ _OF_TASKS = "the tasks of a harness say how they are asked and judged; remove it
 _NOT_TRAINED = "nothing is trained here; remove it"
 MEASURED = re.compile(r"sft|preference(_\d+)?|rl_round_\d+|incumbent|final|(.*_)?against")
 """Labels that evaluations of stages have, which suite names must not match."""
+
+
+def parse_recipe(data: Any) -> Recipe:
+    """Parse and check a recipe of nested mappings, as YAML or JSON gives them.
+
+    Raises:
+        ConfigError: the recipe is invalid.
+    """
+    refuse_secrets(data)
+    try:
+        recipe = Recipe.model_validate(data)
+    except ValidationError as error:
+        raise to_config_error(error, Recipe) from None
+    return prepare_recipe(recipe)
+
+
+def prepare_recipe(recipe: Recipe) -> Recipe:
+    """Make local paths absolute, and check the fields against each other.
+
+    Raises:
+        ConfigError: the recipe is invalid.
+    """
+    recipe = _with_absolute_paths(recipe)
+    check_recipe(recipe)
+    return recipe
+
+
+def load_recipe(
+    name_or_path: str, overrides: Sequence[str] = (), *, seed: int | None = None
+) -> Recipe:
+    """Load a recipe with overrides and check it.
+
+    Args:
+        name_or_path: a shipped name (`quickstart`) or a YAML file.
+        overrides: `path.to.key=value`, applied in order, the value in YAML.
+        seed: replaces the recipe's seed; None keeps it.
+
+    Raises:
+        ConfigError: the recipe is invalid.
+    """
+    data = read_recipe(name_or_path, overrides)
+    if seed is not None:
+        data["seed"] = seed
+    return parse_recipe(data)
+
+
+def _with_absolute_paths(recipe: Recipe) -> Recipe:
+    recipe = recipe.with_models(lambda _, path: _absolute(path))
+    suites = {
+        name: suite.model_copy(
+            update={
+                "data": suite.data and _absolute_data(suite.data),
+                "harness": suite.harness and _absolute_harness(suite.harness),
+                "reward": suite.reward and _absolute_reward(suite.reward),
+            }
+        )
+        for name, suite in recipe.suites.items()
+    }
+    rl = recipe.rl.model_copy(update={"reward": _absolute_reward(recipe.rl.reward)})
+    data = recipe.data and _absolute_data(recipe.data)
+    return recipe.model_copy(update={"data": data, "rl": rl, "suites": suites})
+
+
+def _absolute_data(data: DataConfig) -> DataConfig:
+    sources = {
+        split: tuple(
+            source.model_copy(update={"path": _absolute(source.path)})
+            for source in getattr(data, split)
+        )
+        for split in SOURCE_SPLITS
+    }
+    return data.model_copy(update=sources)
+
+
+def _absolute_harness(harness: HarnessConfig) -> HarnessConfig:
+    include = harness.include
+    return harness.model_copy(update={"include": _absolute(include)}) if include else harness
+
+
+def _absolute_reward(reward: RewardConfig) -> RewardConfig:
+    return reward.with_functions(
+        {
+            path: f"{_absolute(str(part.file))}:{part.function_in_file}"
+            for path, part in reward.parts.items()
+            if part.file is not None
+        }
+    )
+
+
+def _absolute(path: str) -> str:
+    local = Path(path).expanduser()
+    return str(local.resolve()) if local.exists() else path
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -66,8 +156,9 @@ def check_recipe(recipe: Recipe) -> None:
             "got one with sft: null, and no policy that could play; need a stage before it; give "
             "the recipe a section sft",
         )
-    num_trained = int(recipe.sft is not None) + len(recipe.preference_iterations)
-    num_trained += recipe.rl.num_rounds
+    num_trained = (
+        (recipe.sft is not None) + len(recipe.preference_iterations) + recipe.rl.num_rounds
+    )
     if recipe.soup and recipe.soup.num_policies > num_trained:
         raise ConfigError(
             "soup.num_policies",
@@ -161,11 +252,11 @@ def _check_warmup(recipe: Recipe) -> None:
     num_batches = num_steps * (rl.batch_size_prompts // rl.prompts_per_update)
     trainings = [("rl", rl.optimizer, num_batches * rl.num_epochs)]
     if rl.critic is not None:
-        num_epochs = rl.critic.num_epochs or rl.num_epochs
-        trainings.append(("rl.critic", rl.critic.optimizer, num_batches * num_epochs))
-    sections = (("sft", recipe.sft), ("reward_model", recipe.reward_model),
-                ("preference", recipe.preference))  # fmt: skip
-    trainings += [(name, each.optimizer, each.num_steps) for name, each in sections if each]
+        num_critic_steps = num_batches * (rl.critic.num_epochs or rl.num_epochs)
+        trainings.append(("rl.critic", rl.critic.optimizer, num_critic_steps))
+    for name in ("sft", "reward_model", "preference"):
+        if section := getattr(recipe, name):
+            trainings.append((name, section.optimizer, section.num_steps))
     for name, optimizer, num_steps in trainings:
         if num_steps and optimizer.num_warmup_steps >= num_steps:
             raise ConfigError(
@@ -193,13 +284,19 @@ def _check_lengths(recipe: Recipe) -> None:
     for path, answer in answers.items():
         check_answer_length(path, answer or 0, limit, prompt)
     if recipe.rl.num_rounds:
-        longest = prompt + recipe.rl.sampling.max_new_tokens
-        recipe.training.check_unit(longest, "a prompt with its answer")
+        recipe.training.check_unit(
+            prompt + recipe.rl.sampling.max_new_tokens, "a prompt with its answer"
+        )
 
 
 def _check_data(recipe: Recipe) -> None:
     for name, suite in recipe.suites.items():
-        _check_harness(suite, f"suites.{name}.harness.include")
+        include = suite.harness.include if suite.harness else None
+        if include and not Path(include).expanduser().is_dir():
+            raise ConfigError(
+                f"suites.{name}.harness.include",
+                f"{include} is no directory (cwd is {Path.cwd()}); need one with YAML files",
+            )
         if MEASURED.fullmatch(name):
             raise ConfigError(
                 f"suites.{name}", "the evaluation of a stage is called so; choose another name"
@@ -212,8 +309,7 @@ def _check_data(recipe: Recipe) -> None:
         if recipe.trains:
             raise ConfigError("data", "missing; need arithmetic, or sources; add a section")
         return
-    section = recipe.preference
-    plays = section.self_play.source if section and section.self_play else None
+    plays = recipe.preference is not None and recipe.preference.self_play is not None
     if plays and recipe.reward_model is None and data.preference:
         raise ConfigError(
             "data.preference",
@@ -221,14 +317,6 @@ def _check_data(recipe: Recipe) -> None:
         )
     _check_paths(data, "data")
     _check_num_problems(data, recipe.evaluation, "")
-
-
-def _check_harness(suite: SuiteConfig, setting: str) -> None:
-    directory = suite.harness.include if suite.harness else None
-    if directory and not Path(directory).expanduser().is_dir():
-        raise ConfigError(
-            setting, f"{directory} is no directory (cwd is {Path.cwd()}); need one with YAML files"
-        )
 
 
 def _check_paths(data: DataConfig, section: str) -> None:
@@ -281,9 +369,11 @@ def _check_measured_alone(recipe: Recipe) -> None:
         raise ConfigError(
             "reward_model", "got a section, and nothing is trained by it; remove it, or add rl"
         )
-    if recipe.data is None and not recipe.suites:
-        raise ConfigError("data", "missing, and there are no suites to measure; add one of them")
     if recipe.data is None:
+        if not recipe.suites:
+            raise ConfigError(
+                "data", "missing, and there are no suites to measure; add one of them"
+            )
         _check_suites_alone(recipe)
 
 
@@ -318,57 +408,3 @@ def _refuse(path: str, section: StrictModel, used: set[str], why: str) -> None:
         if name not in used and value != field.get_default(call_default_factory=True):
             shown = "other values" if isinstance(value, StrictModel) else repr(value)
             raise ConfigError(f"{path}.{name}", f"got {shown}; {why.format(name)}")
-
-
-__all__ = [
-    "NOT_IDENTITY",
-    "LocationConfig",
-    "Recipe",
-    "load_recipe",
-    "parse_recipe",
-    "prepare_recipe",
-]
-
-
-def parse_recipe(data: Any) -> Recipe:
-    """Parse and check a recipe of nested mappings, as YAML or JSON gives them.
-
-    Raises:
-        ConfigError: the recipe is invalid.
-    """
-    refuse_secrets(data)
-    try:
-        recipe = Recipe.model_validate(data)
-    except ValidationError as error:
-        raise to_config_error(error, Recipe) from None
-    return prepare_recipe(recipe)
-
-
-def prepare_recipe(recipe: Recipe) -> Recipe:
-    """Make local paths absolute, and check the fields against each other.
-
-    Raises:
-        ConfigError: the recipe is invalid.
-    """
-    recipe = with_absolute_paths(recipe)
-    check_recipe(recipe)
-    return recipe
-
-
-def load_recipe(
-    name_or_path: str, overrides: Sequence[str] = (), *, seed: int | None = None
-) -> Recipe:
-    """Load a recipe with overrides and check it.
-
-    Args:
-        name_or_path: a shipped name (`quickstart`) or a YAML file.
-        overrides: `path.to.key=value`, applied in order, the value in YAML.
-        seed: replaces the recipe's seed; None keeps it.
-
-    Raises:
-        ConfigError: the recipe is invalid.
-    """
-    data = read_recipe(name_or_path, overrides)
-    if seed is not None:
-        data["seed"] = seed
-    return parse_recipe(data)

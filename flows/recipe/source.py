@@ -1,32 +1,20 @@
 """Reads recipe and suite files as plain data: strict YAML, `extends`, and dotted overrides.
 
-Promises: nothing in a file can run code. Duplicate keys (both lines are named), tags, and documents
-that are too large, too deep or expand through aliases are refused. `1e-5` is a number. An override
-of an unknown key is refused later, by the schema.
-Does not promise: that the data are a valid recipe; see `flows.recipe.recipe`.
-
-Makes the local paths of a recipe absolute, and parses names of registered models.
-
-A model is named by a directory, by a hub id, or by its alias in the registry of the recipe's
-tracker: `models:/NAME@ALIAS`.
-Promises: an existing path becomes absolute, because jobs run in other directories; anything else,
-such as a hub id, is not changed.
-
-Refuses credentials in recipes, before anything is validated or echoed.
+Promises: nothing in a file can run code. Duplicate keys (both lines are named), tags, credentials,
+and documents that are too large, too deep or expand through aliases are refused. `1e-5` is a
+number. Neither pydantic nor torch is imported, so that `rlhf --help` stays fast.
+Does not promise: that the data are a valid recipe; see `flows.recipe.recipe`. An override of an
+unknown key is refused there.
 """
 
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
-from engines.config.algorithm import RewardConfig
-from engines.config.data import SOURCE_SPLITS, DataConfig
-from engines.config.recipe import Recipe
-from engines.config.suite import SuiteConfig
 from infra.errors import ConfigError
 from infra.names import unknown_name
 from infra.redact import looks_secret
@@ -58,39 +46,30 @@ _Loader.add_implicit_resolver(
 )
 
 
-def recipe_names() -> list[str]:
-    """Return the names of the shipped recipes."""
-    return _names(RECIPES_DIR)
-
-
-def suite_names() -> list[str]:
-    """Return the names of the shipped suites."""
-    return _names(SUITES_DIR)
-
-
-def _names(directory: Path) -> list[str]:
+def shipped_names(directory: Path) -> list[str]:
+    """Return the names of the files in `RECIPES_DIR` or `SUITES_DIR`."""
     return sorted(path.stem for path in directory.glob("*.yaml"))
 
 
-def find_recipe(name_or_path: str) -> Path:
-    """Return the file of a shipped recipe, or of a path (with a YAML suffix or a directory).
+def _find(what: str, directory: Path, name_or_path: str) -> Path:
+    """Return the file of a shipped name, or of a path (with a YAML suffix or a directory).
 
     Raises:
-        ConfigError: there is no such recipe or file.
+        ConfigError: there is no such file.
     """
-    return _find("recipe", RECIPES_DIR, name_or_path)
-
-
-def _find(what: str, directory: Path, name_or_path: str) -> Path:
     path = Path(name_or_path).expanduser()
     if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
         if not path.is_file():
             raise ConfigError(what, f"{name_or_path} does not exist (cwd is {Path.cwd()})")
         return path.resolve()
-    names = _names(directory)
+    names = shipped_names(directory)
     if name_or_path not in names:
         raise ConfigError(what, unknown_name(name_or_path, [*names, f"path/to/{what}.yaml"]))
     return directory / f"{name_or_path}.yaml"
+
+
+_find_recipe = partial(_find, "recipe", RECIPES_DIR)
+_find_suite = partial(_find, "suite", SUITES_DIR)
 
 
 def read_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -104,7 +83,7 @@ def read_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> dict[str, A
     Raises:
         ConfigError: the file, a base or an override cannot be read.
     """
-    return with_overrides(_read_with_bases(find_recipe(name_or_path), find_recipe), overrides)
+    return with_overrides(_read_with_bases(_find_recipe(name_or_path), _find_recipe), overrides)
 
 
 def with_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -114,27 +93,25 @@ def with_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, 
         ConfigError: an override, or a suite that it names, cannot be read.
     """
     for override in overrides:
-        data = with_suites(_overridden(data, override))
+        dotted, equals, text = override.partition("=")
+        keys = dotted.strip().split(".")
+        if not equals or not all(keys):
+            raise ConfigError("--set", f"got {dotted!r}; need path.to.key=value")
+        data = with_suites(_with_value(data, keys, parse_yaml(text, f"--set {dotted}"), ""))
     return data
 
 
-def read_suite(name_or_path: str) -> dict[str, Any]:
-    """Read a suite (a shipped name or a YAML file) as plain data, merged over its bases.
+def with_suites(data: dict[str, Any]) -> dict[str, Any]:
+    """Replace suites that are given by name with the content of their files.
 
     Raises:
-        ConfigError: the file or a base cannot be read.
+        ConfigError: a suite's file or one of its bases cannot be read.
     """
-    find = partial(_find, "suite", SUITES_DIR)
-    return _read_with_bases(find(name_or_path), find)
-
-
-def with_suites(data: dict[str, Any]) -> dict[str, Any]:
-    """Replace suites that are given by name with the content of their files."""
     suites = data.get("suites")
     if not isinstance(suites, Mapping):
         return data
     read = {
-        name: read_suite(suite) if isinstance(suite, str) else suite
+        name: _read_with_bases(_find_suite(suite), _find_suite) if isinstance(suite, str) else suite
         for name, suite in suites.items()
     }
     return {**data, "suites": read}
@@ -149,12 +126,8 @@ def parse_yaml(text: str, name: str) -> Any:
     if len(text.encode("utf-8", "surrogatepass")) > MAX_FILE_BYTES:
         raise ConfigError(name, f"larger than {MAX_FILE_BYTES // 1024} KiB; this is no recipe")
     try:
-        loader = _Loader(text)
-        try:
-            node = loader.get_single_node()
-            return None if node is None else _Builder(loader, name).build(node, depth=0)
-        finally:
-            loader.dispose()
+        node = yaml.compose(text, _Loader)
+        return None if node is None else _Builder(name).build(node, depth=0)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark else name
@@ -166,8 +139,8 @@ def parse_yaml(text: str, name: str) -> Any:
 class _Builder:
     """Turns a node graph into data, and counts nodes with aliases expanded."""
 
-    def __init__(self, loader: _Loader, name: str) -> None:
-        self._loader = loader
+    def __init__(self, name: str) -> None:
+        self._loader = _Loader("")  # for its rules of what a scalar is
         self._name = name
         self._num_nodes = 0
 
@@ -212,14 +185,13 @@ def _read_with_bases(
         chain = " -> ".join(each.name for each in (*seen, path))
         raise ConfigError(f"{path.name}: extends", f"a circle or too long a chain: {chain}")
     try:
-        text = path.read_bytes().decode("utf-8")
+        data = parse_yaml(path.read_bytes().decode("utf-8"), path.name)
     except UnicodeDecodeError as error:
         raise ConfigError(path.name, f"byte {error.start} is not UTF-8") from None
-    data = parse_yaml(text, path.name)
     if not isinstance(data, dict):
         raise ConfigError(path.name, "need a mapping of recipe fields; see `rlhf recipes`")
     base = data.pop("extends", None)
-    if find is find_recipe:  # before merging, so that this file can change parts of a suite
+    if find is _find_recipe:  # before merging, so that this file can change parts of a suite
         data = with_suites(data)
     if base is None:
         return data
@@ -239,14 +211,6 @@ def overlay(below: Any, above: Any) -> Any:
     return {**below, **{key: overlay(below.get(key), value) for key, value in above.items()}}
 
 
-def _overridden(data: dict[str, Any], override: str) -> dict[str, Any]:
-    dotted, equals, text = override.partition("=")
-    keys = dotted.strip().split(".")
-    if not equals or not all(keys):
-        raise ConfigError("--set", f"got {dotted!r}; need path.to.key=value")
-    return _with_value(data, keys, parse_yaml(text, f"--set {dotted}"), "")
-
-
 def _with_value(level: Any, keys: Sequence[str], value: Any, path: str) -> Any:
     """Return a copy of `level` with a value at the end of the keys; missing mappings are created.
 
@@ -260,93 +224,39 @@ def _with_value(level: Any, keys: Sequence[str], value: Any, path: str) -> Any:
             raise ConfigError(
                 f"{path}.{key}", f"{path} has {len(level)} entries; need one's number"
             )
-        entry = level[int(key)] if rest else None
-        level = [*level]
-        level[int(key)] = _with_value(entry, rest, value, f"{path}.{key}")
-        return level
+        at = int(key)
+        changed = _with_value(level[at] if rest else None, rest, value, f"{path}.{key}")
+        return [*level[:at], changed, *level[at + 1 :]]
     mapping = level if isinstance(level, Mapping) else {}
     below = f"{path}.{key}" if path else key
     return {**mapping, key: _with_value(mapping.get(key), rest, value, below)}
 
 
-_SCHEME = "models:"
-_FORM = re.compile(r"models:/(?P<name>[^/@]+)@(?P<alias>[^/@]+)")
+_REGISTERED = re.compile(r"models:/(?P<name>[^/@]+)@(?P<alias>[^/@]+)")
 
 
-class RegisteredModel(NamedTuple):
-    """A model in the registry and the alias of one of its versions."""
-
-    name: str
-    alias: str
-
-
-def registered_model(setting: str, path: str) -> RegisteredModel | None:
-    """Parse the name of a registered model; None if `path` is not of that form.
+def registered_model(setting: str, path: str) -> tuple[str, str] | None:
+    """Return name and alias if `path` names a model in the registry of the recipe's tracker.
 
     Raises:
         ConfigError: it begins with `models:` and is malformed.
     """
-    if not path.startswith(_SCHEME):
+    if not path.startswith("models:"):
         return None
-    found = _FORM.fullmatch(path)
+    found = _REGISTERED.fullmatch(path)
     if found is None:
         raise ConfigError(
             setting,
             f"got {path!r}; need models:/NAME@ALIAS (models:/quickstart@champion); a version has "
             "to bear an alias: give it one",
         )
-    return RegisteredModel(found["name"], found["alias"])
+    return found["name"], found["alias"]
 
 
-def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """Return the recipe with paths that do not depend on the current directory."""
-    recipe = recipe.with_models(lambda _, path: _absolute(path))
-    rl = recipe.rl.model_copy(update={"reward": _reward(recipe.rl.reward)})
-    suites = {name: _suite(suite) for name, suite in recipe.suites.items()}
-    data = _data(recipe.data) if recipe.data else None
-    return recipe.model_copy(update={"data": data, "rl": rl, "suites": suites})
-
-
-def _data(data: DataConfig) -> DataConfig:
-    sources = {
-        split: tuple(
-            source.model_copy(update={"path": _absolute(source.path)})
-            for source in getattr(data, split)
-        )
-        for split in SOURCE_SPLITS
-    }
-    return data.model_copy(update=sources)
-
-
-def _reward(reward: RewardConfig) -> RewardConfig:
-    return reward.with_functions(
-        {
-            path: f"{_absolute(str(part.file))}:{part.function_in_file}"
-            for path, part in reward.parts.items()
-            if part.file is not None
-        }
-    )
-
-
-def _suite(suite: SuiteConfig) -> SuiteConfig:
-    harness = suite.harness
-    if harness and harness.include:
-        harness = harness.model_copy(update={"include": _absolute(harness.include)})
-    found = {
-        "data": _data(suite.data) if suite.data else None,
-        "harness": harness,
-        "reward": _reward(suite.reward) if suite.reward else None,
-    }
-    return suite.model_copy(update=found)
-
-
-def _absolute(path: str) -> str:
-    local = Path(path).expanduser()
-    return str(local.resolve()) if local.exists() else path
-
-
-_SECRET_KEY = re.compile(r"(?i)(^|_)(password|passwd|secret|api_?key|access_key|credentials?)$")
-_SECRET_TOKEN_KEY = re.compile(r"(?i)^((auth|access|hf|api|bearer|tracking)_)?token$")
+_SECRET_KEY = re.compile(
+    r"(?i)(^|_)(password|passwd|secret|api_?key|access_key|credentials?)$"
+    r"|^((auth|access|hf|api|bearer|tracking)_)?token$"
+)
 _VARIABLE_BY_SECTION: Mapping[str, str] = {
     "location": "MLFLOW_TRACKING_TOKEN",
     "tracking": "MLFLOW_TRACKING_TOKEN",
@@ -367,16 +277,12 @@ def refuse_secrets(data: Any, path: str = "recipe") -> None:
         for key, value in data.items():
             refuse_secrets(key, f"a key of {path}")
             where = str(key) if path == "recipe" else f"{path}.{key}"
-            if isinstance(value, str) and value and _names_secret(str(key)):
+            if isinstance(value, str) and value and _SECRET_KEY.search(str(key)):
                 raise _secret_error(where)
             refuse_secrets(value, where)
     elif isinstance(data, Sequence) and not isinstance(data, str | bytes):
         for index, value in enumerate(data):
             refuse_secrets(value, f"{path}.{index}")
-
-
-def _names_secret(key: str) -> bool:
-    return bool(_SECRET_KEY.search(key) or _SECRET_TOKEN_KEY.search(key))
 
 
 def _secret_error(path: str) -> ConfigError:

@@ -1,7 +1,10 @@
 """Shows the report on the Prefect run page; an error here cannot fail a finished run."""
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
@@ -29,36 +32,38 @@ def show_report(report: Report, directory: Path) -> None:
         }
         for stage in report.stages
     ]
-    page = markdown(report, directory, embed=True)
-    if len(page) > MAX_PAGE_BYTES:
-        page = f"{markdown(report, directory)}\nThe plots are in `{directory}`."
-    samples = directory / PAGE_NAME
-    try:
-        create_table_artifact(table=rows, key=f"stages-{key}", description=report.run)
-        create_markdown_artifact(markdown=page, key=f"report-{key}", description=report.run)
-        if samples.exists():
-            create_markdown_artifact(
-                markdown=samples_markdown(samples.read_text("utf-8"), samples),
-                key=f"samples-{key}",
-                description=f"{report.run}: samples",
-            )
-    except Exception as error:  # noqa: BLE001  the page is optional; the report is on disk
-        _log.warning("the report is not shown on the run page: %s", error)
+    show(create_table_artifact, f"stages-{key}", report.run, table=rows)
+    show_page(f"report-{key}", report.run, partial(markdown, report, directory), directory)
+    page = directory / PAGE_NAME
+    if page.exists():
+        samples = samples_markdown(page.read_text("utf-8"), page)
+        show(create_markdown_artifact, f"samples-{key}", f"{report.run}: samples", markdown=samples)
     show_diagnosis(report.recipe, report.run, directory)
 
 
 def show_diagnosis(recipe: str, run: str, directory: Path) -> None:
     """Create the artifact of a run's diagnosis, if its directory has one with findings."""
     path = directory / DIAGNOSIS_MD
+    if path.exists():
+        text = path.read_text("utf-8")[:MAX_PAGE_BYTES]
+        key = f"diagnosis-{_key(recipe)}"
+        show(create_markdown_artifact, key, f"{run}: diagnosis", markdown=text)
+
+
+def show_page(key: str, description: str, render: Callable[..., str], directory: Path) -> None:
+    """Create an artifact of Markdown; `render(embed=True)` embeds the plots of `directory`."""
+    page = render(embed=True)
+    if len(page) > MAX_PAGE_BYTES:
+        page = f"{render()}\nThe plots are in `{directory}`."
+    show(create_markdown_artifact, key, description, markdown=page)
+
+
+def show(create: Callable[..., Any], key: str, description: str, **content: Any) -> None:
+    """Create an artifact; an error is only a warning, because everything is on disk, too."""
     try:
-        if path.exists():
-            create_markdown_artifact(
-                markdown=path.read_text("utf-8")[:MAX_PAGE_BYTES],
-                key=f"diagnosis-{_key(recipe)}",
-                description=f"{run}: diagnosis",
-            )
-    except Exception as error:  # noqa: BLE001  the same
-        _log.warning("the diagnosis is not shown on the run page: %s", error)
+        create(key=key, description=description, **content)
+    except Exception as error:  # noqa: BLE001  the run page is optional
+        _log.warning("%s is not shown on the run page: %s", description, error)
 
 
 def _key(recipe: str) -> str:

@@ -1,22 +1,18 @@
-"""The report's plots: accuracy, curves of every trainer, time. SVG for pages, PNG for the rest.
+"""The report's plots and their values: accuracy, curves of every trainer, time.
 
-matplotlib is imported only inside the drawing functions here, so that a run without new plots does
-not load it.
-
-Values of the plots of a report.
-
-Curves of training, from the journals of a run's stages.
-
+They are drawn as SVG for pages and as PNG for the rest.
 Promises: a step has one point even if several attempts recorded it; a metric without records has no
-curve.
+curve. matplotlib is imported only where something is drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from infra.tracking.comparison import PAIR_ACCURACY
@@ -96,6 +92,7 @@ class PlotData:
 
 BLUE, ORANGE, GREY, GREEN = "#2563eb", "#ea580c", "#94a3b8", "#16a34a"
 INK = "#0f172a"
+PALETTE = ("#1d4ed8", "#3b82f6", "#93c5fd", "#ea580c", "#fdba74", "#16a34a", "#86efac", GREY)
 SIZE_INCHES = (7.0, 3.2)
 PNG_DPI = 150
 MIN_SMOOTHED = 10
@@ -120,15 +117,14 @@ STYLE: dict[Any, Any] = {
 }
 
 
-Drawing = tuple[str, Callable[["Axes"], None]]
-"""Base name of the files, and the function that draws."""
+Drawing = Callable[["Axes"], None]
 
 
 def draw_plots(data: PlotData, directory: Path) -> list[Path]:
     """Write SVG and PNG files for every part with data; return the SVG files in report order."""
-    drawings: list[Drawing] = []
+    drawings: dict[str, Drawing] = {}
     if data.accuracy:
-        drawings.append(("accuracy", lambda axes: _draw_accuracy(axes, data.accuracy)))
+        drawings["accuracy"] = partial(_draw_accuracy, bars=data.accuracy)
     for name, curve, title, ylabel, color in (
         ("reward", data.reward, "Reward while RL runs", "mean reward of a step", BLUE),
         ("loss", data.loss, "Supervised loss", "loss per token", ORANGE),
@@ -136,17 +132,19 @@ def draw_plots(data: PlotData, directory: Path) -> list[Path]:
         ("lengths", data.lengths, "Response length while RL runs", "tokens", GREEN),
     ):
         if curve and curve.steps:
-            drawings.append((name, _curves_drawing([curve], title, ylabel, color)))
-    drawings += _pair_drawings("reward_model", "Reward model", data.reward_model)
-    drawings += _pair_drawings("preference", "Preferences", data.preference)
+            drawings[name] = partial(
+                _draw_curves, curves=[curve], title=title, ylabel=ylabel, color=color
+            )
+    drawings |= _pair_drawings("reward_model", "Reward model", data.reward_model)
+    drawings |= _pair_drawings("preference", "Preferences", data.preference)
     if data.step:
-        drawings.append(("step", lambda axes: _draw_step(axes, data.step)))
+        drawings["step"] = partial(_draw_step, phases=data.step)
     if data.seconds:
-        drawings.append(("time", lambda axes: _draw_seconds(axes, data.seconds)))
-    return [save_figure(directory / f"{name}.svg", draw) for name, draw in drawings]
+        drawings["time"] = partial(_draw_seconds, seconds=data.seconds)
+    return [save_figure(directory / f"{name}.svg", draw) for name, draw in drawings.items()]
 
 
-def save_figure(path: Path, draw: Callable[[Axes], None]) -> Path:
+def save_figure(path: Path, draw: Drawing) -> Path:
     """Draw one plot as SVG, and as PNG beside it."""
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -162,87 +160,72 @@ def save_figure(path: Path, draw: Callable[[Axes], None]) -> Path:
     return path
 
 
-def _pair_drawings(name: str, title: str, pairs: PairCurves) -> Iterator[Drawing]:
+def _pair_drawings(name: str, title: str, pairs: PairCurves) -> dict[str, Drawing]:
+    """Return the drawings of a stage that trains on pairs, by the base name of their files."""
+    drawings: dict[str, Drawing] = {}
     if pairs.accuracy or pairs.held_out:
-        yield (
-            f"{name}_accuracy",
-            _curves_drawing(
-                pairs.accuracy,
-                f"{title}: pairs told apart",
-                "pair accuracy",
-                BLUE,
-                held_out=pairs.held_out,
-            ),
+        drawings[f"{name}_accuracy"] = partial(
+            _draw_curves,
+            curves=pairs.accuracy,
+            title=f"{title}: pairs told apart",
+            ylabel="pair accuracy",
+            color=BLUE,
+            held_out=pairs.held_out,
         )
-    for part, curves, ylabel, color in (
-        ("loss", pairs.loss, "mean loss of a step", ORANGE),
-        ("margin", pairs.margin, "mean margin of a step", GREEN),
-    ):
+    for part, curves, color in (("loss", pairs.loss, ORANGE), ("margin", pairs.margin, GREEN)):
         if curves:
-            drawn = _curves_drawing(curves, f"{title}: {part}", ylabel, color)
-            yield f"{name}_{part}", drawn
+            drawings[f"{name}_{part}"] = partial(
+                _draw_curves,
+                curves=curves,
+                title=f"{title}: {part}",
+                ylabel=f"mean {part} of a step",
+                color=color,
+            )
+    return drawings
 
 
-def _curves_drawing(
+def _draw_curves(
+    axes: Axes,
     curves: Sequence[Curve],
     title: str,
     ylabel: str,
     color: str,
     held_out: Sequence[Curve] | None = None,
-) -> Callable[[Axes], None]:
+) -> None:
     """Draw unconnected curves; with `held_out`, all are shares, and held-out ones are on top."""
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-    def draw(axes: Axes) -> None:
-        for curve in curves:
-            _draw_steps(axes, curve, color)
-        for curve in held_out or ():
-            _draw_looks(axes, curve)
-        for bound in {bound for curve in (*curves, *(held_out or ())) for bound in curve.bounds}:
-            axes.axvline(bound - 0.5, color=GREY, linewidth=1, linestyle=":")
-        axes.set(title=title, xlabel="step", ylabel=ylabel)
-        axes.ticklabel_format(axis="y", useOffset=False)
-        if held_out is not None:
-            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        axes.margins(x=0.01)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True, min_n_ticks=1))
-        handles, labels = axes.get_legend_handles_labels()
-        named = dict(zip(labels, handles, strict=True))
-        axes.legend(named.values(), named.keys(), frameon=False, fontsize=8, loc="best")
+    for curve in curves:
+        _draw_steps(axes, curve, color)
+    for curve in held_out or ():
+        if len(curve.low) == len(curve.steps) == len(curve.high):
+            axes.fill_between(
+                curve.steps, curve.low, curve.high, color=INK, alpha=0.15, linewidth=0
+            )
+        label = "held-out pairs, with interval"
+        axes.plot(curve.steps, curve.values, color=INK, linewidth=1.2, marker="o", label=label)
+    for bound in {bound for curve in (*curves, *(held_out or ())) for bound in curve.bounds}:
+        axes.axvline(bound - 0.5, color=GREY, linewidth=1, linestyle=":")
+    axes.set(title=title, xlabel="step", ylabel=ylabel)
+    axes.ticklabel_format(axis="y", useOffset=False)
+    if held_out is not None:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.margins(x=0.01)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True, min_n_ticks=1))
+    handles, labels = axes.get_legend_handles_labels()
+    named = dict(zip(labels, handles, strict=True))
+    axes.legend(named.values(), named.keys(), frameon=False, fontsize=8, loc="best")
 
-    return draw
 
-
-def _draw_steps(axes: Axes, curve: Curve, color: str) -> None:
-    if len(curve.values) < MIN_SMOOTHED:
-        axes.plot(
-            curve.steps, curve.values, color=color, linewidth=2, marker="o", label="each step"
-        )
+def _draw_steps(axes: Axes, curve: Curve, color: str, width: int = 5) -> None:
+    """Draw the value of each step, or of a long curve the mean of a step and those before it."""
+    steps, values = curve.steps, curve.values
+    if len(values) < MIN_SMOOTHED:
+        axes.plot(steps, values, color=color, linewidth=2, marker="o", label="each step")
         return
-    axes.plot(curve.steps, curve.values, color=color, alpha=0.3, linewidth=1)
-    mean = _moving_mean(curve.values)
-    axes.plot(curve.steps, mean, color=color, linewidth=2, label="mean of 5 steps")
-
-
-def _draw_looks(axes: Axes, curve: Curve) -> None:
-    if len(curve.low) == len(curve.steps) == len(curve.high):
-        axes.fill_between(curve.steps, curve.low, curve.high, color=INK, alpha=0.15, linewidth=0)
-    axes.plot(
-        curve.steps,
-        curve.values,
-        color=INK,
-        linewidth=1.2,
-        marker="o",
-        label="held-out pairs, with interval",
-    )
-
-
-def _moving_mean(values: Sequence[float], width: int = 5) -> list[float]:
-    """Return the mean of each value and the ones before it."""
-    return [
-        sum(values[max(0, end - width) : end]) / min(end, width)
-        for end in range(1, len(values) + 1)
-    ]
+    axes.plot(steps, values, color=color, alpha=0.3, linewidth=1)
+    means = [fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
+    axes.plot(steps, means, color=color, linewidth=2, label=f"mean of {width} steps")
 
 
 def _draw_accuracy(axes: Axes, bars: Sequence[Bar]) -> None:
@@ -252,24 +235,27 @@ def _draw_accuracy(axes: Axes, bars: Sequence[Bar]) -> None:
     axes.bar(places, [100 * bar.value for bar in bars], color=colors, width=0.6)
     for place, bar in zip(places, bars, strict=True):
         if bar.low is not None and bar.high is not None:
-            below, above = bar.value - bar.low, bar.high - bar.value
             axes.errorbar(
                 place,
                 100 * bar.value,
-                yerr=[[100 * below], [100 * above]],
+                yerr=[[100 * (bar.value - bar.low)], [100 * (bar.high - bar.value)]],
                 color=INK,
                 capsize=4,
                 linewidth=1.2,
             )
         top = bar.high if bar.high is not None else bar.value
-        share = f"{bar.value:.1%}"
-        axes.text(place, 100 * top + 2, share, ha="center", va="bottom", rotation=rotation)
+        axes.text(
+            place, 100 * top + 2, f"{bar.value:.1%}", ha="center", va="bottom", rotation=rotation
+        )
     broken = MAX_LINE_LABELS < len(bars) <= MAX_LEVEL_LABELS
     labels = [bar.label.replace(" ", "\n") if broken else bar.label for bar in bars]
     axes.set_xticks(list(places), labels, rotation=rotation)
-    room = 130 if rotation else 112
-    axes.set(title="Held-out accuracy after each stage", ylabel="%", ylim=(0, room))
-    axes.set_yticks(range(0, 101, 20))
+    axes.set(
+        title="Held-out accuracy after each stage",
+        ylabel="%",
+        ylim=(0, 130 if rotation else 112),
+        yticks=range(0, 101, 20),
+    )
     axes.grid(visible=False, axis="x")
 
 
@@ -285,19 +271,21 @@ def _draw_step(axes: Axes, phases: Mapping[str, float]) -> None:
         is_after_update |= phase == "update_actor"
     axes.set_yticks(range(len(phases)), list(phases))
     axes.invert_yaxis()
-    axes.set(xlim=(0, 1.12 * whole), xlabel="seconds since the step began")
-    axes.set_title("The median RL step; orange: until the next step samples")
+    axes.set(
+        title="The median RL step; orange: until the next step samples",
+        xlim=(0, 1.12 * whole),
+        xlabel="seconds since the step began",
+    )
     axes.grid(visible=False, axis="y")
 
 
 def _draw_seconds(axes: Axes, seconds: Mapping[str, Mapping[str, float]]) -> None:
-    phases = list(dict.fromkeys(name for each in seconds.values() for name in each))
-    palette = ["#1d4ed8", "#3b82f6", "#93c5fd", "#ea580c", "#fdba74", "#16a34a", "#86efac", GREY]
+    phases = dict.fromkeys(name for each in seconds.values() for name in each)
     labels = list(seconds)
     left = [0.0] * len(labels)
-    for index, phase in enumerate(phases):
+    for phase, color in zip(phases, cycle(PALETTE), strict=False):
         widths = [seconds[label].get(phase, 0.0) for label in labels]
-        axes.barh(labels, widths, left=left, label=phase, color=palette[index % len(palette)])
+        axes.barh(labels, widths, left=left, label=phase, color=color)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     axes.margins(y=0.02)
@@ -328,17 +316,14 @@ def run_on(journals: Sequence[Journal], metric: str) -> Curve:
 
     A round may count its steps from 1 or continue the count. The curve is empty without the metric.
     """
-    steps: list[float] = []
     values: list[float] = []
     bounds: list[float] = []
     for journal in journals:
         points = _points(journal, metric)
-        shift = len(steps)
-        if steps and points:
-            bounds.append(shift + 1)
-        steps += range(shift + 1, shift + len(points) + 1)
+        if values and points:
+            bounds.append(len(values) + 1)
         values += [found[metric] for found in points.values()]
-    return Curve(steps, values, bounds)
+    return Curve([*range(1, len(values) + 1)], values, bounds)
 
 
 def pair_curves(journals: Sequence[Journal], trainer: str) -> PairCurves:
@@ -367,8 +352,8 @@ def _stage_by_stage(journals: Sequence[Journal], metric: str) -> list[Curve]:
                 [found[name] for found in points.values() if name in found]
                 for name in (metric, f"{metric}_low", f"{metric}_high")
             )
-            steps, bounds = [shift + step for step in points], [shift + 1] if shift else []
-            curves.append(Curve(steps, values, bounds, low, high))
+            bounds = [shift + 1] if shift else []
+            curves.append(Curve([shift + step for step in points], values, bounds, low, high))
         shift += max((record.step for record in journal if record.step is not None), default=0)
     return curves
 

@@ -17,9 +17,9 @@ from flows.diagnosis.diagnosis import diagnose
 from flows.diagnosis.findings import stage_views
 from flows.diagnosis.page import DIAGNOSIS_PAGE, told_verdict, write_diagnosis
 from flows.recipe.recipe import Recipe
-from flows.report.measured import measured_tables
+from flows.report.measured import measured_tables, source_table
 from flows.report.plots import Bar, PlotData, draw_plots, median_step, pair_curves, run_on
-from flows.report.samples import PAGE_NAME, samples_page, shown_run, source_table
+from flows.report.samples import PAGE_NAME, samples_page, shown_run
 from infra.store.atomic import atomic_write_bytes, make_directories
 from infra.store.canonical import canonical_json
 from infra.store.stage_spec import Adoption
@@ -126,7 +126,9 @@ def build_report(
             StageReport(
                 name=name,
                 reused=result.reused,
-                seconds=_work_seconds(result),
+                seconds=result.job_seconds.get("total", result.wall_s)
+                if result.reused
+                else result.wall_s,
                 digest=result.digest,
                 fingerprint=result.fingerprint,
                 metrics=result.metrics,
@@ -154,10 +156,6 @@ def distinct_names(labels: Sequence[str]) -> list[str]:
     return names
 
 
-def _work_seconds(result: StageResult) -> float:
-    return result.job_seconds.get("total", result.wall_s) if result.reused else result.wall_s
-
-
 def evaluated_name(label: str) -> str:
     """Return the name of the evaluated model: `sft` for `evaluate_sft`, `final` for `evaluate`."""
     return label.removeprefix("evaluate").removeprefix("_") or "final"
@@ -171,8 +169,9 @@ def write_report(report: Report, recipe: Recipe, history: StageHistory) -> Path:
     draw_plots(plot_data(report, history), directory)
     rounds = [s.fingerprint for s in report.stages if s.name.startswith("rl_round")]
     if rounds:
-        page = samples_page([shown_run(report.run, rounds, history)])
-        atomic_write_bytes(directory / PAGE_NAME, page.encode())
+        atomic_write_bytes(
+            directory / PAGE_NAME, samples_page([shown_run(report.run, rounds, history)]).encode()
+        )
     views = stage_views(history, [stage.fingerprint for stage in report.stages])
     write_diagnosis(diagnose(report.run, views, recipe.diagnosis), directory)
     atomic_write_bytes(directory / REPORT_MD, markdown(report, directory).encode())
@@ -203,23 +202,19 @@ def plot_data(report: Report, history: StageHistory) -> PlotData:
         reward=run_on(rounds, "critic/score/mean"),
         distillation=run_on(rounds, "distillation/loss"),
         lengths=run_on(rounds, "response_length/mean"),
-        accuracy=_bars(report),
+        accuracy=[
+            Bar(
+                evaluated_name(stage.name).replace("rl_round_", "round ").replace("_", " "),
+                stage.metrics["accuracy"],
+                stage.metrics.get("accuracy_low"),
+                stage.metrics.get("accuracy_high"),
+            )
+            for stage in report.stages
+            if stage.name.startswith("evaluate") and "accuracy" in stage.metrics
+        ],
         step=median_step(rounds),
         seconds={stage.name: _phases(stage) for stage in report.stages if stage.job_seconds},
     )
-
-
-def _bars(report: Report) -> list[Bar]:
-    return [
-        Bar(
-            evaluated_name(stage.name).replace("rl_round_", "round ").replace("_", " "),
-            stage.metrics["accuracy"],
-            stage.metrics.get("accuracy_low"),
-            stage.metrics.get("accuracy_high"),
-        )
-        for stage in report.stages
-        if stage.name.startswith("evaluate") and "accuracy" in stage.metrics
-    ]
 
 
 def _phases(stage: StageReport) -> dict[str, float]:

@@ -2,22 +2,19 @@
 
 Promises: one file without external resources. Samples cannot inject markup or scripts: they are
 JSON with escaped tags, the page inserts them as text, and its policy allows only its own script.
-
-The metrics of an evaluation by data source, as a table of the report.
 """
 
 import base64
 import hashlib
 import json
-import math
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from flows.diagnosis.algorithm import CURVES
+from flows.diagnosis.findings import finite_points
+from flows.diagnosis.rules import CURVES
 from infra.tracking.history import StageHistory
 from infra.tracking.samples import KeptSample, read_samples, within
 
@@ -49,7 +46,7 @@ def shown_run(name: str, rounds: Sequence[str], history: StageHistory) -> ShownR
         steps |= {step: each.samples for step, each in kept.items()}
     return ShownRun(
         name,
-        {title: _curve(values, metrics) for title, metrics in CURVES.items()},
+        {title: finite_points(values, metrics)[1] for title, metrics in CURVES.items()},
         within(steps, MAX_RUN_BYTES),
         len(steps),
     )
@@ -61,14 +58,17 @@ def samples_page(runs: Sequence[ShownRun]) -> str:
     script = page.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     # The data cannot close the element that holds them.
-    data = json.dumps([_plain(run) for run in runs], allow_nan=False).translate(_ESCAPES)
+    plain = [
+        asdict(run) | {"steps": {step: _plain(kept) for step, kept in run.steps.items()}}
+        for run in runs
+    ]
+    data = json.dumps(plain, allow_nan=False).translate(_ESCAPES)
     return page.replace("SCRIPT_DIGEST", digest, 1).replace("PAGE_DATA", data, 1)
 
 
 def samples_markdown(page: str, path: Path) -> str:
     """Return a few samples of the last step as Markdown, inside fences that no text can close."""
-    data = page.partition('id="data">')[2].partition("</script>")[0]
-    (run,) = json.loads(data)
+    (run,) = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
     lines = [f"# {run['name']}: samples", "", f"All of them: [{path}]({path.as_uri()})", ""]
     for step in list(run["steps"])[-1:]:
         lines += [f"## Step {step}", ""]
@@ -81,72 +81,5 @@ def samples_markdown(page: str, path: Path) -> str:
     return "\n".join(lines)
 
 
-def _plain(run: ShownRun) -> dict[str, object]:
-    steps = {
-        step: [sample.model_dump(mode="json") for sample in samples]
-        for step, samples in run.steps.items()
-    }
-    return {**asdict(run), "steps": steps}
-
-
-def _curve(
-    values: Mapping[int, Mapping[str, float]], metrics: Sequence[str]
-) -> list[tuple[int, float]]:
-    for metric in metrics:
-        points = [
-            (step, found[metric]) for step, found in sorted(values.items()) if metric in found
-        ]
-        if points:
-            return [point for point in points if math.isfinite(point[1])]
-    return []
-
-
-PREFIX = "source/"
-"""Metrics are `source/<name>/<metric>`; the name may contain a `/`, the metric must not."""
-BOUNDS = ("_low", "_high")
-"""Suffixes of a metric for the ends of its interval."""
-
-
-def source_table(stage: str, metrics: Mapping[str, float]) -> list[str]:
-    """Return Markdown lines with a row for each data source; empty if there are none."""
-    sources: defaultdict[str, dict[str, float]] = defaultdict(dict)
-    for key, value in metrics.items():
-        if key.startswith(PREFIX):
-            source, _, name = key.removeprefix(PREFIX).rpartition("/")
-            sources[source][name] = value
-    if not sources:
-        return []
-    names = [
-        name
-        for name in sorted({name for found in sources.values() for name in found})
-        if is_shown(name)
-    ]
-    return [
-        f"`{stage}` by data source:",
-        "",
-        f"| data source | problems | {' | '.join(names)} |",
-        "|---|---:" + "|---:" * len(names) + "|",
-        *(
-            f"| {source.replace('|', '&#124;')} | {found.get('num_problems', 0):.0f} | "
-            f"{' | '.join(shown_share(found, name) for name in names)} |"
-            for source, found in sorted(sources.items())
-        ),
-        "",
-    ]
-
-
-def is_shown(metric: str) -> bool:
-    """True if a metric has a column: the accuracy, and metrics at k."""
-    return metric == "accuracy" or ("@" in metric and not metric.endswith(BOUNDS))
-
-
-def shown_share(found: Mapping[str, float], name: str) -> str:
-    """Return a value with its interval as a table cell; empty if the metric is missing.
-
-    Shares are in percent, best-of-k scores as they are.
-    """
-    if name not in found:
-        return ""
-    values = [found[name], *(found[name + bound] for bound in BOUNDS if name + bound in found)]
-    shown = [f"{value:.3g}" if name.startswith("best@") else f"{value:.1%}" for value in values]
-    return f"{shown[0]} [{', '.join(shown[1:])}]" if len(shown) > 1 else shown[0]
+def _plain(samples: Sequence[KeptSample]) -> list[dict[str, object]]:
+    return [sample.model_dump(mode="json") for sample in samples]

@@ -1,9 +1,8 @@
 """Home, store, cluster, tracking and display of a pipeline run.
 
-Promises: the first stage that has to run starts the Ray cluster, and the last user ends it. A run
-that ends while its job runs leaves both to the next run, unless it was cancelled or interrupted.
-
-A Ray cluster that starts on first use, or earlier in the background.
+Promises: the first stage that has to run starts the Ray cluster, unless a command started it before
+in the background, and the last user ends it. A run that ends while its job runs leaves both to the
+next run, unless it was cancelled or interrupted.
 """
 
 import logging
@@ -19,11 +18,11 @@ from pathlib import Path
 from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
 
+from engines.config.recipe import NOT_IDENTITY, Recipe
 from engines.config.stages.base import Runtime
 from flows.diagnosis.diagnosis import diagnose
 from flows.diagnosis.findings import run_views
 from flows.diagnosis.page import write_diagnosis
-from flows.recipe.recipe import NOT_IDENTITY, Recipe
 from flows.report.page import show_diagnosis, show_report
 from flows.report.report import Report, build_report, run_directory, write_report
 from flows.run.registry import Registry, RoundGate, open_mirrors, open_tracker
@@ -36,13 +35,11 @@ from infra.store.artifacts import digest_in_path
 from infra.store.canonical import sha256_json
 from infra.store.storage import open_storage
 from infra.tracking.history import StageHistory
-from infra.tracking.journal import JournalRecord
 from infra.tracking.ledger import Ledger
 from infra.tracking.mirrors.fan_out import FanOut
 from infra.tracking.shipper import Shipper
 from infra.tracking.tracker import Tracker
 from tasks.runner.recorder import Recorder, end_status
-from tasks.runner.run import StageResult
 from tasks.runner.stage import StageContext, StageObserver
 from tasks.runner.submission import stop_followed
 
@@ -107,27 +104,14 @@ _log = logging.getLogger(__name__)
 NOTHING_FORCED: Mapping[str, str] = {}
 
 
-class SilentObserver:
-    """An observer that does nothing, because the Prefect run page shows everything."""
-
-    def stage_started(self, label: str, fingerprint: str) -> None:
-        """Do nothing."""
-
-    def message(self, label: str, text: str) -> None:
-        """Do nothing."""
-
-    def record(self, label: str, record: JournalRecord) -> None:
-        """Do nothing."""
-
-    def stage_finished(self, result: StageResult) -> None:
-        """Do nothing."""
-
-
 @dataclass(frozen=True)
 class RunContext:
-    """Observer and cluster that a command gives to a flow in its own process."""
+    """Observer and cluster that a command gives to a flow in its own process.
 
-    observer: StageObserver = field(default_factory=SilentObserver)
+    Without a command, nothing observes the run, because the Prefect run page shows everything.
+    """
+
+    observer: StageObserver = field(default_factory=StageObserver)
     cluster: LazyCluster | None = None
 
 
@@ -141,56 +125,82 @@ def is_watched() -> bool:
 
 
 class PipelineRun:
-    """One run of the pipeline."""
+    """One run of the pipeline, with `stages` to run, a `registry` and a `gate` of its policies."""
 
     def __init__(
         self,
         recipe: Recipe,
-        history: StageHistory,
-        stages: StageContext,
-        recorder: Recorder,
+        force: Mapping[str, str],
+        adopt: Collection[str],
+        cluster: LazyCluster,
         observer: StageObserver,
-        orchestrated: bool,
     ) -> None:
-        self.stages = stages
-        tracker = open_tracker(recipe.location)
-        self.registry = Registry(recipe.promote, tracker, history.storage)
+        context = FlowRunContext.get()
+        flow_run = context.flow_run if context else None
+        metadata = {"flow_run_id": str(flow_run.id)} if flow_run else {}
+        history = StageHistory(open_storage(recipe.store_uri))
+        # A repeated command continues its run; a flow run of a deployment is a separate run.
+        repeated = is_watched() or flow_run is None
+        self.recorder = _recorder(recipe, history, {} if repeated else metadata)
+        self.stages = StageContext(
+            storage=history.storage,
+            ray_jobs=cluster.jobs,
+            recorder=self.recorder,
+            observer=observer,
+            runtime=Runtime(
+                progress_deadlines_s=recipe.progress_deadlines_s.model_dump(exclude_none=True)
+            ),
+            orchestrated=flow_run is not None,
+            seed=recipe.seed,
+            force=force,
+            adopt=adopt,
+            metadata=metadata,
+            run_key=self.recorder.run_key,
+        )
+        history.storage.runs.begin(self.recorder.run_key, recipe.run_name)
+        for _, path in recipe.models():
+            digest = digest_in_path(path)
+            if digest is not None:  # else `rlhf gc` may remove a model whose alias has moved
+                history.storage.runs.read(self.recorder.run_key, digest)
+        self.registry = Registry(recipe.promote, open_tracker(recipe.location), history.storage)
         self.gate = RoundGate(recipe.diagnosis, history, self._warn)
         self._observer = observer
         self._recipe = recipe
         self._history = history
-        self._recorder = recorder
-        self._orchestrated = orchestrated
+        self._orchestrated = flow_run is not None
         self._directory = run_directory(recipe)
         self._started = time.monotonic()
 
     def finish(self) -> Report:
         """Write the report, and show it on the run page."""
-        seconds = time.monotonic() - self._started
-        report = build_report(self._recipe, self.stages.results, seconds, self.gate.rejected)
+        report = build_report(
+            self._recipe, self.stages.results, time.monotonic() - self._started, self.gate.rejected
+        )
         directory = write_report(report, self._recipe, self._history)
         metrics = {f"accuracy/{name}": value for name, value in report.accuracy.items()}
         metrics |= {f"rejected/{label}": 1.0 for label in self.gate.rejected}
-        self._recorder.run_finished(directory, metrics)
+        self.recorder.run_finished(directory, metrics)
         if self._orchestrated:
             show_report(report, directory)
         return report
 
     def fail(self, error: BaseException) -> None:
         """Record how the run ended; diagnose a failed run and show the diagnosis."""
-        self._recorder.run_ended(end_status(error))
+        self.recorder.run_ended(end_status(error))
         if not isinstance(error, Exception):
             return
-        recipe = self._recipe
-        said = _diagnosed(recipe, self._history, self._recorder.run_key, self._directory)
-        if said:
-            self._observer.message("diagnosis", said)
+        recipe, key = self._recipe, self.recorder.run_key
+        try:
+            runs = [run for run in self._history.storage.runs.known() if run.key == key]
+            views = [view for run in runs for view in run_views(self._history, run)]
+            diagnosis = diagnose(recipe.run_name, views, recipe.diagnosis)
+            page = write_diagnosis(diagnosis, self._directory)
+            if diagnosis.ills:
+                self._observer.message("diagnosis", f"{diagnosis.verdict}: {page}")
+        except (PipelineError, OSError, ValueError) as failure:  # must not hide the run's error
+            self._observer.message("diagnosis", f"none: {redact(str(failure))}")
         if self._orchestrated:
             show_diagnosis(recipe.name, recipe.run_name, self._directory)
-
-    def close(self) -> None:
-        """Send remaining records to the trackers."""
-        self._recorder.close()
 
     def _warn(self, label: str, text: str) -> None:
         self._observer.message(label, f"warning: {text}")
@@ -208,7 +218,7 @@ def open_run(
     """
     surroundings = RUN_CONTEXT.get() or RunContext()
     cluster = surroundings.cluster or LazyCluster(recipe.home)
-    run = _begun(recipe, force, adopt, cluster, surroundings.observer)
+    run = PipelineRun(recipe, force, adopt, cluster, surroundings.observer)
     stopped: frozenset[str] = frozenset()
     try:
         yield run
@@ -226,56 +236,7 @@ def open_run(
             # The cluster first: it is free at once, while the trackers may take minutes.
             cluster.release(stopped)
         finally:
-            run.close()
-
-
-def _begun(
-    recipe: Recipe,
-    force: Mapping[str, str],
-    adopt: Collection[str],
-    cluster: LazyCluster,
-    observer: StageObserver,
-) -> PipelineRun:
-    context = FlowRunContext.get()
-    flow_run = context.flow_run if context else None
-    metadata = {"flow_run_id": str(flow_run.id)} if flow_run else {}
-    history = StageHistory(open_storage(recipe.store_uri))
-    # A repeated command continues its run; a flow run of a deployment is a separate run.
-    repeated = is_watched() or flow_run is None
-    recorder = _recorder(recipe, history, {} if repeated else metadata)
-    stages = StageContext(
-        storage=history.storage,
-        ray_jobs=cluster.jobs,
-        recorder=recorder,
-        observer=observer,
-        runtime=Runtime(
-            progress_deadlines_s=recipe.progress_deadlines_s.model_dump(exclude_none=True)
-        ),
-        orchestrated=flow_run is not None,
-        seed=recipe.seed,
-        force=force,
-        adopt=adopt,
-        metadata=metadata,
-        run_key=recorder.run_key,
-    )
-    history.storage.runs.begin(recorder.run_key, recipe.run_name)
-    for _, path in recipe.models():
-        digest = digest_in_path(path)
-        if digest is not None:  # else `rlhf gc` may remove a model whose alias has moved
-            history.storage.runs.read(recorder.run_key, digest)
-    return PipelineRun(recipe, history, stages, recorder, observer, flow_run is not None)
-
-
-def _diagnosed(recipe: Recipe, history: StageHistory, run_key: str, directory: Path) -> str:
-    """Diagnose a failed run and write the page; return one line, empty if there are no findings."""
-    try:
-        runs = [run for run in history.storage.runs.known() if run.key == run_key]
-        views = [view for run in runs for view in run_views(history, run)]
-        diagnosis = diagnose(recipe.run_name, views, recipe.diagnosis)
-        page = write_diagnosis(diagnosis, directory)
-        return f"{diagnosis.verdict}: {page}" if diagnosis.ills else ""
-    except (PipelineError, OSError, ValueError) as error:  # must not hide the error of the run
-        return f"none: {redact(str(error))}"
+            run.recorder.close()
 
 
 def _recorder(recipe: Recipe, history: StageHistory, flow_run: Mapping[str, str]) -> Recorder:
@@ -283,8 +244,7 @@ def _recorder(recipe: Recipe, history: StageHistory, flow_run: Mapping[str, str]
     params = recipe.model_dump(mode="json", exclude=NOT_IDENTITY)
 
     def shipper(tracker: Tracker) -> Shipper:
-        ledger = Ledger(recipe.home, tracker.address, recipe.store_uri)
-        return Shipper(ledger, tracker, history)
+        return Shipper(Ledger(recipe.home, tracker.address, recipe.store_uri), tracker, history)
 
     mirrors = [shipper(mirror) for mirror in open_mirrors(recipe.location)]
     return Recorder(

@@ -1,14 +1,11 @@
-"""Finds the registered model that a run's model has to beat, by its alias.
+"""What decides about policies: the registered model that a run has to beat, the gate of RL rounds.
 
 Promises: the registry is asked once per run. If the run's model already has the alias, it is
-compared with its predecessor, so a repeated run requests the same stages.
-Does not promise: that the answer is still valid at promotion; the tracker checks it again.
-
-The gate that accepts or rejects the policy of a finished RL round.
-
-Promises: the decision is a pure function of committed stages and the recipe's thresholds, so a
-repeated run decides the same. A rejected round stays committed, and later stages use the policy
-before it. With other thresholds, only stages that get another policy run again.
+compared with its predecessor, so a repeated run requests the same stages. The gate's decision is a
+pure function of committed stages and the recipe's thresholds, so a repeated run decides the same. A
+rejected round stays committed, and later stages use the policy before it.
+Does not promise: that the registry's answer is still valid at promotion; the tracker checks it
+again.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,6 +49,24 @@ def _settings(location: LocationConfig) -> TrackerSettings:
     return TrackerSettings(location.home_directory, tracking_uri(location), location.experiment)
 
 
+def find_registered(tracker: Tracker, name: str, alias: str, then: str) -> Incumbent | None:
+    """Return the version of a registered model that has an alias; None if there is none.
+
+    Raises:
+        ServiceError: the registry does not answer; ends with `then`.
+    """
+    try:
+        return tracker.incumbent(name, alias)
+    except ServiceError:
+        raise
+    except Exception as error:  # the tracker's own exceptions are not known here
+        said = redact(" ".join(f"{type(error).__name__}: {error}".split()))[:200]
+        raise ServiceError(
+            f"{redact(tracker.address)} does not say which version of {name} is {alias} ({said}); "
+            f"{then}"
+        ) from error
+
+
 class Registry:
     """Looks up the registered model with the recipe's `promote` name and alias."""
 
@@ -82,18 +97,10 @@ class Registry:
 
     @cached_property
     def _bearer(self) -> Incumbent | None:
-        gate = self._gate
-        try:
-            return self._tracker.incumbent(gate.model_name, gate.alias)
-        except ServiceError:
-            raise
-        except Exception as error:  # the tracker's own exceptions are not known here
-            said = redact(" ".join(f"{type(error).__name__}: {error}".split()))[:200]
-            raise ServiceError(
-                f"{redact(self._tracker.address)} does not say which version of {gate.model_name} "
-                f"is {gate.alias} ({said}); nothing is promoted: run the recipe again once it "
-                "answers, only the comparison is left"
-            ) from error
+        then = (
+            "nothing is promoted: run the recipe again once it answers, only the comparison is left"
+        )
+        return find_registered(self._tracker, self._gate.model_name, self._gate.alias, then)
 
     def _has(self, model: Artifact) -> bool:
         try:
@@ -103,10 +110,6 @@ class Registry:
         return True
 
 
-def say_nothing(label: str, text: str) -> None:
-    """Ignore a warning."""
-
-
 class RoundGate:
     """Accepts or rejects rounds, in order; `rejected` has the symptoms of rejected ones."""
 
@@ -114,7 +117,7 @@ class RoundGate:
         self,
         thresholds: DiagnosisConfig,
         history: StageHistory,
-        warn: Callable[[str, str], None] = say_nothing,
+        warn: Callable[[str, str], None] = lambda label, text: None,  # noqa: ARG005
     ) -> None:
         self._thresholds, self._history, self._warn = thresholds, history, warn
         self._accepted: list[StageResult] = []
@@ -126,8 +129,7 @@ class RoundGate:
         Raises:
             SickRunError: a symptom occurred for which the recipe ends the run.
         """
-        results = [*self._accepted, trained, evaluated]
-        shown = self._symptoms(results)
+        shown = self._symptoms([*self._accepted, trained, evaluated])
         found = {each.symptom: each for each in shown}
         for name in self._thresholds.end_run:
             if name in found:
@@ -137,18 +139,15 @@ class RoundGate:
                     f"try {found[name].next[0]}, or take it out and run again"
                 )
         whys = [f"{each.symptom}: {each.text}" for each in rejecting(shown, self._thresholds)]
-        if whys:
-            self._reject(trained.label, "; ".join(whys))
-            return False
-        self._accepted += [trained, evaluated]
-        return True
-
-    def _reject(self, label: str, why: str) -> None:
-        self.rejected[label] = why
+        if not whys:
+            self._accepted += [trained, evaluated]
+            return True
+        self.rejected[trained.label] = why = "; ".join(whys)
         taken = "the model that the run began with"
         if self._accepted:
             taken = f"the policy of {self._accepted[-2].label}"
-        self._warn(label, f"rejected: {why}; what follows takes {taken}")
+        self._warn(trained.label, f"rejected: {why}; what follows takes {taken}")
+        return False
 
     def _symptoms(self, results: Sequence[StageResult]) -> list[Finding]:
         asked = self._thresholds.end_run or self._thresholds.reject_round

@@ -199,8 +199,7 @@ class JobFollower:
             log = self._ask(self._log)
             if latest_commit(log, self._force) is not None:
                 return None
-            last = log[-1] if log else None
-            held = last if last is not None and last.kind == "held" else None
+            held = log[-1] if log and log[-1].kind == "held" else None
             attached = held is not None and not self._ask(partial(self._is_over, jobs, held))
             attempt = held.number if held is not None and attached else len(log)
             try:
@@ -215,7 +214,7 @@ class JobFollower:
             self._say(f"{'attached to' if attached else 'submitted'} {holder.ray_job}")
             self._on_stand(attempt)
             is_here = holder.cluster == jobs.cluster_id
-            return _Job(attempt, self.ray_job, attached, self._watch(attempt), is_here)
+            return _Job(attempt, holder.ray_job, attached, self._watch(attempt), is_here)
 
     def _is_over(self, jobs: RayJobs, held: LogEntry) -> bool:
         """Return True if an attempt is certainly over, without waiting for silence."""
@@ -230,11 +229,11 @@ class JobFollower:
             status = jobs.look(held.holder.ray_job)
         except JobError:
             return False
-        if status is None:
-            # If the holder is dead, the attempt was never submitted.
-            is_here = held.holder.cluster == jobs.cluster_id
-            return is_here and beat is None and is_dead(held.holder.process)
-        return status.is_terminal
+        if status is not None:
+            return status.is_terminal
+        # If the holder is dead, the attempt was never submitted.
+        is_here = held.holder.cluster == jobs.cluster_id
+        return is_here and beat is None and is_dead(held.holder.process)
 
     def _wait(self, jobs: RayJobs, job: _Job, on_record: OnRecord) -> CommitRecord | None:
         while True:
@@ -296,21 +295,17 @@ class JobFollower:
             job.lost = _no_beat()
             if status and status.state == JobState.PENDING:  # Ray itself ends a job that never fits
                 job.watch = self._watch(job.attempt)
-                self._tell_queued(job)
+                # Every job is pending for a few seconds.
+                if job.queued.look() >= QUEUED_TOLD_S and not job.is_told:
+                    job.is_told = True
+                    needs = ", ".join(f"{k} {v}" for k, v in self._submission.resources.items())
+                    self._say(f"{job.name} waits until the cluster has room for it ({needs})")
             silent = job.watch.silence_s >= START_GRACE_S
         return _Verdict.SILENT if silent else _Verdict.ALIVE
 
-    def _tell_queued(self, job: _Job) -> None:
-        """Report once that a job waits for resources; every job is pending for a few seconds."""
-        if job.queued.look() >= QUEUED_TOLD_S and not job.is_told:
-            job.is_told = True
-            needs = ", ".join(f"{k} {v}" for k, v in self._submission.resources.items())
-            self._say(f"{job.name} waits until the cluster has room for it ({needs})")
-
     def _give_up(self, jobs: RayJobs, job: _Job) -> None:
         """End a silent job; raise an error if this process submitted it, else let it take over."""
-        silence_s = max(job.watch.silence_s, job.lost.silence_s)
-        message = f"gave no sign of life for {silence_s:.0f} s"
+        message = f"gave no sign of life for {max(job.watch.silence_s, job.lost.silence_s):.0f} s"
         problem = JobProblem(type="SilentJobError", message=message, exit_code=1)
         try:
             self._channel.write_error(job.attempt, problem)
@@ -326,9 +321,9 @@ class JobFollower:
 
     def _skip_history(self) -> None:
         records, self._positions = read_journal(self._storage, self._fingerprint)
-        steps = [record.step for record in records if record.step is not None]
-        if steps:
-            self._say(f"earlier attempts reached step {max(steps)}")
+        step = max((record.step for record in records if record.step is not None), default=None)
+        if step is not None:
+            self._say(f"earlier attempts reached step {step}")
 
     def _read(self, attempt: int) -> None:
         records, self._positions = read_journal(
@@ -362,9 +357,9 @@ class JobFollower:
         where = f"{self._label}: job {job.name}"
         if problem is None:
             told = _end(jobs, job.name)
-            phase = job.watch.beat.phase if job.watch.beat else ""
-            more = f"; {self._knobs(phase)}" if MEMORY in told else ""
-            return JobFailedError(f"{where} {told}{more}{self._tail(jobs, job)}")
+            if MEMORY in told:
+                told += f"; {self._knobs(job.watch.beat.phase if job.watch.beat else '')}"
+            return JobFailedError(f"{where} {told}{self._tail(jobs, job)}")
         if problem.exit_code == EXIT_USER_ERROR:
             path, _, text = problem.message.partition(": ")
             return ConfigError(path, text)
@@ -392,23 +387,17 @@ class JobFollower:
 
     def _cancel(self, jobs: RayJobs, num_others: int) -> None:
         """Stop the attempt that the log names, whatever state `follow` was in."""
-        name = self._standing_job()
-        if not name:
-            return
-        self.others_wait = num_others > 0
-        if self.others_wait:
-            self._say(f"cancelled; {name} goes on: {num_others} others wait for it")
-            return
-        self._say(f"cancelled; stopping {name}")
-        self._stop(jobs, name)
-
-    def _standing_job(self) -> str:
-        """Return the name of the job that owns the stage; empty if none does."""
         try:
             log = self._log()
+            name = log[-1].holder.ray_job if log and log[-1].kind == "held" else ""
         except (ArtifactError, OSError):
-            return self.ray_job  # unreadable: the job that was waited for last
-        return log[-1].holder.ray_job if log and log[-1].kind == "held" else ""
+            name = self.ray_job  # the log is unreadable: the job that was waited for last
+        self.others_wait = bool(name) and num_others > 0
+        if self.others_wait:
+            self._say(f"cancelled; {name} goes on: {num_others} others wait for it")
+        elif name:
+            self._say(f"cancelled; stopping {name}")
+            self._stop(jobs, name)
 
     def _stop(self, jobs: RayJobs, name: str) -> None:
         try:

@@ -2,16 +2,14 @@
 
 Promises: two requests have one fingerprint exactly if stage, configuration, input digests, seed,
 reachable sources, installed libraries, installed plugins and the imports of a user's scripts are
-the same; nothing else enters.
-
-Decides which project code can change a result, and so counts for the stages that import it.
-
-Promises: everything that a job imports counts, except what is listed here with its reason.
+the same; nothing else enters. All project code that a job imports counts, except what `UNCOUNTED`
+lists with its reason.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -66,18 +64,13 @@ def numeric_sources(roots: Sequence[str]) -> dict[str, str]:
     return dict(_closure(tuple(sorted(set(roots)))))
 
 
-@cache
-def _closure(roots: tuple[str, ...]) -> dict[str, str]:
-    return source_closure(roots, counts=_counts)
-
-
 def _counts(module: str) -> bool:
-    if module in COUNTED:
-        return True
-    parts = module.split(".")
-    return not any(".".join(parts[:length]) in UNCOUNTED for length in range(1, len(parts) + 1))
+    return module in COUNTED or not any(
+        package in UNCOUNTED for package in accumulate(module.split("."), "{}.{}".format)
+    )
 
 
+_closure = cache(partial(source_closure, counts=_counts))
 STAGE_SCHEMA_VERSION = 2
 NUMERIC_DISTRIBUTIONS = (
     "torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "peft",
@@ -145,8 +138,9 @@ class StageRequest:
     @cached_property
     def libraries(self) -> dict[str, str | None]:
         """Versions by distribution that can change the job's output."""
-        distributions = (*NUMERIC_DISTRIBUTIONS, *self._imported.distributions)
-        return installed_libraries(distributions, self.interpreter)
+        return installed_libraries(
+            (*NUMERIC_DISTRIBUTIONS, *self._imported.distributions), self.interpreter
+        )
 
     @property
     def rollout_libraries(self) -> dict[str, str | None]:
@@ -158,8 +152,9 @@ class StageRequest:
     def environment(self) -> str:
         """Digest of the libraries and third-party code that the job would run."""
         named, config = frozenset(self.config.plugins()), self.config
-        imported = self._imported.distributions
-        return environment_of(named, config.interpreter, config.rollout_interpreter, imported)
+        return environment_of(
+            named, config.interpreter, config.rollout_interpreter, self._imported.distributions
+        )
 
     @cached_property
     def identity(self) -> dict[str, Any]:

@@ -43,8 +43,9 @@ def _sampling(config: StageConfig) -> list[str]:
 def _training(training: TrainingConfig) -> list[str]:
     knobs = []
     if training.max_tokens_per_micro_batch > 8:
-        size = training.max_tokens_per_micro_batch
-        knobs.append(_halved("training.max_tokens_per_micro_batch", size))
+        knobs.append(
+            _halved("training.max_tokens_per_micro_batch", training.max_tokens_per_micro_batch)
+        )
     knobs += [f"training.{name}: true" for name in SWITCHES if not getattr(training, name)]
     if not training.chunked_logprobs:
         knobs.append("training.chunked_logprobs: true")

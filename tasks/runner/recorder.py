@@ -1,14 +1,10 @@
-"""Writes what a pipeline run and its stages report into the tracking ledger.
+"""Records a pipeline run and its stages in the tracking ledger, and shows stages on run pages.
 
 Promises: nothing here waits for a tracker. A pipeline run, with its retries and repetitions, is one
 run of the tracker. A stage's run stays below the pipeline run that computed it, and later runs
 refer to its id. A forced generation is a separate run. A repeated run whose stages the tracker
-already has writes nothing.
-
-Shows log lines and progress of a stage on its Prefect run page.
-
-Promises: outside a Prefect run, everything goes to a plain logger. A slow or missing Prefect server
-costs a stage one warning and no work.
+already has writes nothing. Outside a Prefect run, log lines go to a plain logger. A slow or missing
+Prefect server costs a stage one warning and no work.
 Does not promise: that a follower is not delayed. Prefect's client retries for up to a minute, in
 which the follower waits but the job does not.
 """
@@ -61,25 +57,21 @@ class Recorder:
         self._shipper = shipper
         self._store_uri = store_uri
         self._owner = Owner.this_process()
-        key = sha256_json(dict(identity))
+        self.run_key = sha256_json(dict(identity))
+        """Key of the pipeline run; its repetitions have the same."""
         new = RunEntry(
-            key=key,
+            key=self.run_key,
             name=name,
             owner=self._owner,
             params=dict(params),
             tags={**tags, "pipeline": name},
         )
-        self._before = shipper.find(key)
+        self._before = shipper.find(self.run_key)
         self._run = (self._before or new).model_copy(
             update={"owner": self._owner, "state": "RUNNING"}
         )
         self._close_deadline_s, self._upload_deadline_s = CLOSE_DEADLINE_S, UPLOAD_DEADLINE_S
         shipper.begin()
-
-    @property
-    def run_key(self) -> str:
-        """Key of the pipeline run; its repetitions have the same."""
-        return self._run.key
 
     def stage_reused(
         self, request: StageRequest, record: CommitRecord, generation: int = 0
@@ -118,10 +110,8 @@ class Recorder:
             update={"state": "FINISHED", "metrics": dict(metrics), "files": directory}
         )
         before = self._before if self._shipper.is_settled(self._run.key) else None
-        if before is None or (before.state, before.stages, before.metrics) != (
-            *("FINISHED", self._run.stages),
-            self._run.metrics,
-        ):
+        now = ("FINISHED", self._run.stages, self._run.metrics)
+        if before is None or (before.state, before.stages, before.metrics) != now:
             self._shipper.put(self._run)
 
     def run_ended(self, status: EndStatus) -> None:

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -24,32 +24,28 @@ from infra.store.stage_spec import Adoption, CommitRecord
 from infra.store.storage import Storage
 from infra.tracking.history import StageHistory
 from infra.tracking.journal import JournalRecord
-from tasks.runner.adoption import find_adoptable
+from tasks.runner.earlier_work import find_adoptable
 from tasks.runner.following import JobFollower
 from tasks.runner.identity import StageRequest
-from tasks.runner.recorder import EndStatus, Recorder, RunPage, end_status
+from tasks.runner.recorder import Recorder, RunPage, end_status
 from tasks.runner.run import StageResult
 from tasks.runner.submission import Submission, stop_followed
 
 
-class StageObserver(Protocol):
-    """Sees stages while they run, e.g. a terminal."""
+class StageObserver:
+    """Sees stages while they run, e.g. a terminal; this one does nothing."""
 
     def stage_started(self, label: str, fingerprint: str) -> None:
         """Handle that a stage is looked up."""
-        ...
 
     def message(self, label: str, text: str) -> None:
         """Handle an event of a stage's job."""
-        ...
 
     def record(self, label: str, record: JournalRecord) -> None:
         """Handle a new journal record of a running stage."""
-        ...
 
     def stage_finished(self, result: StageResult) -> None:
         """Handle the result of a stage."""
-        ...
 
 
 class StageContext:
@@ -213,7 +209,11 @@ class StageContext:
         except BaseException as error:
             if follower.ray_job and not follower.others_wait:
                 self.followed.add(follower.ray_job)
-            self._tell_end(request, of, end_status(error))
+            committed = StageHistory(self._storage).commit(request.fingerprint, of)
+            if committed is None:
+                self._recorder.stage_ended(request, end_status(error), of)
+            else:
+                self._recorder.stage_finished(request, committed, of)
             error.add_note(request.label)
             raise
         log = self._storage.attempts.entries(request.fingerprint)
@@ -221,13 +221,6 @@ class StageContext:
         self._recorder.stage_finished(request, record, self._generation(request, record.attempt)[0])
         page.close()
         return record
-
-    def _tell_end(self, request: StageRequest, of: int, status: EndStatus) -> None:
-        record = StageHistory(self._storage).commit(request.fingerprint, of)
-        if record is None:
-            self._recorder.stage_ended(request, status, of)
-        else:
-            self._recorder.stage_finished(request, record, of)
 
     def _generation(self, request: StageRequest, attempt: int) -> tuple[int, Adoption | None]:
         """Return the number of the first attempt of the generation, and what that adopted."""

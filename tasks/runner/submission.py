@@ -1,9 +1,7 @@
-"""Runs one stage as a Ray job: claims an attempt in the store, and submits it.
+"""Runs one stage as a Ray job, and stops the jobs of a cancelled flow run.
 
 Promises: only the holder of an attempt in the stage's log submits it. A failed submission is
 recorded in the stage's channel, so that no follower waits for its job.
-
-Detects a cancelled flow run, and stops its jobs.
 """
 
 import logging
@@ -27,7 +25,7 @@ from infra.store.stage_log import Holder
 from infra.store.stage_spec import NextStage, StageSpec
 from infra.store.storage import Storage
 from infra.store.work_channel import JobProblem
-from tasks.runner.adoption import HalfTrained, copy_adopted_steps, link_adopted
+from tasks.runner.earlier_work import HalfTrained, copy_adopted_steps, link_adopted
 from tasks.runner.identity import STAGE_SCHEMA_VERSION, StageRequest
 
 FINGERPRINT_DIGITS = 16
@@ -78,9 +76,9 @@ class Submission:
         The holder makes it unique: attempt numbers restart after garbage collection of a log, while
         the cluster keeps the names of finished jobs.
         """
-        stage, fingerprint = self._request.config.stage, self._request.fingerprint
-        at = f"{fingerprint[:FINGERPRINT_DIGITS]}-{self._storage.name}-a{attempt}"
-        return f"{stage}-{at}-{holder[:HOLDER_DIGITS]}"
+        fingerprint = self._request.fingerprint[:FINGERPRINT_DIGITS]
+        at = f"{fingerprint}-{self._storage.name}-a{attempt}-{holder[:HOLDER_DIGITS]}"
+        return f"{self._request.config.stage}-{at}"
 
     def submit(self, jobs: RayJobs, attempt: int, force: str) -> None:
         """Claim an attempt, and submit its job.
@@ -104,8 +102,7 @@ class Submission:
         try:
             adopted = copy_adopted_steps(self._storage, request, attempt)
             spec = self._specification(request, attempt, holder.id)
-            spec = spec.model_copy(update={"adopted": adopted})
-            channel.write_specification(spec)
+            channel.write_specification(spec.model_copy(update={"adopted": adopted}))
             job = JobRequest(
                 argv=[str(request.interpreter or sys.executable), *spec.job_argv],
                 env=forwarded_environment(),
@@ -116,8 +113,9 @@ class Submission:
                 raise JobSubmitError(f"a job {name} already exists")
         except BaseException as error:
             message = f"was not submitted: {redact(str(error))}"
-            problem = JobProblem(type=type(error).__name__, message=message, exit_code=1)
-            channel.write_error(attempt, problem)
+            channel.write_error(
+                attempt, JobProblem(type=type(error).__name__, message=message, exit_code=1)
+            )
             raise
 
     def _specification(self, request: StageRequest, attempt: int, holder: str) -> StageSpec:
@@ -209,19 +207,14 @@ def stop_followed(storage: Storage, jobs: RayJobs, follower: str) -> None:
     """
     for fingerprint in storage.attempts.followed_by(follower):
         try:
-            name = _left_alone(storage, fingerprint, follower)
+            log = storage.attempts.entries(fingerprint)
+            has_others = storage.attempts.leave(fingerprint, follower)
         except (ArtifactError, OSError) as error:
             # An unreadable log must not keep other jobs alive.
             _log.warning("%s is not stopped: %s", fingerprint, error)
             continue
-        status = jobs.look(name) if name else None
-        if name and status is not None and not status.is_terminal:
-            jobs.stop(name, STOP_DEADLINE_S)
-
-
-def _left_alone(storage: Storage, fingerprint: str, follower: str) -> str | None:
-    """Stop following a stage; return its job if that has no other follower."""
-    log = storage.attempts.entries(fingerprint)
-    if storage.attempts.leave(fingerprint, follower) or not log or log[-1].kind != "held":
-        return None
-    return log[-1].holder.ray_job
+        if log and log[-1].kind == "held" and not has_others:
+            name = log[-1].holder.ray_job
+            status = jobs.look(name)
+            if status is not None and not status.is_terminal:
+                jobs.stop(name, STOP_DEADLINE_S)

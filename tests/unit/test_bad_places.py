@@ -11,6 +11,7 @@ import shutil
 from collections import namedtuple
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,11 +26,9 @@ from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.errors import CheckpointError
 from engines.jobs.policy.files import initial_source
 from engines.jobs.preflight.models import BYTES_PER_PARAMETER, checkpoint_bytes
-from flows.preflight import platform as platform_probe
-from flows.preflight import preflight, storage
-from flows.preflight.platform import check_devices, memory_shortage
+from flows.preflight import machine, preflight
+from flows.preflight.machine import check_devices, check_tracking_database, memory_shortage
 from flows.preflight.resolve import request_of
-from flows.preflight.storage import check_tracking_database
 from flows.recipe.recipe import load_recipe
 from flows.stage_order import run_stages
 from infra.errors import ArtifactError, ConfigError
@@ -150,7 +149,7 @@ def test_bad_input_row_43_too_little_memory(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     need = num_parameters(whole) * BYTES_PER_PARAMETER
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(platform_probe, "_MEMORY_LIMITS", (tmp_path / "absent", limit))
+    monkeypatch.setattr(machine, "_MEMORY_LIMITS", (tmp_path / "absent", limit))
     asked = recipe_in(
         LocalStorage(tmp_path / "store"), "model.init=pretrained", f"model.path={whole}"
     )
@@ -185,7 +184,7 @@ def test_bad_input_row_43_too_few_devices(tmp_path: Path, monkeypatch: pytest.Mo
     surveyed = FoundPlatform(
         name="nvidia", device="cuda", reason="here", label="H100", num_devices=4
     )
-    monkeypatch.setattr(platform_probe, "_surveyed", lambda *arguments: surveyed)
+    monkeypatch.setattr(machine, "_surveyed", lambda *arguments: surveyed)
     nvidia = HardwareConfig(platform="nvidia", device_kind="H100")
     check_devices(4, nvidia, tmp_path)
     with pytest.raises(ConfigError, match=r"got 8; this machine has 4 \(H100\)"):
@@ -197,14 +196,16 @@ def test_bad_input_row_43_too_few_devices(tmp_path: Path, monkeypatch: pytest.Mo
 def test_bad_input_row_44_a_database_of_runs_on_a_network_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert storage.file_system_of(Path("/proc/self")) == "proc"
-    table = tmp_path / "mounts"
-    table.write_text(
+    assert machine.file_system_of(Path("/proc/self")) == "proc"
+    proc = tmp_path / "proc"
+    (proc / "self").mkdir(parents=True)
+    (proc / "filesystems").write_text("\text4\n")
+    (proc / "self/mounts").write_text(
         "/dev/a / ext4 rw 0 0\n"
         f"server:/x {tmp_path}/with\\040blank nfs4 rw 0 0\n"
         f"tmpfs {tmp_path}/with\\040blank/fast tmpfs rw 0 0\n"
     )
-    monkeypatch.setattr(storage, "MOUNTS", table)
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(proc))
     shared = f"sqlite:///{tmp_path}/with blank/mlflow.db"
     with pytest.raises(ConfigError) as refused:
         check_tracking_database(shared)

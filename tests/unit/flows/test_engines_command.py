@@ -1,6 +1,7 @@
 """`rlhf engines` for people, for programs, and beside a plugin that is broken."""
 
 import json
+from dataclasses import astuple
 
 import pytest
 
@@ -70,7 +71,7 @@ def test_the_matrix_has_a_row_per_engine_and_device() -> None:
         for device in backend.devices
     }
     assert {(r.backend, r.model_type, r.device.partition(" ")[0]) for r in rows} == expected
-    assert all(len(row.cells()) == len(HEADINGS) for row in rows)
+    assert all(len(astuple(row)) == len(HEADINGS) for row in rows)
     on_gpu = next(r for r in rows if r.backend == "fsdp2" and r.device.startswith("cuda"))
     assert on_gpu.device == "cuda (one rank: gpu)"
     assert on_gpu.parallelism.startswith("cpu twin: data")

@@ -6,8 +6,8 @@ from platform import machine
 import pytest
 
 from engines.config.training import HardwareConfig
-from flows.preflight import platform as platform_probe
-from flows.preflight.platform import resolve_hardware, survey_machine
+from flows.preflight import machine as platform_probe
+from flows.preflight.machine import resolve_hardware, survey_machine
 from infra.errors import ConfigError
 from infra.survey_report import SurveyReport
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from engines.config.recipe import LocationConfig
 from engines.config.stages.rl import RLRoundStageConfig
 from flows.commands.cli import main
-from flows.recipe.recipe import LocationConfig, load_recipe
+from flows.recipe.recipe import load_recipe
 from flows.report.report import build_report, run_directory, write_report
 from infra.store.heartbeat import Beat, FixedFile
 from infra.store.process_stamp import own_stamp

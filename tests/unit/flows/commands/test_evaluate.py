@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from flows.commands.cli import build_parser
-from flows.commands.evaluate import evaluation_recipe, slug, suite_name
+from flows.commands.run import evaluation_recipe, slug, suite_name
 from infra.errors import ConfigError
 
 

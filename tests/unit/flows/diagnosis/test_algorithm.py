@@ -15,11 +15,11 @@ from pydantic import BaseModel, ValidationError
 from engines.config.diagnosis import DiagnosisConfig, RoundSymptom
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.config.stages.supervised import SFTStageConfig
-from flows.diagnosis import algorithm, resources
-from flows.diagnosis.algorithm import loss_findings, poisoned_findings
+from flows.diagnosis import rules
 from flows.diagnosis.diagnosis import diagnose, symptoms
 from flows.diagnosis.findings import Finding, StageView, windows
 from flows.diagnosis.page import html_page, markdown, text
+from flows.diagnosis.rules import loss_findings, poisoned_findings
 from flows.recipe.recipe import Recipe
 from flows.stage_order import stages_of
 from tests.unit.flows.diagnosis.conftest import HEALTHY, columns_to_steps
@@ -184,8 +184,8 @@ def test_a_loss_that_runs_away(recipe: Recipe) -> None:
 
     (finding,) = loss_findings(view([*line(3.0, 1.0, 20), *line(1.0, 4.0, 20)]), DEFAULTS)
     assert finding.symptom == "loss_divergence"
-    assert loss_findings(view(line(3.0, 1.0)), DEFAULTS) == []
-    assert loss_findings(view([math.nan] * 40), DEFAULTS) == []
+    assert not [*loss_findings(view(line(3.0, 1.0)), DEFAULTS)]
+    assert not [*loss_findings(view([math.nan] * 40), DEFAULTS)]
 
 
 def test_updates_that_were_left_out_are_told_with_their_rows(round_view: RoundView) -> None:
@@ -195,7 +195,7 @@ def test_updates_that_were_left_out_are_told_with_their_rows(round_view: RoundVi
     (finding,) = poisoned_findings(view)
     assert said in finding.text
     assert finding.evidence[0].step == 3
-    assert poisoned_findings(round_view(training__poisoned_updates=[0.0] * 4)) == []
+    assert not [*poisoned_findings(round_view(training__poisoned_updates=[0.0] * 4))]
 
 
 def test_real_healthy_runs_have_no_symptom(
@@ -224,9 +224,9 @@ def test_a_healthy_run_that_goes_on_has_none_at_any_step(healthy_rounds: list[St
 @given(st.lists(st.floats(width=32), max_size=40), st.integers(1, 9))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_no_curve_is_too_odd(recipe: Recipe, values: list[float], window: int) -> None:
-    names = [metric for names in algorithm.KL for metric in (names,)]
-    names += [algorithm.SCORE, algorithm.ENTROPY, algorithm.LENGTH, algorithm.MISMATCH]
-    names += [algorithm.SKIPPED, algorithm.POISONED, resources.PEAK_MEMORY, resources.STEP]
+    names = [metric for names in rules.KL for metric in (names,)]
+    names += [rules.SCORE, rules.ENTROPY, rules.LENGTH, rules.MISMATCH]
+    names += [rules.SKIPPED, rules.POISONED, rules.PEAK_MEMORY, rules.STEP]
     steps = {step: dict.fromkeys(names, value) for step, value in enumerate(values)}
     view = StageView("rl_round_1", RLRoundStageConfig.from_recipe(recipe, 1), steps)
     for finding in diagnose("odd", [view], DiagnosisConfig(window_num_steps=window)).findings:
@@ -255,8 +255,7 @@ def test_no_threshold_changes_a_stage_or_the_name_of_a_run(recipe: Recipe) -> No
 
 def test_settings_that_are_advised_exist() -> None:
     """A recipe's path that was renamed would be advice that is refused."""
-    modules = (algorithm, resources, resources)
-    texts = "".join(Path(str(module.__file__)).read_text("utf-8") for module in modules)
+    texts = Path(rules.__file__).read_text("utf-8")
     roots = "rl|rollout|training|checkpoint|location|sft"
     paths = {*re.findall(rf"\b((?:{roots})\.[a-z_]+(?:\.[a-z_]+)*)", texts)}
     assert len(paths) > 15

@@ -17,7 +17,7 @@ from engines.config.training import LoraConfig, TrainingConfig
 from flows.diagnosis.diagnosis import diagnose
 from flows.diagnosis.findings import Finding, StageView
 from flows.diagnosis.page import DIAGNOSIS_MD, html_page, markdown, text, write_diagnosis
-from flows.diagnosis.resources import resource_findings, step_times, time_findings
+from flows.diagnosis.rules import resource_findings, step_times, time_findings
 from flows.recipe.recipe import Recipe
 from infra.store.work_channel import Cause, JobProblem
 from tasks.runner.memory_knobs import memory_knobs
@@ -76,7 +76,7 @@ def test_a_process_that_ended_without_a_word(round_view: RoundView) -> None:
     assert finding.symptom == "killed"
     assert "in phase train after step 2" in finding.text
     assert str(finding.evidence[0]) == "perf/max_memory_allocated_gb 2 at step 2"
-    assert resource_findings(view, DEFAULTS) == []
+    assert not [*resource_findings(view, DEFAULTS)]
 
 
 def test_memory_that_grows_and_replicas_that_are_lost(round_view: RoundView) -> None:
@@ -101,12 +101,12 @@ def test_where_the_time_goes(round_view: RoundView) -> None:
     assert (note.severity, note.symptom) == ("note", "time")
     assert note.text == "a step takes 10 s: gen 80%, update_weights 10%, other 10%"
     assert "rollout.max_num_sequences" in note.next[0]
-    slow = time_findings(times(round_view, 5.0, 5.0, 10.0), DEFAULTS)
+    slow = [*time_findings(times(round_view, 5.0, 5.0, 10.0), DEFAULTS)]
     assert [each.symptom for each in slow] == ["time", "slow_sync"]
-    waiting = time_findings(times(round_view, 5.0, 1.0, 10.0), DEFAULTS)
+    waiting = [*time_findings(times(round_view, 5.0, 1.0, 10.0), DEFAULTS)]
     assert [each.symptom for each in waiting] == ["time", "waiting"]
-    assert time_findings(round_view(), DEFAULTS) == []
-    assert time_findings(round_view(timing_s__step=[0.1] * 9), DEFAULTS) == [], "it has no phases"
+    assert not [*time_findings(round_view(), DEFAULTS)]
+    assert not [*time_findings(round_view(timing_s__step=[0.1] * 9), DEFAULTS)], "it has no phases"
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from flows.local.display import TerminalDisplay, summary_table
+from flows.local.local_run import TerminalDisplay, summary_table
 from flows.report.report import StageReport
 from infra.store.stage_spec import Artifact
 from infra.tracking.journal import JournalRecord

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from engines.config.recipe import LocationConfig
 from engines.config.training import HardwareConfig
-from flows.nightly import measuring
-from flows.nightly.measuring import WHOLE_RUN, measure, observed
+from flows.nightly import measurement
+from flows.nightly.measurement import WHOLE_RUN, measure, observed
 from flows.nightly.verdict import judge
-from flows.recipe.recipe import LocationConfig, Recipe, load_recipe
+from flows.recipe.recipe import Recipe, load_recipe
 from flows.stage_order import run_stages
 from infra.errors import ConfigError
 from infra.store.stage_log import Holder
@@ -118,7 +119,7 @@ def test_what_ends_a_run_may_end_its_reading(
     def fails(*_: object) -> None:
         raise ConfigError("data.rl", "is not there any more")
 
-    monkeypatch.setattr(measuring, "run_stages", fails)
+    monkeypatch.setattr(measurement, "run_stages", fails)
     found = measure(recipe, "a night", "data.rl: is not there any more")
     assert (found.stopped_at, found.stages) == (WHOLE_RUN, {})
     assert judge(None, found).word == "fail"

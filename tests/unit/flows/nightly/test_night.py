@@ -18,9 +18,9 @@ from flows.nightly.measurement import (
     accepted,
     flattened,
     read_baseline,
+    settings_of,
     write_baseline,
 )
-from flows.nightly.measuring import settings_of
 from flows.nightly.night import (
     NUM_KEPT,
     Night,

@@ -12,7 +12,7 @@ from engines.config.stages.supervised import SFTStageConfig
 from engines.config.training import HardwareConfig
 from flows.plan import Planner
 from flows.recipe.recipe import Recipe, load_recipe
-from flows.recipe.source import RECIPES_DIR, recipe_names
+from flows.recipe.source import RECIPES_DIR, shipped_names
 from flows.stage_order import run_stages, stages_of
 from infra.store.storage import LocalStorage
 
@@ -174,7 +174,7 @@ def value_at(recipe: Recipe, path: str) -> Any:
 
 
 def test_every_algorithm_ships_in_both_sizes() -> None:
-    assert {*CPU, *PUBLISHED} <= set(recipe_names())
+    assert {*CPU, *PUBLISHED} <= set(shipped_names(RECIPES_DIR))
     assert set(PAPERS) == set(PUBLISHED)
     for small, published in zip(CPU, PUBLISHED, strict=True):
         assert published.startswith(f"{small}_")

@@ -13,12 +13,12 @@ from engines.config.stages.final import EvaluateStageConfig
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.config.stages.supervised import SFTStageConfig
 from flows.recipe.recipe import Recipe, load_recipe, parse_recipe
-from flows.recipe.source import RECIPES_DIR, overlay, parse_yaml, recipe_names
+from flows.recipe.source import RECIPES_DIR, overlay, parse_yaml, shipped_names
 from infra.errors import ConfigError
 from infra.plugins import Row
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", shipped_names(RECIPES_DIR))
 def test_every_shipped_recipe_loads(name: str) -> None:
     recipe = load_recipe(name)
     # A platform, a data set and a model may be absent here; the recipe itself may not be wrong.

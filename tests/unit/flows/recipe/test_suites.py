@@ -10,7 +10,7 @@ from engines.config.stages.final import CompareStageConfig, EvaluateStageConfig
 from engines.config.training import HardwareConfig
 from flows.plan import Planner
 from flows.recipe.recipe import Recipe, load_recipe, parse_recipe
-from flows.recipe.source import suite_names, with_overrides
+from flows.recipe.source import SUITES_DIR, shipped_names, with_overrides
 from flows.stage_order import run_stages
 from infra.errors import ConfigError
 from infra.names import renamed_sections
@@ -34,7 +34,7 @@ def planned(recipe: Recipe, root: Path) -> dict[str, Any]:
     return {stage.label: stage for stage in planner.stages}
 
 
-@pytest.mark.parametrize("name", suite_names())
+@pytest.mark.parametrize("name", shipped_names(SUITES_DIR))
 def test_every_shipped_suite_loads(name: str) -> None:
     suite = load_recipe("quickstart", [f"suites={{{name}: {name}}}"]).suites[name]
     assert suite.reward is not None

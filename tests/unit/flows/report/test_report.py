@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.recipe.recipe import LocationConfig, Recipe, load_recipe
-from flows.report.measured import measured_tables
+from engines.config.recipe import LocationConfig
+from flows.recipe.recipe import Recipe, load_recipe
+from flows.report.measured import measured_tables, source_table
 from flows.report.plots import Curve, PlotData, draw_plots
 from flows.report.report import (
     build_report,
@@ -16,7 +17,6 @@ from flows.report.report import (
     plot_data,
     write_report,
 )
-from flows.report.samples import source_table
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact
 from infra.store.storage import LocalStorage, open_storage

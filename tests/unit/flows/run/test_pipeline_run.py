@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from prefect import flow
 
+from engines.config.recipe import LocationConfig
 from engines.config.stages.data import PreprocessStageConfig
-from flows.recipe.recipe import LocationConfig, Recipe, load_recipe
-from flows.run.pipeline_run import RUN_CONTEXT, LazyCluster, RunContext, SilentObserver, open_run
+from flows.recipe.recipe import Recipe, load_recipe
+from flows.run.pipeline_run import RUN_CONTEXT, LazyCluster, RunContext, open_run
 from flows.stage_order import run_stages
 from infra.errors import JobFailedError
 from infra.store.storage import LocalStorage
@@ -21,6 +22,7 @@ from infra.store.work_channel import JobProblem
 from tasks.runner.identity import StageRequest
 from tasks.runner.recorder import Recorder
 from tasks.runner.run import StageResult
+from tasks.runner.stage import StageObserver
 from tests.unit.flows.prefect_api import prefect_api
 from tests.unit.flows.run.test_round_gate import Training
 from tests.unit.flows.test_plan import RUN, Stages
@@ -32,7 +34,7 @@ REJECTED = (
 )
 
 
-class Heard(SilentObserver):
+class Heard(StageObserver):
     """Remembers what was said."""
 
     def __init__(self) -> None:

@@ -73,7 +73,7 @@ def test_a_registry_that_does_not_answer_is_told_in_one_line(
         raise ConnectionError("refused")
 
     monkeypatch.setattr(JsonLinesTracker, "incumbent", away)
-    with pytest.raises(ServiceError, match="does not say which model is models:/teacher@champion"):
+    with pytest.raises(ServiceError, match="does not say which version of teacher is champion"):
         with_registered_models(taught(tmp_path), LocalStorage(tmp_path / "store"))
 
 

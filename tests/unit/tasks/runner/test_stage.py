@@ -9,7 +9,6 @@ from rlhf.testing.json_lines_tracker import JsonLinesTracker
 from engines.config.sections import PromoteConfig
 from engines.config.stages.base import Runtime
 from engines.config.stages.final import PromoteStageConfig
-from flows.run.pipeline_run import SilentObserver
 from infra.ray.api import JobRequest, JobState, JobStatus
 from infra.store.stage_log import Attempt, Holder
 from infra.store.stage_spec import Artifact, CommitRecord, StageSpec
@@ -20,7 +19,7 @@ from infra.tracking.shipper import Shipper
 from infra.tracking.tracker import TrackerSettings
 from tasks.runner.identity import StageRequest, stage_request
 from tasks.runner.recorder import Recorder
-from tasks.runner.stage import StageContext
+from tasks.runner.stage import StageContext, StageObserver
 
 
 class Later(PromoteStageConfig):
@@ -83,7 +82,7 @@ def new_context(jobs: Jobs, home: Path, **force: str) -> StageContext:
         storage=jobs.storage,
         ray_jobs=lambda: jobs,  # type: ignore[arg-type,return-value]
         recorder=recorder,
-        observer=SilentObserver(),
+        observer=StageObserver(),
         runtime=Runtime(),
         orchestrated=False,
         seed=0,

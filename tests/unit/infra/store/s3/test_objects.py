@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rlhf.testing.fault_proxy import FaultProxy
 
-from flows.commands.doctor import _named_store
+from flows.commands.doctor import tried
 from infra import env
 from infra.errors import (
     ConfigError,
@@ -174,7 +174,7 @@ def test_a_service_that_ignores_conditions_is_refused_before_anything_is_held(
         objects.create("entry", b"mine")
     with pytest.raises(ConfigError, match="ignores If-None-Match"):
         open_storage(uri).probe()
-    check = _named_store(uri)
+    check = tried("store", lambda: open_storage(uri).probe())
     assert (check.status, "ignores If-None-Match" in check.detail) == ("error", True)
     assert objects.listed("") == []
     proxy.heal()

@@ -18,7 +18,7 @@ from infra.store.stage_log import Holder
 from infra.store.stage_spec import Adoption
 from infra.store.step_directories import newest_valid, step_directories
 from infra.tracking.journal import Journal
-from tasks.runner.adoption import HalfTrained, link_adopted
+from tasks.runner.earlier_work import HalfTrained, link_adopted
 
 FINGERPRINT = "f" * 64
 PLACE = f"work/{FINGERPRINT}/steps-0"

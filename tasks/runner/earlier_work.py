@@ -1,29 +1,168 @@
-"""Continues a stage from half-trained work under another fingerprint.
+"""Earlier work on a stage: how it differs from a request, and how it is continued.
 
 An edited stage, or one with another layout, has a new fingerprint, under which the step checkpoints
 of the earlier work are not found. Adoption starts a generation of the new stage with the newest
 valid checkpoint of that work, and copies the metrics of its steps into the new journal.
 
-Promises: a difference in model, data, seed, algorithm, optimizer or schedule is refused by name.
-Code, libraries and `Execution` fields may differ, and are named. The other work is not changed, and
-its checkpoint is linked before anything is recorded, so that a failure leaves the stage as it was.
-Does not promise: that today's code would compute the adopted steps the same. Order of rows and
-seeds are functions of (seed, step), so no row is skipped or repeated; random generators of ranks
-are restored only if the number of ranks is the same.
+Promises: everything in the specification of an earlier run is compared: configuration, seed,
+digests of inputs, source modules, libraries. A difference in model, data, seed, algorithm,
+optimizer or schedule refuses adoption, by name; code, libraries and `Execution` fields may differ.
+The other work is not changed, and its checkpoint is linked before anything is recorded, so that a
+failure leaves the stage as it was.
+Does not promise: differences of the device and of other distributions' code, which are not
+recorded; that today's code would compute the adopted steps the same. Order of rows and seeds are
+functions of (seed, step), so no row is skipped or repeated; random generators of ranks are restored
+only if the number of ranks is the same.
 """
 
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
+from heapq import nlargest
 from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
 
 from engines.config.base import Change
-from infra.errors import ArtifactNotFoundError, ConfigError
-from infra.store.stage_log import generation
-from infra.store.stage_spec import Adoption, some
+from infra.errors import ArtifactError, ArtifactNotFoundError, ConfigError
+from infra.field_errors import to_config_error
+from infra.store.stage_log import generation, latest_commit
+from infra.store.stage_spec import Adoption, Artifact, StageSpec, some
 from infra.store.step_directories import link_checkpoint, newest_valid
 from infra.store.storage import Storage
 from infra.tracking.journal import Journal, num_done, read_journal
-from tasks.runner.differences import DIGITS, UNNAMED, differences, specification
-from tasks.runner.identity import StageRequest
+from tasks.runner.identity import STAGE_SCHEMA_VERSION, StageRequest
+
+UNNAMED = "the device, or code of other distributions"
+DIGITS = 12
+MAX_NUM_EARLIER = 256
+"""Number of most recently used stages that are compared, which bounds the time of a plan."""
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Differences between an earlier run of a stage and a request."""
+
+    changes: tuple[Change, ...]
+    sources: tuple[str, ...]
+    libraries: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.changes or self.sources or self.libraries)
+
+    def __str__(self) -> str:
+        parts = [some([str(change) for change in self.changes])]
+        parts += [f"sources {some(self.sources)}"] if self.sources else []
+        parts += [f"libraries {some(self.libraries)}"] if self.libraries else []
+        return "; ".join(filter(None, parts)) or UNNAMED
+
+
+def differences(spec: StageSpec, request: StageRequest) -> Differences:
+    """Compare a request with an attempt's specification; inputs without a digest are skipped."""
+    libraries = differing(spec.libraries, request.libraries)
+    return Differences(
+        changes=tuple(_changes(spec, request)),
+        sources=tuple(differing(spec.sources, request.sources)),
+        libraries=tuple(f"{name} {old} -> {new}" for name, (old, new) in libraries.items()),
+    )
+
+
+def specification(storage: Storage, fingerprint: str) -> StageSpec | None:
+    """Return the specification of the stage's newest generation; None if none can be read."""
+    for entry in generation(storage.attempts.entries(fingerprint)):
+        try:
+            return storage.channel(fingerprint).read_specification(entry.number)
+        except ConfigError:
+            continue  # the attempt died before writing it, or newer code wrote it
+    return None
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """A stage of an earlier run; `output` is None if it is half-trained."""
+
+    spec: StageSpec
+    output: Artifact | None
+    differs: Differences
+
+    def __str__(self) -> str:
+        return f"differs from {self.spec.fingerprint[:DIGITS]}: {self.differs}"
+
+    def distance(self) -> tuple[int, bool, int]:
+        """Return what orders earlier runs; the smallest is the nearest."""
+        sources_and_libraries = len(self.differs.sources) + len(self.differs.libraries)
+        return len(self.differs.changes), self.output is None, sources_and_libraries
+
+
+class EarlierRuns:
+    """The committed and half-trained stages of a store; it is read once, on first use."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    def nearest(self, request: StageRequest) -> EarlierRun | None:
+        """Return the earlier run with the fewest differences; None if the stage was never run.
+
+        Of equals, a committed one is preferred, then the latest.
+        """
+        known = all(artifact.digest for artifact in request.inputs.values())
+        own = request.fingerprint if known else None
+        found = [
+            EarlierRun(spec, output, differences(spec, request))
+            for spec, output in self._known
+            if spec.stage == request.config.stage
+            and spec.fingerprint != own
+            and type(request.config).model_construct(**spec.config).label == request.label
+        ]
+        return min(found, key=EarlierRun.distance, default=None)
+
+    @cached_property
+    def _known(self) -> list[tuple[StageSpec, Artifact | None]]:
+        """Specifications and outputs, the last used first."""
+        used_at: dict[str, float] = {}
+        for run in self._storage.runs.known():
+            for fingerprint, at in run.used_at.items():
+                used_at[fingerprint] = max(at, used_at.get(fingerprint, at))
+        half_trained = {*self._storage.with_steps()}
+        known = []
+        for fingerprint in nlargest(MAX_NUM_EARLIER, used_at, key=used_at.__getitem__):
+            with suppress(ArtifactError):  # a lookup of that stage reports it
+                record = latest_commit(self._storage.attempts.entries(fingerprint))
+                spec = specification(self._storage, fingerprint)
+                if spec is not None and (record is not None or fingerprint in half_trained):
+                    known.append((spec, record.artifact if record else None))
+        return known
+
+
+def _changes(spec: StageSpec, request: StageRequest) -> Iterator[Change]:
+    before = _values(spec.schema_version, spec.seed, spec.inputs)
+    now = _values(STAGE_SCHEMA_VERSION, request.seed, request.inputs)
+    for name, (old, new) in differing(before, now).items():
+        if new != "":  # an empty digest is not known yet
+            yield Change(name, old, new, is_execution=False)
+    try:
+        config = type(request.config).model_validate(spec.config)
+    except ValidationError as error:
+        path = to_config_error(error, type(request.config)).path
+        yield Change(path, "what the code of then took", "another form", is_execution=False)
+    else:
+        yield from request.config.changes(config)
+
+
+def _values(schema_version: int, seed: int, inputs: Mapping[str, Artifact]) -> dict[str, Any]:
+    digests = {f"inputs.{name}": each.digest[:DIGITS] for name, each in inputs.items()}
+    return {"schema_version": schema_version, "seed": seed, **digests}
+
+
+def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return both values of each name whose values differ; None if one is missing."""
+    return {
+        name: (before.get(name), now.get(name))
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name)
+    }
 
 
 @dataclass(frozen=True)
@@ -64,12 +203,13 @@ class HalfTrained:
 def half_trained(storage: Storage, request: StageRequest) -> list[HalfTrained]:
     """Return half-trained work that is ahead of the stage's own, adoptable and longest first."""
     at = own_step(storage, request)
-    found = [
+    ahead = [
         work
         for fingerprint in storage.with_steps()
-        if fingerprint != request.fingerprint and (work := _work(storage, fingerprint, request))
+        if fingerprint != request.fingerprint
+        and (work := _work(storage, fingerprint, request))
+        and work.step > at
     ]
-    ahead = [work for work in found if work.step > at]
     return sorted(ahead, key=lambda work: (len(work.refused), -work.step))
 
 

@@ -1,20 +1,19 @@
-"""Resolves the device that the jobs will compute on, in a child process because it needs torch.
+"""Checks of this machine before a run: its device, memory, disk space, store and database.
 
-Promises: the plan uses the same device as the stages. The result is cached in the home, per boot,
-installation and choice of visible devices.
+A child process loads what this process must not: torch, plugins, users' rewards.
+Promises: the plan uses the same device as the stages. The device is cached in the home, per boot,
+installation and choice of visible devices. A child process gives an answer of the stated type, or
+an error of one line, within the deadline.
 Does not promise: devices of other machines of a cluster. A recipe for a cluster names its device,
 and jobs refuse to start on another.
-
-Asks a child process that loads what this process must not: torch, plugins, users' rewards.
-
-Promises: an answer of the stated type, or an error of one line, within the deadline.
 """
 
 import contextlib
+import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from platform import node
 from typing import TypeVar
@@ -24,15 +23,18 @@ import psutil
 from pydantic import BaseModel, ValidationError
 
 from engines.config.plugins import TABLES
+from engines.config.recipe import Recipe
 from engines.config.training import HardwareConfig
+from flows.plan import plan_run
 from infra import env
-from infra.errors import ConfigError, JobSubmitError, ServiceError
+from infra.errors import ConfigError, JobSubmitError, ServiceError, StoreDeniedError, StoreError
 from infra.identity.fingerprint import outside_code, source_closure
 from infra.ray.api import RayApi, existing_token
 from infra.ray.embedded import default_num_cpus
 from infra.ray.jobs import num_nodes
 from infra.store.atomic import atomic_write_bytes
 from infra.store.canonical import sha256_json
+from infra.store.storage import open_storage
 from infra.survey_report import FoundPlatform, SurveyReport
 
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
@@ -182,8 +184,9 @@ def survey_machine(*requested: str) -> SurveyReport:
     Raises:
         ServiceError: torch does not start, or a plugin crashes the process.
     """
-    command = ["hardware.survey", *requested]
-    return ask(SurveyReport, "the platform probe", PROBE_DEADLINE_S, command)
+    return ask(
+        SurveyReport, "the platform probe", PROBE_DEADLINE_S, ["hardware.survey", *requested]
+    )
 
 
 def platform_of(report: SurveyReport) -> FoundPlatform:
@@ -197,3 +200,101 @@ def platform_of(report: SurveyReport) -> FoundPlatform:
     if report.refusal is None:
         raise ServiceError("the platform probe gave no answer")
     raise ConfigError(report.refusal.path, report.refusal.problem)
+
+
+NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "afs", "fuse.sshfs", "fuse.glusterfs"})
+"""File systems on which database locks are unreliable."""
+
+
+def file_system_of(path: Path) -> str | None:
+    """Return the type (`ext4`, `nfs4`) of an absolute path's file system; None if it is unknown."""
+    place, found = path.resolve(), None
+    with contextlib.suppress(OSError):
+        mounts = [
+            each
+            for each in psutil.disk_partitions(all=True)
+            if place.is_relative_to(each.mountpoint)
+        ]
+        # A later mount on the same path hides an earlier one.
+        found = max(reversed(mounts), key=lambda each: len(each.mountpoint), default=None)
+    return found.fstype if found else None
+
+
+NUM_CHECKPOINTS = 2
+"""The newest checkpoint stays until the next one is complete."""
+TRAINING_STAGES = ("sft", "reward_model", "preference", "rl_round")
+"""Label prefixes of the stages that write step checkpoints."""
+
+
+def check_store(uri: str) -> None:
+    """Check that the store answers and allows access.
+
+    Raises:
+        ConfigError: names `location.store`.
+        StoreError: its service failed or does not answer.
+    """
+    try:
+        open_storage(uri).probe()
+    except ConfigError as error:
+        raise ConfigError("location.store", error.problem) from error
+    except StoreDeniedError as error:
+        raise ConfigError("location.store", str(error)) from error
+    except StoreError as error:
+        raise type(error)(f"location.store: {error}") from error
+    except OSError as error:
+        raise ConfigError(
+            "location.store",
+            f"got {uri}, which cannot be made or written to ({error.strerror}); need a directory "
+            "of yours; name another",
+        ) from error
+
+
+def check_tracking_database(uri: str) -> None:
+    """Check that an SQLite database of runs is on a disk with working locks.
+
+    Raises:
+        ConfigError: it is on a network disk.
+    """
+    if not uri.startswith("sqlite:///"):
+        return
+    kind = file_system_of(Path(uri.removeprefix("sqlite:///")).absolute())
+    if kind in NETWORK:
+        raise ConfigError(
+            "location.tracking_uri",
+            f"got {uri}, which is on {kind}; sqlite needs a local disk; set it, or "
+            "MLFLOW_TRACKING_URI, to a server",
+        )
+
+
+def check_room(recipe: Recipe, checkpoint_bytes: int, force: Mapping[str, str]) -> None:
+    """Check that the store has space for checkpoints, and the memory for the training.
+
+    Raises:
+        ConfigError: a stage has to train and there is too little, or `plan_run` failed.
+    """
+    shortage = memory_shortage(checkpoint_bytes, recipe.hardware)
+    if shortage and _trains(recipe, force):
+        raise ConfigError(
+            "model.path",
+            f"got {recipe.model.path}: {shortage}; take a smaller model or training.lora, or set "
+            "RAY_ADDRESS to a cluster",
+        )
+    if "://" in recipe.store_uri:  # the free space of a bucket is unknown
+        return
+    num_checkpoints = NUM_CHECKPOINTS + recipe.keeps_average
+    need_bytes = num_checkpoints * checkpoint_bytes
+    free_bytes = shutil.disk_usage(recipe.store_uri).free
+    if free_bytes < need_bytes and _trains(recipe, force):
+        raise ConfigError(
+            "location.store",
+            f"need {num_checkpoints} x {checkpoint_bytes / 1e9:.1f} GB for checkpoints of "
+            f"{recipe.model.path}, {recipe.store_uri} has {free_bytes / 1e9:.1f} GB free; free "
+            "some, or name another place",
+        )
+
+
+def _trains(recipe: Recipe, force: Mapping[str, str]) -> bool:
+    return any(
+        each.label.startswith(TRAINING_STAGES) and each.status not in {"hit", "likely_reuse"}
+        for each in plan_run(recipe, force).stages
+    )
