@@ -13,28 +13,17 @@ Does not promise: to merge checkpoint parts of several machines; the sharing one
 
 import hashlib
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from infra import env
-from infra.errors import StoreError
 from infra.host.records import file_lock
 from infra.store.atomic import atomic_write_bytes, make_directories, remove_directory
-from infra.store.canonical import canonical_json, sha256_json
-from infra.store.heartbeat import Beat, checked_content, parse_beat
+from infra.store.canonical import sha256_json
 from infra.store.s3 import mirror
 from infra.store.s3.mirror import JournalChunks, SharedSteps, StepsShipper
 from infra.store.s3.objects import Objects
-from infra.store.stage_spec import Adoption, StageSpec
-from infra.store.step_directories import remove_steps_after
-from infra.store.work_channel import (
-    SAMPLES_DIR,
-    JobProblem,
-    parse_problem,
-    parse_specification,
-    prune_attempt,
-    steps_name,
-)
+from infra.store.stage_spec import Adoption
+from infra.store.work_channel import WorkChannel, prune_attempt, steps_name
 
 _DIGITS = 12
 _WITH_STEPS = "with-steps"
@@ -42,14 +31,14 @@ _LOG_MARK = "log"
 LOCK_DEADLINE_S = 60.0
 
 
-class S3Channel:
-    """`WorkChannel` of one fingerprint in a bucket."""
+class S3Channel(WorkChannel):
+    """`WorkChannel` of one fingerprint in a bucket; each access ships what this process wrote."""
 
     def __init__(self, objects: Objects, fingerprint: str) -> None:
+        super().__init__(objects, fingerprint)
         self._objects = objects
         self._root = f"work/{fingerprint}"
         self._directory = _local(objects) / fingerprint
-        self._fingerprint = fingerprint
         self._is_of_this_log = False
         self._shippers: list[StepsShipper] = []
         self._journals: dict[int, JournalChunks] = {}
@@ -61,51 +50,12 @@ class S3Channel:
         there = {each.name.rpartition("/")[2] for each in objects.listed(f"{_WITH_STEPS}/")}
         return sorted(here | there)
 
-    def write_specification(self, spec: StageSpec) -> None:
-        """See `WorkChannel.write_specification`; ships a journal that was started here first."""
-        mirror.ship(self._local_path(spec.attempt))
-        self._objects.put(self._name(spec.attempt, "spec.json"), canonical_json(spec))
-
-    def read_specification(self, attempt: int) -> StageSpec:
-        """See `WorkChannel.read_specification`."""
-        name = self._name(attempt, "spec.json")
-        return parse_specification(self._objects.get(name), self._objects.place(name))
-
-    def write_error(self, attempt: int, problem: JobProblem) -> None:
-        """See `WorkChannel.write_error`."""
-        with suppress(StoreError):
-            mirror.ship(self._local_path(attempt))
-        self._objects.put(self._name(attempt, "error.json"), canonical_json(problem))
-
-    def read_error(self, attempt: int) -> JobProblem | None:
-        """See `WorkChannel.read_error`."""
-        name = self._name(attempt, "error.json")
-        return parse_problem(self._objects.get(name), self._objects.place(name))
-
-    def read_beat(self, attempt: int) -> Beat | None:
-        """See `WorkChannel.read_beat`."""
-        mirror.ship(self._local_path(attempt))
-        name = self._name(attempt, "heartbeat")
-        data = self._objects.get(name)
-        return parse_beat(data and checked_content(data), self._objects.place(name))
-
     def read_journal(self, attempt: int, start: int = 0, end: int | None = None) -> bytes:
         """See `WorkChannel.read_journal`."""
         return self._journal(attempt).read(start, end)
 
-    def read_samples(self, attempt: int) -> dict[int, bytes]:
-        """See `WorkChannel.read_samples`."""
-        mirror.ship(self._local_path(attempt))
-        found: dict[int, bytes] = {}
-        for each in self._objects.listed(f"{self._name(attempt, SAMPLES_DIR)}/"):
-            step = each.name.rpartition("/")[2].removesuffix(".json")
-            data = self._objects.get(each.name) if step.isdigit() else None
-            if data is not None:
-                found[int(step)] = data
-        return found
-
     def journal_bytes(self, attempt: int) -> int:
-        """Return the size of the shipped complete lines of an attempt's journal segment."""
+        """See `WorkChannel.journal_bytes`; only shipped lines count."""
         chunks = self._journal(attempt)
         chunks.refresh()
         return chunks.num_bytes
@@ -114,7 +64,7 @@ class S3Channel:
         """See `WorkChannel.local_dir`."""
         self._leave_what_was()
         path = self._local_path(attempt)
-        mirror.mirror(self._objects, self._name(attempt), path)
+        mirror.mirror(self._objects, f"{self._root}/attempt-{attempt}", path)
         return path
 
     def steps_dir(self, generation: int, adopted: Adoption | None = None) -> Path:
@@ -126,12 +76,12 @@ class S3Channel:
         self, attempt: int, steps: Path, last: int, before_publish: Callable[[], None]
     ) -> None:
         """See `WorkChannel.share_steps`; a thread ships checkpoints while the job goes on."""
-        remove_steps_after(steps, last)
+        super().share_steps(attempt, steps, last, before_publish)
         self.fetch_steps(steps, last)
         self._mark_steps()
 
         def before_manifest() -> None:
-            mirror.ship(self._local_path(attempt))
+            self._ship(attempt)
             before_publish()
 
         self._shippers.append(StepsShipper(self._shared(steps), before_manifest))
@@ -182,19 +132,20 @@ class S3Channel:
         return SharedSteps(self._objects, f"{self._root}/{steps.name}", steps)
 
     def _mark_steps(self) -> None:
-        self._objects.put(f"{_WITH_STEPS}/{self._fingerprint}", b"")
+        self._objects.touch(f"{_WITH_STEPS}/{self._fingerprint}")
 
     def _journal(self, attempt: int) -> JournalChunks:
-        mirror.ship(self._local_path(attempt))
+        self._ship(attempt)
         if attempt not in self._journals:
-            self._journals[attempt] = JournalChunks(self._objects, self._name(attempt))
+            name = f"{self._root}/attempt-{attempt}"
+            self._journals[attempt] = JournalChunks(self._objects, name)
         return self._journals[attempt]
+
+    def _ship(self, attempt: int) -> None:
+        mirror.ship(self._local_path(attempt))
 
     def _local_path(self, attempt: int) -> Path:
         return self._directory / f"attempt-{attempt}"
-
-    def _name(self, attempt: int, name: str = "") -> str:
-        return f"{self._root}/attempt-{attempt}/{name}".rstrip("/")
 
 
 def _local(objects: Objects) -> Path:

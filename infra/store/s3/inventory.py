@@ -28,7 +28,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from infra.errors import NotExclusiveError, StoreError
 from infra.faults import fault
 from infra.store.artifacts import MANIFEST_NAME
-from infra.store.inventory import Stored, StoredStage
+from infra.store.inventory import Inventory, Stored, StoredStage
 from infra.store.process_stamp import is_dead, own_stamp
 from infra.store.s3.objects import MAX_DELETED, Found, Objects, Unfinished
 from infra.waiting import wait_for
@@ -144,7 +144,7 @@ ABANDONED_S = 24 * 3600.0
 """A probe or an upload that is older is not in use any more."""
 
 
-class S3Inventory:
+class S3Inventory(Inventory):
     """`Inventory` of a store in a bucket."""
 
     others_wait = True
@@ -152,7 +152,10 @@ class S3Inventory:
     def __init__(self, objects: Objects, collecting: Collecting) -> None:
         self._objects, self._collecting = objects, collecting
         self._unfinished: dict[str, Unfinished] = {}
-        self.exclusively: Callable[[], AbstractContextManager[None]] = collecting.hold
+
+    def exclusively(self) -> AbstractContextManager[None]:
+        """See `Inventory.exclusively`; a record in the bucket excludes others."""
+        return self._collecting.hold()
 
     def stages(self) -> dict[str, StoredStage]:
         """See `Inventory.stages`; two listings for any number of stages."""

@@ -60,6 +60,7 @@ from infra.errors import (
     StoreUnreachableError,
 )
 from infra.store.artifacts import FileEntry
+from infra.store.files import Files, Found
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]*(?:/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?")
@@ -173,14 +174,6 @@ NUM_READS = 3
 _opening = threading.Lock()
 
 
-class Found(NamedTuple):
-    """An object in a listing; `changed_at` is the service's time in seconds since the epoch."""
-
-    name: str
-    size_bytes: int
-    changed_at: float
-
-
 class Unfinished(NamedTuple):
     """A multipart upload that was not ended; `begun_at`: service time, seconds since the epoch."""
 
@@ -190,7 +183,7 @@ class Unfinished(NamedTuple):
     begun_at: float
 
 
-class Objects:
+class Objects(Files):
     """The objects below an address; all methods raise `StoreError` if the service fails."""
 
     def __init__(self, address: S3Address) -> None:
@@ -233,6 +226,10 @@ class Objects:
         """Create or replace an object; the service verifies its sha256."""
         with self._told(name):
             self._put(name, data)
+
+    def touch(self, name: str) -> None:
+        """Put an empty object."""
+        self.put(name, b"")
 
     def create(self, name: str, data: bytes) -> bool:
         """Create an object unless the name is taken; return True if it has these bytes now.
@@ -323,6 +320,10 @@ class Objects:
                 )
             for error in answer.get("Errors", ()):
                 raise StoreError(f"{self.place(names[at])}: not removed: {error.get('Message')}")
+
+    def remove(self, directory: str) -> None:
+        """Remove the objects below a directory, in the order of their names."""
+        self.delete([each.name for each in self.listed(f"{directory}/")])
 
     def unfinished(self, before: float) -> list[Unfinished]:
         """Return multipart uploads begun before a time (seconds since the epoch) and not ended."""

@@ -9,71 +9,46 @@ changing the size; `local_copy` and `verify` do.
 import hashlib
 import logging
 import shutil
-import uuid
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from infra import env
 from infra.errors import ArtifactCorruptError, ArtifactNotFoundError
 from infra.faults import fault
-from infra.store.artifacts import (
-    EXTERNAL_KIND,
-    MANIFEST_NAME,
-    Level,
-    Manifest,
-    build_manifest,
-    parse_manifest,
-    write_manifest,
-)
+from infra.store.artifacts import MANIFEST_NAME, Level, Manifest, parse_manifest
+from infra.store.process_stamp import is_dead, own_stamp
+from infra.store.runs import Runs
 from infra.store.s3 import objects as objects_of
 from infra.store.s3.cache import ArtifactCache, transfer
 from infra.store.s3.channel import S3Channel
 from infra.store.s3.inventory import Collecting, S3Inventory
-from infra.store.s3.objects import Objects, S3Address
-from infra.store.s3.records import S3Followers, S3LogFiles, S3Runs
-from infra.store.stage_log import StageLogs
+from infra.store.s3.objects import Found, Objects, S3Address
+from infra.store.stage_log import STALE_S, StageLogs
 from infra.store.stage_spec import Artifact, check_fingerprint
-from infra.store.storage import (
-    KIND,
-    NO_DIGESTS,
-    SECOND_REFUSED,
-    SHA256,
-    StageResults,
-    check_unchanged,
-    require,
-)
+from infra.store.storage import SECOND_REFUSED, Storage, artifact_name
 
 _log = logging.getLogger(__name__)
 
 
-class S3Storage(StageResults):
+class S3Storage(Storage):
     """A store in a bucket, `s3://bucket/prefix`; raises as `S3Address.parse`."""
 
     def __init__(self, uri: str) -> None:
         self._address = S3Address.parse(uri)
         self._objects = Objects(self._address)
+        super().__init__(self._objects)
         self._cache = ArtifactCache(env.home() / "cache")
         self._channels: dict[str, S3Channel] = {}
-        self.attempts = StageLogs(
-            S3LogFiles(self._objects), S3Followers(self._objects), self._journal_bytes
-        )
         self._collecting = Collecting(self._objects)
-        self.runs = S3Runs(self._objects, self._collecting)
+        self.attempts = S3StageLogs(self._objects, self._journal_bytes)
+        self.runs = Runs(self._objects, self._collecting.wait_until_over, self._collecting.check)
         self.inventory = S3Inventory(self._objects, self._collecting)
-        self._copies: dict[tuple[str, str], Path] = {}
 
     @property
     def uri(self) -> str:
         """Address of the store."""
         return self._address.uri
-
-    @property
-    def name(self) -> str:
-        """See `Storage.name`; created once per store."""
-        while (found := self._objects.get("name")) is None:
-            self._objects.create("name", uuid.uuid4().hex[:8].encode())
-        return found.decode()
 
     def probe(self) -> str:
         """See `Storage.probe`."""
@@ -83,7 +58,6 @@ class S3Storage(StageResults):
     def channel(self, fingerprint: str) -> S3Channel:
         """See `Storage.channel`."""
         if fingerprint not in self._channels:
-            check_fingerprint(fingerprint)
             self._channels[fingerprint] = S3Channel(self._objects, fingerprint)
         return self._channels[fingerprint]
 
@@ -91,19 +65,14 @@ class S3Storage(StageResults):
         """See `Storage.with_steps`."""
         return S3Channel.with_steps(self._objects)
 
-    def publish(self, source: Path, kind: str, digests: Mapping[str, str] = NO_DIGESTS) -> Artifact:
-        """See `Storage.publish`; the files stay in this machine's cache."""
-        require(KIND, kind, "artifact kind")
-        fault("storage.before_publish")
-        manifest = build_manifest(source, kind, digests)
-        digest, root = manifest.digest, _root(kind, manifest.digest)
-        write_manifest(source, manifest)
+    def _publish(self, source: Path, manifest: Manifest) -> None:
+        """See `Storage`; the files stay in this machine's cache."""
+        root = artifact_name(manifest.kind, manifest.digest)
         self._upload(source, root, manifest)
         while self._collecting.wait_until_over():
             self._upload(source, root, manifest)
-        self._cache.take_in(source, kind, digest)
+        self._cache.take_in(source, manifest.kind, manifest.digest)
         shutil.rmtree(source, ignore_errors=True)
-        return Artifact(kind=kind, uri=self._place(kind, digest), digest=digest)
 
     def _upload(self, source: Path, root: str, manifest: Manifest) -> None:
         """Upload what is missing, and always the manifest: its age tells a collector of the use."""
@@ -131,7 +100,7 @@ class S3Storage(StageResults):
     def verify(self, artifact: Artifact, level: Level) -> Manifest:
         """See `Storage.verify`."""
         manifest = self._manifest(artifact)
-        root = _root(artifact.kind, artifact.digest)
+        root = artifact_name(artifact.kind, artifact.digest)
         if level == "manifest":
             return manifest
         present = self._sizes(root)
@@ -155,20 +124,8 @@ class S3Storage(StageResults):
                     )
         return manifest
 
-    def local_copy(self, artifact: Artifact) -> Path:
-        """See `Storage.local_copy`."""
-        external = artifact.kind == EXTERNAL_KIND
-        key = (artifact.uri if external else artifact.kind, artifact.digest)
-        if key not in self._copies:
-            if external:
-                check_unchanged(artifact)
-                self._copies[key] = Path(artifact.uri)
-            else:
-                self._copies[key] = self._fetch(artifact)
-        return self._copies[key]
-
     def _fetch(self, artifact: Artifact) -> Path:
-        root = _root(artifact.kind, artifact.digest)
+        root = artifact_name(artifact.kind, artifact.digest)
 
         def manifest() -> Manifest:
             return self.verify(artifact, "size")
@@ -180,7 +137,7 @@ class S3Storage(StageResults):
         return self._cache.fetch(artifact.kind, artifact.digest, manifest, read)
 
     def _manifest(self, artifact: Artifact) -> Manifest:
-        name = f"{_root(artifact.kind, artifact.digest)}/{MANIFEST_NAME}"
+        name = f"{artifact_name(artifact.kind, artifact.digest)}/{MANIFEST_NAME}"
         data, where = self._objects.get(name), self._objects.place(name)
         if data is None:
             raise ArtifactNotFoundError(f"{where} is not in the store")
@@ -193,14 +150,46 @@ class S3Storage(StageResults):
         cut = len(root) + 1
         return {each.name[cut:]: each.size_bytes for each in self._objects.listed(f"{root}/")}
 
-    def _journal_bytes(self, fingerprint: str, attempt: int) -> int:
-        return self.channel(fingerprint).journal_bytes(attempt)
 
-    def _place(self, kind: str, digest: str) -> str:
-        return self._objects.place(_root(kind, digest))
+class S3StageLogs(StageLogs):
+    """`StageLogs` in a bucket; followers are also indexed by name, below `followed/`."""
+
+    def __init__(self, objects: Objects, journal_bytes: Callable[[str, int], int]) -> None:
+        super().__init__(objects, journal_bytes)
+        self._objects = objects
+
+    def join(self, fingerprint: str, follower: str) -> None:
+        """See `StageLogs.join`; the index is written first, so it lists every visible follower."""
+        self._objects.touch(_followed(fingerprint, follower))
+        self._objects.put(_follower(fingerprint, follower), own_stamp().encode())
+
+    def leave(self, fingerprint: str, follower: str) -> int:
+        """See `StageLogs.leave`."""
+        own = _follower(fingerprint, follower)
+        found = self._objects.listed(own.rpartition("/")[0] + "/")
+        self._objects.delete([own, _followed(fingerprint, follower)])
+        now = max((each.changed_at for each in found), default=0.0)
+        return sum(self._waits(each, now) for each in found if each.name != own)
+
+    def followed_by(self, follower: str) -> list[str]:
+        """See `StageLogs.followed_by`."""
+        found = self._objects.listed(_followed("", follower))
+        return sorted(each.name.rpartition("/")[2] for each in found)
+
+    def _waits(self, each: Found, now: float) -> bool:
+        stamp = self._objects.get(each.name)
+        if stamp is None:
+            return False
+        if now - each.changed_at > STALE_S or is_dead(stamp.decode()):
+            _, fingerprint, _, follower = each.name.split("/")
+            self._objects.delete([each.name, _followed(fingerprint, follower)])
+            return False
+        return True
 
 
-def _root(kind: str, digest: str) -> str:
-    require(KIND, kind, "artifact kind")
-    require(SHA256, digest, "artifact digest")
-    return f"artifacts/{kind}/{digest}"
+def _follower(fingerprint: str, follower: str) -> str:
+    return f"work/{check_fingerprint(fingerprint)}/followers/{check_fingerprint(follower)}"
+
+
+def _followed(fingerprint: str, follower: str) -> str:
+    return f"followed/{check_fingerprint(follower)}/{fingerprint}"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.store.heartbeat import LocalFollowers
+from infra.store.storage import LocalStorage
 
 FINGERPRINT = "f" * 64
 
@@ -13,7 +13,7 @@ FINGERPRINT = "f" * 64
 def test_who_leaves_beside_another_still_counts_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine, theirs = LocalFollowers(tmp_path), LocalFollowers(tmp_path)
+    mine, theirs = LocalStorage(tmp_path).attempts, LocalStorage(tmp_path).attempts
     mine.join(FINGERPRINT, "me")
     theirs.join(FINGERPRINT, "they")
     files = Path.iterdir
