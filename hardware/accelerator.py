@@ -97,10 +97,8 @@ class AcceleratorPlatform(PlatformBase):
     def peak_flops_per_s(self, dtype: str) -> float | None:
         """Look the device's product name up in `peaks`."""
         label = self.device_label()
-        for words, by_dtype in self.peaks:
-            if re.search(rf"\b{re.escape(words)}\b", label, re.IGNORECASE):
-                return by_dtype.get(dtype)
-        return None
+        known = (p for words, p in self.peaks if re.search(rf"(?i)\b{re.escape(words)}\b", label))
+        return next(known, {}).get(dtype)
 
     def set_device(self, index: int) -> None:
         """Make a device the current one."""

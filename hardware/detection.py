@@ -73,13 +73,13 @@ def detect(requested: str = "auto") -> tuple[PlatformBase, str]:
     if (override or requested) != "auto":
         return _exactly(override or requested, "RLHF_PLATFORM" if override else _SETTING)
     for name in names():
-        PLATFORMS.find_all(name)
+        PLATFORMS.find_all(name)  # raises if two plugins have the name
     refused = {f"what {m.name} registers": m.reason for m in import_external_modules()}
     for name in names():
         found = availability(name)
         if found.ok:
-            why_not = f" ({_not(refused)})" if refused else ""
-            return create(name), f"{name}: {found.reason}{why_not}"
+            others = f" ({_not(refused)})" if refused else ""
+            return create(name), f"{name}: {found.reason}{others}"
         refused[name] = found.reason
     raise ConfigError(_SETTING, f"nothing to run on: {_not(refused)}")
 
@@ -120,10 +120,10 @@ def _exactly(name: str, source: str) -> tuple[PlatformBase, str]:
             return platform, f"{candidate}: asked for by {source}; {found.reason}"
         refused[candidate] = found.reason
     usable = [other for other in names() if availability(other).ok]
-    reasons = "; ".join(dict.fromkeys(refused.values()))
     raise ConfigError(
         _SETTING,
-        f"{name} asked, not available ({reasons}); use {' or '.join(usable)}, "
+        f"{name} asked, not available ({'; '.join(dict.fromkeys(refused.values()))}); "
+        f"use {' or '.join(usable)}, "
         f"or install what it lacks (asked for by {source})",
     )
 

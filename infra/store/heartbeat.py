@@ -55,8 +55,7 @@ class FixedFile:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._descriptor = os.open(path, flags, 0o644)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             os.posix_fallocate(self._descriptor, 0, BEAT_BYTES)
             self.write(b"")
@@ -110,8 +109,7 @@ class BeatWatch:
     def __init__(
         self, read: Callable[[], Beat | None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._read = read
-        self._clock = clock
+        self._read, self._clock = read, clock
         self._looked_at: float | None = None
         self.beat: Beat | None = None
         self.silence_s = 0.0
@@ -158,8 +156,7 @@ class Heartbeat:
         self._deadlines_s = deadlines_s or {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        self._number = 0
-        self._num_ticks = 0
+        self._number = self._num_ticks = 0
         self._seen: tuple[object, ...] = ()
         self._changed_at = time.monotonic()
 

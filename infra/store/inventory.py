@@ -84,7 +84,7 @@ class LocalInventory(Inventory):
 
     def stages(self) -> dict[str, StoredStage]:
         """See `Inventory.stages`."""
-        found = [*self._root.glob("stages/*"), *self._root.glob("work/*")]
+        found = (*self._root.glob("stages/*"), *self._root.glob("work/*"))
         names = sorted({path.name for path in found if not path.name.startswith(".")})
         return {name: self._stage(name) for name in names}
 

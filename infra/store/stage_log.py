@@ -18,7 +18,6 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,7 +29,7 @@ from infra.errors import ArtifactCorruptError, FencedError
 from infra.faults import fault
 from infra.frozen_model import FrozenModel
 from infra.store.canonical import canonical_json
-from infra.store.files import Files, LocalFiles
+from infra.store.files import Files, Found, LocalFiles
 from infra.store.heartbeat import FixedFile, checked_content
 from infra.store.process_stamp import is_dead, own_stamp
 from infra.store.stage_spec import Adoption, CommitRecord, check_fingerprint
@@ -106,13 +105,25 @@ class StageLogs(ABC):
             OSError: not recorded, so others may believe that no follower waits.
         """
 
-    @abstractmethod
     def leave(self, fingerprint: str, follower: str) -> int:
         """Record that a follower stopped waiting; return how many others wait."""
+        own = follower_name(fingerprint, follower)
+        found = self._files.listed(f"{own.rpartition('/')[0]}/")
+        self._forget(fingerprint, follower)
+        now = max((each.changed_at for each in found), default=0.0)
+        return sum(self._waits(each, now) for each in found if each.name != own)
 
     @abstractmethod
     def followed_by(self, follower: str) -> list[str]:
         """Return the fingerprints that a follower joined and did not leave."""
+
+    @abstractmethod
+    def _forget(self, fingerprint: str, follower: str) -> None:
+        """Remove the record of a follower, which may be absent."""
+
+    @abstractmethod
+    def _stamp(self, record: bytes) -> str:
+        """Return the process stamp in the record of a follower; empty if it is damaged."""
 
     def entries(self, fingerprint: str) -> list[LogEntry]:
         """Return the stage's log; raise `ArtifactCorruptError` if an entry is lost or damaged."""
@@ -209,6 +220,16 @@ class StageLogs(ABC):
             raise FencedError(_fenced(attempt.fingerprint, entry.number, standing))
         return standing.record
 
+    def _waits(self, each: Found, now: float) -> bool:
+        record = self._files.get(each.name)
+        if record is None:
+            return False
+        if now - each.changed_at > STALE_S or is_dead(self._stamp(record)):
+            _, fingerprint, _, follower = each.name.split("/")
+            self._forget(fingerprint, follower)
+            return False
+        return True
+
     def _numbers(self, prefix: str) -> dict[str, list[int]]:
         """Return the sorted numbers of the entries below a directory, by fingerprint."""
         found: dict[str, list[int]] = {}
@@ -220,8 +241,9 @@ class StageLogs(ABC):
 
     def _entries(self, fingerprint: str, numbers: Sequence[int]) -> list[LogEntry]:
         if list(numbers) != list(range(len(numbers))):
-            place = self._files.place(_log(fingerprint))
-            raise ArtifactCorruptError(f"{place} has entries {numbers}; restore the others")
+            raise ArtifactCorruptError(
+                f"{self._files.place(_log(fingerprint))} has entries {numbers}; restore the others"
+            )
         return [self._entry(fingerprint, number) for number in numbers]
 
     def _counted(self, fingerprint: str, held: LogEntry) -> dict[int, int]:
@@ -257,43 +279,35 @@ class LocalStageLogs(StageLogs):
 
     def __init__(self, root: Path, journal_bytes: Callable[[str, int], int]) -> None:
         super().__init__(LocalFiles(root), journal_bytes)
-        self._work = root / "work"
+        self._root = root
         self._joined: dict[Path, FixedFile] = {}
 
     def join(self, fingerprint: str, follower: str) -> None:
         """See `StageLogs.join`. The file keeps its size, so a full disk cannot make this fail."""
-        path = self._follower(fingerprint, follower)
+        path = self._root / follower_name(fingerprint, follower)
         if path not in self._joined or not path.exists():
             self._joined[path] = FixedFile(path)
         self._joined[path].write(own_stamp().encode())
 
-    def leave(self, fingerprint: str, follower: str) -> int:
-        """See `StageLogs.leave`."""
-        path = self._follower(fingerprint, follower)
-        file = self._joined.pop(path, None)
-        if file is not None:
-            file.close()
-        touched = _touched(path.parent)
-        path.unlink(missing_ok=True)
-        now = max(touched.values(), default=0.0)
-        return sum(_waits(other, now - at) for other, at in touched.items() if other != path)
-
     def followed_by(self, follower: str) -> list[str]:
         """See `StageLogs.followed_by`."""
-        pattern = f"*/followers/{check_fingerprint(follower)}"
-        return sorted(path.parent.parent.name for path in self._work.glob(pattern))
+        found = self._root.glob(f"work/*/followers/{check_fingerprint(follower)}")
+        return sorted(path.parent.parent.name for path in found)
 
-    def _follower(self, fingerprint: str, follower: str) -> Path:
-        directory = self._work / check_fingerprint(fingerprint) / "followers"
-        return directory / check_fingerprint(follower)
+    def _forget(self, fingerprint: str, follower: str) -> None:
+        path = self._root / follower_name(fingerprint, follower)
+        if file := self._joined.pop(path, None):
+            file.close()
+        path.unlink(missing_ok=True)
+
+    def _stamp(self, record: bytes) -> str:
+        return (checked_content(record) or b"").decode()
 
 
 def latest_commit(entries: Sequence[LogEntry], force: str = "") -> CommitRecord | None:
     """Return the newest commit record, or None; a `force` token selects its generation."""
-    for entry in reversed(entries):
-        if entry.record is not None and force in {"", entry.force}:
-            return entry.record
-    return None
+    found = (entry.record for entry in reversed(entries) if force in {"", entry.force})
+    return next(filter(None, found), None)
 
 
 def generation(entries: Sequence[LogEntry], attempt: int | None = None) -> Sequence[LogEntry]:
@@ -304,22 +318,17 @@ def generation(entries: Sequence[LogEntry], attempt: int | None = None) -> Seque
     if not entries:
         return ()
     at = len(entries) - 1 if attempt is None else attempt
-    adopting = {entry.number for entry in entries if entry.adopted}
-    begins = [
-        number
-        for number in range(len(entries) + 1)
-        if number == 0 or number in adopting or entries[number - 1].kind == "committed"
-    ]
-    start = max(number for number in begins if number <= at)
-    return entries[start : min((number for number in begins if number > at), default=None)]
+    begins = {0, *(entry.number for entry in entries if entry.adopted)}
+    begins |= {entry.number + 1 for entry in entries if entry.kind == "committed"}
+    end = min((number for number in begins if number > at), default=None)
+    return entries[max(number for number in begins if number <= at) : end]
 
 
 def current_generation(entries: Sequence[LogEntry]) -> int:
     """Return the first attempt's number of the generation in progress, or of the next one."""
     members = generation(entries)
-    if not members or members[-1].kind == "committed":
-        return len(entries)
-    return members[0].number
+    is_open = members and members[-1].kind == "held"
+    return members[0].number if is_open else len(entries)
 
 
 def journal_segments(entries: Sequence[LogEntry], attempt: int | None = None) -> list[Segment]:
@@ -329,28 +338,13 @@ def journal_segments(entries: Sequence[LogEntry], attempt: int | None = None) ->
     return [Segment(e.number, counted.get(e.number)) for e in members if e.kind == "held"]
 
 
+def follower_name(fingerprint: str, follower: str) -> str:
+    """Return the name of a follower's record in a store."""
+    return f"work/{check_fingerprint(fingerprint)}/followers/{check_fingerprint(follower)}"
+
+
 def _log(fingerprint: str) -> str:
     return f"stages/{check_fingerprint(fingerprint)}"
-
-
-def _touched(directory: Path) -> dict[Path, float]:
-    found: dict[Path, float] = {}
-    with suppress(FileNotFoundError):
-        for path in directory.iterdir():
-            with suppress(FileNotFoundError):
-                found[path] = path.stat().st_mtime
-    return found
-
-
-def _waits(path: Path, silence_s: float) -> bool:
-    try:
-        stamp = checked_content(path.read_bytes()) or b""
-    except FileNotFoundError:
-        return False
-    if silence_s > STALE_S or is_dead(stamp.decode()):
-        path.unlink(missing_ok=True)
-        return False
-    return True
 
 
 def _now() -> str:

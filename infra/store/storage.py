@@ -186,10 +186,8 @@ class Storage(ABC):
     def _located(self, record: CommitRecord) -> CommitRecord:
         """Set the artifact's uri to its current place, since the store may have been moved."""
         place = self._place(record.artifact.kind, record.artifact.digest)
-        artifact = record.artifact.model_copy(
-            update={"uri": place, "fingerprint": record.fingerprint}
-        )
-        return record.model_copy(update={"artifact": artifact})
+        changes = {"uri": place, "fingerprint": record.fingerprint}
+        return record.model_copy(update={"artifact": record.artifact.model_copy(update=changes)})
 
 
 class LocalStorage(Storage):
@@ -225,8 +223,8 @@ class LocalStorage(Storage):
 
     def with_steps(self) -> list[str]:
         """See `Storage.with_steps`."""
-        found = (self._root / "work").glob("*/steps-*/step-*")
-        return sorted({path.parent.parent.name for path in found})
+        steps = self._root.glob("work/*/steps-*/step-*")
+        return sorted({path.parent.parent.name for path in steps})
 
     def verify(self, artifact: Artifact, level: Level) -> Manifest:
         """See `Storage.verify`."""
@@ -253,9 +251,7 @@ class LocalStorage(Storage):
 
     def _holds(self, final: Path, digest: str) -> bool:
         """Return True if the store has intact files of this digest; move a damaged copy aside."""
-        try:
-            final.lstat()
-        except FileNotFoundError:
+        if not os.path.lexists(final):
             return False
         try:
             verify_named(final, digest)
@@ -314,8 +310,9 @@ def open_storage(uri: str) -> Storage:
         return LocalStorage(Path(unquote(parts.path)))
     if parts.scheme in STORES.names():
         return STORES.load(parts.scheme)(uri)
-    forms = "a directory, file:///directory or s3://bucket/prefix"
-    raise ConfigError("storage", f"got {uri!r}; need {forms}")
+    raise ConfigError(
+        "storage", f"got {uri!r}; need a directory, file:///directory or s3://bucket/prefix"
+    )
 
 
 def require(pattern: re.Pattern[str], value: str, what: str) -> None:

@@ -50,10 +50,10 @@ class JobProblem(FrozenModel):
 
 
 class WorkChannel(ABC):
-    """The channel of one fingerprint."""
+    """The channel of one fingerprint; `directory` has its files on this machine."""
 
-    def __init__(self, files: Files, fingerprint: str) -> None:
-        self._files = files
+    def __init__(self, files: Files, fingerprint: str, directory: Path) -> None:
+        self._files, self._directory = files, directory
         self._fingerprint = check_fingerprint(fingerprint)
 
     def write_specification(self, spec: StageSpec) -> None:
@@ -122,12 +122,12 @@ class WorkChannel(ABC):
         Watchers see its heartbeat, journal and samples; an output in it is published by rename.
         """
 
-    @abstractmethod
     def steps_dir(self, generation: int, adopted: Adoption | None = None) -> Path:
         """Return a generation's checkpoint directory, shared by its attempts; it may not exist.
 
         With `adopted` it has its own name, so that it can be filled before any attempt is held.
         """
+        return self._directory / f"steps-{generation}{f'-{adopted.digest[:12]}' if adopted else ''}"
 
     def share_steps(
         self, attempt: int, steps: Path, last: int, before_publish: Callable[[], None]
@@ -167,6 +167,9 @@ class WorkChannel(ABC):
     def _ship(self, attempt: int) -> None:
         """Make the files that an attempt has written on this machine visible to watchers."""
 
+    def _local_path(self, attempt: int) -> Path:
+        return self._directory / f"attempt-{attempt}"
+
     def _name(self, attempt: int, name: str) -> str:
         return f"work/{self._fingerprint}/attempt-{attempt}/{name}"
 
@@ -175,13 +178,12 @@ class LocalChannel(WorkChannel):
     """`WorkChannel` in a directory that the job and its watchers share, so nothing is shipped."""
 
     def __init__(self, root: Path, fingerprint: str) -> None:
-        super().__init__(LocalFiles(root), fingerprint)
-        self._directory = root / "work" / fingerprint
+        super().__init__(LocalFiles(root), fingerprint, root / "work" / fingerprint)
 
     def read_journal(self, attempt: int, start: int = 0, end: int | None = None) -> bytes:
         """See `WorkChannel.read_journal`."""
         try:
-            with (self._attempt(attempt) / "journal.jsonl").open("rb") as file:
+            with (self._local_path(attempt) / "journal.jsonl").open("rb") as file:
                 file.seek(start)
                 return file.read() if end is None else file.read(max(0, end - start))
         except FileNotFoundError:
@@ -193,13 +195,9 @@ class LocalChannel(WorkChannel):
 
     def local_dir(self, attempt: int) -> Path:
         """See `WorkChannel.local_dir`."""
-        path = self._attempt(attempt)
+        path = self._local_path(attempt)
         make_directories(path)
         return path
-
-    def steps_dir(self, generation: int, adopted: Adoption | None = None) -> Path:
-        """See `WorkChannel.steps_dir`."""
-        return self._directory / steps_name(generation, adopted)
 
     def fetch_steps(self, steps: Path, last: int) -> None:
         """See `WorkChannel.fetch_steps`."""
@@ -219,14 +217,6 @@ class LocalChannel(WorkChannel):
 
     def _ship(self, attempt: int) -> None:
         """See `WorkChannel`."""
-
-    def _attempt(self, attempt: int) -> Path:
-        return self._directory / f"attempt-{attempt}"
-
-
-def steps_name(generation: int, adopted: Adoption | None) -> str:
-    """Return the directory name of a generation's step checkpoints."""
-    return f"steps-{generation}{f'-{adopted.digest[:12]}' if adopted else ''}"
 
 
 def prune_attempt(directory: Path) -> None:
