@@ -74,8 +74,15 @@ class Cluster:
             return False
         left: list[str] = []
 
+        def all_ended() -> bool:
+            left[:] = [job for job in unfinished_jobs(self.api) if job not in besides]
+            return not left
+
         def is_busy() -> bool:
-            left.extend(self._jobs_that_go_on(besides))
+            # A job commits before its process exits. If the head does not answer, there is no job
+            # to attach to; if the calls fail later, the last known jobs count.
+            with contextlib.suppress(DeadlineError, JobSubmitError):
+                wait_for(all_ended, "jobs to end", JOB_END_GRACE_S)
             return bool(left)
 
         stopped = servers.leave(self.home, NAME, is_busy)
@@ -86,20 +93,6 @@ class Cluster:
                 ", ".join(left),
             )
         return stopped
-
-    def _jobs_that_go_on(self, besides: Collection[str]) -> list[str]:
-        """Return the jobs that still run after a grace: a job commits before its process exits."""
-        left: list[str] = []
-
-        def all_ended() -> bool:
-            left[:] = [job for job in unfinished_jobs(self.api) if job not in besides]
-            return not left
-
-        # If the head does not answer, there is no job to attach to. If the calls fail later, the
-        # last known jobs count.
-        with contextlib.suppress(DeadlineError, JobSubmitError):
-            wait_for(all_ended, "jobs to end", JOB_END_GRACE_S)
-        return left
 
 
 def ensure_cluster(

@@ -17,7 +17,7 @@ Does not promise: that a job is alive. Only the stage's log decides who holds it
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -115,12 +115,14 @@ class WorkChannel(ABC):
     def journal_bytes(self, attempt: int) -> int:
         """Return the size of the complete lines of an attempt's journal segment."""
 
-    @abstractmethod
     def local_dir(self, attempt: int) -> Path:
         """Return this attempt's own directory on this machine.
 
         Watchers see its heartbeat, journal and samples; an output in it is published by rename.
         """
+        path = self._local_path(attempt)
+        make_directories(path)
+        return path
 
     def steps_dir(self, generation: int, adopted: Adoption | None = None) -> Path:
         """Return a generation's checkpoint directory, shared by its attempts; it may not exist.
@@ -151,17 +153,23 @@ class WorkChannel(ABC):
     def ship_steps(self, steps: Path) -> None:
         """Make the checkpoints of a directory visible to others before returning."""
 
-    @abstractmethod
     def step_numbers(self, steps: Path) -> list[int]:
         """Return the steps with a checkpoint, ascending; not verified."""
+        return list(step_directories(steps))
 
-    @abstractmethod
-    def prune(self, attempts: Iterable[int], steps: Path) -> None:
+    def prune(self, attempts: Sequence[int], steps: Path) -> None:
         """Remove what only an unfinished stage needs; called after its commit, may be repeated.
 
         Step checkpoints and subdirectories of attempts go, except logs and samples. Specifications,
         errors, stacks, heartbeats and journals stay. Raises `OSError` if some files remain.
         """
+        remove_directory(steps)
+        for attempt in attempts:
+            path = self._local_path(attempt)
+            make_directories(path)
+            for inner in path.iterdir():
+                if _is_directory(inner) and inner.name != SAMPLES_DIR:
+                    _remove_but_logs(inner)
 
     @abstractmethod
     def _ship(self, attempt: int) -> None:
@@ -193,42 +201,23 @@ class LocalChannel(WorkChannel):
         """See `WorkChannel.journal_bytes`."""
         return self.read_journal(attempt).rfind(b"\n") + 1
 
-    def local_dir(self, attempt: int) -> Path:
-        """See `WorkChannel.local_dir`."""
-        path = self._local_path(attempt)
-        make_directories(path)
-        return path
-
     def fetch_steps(self, steps: Path, last: int) -> None:
         """See `WorkChannel.fetch_steps`."""
 
     def ship_steps(self, steps: Path) -> None:
         """See `WorkChannel.ship_steps`."""
 
-    def step_numbers(self, steps: Path) -> list[int]:
-        """See `WorkChannel.step_numbers`."""
-        return list(step_directories(steps))
-
-    def prune(self, attempts: Iterable[int], steps: Path) -> None:
-        """See `WorkChannel.prune`."""
-        remove_directory(steps)
-        for attempt in attempts:
-            prune_attempt(self.local_dir(attempt))
-
     def _ship(self, attempt: int) -> None:
         """See `WorkChannel`."""
 
 
-def prune_attempt(directory: Path) -> None:
-    """Remove the subdirectories of an attempt, except logs and samples."""
-    for path in directory.iterdir():
-        if path.is_dir() and not path.is_symlink() and path.name != SAMPLES_DIR:
-            _remove_but_logs(path)
+def _is_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _remove_but_logs(directory: Path) -> None:
     for path in directory.iterdir():
-        if path.is_dir() and not path.is_symlink():
+        if _is_directory(path):
             _remove_but_logs(path)
         elif path.suffix != ".log":
             path.unlink(missing_ok=True)

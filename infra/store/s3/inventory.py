@@ -133,8 +133,8 @@ class Collecting:
         return max(each.changed_at for each in self._objects.listed(_CLOCK))
 
     def _found(self) -> dict[int, Found]:
-        found = {each.name.rpartition("/")[2]: each for each in self._objects.listed(f"{_PLACE}/")}
-        return {int(name): each for name, each in found.items() if name.isdigit()}
+        found = {_number(each.name): each for each in self._objects.listed(f"{_PLACE}/")}
+        return {number: each for number, each in found.items() if number >= 0}
 
 
 def _name(number: int) -> str:

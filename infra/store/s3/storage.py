@@ -22,7 +22,7 @@ sharing one needs all files.
 import hashlib
 import logging
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path, PurePath
 
@@ -44,7 +44,7 @@ from infra.store.s3.objects import Objects, S3Address
 from infra.store.stage_log import StageLogs, follower_name
 from infra.store.stage_spec import Adoption, Artifact, check_fingerprint
 from infra.store.storage import SECOND_REFUSED, Storage, artifact_name
-from infra.store.work_channel import WorkChannel, prune_attempt
+from infra.store.work_channel import WorkChannel
 
 _DIGITS = 12
 _WITH_STEPS = "with-steps/"
@@ -83,7 +83,7 @@ class S3Channel(WorkChannel):
     def local_dir(self, attempt: int) -> Path:
         """See `WorkChannel.local_dir`."""
         self._leave_what_was()
-        path = self._local_path(attempt)
+        path = super().local_dir(attempt)
         mirror.mirror(self._objects, f"{self._root}/attempt-{attempt}", path)
         return path
 
@@ -119,20 +119,17 @@ class S3Channel(WorkChannel):
         """See `WorkChannel.step_numbers`."""
         return self._shared(steps).numbers()
 
-    def prune(self, attempts: Iterable[int], steps: Path) -> None:
+    def prune(self, attempts: Sequence[int], steps: Path) -> None:
         """See `WorkChannel.prune`; logs stay on the machine that wrote them."""
         for shipper in self._shippers:
             shipper.end()
-        remove_directory(steps)
         self._shared(steps).remove()
         if not self._objects.children(f"{self._root}/steps-"):
             self._objects.delete([f"{_WITH_STEPS}{self._fingerprint}"])
         for attempt in attempts:
-            path = self._local_path(attempt)
-            mirror.ship(path)
-            mirror.end(path)
-            make_directories(path)
-            prune_attempt(path)
+            self._ship(attempt)
+            mirror.end(self._local_path(attempt))
+        super().prune(attempts, steps)
 
     def _leave_what_was(self) -> None:
         """Remove this machine's directory if it belongs to a log that the bucket no longer has."""
@@ -170,23 +167,18 @@ def _local(objects: Objects) -> Path:
 class S3StageLogs(StageLogs):
     """`StageLogs` in a bucket; followers are also indexed by name, below `followed/`."""
 
-    def __init__(self, objects: Objects, journal_bytes: Callable[[str, int], int]) -> None:
-        super().__init__(objects, journal_bytes)
-        self._objects = objects
-
     def join(self, fingerprint: str, follower: str) -> None:
         """See `StageLogs.join`; the index is written first, so it lists every visible follower."""
-        self._objects.touch(_followed(fingerprint, follower))
-        self._objects.put(follower_name(fingerprint, follower), own_stamp().encode())
+        self._files.touch(_followed(fingerprint, follower))
+        self._files.put(follower_name(fingerprint, follower), own_stamp().encode())
 
     def followed_by(self, follower: str) -> list[str]:
         """See `StageLogs.followed_by`."""
-        found = self._objects.listed(_followed("", follower))
+        found = self._files.listed(_followed("", follower))
         return sorted(PurePath(each.name).name for each in found)
 
     def _forget(self, fingerprint: str, follower: str) -> None:
-        names = follower_name(fingerprint, follower), _followed(fingerprint, follower)
-        self._objects.delete(names)
+        self._files.delete([follower_name(fingerprint, follower), _followed(fingerprint, follower)])
 
     def _stamp(self, record: bytes) -> str:
         return record.decode()
