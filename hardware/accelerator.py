@@ -26,9 +26,16 @@ CPU_STATE = "cpu"
 
 
 class AcceleratorPlatform(PlatformBase):
-    """Devices behind a torch device module; `vendor_package` None means torch itself has it."""
+    """Devices behind a torch device module.
+
+    Attributes:
+        vendor_package: package with the device module; None means that torch itself has it.
+        built_for: first word of `torch_build` that this vendor needs; None accepts every build.
+        peaks: see `PeakTable`.
+    """
 
     vendor_package: ClassVar[str | None] = None
+    built_for: ClassVar[str | None] = None
     peaks: ClassVar[PeakTable] = ()
 
     @property
@@ -41,7 +48,8 @@ class AcceleratorPlatform(PlatformBase):
 
     def build_problem(self, torch: ModuleType) -> str | None:
         """Return why the installed torch is not built for this vendor; None if it is."""
-        return None
+        built = torch_build(torch).partition(" ")[0]
+        return None if self.built_for in {None, built} else f"torch built for {built}"
 
     def is_available(self) -> Availability:
         """Check that torch and the vendor's package are installed, fit, and count a device."""
@@ -52,8 +60,7 @@ class AcceleratorPlatform(PlatformBase):
             return Availability(False, f"{package} is not installed")
         try:
             torch = importlib.import_module("torch")
-            problem = self.build_problem(torch)
-            if problem is not None:
+            if problem := self.build_problem(torch):
                 return Availability(False, problem)
             module = self.device_module
             # device_count() uses the management library where there is one, which does not open
@@ -90,10 +97,8 @@ class AcceleratorPlatform(PlatformBase):
     def peak_flops_per_s(self, dtype: str) -> float | None:
         """Look the device's product name up in `peaks`."""
         label = self.device_label()
-        for words, by_dtype in self.peaks:
-            if re.search(rf"\b{re.escape(words)}\b", label, re.IGNORECASE):
-                return by_dtype.get(dtype)
-        return None
+        known = (p for words, p in self.peaks if re.search(rf"(?i)\b{re.escape(words)}\b", label))
+        return next(known, {}).get(dtype)
 
     def set_device(self, index: int) -> None:
         """Make a device the current one."""
@@ -157,15 +162,6 @@ def is_installed(package: str) -> bool:
 def torch_build(torch: ModuleType) -> str:
     """Return `maca`, `rocm`, `CUDA` or `xpu` with the version torch was built for, else `cpu`."""
     # MetaX's build also states the CUDA version that it is compatible with: maca comes first.
-    names = (("maca", "maca"), ("hip", "rocm"), ("cuda", "CUDA"), ("xpu", "xpu"))
-    for attribute, name in names:
-        version = getattr(torch.version, attribute, None)
-        if version:
-            return f"{name} {version}"
-    return "cpu"
-
-
-def cuda_build_problem(torch: ModuleType, wanted: str) -> str | None:
-    """Return why torch is not the `wanted` build (`CUDA`, `rocm`, `maca`); None if it is."""
-    built = torch_build(torch)
-    return None if built.startswith(f"{wanted} ") else f"torch built for {built.split()[0]}"
+    names = {"maca": "maca", "hip": "rocm", "cuda": "CUDA", "xpu": "xpu"}
+    built = ((name, getattr(torch.version, each, None)) for each, name in names.items())
+    return next((f"{name} {version}" for name, version in built if version), "cpu")

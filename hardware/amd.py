@@ -1,9 +1,8 @@
 """AMD GPUs through ROCm, which torch calls `cuda`, and RCCL, which torch calls `nccl`."""
 
 from contextlib import AbstractContextManager
-from types import ModuleType
 
-from hardware.accelerator import AcceleratorPlatform, cuda_build_problem
+from hardware.accelerator import AcceleratorPlatform
 from hardware.base import Availability
 from infra import env
 
@@ -18,6 +17,7 @@ class AMDPlatform(AcceleratorPlatform):
     ray_resource = "GPU"
     ray_noset_env = "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES"
     supports_ipc = True
+    built_for = "rocm"
 
     # AMD Instinct data sheets, dense matrix figures. MI250 and MI250X expose each of their two
     # dies as a device, so their figures are half of the card's.
@@ -30,10 +30,6 @@ class AMDPlatform(AcceleratorPlatform):
         ("MI250X", {"bfloat16": 191.5e12, "float16": 191.5e12, "float32": 47.9e12}),
         ("MI250", {"bfloat16": 181.05e12, "float16": 181.05e12, "float32": 45.3e12}),
     )
-
-    def build_problem(self, torch: ModuleType) -> str | None:
-        """Require a ROCm build."""
-        return cuda_build_problem(torch, "rocm")
 
     def is_available(self) -> Availability:
         """Check also that Ray, which refuses a lone ROCR_VISIBLE_DEVICES, can start workers."""

@@ -39,10 +39,10 @@ class PlatformBase(ABC):
     device_name: str
     vendor_name: str
     communication_backend: str
-    visible_devices_env: str | None
+    visible_devices_env: str | None = None
     ray_resource: str
-    ray_noset_env: str | None
-    supports_ipc: bool
+    ray_noset_env: str | None = None
+    supports_ipc: bool = False
 
     @property
     def process_group_backend(self) -> str:

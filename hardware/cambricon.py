@@ -15,6 +15,4 @@ class CambriconPlatform(AcceleratorPlatform):
     communication_backend = "cncl"
     visible_devices_env = "MLU_VISIBLE_DEVICES"
     ray_resource = "MLU"
-    ray_noset_env = None
-    supports_ipc = False
     vendor_package = "torch_mlu"

@@ -18,10 +18,7 @@ class CPUPlatform(PlatformBase):
     device_name = "cpu"
     vendor_name = "cpu"
     communication_backend = "gloo"
-    visible_devices_env = None
     ray_resource = "CPU"
-    ray_noset_env = None
-    supports_ipc = False
 
     def is_available(self) -> Availability:
         """Always available."""

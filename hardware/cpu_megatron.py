@@ -26,6 +26,7 @@ _DISPATCHERS = (
     "megatron.core.transformer.moe.moe_utils",
     "megatron.core.transformer.moe.token_dispatcher",
 )
+_MEMORY = ("memory_allocated", "max_memory_allocated", "memory_reserved")
 _open_scopes = 0
 
 
@@ -37,13 +38,10 @@ def megatron_on_cpu() -> Iterator[None]:
         if _open_scopes == 0:
             _enter(stack)
         _open_scopes += 1
-        stack.callback(_close)
-        yield
-
-
-def _close() -> None:
-    global _open_scopes
-    _open_scopes -= 1
+        try:
+            yield
+        finally:
+            _open_scopes -= 1
 
 
 def _enter(stack: ExitStack) -> None:
@@ -59,7 +57,8 @@ def _enter(stack: ExitStack) -> None:
         jit, random, *dispatchers = (importlib.import_module(name) for name in names)
     stack.enter_context(_replaced(jit, {"jit_fuser": _uncompiled}))
     stack.enter_context(_replaced(random, _TRACKER))
-    stack.enter_context(_silenced(logging.getLogger(_RANDOM)))
+    # It warns that the host's generator moved: here that is the device's as well.
+    stack.enter_context(_replaced(logging.getLogger(_RANDOM), {"disabled": True}))
     for module in dispatchers:
         stack.enter_context(_replaced(module, {"maybe_move_tensor_to_cpu": _split_sizes}))
 
@@ -74,17 +73,6 @@ def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(owner, name, value)
-
-
-@contextmanager
-def _silenced(logger: logging.Logger) -> Iterator[None]:
-    """Silence warnings that the host's generator moved: here it is the device's as well."""
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 class _CudaOnHost(TorchFunctionMode):
@@ -153,10 +141,6 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-def _zero(*args: Any, **kwargs: Any) -> int:
-    return 0
-
-
 def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.get_rng_state()
 
@@ -197,7 +181,5 @@ def _cuda_replacements() -> Mapping[str, Any]:
         "default_stream": lambda *args: idle,
         "synchronize": _nothing,
         "empty_cache": _nothing,
-        "memory_allocated": _zero,
-        "max_memory_allocated": _zero,
-        "memory_reserved": _zero,
+        **dict.fromkeys(_MEMORY, lambda *args, **kwargs: 0),
     }

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-_DEVICE_NAMES = ("device_type", "device_module")
-
 
 @contextmanager
 def torchtitan_on_cpu() -> Iterator[None]:
@@ -26,10 +24,9 @@ def torchtitan_on_cpu() -> Iterator[None]:
     replaced: list[tuple[ModuleType, str, Any]] = []
     modules = [module for name, module in sys.modules.items() if name.startswith("torchtitan.")]
     for module in modules:
-        for name in _DEVICE_NAMES:
-            if name in vars(module):
-                replaced.append((module, name, getattr(module, name)))
-                setattr(module, name, stand_ins[name])
+        for name in vars(module).keys() & stand_ins:
+            replaced.append((module, name, getattr(module, name)))
+            setattr(module, name, stand_ins[name])
     try:
         yield
     finally:

@@ -22,9 +22,8 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 def names() -> list[str]:
     """Return all platform names in probing order: external ones first, the CPU last."""
-    outside = [row.name for row in PLATFORMS.outside()]
-    ours = [row.name for row in PLATFORMS.rows if row.name not in outside]
-    return sorted(dict.fromkeys((*outside, *ours)), key=lambda name: name == "cpu")
+    found = dict.fromkeys(row.name for row in (*PLATFORMS.outside(), *PLATFORMS.rows))
+    return sorted(found, key=lambda name: name == "cpu")
 
 
 def create(name: str) -> PlatformBase:
@@ -34,14 +33,15 @@ def create(name: str) -> PlatformBase:
         ConfigError: the name is unknown or has two owners, or an external platform does not load.
     """
     row = PLATFORMS.find(name)
-    found = load_row(row, _SETTING)
+    platform_class = load_row(row, _SETTING)
     try:
-        platform: PlatformBase = found()
+        platform: PlatformBase = platform_class()
     except Exception as error:  # plugin boundary
         if row.is_ours:
             raise
-        problem = f"{name} of {row.source} does not start ({reason_of(error)})"
-        raise ConfigError(_SETTING, problem) from error
+        raise ConfigError(
+            _SETTING, f"{name} of {row.source} does not start ({reason_of(error)})"
+        ) from error
     platform.name = name
     return platform
 
@@ -70,18 +70,16 @@ def detect(requested: str = "auto") -> tuple[PlatformBase, str]:
             has two owners.
     """
     override = env.RLHF_PLATFORM.get()
-    source = "RLHF_PLATFORM" if override else _SETTING
-    wanted = override or requested
-    if wanted != "auto":
-        return _exactly(wanted, source)
+    if (override or requested) != "auto":
+        return _exactly(override or requested, "RLHF_PLATFORM" if override else _SETTING)
     for name in names():
-        PLATFORMS.find_all(name)
+        PLATFORMS.find_all(name)  # raises if two plugins have the name
     refused = {f"what {m.name} registers": m.reason for m in import_external_modules()}
     for name in names():
         found = availability(name)
         if found.ok:
-            why_not = f" ({_not(refused)})" if refused else ""
-            return create(name), f"{name}: {found.reason}{why_not}"
+            others = f" ({_not(refused)})" if refused else ""
+            return create(name), f"{name}: {found.reason}{others}"
         refused[name] = found.reason
     raise ConfigError(_SETTING, f"nothing to run on: {_not(refused)}")
 
@@ -112,8 +110,8 @@ def processor() -> str:
 
 
 def _exactly(name: str, source: str) -> tuple[PlatformBase, str]:
-    every = (*PLATFORMS.outside(), *PLATFORMS.rows)
-    meant = [row.name for row in every if name in row.also_called]
+    rows = (*PLATFORMS.outside(), *PLATFORMS.rows)
+    meant = [row.name for row in rows if name in row.also_called]
     refused: dict[str, str] = {}
     for candidate in (name,) if name in names() else meant or (name,):
         platform = create(candidate)
@@ -122,10 +120,10 @@ def _exactly(name: str, source: str) -> tuple[PlatformBase, str]:
             return platform, f"{candidate}: asked for by {source}; {found.reason}"
         refused[candidate] = found.reason
     usable = [other for other in names() if availability(other).ok]
-    reasons = "; ".join(dict.fromkeys(refused.values()))
     raise ConfigError(
         _SETTING,
-        f"{name} asked, not available ({reasons}); use {' or '.join(usable)}, "
+        f"{name} asked, not available ({'; '.join(dict.fromkeys(refused.values()))}); "
+        f"use {' or '.join(usable)}, "
         f"or install what it lacks (asked for by {source})",
     )
 

@@ -21,7 +21,6 @@ class HuaweiPlatform(AcceleratorPlatform):
     visible_devices_env = "ASCEND_RT_VISIBLE_DEVICES"
     ray_resource = "NPU"
     ray_noset_env = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
-    supports_ipc = False
     vendor_package = "torch_npu"
 
     # Cube cores x 8192 FLOP per cycle (16 x 16 x 16 multiply-adds) x clock: 24 cores at 1.8 GHz

@@ -15,7 +15,6 @@ class IntelPlatform(AcceleratorPlatform):
     visible_devices_env = "ZE_AFFINITY_MASK"
     ray_resource = "GPU"
     ray_noset_env = "RAY_EXPERIMENTAL_NOSET_ZE_AFFINITY_MASK"
-    supports_ipc = False
 
     # Cores x 8 matrix engines x 512 FLOP per cycle x highest clock. Max 1550 exposes each of its
     # two stacks of 64 cores (1.6 GHz) as a device; Max 1100 has one of 56 (1.55 GHz). Arc B580:

@@ -1,8 +1,6 @@
 """MetaX GPUs through MACA; only `torch.version.maca` distinguishes its torch from NVIDIA's."""
 
-from types import ModuleType
-
-from hardware.accelerator import AcceleratorPlatform, cuda_build_problem
+from hardware.accelerator import AcceleratorPlatform
 
 
 class MetaXPlatform(AcceleratorPlatform):
@@ -15,7 +13,4 @@ class MetaXPlatform(AcceleratorPlatform):
     ray_resource = "GPU"
     ray_noset_env = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
     supports_ipc = True
-
-    def build_problem(self, torch: ModuleType) -> str | None:
-        """Require a MACA build."""
-        return cuda_build_problem(torch, "maca")
+    built_for = "maca"

@@ -1,9 +1,8 @@
 """NVIDIA GPUs through CUDA and NCCL; builds for CUDA lookalikes (ROCm, MACA) are excluded."""
 
 from contextlib import AbstractContextManager
-from types import ModuleType
 
-from hardware.accelerator import AcceleratorPlatform, cuda_build_problem
+from hardware.accelerator import AcceleratorPlatform
 
 
 class NvidiaPlatform(AcceleratorPlatform):
@@ -16,6 +15,7 @@ class NvidiaPlatform(AcceleratorPlatform):
     ray_resource = "GPU"
     ray_noset_env = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
     supports_ipc = True
+    built_for = "CUDA"
 
     # Vendor data sheets: dense tensor-core figures, half of those "with sparsity". float32 is the
     # rate outside the tensor cores, which torch uses unless TF32 is on.
@@ -46,10 +46,6 @@ class NvidiaPlatform(AcceleratorPlatform):
         ("RTX 4090 Laptop", {}),
         ("RTX 4090", {"bfloat16": 165.2e12, "float16": 165.2e12, "float32": 82.6e12}),
     )
-
-    def build_problem(self, torch: ModuleType) -> str | None:
-        """Require a CUDA build."""
-        return cuda_build_problem(torch, "CUDA")
 
     def rollout_env_vars(self) -> dict[str, str]:
         """Turn off NCCL's cuMem allocator: it conflicts with engines that remap device memory."""

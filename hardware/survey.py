@@ -35,14 +35,15 @@ def find_platform(requested: str) -> SurveyReport:
     except Exception as error:  # noqa: BLE001  driver boundary: any reason is the answer
         problem = f"{reason}; the device does not open: {reason_of(error)}"
         return SurveyReport(refusal=Refusal(path="hardware.platform", problem=problem))
-    found = FoundPlatform(
-        name=platform.name,
-        device=platform.device_name,
-        reason=reason,
-        label=label,
-        num_devices=platform.device_count(),
+    return SurveyReport(
+        platform=FoundPlatform(
+            name=platform.name,
+            device=platform.device_name,
+            reason=reason,
+            label=label,
+            num_devices=platform.device_count(),
+        )
     )
-    return SurveyReport(platform=found)
 
 
 def survey() -> SurveyReport:

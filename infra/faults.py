@@ -18,7 +18,6 @@ import os
 import signal
 import time
 from collections import Counter
-from dataclasses import dataclass
 
 from infra import env
 from infra.errors import ConfigError, PipelineError
@@ -57,32 +56,25 @@ class InjectedFaultError(PipelineError):
     """Raised by the action `raise`; never seen outside tests."""
 
 
-@dataclass(frozen=True)
-class _Armed:
-    action: str
-    argument: str
-    at_pass: int
-
-
 def fault(point: str) -> bool:
     """Fail here if a test armed this point; True if the caller should corrupt its value (`nan`).
 
     `point` is a name in `POINTS`, written as a literal.
     """
     setting = env.RLHF_FAULTS.get()
-    if not setting:
+    armed = _parse(setting).get(point) if setting else None
+    if setting is None or armed is None:
         return False
-    armed = _parse(setting).get(point)
-    if armed is None:
-        return False
+    action, argument, at_pass = armed
     _passes[setting, point] += 1
-    if _passes[setting, point] != armed.at_pass:
+    if _passes[setting, point] != at_pass:
         return False
-    logging.getLogger(__name__).warning("fault injected at %s: %s", point, armed.action)
-    return _act(point, armed)
+    logging.getLogger(__name__).warning("fault injected at %s: %s", point, action)
+    return _act(point, action, argument)
 
 
-def _parse(setting: str) -> dict[str, _Armed]:
+def _parse(setting: str) -> dict[str, tuple[str, str, int]]:
+    """Return action, argument and pass of every armed point."""
     armed = {}
     for entry in filter(None, (part.strip() for part in setting.split(","))):
         point, _, rest = entry.partition("=")
@@ -99,18 +91,18 @@ def _parse(setting: str) -> dict[str, _Armed]:
                 f"got {entry!r}; need POINT=ACTION[:ARGUMENT][@PASS], "
                 f"ACTION one of {', '.join(sorted(_ACTIONS))}",
             )
-        armed[point] = _Armed(action, argument, int(at_pass or 1))
+        armed[point] = (action, argument, int(at_pass or 1))
     return armed
 
 
-def _act(point: str, armed: _Armed) -> bool:
-    match armed.action:
+def _act(point: str, action: str, argument: str) -> bool:
+    match action:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "exit":
-            os._exit(int(armed.argument or 1))
+            os._exit(int(argument or 1))
         case "raise":
             raise InjectedFaultError(f"injected at {point}")
         case "eio":
@@ -118,9 +110,9 @@ def _act(point: str, armed: _Armed) -> bool:
         case "enospc":
             raise OSError(errno.ENOSPC, f"injected at {point}")
         case "memory":
-            bytearray(int(armed.argument))
+            bytearray(int(argument))
         case "sleep":
-            time.sleep(float(armed.argument or 1))
+            time.sleep(float(argument or 1))
         case "nan":
             return True
     return False

@@ -19,7 +19,7 @@ from infra.errors import ConfigError
 
 MAX_ECHO_CHARS = 60
 
-_TELLING_FIRST = ("extra_forbidden", "missing")
+_TELLING_FIRST = {"extra_forbidden": 0, "missing": 1}
 _BOUND_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _TYPE_WORDS: Mapping[Any, str] = {
     int: "an integer",
@@ -32,7 +32,7 @@ _TYPE_WORDS: Mapping[Any, str] = {
 def to_config_error(error: ValidationError, model: type[BaseModel], root: str = "") -> ConfigError:
     """Convert the most informative error to a `ConfigError`; `root` is the path of `model`."""
     found = error.errors(include_url=False)
-    first = min(found, key=lambda each: _rank(each["type"]))
+    first = min(found, key=lambda each: _TELLING_FIRST.get(each["type"], len(_TELLING_FIRST)))
     path = ".".join(filter(None, (root, *(str(part) for part in first["loc"]))))
     owner, field = _resolve(model, first["loc"])
     kind = first["type"]
@@ -40,16 +40,12 @@ def to_config_error(error: ValidationError, model: type[BaseModel], root: str = 
     if kind == "extra_forbidden":
         return ConfigError(path, _unknown_field(str(first["loc"][-1]), owner, model) + more)
     if kind == "missing":
-        what = field.description if field and field.description else "give a value"
-        return ConfigError(path, f"missing; need {what}{more}")
+        need = (field and field.description) or "give a value"
+        return ConfigError(path, f"missing; need {need}{more}")
     if kind == "value_error":
         path, problem = _split_rule(path, str(first["ctx"]["error"]) if "ctx" in first else "")
         return ConfigError(path or "recipe", problem + more)
     return ConfigError(path or "recipe", _bad_value(first, field) + more)
-
-
-def _rank(kind: str) -> int:
-    return _TELLING_FIRST.index(kind) if kind in _TELLING_FIRST else len(_TELLING_FIRST)
 
 
 def _split_rule(path: str, text: str) -> tuple[str, str]:
@@ -107,10 +103,9 @@ def describe_field(field: FieldInfo) -> str:
         for name, sign in _BOUND_SIGNS.items()
         if getattr(rule, name, None) is not None
     ]
-    patterns = [
-        f"matching {rule.pattern}" for rule in field.metadata if getattr(rule, "pattern", None)
-    ]
-    return " ".join([_describe(field.annotation), " and ".join(bounds), *patterns]).strip()
+    patterns = filter(None, (getattr(rule, "pattern", None) for rule in field.metadata))
+    matching = (f"matching {pattern}" for pattern in patterns)
+    return " ".join([_describe(field.annotation), " and ".join(bounds), *matching]).strip()
 
 
 def _describe(annotation: Any) -> str:
@@ -134,9 +129,7 @@ def _resolve(
     """Return the model that owns the last part of a location, and its field if there is one."""
     owner: type[BaseModel] | None = model
     field: FieldInfo | None = None
-    for part in location:
-        if isinstance(part, int):
-            continue
+    for part in (part for part in location if isinstance(part, str)):
         if field is not None:
             owner = _model_of(field.annotation)
         field = owner.model_fields.get(part) if owner else None
@@ -146,8 +139,4 @@ def _resolve(
 def _model_of(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    for part in get_args(annotation):
-        found = _model_of(part)
-        if found:
-            return found
-    return None
+    return next(filter(None, map(_model_of, get_args(annotation))), None)

@@ -24,6 +24,6 @@ def is_inside() -> bool:
 
 def installed_distributions(interpreter: Path) -> dict[str, str]:
     """Return the versions of all distributions of a virtual environment, by name, sorted."""
-    site_packages = sorted(interpreter.parents[1].glob("lib/python*/site-packages"))
-    found = metadata.distributions(path=[str(path) for path in site_packages])
+    site_packages = map(str, sorted(interpreter.parents[1].glob("lib/python*/site-packages")))
+    found = metadata.distributions(path=list(site_packages))
     return dict(sorted((entry.name, entry.version) for entry in found))

@@ -1,7 +1,4 @@
-"""Error text for unknown names.
-
-Renames the configuration section in errors of shared validation code.
-"""
+"""Names in error texts: unknown names, and sections that shared validation code calls otherwise."""
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,21 +1,17 @@
-"""Rows of the plugin tables, and the discovery of external plugins.
+"""Tables of plugins: one row per plugin of a kind, this project's and those of other packages.
 
-A row says where a plugin is and what the planner must know about it without importing it. External
-rows come from entry points of the group `rlhf.plugins`, and from `register_row`, which a module
-calls while it is imported. An entry point ``<kind>.<name> = module:attribute`` is a row without
-further fields; ``module.<any> = module`` names a module to import, as RLHF_USE_EXTERNAL_MODULES
-does.
-Promises: listing imports only those modules. Any exception during an import becomes one line with
-owner and reason. A module that fails affects only users of its rows; rows registered before the
-failure stay.
-Does not promise: that a name has one owner; a table refuses a duplicate when it is looked up.
+A row says where a plugin is and what the planner must know about it without importing it. To add
+one, write a file and a row in the table of its kind (`engines.config.plugins`,
+`hardware.platforms`), or register it from another package: as an entry point of the group
+`rlhf.plugins`, ``<kind>.<name> = module:attribute``, which is a row without further fields; or with
+`register_row` in a module that is imported for it. Such modules are listed by entry points
+``module.<any> = module`` and by RLHF_USE_EXTERNAL_MODULES.
 
-Registry of the plugins of one kind: this project's rows and those of external packages.
-
-Promises: `names` and `find` import no plugin; errors have the same wording for every kind.
-Does not promise: that a plugin or its libraries can be imported; `load` shows that.
-To add a plugin: write one file and one row in the table of its kind (`engines.config.plugins`,
-`hardware.platforms`), or register it externally as `infra.plugins` describes.
+Promises: `names` and `find` import no plugin, only the listed modules. Any exception during such an
+import becomes one line with owner and reason, and affects only users of that module's rows; rows
+registered before the failure stay. Errors have the same wording for every kind.
+Does not promise: that a name has one owner, which a look-up checks; or that a plugin and its
+libraries can be imported, which `load` shows.
 """
 
 import importlib
@@ -80,8 +76,8 @@ class Row:
     @property
     def modules(self) -> frozenset[str]:
         """Modules whose code counts: its own, an external one's options, and the registrar."""
-        options = None if self.is_ours or not self.options else self.options.partition(":")[0]
-        return frozenset({self.module, options, self.registrar} - {None})
+        options = self.options if self.options and not self.is_ours else self.target
+        return frozenset({self.module, options.partition(":")[0], self.registrar} - {None})
 
     @property
     def counted(self) -> str:
@@ -102,9 +98,9 @@ class Row:
         """True if both claim one name on one device; a row of ours without devices claims all."""
         if (self.name, self.vendor) != (other.name, other.vendor):
             return False
-        if (self.is_ours or other.is_ours) and not (self.devices and other.devices):
-            return True
-        return self.devices == other.devices or bool({*self.devices} & {*other.devices})
+        if not (self.devices and other.devices):
+            return self.is_ours or other.is_ours or self.devices == other.devices
+        return not {*self.devices}.isdisjoint(other.devices)
 
 
 @dataclass(frozen=True)
@@ -147,8 +143,8 @@ def register_row(kind: str, row: Row) -> None:
     if row.vendor is not None and not row.devices:
         raise ConfigError(path, f"got vendor {row.vendor!r} without devices; name its devices")
     registrar, owner = _importing[-1] if _importing else (None, RUN_TIME_OWNER)
-    places = tuple(sorted(set(row.devices)))
-    known = replace(row, devices=places, owner=owner, registrar=registrar)
+    devices = tuple(sorted(set(row.devices)))
+    known = replace(row, devices=devices, owner=owner, registrar=registrar)
     if (kind, known) not in _registered:
         _registered.append((kind, known))
 
@@ -159,30 +155,28 @@ def outside_rows() -> tuple[tuple[str, Row], ...]:
     First those of distributions by kind and name, then the others in the order of registration.
     """
     import_external_modules()
-    announced = [_of_entry_point(entry) for entry in _entries() if not _names_module(entry)]
-    new = [
+    announced: list[tuple[str, Row]] = []
+    for entry in _entries():
+        kind, _, name = entry.name.partition(".")
+        if kind != MODULE_KIND:
+            announced.append((kind, Row(name=name, target=entry.value, owner=_owner(entry))))
+    new = (
         (kind, row)
         for kind, row in _registered
         if not any(
             kind == other_kind and row.collides_with(o) and row.target == o.target
             for other_kind, o in announced
         )
-    ]
+    )
     return (*announced, *new)
-
-
-def outside_plugins(kind: str) -> tuple[Row, ...]:
-    """Return the `outside_rows` of one kind."""
-    return tuple(row for of_kind, row in outside_rows() if of_kind == kind)
 
 
 def external_modules() -> dict[str, str]:
     """Return the modules that register rows on import, in order, each with who lists it."""
-    installed = {entry.value: _owner(entry) for entry in _entries() if _names_module(entry)}
-    listed = env.RLHF_USE_EXTERNAL_MODULES.get() or ""
-    variable = f"environment.{env.RLHF_USE_EXTERNAL_MODULES.name}"
-    asked = {name.strip(): variable for name in listed.split(",") if name.strip()}
-    return {**asked, **installed}
+    names = (name.strip() for name in (env.RLHF_USE_EXTERNAL_MODULES.get() or "").split(","))
+    listed = {name: f"environment.{env.RLHF_USE_EXTERNAL_MODULES.name}" for name in names if name}
+    installed = (each for each in _entries() if each.name.partition(".")[0] == MODULE_KIND)
+    return {**listed, **{entry.value: _owner(entry) for entry in installed}}
 
 
 def import_external_modules() -> tuple[BrokenModule, ...]:
@@ -196,8 +190,7 @@ def import_external_modules() -> tuple[BrokenModule, ...]:
     for name, owner in modules.items():
         if name in _broken:
             continue
-        by_variable = owner.startswith("environment.")
-        _importing.append((name, RUN_TIME_OWNER if by_variable else owner))
+        _importing.append((name, RUN_TIME_OWNER if owner.startswith("environment.") else owner))
         try:
             _import(name)
         except Exception as error:  # noqa: BLE001  plugin boundary: any reason is the user's answer
@@ -205,12 +198,6 @@ def import_external_modules() -> tuple[BrokenModule, ...]:
         finally:
             _importing.pop()
     return tuple(_broken[name] for name in modules if name in _broken)
-
-
-def unknown_plugin(name: str, known: Iterable[str]) -> str:
-    """Return `infra.names.unknown_name` and the broken modules that might provide the name."""
-    broken = (f"; {module}" for module in import_external_modules())
-    return unknown_name(name, known) + "".join(broken)
 
 
 def load_target(target: str) -> Any:
@@ -259,12 +246,9 @@ def reason_of(error: BaseException) -> str:
 
 
 def _entries() -> list[EntryPoint]:
-    found = {(entry.name, _owner(entry), entry.value): entry for entry in _group()}
+    places = tuple((place, _changed_at(place)) for place in sys.path)
+    found = {(e.name, _owner(e), e.value): e for e in _found_by(entry_points, places)}
     return [found[key] for key in sorted(found)]  # discovery order depends on the machine
-
-
-def _group() -> Iterable[EntryPoint]:
-    return _found_by(entry_points, tuple((place, _changed_at(place)) for place in sys.path))
 
 
 def _changed_at(place: str) -> int:
@@ -283,17 +267,8 @@ def _found_by(
     return tuple(scan(group=ENTRY_POINT_GROUP))
 
 
-def _names_module(entry: EntryPoint) -> bool:
-    return entry.name.partition(".")[0] == MODULE_KIND
-
-
 def _owner(entry: EntryPoint) -> str:
     return f"{entry.dist.name}=={entry.dist.version}" if entry.dist else entry.value
-
-
-def _of_entry_point(entry: EntryPoint) -> tuple[str, Row]:
-    kind, _, name = entry.name.partition(".")
-    return kind, Row(name=name, target=entry.value, owner=_owner(entry))
 
 
 RowT = TypeVar("RowT", bound=Row)
@@ -327,12 +302,12 @@ class PluginTable(Generic[RowT]):
 
     def outside(self) -> tuple[RowT, ...]:
         """Return the rows of external plugins."""
-        return tuple(self._typed(row) for row in outside_plugins(self.kind))
+        return tuple(self._typed(row) for kind, row in outside_rows() if kind == self.kind)
 
     def names(self, form: str = "") -> list[str]:
         """Return the sorted names of one form."""
-        every = (row.name for row in (*self.rows, *self.outside()))
-        return sorted({name for name in every if name.partition(".")[2] == form})
+        rows = (*self.rows, *self.outside())
+        return sorted({row.name for row in rows if row.name.partition(".")[2] == form})
 
     def find_all(self, name: str, path: str | None = None) -> tuple[RowT, ...]:
         """Return the rows of a name, this project's first.
@@ -344,11 +319,15 @@ class PluginTable(Generic[RowT]):
         rows = tuple(row for row in (*self.rows, *self.outside()) if row.name == name)
         if not rows:
             known = [*self.names(name.partition(".")[2]), *self._other_forms]
-            raise UnknownPluginError(path, unknown_plugin(name, known))
+            broken = "".join(f"; {module}" for module in import_external_modules())
+            raise UnknownPluginError(path, unknown_name(name, known) + broken)
         for first, second in combinations(rows, 2):
             if first.collides_with(second):
-                both = f"{first.source} and {second.source}"
-                raise ConfigError(path, f"{name!r} is registered by both {both}; remove one")
+                raise ConfigError(
+                    path,
+                    f"{name!r} is registered by both {first.source} and {second.source}; "
+                    "remove one",
+                )
         return rows
 
     def place(
@@ -371,9 +350,11 @@ class PluginTable(Generic[RowT]):
         rows = self.find_all(name, path)
         row = _best(rows, device, vendor)
         if row is None:
-            on = ", ".join(sorted(place for row in rows for place in _places(row)))
-            problem = f"{name} does not run on {device} ({vendor}); it runs on: {on}"
-            raise UnknownPluginError(path or self.setting, problem)
+            raise UnknownPluginError(
+                path or self.setting,
+                f"{name} does not run on {device} ({vendor}); it runs on: "
+                + ", ".join(sorted(place for row in rows for place in _places(row))),
+            )
         return row
 
     def find(
@@ -398,8 +379,7 @@ class PluginTable(Generic[RowT]):
         vendor: str | None = None,
     ) -> Any:
         """Import the object that the row's target names. Arguments and errors as of `find`."""
-        row = self.find(name, path, device=device, vendor=vendor)
-        return load_row(row, path or self.setting)
+        return load_row(self.find(name, path, device=device, vendor=vendor), path or self.setting)
 
     def check_targets(self, name: str, path: str | None = None) -> None:
         """Check that module and attribute of an external plugin exist; imports nothing.
@@ -441,18 +421,16 @@ def _spec_of(module: str) -> ModuleSpec | None:
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
     for part in rest:
-        if spec is None:
-            return None
-        spec = PathFinder.find_spec(f"{spec.name}.{part}", spec.submodule_search_locations or [])
+        places = spec.submodule_search_locations or [] if spec else []
+        spec = spec and PathFinder.find_spec(f"{spec.name}.{part}", places)
     return spec
 
 
 def _best(rows: Sequence[RowT], device: str | None, vendor: str | None) -> RowT | None:
     if device is None:
         return rows[0]
-    on_device = [row for row in rows if device in row.devices]
-    exact = [row for row in on_device if row.vendor == vendor]
-    every = [row for row in on_device if row.vendor is None]
+    exact = [row for row in rows if device in row.devices and row.vendor == vendor]
+    every = [row for row in rows if device in row.devices and row.vendor is None]
     anywhere = [row for row in rows if not row.devices]
     return next(iter((*exact, *every, *anywhere)), None)
 
@@ -466,11 +444,10 @@ def _interpreter(row: Row, path: str) -> Path | None:
     if row.requires is None or _installed(row.requires):
         return None
     if row.environment is not None:
-        interpreter = interpreter_of(row.environment)
-        if interpreter is None:
-            name = row.environment
-            raise ConfigError(path, f"{row.name} needs the job environment {name}: make env-{name}")
-        return interpreter
+        if interpreter := interpreter_of(row.environment):
+            return interpreter
+        name = row.environment
+        raise ConfigError(path, f"{row.name} needs the job environment {name}: make env-{name}")
     remedy = f"the extra: pip install 'rlhf-pipeline[{row.extra}]' " if row.extra else "a library "
     raise ConfigError(path, f"{row.name} needs {remedy}(no module named {row.requires})")
 

@@ -1,12 +1,10 @@
-"""Removes secrets from everything written for people: logs, errors, reports.
+"""Removes secrets from everything written for people: logs, errors, reports, output of processes.
 
 A secret is the value of an environment variable with a telling name, or has a known form (tokens
 of well-known services, PEM keys, passwords in URLs). Others are not found.
 
-Redacts the standard output and error of a process and its children.
-
-`redact_output` inserts a small filter process into both streams, so that native code and children
-are covered too. It redacts line by line.
+`redact_output` inserts a small filter process into standard output and error of this process, so
+that native code and children are covered too. It redacts line by line.
 Promises: output is not lost when this process is killed, because the filter reads to the end; an
 unterminated line is passed on when the streams close, or at 64 KiB.
 Does not promise: to recognise a secret that is split across lines.
@@ -25,6 +23,9 @@ from collections.abc import Callable, Collection
 from infra import env
 
 MASK = "***"
+_END_DEADLINE_S = 5.0
+_READ_BYTES = 1 << 16
+_STREAMS = (1, 2)
 
 _NAME_PARTS = frozenset(
     {
@@ -57,7 +58,8 @@ _CONTEXT_PATTERNS = (
 
 def redact(text: str) -> str:
     """Replace every secret in `text` by `***`."""
-    for value in _environment_secrets():
+    values = {v for v in env.secrets(_NAME_PARTS).values() if len(v) >= _MIN_LENGTH}
+    for value in sorted(values, key=len, reverse=True):  # a shorter one must not split a longer one
         text = text.replace(value, MASK)
     for pattern in _VALUE_PATTERNS:
         text = pattern.sub(MASK, text)
@@ -89,8 +91,8 @@ class RedactingFilter(logging.Filter):
 
 def environment_of_user_code(passed: Collection[str] = (), **extra: str | None) -> dict[str, str]:
     """Return `env.child_environment(**extra)` without secrets other than those in `passed`."""
-    withheld = {name: None for name in env.secrets(_NAME_PARTS, looks_secret) if name not in passed}
-    return env.child_environment(**{**withheld, **extra})
+    withheld = env.secrets(_NAME_PARTS, looks_secret).keys() - {*passed}
+    return env.child_environment(**{**dict.fromkeys(withheld), **extra})
 
 
 def _message(record: logging.LogRecord) -> str:
@@ -99,17 +101,6 @@ def _message(record: logging.LogRecord) -> str:
     except (TypeError, ValueError):
         # Format and arguments do not match; log both as they are.
         return f"{record.msg} {record.args}"
-
-
-def _environment_secrets() -> list[str]:
-    """Return secret values, longest first, so that a shorter one does not split a longer one."""
-    values = {v for v in env.secrets(_NAME_PARTS).values() if len(v) >= _MIN_LENGTH}
-    return sorted(values, key=len, reverse=True)
-
-
-_END_DEADLINE_S = 5.0
-_READ_BYTES = 1 << 16
-_STREAMS = (1, 2)
 
 
 def redact_output() -> Callable[[], None]:
@@ -176,8 +167,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _write(target: int, data: bytes) -> None:
-    text = data.decode("utf-8", "surrogateescape")
-    clean = memoryview(redact(text).encode("utf-8", "surrogateescape"))
+    text = redact(data.decode("utf-8", "surrogateescape"))
+    clean = memoryview(text.encode("utf-8", "surrogateescape"))
     # On a full disk the log is lost; the job must not fail with a broken pipe.
     with contextlib.suppress(OSError):
         while clean:

@@ -37,8 +37,7 @@ def wait_for(
     """
     ends_at = time.monotonic() + deadline_s
     while True:
-        value = predicate()
-        if value:
+        if value := predicate():
             return value
         if time.monotonic() >= ends_at:
             raise DeadlineError(what, deadline_s)
@@ -66,8 +65,9 @@ def when_there_is_room(write: Callable[[], Value], what: str) -> Value:
     try:
         return wait_for(written, f"{ROOM} {what}", ROOM_DEADLINE_S, ROOM_POLL_S)[0]
     except DeadlineError:
-        said = f"{ROOM} {what} ({refusals[-1].strerror})"
-        raise DeadlineError(said, ROOM_DEADLINE_S) from refusals[-1]
+        raise DeadlineError(
+            f"{ROOM} {what} ({refusals[-1].strerror})", ROOM_DEADLINE_S
+        ) from refusals[-1]
 
 
 def when_it_answers(ask: Callable[[], Value], what: str, deadline_s: float) -> Value:
@@ -83,8 +83,8 @@ def when_it_answers(ask: Callable[[], Value], what: str, deadline_s: float) -> V
             now = time.monotonic()
             if ends_at is None:
                 ends_at = now + deadline_s
-                said = f"{type(error).__name__}: {error}"
-                _log.warning("%s failed (%s); trying for %g s", what, redact(said), deadline_s)
+                said = redact(f"{type(error).__name__}: {error}")
+                _log.warning("%s failed (%s); trying for %g s", what, said, deadline_s)
             elif now >= ends_at:
                 raise
         time.sleep(min(ANSWER_POLL_S, deadline_s))

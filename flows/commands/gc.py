@@ -14,8 +14,7 @@ from pathlib import Path
 from engines.config.plugins import TRACKERS
 from infra import env
 from infra.errors import ConfigError, ServiceError
-from infra.garbage.collection import Collected, collect
-from infra.garbage.roots import DAY_S, Limits, Survey, survey
+from infra.garbage import DAY_S, Collected, Limits, Survey, collect, survey
 from infra.services.stack import tracking_address
 from infra.store.runs import Runs
 from infra.store.storage import open_storage

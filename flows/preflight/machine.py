@@ -30,7 +30,7 @@ from infra import env
 from infra.errors import ConfigError, JobSubmitError, ServiceError, StoreDeniedError, StoreError
 from infra.identity.fingerprint import outside_code, source_closure
 from infra.ray.api import RayApi, existing_token
-from infra.ray.embedded import default_num_cpus
+from infra.ray.cluster import default_num_cpus
 from infra.ray.jobs import num_nodes
 from infra.store.atomic import atomic_write_bytes
 from infra.store.canonical import sha256_json

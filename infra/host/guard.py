@@ -35,10 +35,11 @@ def start_guard(
         while True:
             time.sleep(POLL_S)
             try:
-                needed = _is_needed(load(home, name), mark, is_busy)
+                record = load(home, name)
+                if record and record.mark == mark and (record.is_needed or is_busy(record)):
+                    idle_since = time.monotonic()
             except (PipelineError, OSError):
-                needed = True  # do not end a working server because its record is unreadable
-            if needed:
+                # Do not end a working server because its record is unreadable.
                 idle_since = time.monotonic()
             if time.monotonic() - idle_since >= IDLE_S:
                 _start_end(home, name, mark)
@@ -53,18 +54,10 @@ def end_unneeded(home: Path, name: str, mark: str) -> None:
         with lock(home, name):
             record = load(home, name)
             if record is not None and record.mark == mark:
-                if not record.persistent and not record.living_users:
+                if not record.is_needed:
                     stop(home, record)
                 return
     stop_all([], STOP_DEADLINE_S, marks=[mark])
-
-
-def _is_needed(
-    record: ServerRecord | None, mark: str, is_busy: Callable[[ServerRecord], bool]
-) -> bool:
-    if record is None or record.mark != mark:
-        return False
-    return record.persistent or bool(record.living_users) or is_busy(record)
 
 
 def _start_end(home: Path, name: str, mark: str) -> None:

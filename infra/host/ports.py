@@ -1,12 +1,10 @@
-"""Free TCP ports of the loopback interface for servers that take seconds to bind them.
+"""Ports of the loopback interface for servers that take seconds to bind them; HTTP checks of these.
 
 Until a server listens, its port looks free, so two homes could pick the same one and clients would
 talk to the wrong server. So a picked port is also claimed by a Linux abstract socket, which belongs
 to the network namespace as ports do and vanishes with its process.
 Promises: no other process that asks here, forked children included, picks a port of a living one.
 Does not promise: anything about other programs, other systems, or sandboxes without such names.
-
-HTTP checks of servers on this machine.
 """
 
 import errno
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+TIMEOUT_S = 3.0
 _FIRST_PORT = 20_000  # Ray's workers use 10,002 to 19,999
 _NUM_PORT_TRIES = 100
 # Not seeded: processes must choose differently, and no result depends on the choice.
@@ -109,9 +108,6 @@ def _first_ephemeral_port() -> int:
     return int(text.split()[0])
 
 
-TIMEOUT_S = 3.0
-
-
 def answers_ok(url: str) -> bool:
     """Return True if a GET of a plain HTTP address gives status 200."""
     return _exchange("GET", url) is not None
@@ -120,9 +116,7 @@ def answers_ok(url: str) -> bool:
 def online_workers(api_url: str, pool: str) -> int:
     """Return the number of online workers of a Prefect work pool; 0 if the server is silent."""
     answer = _exchange("POST", f"{api_url}/work_pools/{pool}/workers/filter", {})
-    if answer is None:
-        return 0
-    return sum(1 for worker in json.loads(answer) if worker.get("status") == "ONLINE")
+    return sum(worker.get("status") == "ONLINE" for worker in json.loads(answer or b"[]"))
 
 
 def _exchange(method: str, url: str, body: Any = None) -> bytes | None:
@@ -139,8 +133,7 @@ def _exchange(method: str, url: str, body: Any = None) -> bytes | None:
             headers={"Content-Type": "application/json"},
         )
         response = connection.getresponse()
-        content = response.read()
-        return content if response.status == 200 else None
+        return response.read() if response.status == 200 else None
     except (OSError, http.client.HTTPException):
         return None
     finally:

@@ -185,9 +185,10 @@ def _families(
 
 def _belongs(process: psutil.Process, sessions: set[int], marks: set[str]) -> bool:
     try:
-        if os.getsid(process.pid) in sessions or os.getpgid(process.pid) in sessions:
-            return True
-        return process.environ().get(env.RLHF_PROCESS_MARK.name) in marks
+        return (
+            not sessions.isdisjoint({os.getsid(process.pid), os.getpgid(process.pid)})
+            or process.environ().get(env.RLHF_PROCESS_MARK.name) in marks
+        )
     except (psutil.Error, ProcessLookupError, PermissionError, OSError):
         return False  # it is gone, or belongs to another user
 

@@ -31,19 +31,22 @@ def file_lock(path: Path, deadline_s: float) -> Iterator[None]:
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-    def acquired() -> bool:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
     try:
-        wait_for(acquired, f"the lock {path}, held by another process", deadline_s)
+        wait_for(
+            lambda: lock_now(descriptor), f"the lock {path}, held by another process", deadline_s
+        )
         yield
     finally:
         os.close(descriptor)
+
+
+def lock_now(descriptor: int) -> bool:
+    """Lock an open file exclusively until it is closed; return False if another holds it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def make_place(place: Path, setting: str, remedy: str) -> None:
@@ -86,11 +89,10 @@ def load_record(path: Path, model: type[Record]) -> Record | None:
         ServiceError: the content is invalid.
     """
     try:
-        data = path.read_bytes()
+        return model.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
-    try:
-        return model.model_validate_json(data)
     except ValidationError as error:
-        reason = error.errors()[0]["msg"]
-        raise ServiceError(f"{path} is not a {model.__name__} ({reason}); remove it") from error
+        raise ServiceError(
+            f"{path} is not a {model.__name__} ({error.errors()[0]['msg']}); remove it"
+        ) from error

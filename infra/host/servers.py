@@ -70,6 +70,11 @@ class ServerRecord(Server):
         return tuple(user for user in self.users if is_alive(user))
 
     @property
+    def is_needed(self) -> bool:
+        """True if it is persistent or has a living user."""
+        return self.persistent or bool(self.living_users)
+
+    @property
     def is_running(self) -> bool:
         """True if its first process still runs."""
         return self.process is not None and is_alive(self.process)
@@ -88,7 +93,7 @@ def load(home: Path, name: str) -> ServerRecord | None:
 def running(home: Path, name: str) -> ServerRecord | None:
     """Return a server's record if it runs, else None."""
     record = load(home.absolute(), name)
-    return record if record is not None and record.is_running else None
+    return record if record and record.is_running else None
 
 
 def recorded(home: Path) -> list[str]:
@@ -111,13 +116,9 @@ def start(home: Path, command: ServerCommand, *, persistent: bool) -> ServerReco
         OSError: it could not be recorded; it does not run.
     """
     record = ServerRecord(
-        name=command.name,
+        **command.model_dump(include=set(Server.model_fields)),
         mark=uuid.uuid4().hex,
         log_path=home / "logs" / f"{command.name}.log",
-        url=command.url,
-        health_url=command.health_url,
-        gcs_address=command.gcs_address,
-        token_path=command.token_path,
         users=() if persistent else (own_identity(),),
         persistent=persistent,
     )
@@ -156,8 +157,7 @@ def leave(home: Path, name: str, is_busy: Callable[[], bool] = lambda: False) ->
         record = load(home, name)
         if record is None:
             return False
-        me = own_identity()
-        others = tuple(user for user in record.living_users if user != me)
+        others = tuple(user for user in record.living_users if user != own_identity())
         if not others and not record.persistent and not is_busy():
             stop(home, record)
             return True
@@ -173,18 +173,18 @@ def end(home: Path, name: str, *, spare_users: bool = False) -> bool:
     `spare_users` leaves a server that is not persistent and has a living user.
     """
 
-    def is_spared(record: ServerRecord) -> bool:
-        return spare_users and not record.persistent and bool(record.living_users)
-
-    record = load(home, name)
-    if record is None or is_spared(record):
-        return False  # checked without the lock, which a user holds while the server starts
-    with lock(home, name):
+    def found() -> ServerRecord | None:
         record = load(home, name)
-        if record is None or is_spared(record):
-            return False
-        stop(home, record)
-        return True
+        is_spared = spare_users and record and not record.persistent and record.living_users
+        return None if is_spared else record
+
+    if found() is None:  # without the lock, which a user holds while the server starts
+        return False
+    with lock(home, name):
+        record = found()
+        if record:
+            stop(home, record)
+        return record is not None
 
 
 def stop(home: Path, *records: ServerRecord) -> None:
@@ -219,5 +219,4 @@ def wait_until_ready(
             )
         return is_ready() if is_ready else answers_ok(record.health_url)
 
-    what = f"{record.name} at {record.url}; its log is {record.log_path}"
-    wait_for(answers, what, deadline_s, poll_s=0.1)
+    wait_for(answers, f"{record.name} at {record.url}; its log is {record.log_path}", deadline_s)

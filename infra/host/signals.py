@@ -48,12 +48,9 @@ class OrderlyEnd:
     """
 
     def __init__(self) -> None:
-        self._asked_by = 0
-        self._asked_at = 0.0
-        self._is_look = False
-        self._over = False
+        self._asked_by, self._asked_at = 0, 0.0  # first signal and its time
+        self._is_look = self._over = self._is_late = False
         self._num_holding = 0
-        self._is_late = False
 
     @contextlib.contextmanager
     def held_back(self) -> Iterator[None]:

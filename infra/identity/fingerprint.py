@@ -6,8 +6,6 @@ bytes of this project's modules that the job's modules reach by `import` stateme
 and not executed, so that the control plane needs no job libraries.
 Does not promise: to follow modules imported by name at run time (a registry's "module:Class").
 The caller passes the modules of the chosen plugins as further roots.
-
-Parse a Python file without running it, safely among threads.
 """
 
 import ast
@@ -17,6 +15,7 @@ import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import accumulate
 from pathlib import Path
 from platform import python_version_tuple
 from typing import Any
@@ -26,19 +25,6 @@ from infra.job_environments import installed_distributions
 from infra.plugins import Row, external_modules, import_external_modules, outside_rows
 from infra.store.canonical import sha256_file, sha256_json
 from infra.store.stage_spec import Artifact, NextStage, some
-
-_NUM_ATTEMPTS = 20
-
-
-def parsed_file(path: Path) -> ast.Module:
-    """Return the syntax tree of a file; raises SyntaxError or ValueError if it is not Python."""
-    # Before 3.11.8 and 3.12.1, CPython shares the recursion depth of the parser among threads and
-    # raises SystemError if two parse at once (CPython issue 106905). Each call resets the depth.
-    for _ in range(_NUM_ATTEMPTS - 1):
-        with contextlib.suppress(SystemError):
-            return ast.parse(path.read_bytes(), filename=str(path))
-    return ast.parse(path.read_bytes(), filename=str(path))
-
 
 OUR_PACKAGES = ("engines", "flows", "hardware", "infra", "tasks")
 _PROJECT_ROOT = Path(__file__).resolve().parents[2]
@@ -94,13 +80,12 @@ def source_closure(
     Raises:
         ConfigError: a root does not exist, or a reached file is not Python.
     """
-    roots = [name for name in modules if not name.endswith(".py")]
-    followed = {*packages, *(name.partition(".")[0] for name in roots)}
+    roots = {name.partition(".")[0] for name in modules if not name.endswith(".py")}
+    followed = {*packages, *roots}
 
     def executed(name: str) -> Iterable[_Source]:
-        if name.partition(".")[0] not in followed:
-            return ()
-        return (each for each in _executed_by(name) if counts(each.name))
+        found = _executed_by(name) if name.partition(".")[0] in followed else ()
+        return (each for each in found if counts(each.name))
 
     reached = _reached((source for name in modules for source in _root_sources(name)), executed)
     return dict(sorted((source.name, sha256_file(source.path)) for source in reached))
@@ -173,9 +158,7 @@ def environment_digest(
         "python": ".".join(python_version_tuple()[:2]),
         "distributions": installed_libraries(distributions, interpreter),
     }
-    if outside:
-        environment["outside"] = dict(outside)
-    return sha256_json(environment)
+    return sha256_json({**environment, "outside": outside} if outside else environment)
 
 
 def outside_code(named: Sequence[Row] = ()) -> dict[str, Any]:
@@ -187,12 +170,11 @@ def outside_code(named: Sequence[Row] = ()) -> dict[str, Any]:
     only stop its users. Listed modules that fail to import are named, so that repairing one changes
     the result. Empty if there is no such code.
     """
-    outside = outside_rows()
-    registrars = {row.registrar for _, row in outside}
+    outside = [row for _, row in outside_rows()]
     asked = {(row.name, row.target) for row in named}
-    rows = [row for _, row in outside if (row.name, row.target) in asked]
-    silent = {module for module in external_modules() if module not in registrars}
-    modules = silent | {name for row in rows for name in row.modules}
+    rows = [row for row in outside if (row.name, row.target) in asked]
+    silent = external_modules().keys() - {row.registrar for row in outside}
+    modules = silent.union(*(row.modules for row in rows))
     if not modules:
         return {}
     code: dict[str, Any] = {
@@ -252,9 +234,8 @@ class _Source:
     @property
     def package(self) -> str:
         """Package that relative imports start from."""
-        if self.path.name == "__init__.py":
-            return self.name
-        return self.name.rpartition(".")[0]
+        is_package = self.path.name == "__init__.py"
+        return self.name if is_package else self.name.rpartition(".")[0]
 
 
 def _reached(
@@ -262,13 +243,11 @@ def _reached(
 ) -> set[_Source]:
     """Return the roots and all sources that their imports reach; `executed` resolves one name."""
     reached: set[_Source] = set()
-    pending = [*roots]
+    pending = set(roots)
     while pending:
-        source = pending.pop()
-        if source not in reached:
-            reached.add(source)
-            for name in _imported_names(source):
-                pending.extend(executed(name))
+        reached |= pending
+        imported = {name for source in pending for name in _imported_names(source)}
+        pending = {source for name in imported for source in executed(name)} - reached
     return reached
 
 
@@ -284,21 +263,18 @@ def _root_sources(name: str) -> list[_Source]:
 
 
 def _executed_by(name: str) -> Iterator[_Source]:
-    parts = name.split(".")
-    for length in range(1, len(parts) + 1):
-        module = ".".join(parts[:length])
+    for module in accumulate(name.split("."), "{}.{}".format):
         path = module_file(module)
         if path is not None and path.is_file():
             yield _Source(module, path)
 
 
 def _beside(directory: Path, name: str) -> Iterator[_Source]:
-    parts = name.split(".")
-    for length in range(1, len(parts) + 1):
-        base = directory.joinpath(*parts[:length])
+    for module in accumulate(name.split("."), "{}.{}".format):
+        base = directory.joinpath(*module.split("."))
         for path in (base / "__init__.py", base.with_name(f"{base.name}.py")):
             if path.is_file():
-                yield _Source(".".join(parts[:length]), path)
+                yield _Source(module, path)
                 break
 
 
@@ -307,8 +283,8 @@ def module_file(name: str) -> Path | None:
     top, *rest = name.split(".")
     for directory in _package_directories(top):
         base = directory.joinpath(*rest)
-        candidates = (base / "__init__.py", base.with_name(f"{base.name}.py") if rest else base)
-        for candidate in candidates:
+        module = base.with_name(f"{base.name}.py") if rest else base
+        for candidate in (base / "__init__.py", module):
             if candidate.is_file():
                 return candidate
         if base.is_dir():
@@ -322,15 +298,13 @@ def _package_directories(top: str) -> list[Path]:
     if top in OUR_PACKAGES and ours.is_dir():
         return [ours]
     spec = _top_level_spec(top)
-    locations = spec.submodule_search_locations if spec else None
-    return [Path(location) for location in locations or ()]
+    return [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
 
 
 def _single_file(top: str) -> Path | None:
     spec = _top_level_spec(top)
-    if spec is None or spec.submodule_search_locations is not None or not spec.has_location:
-        return None
-    return Path(spec.origin) if spec.origin else None
+    is_file = spec and spec.submodule_search_locations is None and spec.has_location
+    return Path(spec.origin) if is_file and spec.origin else None
 
 
 def _top_level_spec(top: str) -> Any:
@@ -339,6 +313,16 @@ def _top_level_spec(top: str) -> Any:
         return importlib.util.find_spec(top)
     except ValueError:  # a module put into sys.modules by hand, without a spec
         return None
+
+
+def parsed_file(path: Path) -> ast.Module:
+    """Return the syntax tree of a file; raises SyntaxError or ValueError if it is not Python."""
+    # Before 3.11.8 and 3.12.1, CPython shares the recursion depth of the parser among threads and
+    # raises SystemError if two parse at once (CPython issue 106905). Each call resets the depth.
+    for _ in range(20 - 1):
+        with contextlib.suppress(SystemError):
+            return ast.parse(path.read_bytes(), filename=str(path))
+    return ast.parse(path.read_bytes(), filename=str(path))
 
 
 def _imported_names(source: _Source) -> tuple[str, ...]:
@@ -357,11 +341,9 @@ def _parsed_imports(source: _Source, mtime_ns: int, size_bytes: int) -> tuple[st
     for node in _executed_nodes(tree):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = _absolute_base(node, source.package)
-            if base:
-                names.add(base)
-                names.update(f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
+        elif isinstance(node, ast.ImportFrom) and (base := _absolute_base(node, source.package)):
+            names.add(base)
+            names.update(f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
     return tuple(sorted(names))
 
 
@@ -375,18 +357,14 @@ def _absolute_base(node: ast.ImportFrom, package: str) -> str:
 
 def _executed_nodes(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and _is_type_checking(child.test):
-            for other in child.orelse:
-                yield other
-                yield from _executed_nodes(other)
-            continue
-        yield child
-        yield from _executed_nodes(child)
+        is_skipped = isinstance(child, ast.If) and _is_type_checking(child.test)
+        for executed in getattr(child, "orelse", ()) if is_skipped else [child]:
+            yield executed
+            yield from _executed_nodes(executed)
 
 
 def _is_type_checking(test: ast.expr) -> bool:
-    name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", "")
-    return name == "TYPE_CHECKING"
+    return "TYPE_CHECKING" in {getattr(test, "attr", ""), getattr(test, "id", "")}
 
 
 def _installed_version(distribution: str) -> str | None:

@@ -1,16 +1,13 @@
-"""Code that a user's script imports from outside this project and its own directory.
+"""A user's script as an input of a stage: its files, and the outside code that it imports.
 
-Promises: an installed distribution counts by its version. A package that is read in place (`pip
-install -e`, a `.pth` file, `PYTHONPATH`, or without any distribution) counts by the bytes of
-every module that the script reaches, and its imports count likewise. Nothing is imported.
-Does not promise: to notice manual edits below `site-packages`, data files, dependencies of an
-installed distribution, or imports by a name computed at run time.
-
-A user's Python file and the modules beside it that it imports, as an input of a stage.
-
-Promises: an edit of any of these files changes the digest; a job runs a copy with the planned
-digest.
-Does not promise: to track data files that the code opens; pass their paths as its arguments.
+Promises: an edit of the script or of a module beside it that it imports changes the digest; a job
+runs a copy with the planned digest. Outside this project and that directory, an installed
+distribution counts by its version. A package that is read in place (`pip install -e`, a `.pth`
+file, `PYTHONPATH`, or without any distribution) counts by the bytes of every module that the script
+reaches, and its imports count likewise. Nothing is imported.
+Does not promise: to notice manual edits below `site-packages`, data files (pass their paths as
+arguments of the script), dependencies of an installed distribution, or imports by a name computed
+at run time.
 """
 
 import json
@@ -18,6 +15,7 @@ import shutil
 import site
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -34,6 +32,8 @@ from infra.identity.fingerprint import (
 from infra.store.artifacts import FileEntry, Manifest, build_manifest
 from infra.store.canonical import sha256_file
 from infra.store.stage_spec import Artifact
+
+SCRIPT_KIND = "script"
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,10 @@ def imported_code(scripts: Iterable[Path]) -> ImportedCode:
     distributions: set[str] = set()
     pending = {name for script in scripts for name in _imports_of(script)}
     seen: set[str] = set()
+    inside = {*OUR_PACKAGES, *sys.stdlib_module_names}
     while pending:
         name = pending.pop()
-        if name in seen or not _is_outside(name):
+        if name in seen or name.partition(".")[0] in inside:
             continue
         seen.add(name)
         installed = _distributions(name)
@@ -64,9 +65,9 @@ def imported_code(scripts: Iterable[Path]) -> ImportedCode:
             continue
         for module, digest in _own_sources(name).items():
             sources[module] = digest
-            file = module_file(module)
-            if file is not None:
-                pending.update(_parsed(module, file))
+            if file := module_file(module):
+                with suppress(ConfigError):  # syntax of another Python version
+                    pending.update(imported_modules(module, file))
     return ImportedCode(dict(sorted(sources.items())), tuple(sorted(distributions)))
 
 
@@ -75,10 +76,6 @@ def _imports_of(script: Path) -> set[str]:
     beside = {Path(name).parts[0].removesuffix(".py") for name in files}
     names = {name for path in files.values() for name in imported_modules(path.stem, path)}
     return {name for name in names if name.partition(".")[0] not in beside}
-
-
-def _is_outside(name: str) -> bool:
-    return name.partition(".")[0] not in {*OUR_PACKAGES, *sys.stdlib_module_names}
 
 
 def _own_sources(name: str) -> dict[str, str]:
@@ -95,16 +92,9 @@ def _own_sources(name: str) -> dict[str, str]:
         return {root: sha256_file(file)} if file.is_file() else {}
 
 
-def _parsed(module: str, file: Path) -> tuple[str, ...]:
-    try:
-        return imported_modules(module, file)
-    except ConfigError:
-        return ()
-
-
 def _distributions(name: str) -> list[str]:
-    found = _by_package().get(name.partition(".")[0], ())
-    return [each for each in found if not _is_editable(each)]
+    top = name.partition(".")[0]
+    return [each for each in _by_package().get(top, ()) if not _is_editable(each)]
 
 
 def _is_edited(name: str) -> bool:
@@ -133,9 +123,6 @@ def _site_directories() -> tuple[Path, ...]:
     return tuple(path for place in sorted(places) for path in {Path(place), Path(place).resolve()})
 
 
-SCRIPT_KIND = "script"
-
-
 def script_artifact(script: Path, field: str) -> Artifact:
     """Return an artifact of kind `script` whose uri is the absolute path of the file.
 
@@ -149,8 +136,8 @@ def script_artifact(script: Path, field: str) -> Artifact:
         name: FileEntry(size_bytes=path.stat().st_size, sha256=sha256_file(path))
         for name, path in script_files(script).items()
     }
-    manifest = Manifest(kind=SCRIPT_KIND, files=files)
-    return Artifact(kind=SCRIPT_KIND, uri=str(script), digest=manifest.digest)
+    digest = Manifest(kind=SCRIPT_KIND, files=files).digest
+    return Artifact(kind=SCRIPT_KIND, uri=str(script), digest=digest)
 
 
 def copy_script(artifact: Artifact, target: Path, field: str) -> None:

@@ -1,14 +1,12 @@
-"""HTTP client of a Ray head: its version and its job server.
+"""HTTP client of a Ray head: its version, its job server, and the server's typed answers.
 
 Plain HTTP avoids `import ray` (a second of CPU) in the control plane. The token is sent in a header
-and appears in no URL, error text or log. Every call has a timeout and is not retried.
-
-Typed requests to and answers from Ray's job server; texts from Ray are redacted.
+and appears in no URL, error text or log; texts from Ray are redacted. Every call has a timeout and
+is not retried.
 """
 
 import http.client
 import json
-import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -98,28 +96,28 @@ class RayApi:
         headers = {"Content-Type": "application/json"}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
-        if self._tls:
-            connection = http.client.HTTPSConnection(
-                self._host, self._port, timeout=timeout_s, context=ssl.create_default_context()
-            )
-        else:
-            connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
+        connect = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
+        connection = connect(self._host, self._port, timeout=timeout_s)
         try:
-            content = None if body is None else json.dumps(body)
-            connection.request(method, self._prefix + path, body=content, headers=headers)
+            connection.request(
+                method,
+                self._prefix + path,
+                body=None if body is None else json.dumps(body),
+                headers=headers,
+            )
             response = connection.getresponse()
             return response.status, response.read().decode("utf-8", errors="replace")
         except (OSError, http.client.HTTPException) as error:
-            reason = str(error) or type(error).__name__
-            raise RayUnreachableError(f"Ray at {self.url} does not answer: {reason}") from error
+            raise RayUnreachableError(
+                f"Ray at {self.url} does not answer: {str(error) or type(error).__name__}"
+            ) from error
         finally:
             connection.close()
 
 
 def existing_token() -> str | None:
     """Return the token of an existing cluster, from the places where Ray looks for it."""
-    value = env.RAY_AUTH_TOKEN.get()
-    if value:
+    if value := env.RAY_AUTH_TOKEN.get():
         return value.strip()
     named = env.RAY_AUTH_TOKEN_PATH.get()
     path = Path(named).expanduser() if named else Path.home() / ".ray" / "auth_token"

@@ -12,7 +12,7 @@ from typing import Any
 from infra.errors import JobSubmitError
 from infra.host.guard import start_guard
 from infra.host.servers import ServerRecord
-from infra.ray.embedded import NAME, open_api, unfinished_jobs
+from infra.ray.cluster import NAME, open_api, unfinished_jobs
 
 DASHBOARD_MODULES = ("JobHead", "NodeHead")
 """The job server, and the node records in which it looks up its agent."""

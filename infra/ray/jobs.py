@@ -38,8 +38,9 @@ class RayJobs:
 
     def __init__(self, cluster: Cluster) -> None:
         self.api = cluster.api
-        here = socket.gethostname()
-        self.cluster_id = f"{here}:{cluster.home}" if cluster.home else cluster.jobs_url
+        self.cluster_id = (
+            f"{socket.gethostname()}:{cluster.home}" if cluster.home else cluster.jobs_url
+        )
         """Names the cluster; stable over restarts of an embedded head."""
 
     def submit(self, submission_id: str, request: JobRequest) -> bool:
@@ -58,9 +59,9 @@ class RayJobs:
             except (RayResponseError, RayUnreachableError) as error:
                 if ALREADY_EXISTS in str(error):
                     return was_lost  # it had arrived
-                was_lost |= isinstance(error, RayUnreachableError)
-                transient = isinstance(error, RayUnreachableError) or NO_AGENT in error.reason
-                if not transient or time.monotonic() >= ends_at:
+                is_lost = isinstance(error, RayUnreachableError)
+                was_lost |= is_lost
+                if not (is_lost or NO_AGENT in error.reason) or time.monotonic() >= ends_at:
                     raise
             else:
                 return True
@@ -86,8 +87,8 @@ class RayJobs:
 
     def log_tail(self, submission_id: str, num_lines: int = 20) -> str:
         """Return the last lines of a job's output, secrets masked."""
-        answer = self.api.call("GET", f"/api/jobs/{submission_id}/logs")
-        return "\n".join(redact(str(answer.get("logs", ""))).splitlines()[-num_lines:])
+        logs = self.api.call("GET", f"/api/jobs/{submission_id}/logs").get("logs", "")
+        return "\n".join(redact(str(logs)).splitlines()[-num_lines:])
 
     def stop(self, submission_id: str, deadline_s: float = STOP_DEADLINE_S) -> JobStatus:
         """Stop a job (SIGTERM, then SIGKILL after Ray's grace period) and return its last status.

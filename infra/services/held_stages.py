@@ -18,12 +18,11 @@ def held_stages(store: str | Path) -> Iterator[str]:
         held, beat = log[-1], channel.read_beat(log[-1].number)
         if is_dead(beat.process if beat else held.holder.process):
             continue
-        pid = held.holder.process.split(".")[1:2]
-        by = " ".join([held.host or "another host", *(f"pid {number}" for number in pid)])
+        pids = (f"pid {pid}" for pid in held.holder.process.split(".")[1:2])
+        by = " ".join([held.host or "another host", *pids])
         gone = ", which is gone" if is_dead(held.holder.process) else ""
         at = "" if beat is None else f", {beat.phase} step {beat.step or 0}"
-        silence_s = max(0.0, time.time() - stored.work.touched_at)
         yield (
             f"{fingerprint[:12]} is held by {by} since {held.made_at}{gone}: {held.holder.ray_job}"
-            f"{at} (last sign of life {silence_s:.0f} s ago)"
+            f"{at} (last sign of life {max(0.0, time.time() - stored.work.touched_at):.0f} s ago)"
         )

@@ -1,14 +1,11 @@
 """`rlhf up`, `down` and `status`: the four servers of a machine that runs pipelines.
 
-Promises: Prefect server and worker, Ray head and MLflow server listen on loopback, each in its own
-session. `up` leaves running servers as they are; if one fails to start, those that this call
-started are ended. `down` ends exactly the recorded servers with all their processes, within 30 s.
+Promises: Prefect server and worker, Ray head and MLflow server listen on 127.0.0.1 only, each in
+its own session, keep their data below the home and send no telemetry. `up` leaves running servers
+as they are; if one fails to start, those that this call started are ended. `down` ends exactly the
+recorded servers with all their processes, within 30 s. The worker is restarted when it ends, and
+its flow runs send heartbeats.
 Does not promise: to restart a server that dies later; the next `up` does.
-
-Command line, environment and address of each server of `rlhf up`.
-
-Promises: each listens on 127.0.0.1 only, keeps its data below the home and sends no telemetry. The
-worker is restarted when it ends, and its flow runs send heartbeats.
 """
 
 import logging
@@ -16,6 +13,8 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import compress
 from pathlib import Path
 
 from infra import env
@@ -23,84 +22,10 @@ from infra.errors import ConfigError
 from infra.host import servers
 from infra.host.ports import answers_ok, online_workers, pick_port
 from infra.host.servers import ServerCommand, ServerRecord
-from infra.ray.cluster import ensure_cluster
-from infra.ray.embedded import is_ready
+from infra.ray.cluster import ensure_cluster, is_ready
 
 WORK_POOL = "rlhf-pool"
 HEARTBEAT_S = 30  # Prefect's minimum
-
-
-def prefect_server(home: Path, port: int) -> ServerCommand:
-    """Return the command of the Prefect server; its database is `<home>/prefect/prefect.db`."""
-    url = f"http://127.0.0.1:{port}/api"
-    return ServerCommand(
-        name="prefect",
-        argv=(
-            *(sys.executable, "-m", "prefect", "server", "start"),
-            *("--host", "127.0.0.1", "--port", str(port)),
-        ),
-        environment=env.child_environment(
-            PREFECT_HOME=str(home / "prefect"),
-            PREFECT_API_URL=url,
-            PREFECT_SERVER_ANALYTICS_ENABLED="false",
-            # In memory, a restarted server would lose the slots and end the runs that hold them.
-            PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE=(
-                "prefect.server.concurrency.lease_storage.filesystem"
-            ),
-            DO_NOT_TRACK="1",
-        ),
-        url=url,
-        health_url=f"{url}/health",
-    )
-
-
-def mlflow_server(home: Path, port: int) -> ServerCommand:
-    """Return the command of the MLflow server; runs without a server write to the same database."""
-    url = f"http://127.0.0.1:{port}"
-    return ServerCommand(
-        name="mlflow",
-        argv=(
-            *(sys.executable, "-m", "infra.tracking.mlflow_database", str(home / "mlflow.db")),
-            *(sys.executable, "-m", "mlflow", "server", "--workers", "1"),
-            *("--host", "127.0.0.1", "--port", str(port)),
-            *("--backend-store-uri", f"sqlite:///{home / 'mlflow.db'}"),
-            *("--artifacts-destination", str(home / "mlflow-artifacts")),
-        ),
-        environment=env.child_environment(
-            # The job runner and queue consumers take 0.65 GB and are not used here.
-            MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false",
-            MLFLOW_DISABLE_TELEMETRY="true",
-            MLFLOW_TRACKING_URI=None,
-            DO_NOT_TRACK="1",
-        ),
-        url=url,
-        health_url=f"{url}/health",
-    )
-
-
-def process_worker(home: Path, prefect_url: str, mlflow_url: str) -> ServerCommand:
-    """Return the command of the Prefect worker, which creates its work pool if it is missing."""
-    return ServerCommand(
-        name="worker",
-        argv=(
-            *(sys.executable, "-m", "infra.services.keeper"),
-            *(sys.executable, "-m", "prefect", "--no-prompt", "worker", "start"),
-            *("--pool", WORK_POOL, "--type", "process", "--name", f"worker-{home.name}"),
-        ),
-        environment=env.child_environment(
-            PREFECT_HOME=str(home / "prefect"),
-            PREFECT_API_URL=prefect_url,
-            # Prefect's own default is pickle.
-            PREFECT_RESULTS_DEFAULT_SERIALIZER="json",
-            PREFECT_FLOWS_HEARTBEAT_FREQUENCY=str(HEARTBEAT_S),
-            MLFLOW_TRACKING_URI=mlflow_url,
-            RLHF_HOME=str(home),
-            DO_NOT_TRACK="1",
-        ),
-        url=prefect_url,
-    )
-
-
 SERVICES = ("prefect", "worker", "mlflow", "ray")
 LOCK = "services"
 UP_DEADLINE_S = 240.0
@@ -173,13 +98,11 @@ def status(home: Path) -> list[ServiceStatus]:
 def status_of(home: Path, name: str) -> ServiceStatus:
     """Return the state of one server."""
     record = servers.load(home, name)
-    if record is None:
+    if record is None or (record.process and not record.is_running):
         return ServiceStatus(name, "down")
     pids = tuple(user.pid for user in record.living_users)
     if record.process is None:
         return ServiceStatus(name, "starting", record.url, None, pids)
-    if not record.is_running:
-        return ServiceStatus(name, "down")
     state = "up" if _is_healthy(record) else "silent"
     return ServiceStatus(name, state, record.url, record.process.pid, pids)
 
@@ -202,45 +125,40 @@ def running_mlflow_url(home: Path) -> str | None:
 
 def tracking_address(home: Path) -> str:
     """Return MLFLOW_TRACKING_URI, else the running MLflow server, else a database in the home."""
-    found = env.MLFLOW_TRACKING_URI.get() or running_mlflow_url(home)
-    return found or f"sqlite:///{home / 'mlflow.db'}"
+    database = f"sqlite:///{home / 'mlflow.db'}"
+    return env.MLFLOW_TRACKING_URI.get() or running_mlflow_url(home) or database
 
 
 def _end(home: Path, names: Sequence[str], *, spare_users: bool) -> list[str]:
-
-    def end(name: str) -> bool:
-        return servers.end(home, name, spare_users=spare_users)
-
-    workers = [name for name in names if name == "worker"]  # first: its runs report to the others
+    end = partial(servers.end, home, spare_users=spare_users)
+    # The worker first: its runs report to the others.
+    ended = [name for name in names if name == "worker" and end(name)]
     others = [name for name in names if name != "worker"]
-    ended = [name for name in workers if end(name)]
     with ThreadPoolExecutor() as threads:
-        return ended + [
-            name for name, was in zip(others, threads.map(end, others), strict=True) if was
-        ]
+        return ended + list(compress(others, threads.map(end, others)))
 
 
 def _start_all(home: Path, prefect_port: int, mlflow_port: int, deadline_s: float) -> None:
     """Start all in parallel, since each loads for seconds; the worker once its server answers."""
-
-    def wait(record: ServerRecord) -> None:
-        servers.wait_until_ready(record, lambda: _is_healthy(record), deadline_s=deadline_s)
-
     prefect = _begin(home, "prefect", lambda: prefect_server(home, pick_port(prefect_port)))
     mlflow = _begin(home, "mlflow", lambda: mlflow_server(home, pick_port(mlflow_port)))
     ensure_cluster(home, persistent=True)
-    wait(prefect)
+    _wait(prefect, deadline_s)
     worker = _begin(home, "worker", lambda: process_worker(home, prefect.url, mlflow.url))
-    wait(mlflow)
-    wait(worker)
+    _wait(mlflow, deadline_s)
+    _wait(worker, deadline_s)
+
+
+def _wait(record: ServerRecord, deadline_s: float) -> None:
+    servers.wait_until_ready(record, lambda: _is_healthy(record), deadline_s=deadline_s)
 
 
 def _begin(home: Path, name: str, make_command: Callable[[], ServerCommand]) -> ServerRecord:
     with servers.lock(home, name):
         record = servers.load(home, name)
-        if record is not None and record.is_running:
-            return record
         if record is not None:
+            if record.is_running:
+                return record
             servers.stop(home, record)
         return servers.start(home, make_command(), persistent=True)
 
@@ -259,3 +177,74 @@ def _is_healthy(record: ServerRecord) -> bool:
 def _running_url(home: Path, name: str) -> str | None:
     record = servers.running(home, name)
     return None if record is None else record.url
+
+
+def prefect_server(home: Path, port: int) -> ServerCommand:
+    """Return the command of the Prefect server; its database is `<home>/prefect/prefect.db`."""
+    url = f"http://127.0.0.1:{port}/api"
+    return ServerCommand(
+        name="prefect",
+        argv=(
+            *(sys.executable, "-m", "prefect", "server", "start"),
+            *("--host", "127.0.0.1", "--port", str(port)),
+        ),
+        environment=env.child_environment(
+            PREFECT_HOME=str(home / "prefect"),
+            PREFECT_API_URL=url,
+            PREFECT_SERVER_ANALYTICS_ENABLED="false",
+            # In memory, a restarted server would lose the slots and end the runs that hold them.
+            PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE=(
+                "prefect.server.concurrency.lease_storage.filesystem"
+            ),
+            DO_NOT_TRACK="1",
+        ),
+        url=url,
+        health_url=f"{url}/health",
+    )
+
+
+def mlflow_server(home: Path, port: int) -> ServerCommand:
+    """Return the command of the MLflow server; runs without a server write to the same database."""
+    url = f"http://127.0.0.1:{port}"
+    return ServerCommand(
+        name="mlflow",
+        argv=(
+            *(sys.executable, "-m", "infra.tracking.mlflow_database", str(home / "mlflow.db")),
+            *(sys.executable, "-m", "mlflow", "server", "--workers", "1"),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--backend-store-uri", f"sqlite:///{home / 'mlflow.db'}"),
+            *("--artifacts-destination", str(home / "mlflow-artifacts")),
+        ),
+        environment=env.child_environment(
+            # The job runner and queue consumers take 0.65 GB and are not used here.
+            MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false",
+            MLFLOW_DISABLE_TELEMETRY="true",
+            MLFLOW_TRACKING_URI=None,
+            DO_NOT_TRACK="1",
+        ),
+        url=url,
+        health_url=f"{url}/health",
+    )
+
+
+def process_worker(home: Path, prefect_url: str, mlflow_url: str) -> ServerCommand:
+    """Return the command of the Prefect worker, which creates its work pool if it is missing."""
+    return ServerCommand(
+        name="worker",
+        argv=(
+            *(sys.executable, "-m", "infra.services.keeper"),
+            *(sys.executable, "-m", "prefect", "--no-prompt", "worker", "start"),
+            *("--pool", WORK_POOL, "--type", "process", "--name", f"worker-{home.name}"),
+        ),
+        environment=env.child_environment(
+            PREFECT_HOME=str(home / "prefect"),
+            PREFECT_API_URL=prefect_url,
+            # Prefect's own default is pickle.
+            PREFECT_RESULTS_DEFAULT_SERIALIZER="json",
+            PREFECT_FLOWS_HEARTBEAT_FREQUENCY=str(HEARTBEAT_S),
+            MLFLOW_TRACKING_URI=mlflow_url,
+            RLHF_HOME=str(home),
+            DO_NOT_TRACK="1",
+        ),
+        url=prefect_url,
+    )

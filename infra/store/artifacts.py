@@ -4,12 +4,9 @@ Promises: equal content has an equal digest; `verify_directory` detects flipped 
 swapped, missing and extra files, and links out of the directory; a read error stays an `OSError`
 and never counts as an absent or damaged file.
 Does not promise: anything about file modes, times or empty directories; they are not content. The
-digest covers (schema, kind, files), so files must not contain what varies between equal runs.
-
-Cache of the sha256 of large files outside the store, by (path, size, times, inode).
-
-A modified file is hashed again, because the kernel then changes one of these. A cache that cannot
-be read or written costs only time. Bits that flip on the disk are not noticed.
+digest covers (schema, kind, files), so files must not contain what varies between equal runs. Nor
+that bits that flip on the disk below a large external file are noticed: its sha256 is cached by
+path, size, times and inode.
 """
 
 import contextlib
@@ -33,39 +30,14 @@ from infra.frozen_model import FrozenModel
 from infra.store.canonical import canonical_json, sha256_json
 from infra.store.stage_spec import Artifact
 
-MIN_BYTES = 1 << 20
-"""Hashing a smaller file is faster than the cache lookup."""
-SETTLED_NS = 2_000_000_000
-"""A younger file is not cached: another write may fall into the same tick of its timestamp."""
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-
-
-def digest_once(path: Path, compute: Callable[[], str]) -> str:
-    """Return the sha256 of a regular file (64 hex digits), from the cache in the home if known."""
-    status = path.stat()
-    if status.st_size < MIN_BYTES:
-        return compute()
-    times = [status.st_mtime_ns, status.st_ctime_ns]
-    key = sha256_json([os.fspath(path), status.st_size, *times, status.st_ino])
-    record = env.home() / "digests" / key
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        known = record.read_text(encoding="ascii")
-        if _SHA256.fullmatch(known):
-            return known
-    digest = compute()
-    if time.time_ns() - max(times) > SETTLED_NS and env.home().is_dir():
-        with contextlib.suppress(OSError):
-            record.parent.mkdir(exist_ok=True)
-            temporary = record.with_name(f".tmp-{key}-{os.getpid()}")
-            temporary.write_text(digest, encoding="ascii")
-            os.replace(temporary, record)
-    return digest
-
-
 MANIFEST_NAME = "manifest.json"
 MANIFEST_SCHEMA = 1
 EXTERNAL_KIND = "external"
 _STORED = re.compile(r"/artifacts/[a-z][a-z0-9_-]*/(?P<digest>[0-9a-f]{64})(?:/|$)")
+MIN_BYTES = 1 << 20
+"""Hashing a smaller file is faster than the cache lookup."""
+SETTLED_NS = 2_000_000_000
+"""A younger file is not cached: another write may fall into the same tick of its timestamp."""
 NUM_HASH_THREADS = min(8, os.cpu_count() or 1)
 
 Level = Literal["manifest", "size", "bytes"]
@@ -126,22 +98,22 @@ def build_manifest(
     Raises:
         ArtifactError: no file, an entry is not a regular file, or a name is not portable.
     """
-    known = digests or {}
-    to_hash = {}
-    files: dict[str, FileEntry] = {}
+    paths: dict[str, Path] = {}
     for name, entry in _walk(directory):
         if name == MANIFEST_NAME:
             continue
         if not entry.is_file(follow_symlinks=False):
             raise ArtifactError(f"{entry.path} is not a regular file; an artifact holds only these")
-        if name in known:
-            size_bytes = entry.stat(follow_symlinks=False).st_size
-            files[name] = FileEntry(size_bytes=size_bytes, sha256=known[name])
-        else:
-            to_hash[name] = Path(entry.path)
-    if not files and not to_hash:
+        paths[name] = Path(entry.path)
+    if not paths:
         raise ArtifactError(f"{directory} holds no file; an empty artifact is a mistake")
-    files.update(_hash_all(to_hash))
+    known = digests or {}
+    files = _hash_all({name: path for name, path in paths.items() if name not in known})
+    files |= {
+        name: FileEntry(size_bytes=path.stat().st_size, sha256=known[name])
+        for name, path in paths.items()
+        if name in known
+    }
     fault("artifacts.before_manifest")
     try:
         return Manifest(kind=kind, files=files)
@@ -197,8 +169,9 @@ def parse_manifest(data: bytes, where: str, kind: str | None = None) -> Manifest
 
 
 def _damaged(where: str, data: bytes, reason: str) -> ArtifactCorruptError:
-    digest = hashlib.sha256(data).hexdigest()
-    return ArtifactCorruptError(f"{where}: sha256 {digest} is not of its manifest ({reason})")
+    return ArtifactCorruptError(
+        f"{where}: sha256 {hashlib.sha256(data).hexdigest()} is not of its manifest ({reason})"
+    )
 
 
 def verify_directory(directory: Path, level: Level = "bytes", kind: str | None = None) -> Manifest:
@@ -221,9 +194,9 @@ def verify_directory(directory: Path, level: Level = "bytes", kind: str | None =
         if _size_bytes(entry) != manifest.files[name].size_bytes:
             _check_entry(entry, _hash_regular(Path(entry.path)), manifest.files[name])
     if level == "bytes":
-        paths = {name: Path(entry.path) for name, entry in present.items()}
-        for name, found in _hash_all(paths).items():
-            _check_entry(present[name], found, manifest.files[name])
+        found = _hash_all({name: Path(entry.path) for name, entry in present.items()})
+        for name, entry in present.items():
+            _check_entry(entry, found[name], manifest.files[name])
     return manifest
 
 
@@ -270,8 +243,7 @@ def external_artifact(path: Path, field: str | None = None) -> Artifact:
     where = field or str(path)
     if not path.exists():
         raise ConfigError(where, f"{path} does not exist (cwd is {Path.cwd()}); give another path")
-    single = path.is_file()
-    paths = {"": path} if single else dict(_external_files(path, where))
+    paths = {"": path} if path.is_file() else dict(_external_files(path, where))
     files = _hash_all(paths, _hash_external)
     if not files:
         raise ConfigError(where, f"{path} holds no file; give another path")
@@ -295,9 +267,10 @@ def _external_files(directory: Path, where: str) -> Iterator[tuple[str, Path]]:
 
 
 def _hash_external(path: Path) -> FileEntry:
-    size_bytes = path.stat().st_size
-    digest = digest_once(path, lambda: _hash_regular(path).sha256)
-    return FileEntry(size_bytes=size_bytes, sha256=digest)
+    return FileEntry(
+        size_bytes=path.stat().st_size,
+        sha256=digest_once(path, lambda: _hash_regular(path).sha256),
+    )
 
 
 def _walk(
@@ -318,8 +291,7 @@ def _hash_regular(path: Path) -> FileEntry:
     # Non-blocking: if a pipe replaced the file, the open must not hang.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ArtifactError(f"{path} is not a regular file")
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileEntry(size_bytes=file.tell(), sha256=digest)
@@ -328,8 +300,6 @@ def _hash_regular(path: Path) -> FileEntry:
 def _hash_all(
     paths: Mapping[str, Path], hash_file: Callable[[Path], FileEntry] = _hash_regular
 ) -> dict[str, FileEntry]:
-    if len(paths) < 2:
-        return {name: hash_file(path) for name, path in paths.items()}
     with ThreadPoolExecutor(NUM_HASH_THREADS, "hash") as pool:
         return dict(zip(paths, pool.map(hash_file, paths.values()), strict=True))
 
@@ -347,3 +317,25 @@ def _check_entry(entry: "os.DirEntry[str]", found: FileEntry, expected: FileEntr
             f"{entry.path}: {found.size_bytes} bytes, sha256 {found.sha256}; need "
             f"{expected.size_bytes} bytes, sha256 {expected.sha256}, going by {MANIFEST_NAME}"
         )
+
+
+def digest_once(path: Path, compute: Callable[[], str]) -> str:
+    """Return the sha256 of a regular file (64 hex digits), from the cache in the home if known."""
+    status = path.stat()
+    if status.st_size < MIN_BYTES:
+        return compute()
+    times = [status.st_mtime_ns, status.st_ctime_ns]
+    key = sha256_json([os.fspath(path), status.st_size, *times, status.st_ino])
+    record = env.home() / "digests" / key
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        known = record.read_text(encoding="ascii")
+        if re.fullmatch(r"[0-9a-f]{64}", known):
+            return known
+    digest = compute()
+    if time.time_ns() - max(times) > SETTLED_NS and env.home().is_dir():
+        with contextlib.suppress(OSError):
+            record.parent.mkdir(exist_ok=True)
+            temporary = record.with_name(f".tmp-{key}-{os.getpid()}")
+            temporary.write_text(digest, encoding="ascii")
+            os.replace(temporary, record)
+    return digest

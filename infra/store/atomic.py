@@ -25,13 +25,16 @@ _ABANDONED_AFTER_S = 24 * 3600.0
 
 def temporary_sibling(path: Path) -> Path:
     """Return a new unique temporary path beside `path`; creates nothing."""
-    unique = f"{own_stamp()}-{uuid.uuid4().hex[:12]}"
-    return path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{unique}")
+    return path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{own_stamp()}-{uuid.uuid4().hex[:12]}")
 
 
 def fsync_directory(directory: Path) -> None:
     """Make the names in a directory durable."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    _fsync(directory, os.O_DIRECTORY)
+
+
+def _fsync(path: Path, flags: int = 0) -> None:
+    descriptor = os.open(path, os.O_RDONLY | flags)
     try:
         os.fsync(descriptor)
     finally:
@@ -43,19 +46,14 @@ def fsync_tree(directory: Path) -> None:
     for parent, _, names in os.walk(directory, topdown=False, onerror=_raise):
         for name in names:
             path = Path(parent, name)
-            if path.is_symlink() or not path.is_file():
-                continue
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            if path.is_file() and not path.is_symlink():
+                _fsync(path)
         fsync_directory(Path(parent))
 
 
 def make_directories(directory: Path) -> None:
     """Create a directory and its parents, and make each name durable in its parent."""
-    missing = [d for d in (directory, *directory.parents) if not d.exists()]
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
     for path in reversed(missing):
         path.mkdir(exist_ok=True)
         fsync_directory(path.parent)
@@ -121,8 +119,12 @@ def remove_directory(directory: Path) -> None:
 def remove_abandoned(directory: Path) -> None:
     """Remove temporary entries with a dead writer or untouched for a day; ignores failures."""
     for path in directory.glob(f"{TEMPORARY_PREFIX}*"):
-        if is_abandoned(path):
-            _remove(path)
+        if not is_abandoned(path):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def is_abandoned(path: Path) -> bool:
@@ -133,13 +135,6 @@ def is_abandoned(path: Path) -> bool:
     except FileNotFoundError:
         return False  # its writer finished after the listing
     return (stamp is not None and is_dead(stamp)) or silent_s > _ABANDONED_AFTER_S
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 @contextmanager

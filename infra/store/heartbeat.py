@@ -5,12 +5,6 @@ and with constant size, so a full disk cannot stop it. A stopped or dead process
 native code with the GIL become silent. Silence is the time without a new beat while the watcher
 could look; clock differences and read errors never make a process look dead. A phase without
 progress past its deadline is reported once, with the stacks of all threads, despite a held GIL.
-
-The processes that wait for a stage: one file `work/<fingerprint>/followers/<name>` each.
-
-Promises: a job is not stopped while another follower waits for it. A dead follower does not count:
-on this machine its process is gone; on another one its file was not touched for `STALE_S`, by the
-clock of the shared file system. Until that is noticed, the job merely runs on.
 """
 
 import contextlib
@@ -22,16 +16,14 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Protocol, Self
+from typing import IO, Self
 
 from pydantic import BaseModel, ValidationError
 
-from infra.store.process_stamp import is_dead, own_stamp
-from infra.store.stage_spec import check_fingerprint
+from infra.store.process_stamp import own_stamp
 
 BEAT_BYTES = 512
 MAX_GAP_S = 5.0
@@ -63,8 +55,7 @@ class FixedFile:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        self._descriptor = os.open(path, flags, 0o644)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             os.posix_fallocate(self._descriptor, 0, BEAT_BYTES)
             self.write(b"")
@@ -86,14 +77,6 @@ class FixedFile:
             self._descriptor = -1
 
 
-def read_fixed(path: Path) -> bytes | None:
-    """Return the text of a `FixedFile`; None if it is absent, torn or damaged."""
-    try:
-        return checked_content(path.read_bytes())
-    except FileNotFoundError:
-        return None
-
-
 def checked_content(data: bytes) -> bytes | None:
     """Return the text in the bytes of a `FixedFile`; None if they are torn or damaged."""
     content = data[9:].rstrip()
@@ -101,12 +84,16 @@ def checked_content(data: bytes) -> bytes | None:
 
 
 def read_beat(path: Path) -> Beat | None:
-    """Read a heartbeat file as `read_fixed`; None also before the first beat."""
-    return parse_beat(read_fixed(path), str(path))
+    """Read a heartbeat file as `parse_beat`; None also if it is absent or before the first beat."""
+    try:
+        return parse_beat(path.read_bytes(), str(path))
+    except FileNotFoundError:
+        return None
 
 
-def parse_beat(content: bytes | None, where: str) -> Beat | None:
-    """Parse the text of a heartbeat; None if it is absent or invalid."""
+def parse_beat(data: bytes | None, where: str) -> Beat | None:
+    """Parse the bytes of a heartbeat file; None if they are absent, torn, damaged or no beat."""
+    content = None if data is None else checked_content(data)
     if not content:
         return None
     try:
@@ -122,8 +109,7 @@ class BeatWatch:
     def __init__(
         self, read: Callable[[], Beat | None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._read = read
-        self._clock = clock
+        self._read, self._clock = read, clock
         self._looked_at: float | None = None
         self.beat: Beat | None = None
         self.silence_s = 0.0
@@ -170,8 +156,7 @@ class Heartbeat:
         self._deadlines_s = deadlines_s or {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        self._number = 0
-        self._num_ticks = 0
+        self._number = self._num_ticks = 0
         self._seen: tuple[object, ...] = ()
         self._changed_at = time.monotonic()
 
@@ -236,72 +221,3 @@ class Heartbeat:
         elif deadline_s is not None and now - self._changed_at > deadline_s + self._every_s:
             on_stall, self._on_stall = self._on_stall, None
             on_stall(Stall(self.phase, self.step, deadline_s))
-
-
-STALE_S = 120.0
-
-
-class Followers(Protocol):
-    """The followers of all stages of a store; a part of `Attempts`."""
-
-    def join(self, fingerprint: str, follower: str) -> None:
-        """See `Attempts.join`."""
-        ...
-
-    def leave(self, fingerprint: str, follower: str) -> int:
-        """See `Attempts.leave`."""
-        ...
-
-    def followed_by(self, follower: str) -> list[str]:
-        """See `Attempts.followed_by`."""
-        ...
-
-
-class LocalFollowers:
-    """`Followers` in a directory with one subdirectory per fingerprint."""
-
-    def __init__(self, work: Path) -> None:
-        self._work = work
-        self._joined: dict[Path, FixedFile] = {}
-
-    def join(self, fingerprint: str, follower: str) -> None:
-        """See `Attempts.join`. The file keeps its size, so a full disk cannot make this fail."""
-        path = self._directory(fingerprint) / check_fingerprint(follower)
-        if path not in self._joined or not path.exists():
-            self._joined[path] = FixedFile(path)
-        self._joined[path].write(own_stamp().encode())
-
-    def leave(self, fingerprint: str, follower: str) -> int:
-        """See `Attempts.leave`."""
-        path = self._directory(fingerprint) / check_fingerprint(follower)
-        file = self._joined.pop(path, None)
-        if file is not None:
-            file.close()
-        touched = _touched(path.parent)
-        path.unlink(missing_ok=True)
-        now = max(touched.values(), default=0.0)
-        return sum(_waits(other, now - at) for other, at in touched.items() if other != path)
-
-    def followed_by(self, follower: str) -> list[str]:
-        """See `Attempts.followed_by`."""
-        pattern = f"*/followers/{check_fingerprint(follower)}"
-        return sorted(path.parent.parent.name for path in self._work.glob(pattern))
-
-    def _directory(self, fingerprint: str) -> Path:
-        return self._work / check_fingerprint(fingerprint) / "followers"
-
-
-def _touched(directory: Path) -> dict[Path, float]:
-    found: dict[Path, float] = {}
-    with suppress(FileNotFoundError):
-        for path in directory.iterdir():
-            with suppress(FileNotFoundError):
-                found[path] = path.stat().st_mtime
-    return found
-
-
-def _waits(path: Path, silence_s: float) -> bool:
-    if silence_s > STALE_S or is_dead((read_fixed(path) or b"").decode()):
-        path.unlink(missing_ok=True)
-        return False
-    return path.exists()

@@ -6,11 +6,11 @@ Does not promise: exact sizes. A hard-linked file is counted, but freed only wit
 """
 
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from infra.faults import fault
 from infra.store.atomic import TEMPORARY_PREFIX, fsync_directory, is_abandoned, temporary_sibling
@@ -39,30 +39,29 @@ class StoredStage:
         return max(self.log.touched_at, self.work.touched_at)
 
 
-class Inventory(Protocol):
+class Inventory(ABC):
     """A store as the garbage collector sees it."""
 
-    @property
-    def others_wait(self) -> bool:
-        """True if new users wait for `exclusively` to end, so later uses need not be checked."""
-        ...
+    others_wait: bool
+    """True if new users wait for `exclusively` to end, so later uses need not be checked."""
 
+    @abstractmethod
     def stages(self) -> dict[str, StoredStage]:
         """Return all stages with a log or working files by fingerprint, sorted; one listing."""
-        ...
 
+    @abstractmethod
     def artifacts(self) -> dict[str, list[Stored]]:
         """Return artifacts by digest; equal content may exist under several kinds."""
-        ...
 
+    @abstractmethod
     def leftovers(self) -> list[Stored]:
         """Return unfinished files of dead or long silent writers, and damaged copies."""
-        ...
 
+    @abstractmethod
     def exclusively(self) -> AbstractContextManager[None]:
         """Return the context for `take`; raise `StoreError` if another collector is active."""
-        ...
 
+    @abstractmethod
     def take(self, place: str, is_needed: Callable[[float], bool]) -> bool:
         """Remove the `Stored` at a place unless it is needed; return True if it is gone.
 
@@ -73,10 +72,9 @@ class Inventory(Protocol):
             NotExclusiveError: the context of `exclusively` is not active, or was lost.
             OSError: a part could not be removed; readers do not see the rest as complete.
         """
-        ...
 
 
-class LocalInventory:
+class LocalInventory(Inventory):
     """`Inventory` of a store in a directory (`infra.store.storage.LocalStorage`)."""
 
     others_wait = False
@@ -86,7 +84,7 @@ class LocalInventory:
 
     def stages(self) -> dict[str, StoredStage]:
         """See `Inventory.stages`."""
-        found = [*self._root.glob("stages/*"), *self._root.glob("work/*")]
+        found = (*self._root.glob("stages/*"), *self._root.glob("work/*"))
         names = sorted({path.name for path in found if not path.name.startswith(".")})
         return {name: self._stage(name) for name in names}
 

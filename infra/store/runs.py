@@ -10,17 +10,11 @@ it and then reads the records sees the use, or the run sees that it is gone.
 Does not promise: that the record of a use survives a power loss.
 """
 
-import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
-from infra.store.atomic import atomic_write_bytes, make_directories
+from infra.store.files import Files
 from infra.store.stage_spec import check_fingerprint
-
-_NAME, _KEPT, _STAGES, _ARTIFACTS = "name", "kept", "stages", "artifacts"
 
 
 @dataclass(frozen=True)
@@ -44,93 +38,84 @@ class KnownRun:
         return max((*self.used_at.values(), *self.read_at.values()), default=0.0)
 
 
-class Runs(Protocol):
-    """The runs that use a store."""
+class Runs:
+    """The runs that use a store.
+
+    Args:
+        wait_until_over: waits for the end of a garbage collection; returns True if one was under
+            way, so that records made before may be gone.
+        check_removal: raises if this process may not remove records now.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        wait_until_over: Callable[[], bool] = lambda: False,
+        check_removal: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._files = files
+        self._wait_until_over, self._check_removal = wait_until_over, check_removal
+        self._names: dict[str, str] = {}
 
     def begin(self, key: str, name: str) -> None:
         """Record a run; `key` is a sha256, `name` is for people."""
-        ...
+        self._record(lambda: self._files.create(f"{_run(key)}/name", name.encode()))
 
     def use(self, key: str, fingerprint: str) -> None:
         """Record that a run uses a stage; called before the stage is looked up."""
-        ...
+        self._touch(f"{_run(key)}/stages/{check_fingerprint(fingerprint)}")
 
     def read(self, key: str, digest: str) -> None:
         """Record that a run reads an artifact of the store that none of its stages made."""
-        ...
+        self._touch(f"{_run(key)}/artifacts/{check_fingerprint(digest)}")
 
     def keep(self, key: str, kept: bool) -> None:
         """Set or clear the mark that keeps everything a run used and read, however old."""
-        ...
+        if kept:
+            self._touch(f"{_run(key)}/kept")
+        else:
+            self._files.delete([f"{_run(key)}/kept"])
 
     def known(self) -> list[KnownRun]:
         """Return all runs, sorted by name and key."""
-        ...
+        at: dict[str, dict[str, dict[str, float]]] = {}
+        kept: set[str] = set()
+        for each in self._files.listed("runs/"):
+            _, key, what, *name = each.name.split("/")
+            if what == "kept":
+                kept.add(key)
+            elif name:
+                at.setdefault(key, {}).setdefault(what, {})[name[0]] = each.changed_at
+        runs = [
+            KnownRun(
+                key, self._name(key), key in kept, of.get("stages", {}), of.get("artifacts", {})
+            )
+            for key, of in at.items()
+        ]
+        return sorted(runs, key=lambda run: (run.name, run.key))
 
     def forget(self, key: str) -> None:
-        """Remove the record of a run, which may be absent."""
-        ...
+        """Remove the record of a run, which may be absent; called by the garbage collector."""
+        self._check_removal()
+        self._files.remove(_run(key))
+
+    def _touch(self, name: str) -> None:
+        self._record(lambda: self._files.touch(name))
+
+    def _record(self, write: Callable[[], object]) -> None:
+        """Write a record, and again after a collection, so that every later one sees it."""
+        write()
+        while self._wait_until_over():
+            write()
+
+    def _name(self, key: str) -> str:
+        if key not in self._names:
+            data = self._files.get(f"{_run(key)}/name")
+            if data is None:  # the run is being forgotten
+                return key[:12]
+            self._names[key] = data.decode()
+        return self._names[key]
 
 
-class LocalRuns:
-    """`Runs` in the directory of a local store."""
-
-    def __init__(self, root: Path) -> None:
-        self._runs = root / "runs"
-
-    def begin(self, key: str, name: str) -> None:
-        """See `Runs.begin`."""
-        path = self._directory(key) / _NAME
-        if not path.exists():
-            make_directories(path.parent)
-            atomic_write_bytes(path, name.encode())
-
-    def use(self, key: str, fingerprint: str) -> None:
-        """See `Runs.use`."""
-        self._touch(key, _STAGES, fingerprint)
-
-    def read(self, key: str, digest: str) -> None:
-        """See `Runs.read`."""
-        self._touch(key, _ARTIFACTS, digest)
-
-    def keep(self, key: str, kept: bool) -> None:
-        """See `Runs.keep`."""
-        path = self._directory(key) / _KEPT
-        if kept:
-            path.touch()
-        else:
-            path.unlink(missing_ok=True)
-
-    def known(self) -> list[KnownRun]:
-        """See `Runs.known`."""
-        found = {p.parent for what in (_STAGES, _ARTIFACTS) for p in self._runs.glob(f"*/{what}")}
-        return sorted(map(_read, found), key=lambda run: (run.name, run.key))
-
-    def forget(self, key: str) -> None:
-        """See `Runs.forget`."""
-        shutil.rmtree(self._directory(key), ignore_errors=True)
-
-    def _touch(self, key: str, what: str, name: str) -> None:
-        path = self._directory(key) / what / check_fingerprint(name)
-        make_directories(path.parent)
-        path.touch()
-
-    def _directory(self, key: str) -> Path:
-        return self._runs / check_fingerprint(key)
-
-
-def _read(directory: Path) -> KnownRun:
-    used_at, read_at = _touched_at(directory / _STAGES), _touched_at(directory / _ARTIFACTS)
-    try:
-        name = (directory / _NAME).read_text(encoding="utf-8")
-    except FileNotFoundError:  # the run is being forgotten
-        name = directory.name[:12]
-    return KnownRun(directory.name, name, (directory / _KEPT).exists(), used_at, read_at)
-
-
-def _touched_at(directory: Path) -> dict[str, float]:
-    found: dict[str, float] = {}
-    with suppress(FileNotFoundError):
-        for path in directory.iterdir():
-            found[path.name] = path.stat().st_mtime
-    return found
+def _run(key: str) -> str:
+    return f"runs/{check_fingerprint(key)}"

@@ -7,27 +7,36 @@ adopts other work. An entry also records how many bytes of each earlier journal 
 generation count; what a suspended writer appends later is ignored. Entries never change, and after
 a kill at any moment an entry exists completely or not at all. The log does not know who is alive;
 the maker of the next *held* has to.
+
+Followers are the processes that wait for a stage. Promises: a job is not stopped while another
+follower waits for it. A dead follower does not count: on this machine its process is gone; on
+another one its record was not renewed for `STALE_S`, by the store's clock. Until that is noticed,
+the job merely runs on.
 """
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from pydantic import ValidationError
 
 from infra.errors import ArtifactCorruptError, FencedError
 from infra.faults import fault
 from infra.frozen_model import FrozenModel
-from infra.store.atomic import create_exclusively, make_directories
 from infra.store.canonical import canonical_json
-from infra.store.heartbeat import Followers
+from infra.store.files import Files, Found, LocalFiles
+from infra.store.heartbeat import FixedFile, checked_content
+from infra.store.process_stamp import is_dead, own_stamp
 from infra.store.stage_spec import Adoption, CommitRecord, check_fingerprint
 
 NUM_READERS = 8
+STALE_S = 120.0
+"""A follower on another machine that was silent for this long, by the store's clock, is dead."""
 
 
 class Holder(FrozenModel):
@@ -75,16 +84,67 @@ class Segment(NamedTuple):
     num_bytes: int | None  # None while the attempt may still append
 
 
-class Attempts(Protocol):
-    """The logs of all stages, and their followers."""
+class StageLogs(ABC):
+    """The logs of all stages of a store, and the followers that wait for them.
 
-    def entries(self, fingerprint: str) -> Sequence[LogEntry]:
+    Args:
+        journal_bytes: returns the bytes of complete lines of the journal segment of an attempt,
+            given by fingerprint and number.
+    """
+
+    def __init__(self, files: Files, journal_bytes: Callable[[str, int], int]) -> None:
+        self._files = files
+        self._journal_bytes = journal_bytes
+        self._known: dict[tuple[str, int], LogEntry] = {}
+
+    @abstractmethod
+    def join(self, fingerprint: str, follower: str) -> None:
+        """Record that a follower waits; called repeatedly while it waits.
+
+        Raises:
+            OSError: not recorded, so others may believe that no follower waits.
+        """
+
+    def leave(self, fingerprint: str, follower: str) -> int:
+        """Record that a follower stopped waiting; return how many others wait."""
+        own = follower_name(fingerprint, follower)
+        found = self._files.listed(f"{own.rpartition('/')[0]}/")
+        self._forget(fingerprint, follower)
+        now = max((each.changed_at for each in found), default=0.0)
+        return sum(self._waits(each, now) for each in found if each.name != own)
+
+    @abstractmethod
+    def followed_by(self, follower: str) -> list[str]:
+        """Return the fingerprints that a follower joined and did not leave."""
+
+    @abstractmethod
+    def _forget(self, fingerprint: str, follower: str) -> None:
+        """Remove the record of a follower, which may be absent."""
+
+    @abstractmethod
+    def _stamp(self, record: bytes) -> str:
+        """Return the process stamp in the record of a follower; empty if it is damaged."""
+
+    def entries(self, fingerprint: str) -> list[LogEntry]:
         """Return the stage's log; raise `ArtifactCorruptError` if an entry is lost or damaged."""
-        ...
+        numbers = self._numbers(f"{_log(fingerprint)}/")
+        return self._entries(fingerprint, numbers.get(fingerprint, []))
 
-    def logs(self) -> Mapping[str, Sequence[LogEntry] | None]:
-        """Return all logs as `entries`, by fingerprint, sorted; None for a damaged one."""
-        ...
+    def logs(self) -> dict[str, list[LogEntry] | None]:
+        """Return all logs as `entries`, by fingerprint, sorted; None for a damaged one.
+
+        Entries that this process has read before are not read again.
+        """
+
+        def log(found: tuple[str, Sequence[int]]) -> list[LogEntry] | None:
+            try:
+                return self._entries(*found)
+            except ArtifactCorruptError:
+                return None
+
+        numbers = self._numbers("stages/")
+        with ThreadPoolExecutor(NUM_READERS, "logs") as pool:
+            return dict(sorted(zip(numbers, pool.map(log, numbers.items()), strict=True)))
 
     def hold(
         self,
@@ -104,148 +164,10 @@ class Attempts(Protocol):
         Raises:
             FencedError: another caller made that entry, or the earlier log was removed.
         """
-        ...
-
-    def check(self, attempt: Attempt) -> None:
-        """Raise `FencedError` unless the attempt's entry is the last one."""
-        ...
-
-    def commit(self, attempt: Attempt, record: CommitRecord) -> CommitRecord:
-        """Make the *committed* entry; a second call changes nothing.
-
-        Raises:
-            FencedError: another attempt took over.
-        """
-        ...
-
-    def join(self, fingerprint: str, follower: str) -> None:
-        """Record that a follower waits; called repeatedly while it waits.
-
-        Raises:
-            OSError: not recorded, so others may believe that no follower waits.
-        """
-        ...
-
-    def leave(self, fingerprint: str, follower: str) -> int:
-        """Record that a follower stopped waiting; return how many others wait."""
-        ...
-
-    def followed_by(self, follower: str) -> list[str]:
-        """Return the fingerprints that a follower joined and did not leave."""
-        ...
-
-
-class LogFiles(Protocol):
-    """Raw entries of all logs by fingerprint and number; an entry never changes."""
-
-    def place(self, fingerprint: str) -> str:
-        """Return the location of a log, for error messages."""
-        ...
-
-    def numbers(self, fingerprint: str) -> list[int]:
-        """Return the sorted numbers of a log's entries; empty if there are none."""
-        ...
-
-    def all_numbers(self) -> dict[str, list[int]]:
-        """Return `numbers` of every log by fingerprint, from one listing."""
-        ...
-
-    def read(self, fingerprint: str, number: int) -> bytes:
-        """Return the bytes of an existing entry."""
-        ...
-
-    def create(self, fingerprint: str, number: int, data: bytes) -> bool:
-        """Create a whole entry; return False and change nothing if its number is taken."""
-        ...
-
-
-class LocalLogFiles:
-    """`LogFiles` in a directory; an entry is made by `link`, which fails if the name exists."""
-
-    def __init__(self, root: Path) -> None:
-        self._stages = root / "stages"
-
-    def place(self, fingerprint: str) -> str:
-        """See `LogFiles.place`."""
-        return str(self._stages / check_fingerprint(fingerprint))
-
-    def numbers(self, fingerprint: str) -> list[int]:
-        """See `LogFiles.numbers`."""
-        try:
-            found = Path(self.place(fingerprint)).iterdir()
-            return sorted(int(path.name) for path in found if path.name.isdigit())
-        except FileNotFoundError:
-            return []
-
-    def all_numbers(self) -> dict[str, list[int]]:
-        """See `LogFiles.all_numbers`."""
-        names = (path.name for path in self._stages.glob("*") if not path.name.startswith("."))
-        return {name: self.numbers(name) for name in names}
-
-    def read(self, fingerprint: str, number: int) -> bytes:
-        """See `LogFiles.read`."""
-        return Path(self.place(fingerprint), str(number)).read_bytes()
-
-    def create(self, fingerprint: str, number: int, data: bytes) -> bool:
-        """See `LogFiles.create`."""
-        directory = Path(self.place(fingerprint))
-        make_directories(directory)
-        return create_exclusively(directory / str(number), data)
-
-
-class StageLogs:
-    """`Attempts` over log files; `journal_bytes` takes fingerprint and attempt."""
-
-    def __init__(
-        self,
-        files: LogFiles,
-        followers: Followers,
-        journal_bytes: Callable[[str, int], int],
-    ) -> None:
-        self._files = files
-        self._journal_bytes = journal_bytes
-        self._known: dict[tuple[str, int], LogEntry] = {}
-        self.join = followers.join
-        self.leave = followers.leave
-        self.followed_by = followers.followed_by
-
-    def entries(self, fingerprint: str) -> list[LogEntry]:
-        """See `Attempts.entries`."""
-        return self._entries(fingerprint, self._files.numbers(fingerprint))
-
-    def logs(self) -> dict[str, list[LogEntry] | None]:
-        """See `Attempts.logs`; entries that this process has read before are not read again."""
-
-        def log(found: tuple[str, Sequence[int]]) -> list[LogEntry] | None:
-            try:
-                return self._entries(*found)
-            except ArtifactCorruptError:
-                return None
-
-        numbers = self._files.all_numbers()
-        with ThreadPoolExecutor(NUM_READERS, "logs") as pool:
-            return dict(sorted(zip(numbers, pool.map(log, numbers.items()), strict=True)))
-
-    def _entries(self, fingerprint: str, numbers: Sequence[int]) -> list[LogEntry]:
-        if list(numbers) != list(range(len(numbers))):
-            place = self._files.place(fingerprint)
-            raise ArtifactCorruptError(f"{place} has entries {numbers}; restore the others")
-        return [self._entry(fingerprint, number) for number in numbers]
-
-    def hold(
-        self,
-        fingerprint: str,
-        holder: Holder,
-        number: int,
-        force: str = "",
-        adopted: Adoption | None = None,
-    ) -> Attempt:
-        """See `Attempts.hold`."""
         log = self.entries(fingerprint)
-        last = log[number - 1] if 0 < number <= len(log) else None
         if number > len(log):
             raise FencedError(f"{fingerprint[:12]} lost entries before {number} meanwhile")
-        goes_on = last if last is not None and last.kind == "held" else None
+        goes_on = log[number - 1] if number and log[number - 1].kind == "held" else None
         entry = LogEntry(
             kind="held",
             number=number,
@@ -264,7 +186,7 @@ class StageLogs:
         return Attempt(fingerprint, number, holder.id)
 
     def check(self, attempt: Attempt) -> None:
-        """See `Attempts.check`."""
+        """Raise `FencedError` unless the attempt's entry is the last one."""
         log = self.entries(attempt.fingerprint)
         if len(log) <= attempt.number or log[attempt.number].holder.id != attempt.holder:
             raise FencedError(f"{attempt.fingerprint[:12]}: attempt {attempt.number} is not held")
@@ -272,7 +194,11 @@ class StageLogs:
             raise FencedError(_fenced(attempt.fingerprint, attempt.number + 1, log[-1]))
 
     def commit(self, attempt: Attempt, record: CommitRecord) -> CommitRecord:
-        """See `Attempts.commit`."""
+        """Make the *committed* entry; a second call changes nothing.
+
+        Raises:
+            FencedError: another attempt took over.
+        """
         held = self._entry(attempt.fingerprint, attempt.number)
         if held.holder.id != attempt.holder or held.kind != "held":
             raise FencedError(_fenced(attempt.fingerprint, attempt.number, held))
@@ -294,20 +220,50 @@ class StageLogs:
             raise FencedError(_fenced(attempt.fingerprint, entry.number, standing))
         return standing.record
 
+    def _waits(self, each: Found, now: float) -> bool:
+        record = self._files.get(each.name)
+        if record is None:
+            return False
+        if now - each.changed_at > STALE_S or is_dead(self._stamp(record)):
+            _, fingerprint, _, follower = each.name.split("/")
+            self._forget(fingerprint, follower)
+            return False
+        return True
+
+    def _numbers(self, prefix: str) -> dict[str, list[int]]:
+        """Return the sorted numbers of the entries below a directory, by fingerprint."""
+        found: dict[str, list[int]] = {}
+        for each in self._files.listed(prefix):
+            fingerprint, name = each.name.split("/")[-2:]
+            if name.isdigit():
+                found.setdefault(fingerprint, []).append(int(name))
+        return {fingerprint: sorted(numbers) for fingerprint, numbers in found.items()}
+
+    def _entries(self, fingerprint: str, numbers: Sequence[int]) -> list[LogEntry]:
+        if list(numbers) != list(range(len(numbers))):
+            raise ArtifactCorruptError(
+                f"{self._files.place(_log(fingerprint))} has entries {numbers}; restore the others"
+            )
+        return [self._entry(fingerprint, number) for number in numbers]
+
     def _counted(self, fingerprint: str, held: LogEntry) -> dict[int, int]:
         """Return the bytes that count of all segments up to that of a *held* entry, inclusive."""
         return {**held.journal, held.number: self._journal_bytes(fingerprint, held.number)}
 
     def _create(self, fingerprint: str, entry: LogEntry) -> bool:
-        return self._files.create(fingerprint, entry.number, canonical_json(entry) + b"\n")
+        name = f"{_log(fingerprint)}/{entry.number}"
+        return self._files.create(name, canonical_json(entry) + b"\n")
 
     def _entry(self, fingerprint: str, number: int) -> LogEntry:
         known = self._known.get((fingerprint, number))
         if known is not None:
             return known
-        path = f"{self._files.place(fingerprint)}/{number}"
+        name = f"{_log(fingerprint)}/{number}"
+        path, data = self._files.place(name), self._files.get(name)
+        if data is None:
+            raise ArtifactCorruptError(f"{path} is lost; restore it")
         try:
-            entry = LogEntry.model_validate_json(self._files.read(fingerprint, number))
+            entry = LogEntry.model_validate_json(data)
         except ValidationError as error:
             reason = str(error).splitlines()[0]
             raise ArtifactCorruptError(f"{path} is no entry of a stage log: {reason}") from error
@@ -318,12 +274,40 @@ class StageLogs:
         return entry
 
 
+class LocalStageLogs(StageLogs):
+    """`StageLogs` in a directory; a follower is a file `work/<fingerprint>/followers/<name>`."""
+
+    def __init__(self, root: Path, journal_bytes: Callable[[str, int], int]) -> None:
+        super().__init__(LocalFiles(root), journal_bytes)
+        self._root = root
+        self._joined: dict[Path, FixedFile] = {}
+
+    def join(self, fingerprint: str, follower: str) -> None:
+        """See `StageLogs.join`. The file keeps its size, so a full disk cannot make this fail."""
+        path = self._root / follower_name(fingerprint, follower)
+        if path not in self._joined or not path.exists():
+            self._joined[path] = FixedFile(path)
+        self._joined[path].write(own_stamp().encode())
+
+    def followed_by(self, follower: str) -> list[str]:
+        """See `StageLogs.followed_by`."""
+        found = self._root.glob(f"work/*/followers/{check_fingerprint(follower)}")
+        return sorted(path.parent.parent.name for path in found)
+
+    def _forget(self, fingerprint: str, follower: str) -> None:
+        path = self._root / follower_name(fingerprint, follower)
+        if file := self._joined.pop(path, None):
+            file.close()
+        path.unlink(missing_ok=True)
+
+    def _stamp(self, record: bytes) -> str:
+        return (checked_content(record) or b"").decode()
+
+
 def latest_commit(entries: Sequence[LogEntry], force: str = "") -> CommitRecord | None:
     """Return the newest commit record, or None; a `force` token selects its generation."""
-    for entry in reversed(entries):
-        if entry.record is not None and force in {"", entry.force}:
-            return entry.record
-    return None
+    found = (entry.record for entry in reversed(entries) if force in {"", entry.force})
+    return next(filter(None, found), None)
 
 
 def generation(entries: Sequence[LogEntry], attempt: int | None = None) -> Sequence[LogEntry]:
@@ -334,22 +318,17 @@ def generation(entries: Sequence[LogEntry], attempt: int | None = None) -> Seque
     if not entries:
         return ()
     at = len(entries) - 1 if attempt is None else attempt
-    adopting = {entry.number for entry in entries if entry.adopted}
-    begins = [
-        number
-        for number in range(len(entries) + 1)
-        if number == 0 or number in adopting or entries[number - 1].kind == "committed"
-    ]
-    start = max(number for number in begins if number <= at)
-    return entries[start : min((number for number in begins if number > at), default=None)]
+    begins = {0, *(entry.number for entry in entries if entry.adopted)}
+    begins |= {entry.number + 1 for entry in entries if entry.kind == "committed"}
+    end = min((number for number in begins if number > at), default=None)
+    return entries[max(number for number in begins if number <= at) : end]
 
 
 def current_generation(entries: Sequence[LogEntry]) -> int:
     """Return the first attempt's number of the generation in progress, or of the next one."""
     members = generation(entries)
-    if not members or members[-1].kind == "committed":
-        return len(entries)
-    return members[0].number
+    is_open = members and members[-1].kind == "held"
+    return members[0].number if is_open else len(entries)
 
 
 def journal_segments(entries: Sequence[LogEntry], attempt: int | None = None) -> list[Segment]:
@@ -357,6 +336,15 @@ def journal_segments(entries: Sequence[LogEntry], attempt: int | None = None) ->
     members = generation(entries, attempt)
     counted = members[-1].journal if members else {}
     return [Segment(e.number, counted.get(e.number)) for e in members if e.kind == "held"]
+
+
+def follower_name(fingerprint: str, follower: str) -> str:
+    """Return the name of a follower's record in a store."""
+    return f"work/{check_fingerprint(fingerprint)}/followers/{check_fingerprint(follower)}"
+
+
+def _log(fingerprint: str) -> str:
+    return f"stages/{check_fingerprint(fingerprint)}"
 
 
 def _now() -> str:

@@ -31,8 +31,7 @@ def step_directories(root: Path) -> dict[int, list[Path]]:
     """Return the published directories by step, ascending, the oldest first; not verified."""
     steps: dict[int, list[Path]] = {}
     for path in root.glob("step-*"):
-        match = _NAME.fullmatch(path.name)
-        if match:
+        if match := _NAME.fullmatch(path.name):
             steps.setdefault(int(match[1]), []).append(path)
     for paths in steps.values():
         # No `stat` of a single directory: it may be gone by now.

@@ -14,7 +14,6 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from infra.errors import ArtifactCorruptError, ArtifactNotFoundError, ConfigError
@@ -39,12 +38,12 @@ from infra.store.atomic import (
     remove_abandoned,
     temporary_sibling,
 )
-from infra.store.heartbeat import LocalFollowers
+from infra.store.files import Files, LocalFiles
 from infra.store.inventory import Inventory, LocalInventory
-from infra.store.runs import LocalRuns, Runs
-from infra.store.stage_log import Attempt, Attempts, LocalLogFiles, StageLogs, latest_commit
-from infra.store.stage_spec import Artifact, CommitRecord, check_fingerprint
-from infra.store.work_channel import FileChannel, WorkChannel
+from infra.store.runs import Runs
+from infra.store.stage_log import Attempt, LocalStageLogs, StageLogs, latest_commit
+from infra.store.stage_spec import Artifact, CommitRecord
+from infra.store.work_channel import LocalChannel, WorkChannel
 
 _log = logging.getLogger(__name__)
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -60,49 +59,50 @@ STORES = PluginTable(
 SECOND_REFUSED = "of two who create one name the second is refused"
 
 
-class Storage(Protocol):
-    """A store, local or remote."""
+class Storage(ABC):
+    """A store: in a directory, in a bucket, or that of a plugin.
+
+    Attributes:
+        attempts: logs of all stages, which say what attempt holds or committed each stage.
+        runs: pipeline runs, and the stages that each of them uses.
+        inventory: sizes and ages of everything in the store, for garbage collection.
+    """
+
+    attempts: StageLogs
+    runs: Runs
+    inventory: Inventory
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._copies: dict[tuple[str, str], Path] = {}
 
     @property
+    @abstractmethod
     def uri(self) -> str:
         """Address for `open_storage` on any host that can reach the store."""
-        ...
 
     @property
     def name(self) -> str:
-        """Short name, unique among all stores, that is valid in any system."""
-        ...
+        """Short name of the store, valid in any system; random, since paths are not unique."""
+        while (found := self._files.get("name")) is None:
+            self._files.create("name", uuid.uuid4().hex[:8].encode())
+        return found.decode()
 
-    @property
-    def attempts(self) -> Attempts:
-        """The logs of all stages: which attempt holds or committed each stage."""
-        ...
-
-    @property
-    def runs(self) -> Runs:
-        """The pipeline runs, and the stages that each of them uses."""
-        ...
-
-    @property
-    def inventory(self) -> Inventory:
-        """Sizes and ages of everything in the store, for garbage collection."""
-        ...
-
+    @abstractmethod
     def probe(self) -> str:
         """Check that the store is writable and has exclusive creation; return a line of text.
 
         Raises:
             ConfigError: two creates of one name succeeded, so two attempts could own one stage.
         """
-        ...
 
+    @abstractmethod
     def channel(self, fingerprint: str) -> WorkChannel:
         """Return the channel between the jobs of a stage and the processes that watch them."""
-        ...
 
+    @abstractmethod
     def with_steps(self) -> list[str]:
         """Return the sorted fingerprints that have step checkpoints; reads directory names only."""
-        ...
 
     def publish(self, source: Path, kind: str, digests: Mapping[str, str] = NO_DIGESTS) -> Artifact:
         """Move the files of a directory into the store as an artifact; the caller gives it up.
@@ -113,16 +113,22 @@ class Storage(Protocol):
         Raises:
             ArtifactError: `source` has no file, or an entry that is not a regular file.
         """
-        ...
+        require(KIND, kind, "artifact kind")
+        fault("storage.before_publish")
+        manifest = build_manifest(source, kind, digests)
+        write_manifest(source, manifest)
+        self._publish(source, manifest)
+        return Artifact(kind=kind, uri=self._place(kind, manifest.digest), digest=manifest.digest)
 
     def commit(self, attempt: Attempt, record: CommitRecord) -> CommitRecord:
-        """Record that a stage is done, as `Attempts.commit`.
+        """Record that a stage is done, as `StageLogs.commit`.
 
         Raises:
             ArtifactNotFoundError: the record's artifact is not in the store.
             FencedError: another attempt took over.
         """
-        ...
+        self.verify(record.artifact, "manifest")
+        return self._located(self.attempts.commit(attempt, record))
 
     def lookup(self, fingerprint: str, force: str = "") -> CommitRecord | None:
         """Return the commit record of a stage; None if it is not finished. Reads no artifact bytes.
@@ -132,61 +138,6 @@ class Storage(Protocol):
         Raises:
             ArtifactCorruptError: the stage is finished, but its log or manifest is damaged.
         """
-        ...
-
-    def verify(self, artifact: Artifact, level: Level) -> Manifest:
-        """Compare an artifact with its manifest, which is returned.
-
-        Raises:
-            ArtifactNotFoundError: the store has no such artifact.
-            ArtifactCorruptError: the content differs from the manifest.
-        """
-        ...
-
-    def local_copy(self, artifact: Artifact) -> Path:
-        """Return a local read-only path after verifying every byte once; raises as `verify`."""
-        ...
-
-
-def open_storage(uri: str) -> Storage:
-    """Open the store at a path, `file:///path` or `s3://bucket/prefix`.
-
-    Raises:
-        ConfigError: the scheme is unknown.
-    """
-    parts = urlsplit(uri)
-    if not parts.scheme:
-        if not uri:
-            raise ConfigError("storage", "got ''; need a directory or file:///directory")
-        return LocalStorage(Path(uri))
-    if parts.scheme == "file" and parts.netloc in {"", "localhost"} and parts.path:
-        return LocalStorage(Path(unquote(parts.path)))
-    if parts.scheme in STORES.names():
-        return STORES.load(parts.scheme)(uri)
-    forms = "a directory, file:///directory or s3://bucket/prefix"
-    raise ConfigError("storage", f"got {uri!r}; need {forms}")
-
-
-class StageResults(ABC):
-    """Queries about finished stages that every store answers from its logs."""
-
-    attempts: Attempts
-
-    @abstractmethod
-    def verify(self, artifact: Artifact, level: Level) -> Manifest:
-        """See `Storage.verify`."""
-
-    @abstractmethod
-    def _place(self, kind: str, digest: str) -> str:
-        """Return the uri that an artifact has, or would have, in this store."""
-
-    def commit(self, attempt: Attempt, record: CommitRecord) -> CommitRecord:
-        """See `Storage.commit`."""
-        self.verify(record.artifact, "manifest")
-        return self._located(self.attempts.commit(attempt, record))
-
-    def lookup(self, fingerprint: str, force: str = "") -> CommitRecord | None:
-        """See `Storage.lookup`."""
         record = latest_commit(self.attempts.entries(fingerprint), force)
         if record is None:
             return None
@@ -199,41 +150,61 @@ class StageResults(ABC):
             ) from error
         return self._located(record)
 
+    @abstractmethod
+    def verify(self, artifact: Artifact, level: Level) -> Manifest:
+        """Compare an artifact with its manifest, which is returned.
+
+        Raises:
+            ArtifactNotFoundError: the store has no such artifact.
+            ArtifactCorruptError: the content differs from the manifest.
+        """
+
+    def local_copy(self, artifact: Artifact) -> Path:
+        """Return a local read-only path after verifying every byte once; raises as `verify`."""
+        external = artifact.kind == EXTERNAL_KIND
+        key = (artifact.uri if external else artifact.kind, artifact.digest)
+        if key not in self._copies:
+            if external:
+                check_unchanged(artifact)
+            self._copies[key] = Path(artifact.uri) if external else self._fetch(artifact)
+        return self._copies[key]
+
+    @abstractmethod
+    def _publish(self, source: Path, manifest: Manifest) -> None:
+        """Move a directory with its manifest into the store, or remove it if the store has it."""
+
+    @abstractmethod
+    def _fetch(self, artifact: Artifact) -> Path:
+        """Return a local directory with the artifact's verified files."""
+
+    def _journal_bytes(self, fingerprint: str, attempt: int) -> int:
+        return self.channel(fingerprint).journal_bytes(attempt)
+
+    def _place(self, kind: str, digest: str) -> str:
+        return self._files.place(artifact_name(kind, digest))
+
     def _located(self, record: CommitRecord) -> CommitRecord:
         """Set the artifact's uri to its current place, since the store may have been moved."""
         place = self._place(record.artifact.kind, record.artifact.digest)
-        artifact = record.artifact.model_copy(
-            update={"uri": place, "fingerprint": record.fingerprint}
-        )
-        return record.model_copy(update={"artifact": artifact})
+        changes = {"uri": place, "fingerprint": record.fingerprint}
+        return record.model_copy(update={"artifact": record.artifact.model_copy(update=changes)})
 
 
-class LocalStorage(StageResults):
+class LocalStorage(Storage):
     """A store in a directory: `artifacts/<kind>/<digest>/`, `stages/<fingerprint>/`, `work/`."""
 
     def __init__(self, root: Path) -> None:
         self._root = root.expanduser().absolute()
-        followers = LocalFollowers(self._root / "work")
-        self.attempts = StageLogs(LocalLogFiles(self._root), followers, self._journal_bytes)
-        self.runs = LocalRuns(self._root)
+        files = LocalFiles(self._root)
+        super().__init__(files)
+        self.attempts = LocalStageLogs(self._root, self._journal_bytes)
+        self.runs = Runs(files)
         self.inventory = LocalInventory(self._root)
-        self._verified: set[tuple[str, str]] = set()
 
     @property
     def uri(self) -> str:
         """Absolute path of the store."""
         return str(self._root)
-
-    @property
-    def name(self) -> str:
-        """See `Storage.name`; random, since stores on two machines may have the same path."""
-        path = self._root / "name"
-        try:
-            return path.read_text(encoding="ascii")
-        except FileNotFoundError:
-            make_directories(self._root)
-            create_exclusively(path, uuid.uuid4().hex[:8].encode())
-            return path.read_text(encoding="ascii")
 
     def probe(self) -> str:
         """See `Storage.probe`."""
@@ -246,68 +217,41 @@ class LocalStorage(StageResults):
             path.unlink(missing_ok=True)
         return f"{self._root}: {SECOND_REFUSED}"
 
-    def channel(self, fingerprint: str) -> FileChannel:
+    def channel(self, fingerprint: str) -> LocalChannel:
         """See `Storage.channel`."""
-        return FileChannel(self._root / "work" / check_fingerprint(fingerprint))
+        return LocalChannel(self._root, fingerprint)
 
     def with_steps(self) -> list[str]:
         """See `Storage.with_steps`."""
-        found = (self._root / "work").glob("*/steps-*/step-*")
-        return sorted({path.parent.parent.name for path in found})
-
-    def publish(self, source: Path, kind: str, digests: Mapping[str, str] = NO_DIGESTS) -> Artifact:
-        """See `Storage.publish`; on the store's own file system this is one rename, no copy."""
-        require(KIND, kind, "artifact kind")
-        fault("storage.before_publish")
-        manifest = build_manifest(source, kind, digests)
-        write_manifest(source, manifest)
-        final = self._artifact_dir(kind, manifest.digest)
-        make_directories(final.parent)
-        if self._holds(final, manifest.digest):
-            # Its publisher may have died before the name was durable.
-            fsync_directory(final.parent)
-            shutil.rmtree(source)
-        else:
-            self._take_in(source, final, manifest.digest)
-        return Artifact(kind=kind, uri=str(final), digest=manifest.digest)
+        steps = self._root.glob("work/*/steps-*/step-*")
+        return sorted({path.parent.parent.name for path in steps})
 
     def verify(self, artifact: Artifact, level: Level) -> Manifest:
         """See `Storage.verify`."""
-        directory = self._artifact_dir(artifact.kind, artifact.digest)
+        directory = Path(self._place(artifact.kind, artifact.digest))
         if not directory.exists():
             raise ArtifactNotFoundError(f"{directory} is not in the store")
         return verify_named(directory, artifact.digest, level)
 
-    def local_copy(self, artifact: Artifact) -> Path:
-        """See `Storage.local_copy`."""
-        external = artifact.kind == EXTERNAL_KIND
-        key = (artifact.uri if external else artifact.kind, artifact.digest)
-        if key not in self._verified:
-            if external:
-                check_unchanged(artifact)
-            else:
-                self.verify(artifact, "bytes")
-            self._verified.add(key)
-        if external:
-            return Path(artifact.uri)
-        return self._artifact_dir(artifact.kind, artifact.digest)
+    def _fetch(self, artifact: Artifact) -> Path:
+        self.verify(artifact, "bytes")
+        return Path(self._place(artifact.kind, artifact.digest))
 
-    def _journal_bytes(self, fingerprint: str, attempt: int) -> int:
-        return self.channel(fingerprint).journal_bytes(attempt)
-
-    def _place(self, kind: str, digest: str) -> str:
-        return str(self._artifact_dir(kind, digest))
-
-    def _artifact_dir(self, kind: str, digest: str) -> Path:
-        require(KIND, kind, "artifact kind")
-        require(SHA256, digest, "artifact digest")
-        return self._root / "artifacts" / kind / digest
+    def _publish(self, source: Path, manifest: Manifest) -> None:
+        """See `Storage`; on the store's own file system this is one rename, no copy."""
+        digest = manifest.digest
+        final = Path(self._place(manifest.kind, digest))
+        make_directories(final.parent)
+        if self._holds(final, digest):
+            # Its publisher may have died before the name was durable.
+            fsync_directory(final.parent)
+            shutil.rmtree(source)
+        else:
+            self._take_in(source, final, digest)
 
     def _holds(self, final: Path, digest: str) -> bool:
         """Return True if the store has intact files of this digest; move a damaged copy aside."""
-        try:
-            final.lstat()
-        except FileNotFoundError:
+        if not os.path.lexists(final):
             return False
         try:
             verify_named(final, digest)
@@ -351,10 +295,37 @@ class LocalStorage(StageResults):
                 shutil.rmtree(temporary)
 
 
+def open_storage(uri: str) -> Storage:
+    """Open the store at a path, `file:///path` or `s3://bucket/prefix`.
+
+    Raises:
+        ConfigError: the scheme is unknown.
+    """
+    parts = urlsplit(uri)
+    if not parts.scheme:
+        if not uri:
+            raise ConfigError("storage", "got ''; need a directory or file:///directory")
+        return LocalStorage(Path(uri))
+    if parts.scheme == "file" and parts.netloc in {"", "localhost"} and parts.path:
+        return LocalStorage(Path(unquote(parts.path)))
+    if parts.scheme in STORES.names():
+        return STORES.load(parts.scheme)(uri)
+    raise ConfigError(
+        "storage", f"got {uri!r}; need a directory, file:///directory or s3://bucket/prefix"
+    )
+
+
 def require(pattern: re.Pattern[str], value: str, what: str) -> None:
     """Raise `ValueError` unless a value that becomes a path component matches the pattern."""
     if not pattern.fullmatch(value):
         raise ValueError(f"{what}: got {value!r}; need {pattern.pattern}")
+
+
+def artifact_name(kind: str, digest: str) -> str:
+    """Return the name of an artifact's directory in a store."""
+    require(KIND, kind, "artifact kind")
+    require(SHA256, digest, "artifact digest")
+    return f"artifacts/{kind}/{digest}"
 
 
 def verify_named(directory: Path, digest: str, level: Level = "bytes") -> Manifest:

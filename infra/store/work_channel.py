@@ -7,7 +7,7 @@ They belong to the store and not to a home, so every process that reaches the st
                     samples/00000010.json  samples of a step, see `infra.tracking.samples`
         steps-<g>/step-00000050/         g: first attempt of the generation; with an adopted
                                          checkpoint, a part of its digest follows
-        followers/<name>                 see `infra.store.heartbeat`
+        followers/<name>                 see `infra.store.stage_log`
 
 Promises: attempts share only the step checkpoints, which appear completely and are named by
 content. No attempt continues from a checkpoint whose steps the counted journals lack. A prune after
@@ -15,25 +15,26 @@ the commit keeps journals and everything that explains a failure.
 Does not promise: that a job is alive. Only the stage's log decides who holds it.
 """
 
-import contextlib
 import json
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Literal, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import Literal
 
 from pydantic import ValidationError
 
-from infra.errors import ArtifactCorruptError, ConfigError
+from infra.errors import ArtifactCorruptError, ConfigError, StoreError
 from infra.field_errors import to_config_error
 from infra.frozen_model import FrozenModel
-from infra.store.atomic import atomic_write_bytes, make_directories, remove_directory
+from infra.store.atomic import make_directories, remove_directory
 from infra.store.canonical import canonical_json
-from infra.store.heartbeat import Beat, read_beat
-from infra.store.stage_spec import Adoption, StageSpec
+from infra.store.files import Files, LocalFiles
+from infra.store.heartbeat import Beat, parse_beat
+from infra.store.stage_spec import Adoption, StageSpec, check_fingerprint
 from infra.store.step_directories import remove_steps_after, step_directories
 
 SAMPLES_DIR = "samples"
-
 
 Cause = Literal["", "dead_rank", "disk_full", "hang", "non_finite", "out_of_memory"]
 
@@ -48,50 +49,87 @@ class JobProblem(FrozenModel):
     phase: str = ""
 
 
-class WorkChannel(Protocol):
-    """The channel of one fingerprint."""
+class WorkChannel(ABC):
+    """The channel of one fingerprint; `directory` has its files on this machine."""
+
+    def __init__(self, files: Files, fingerprint: str, directory: Path) -> None:
+        self._files, self._directory = files, directory
+        self._fingerprint = check_fingerprint(fingerprint)
 
     def write_specification(self, spec: StageSpec) -> None:
         """Write the specification of an attempt; called before its job is submitted."""
-        ...
+        self._ship(spec.attempt)
+        self._files.put(self._name(spec.attempt, "spec.json"), canonical_json(spec))
 
     def read_specification(self, attempt: int) -> StageSpec:
         """Return the validated specification of an attempt; `ConfigError` if absent or damaged."""
-        ...
+        name = self._name(attempt, "spec.json")
+        data, where = self._files.get(name), self._files.place(name)
+        if data is None:
+            raise ConfigError(where, "does not exist; need the specification")
+        try:
+            return StageSpec.model_validate(json.loads(data))
+        except ValidationError as error:
+            raise to_config_error(error, StageSpec, "spec") from None
+        except ValueError as error:
+            raise ConfigError(where, f"not JSON ({error})") from None
 
     def write_error(self, attempt: int, problem: JobProblem) -> None:
         """Record why an attempt is over."""
-        ...
+        with suppress(StoreError):
+            self._ship(attempt)
+        self._files.put(self._name(attempt, "error.json"), canonical_json(problem))
 
     def read_error(self, attempt: int) -> JobProblem | None:
         """Return why an attempt is over; None if it recorded no error."""
-        ...
+        name = self._name(attempt, "error.json")
+        data = self._files.get(name)
+        try:
+            return None if data is None else JobProblem.model_validate_json(data)
+        except ValidationError as error:
+            reason = str(error).splitlines()[0]
+            raise ArtifactCorruptError(f"{self._files.place(name)}: {reason}") from error
 
     def read_beat(self, attempt: int) -> Beat | None:
         """Return an attempt's last heartbeat; an `OSError` says nothing about the attempt."""
-        ...
-
-    def read_journal(self, attempt: int, start: int = 0, end: int | None = None) -> bytes:
-        """Return bytes `start` to `end` of an attempt's journal segment; empty if there is none."""
-        ...
+        self._ship(attempt)
+        name = self._name(attempt, "heartbeat")
+        return parse_beat(self._files.get(name), self._files.place(name))
 
     def read_samples(self, attempt: int) -> dict[int, bytes]:
         """Return the samples that an attempt kept, by step; see `infra.tracking.samples`."""
-        ...
+        self._ship(attempt)
+        found: dict[int, bytes] = {}
+        for each in self._files.listed(f"{self._name(attempt, SAMPLES_DIR)}/"):
+            path = PurePosixPath(each.name)
+            data = self._files.get(each.name) if path.stem.isdigit() else None
+            if data is not None:
+                found[int(path.stem)] = data
+        return found
+
+    @abstractmethod
+    def read_journal(self, attempt: int, start: int = 0, end: int | None = None) -> bytes:
+        """Return bytes `start` to `end` of an attempt's journal segment; empty if there is none."""
+
+    @abstractmethod
+    def journal_bytes(self, attempt: int) -> int:
+        """Return the size of the complete lines of an attempt's journal segment."""
 
     def local_dir(self, attempt: int) -> Path:
         """Return this attempt's own directory on this machine.
 
         Watchers see its heartbeat, journal and samples; an output in it is published by rename.
         """
-        ...
+        path = self._local_path(attempt)
+        make_directories(path)
+        return path
 
     def steps_dir(self, generation: int, adopted: Adoption | None = None) -> Path:
         """Return a generation's checkpoint directory, shared by its attempts; it may not exist.
 
         With `adopted` it has its own name, so that it can be filled before any attempt is held.
         """
-        ...
+        return self._directory / f"steps-{generation}{f'-{adopted.digest[:12]}' if adopted else ''}"
 
     def share_steps(
         self, attempt: int, steps: Path, last: int, before_publish: Callable[[], None]
@@ -105,94 +143,63 @@ class WorkChannel(Protocol):
         Raises:
             OSError: the existing checkpoints cannot be read.
         """
-        ...
+        remove_steps_after(steps, last)
 
+    @abstractmethod
     def fetch_steps(self, steps: Path, last: int) -> None:
         """Fetch the newest valid checkpoint up to step `last`; raises as `share_steps`."""
-        ...
 
+    @abstractmethod
     def ship_steps(self, steps: Path) -> None:
         """Make the checkpoints of a directory visible to others before returning."""
-        ...
 
     def step_numbers(self, steps: Path) -> list[int]:
         """Return the steps with a checkpoint, ascending; not verified."""
-        ...
+        return list(step_directories(steps))
 
-    def prune(self, attempts: Iterable[int], steps: Path) -> None:
+    def prune(self, attempts: Sequence[int], steps: Path) -> None:
         """Remove what only an unfinished stage needs; called after its commit, may be repeated.
 
         Step checkpoints and subdirectories of attempts go, except logs and samples. Specifications,
         errors, stacks, heartbeats and journals stay. Raises `OSError` if some files remain.
         """
-        ...
+        remove_directory(steps)
+        for attempt in attempts:
+            path = self._local_path(attempt)
+            make_directories(path)
+            for inner in path.iterdir():
+                if _is_directory(inner) and inner.name != SAMPLES_DIR:
+                    _remove_but_logs(inner)
+
+    @abstractmethod
+    def _ship(self, attempt: int) -> None:
+        """Make the files that an attempt has written on this machine visible to watchers."""
+
+    def _local_path(self, attempt: int) -> Path:
+        return self._directory / f"attempt-{attempt}"
+
+    def _name(self, attempt: int, name: str) -> str:
+        return f"work/{self._fingerprint}/attempt-{attempt}/{name}"
 
 
-class FileChannel:
-    """`WorkChannel` in a directory that the job and its watchers share."""
+class LocalChannel(WorkChannel):
+    """`WorkChannel` in a directory that the job and its watchers share, so nothing is shipped."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def write_specification(self, spec: StageSpec) -> None:
-        """See `WorkChannel.write_specification`."""
-        path = self._path(spec.attempt, "spec.json")
-        make_directories(path.parent)
-        atomic_write_bytes(path, canonical_json(spec))
-
-    def read_specification(self, attempt: int) -> StageSpec:
-        """See `WorkChannel.read_specification`."""
-        path = self._path(attempt, "spec.json")
-        return parse_specification(_read(path), str(path))
-
-    def write_error(self, attempt: int, problem: JobProblem) -> None:
-        """See `WorkChannel.write_error`."""
-        path = self._path(attempt, "error.json")
-        make_directories(path.parent)
-        atomic_write_bytes(path, canonical_json(problem))
-
-    def read_error(self, attempt: int) -> JobProblem | None:
-        """See `WorkChannel.read_error`."""
-        path = self._path(attempt, "error.json")
-        return parse_problem(_read(path), str(path))
-
-    def read_beat(self, attempt: int) -> Beat | None:
-        """See `WorkChannel.read_beat`."""
-        return read_beat(self._path(attempt, "heartbeat"))
+    def __init__(self, root: Path, fingerprint: str) -> None:
+        super().__init__(LocalFiles(root), fingerprint, root / "work" / fingerprint)
 
     def read_journal(self, attempt: int, start: int = 0, end: int | None = None) -> bytes:
         """See `WorkChannel.read_journal`."""
         try:
-            with self._path(attempt, "journal.jsonl").open("rb") as file:
+            with (self._local_path(attempt) / "journal.jsonl").open("rb") as file:
                 file.seek(start)
                 return file.read() if end is None else file.read(max(0, end - start))
         except FileNotFoundError:
             return b""
 
-    def read_samples(self, attempt: int) -> dict[int, bytes]:
-        """See `WorkChannel.read_samples`."""
-        files = sorted(self._path(attempt, SAMPLES_DIR).glob("[0-9]*.json"))
-        return {int(path.stem): path.read_bytes() for path in files if path.stem.isdigit()}
-
     def journal_bytes(self, attempt: int) -> int:
-        """Return the size of the complete lines of an attempt's journal segment."""
+        """See `WorkChannel.journal_bytes`."""
         return self.read_journal(attempt).rfind(b"\n") + 1
-
-    def local_dir(self, attempt: int) -> Path:
-        """See `WorkChannel.local_dir`."""
-        path = self._directory / f"attempt-{attempt}"
-        make_directories(path)
-        return path
-
-    def steps_dir(self, generation: int, adopted: Adoption | None = None) -> Path:
-        """See `WorkChannel.steps_dir`."""
-        return self._directory / steps_name(generation, adopted)
-
-    def share_steps(
-        self, attempt: int, steps: Path, last: int, before_publish: Callable[[], None]
-    ) -> None:
-        """See `WorkChannel.share_steps`; the directory is shared already, so nothing is shipped."""
-        remove_steps_after(steps, last)
 
     def fetch_steps(self, steps: Path, last: int) -> None:
         """See `WorkChannel.fetch_steps`."""
@@ -200,64 +207,19 @@ class FileChannel:
     def ship_steps(self, steps: Path) -> None:
         """See `WorkChannel.ship_steps`."""
 
-    def step_numbers(self, steps: Path) -> list[int]:
-        """See `WorkChannel.step_numbers`."""
-        return list(step_directories(steps))
-
-    def prune(self, attempts: Iterable[int], steps: Path) -> None:
-        """See `WorkChannel.prune`."""
-        remove_directory(steps)
-        for attempt in attempts:
-            prune_attempt(self.local_dir(attempt))
-
-    def _path(self, attempt: int, name: str) -> Path:
-        return self._directory / f"attempt-{attempt}" / name
+    def _ship(self, attempt: int) -> None:
+        """See `WorkChannel`."""
 
 
-def parse_specification(data: bytes | None, where: str) -> StageSpec:
-    """Parse the bytes of a specification file; None means that the file is absent."""
-    if data is None:
-        raise ConfigError(where, "does not exist; need the specification")
-    try:
-        return StageSpec.model_validate(json.loads(data))
-    except ValidationError as error:
-        raise to_config_error(error, StageSpec, "spec") from None
-    except ValueError as error:
-        raise ConfigError(where, f"not JSON ({error})") from None
-
-
-def parse_problem(data: bytes | None, where: str) -> JobProblem | None:
-    """Parse the bytes of an error file; None means that the file is absent."""
-    try:
-        return None if data is None else JobProblem.model_validate_json(data)
-    except ValidationError as error:
-        raise ArtifactCorruptError(f"{where}: {str(error).splitlines()[0]}") from error
-
-
-def steps_name(generation: int, adopted: Adoption | None) -> str:
-    """Return the directory name of a generation's step checkpoints."""
-    return f"steps-{generation}{f'-{adopted.digest[:12]}' if adopted else ''}"
-
-
-def prune_attempt(directory: Path) -> None:
-    """Remove the subdirectories of an attempt, except logs and samples."""
-    for path in directory.iterdir():
-        if path.is_dir() and not path.is_symlink() and path.name != SAMPLES_DIR:
-            _remove_but_logs(path)
-
-
-def _read(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
+def _is_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _remove_but_logs(directory: Path) -> None:
     for path in directory.iterdir():
-        if path.is_dir() and not path.is_symlink():
+        if _is_directory(path):
             _remove_but_logs(path)
         elif path.suffix != ".log":
             path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # not empty: it holds a log
+    with suppress(OSError):  # not empty: it holds a log
         directory.rmdir()

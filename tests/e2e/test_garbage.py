@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tiny_pipeline import Home
 
-from infra.garbage.roots import DAY_S
+from infra.garbage import DAY_S
 
 
 def make_older(home: Home, days: float) -> None:

@@ -23,8 +23,7 @@ from infra.errors import ConfigError, DeadlineError, JobSubmitError, ServiceErro
 from infra.host import servers
 from infra.host.servers import ServerRecord
 from infra.ray.api import JobRequest, JobState, JobStatus, RayApi, existing_token
-from infra.ray.cluster import Cluster, ensure_cluster
-from infra.ray.embedded import MIN_NUM_CPUS, is_ready
+from infra.ray.cluster import MIN_NUM_CPUS, Cluster, ensure_cluster, is_ready
 from infra.ray.jobs import RayJobs, num_nodes
 from infra.waiting import wait_for
 

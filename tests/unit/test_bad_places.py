@@ -32,7 +32,7 @@ from flows.preflight.resolve import request_of
 from flows.recipe.recipe import load_recipe
 from flows.stage_order import run_stages
 from infra.errors import ArtifactError, ConfigError
-from infra.ray import embedded
+from infra.ray import cluster
 from infra.store.artifacts import MANIFEST_NAME
 from infra.store.storage import LocalStorage
 from infra.survey_report import FoundPlatform
@@ -172,7 +172,7 @@ def test_bad_input_row_43_too_little_memory(
 
 def test_bad_input_row_43_too_few_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(embedded.os, "sched_getaffinity", lambda pid: set(range(6)))
+    monkeypatch.setattr(cluster.os, "sched_getaffinity", lambda pid: set(range(6)))
     cpu = HardwareConfig(platform="cpu", device_kind="x86")
     check_devices(6, cpu, tmp_path)
     with pytest.raises(ConfigError) as refused:
@@ -225,8 +225,8 @@ def test_bad_input_row_45_a_token_that_others_can_read(
     token.write_text("0" * 64)
     token.chmod(0o644)
     with caplog.at_level(logging.WARNING):
-        assert embedded._token_file(tmp_path) == token
-    said = [each.getMessage() for each in caplog.records if each.name == embedded.__name__]
+        assert cluster._token_file(tmp_path) == token
+    said = [each.getMessage() for each in caplog.records if each.name == cluster.__name__]
     assert said == [f"{token} was readable by others; it is private now"]
     assert token.stat().st_mode & 0o777 == 0o600
 

@@ -1,4 +1,4 @@
-"""Verified local copies of remote artifacts, below `cache/` of the home.
+"""Parallel, resumable transfers, and verified copies of remote artifacts in `cache/` of the home.
 
     cache/artifacts/<kind>/<digest>/   complete and verified when it got its name
           partial/<digest>/            downloaded so far
@@ -9,34 +9,37 @@ Promises: an interrupted download resumes, and every byte is verified. A copy st
 of this machine that reads it lives; of the others the least recently used go if a download would
 exceed `RLHF_CACHE_BYTES`. Copies are named by content, so all stores share them.
 Does not promise: the limit, if living processes read more than it.
-
-Parallel transfers of many files.
-
-Resumable download of the files of a manifest.
 """
 
-import fcntl
 import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import IO
 
 from infra import env
 from infra.errors import ArtifactCorruptError, ConfigError
+from infra.host.records import file_lock, lock_now
 from infra.store.artifacts import FileEntry, Manifest, write_manifest
 from infra.store.atomic import make_directories, publish_directory, remove_directory
 from infra.store.process_stamp import is_dead, own_stamp
 from infra.store.s3 import objects
 from infra.store.storage import verify_named
-from infra.waiting import wait_for, when_there_is_room
+from infra.waiting import when_there_is_room
 
 NUM_TRANSFERS = 4
+LOCK_DEADLINE_S = 3600.0
+"""Time limit for another process of this machine that downloads the same artifact."""
+_log = logging.getLogger(__name__)
+
+Read = Callable[[str, int, int], bytes]
+"""Returns all bytes of a file from one position to another."""
 
 
 def transfer(transfers: Iterable[Callable[[], None]]) -> None:
@@ -45,27 +48,21 @@ def transfer(transfers: Iterable[Callable[[], None]]) -> None:
     The first exception is raised when those in progress have ended; no others are started.
     """
     is_over = threading.Event()
-    with ThreadPoolExecutor(NUM_TRANSFERS, "transfer") as pool:
-        begun = [pool.submit(partial(_make, each, is_over)) for each in transfers]
+
+    def make(one: Callable[[], None]) -> None:
         try:
-            for each in as_completed(begun):
+            if not is_over.is_set():
+                one()
+        except BaseException:
+            is_over.set()  # here, since the next transfer may start before the caller wakes
+            raise
+
+    with ThreadPoolExecutor(NUM_TRANSFERS, "transfer") as pool:
+        try:
+            for each in as_completed([pool.submit(make, one) for one in transfers]):
                 each.result()
         finally:
             is_over.set()
-
-
-def _make(one: Callable[[], None], is_over: threading.Event) -> None:
-    if is_over.is_set():
-        return
-    try:
-        one()
-    except BaseException:
-        is_over.set()  # here, since the next transfer may start before the waiting caller wakes
-        raise
-
-
-Read = Callable[[str, int, int], bytes]
-"""Returns all bytes of a file from one position to another."""
 
 
 def download(directory: Path, manifest: Manifest, read: Read) -> None:
@@ -97,20 +94,15 @@ def _load(directory: Path, name: str, entry: FileEntry, read: Read) -> None:
             return
         path.unlink()
         if not resumed:
-            found = digest.hexdigest()
-            raise ArtifactCorruptError(f"{name}: sha256 {found} != {entry.sha256} of the manifest")
+            raise ArtifactCorruptError(
+                f"{name}: sha256 {digest.hexdigest()} != {entry.sha256} of the manifest"
+            )
 
 
 def _write(file: IO[bytes], data: bytes, start: int) -> None:
     file.truncate(start)  # remove the remains of a write that a full disk cut
     file.write(data)
     file.flush()
-
-
-LOCK_DEADLINE_S = 3600.0
-"""Time limit for another process of this machine that downloads the same artifact."""
-
-_log = logging.getLogger(__name__)
 
 
 class ArtifactCache:
@@ -122,7 +114,7 @@ class ArtifactCache:
     def take_in(self, source: Path, kind: str, digest: str) -> None:
         """Move a published directory with its manifest into the cache, to save a download."""
         final = self._path(kind, digest)
-        with self._locked(digest), suppress(OSError):
+        with file_lock(self._lock(digest), LOCK_DEADLINE_S), suppress(OSError):
             self._make_room(_size_bytes(source), digest)
             make_directories(final.parent)
             publish_directory(source, final)
@@ -135,7 +127,7 @@ class ArtifactCache:
             DeadlineError: another process downloads it and does not finish.
         """
         final = self._path(kind, digest)
-        with self._locked(digest):
+        with file_lock(self._lock(digest), LOCK_DEADLINE_S):
             use = self._directory / "uses" / digest / own_stamp()
             use.parent.mkdir(parents=True, exist_ok=True)
             use.touch()
@@ -153,18 +145,15 @@ class ArtifactCache:
 
     def _make_room(self, needed_bytes: int, digest: str) -> None:
         limit_bytes = _limit_bytes()
-        copies = [*self._directory.glob("artifacts/*/*"), *self._directory.glob("partial/*")]
-        others = sorted(
-            (path for path in copies if path.name != digest and not path.name.startswith(".")),
-            key=lambda path: path.stat().st_mtime,
-        )
-        sizes = {path: _size_bytes(path) for path in others}
+        copies = chain(self._directory.glob("artifacts/*/*"), self._directory.glob("partial/*"))
+        others = [path for path in copies if path.name != digest and path.name[0] != "."]
+        sizes = {path: _size_bytes(path) for path in sorted(others, key=_changed_at)}
         total_bytes = needed_bytes + sum(sizes.values())
         for path, size_bytes in sizes.items():
             if total_bytes <= limit_bytes:
                 return
-            with self._try_lock(path.name) as is_ours:
-                if is_ours and not self._is_read(path.name):
+            with self._lock(path.name).open("ab") as file:
+                if lock_now(file.fileno()) and not self._is_read(path.name):
                     remove_directory(path)
                     total_bytes -= size_bytes
         if total_bytes > limit_bytes:
@@ -175,29 +164,14 @@ class ArtifactCache:
             )
 
     def _is_read(self, digest: str) -> bool:
-        uses = [*(self._directory / "uses" / digest).glob("*")]
-        for use in uses:
-            if is_dead(use.name):
+        uses = {use: is_dead(use.name) for use in (self._directory / "uses" / digest).glob("*")}
+        for use, dead in uses.items():
+            if dead:
                 use.unlink(missing_ok=True)
-        return any(not is_dead(use.name) for use in uses)
+        return not all(uses.values())
 
-    @contextmanager
-    def _locked(self, digest: str) -> Iterator[None]:
-        with self._lock_file(digest) as descriptor:
-            wait_for(lambda: _lock(descriptor), f"the download of {digest[:12]}", LOCK_DEADLINE_S)
-            yield
-
-    @contextmanager
-    def _try_lock(self, digest: str) -> Iterator[bool]:
-        with self._lock_file(digest) as descriptor:
-            yield _lock(descriptor)
-
-    @contextmanager
-    def _lock_file(self, digest: str) -> Iterator[int]:
-        path = self._directory / "locks" / digest
-        make_directories(path.parent)
-        with path.open("ab") as file:
-            yield file.fileno()
+    def _lock(self, digest: str) -> Path:
+        return self._directory / "locks" / digest
 
     def _path(self, kind: str, digest: str) -> Path:
         return self._directory / "artifacts" / kind / digest
@@ -225,9 +199,5 @@ def _size_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
-def _lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _changed_at(path: Path) -> float:
+    return path.stat().st_mtime

@@ -1,21 +1,19 @@
-"""The contents of a store in a bucket, and how they are removed.
-
-Promises: as `infra.store.inventory`, during `exclusively`: the object that makes a thing visible
-(newest log entry, manifest) goes first, so after a kill a stage is either done or not.
-Does not promise: the size of old versions that the bucket keeps.
-
-Mutual exclusion of garbage collectors in a bucket, and waiting for their end.
+"""The contents of a store in a bucket, and how they are removed while others use the store.
 
     collecting/<n>    made by a conditional put; beats during the collection, empty afterwards
     collecting/clock  written to read the service's time
 
 A bucket has no rename to hide things in one step. Instead, a process that begins to need something
-records this first (a used stage, a published manifest) and then looks here. Without a collector, a
-later one sees the record; otherwise it waits for the end and looks again at what exists.
+records this first (a used stage, a published manifest) and then looks for a collector. Without one,
+a later collector sees the record; otherwise the process waits for its end and looks again at what
+exists.
 
-Promises: a collector without a beat stops removing long before others take it for dead, by the
-service's clock, and long before waiting processes give up.
-Does not promise: to cancel a removal request that the service itself delays for minutes.
+Promises: as `infra.store.inventory`, during `exclusively`: the object that makes a thing visible
+(newest log entry, manifest) goes first, so after a kill a stage is either done or not. A collector
+without a beat stops removing long before others take it for dead, by the service's clock, and long
+before waiting processes give up.
+Does not promise: the size of old versions that the bucket keeps; to cancel a removal request that
+the service itself delays for minutes.
 """
 
 import logging
@@ -24,11 +22,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import PurePath
 
 from infra.errors import NotExclusiveError, StoreError
 from infra.faults import fault
 from infra.store.artifacts import MANIFEST_NAME
-from infra.store.inventory import Stored, StoredStage
+from infra.store.inventory import Inventory, Stored, StoredStage
 from infra.store.process_stamp import is_dead, own_stamp
 from infra.store.s3.objects import MAX_DELETED, Found, Objects, Unfinished
 from infra.waiting import wait_for
@@ -41,6 +40,8 @@ STALE_S = 300.0
 MAX_HOLD_S = 1500.0
 WAIT_DEADLINE_S = 3600.0
 POLL_S = 1.0
+ABANDONED_S = 24 * 3600.0
+"""A probe or an upload that is older is not in use any more."""
 _PLACE, _CLOCK = "collecting", "collecting/clock"
 _log = logging.getLogger(__name__)
 
@@ -63,8 +64,12 @@ class Collecting:
         if at is None:
             return False
         _log.warning("waiting while garbage is collected: %s", at)
-        what = f"the collection of garbage at {at} to end"
-        wait_for(lambda: self._under_way(self._found()) is None, what, WAIT_DEADLINE_S, POLL_S)
+        wait_for(
+            lambda: self._under_way(self._found()) is None,
+            f"the collection of garbage at {at} to end",
+            WAIT_DEADLINE_S,
+            POLL_S,
+        )
         return True
 
     @contextmanager
@@ -118,7 +123,7 @@ class Collecting:
     def _under_way(self, found: Mapping[int, Found]) -> str | None:
         last = found[max(found)] if found else None
         beat = self._objects.get(last.name) if last and last.size_bytes else None
-        if last is None or not beat or is_dead(beat.decode().split()[0]):
+        if not (last and beat) or is_dead(beat.decode().split()[0]):
             return None
         return None if self._now() - last.changed_at > STALE_S else self._objects.place(last.name)
 
@@ -128,8 +133,8 @@ class Collecting:
         return max(each.changed_at for each in self._objects.listed(_CLOCK))
 
     def _found(self) -> dict[int, Found]:
-        found = {each.name.rpartition("/")[2]: each for each in self._objects.listed(f"{_PLACE}/")}
-        return {int(name): each for name, each in found.items() if name.isdigit()}
+        found = {_number(each.name): each for each in self._objects.listed(f"{_PLACE}/")}
+        return {number: each for number, each in found.items() if number >= 0}
 
 
 def _name(number: int) -> str:
@@ -140,11 +145,7 @@ def _content() -> bytes:  # unique, so that `Objects.create` recognizes its own 
     return f"{own_stamp()} {uuid.uuid4().hex}".encode()
 
 
-ABANDONED_S = 24 * 3600.0
-"""A probe or an upload that is older is not in use any more."""
-
-
-class S3Inventory:
+class S3Inventory(Inventory):
     """`Inventory` of a store in a bucket."""
 
     others_wait = True
@@ -152,7 +153,10 @@ class S3Inventory:
     def __init__(self, objects: Objects, collecting: Collecting) -> None:
         self._objects, self._collecting = objects, collecting
         self._unfinished: dict[str, Unfinished] = {}
-        self.exclusively: Callable[[], AbstractContextManager[None]] = collecting.hold
+
+    def exclusively(self) -> AbstractContextManager[None]:
+        """See `Inventory.exclusively`; a record in the bucket excludes others."""
+        return self._collecting.hold()
 
     def stages(self) -> dict[str, StoredStage]:
         """See `Inventory.stages`; two listings for any number of stages."""
@@ -164,16 +168,14 @@ class S3Inventory:
             if part.startswith("steps-"):
                 steps.setdefault(fingerprint, []).append(_stored(place, files))
 
-        def stage(name: str) -> StoredStage:
-            log, work = f"stages/{name}", f"work/{name}"
-            return StoredStage(
-                _stored(log, logs.get(log, ())),
-                _stored(work, works.get(work, ())),
+        return {
+            name: StoredStage(
+                _stored(f"stages/{name}", logs.get(f"stages/{name}", ())),
+                _stored(f"work/{name}", works.get(f"work/{name}", ())),
                 tuple(steps.get(name, ())),
             )
-
-        names = sorted({place.split("/")[1] for place in (*logs, *works)})
-        return {name: stage(name) for name in names}
+            for name in sorted({place.split("/")[1] for place in (*logs, *works)})
+        }
 
     def artifacts(self) -> dict[str, list[Stored]]:
         """See `Inventory.artifacts`; publishing again rewrites the manifest and so the age."""
@@ -224,11 +226,12 @@ class S3Inventory:
         yield from (group for group in (manifests, rest) if group)
 
     def _marks(self, place: str, fingerprint: str, names: Sequence[str]) -> list[str]:
-        followed = [_followed(name) for name in names if "/followers/" in name]
+        followers = [PurePath(name).name for name in names if "/followers/" in name]
+        followed = [f"followed/{name}/{fingerprint}" for name in followers]
         work = f"work/{fingerprint}/"
         steps = [f"{work}{n}/" for n in self._objects.children(work) if n.startswith("steps-")]
-        others = [each for each in steps if not each.startswith(f"{place}/")]
-        return followed if others else [f"with-steps/{fingerprint}", *followed]
+        has_others = not all(each.startswith(f"{place}/") for each in steps)
+        return followed if has_others else [f"with-steps/{fingerprint}", *followed]
 
     def _files(self, place: str) -> list[Found]:
         return [
@@ -250,13 +253,8 @@ def _stored(place: str, found: Sequence[Found]) -> Stored:
 
 
 def _number(entry: str) -> int:
-    name = entry.rpartition("/")[2]
+    name = PurePath(entry).name
     return int(name) if name.isdigit() else -1
-
-
-def _followed(follower: str) -> str:
-    _, fingerprint, _, name = follower.split("/")
-    return f"followed/{name}/{fingerprint}"
 
 
 def _touched_at(found: Sequence[Found]) -> float:

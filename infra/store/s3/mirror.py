@@ -1,33 +1,28 @@
-"""Ships the files that an attempt writes on one machine to the bucket, where watchers read them.
+"""Ships what an attempt writes on one machine to the bucket, where watchers and successors read it.
 
     <attempt>/heartbeat, stacks.txt    replaced whenever they changed
               samples/<step>.json      likewise
               journal/<offset>         chunks of whole lines that start at that byte
+    <steps>/<step>-<digest>/...        files of a step checkpoint, its manifest last
 
 Promises: chunks never change and have no gaps, so joined they are the beginning of the journal.
 `ship` returns when everything written before is in the bucket; a thread also ships every
 `SHIP_EVERY_S`. A failing service costs only a warning and missing beats. A journal continued on
-another machine begins with what was shipped.
-Does not promise: lines written since the last shipment to a lost machine; their steps are repeated.
-
-The step checkpoints of one generation, on this machine and in the bucket.
-
-    <steps>/<step>-<digest>/...    files of a checkpoint, its manifest last
-
-Promises: a checkpoint in the bucket is named by its content, so two attempts never mix theirs. It
-is visible once its manifest exists; the journal of its attempt was shipped before, so an attempt
-that continues from it misses no record. Every fetched byte is verified; a damaged checkpoint costs
-a warning, and the previous one is used.
-Does not promise: that the newest checkpoint of a lost machine was shipped.
+another machine begins with what was shipped. A checkpoint in the bucket is named by its content, so
+two attempts never mix theirs. It is visible once its manifest exists; the journal of its attempt
+was shipped before, so an attempt that continues from it misses no record. Every fetched byte is
+verified; a damaged checkpoint costs a warning, and the previous one is used.
+Does not promise: lines and checkpoints written since the last shipment to a lost machine; their
+steps are repeated.
 """
 
 import atexit
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from infra.errors import (
@@ -50,6 +45,11 @@ from infra.store.work_channel import SAMPLES_DIR
 SHIP_EVERY_S = 2.0
 JOURNAL_NAME = "journal.jsonl"
 _REPLACED = ("heartbeat", "stacks.txt")
+END_DEADLINE_S = 60.0
+"""How long the end of a stage waits for an upload that is not needed any more."""
+_NAME = re.compile(r"(\d{8,})-([0-9a-f]{64})")
+
+_Checkpoint = tuple[int, str]  # step, and digest of the manifest
 
 _log = logging.getLogger(__name__)
 _mirrors: dict[Path, "Mirror"] = {}
@@ -61,14 +61,6 @@ class Chunk(NamedTuple):
 
     offset: int
     num_bytes: int
-
-
-class Stretch(NamedTuple):
-    """Bytes `start` to `end` of a chunk, both counted from the beginning of the chunk."""
-
-    chunk: Chunk
-    start: int
-    end: int
 
 
 class JournalChunks:
@@ -101,22 +93,19 @@ class JournalChunks:
 
     def read(self, start: int, end: int | None) -> bytes:
         """Return bytes `start` to `end`, fewer if the shipped part is shorter."""
-        return b"".join(map(self._read, stretches(self.refresh(), start, end)))
+        return b"".join(
+            self._objects.part(self._name(chunk.offset), first, last)
+            for chunk, first, last in stretches(self.refresh(), start, end)
+        )
 
     def append(self, data: bytes) -> None:
         """Ship whole lines; `ArtifactCorruptError` if another writer shipped different ones."""
         name = self._name(self.num_bytes)
-        if self._objects.create(name, data):
-            self._known.append(Chunk(self.num_bytes, len(data)))
-            return
-        # Another process of this machine ships the same file and was faster.
-        standing = self._objects.get(name)
+        # Another process of this machine may ship the same file, and be faster.
+        standing = data if self._objects.create(name, data) else self._objects.get(name)
         if not standing or not (data.startswith(standing) or standing.startswith(data)):
             raise ArtifactCorruptError(f"{self._objects.place(name)} is of another journal")
         self._known.append(Chunk(self.num_bytes, len(standing)))
-
-    def _read(self, stretch: Stretch) -> bytes:
-        return self._objects.part(self._name(stretch.chunk.offset), stretch.start, stretch.end)
 
     def _name(self, offset: int) -> str:
         return f"{self._root}/{offset:016d}"
@@ -146,7 +135,10 @@ class Mirror:
             ArtifactCorruptError: another writer ships a different journal of the same attempt.
         """
         with self._lock:
-            self._ship_journal()
+            data = _read_from(self._directory / JOURNAL_NAME, self._chunks.num_bytes)
+            # Whole lines: chunks never change, but a torn tail is cut when the journal reopens.
+            if lines := data[: data.rfind(b"\n") + 1]:
+                self._chunks.append(lines)
             for name in _REPLACED:
                 data = _read_from(self._directory / name, 0)
                 if data and data != self._shipped.get(name):
@@ -163,13 +155,6 @@ class Mirror:
         """Stop the automatic shipping."""
         self._ended.set()
         atexit.unregister(self._ship_or_warn)
-
-    def _ship_journal(self) -> None:
-        data = _read_from(self._directory / JOURNAL_NAME, self._chunks.num_bytes)
-        # Whole lines only: chunks never change, but a torn tail is cut when the journal reopens.
-        lines = data[: data.rfind(b"\n") + 1]
-        if lines:
-            self._chunks.append(lines)
 
     def _run(self) -> None:
         while not self._ended.wait(SHIP_EVERY_S):
@@ -192,8 +177,7 @@ def mirror(objects: Objects, attempt: str, directory: Path) -> Mirror:
 
 def ship(directory: Path) -> None:
     """Ship a directory if this process mirrors it; raises as `Mirror.ship`."""
-    known = _mirrors.get(directory)
-    if known is not None:
+    if known := _mirrors.get(directory):
         known.ship()
 
 
@@ -201,7 +185,7 @@ def end(directory: Path) -> None:
     """Stop mirroring a directory, if this process does."""
     with _opening:
         known = _mirrors.pop(directory, None)
-    if known is not None:
+    if known:
         known.end()
 
 
@@ -211,15 +195,18 @@ def end_below(directory: Path) -> None:
         end(path)
 
 
-def stretches(chunks: Sequence[Chunk], start: int, end: int | None) -> list[Stretch]:
-    """Return the parts of gapless chunks that hold bytes `start` to `end` (None: all the rest)."""
-    found = []
+def stretches(
+    chunks: Sequence[Chunk], start: int, end: int | None
+) -> Iterator[tuple[Chunk, int, int]]:
+    """Yield the chunks that hold bytes `start` to `end` (None: all the rest) of a journal.
+
+    Each comes with the first and the last byte wanted of it, counted from its own beginning.
+    """
     for chunk in chunks:
         first = max(start - chunk.offset, 0)
         last = chunk.num_bytes if end is None else min(end - chunk.offset, chunk.num_bytes)
         if first < last:
-            found.append(Stretch(chunk, first, last))
-    return found
+            yield chunk, first, last
 
 
 def _read_from(path: Path, start: int) -> bytes:
@@ -227,13 +214,6 @@ def _read_from(path: Path, start: int) -> bytes:
         file.seek(start)
         return file.read()
     return b""
-
-
-END_DEADLINE_S = 60.0
-"""How long the end of a stage waits for an upload that is not needed any more."""
-_NAME = re.compile(r"(\d{8,})-([0-9a-f]{64})")
-
-_Checkpoint = tuple[int, str]  # step, and digest of the manifest
 
 
 class SharedSteps:
@@ -294,9 +274,8 @@ class SharedSteps:
         return _parsed(self._objects.children(f"{self._place}/"))
 
     def _visible(self) -> list[_Checkpoint]:  # those with a manifest
-        cut, end = len(self._place) + 1, f"/{MANIFEST_NAME}"
-        names = (each.name[cut:] for each in self._objects.listed(f"{self._place}/"))
-        return _parsed(name.removesuffix(end) for name in names if name.endswith(end))
+        paths = (PurePosixPath(each.name) for each in self._objects.listed(f"{self._place}/"))
+        return _parsed(path.parent.name for path in paths if path.name == MANIFEST_NAME)
 
     def _upload(self, each: _Checkpoint, path: Path, before_manifest: Callable[[], None]) -> None:
         root = self._name(each)
@@ -334,7 +313,7 @@ class SharedSteps:
         """Delete the manifest first, so that no partial checkpoint is visible."""
         root = self._name(each)
         self._objects.delete([f"{root}/{MANIFEST_NAME}"])
-        self._objects.delete([found.name for found in self._objects.listed(f"{root}/")])
+        self._objects.remove(root)
 
     def _name(self, each: _Checkpoint) -> str:
         return f"{self._place}/{each[0]:08d}-{each[1]}"
@@ -366,5 +345,4 @@ class StepsShipper:
 
 
 def _parsed(names: Iterable[str]) -> list[_Checkpoint]:
-    found = map(_NAME.fullmatch, names)
-    return sorted((int(match[1]), match[2]) for match in found if match)
+    return sorted((int(match[1]), match[2]) for match in map(_NAME.fullmatch, names) if match)

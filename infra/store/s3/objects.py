@@ -1,17 +1,7 @@
-"""The objects of a store in a bucket.
+"""The objects of a store in a bucket, at an address `s3://bucket/prefix`.
 
-Promises: an object appears completely or not at all. Of several callers that create one name
-exactly one succeeds; a caller without an answer reads the object and owns it if the bytes are its
-own. A service that ignores conditions is refused before anything relies on it.
-Does not promise: that parts of a killed large upload vanish by themselves. They are invisible;
-`rlhf gc` or a lifecycle rule (`AbortIncompleteMultipartUpload`) removes them.
-
-The address of a store in a bucket: `s3://bucket/prefix`.
-
-It contains no credentials, so it can be shared. Service and credentials come from the environment
-(AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, else Amazon's).
-
-The meaning of the answers of a service that speaks S3.
+The address contains no credentials, so it can be shared. Service and credentials come from the
+environment (AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, else Amazon's). The answers of a service mean:
 
     404 of an object or upload  `AbsentError`; only an answer that names the key means absence
     404 of the bucket           `ConfigError`
@@ -19,7 +9,13 @@ The meaning of the answers of a service that speaks S3.
     409                         `ConflictError`: not decided yet
     403, no credentials         `StoreDeniedError`
     5xx, 429, no answer         `StoreUnreachableError`, after botocore's standard retries
-Anything else is a plain `StoreError`; perhaps the service does not speak S3.
+    anything else               `StoreError`; perhaps the service does not speak S3
+
+Promises: an object appears completely or not at all. Of several callers that create one name
+exactly one succeeds; a caller without an answer reads the object and owns it if the bytes are its
+own. A service that ignores conditions is refused before anything relies on it.
+Does not promise: that parts of a killed large upload vanish by themselves. They are invisible;
+`rlhf gc` or a lifecycle rule (`AbortIncompleteMultipartUpload`) removes them.
 """
 
 import base64
@@ -33,7 +29,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
@@ -60,7 +56,22 @@ from infra.errors import (
     StoreUnreachableError,
 )
 from infra.store.artifacts import FileEntry
+from infra.store.files import Files, Found
 
+CONNECT_TIMEOUT_S = 10.0
+READ_TIMEOUT_S = 30.0
+CREATE_DEADLINE_S = 60.0
+"""Time limit to find out whether a create succeeded."""
+CREATE_POLL_S = 0.2
+PART_BYTES = 32 * 2**20
+"""Larger files are transferred in parts of this size; S3 requires at least 5 MiB."""
+MAX_PARTS = 9_000
+MAX_DELETED = 1000
+NUM_READS = 3
+_opening = threading.Lock()
+_DENIED_CODES = frozenset({"ExpiredToken", "InvalidToken", "InvalidAccessKeyId"})
+_DENIED = (NoCredentialsError, PartialCredentialsError, CredentialRetrievalError, ProfileNotFound)
+_UNREACHABLE = (ConnectionError, HTTPClientError, IncompleteReadError)
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]*(?:/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?")
 
@@ -100,11 +111,6 @@ class S3Address:
         return f"{self.prefix}/{name}" if self.prefix else name
 
 
-_DENIED_CODES = frozenset({"ExpiredToken", "InvalidToken", "InvalidAccessKeyId"})
-_DENIED = (NoCredentialsError, PartialCredentialsError, CredentialRetrievalError, ProfileNotFound)
-_UNREACHABLE = (ConnectionError, HTTPClientError, IncompleteReadError)
-
-
 class AbsentError(StoreError):
     """The object does not exist."""
 
@@ -129,9 +135,9 @@ def told(place: str, endpoint: str) -> Iterator[None]:
             f"{place}: {error}; name a profile with AWS_PROFILE, or give this machine a role"
         ) from error
     except _UNREACHABLE as error:
-        reason = " ".join(str(error).split())
         raise StoreUnreachableError(
-            f"{place}: {endpoint} does not answer ({reason}); see that it runs and that "
+            f"{place}: {endpoint} does not answer ({' '.join(str(error).split())}); see that it "
+            "runs and that "
             "AWS_ENDPOINT_URL names it, then run again"
         ) from error
 
@@ -159,28 +165,6 @@ def _meaning(place: str, endpoint: str, error: ClientError) -> Exception:
     return StoreError(f"{said} ({message}); see that AWS_ENDPOINT_URL names a service of S3")
 
 
-CONNECT_TIMEOUT_S = 10.0
-READ_TIMEOUT_S = 30.0
-CREATE_DEADLINE_S = 60.0
-"""Time limit to find out whether a create succeeded."""
-CREATE_POLL_S = 0.2
-PART_BYTES = 32 * 2**20
-"""Larger files are transferred in parts of this size; S3 requires at least 5 MiB."""
-MAX_PARTS = 9_000
-MAX_DELETED = 1000
-NUM_READS = 3
-
-_opening = threading.Lock()
-
-
-class Found(NamedTuple):
-    """An object in a listing; `changed_at` is the service's time in seconds since the epoch."""
-
-    name: str
-    size_bytes: int
-    changed_at: float
-
-
 class Unfinished(NamedTuple):
     """A multipart upload that was not ended; `begun_at`: service time, seconds since the epoch."""
 
@@ -190,7 +174,7 @@ class Unfinished(NamedTuple):
     begun_at: float
 
 
-class Objects:
+class Objects(Files):
     """The objects below an address; all methods raise `StoreError` if the service fails."""
 
     def __init__(self, address: S3Address) -> None:
@@ -206,8 +190,8 @@ class Objects:
         return self._client.meta.endpoint_url
 
     def get(self, name: str, start: int = 0, end: int | None = None) -> bytes | None:
-        """Return bytes `start` to `end` of an object; None if it is absent."""
-        stretch = {} if start == 0 and end is None else {"Range": _range(start, end)}
+        """Return an object, or its bytes `start` to `end`; None if it is absent."""
+        stretch = {} if end is None else {"Range": f"bytes={start}-{end - 1}"}
         for remaining in reversed(range(NUM_READS)):
             try:
                 with self._told(name):
@@ -233,6 +217,10 @@ class Objects:
         """Create or replace an object; the service verifies its sha256."""
         with self._told(name):
             self._put(name, data)
+
+    def touch(self, name: str) -> None:
+        """Put an empty object."""
+        self.put(name, b"")
 
     def create(self, name: str, data: bytes) -> bool:
         """Create an object unless the name is taken; return True if it has these bytes now.
@@ -306,9 +294,8 @@ class Objects:
 
     def children(self, prefix: str) -> list[str]:
         """Return the next path components below a prefix that ends with a slash, sorted."""
-        cut = len(self.address.key(prefix))
         return [
-            each["Prefix"][cut:-1]
+            PurePosixPath(each["Prefix"]).name
             for page in self._pages(prefix, Delimiter="/")
             for each in page.get("CommonPrefixes", ())
         ]
@@ -324,6 +311,10 @@ class Objects:
             for error in answer.get("Errors", ()):
                 raise StoreError(f"{self.place(names[at])}: not removed: {error.get('Message')}")
 
+    def remove(self, directory: str) -> None:
+        """Remove the objects below a directory, in the order of their names."""
+        self.delete([each.name for each in self.listed(f"{directory}/")])
+
     def unfinished(self, before: float) -> list[Unfinished]:
         """Return multipart uploads begun before a time (seconds since the epoch) and not ended."""
         cut, found = len(self.address.key("")), list[Unfinished]()
@@ -333,14 +324,15 @@ class Objects:
             )
             uploads = [each for page in pages for each in page.get("Uploads", ())]
         for each in uploads:
-            name, upload, begun_at = each["Key"][cut:], each["UploadId"], each["Initiated"]
-            if begun_at.timestamp() < before:
+            name, upload = each["Key"][cut:], each["UploadId"]
+            begun_at = each["Initiated"].timestamp()
+            if begun_at < before:
                 with suppress(AbsentError), self._told(name):
                     parts = self._client.get_paginator("list_parts").paginate(
                         **self._at(name), UploadId=upload
                     )
                     size_bytes = sum(one["Size"] for page in parts for one in page.get("Parts", ()))
-                    found.append(Unfinished(name, upload, size_bytes, begun_at.timestamp()))
+                    found.append(Unfinished(name, upload, size_bytes, begun_at))
         return found
 
     def abort(self, each: Unfinished) -> None:
@@ -362,8 +354,9 @@ class Objects:
         return {"Bucket": self.address.bucket, "Key": self.address.key(name)}
 
     def _put(self, name: str, data: bytes, **condition: str) -> None:
-        checksum = _checksum(data)
-        self._client.put_object(**self._at(name), Body=data, ChecksumSHA256=checksum, **condition)
+        self._client.put_object(
+            **self._at(name), Body=data, ChecksumSHA256=_checksum(data), **condition
+        )
 
     def _upload_parts(self, file: IO[bytes], name: str, entry: FileEntry) -> None:
         at, client = self._at(name), self._client
@@ -409,10 +402,6 @@ def _session(profile: str | None) -> Any:
 
 def _checksum(data: bytes) -> str:
     return base64.b64encode(hashlib.sha256(data).digest()).decode()
-
-
-def _range(start: int, end: int | None) -> str:
-    return f"bytes={start}-{'' if end is None else end - 1}"
 
 
 def _compare(where: str, sha256: str, entry: FileEntry) -> None:

@@ -1,79 +1,207 @@
-"""A store in a bucket: `artifacts/<kind>/<digest>/`, `stages/<fingerprint>/`, `work/`, `runs/`.
+"""A store in a bucket, and the attempts' directories on this machine.
+
+    artifacts/<kind>/<digest>/, stages/<fingerprint>/<n>, runs/<key>/   as in a local store
+    work/<fingerprint>/attempt-<n>/spec.json, error.json                objects
+                                   heartbeat, stacks.txt, journal/      see `infra.store.s3.mirror`
+                       steps-<g>/                                       see `infra.store.s3.mirror`
+                       followers/<name>               a follower; written again while it waits
+    followed/<name>/<fingerprint>                     the same, indexed by follower
+    with-steps/<fingerprint>                          stages that may have steps
 
 Promises: as `Storage`. An artifact exists when its manifest does, which is written last by a
-conditional put; every byte is compared with the manifest on upload and download.
+conditional put; every byte is compared with the manifest on upload and download. A reader of a
+channel sees writes of its own process at once, those of others after `mirror.SHIP_EVERY_S`, and a
+checkpoint after its upload. A local directory belongs to one log in the bucket and is removed
+before the stage is computed again after garbage collection. Only the service's clock measures how
+long a follower was silent.
 Does not promise: that `lookup` or a second `publish` notices bytes that the service changed without
-changing the size; `local_copy` and `verify` do.
+changing the size (`local_copy` and `verify` do); to merge checkpoint parts of several machines: the
+sharing one needs all files.
 """
 
 import hashlib
 import logging
 import shutil
-import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from infra import env
 from infra.errors import ArtifactCorruptError, ArtifactNotFoundError
 from infra.faults import fault
-from infra.store.artifacts import (
-    EXTERNAL_KIND,
-    MANIFEST_NAME,
-    Level,
-    Manifest,
-    build_manifest,
-    parse_manifest,
-    write_manifest,
-)
+from infra.host.records import file_lock
+from infra.store.artifacts import MANIFEST_NAME, Level, Manifest, parse_manifest
+from infra.store.atomic import atomic_write_bytes, make_directories, remove_directory
+from infra.store.canonical import sha256_json
+from infra.store.process_stamp import own_stamp
+from infra.store.runs import Runs
+from infra.store.s3 import mirror
 from infra.store.s3 import objects as objects_of
 from infra.store.s3.cache import ArtifactCache, transfer
-from infra.store.s3.channel import S3Channel
 from infra.store.s3.inventory import Collecting, S3Inventory
+from infra.store.s3.mirror import JournalChunks, SharedSteps, StepsShipper
 from infra.store.s3.objects import Objects, S3Address
-from infra.store.s3.records import S3Followers, S3LogFiles, S3Runs
-from infra.store.stage_log import StageLogs
-from infra.store.stage_spec import Artifact, check_fingerprint
-from infra.store.storage import (
-    KIND,
-    NO_DIGESTS,
-    SECOND_REFUSED,
-    SHA256,
-    StageResults,
-    check_unchanged,
-    require,
-)
+from infra.store.stage_log import StageLogs, follower_name
+from infra.store.stage_spec import Adoption, Artifact, check_fingerprint
+from infra.store.storage import SECOND_REFUSED, Storage, artifact_name
+from infra.store.work_channel import WorkChannel
 
+_DIGITS = 12
+_WITH_STEPS = "with-steps/"
+_LOG_MARK = "log"
+LOCK_DEADLINE_S = 60.0
 _log = logging.getLogger(__name__)
 
 
-class S3Storage(StageResults):
+class S3Channel(WorkChannel):
+    """`WorkChannel` of one fingerprint in a bucket; each access ships what this process wrote."""
+
+    def __init__(self, objects: Objects, fingerprint: str) -> None:
+        super().__init__(objects, fingerprint, _local(objects) / fingerprint)
+        self._objects = objects
+        self._root = f"work/{fingerprint}"
+        self._is_of_this_log = False
+        self._shippers: list[StepsShipper] = []
+        self._journals: dict[int, JournalChunks] = {}
+
+    @staticmethod
+    def with_steps(objects: Objects) -> list[str]:
+        """See `Storage.with_steps`."""
+        here = {path.parent.parent.name for path in _local(objects).glob("*/steps-*/step-*")}
+        return sorted(here | {PurePath(each.name).name for each in objects.listed(_WITH_STEPS)})
+
+    def read_journal(self, attempt: int, start: int = 0, end: int | None = None) -> bytes:
+        """See `WorkChannel.read_journal`."""
+        return self._journal(attempt).read(start, end)
+
+    def journal_bytes(self, attempt: int) -> int:
+        """See `WorkChannel.journal_bytes`; only shipped lines count."""
+        chunks = self._journal(attempt)
+        chunks.refresh()
+        return chunks.num_bytes
+
+    def local_dir(self, attempt: int) -> Path:
+        """See `WorkChannel.local_dir`."""
+        self._leave_what_was()
+        path = super().local_dir(attempt)
+        mirror.mirror(self._objects, f"{self._root}/attempt-{attempt}", path)
+        return path
+
+    def steps_dir(self, generation: int, adopted: Adoption | None = None) -> Path:
+        """See `WorkChannel.steps_dir`."""
+        self._leave_what_was()
+        return super().steps_dir(generation, adopted)
+
+    def share_steps(
+        self, attempt: int, steps: Path, last: int, before_publish: Callable[[], None]
+    ) -> None:
+        """See `WorkChannel.share_steps`; a thread ships checkpoints while the job goes on."""
+        super().share_steps(attempt, steps, last, before_publish)
+        self.fetch_steps(steps, last)
+        self._mark_steps()
+
+        def before_manifest() -> None:
+            self._ship(attempt)
+            before_publish()
+
+        self._shippers.append(StepsShipper(self._shared(steps), before_manifest))
+
+    def fetch_steps(self, steps: Path, last: int) -> None:
+        """See `WorkChannel.fetch_steps`."""
+        self._shared(steps).fetch(last)
+
+    def ship_steps(self, steps: Path) -> None:
+        """See `WorkChannel.ship_steps`."""
+        self._mark_steps()
+        self._shared(steps).ship()
+
+    def step_numbers(self, steps: Path) -> list[int]:
+        """See `WorkChannel.step_numbers`."""
+        return self._shared(steps).numbers()
+
+    def prune(self, attempts: Sequence[int], steps: Path) -> None:
+        """See `WorkChannel.prune`; logs stay on the machine that wrote them."""
+        for shipper in self._shippers:
+            shipper.end()
+        self._shared(steps).remove()
+        if not self._objects.children(f"{self._root}/steps-"):
+            self._objects.delete([f"{_WITH_STEPS}{self._fingerprint}"])
+        for attempt in attempts:
+            self._ship(attempt)
+            mirror.end(self._local_path(attempt))
+        super().prune(attempts, steps)
+
+    def _leave_what_was(self) -> None:
+        """Remove this machine's directory if it belongs to a log that the bucket no longer has."""
+        first = None if self._is_of_this_log else self._objects.get(f"stages/{self._fingerprint}/0")
+        if first is None:
+            return
+        mark, log = self._directory / _LOG_MARK, hashlib.sha256(first).hexdigest()
+        with file_lock(self._directory.parent / ".lock", LOCK_DEADLINE_S):
+            if mark.exists() and mark.read_text("ascii") != log:
+                mirror.end_below(self._directory)
+                remove_directory(self._directory)
+            make_directories(self._directory)
+            atomic_write_bytes(mark, log.encode("ascii"))
+        self._is_of_this_log = True
+
+    def _shared(self, steps: Path) -> SharedSteps:
+        return SharedSteps(self._objects, f"{self._root}/{steps.name}", steps)
+
+    def _mark_steps(self) -> None:
+        self._objects.touch(f"{_WITH_STEPS}{self._fingerprint}")
+
+    def _journal(self, attempt: int) -> JournalChunks:
+        self._ship(attempt)
+        chunks = JournalChunks(self._objects, f"{self._root}/attempt-{attempt}")
+        return self._journals.setdefault(attempt, chunks)
+
+    def _ship(self, attempt: int) -> None:
+        mirror.ship(self._local_path(attempt))
+
+
+def _local(objects: Objects) -> Path:
+    return env.home() / "remote" / sha256_json(objects.address.uri)[:_DIGITS] / "work"
+
+
+class S3StageLogs(StageLogs):
+    """`StageLogs` in a bucket; followers are also indexed by name, below `followed/`."""
+
+    def join(self, fingerprint: str, follower: str) -> None:
+        """See `StageLogs.join`; the index is written first, so it lists every visible follower."""
+        self._files.touch(_followed(fingerprint, follower))
+        self._files.put(follower_name(fingerprint, follower), own_stamp().encode())
+
+    def followed_by(self, follower: str) -> list[str]:
+        """See `StageLogs.followed_by`."""
+        found = self._files.listed(_followed("", follower))
+        return sorted(PurePath(each.name).name for each in found)
+
+    def _forget(self, fingerprint: str, follower: str) -> None:
+        self._files.delete([follower_name(fingerprint, follower), _followed(fingerprint, follower)])
+
+    def _stamp(self, record: bytes) -> str:
+        return record.decode()
+
+
+class S3Storage(Storage):
     """A store in a bucket, `s3://bucket/prefix`; raises as `S3Address.parse`."""
 
     def __init__(self, uri: str) -> None:
         self._address = S3Address.parse(uri)
         self._objects = Objects(self._address)
+        super().__init__(self._objects)
         self._cache = ArtifactCache(env.home() / "cache")
         self._channels: dict[str, S3Channel] = {}
-        self.attempts = StageLogs(
-            S3LogFiles(self._objects), S3Followers(self._objects), self._journal_bytes
-        )
         self._collecting = Collecting(self._objects)
-        self.runs = S3Runs(self._objects, self._collecting)
+        self.attempts = S3StageLogs(self._objects, self._journal_bytes)
+        self.runs = Runs(self._objects, self._collecting.wait_until_over, self._collecting.check)
         self.inventory = S3Inventory(self._objects, self._collecting)
-        self._copies: dict[tuple[str, str], Path] = {}
 
     @property
     def uri(self) -> str:
         """Address of the store."""
         return self._address.uri
-
-    @property
-    def name(self) -> str:
-        """See `Storage.name`; created once per store."""
-        while (found := self._objects.get("name")) is None:
-            self._objects.create("name", uuid.uuid4().hex[:8].encode())
-        return found.decode()
 
     def probe(self) -> str:
         """See `Storage.probe`."""
@@ -83,7 +211,6 @@ class S3Storage(StageResults):
     def channel(self, fingerprint: str) -> S3Channel:
         """See `Storage.channel`."""
         if fingerprint not in self._channels:
-            check_fingerprint(fingerprint)
             self._channels[fingerprint] = S3Channel(self._objects, fingerprint)
         return self._channels[fingerprint]
 
@@ -91,31 +218,22 @@ class S3Storage(StageResults):
         """See `Storage.with_steps`."""
         return S3Channel.with_steps(self._objects)
 
-    def publish(self, source: Path, kind: str, digests: Mapping[str, str] = NO_DIGESTS) -> Artifact:
-        """See `Storage.publish`; the files stay in this machine's cache."""
-        require(KIND, kind, "artifact kind")
-        fault("storage.before_publish")
-        manifest = build_manifest(source, kind, digests)
-        digest, root = manifest.digest, _root(kind, manifest.digest)
-        write_manifest(source, manifest)
+    def _publish(self, source: Path, manifest: Manifest) -> None:
+        """See `Storage`; the files stay in this machine's cache."""
+        root = artifact_name(manifest.kind, manifest.digest)
         self._upload(source, root, manifest)
         while self._collecting.wait_until_over():
             self._upload(source, root, manifest)
-        self._cache.take_in(source, kind, digest)
+        self._cache.take_in(source, manifest.kind, manifest.digest)
         shutil.rmtree(source, ignore_errors=True)
-        return Artifact(kind=kind, uri=self._place(kind, digest), digest=digest)
 
     def _upload(self, source: Path, root: str, manifest: Manifest) -> None:
         """Upload what is missing, and always the manifest: its age tells a collector of the use."""
         present = self._sizes(root)
-        missing = {
-            name: entry
-            for name, entry in manifest.files.items()
-            if present.get(name) != entry.size_bytes
-        }
         transfer(
             partial(self._objects.upload, source / name, f"{root}/{name}", entry)
-            for name, entry in missing.items()
+            for name, entry in manifest.files.items()
+            if present.get(name) != entry.size_bytes
         )
         data, name = manifest.to_bytes(), f"{root}/{MANIFEST_NAME}"
         standing = self._objects.get(name) if MANIFEST_NAME in present else None
@@ -131,7 +249,7 @@ class S3Storage(StageResults):
     def verify(self, artifact: Artifact, level: Level) -> Manifest:
         """See `Storage.verify`."""
         manifest = self._manifest(artifact)
-        root = _root(artifact.kind, artifact.digest)
+        root = artifact_name(artifact.kind, artifact.digest)
         if level == "manifest":
             return manifest
         present = self._sizes(root)
@@ -155,32 +273,18 @@ class S3Storage(StageResults):
                     )
         return manifest
 
-    def local_copy(self, artifact: Artifact) -> Path:
-        """See `Storage.local_copy`."""
-        external = artifact.kind == EXTERNAL_KIND
-        key = (artifact.uri if external else artifact.kind, artifact.digest)
-        if key not in self._copies:
-            if external:
-                check_unchanged(artifact)
-                self._copies[key] = Path(artifact.uri)
-            else:
-                self._copies[key] = self._fetch(artifact)
-        return self._copies[key]
-
     def _fetch(self, artifact: Artifact) -> Path:
-        root = _root(artifact.kind, artifact.digest)
-
-        def manifest() -> Manifest:
-            return self.verify(artifact, "size")
-
-        def read(name: str, start: int, end: int) -> bytes:
-            return self._objects.part(f"{root}/{name}", start, end)
-
+        root = artifact_name(artifact.kind, artifact.digest)
         self._manifest(artifact)  # the cache may have copies of artifacts of other stores
-        return self._cache.fetch(artifact.kind, artifact.digest, manifest, read)
+        return self._cache.fetch(
+            artifact.kind,
+            artifact.digest,
+            lambda: self.verify(artifact, "size"),
+            lambda name, *at: self._objects.part(f"{root}/{name}", *at),
+        )
 
     def _manifest(self, artifact: Artifact) -> Manifest:
-        name = f"{_root(artifact.kind, artifact.digest)}/{MANIFEST_NAME}"
+        name = f"{artifact_name(artifact.kind, artifact.digest)}/{MANIFEST_NAME}"
         data, where = self._objects.get(name), self._objects.place(name)
         if data is None:
             raise ArtifactNotFoundError(f"{where} is not in the store")
@@ -190,17 +294,9 @@ class S3Storage(StageResults):
         return manifest
 
     def _sizes(self, root: str) -> dict[str, int]:
-        cut = len(root) + 1
-        return {each.name[cut:]: each.size_bytes for each in self._objects.listed(f"{root}/")}
-
-    def _journal_bytes(self, fingerprint: str, attempt: int) -> int:
-        return self.channel(fingerprint).journal_bytes(attempt)
-
-    def _place(self, kind: str, digest: str) -> str:
-        return self._objects.place(_root(kind, digest))
+        found = self._objects.listed(f"{root}/")
+        return {each.name.removeprefix(f"{root}/"): each.size_bytes for each in found}
 
 
-def _root(kind: str, digest: str) -> str:
-    require(KIND, kind, "artifact kind")
-    require(SHA256, digest, "artifact digest")
-    return f"artifacts/{kind}/{digest}"
+def _followed(fingerprint: str, follower: str) -> str:
+    return f"followed/{check_fingerprint(follower)}/{fingerprint}"

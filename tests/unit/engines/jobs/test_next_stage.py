@@ -16,9 +16,8 @@ import pytest
 from rlhf.testing.s3_server import BUCKET, environment, s3_server
 
 from engines.jobs.process.runtime import _claim
-from infra.garbage import roots as survey_module
-from infra.garbage.collection import collect
-from infra.garbage.roots import DAY_S, Limits, survey
+from infra import garbage as survey_module
+from infra.garbage import DAY_S, Limits, collect, survey
 from infra.identity.fingerprint import next_fingerprint
 from infra.store.canonical import sha256_json
 from infra.store.process_stamp import own_stamp

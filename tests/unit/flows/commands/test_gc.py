@@ -12,7 +12,7 @@ from rlhf.testing.s3_server import environment
 from flows.commands.cli import main
 from flows.commands.gc import limits_of, size_text
 from infra.errors import ConfigError
-from infra.garbage.roots import DAY_S, Limits
+from infra.garbage import DAY_S, Limits
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import CommitRecord
 from infra.store.storage import LocalStorage

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from rlhf.testing.s3_server import BUCKET
 
-from infra.garbage import roots as survey_module
-from infra.garbage.collection import Collected, collect
-from infra.garbage.roots import DAY_S, Limits, Survey, survey
+from infra import garbage as survey_module
+from infra.garbage import DAY_S, Collected, Limits, Survey, collect, survey
 from infra.store.canonical import sha256_json
 from infra.store.process_stamp import own_stamp
 from infra.store.s3.objects import Objects, S3Address

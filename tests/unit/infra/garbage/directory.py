@@ -5,8 +5,7 @@ import time
 import uuid
 from pathlib import Path
 
-from infra.garbage.collection import collect
-from infra.garbage.roots import DAY_S, Limits, Survey, survey
+from infra.garbage import DAY_S, Limits, Survey, collect, survey
 from infra.store.canonical import sha256_json
 from infra.store.inventory import LocalInventory
 from infra.store.stage_log import Attempt, Holder

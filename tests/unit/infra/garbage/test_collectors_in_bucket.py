@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from infra.errors import NotExclusiveError, StoreError
-from infra.garbage.collection import Collected, collect
+from infra.garbage import Collected, collect
 from infra.store.process_stamp import own_stamp
 from infra.store.s3 import inventory
 from infra.store.s3.storage import S3Storage

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from infra.faults import InjectedFaultError
-from infra.garbage.collection import collect
-from infra.garbage.roots import DAY_S, Survey
+from infra.garbage import DAY_S, Survey, collect
 from tests.unit.infra.garbage.directory import Store, fp, set_age
 
 

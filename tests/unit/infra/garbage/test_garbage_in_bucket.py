@@ -12,8 +12,7 @@ from rlhf.testing.s3_server import BUCKET
 
 from infra import env
 from infra.faults import InjectedFaultError
-from infra.garbage.collection import Collected, collect
-from infra.garbage.roots import DAY_S
+from infra.garbage import DAY_S, Collected, collect
 from infra.services.held_stages import held_stages
 from infra.store.heartbeat import Heartbeat
 from infra.store.process_stamp import own_stamp

@@ -3,8 +3,7 @@
 import os
 from pathlib import Path
 
-from infra.garbage.collection import collect
-from infra.garbage.roots import DAY_S, Limits, Survey, survey
+from infra.garbage import DAY_S, Limits, Survey, collect, survey
 from infra.store.canonical import sha256_json
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact, CommitRecord

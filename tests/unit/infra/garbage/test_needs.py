@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.garbage.collection import collect
-from infra.garbage.roots import DAY_S
+from infra.garbage import DAY_S, collect
 from infra.store.artifacts import digest_in_path, external_artifact
 from infra.store.stage_spec import Artifact
 from tests.unit.infra.garbage.directory import Store, fp, set_age

@@ -10,8 +10,7 @@ import pytest
 from flows.commands import gc
 from flows.commands.cli import main
 from infra.errors import NotExclusiveError
-from infra.garbage.collection import collect
-from infra.garbage.roots import Limits, Survey
+from infra.garbage import Limits, Survey, collect
 from infra.store.process_stamp import own_stamp
 from infra.store.s3 import inventory
 from infra.store.s3.storage import S3Storage

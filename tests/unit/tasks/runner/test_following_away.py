@@ -19,7 +19,7 @@ from infra.errors import (
     StoreUnreachableError,
 )
 from infra.ray.api import JobState
-from infra.store.work_channel import FileChannel, JobProblem
+from infra.store.work_channel import JobProblem, LocalChannel
 from tasks.runner import following
 
 
@@ -93,7 +93,7 @@ def test_a_full_disk_does_not_keep_a_silent_job_alive(
 
     with stage.heartbeat():
         pass
-    monkeypatch.setattr(FileChannel, "write_error", lambda self, *args: full(*args))
+    monkeypatch.setattr(LocalChannel, "write_error", lambda self, *args: full(*args))
     jobs = Jobs(lambda: JobState.RUNNING)
     with pytest.raises(OSError, match="No space"):
         stage.follow(jobs)
@@ -136,7 +136,7 @@ def test_a_store_that_is_away_for_a_moment_ends_no_run(
         stage.commit()
         return JobState.SUCCEEDED
 
-    owners: list[Any] = [stage.storage, stage.storage.attempts, FileChannel]
+    owners: list[Any] = [stage.storage, stage.storage.attempts, LocalChannel]
     (owner,) = [each for each in owners if hasattr(each, name)]
     first = 1 if name == "lookup" else 2  # who cannot join at all is told so
     failing = {first, first + 1}

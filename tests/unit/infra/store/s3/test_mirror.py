@@ -54,9 +54,7 @@ def test_stretches_of_chunks_are_those_of_what_they_join_to(
     offsets = [sum(map(len, parts[:number])) for number in range(len(parts))]
     data = dict(zip(offsets, parts, strict=True))
     chunks = [Chunk(offset, len(part)) for offset, part in data.items()]
-    found = [
-        data[part.chunk.offset][part.start : part.end] for part in stretches(chunks, start, end)
-    ]
+    found = [data[chunk.offset][first:last] for chunk, first, last in stretches(chunks, start, end)]
     assert b"".join(found) == (whole[start:] if end is None else whole[start:end])
     assert b"" not in found
 

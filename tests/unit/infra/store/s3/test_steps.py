@@ -11,9 +11,8 @@ from engines.checkpoint.step_store import StepCheckpoints, TrainerState
 from infra.errors import FencedError, StoreUnreachableError
 from infra.store.s3 import mirror as steps_module
 from infra.store.s3 import objects as objects_module
-from infra.store.s3.channel import S3Channel
 from infra.store.s3.objects import Objects, S3Address
-from infra.store.s3.storage import S3Storage
+from infra.store.s3.storage import S3Channel, S3Storage
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Adoption
 from infra.store.step_directories import newest_valid, step_directories
