@@ -157,7 +157,7 @@ REWARDS = PluginTable(
     [
         RewardRow(
             name="exact",
-            target="engines.rewards.exact:compute_score",
+            target="engines.rewards.text_rules:exact",
             options="engines.rewards.options:ExactOptions",
             in_process=True,
             compares=True,
@@ -172,33 +172,33 @@ REWARDS = PluginTable(
         ),
         RewardRow(
             name="format",
-            target="engines.rewards.format:compute_score",
+            target="engines.rewards.text_rules:required_form",
             options="engines.rewards.options:FormatOptions",
             is_verdict=False,
         ),
         RewardRow(
             name="length",
-            target="engines.rewards.format:score",
+            target="engines.rewards.text_rules:length",
             options="engines.rewards.options:LengthOptions",
             is_verdict=False,
             in_process=True,
         ),
         RewardRow(
             name="gsm8k",
-            target="engines.rewards.answers.gsm8k:compute_score",
+            target="engines.rewards.text_rules:gsm8k",
             options="engines.rewards.options:Gsm8kOptions",
             in_process=True,
             compares=True,
         ),
         RewardRow(
             name="math_boxed",
-            target="engines.rewards.answers.math_boxed:compute_score",
+            target="engines.rewards.text_rules:math_boxed",
             in_process=True,
             compares=True,
         ),
         RewardRow(
             name="math_dapo",
-            target="engines.rewards.answers.math_dapo:compute_score",
+            target="engines.rewards.text_rules:math_dapo",
             options="engines.rewards.options:MathDapoOptions",
             in_process=True,
             compares=True,
@@ -210,14 +210,14 @@ REWARDS = PluginTable(
         ),
         RewardRow(
             name="model",
-            target="engines.judges.model:score",
+            target="engines.judges.judgement:model_score",
             options="engines.rewards.options:ModelOptions",
             in_process=True,
             reads="model",
         ),
         RewardRow(
             name="judge",
-            target="engines.judges.judgement:score",
+            target="engines.judges.judgement:judge_score",
             # A user's regular expression may never finish.
             options="engines.rewards.options:JudgeOptions",
             reads="judge",

@@ -9,11 +9,11 @@ from engines.config.rules.models import check_seen_by_judges
 from engines.config.stages.final import EvaluateStageConfig
 from engines.data.read.dataset import load_dataset
 from engines.data.read.lazy_sequence import MappedRows
-from engines.jobs.policy.stage import local_reward, policy_tokenizer, prompts_within
+from engines.jobs.policy import local_reward, policy_tokenizer, prompts_within
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.serving.answers import KeptAnswers
+from engines.jobs.serving.frozen_models import serve
 from engines.jobs.serving.model import load_served
-from engines.jobs.serving.serve import serve
 from engines.rewards.mixture import check_data_sources
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.evaluation.evaluator import (

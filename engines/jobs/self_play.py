@@ -23,11 +23,11 @@ from engines.data.read.row_files import PREFERENCE_FORMAT, write_batches
 from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer
 from engines.errors import NothingToTrainOnError
-from engines.jobs.policy.stage import local_reward, policy_tokenizer, prompts_within
+from engines.jobs.policy import local_reward, policy_tokenizer, prompts_within
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.serving.answers import Generate, KeptAnswers
+from engines.jobs.serving.frozen_models import serve
 from engines.jobs.serving.model import load_served
-from engines.jobs.serving.serve import serve
 from engines.rewards.mixture import check_data_sources
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.scoring import CompletionScorer

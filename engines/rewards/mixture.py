@@ -10,8 +10,7 @@ from typing import Any
 
 from engines.config.algorithm import RewardConfig
 from engines.rewards.answers.extraction import ANSWER
-from engines.rewards.base import Score, ScoreRequest
-from engines.rewards.forms import Form, form_of, judge
+from engines.rewards.base import Form, Score, ScoreRequest, form_of, judge
 from engines.rewards.resolve import load
 from infra.errors import ConfigError
 

@@ -171,7 +171,6 @@ class StageConfig(StrictModel):
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """Return external files and models to read, by input name; `given` names the artifacts."""
-        del given
         return {}
 
     def check(self) -> None:

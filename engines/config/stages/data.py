@@ -63,7 +63,6 @@ class PreprocessStageConfig(StageConfig):
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """Return the local sources, and the model for its tokenizer."""
-        del given
         section = f"suites.{self.of}.data" if self.of else "data"
         sources = {
             f"{SOURCE}{split}.{index}": ExternalInput(path, f"{section}.{split}.{index}.path")

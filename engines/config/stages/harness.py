@@ -75,7 +75,6 @@ class HarnessStageConfig(BackendStageConfig, AnsweringStageConfig):
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """Return the model, if no stage made it, and the user's tasks."""
-        del given
         own = model_input(self.model) if self.model else {}
         if self.harness.include is None:
             return own

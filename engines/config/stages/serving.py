@@ -85,7 +85,6 @@ class ServingStageConfig(BackendStageConfig, AnsweringStageConfig):
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """Return the files and models of the reward."""
-        del given
         return reward_inputs(self.reward)
 
     def check(self) -> None:

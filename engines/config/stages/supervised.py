@@ -54,7 +54,6 @@ class SFTStageConfig(TrainingStageConfig):
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """The model."""
-        del given
         return model_input(self.model)
 
     def check(self) -> None:

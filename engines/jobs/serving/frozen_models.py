@@ -1,0 +1,253 @@
+"""The frozen models beside a policy: reward model, judge and teacher.
+
+`serve` adds the engines of a stage without training, with everything that scores their answers.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from engines.checkpoint.model_directory import (
+    check_model_directory,
+    check_reward_model,
+    resolve_model,
+    stated_context,
+)
+from engines.config.algorithm import DistillationConfig, RewardConfig
+from engines.config.model import JudgeConfig, RewardModelConfig
+from engines.config.sections import RLConfig
+from engines.config.stages.serving import ServingStageConfig
+from engines.config.training import TrainingConfig
+from engines.controller.frozen_replica import FrozenModel, replica_beside
+from engines.controller.launch import launch_served_model
+from engines.controller.model_worker import ModelWorker, WorkerSpec
+from engines.controller.replica import ReplicaSpec
+from engines.controller.rollout import LaunchedEngines
+from engines.controller.worker_group import WorkerGroup
+from engines.jobs.policy import (
+    copy_hf_files,
+    policy_tokenizer,
+    queueing,
+    teacher_source,
+    write_hf_files,
+)
+from engines.jobs.process.runtime import JobContext
+from engines.jobs.serving.model import ServedModel, ServedOnDemand, replica_of
+from engines.judges.asking import NO_JUDGES, GenerativeJudge, Judges, RewardModelJudge
+from engines.rewards.scorer import RewardScorer
+from engines.trainers.prompts import derive_seed, sampling_params
+from engines.trainers.scoring import CompletionScorer
+from engines.trainers.teacher import ServedTeacher
+from engines.training.spec import REWARD, ModelSource, RoleSpec
+from engines.types import Completion, Readouts, RolloutRequest, TokenBatch
+from infra.names import renamed_sections
+
+JUDGE = "judge"
+"""Name of the judge among the engines beside the policy's."""
+JUDGE_DIR = "judge"
+"""Directory below the attempt for the judge's configuration and tokenizer."""
+MAX_READ_TOKENS = 2048
+"""Default of the longest conversation, in tokens, that a reward model reads."""
+
+
+def reward_role(
+    context: JobContext[Any], model: RewardModelConfig | None, training: TrainingConfig
+) -> RoleSpec | None:
+    """Return the checked reward model as a frozen value model; None if none is configured."""
+    if model is None:
+        return None
+    with renamed_sections({"model": "rl.reward.model"}):
+        directory = context.optional_input("reward.model") or resolve_model(model, model.max_length)
+        check_reward_model(directory, max_length=model.max_length)
+    return RoleSpec(
+        ModelSource(directory),
+        # An adapter belongs to the policy.
+        training.model_copy(update={"lora": None}),
+        optimizer=None,
+        model_type="value_model",
+    )
+
+
+def judge_source(
+    context: JobContext[Any], judge: JudgeConfig | None, like: ReplicaSpec, *, embedded: bool
+) -> FrozenModel | None:
+    """Return the checked judge with its engines; None if none is configured."""
+    if judge is None:
+        return None
+    with renamed_sections({"model": "rl.reward.judge"}):
+        weights_dir = context.optional_input("reward.judge") or resolve_model(
+            judge, judge.max_length
+        )
+        check_model_directory(weights_dir, max_length=judge.max_length)
+        serving_dir = context.attempt_dir / JUDGE_DIR
+        write_hf_files(weights_dir, serving_dir, judge.chat_template)
+    replica = replica_beside(
+        like, serving_dir, judge.num_replicas, judge.options, embedded=embedded
+    )
+    return FrozenModel(replica, weights_dir)
+
+
+@contextmanager
+def asked_judges(
+    reward: RewardConfig,
+    seed: int,
+    role: RoleSpec | None,
+    workers: WorkerGroup | None,
+    judge: FrozenModel | None,
+    engines: LaunchedEngines | None,
+) -> Iterator[Judges]:
+    """Yield the judges; a judge's weights are sent to its engines first."""
+    with ExitStack() as stack:
+        reward_model = generative = None
+        if reward.model is not None and role is not None and workers is not None:
+            reward_model = _reward_model(reward.model, role, workers)
+        if reward.judge is not None and judge is not None and engines is not None:
+            service = stack.enter_context(judge.served_by(engines))
+            tokenizer = policy_tokenizer(judge.replica.serving_dir)
+            generative = GenerativeJudge(
+                service.generate,
+                tokenizer,
+                reward.judge,
+                sampling_params(reward.judge.sampling),
+                partial(question_seed, seed),
+            )
+        yield Judges(reward_model, generative)
+
+
+def _reward_model(
+    model: RewardModelConfig, role: RoleSpec, workers: WorkerGroup
+) -> RewardModelJudge:
+    def behind(batch: TokenBatch) -> Tensor:
+        found = workers.run(ModelWorker.infer, batch, Readouts(last_values=True), REWARD)
+        if found.last_values_B is None:
+            raise ValueError("a value model said nothing behind its sequences")
+        return found.last_values_B
+
+    tokenizer = policy_tokenizer(role.source.hf_dir, model.chat_template)
+    return RewardModelJudge(behind, tokenizer, longest_read(model, role.source.hf_dir))
+
+
+def longest_read(model: RewardModelConfig, directory: Path) -> int:
+    """Return the longest conversation in tokens that a reward model scores.
+
+    This is the recipe's value, else the model's context but at most `MAX_READ_TOKENS`.
+    """
+    if model.max_length is not None:
+        return model.max_length
+    return min(MAX_READ_TOKENS, stated_context(directory) or MAX_READ_TOKENS)
+
+
+def question_seed(seed: int, text: str) -> int:
+    """Return the seed of a question to a judge; it depends only on the run seed and the text."""
+    return derive_seed(seed, f"judge/{text}")
+
+
+TEACHER_DIR = "teacher"
+"""Directory below the attempt for the teacher's configuration and tokenizer."""
+
+
+def served_teacher(
+    context: JobContext[Any],
+    config: DistillationConfig | None,
+    policy: ModelSource,
+    max_length: int,
+    like: ReplicaSpec,
+    *,
+    embedded: bool,
+) -> FrozenModel | None:
+    """Return the checked teacher with its engines; None if no engine serves a teacher.
+
+    `max_length` is the policy's context. `embedded` is True if the policy's engine is in this
+    process.
+    """
+    if config is None or config.served is None:
+        return None
+    given, engine = context.optional_input("teacher"), like.rollout.engine
+    weights_dir = teacher_source(config, given, policy, max_length, engine).hf_dir
+    serving_dir = context.attempt_dir / TEACHER_DIR
+    copy_hf_files(weights_dir, serving_dir)
+    served = config.served
+    replica = replica_beside(
+        like, serving_dir, served.num_replicas, served.options, embedded=embedded
+    )
+    return FrozenModel(replica, weights_dir)
+
+
+@contextmanager
+def asked_teacher(
+    rl: RLConfig, teacher: FrozenModel, engines: LaunchedEngines, vocab_size: int
+) -> Iterator[ServedTeacher]:
+    """Yield a served teacher after a test query; raise RolloutError if it cannot answer."""
+    if rl.distillation is None:
+        raise ValueError("nothing is learned from a teacher")
+    with teacher.served_by(engines) as service:
+        asked = ServedTeacher(
+            rl.distillation, service.prompt_logprobs, rl.sampling.temperature, vocab_size
+        )
+        asked.columns(TokenBatch.from_sequences([[0, 0]], loss_mask=[[0.0, 1.0]]))
+        yield asked
+
+
+Config = TypeVar("Config", bound=ServingStageConfig)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Engines that answer and the scorer of their answers."""
+
+    engines: ServedOnDemand
+    scorer: CompletionScorer
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
+        """Return completions as `ServedOnDemand.generate`."""
+        return self.engines.generate(requests)
+
+
+def serve(
+    context: JobContext[Config], stack: ExitStack, served: ServedModel, rewards: RewardScorer
+) -> Serving:
+    """Return engines for a model, started on demand, and the scorer; judges start at once.
+
+    `rewards` must have been started before torch was set up. `stack` closes everything.
+    """
+    config, seed = context.config, context.spec.seed
+    replica = replica_of(config, served, context.attempt_dir)
+    # The reward model is on one rank, whatever layout trained the policy.
+    alone = TrainingConfig(num_threads=config.num_threads, dtype=config.dtype)
+    role = reward_role(context, config.reward.model, alone)
+    judge = judge_source(context, config.reward.judge, replica, embedded=config.driver_computes)
+    engines = ServedOnDemand(
+        served,
+        lambda: launch_served_model(
+            replica,
+            None if role is None else _reward_worker(config, role, seed),
+            judge.replica if judge else None,
+            queueing(context, config.hardware),
+        ),
+        stack,
+    )
+    judges = NO_JUDGES
+    if role or judge:
+        launched = engines.launched
+        judges = stack.enter_context(
+            asked_judges(config.reward, seed, role, launched.beside, judge, launched.judge)
+        )
+    scorer = CompletionScorer(rewards, policy_tokenizer(served.hf_dir), judges=judges)
+    return Serving(engines, scorer)
+
+
+def _reward_worker(config: ServingStageConfig, role: RoleSpec, seed: int) -> WorkerSpec:
+    return WorkerSpec(
+        roles={REWARD: role},
+        serving_dir=role.source.hf_dir,
+        rollout=None,
+        temperature=1.0,
+        platform=config.hardware.platform,
+        device_kind=config.hardware.device_kind,
+        seed=seed,
+    )
