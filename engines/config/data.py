@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from engines.config.base import StrictModel, local_path
+from engines.config.base import PathConfig, StrictModel
 
 SEPARATED_SUFFIXES = (".csv", ".tsv")
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", *SEPARATED_SUFFIXES)
@@ -51,7 +51,7 @@ class ArithmeticConfig(StrictModel):
     """Held-out pairs, from the problems of the evaluation split."""
 
 
-class SourceConfig(StrictModel):
+class SourceConfig(PathConfig):
     """One file, directory or hub data set, and the layout of its rows."""
 
     format: str = AUTO
@@ -76,11 +76,6 @@ class SourceConfig(StrictModel):
     """Take the first `limit` rows after the seeded shuffle; null takes all."""
     options: dict[str, Any] = {}
     """Options of the preprocessor, validated by it."""
-
-    def identity_values(self) -> dict[str, Any]:
-        """Leave out a local path; a hub id counts, with its commit."""
-        values = super().identity_values()
-        return {**values, "path": None} if local_path(self.path) else values
 
 
 class DecontaminationConfig(StrictModel):

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from engines.config.backends import BACKENDS
-from engines.config.base import Execution, StrictModel, local_path
-from engines.config.plugins import ROLLOUT_ENGINES
+from engines.config.base import Execution, PathConfig, StrictModel
+from engines.config.plugins import ROLLOUT_ENGINES, engines_with
 from engines.config.rollout import RolloutConfig, SamplingConfig
 from engines.config.training import TrainingConfig
 from infra.errors import ConfigError
@@ -48,7 +48,7 @@ class TokenizerConfig(StrictModel):
     """Upper bound for `bpe`; `character` uses exactly the characters that occur."""
 
 
-class ModelConfig(StrictModel):
+class ModelConfig(PathConfig):
     """The model that the pipeline starts from."""
 
     init: Literal["pretrained", "random"] = "pretrained"
@@ -71,11 +71,6 @@ class ModelConfig(StrictModel):
             return self
         return ModelConfig(path=self.path, revision=self.revision, chat_template=self.chat_template)
 
-    def identity_values(self) -> dict[str, Any]:
-        """Leave out a local path; a hub id counts, with its commit."""
-        values = super().identity_values()
-        return {**values, "path": None} if local_path(self.path) else values
-
     @model_validator(mode="after")
     def _check_path(self) -> "ModelConfig":
         if self.init == "pretrained" and not self.path:
@@ -85,18 +80,13 @@ class ModelConfig(StrictModel):
         return self
 
 
-class NamedModelConfig(StrictModel):
+class NamedModelConfig(PathConfig):
     """A model beside the policy, which is not trained by the stages that read it."""
 
     path: str | None = None
     """A model directory or a hub id."""
     revision: str | None = None
     """Commit, branch or tag of a hub id, resolved once by the plan; null: its default branch."""
-
-    def identity_values(self) -> dict[str, Any]:
-        """Leave out a local path; a hub id counts, with its commit."""
-        values = super().identity_values()
-        return {**values, "path": None} if local_path(self.path) else values
 
 
 class JudgingModelConfig(NamedModelConfig):
@@ -172,9 +162,8 @@ def _hindrance(training: TrainingConfig, rollout: RolloutConfig) -> str | None:
         able = sorted(name for name, each in BACKENDS.items() if STREAMS_ADAPTER in each.features)
         return f"training.backend is {training.backend}; need one of {', '.join(able)}"
     if ADAPTERS not in ROLLOUT_ENGINES.place(rollout.engine).capabilities:
-        rows = (*ROLLOUT_ENGINES.rows, *ROLLOUT_ENGINES.outside())
-        able = sorted(row.name for row in rows if ADAPTERS in row.capabilities)
-        return f"rollout.engine is {rollout.engine}; need one of {', '.join(able)}"
+        able = ", ".join(engines_with(ADAPTERS))
+        return f"rollout.engine is {rollout.engine}; need one of {able}"
     if rollout.placement == "colocated":
         return (
             "rollout.placement is colocated, where an engine forgets at every sleep what an "

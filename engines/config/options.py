@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from engines.config.algorithm import AlgorithmConfig, RewardConfig, RewardFunction
 from engines.config.backends import ENGINES
 from engines.config.base import StrictModel
@@ -18,7 +16,6 @@ from engines.config.rollout import RolloutConfig
 from engines.config.rows import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, AlgorithmRow
 from engines.config.training import TrainingConfig
 from infra.errors import ConfigError
-from infra.field_errors import to_config_error
 from infra.names import unknown_name
 from infra.plugins import Row, load_row
 
@@ -38,10 +35,7 @@ def own_options(options: Mapping[str, Any], row: Row, path: str) -> StrictModel:
     """
     schema = schema_of(row, path) or NoOptions
     own = {key: value for key, value in options.items() if key in schema.model_fields}
-    try:
-        return schema.model_validate(own)
-    except ValidationError as error:
-        raise to_config_error(error, schema, path) from None
+    return schema.validated(own, path)
 
 
 def check_options(options: Mapping[str, Any], rows: Sequence[Row], path: str) -> None:

@@ -8,7 +8,7 @@ points, or `register_plugin` from a module in RLHF_USE_EXTERNAL_MODULES.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from engines.config.backends import ENGINES
 from engines.config.data import AUTO
@@ -19,6 +19,7 @@ from infra.errors import ConfigError
 from infra.names import unknown_name
 from infra.plugins import PluginTable, Row, register_row
 
+RowT = TypeVar("RowT", bound=Row)
 PluginKind = Literal[
     "platform",
     "backend",
@@ -384,51 +385,33 @@ def register_plugin(kind: PluginKind, name: str, target: str, **facts: Any) -> N
     register_row(kind, row_type(name=name, target=target, **facts))
 
 
+def all_rows(table: PluginTable[RowT]) -> tuple[RowT, ...]:
+    """Return the rows of a table; those of external plugins come last."""
+    return (*table.rows, *table.outside())
+
+
 def recognised_layouts() -> list[str]:
     """Return the layouts that `auto` recognises; those of external plugins come last."""
-    rows = (*PREPROCESSORS.rows, *PREPROCESSORS.outside())
-    return [row.name for row in rows if row.recognised]
-
-
-def layouts_with_images() -> frozenset[str]:
-    """Return the layouts whose rows have images."""
-    rows = (*PREPROCESSORS.rows, *PREPROCESSORS.outside())
-    return frozenset(row.name for row in rows if row.images)
-
-
-def layouts_without_truth() -> frozenset[str]:
-    """Return the layouts whose RL rows have no ground truth."""
-    rows = (*PREPROCESSORS.rows, *PREPROCESSORS.outside())
-    return frozenset(row.name for row in rows if not row.ground_truth)
-
-
-def comparing_rewards() -> frozenset[str]:
-    """Return the rewards that compare answers with a ground truth."""
-    rows = (*REWARDS.rows, *REWARDS.outside())
-    return frozenset(row.name for row in rows if row.compares)
+    return [row.name for row in all_rows(PREPROCESSORS) if row.recognised]
 
 
 def structured_output_engines() -> list[str]:
     """Return the sorted rollout engines that support structured output."""
-    rows = (*ROLLOUT_ENGINES.rows, *ROLLOUT_ENGINES.outside())
-    return sorted({row.name for row in rows if row.structured_output})
+    return sorted({row.name for row in all_rows(ROLLOUT_ENGINES) if row.structured_output})
 
 
-def image_engines() -> list[str]:
-    """Return the sorted rollout engines that accept images."""
-    rows = (*ROLLOUT_ENGINES.rows, *ROLLOUT_ENGINES.outside())
-    return sorted({row.name for row in rows if IMAGES in row.capabilities})
+def engines_with(capability: str) -> list[str]:
+    """Return the sorted rollout engines with a capability."""
+    return sorted({row.name for row in all_rows(ROLLOUT_ENGINES) if capability in row.capabilities})
 
 
 def named_rows(
     named: Iterable[tuple[PluginKind, str]], device: str | None = None
 ) -> tuple[Row, ...]:
     """Return the rows of the known parts, external ones included; None means every device."""
-    found: list[Row] = []
-    for kind, name in named:
-        rows = [row for row in (*TABLES[kind].rows, *TABLES[kind].outside()) if row.name == name]
-        found += [row for row in rows if device is None or not row.devices or device in row.devices]
-    return tuple(dict.fromkeys(found))
+    rows = (row for kind, name in named for row in all_rows(TABLES[kind]) if row.name == name)
+    here = (row for row in rows if device is None or not row.devices or device in row.devices)
+    return tuple(dict.fromkeys(here))
 
 
 def plugin_modules(

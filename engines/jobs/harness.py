@@ -7,7 +7,7 @@ rollout engines sample answers; both have the same weights.
 from contextlib import ExitStack
 
 from engines.checkpoint.model_directory import load_tokenizer
-from engines.config.stages.harness import HarnessStageConfig
+from engines.config.stages.final import HarnessStageConfig
 from engines.controller.launch import LaunchedModel, launch_served_model
 from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.jobs.policy import queueing

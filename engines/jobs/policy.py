@@ -26,7 +26,7 @@ from engines.checkpoint.step_store import StepCheckpoints
 from engines.checkpoint.teacher import TEACHER_SECTION, check_teacher
 from engines.config.algorithm import DistillationConfig, RewardConfig
 from engines.config.model import ModelConfig
-from engines.config.rules.distillation import num_spare_tokens
+from engines.config.rules.algorithm import num_spare_tokens
 from engines.config.sections import CheckpointConfig
 from engines.config.training import HardwareConfig
 from engines.controller.placement import Queueing

@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from engines.config.diagnosis import DiagnosisConfig
+from engines.config.recipe import DiagnosisConfig
 from flows.commands.show import find_run
 from flows.diagnosis.diagnosis import diagnose
 from flows.diagnosis.findings import run_views

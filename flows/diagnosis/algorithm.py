@@ -7,7 +7,7 @@ Does not promise: that a curve without a symptom is good.
 
 from collections.abc import Callable, Mapping, Sequence
 
-from engines.config.diagnosis import DiagnosisConfig, RoundSymptom
+from engines.config.recipe import DiagnosisConfig, RoundSymptom
 from flows.diagnosis.findings import (
     Evidence,
     Finding,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from math import isfinite
 from statistics import median
 
-from engines.config.diagnosis import DiagnosisConfig
+from engines.config.recipe import DiagnosisConfig
 from flows.diagnosis.findings import Evidence, Finding, StageView, compared, points, windows
 from tasks.runner.memory_knobs import memory_knobs
 

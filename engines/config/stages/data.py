@@ -70,4 +70,4 @@ class PreprocessStageConfig(StageConfig):
             for index, source in enumerate(getattr(self.data, split))
             if (path := local_path(source.path))
         }
-        return {**sources, **(model_input(self.model) if self.model else {})}
+        return {**sources, **model_input(self.model)}

@@ -34,7 +34,7 @@ from engines.config.model import (
 )
 from engines.config.plugins import ROLLOUT_ENGINES
 from engines.config.preflight_request import PreflightRequest
-from engines.config.rules.distillation import num_spare_tokens
+from engines.config.rules.algorithm import num_spare_tokens
 from engines.config.training import LoraConfig, TrainingConfig
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer, check_vocabulary, text_config

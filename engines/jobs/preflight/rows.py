@@ -22,11 +22,11 @@ from engines.config.data import DataConfig
 from engines.config.model import ModelConfig
 from engines.config.plugins import (
     IMAGES,
+    PREPROCESSORS,
+    REWARDS,
     ROLLOUT_ENGINES,
-    comparing_rewards,
-    image_engines,
-    layouts_with_images,
-    layouts_without_truth,
+    all_rows,
+    engines_with,
 )
 from engines.config.preflight_request import PreflightRequest
 from engines.config.rules.models import (
@@ -85,7 +85,7 @@ def first_row(data: DataConfig, rows: Mapping[str, RLRow]) -> RLRow | None:
 def show_images(data: DataConfig, rows: Mapping[str, RLRow], section: str) -> list[str]:
     """Return configuration paths of the sources whose first row or layout has images."""
     shown = [path for path, row in rows.items() if row.images]
-    known = layouts_with_images()
+    known = {row.name for row in all_rows(PREPROCESSORS) if row.images}
     for split in _PROMPTS:
         for place, source in enumerate(getattr(data, split)):
             if source.format in known:
@@ -100,7 +100,7 @@ def without_truth(
 
     The value is the first row, or None for a source on the hub.
     """
-    known = layouts_without_truth()
+    known = {row.name for row in all_rows(PREPROCESSORS) if not row.ground_truth}
     found: dict[str, RLRow | None] = {}
     for split in splits:
         for place, source in enumerate(getattr(data, split)):
@@ -156,7 +156,7 @@ def look_at_images(at: PreflightRequest, sources: Sequence[str]) -> None:
         raise ConfigError(
             ROLLOUT_ENGINES.setting,
             f"got {engine}; {shown}, which it does not show the model; need "
-            f"{' or '.join(image_engines())}; choose it, or leave out the source",
+            f"{' or '.join(engines_with(IMAGES))}; choose it, or leave out the source",
         )
     check_seen_by_judges(shown, at.reward_model, at.judge)
     if at.trains and at.training is not None:
@@ -255,6 +255,7 @@ def look_at_truths(reward: RewardConfig, without: Mapping[str, RLRow | None]) ->
         without: first row of each source without ground truth, by configuration path; None if it
             was not read, so that its route is not known.
     """
+    comparing = {row.name for row in all_rows(REWARDS) if row.compares}
     for source, row in without.items():
         asked = tuple(reward.components)
         if reward.routes:
@@ -263,7 +264,7 @@ def look_at_truths(reward: RewardConfig, without: Mapping[str, RLRow | None]) ->
         for path, part in reward.parts.items():
             if reward.components and path.rpartition(".")[2] not in asked:
                 continue
-            if part.function in comparing_rewards():
+            if part.function in comparing:
                 raise ConfigError(
                     f"{path}.function",
                     f"got {part.function}, which compares answers with a ground truth; {source} "
