@@ -217,8 +217,7 @@ class RewardConfig(RewardFunction):
     @property
     def functions(self) -> tuple[str, ...]:
         """Names of the mixture and its parts."""
-        parts = (part.function for part in self.parts.values())
-        return tuple(dict.fromkeys((self.function, *parts)))
+        return tuple(dict.fromkeys((self.function, *(p.function for p in self.parts.values()))))
 
     def with_functions(self, functions: Mapping[str, str]) -> "RewardConfig":
         """Return a copy with other functions, by the recipe setting of the part."""
@@ -228,16 +227,19 @@ class RewardConfig(RewardFunction):
             )
             for name, part in self.components.items()
         }
-        function = functions.get("rl.reward", self.function)
-        return self.model_copy(update={"function": function, "components": components})
+        return self.model_copy(
+            update={
+                "function": functions.get("rl.reward", self.function),
+                "components": components,
+            }
+        )
 
     @model_validator(mode="after")
     def _check_mixture(self) -> "RewardConfig":
         if bool(self.components) != (self.function == MIXTURE):
-            got = "components" if self.components else "none"
             raise ValueError(
-                f"components: got {got} with function {self.function}; need function {MIXTURE} "
-                "with one component or more, or neither"
+                f"components: got {len(self.components)} with function {self.function}; need "
+                f"function {MIXTURE} with one component or more, or neither"
             )
         if reserved := sorted({"score", "acc"} & self.components.keys()):
             raise ValueError(

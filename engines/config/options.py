@@ -48,22 +48,11 @@ def check_options(options: Mapping[str, Any], rows: Sequence[Row], path: str) ->
     for key in options:
         if None not in schemas and key not in known:
             names = " and ".join(dict.fromkeys(row.name for row in rows))
-            problem = f"not an option of {names}: {unknown_name(key, known)}"
-            raise ConfigError(f"{path}.{key}", problem)
+            raise ConfigError(
+                f"{path}.{key}", f"not an option of {names}: {unknown_name(key, known)}"
+            )
     for row in rows:
         own_options(options, row, path)
-
-
-def check_options_somewhere(options: Mapping[str, Any], rows: Sequence[Row], path: str) -> None:
-    """Refuse options that a part, with one row per device, accepts nowhere, as `ConfigError`."""
-    refusals: list[ConfigError] = []
-    for row in rows:
-        try:
-            check_options(options, [row], path)
-        except ConfigError as error:
-            refusals.append(error)
-    if len(refusals) == len(rows):
-        raise refusals[0]
 
 
 def schema_of(row: Row, path: str) -> type[StrictModel] | None:
@@ -76,8 +65,15 @@ def schema_of(row: Row, path: str) -> type[StrictModel] | None:
 def check_backend(training: TrainingConfig) -> None:
     """Refuse an unusable training backend, or options that it takes on no device."""
     ENGINES.find(training.backend)
-    places = ENGINES.find_all(training.backend)
-    check_options_somewhere(training.options, places, "training.options")
+    refusals: list[ConfigError] = []
+    rows = ENGINES.find_all(training.backend)
+    for row in rows:
+        try:
+            check_options(training.options, [row], "training.options")
+        except ConfigError as error:
+            refusals.append(error)
+    if len(refusals) == len(rows):
+        raise refusals[0]
 
 
 def check_rollout(rollout: RolloutConfig) -> None:
@@ -127,8 +123,7 @@ def check_reward_function(part: RewardFunction, path: str) -> RewardRow | None:
         check_options(part.kwargs, [row], f"{path}.kwargs")
         return row
     if not part.file.expanduser().is_file():
-        problem = f"{part.file} does not exist (cwd is {Path.cwd()})"
-        raise ConfigError(f"{path}.function", problem)
+        raise ConfigError(f"{path}.function", f"{part.file} does not exist (cwd is {Path.cwd()})")
     return None
 
 
@@ -140,9 +135,9 @@ def check_preprocessors(data: DataConfig) -> None:
             if source.format != AUTO:
                 check_preprocessor(source, field)
             elif source.options:
-                given = ", ".join(source.options)
                 raise ConfigError(
-                    f"{field}.options", f"got {given}; format auto takes none; name the format"
+                    f"{field}.options",
+                    f"got {', '.join(source.options)}; format auto takes none; name the format",
                 )
 
 

@@ -239,9 +239,8 @@ class Recipe(StrictModel):
     @property
     def keeps_average(self) -> bool:
         """True if a stage commits a moving average of its weights."""
-        rl = self.rl if self.rl.num_rounds else None
-        sections = (self.sft, self.reward_model, self.preference, rl)
-        return any(section.optimizer.ema for section in sections if section)
+        trained = (self.sft, self.reward_model, self.preference, self.rl.num_rounds and self.rl)
+        return any(section.optimizer.ema for section in trained if section)
 
     @property
     def data_suites(self) -> dict[str, DataConfig]:

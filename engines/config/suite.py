@@ -107,11 +107,10 @@ class SuiteConfig(StrictModel):
                 f"data.{others[0]}: got a source; a suite only measures; remove it, or call it "
                 "data.evaluation"
             )
-        usual = DataConfig.model_fields
         given = [
             name
             for name in _OF_TRAINING
-            if self.data and getattr(self.data, name) != usual[name].default
+            if self.data and getattr(self.data, name) != DataConfig.model_fields[name].default
         ]
         if given:
             raise ValueError(

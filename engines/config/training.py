@@ -139,8 +139,7 @@ class TrainingConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check_layout(self) -> "TrainingConfig":
-        sizes = {name: getattr(self, name) for name in _SIZES}
-        asked = {name: size for name, size in sizes.items() if size > 1}
+        asked = {name: getattr(self, name) for name in _SIZES if getattr(self, name) > 1}
         product = math.prod(asked.values())
         if self.num_workers % product:
             parts = " x ".join(f"{name} {size}" for name, size in asked.items())
@@ -153,13 +152,8 @@ class TrainingConfig(StrictModel):
     @property
     def data_parallel_size(self) -> int:
         """Ranks, or groups of ranks, that process different data."""
-        model_parallel = (
-            self.tensor_parallel_size
-            * self.pipeline_parallel_size
-            * self.context_parallel_size
-            * self.ulysses_size
-        )
-        return self.num_workers // model_parallel
+        sharing = self.tensor_parallel_size * self.pipeline_parallel_size * self.num_sharing_ranks
+        return self.num_workers // sharing
 
     @property
     def num_sharing_ranks(self) -> int:

@@ -54,9 +54,9 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
             if prompts.num_with_images:
                 shown = f"{prompts.num_with_images} of {len(prompts)} rows show images"
                 check_seen_by_judges(shown, config.reward.model, config.reward.judge)
-            serving = serve(context, stack, served, rewards)
-        evaluator = Evaluator(config.evaluation, prompts, serving.scorer, context.spec.seed, images)
-        answers = KeptAnswers(context, serving.generate)
+            engines, scorer = serve(context, stack, served, rewards)
+        evaluator = Evaluator(config.evaluation, prompts, scorer, context.spec.seed, images)
+        answers = KeptAnswers(context, engines.generate)
         evaluation = _run(context, answers, evaluator)
     if answers.num_found:
         context.journal.log(f"{answers.num_found} answers were there already")

@@ -5,7 +5,7 @@ The reference is loaded only for a KL term.
 """
 
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from engines.config.rules.models import check_seen_by_judges, check_seen_by_teacher
@@ -82,26 +82,26 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
             hf_dir = worker_spec.serving_dir
             tokenizer = policy_tokenizer(hf_dir)
             prompts = _prompts(context, stack, hf_dir, tokenizer)
-            launched = _launch(context, stack, worker_spec)
+            workers, rollout, judges, teacher = _launch(context, stack, worker_spec)
         progress = stage_progress(context, config.checkpoint, rl.num_steps_per_round)
         before = context.optional_input("policy")
         inputs = RoundInputs(
-            workers=launched.workers,
-            rollout=launched.rollout,
+            workers=workers,
+            rollout=rollout,
             prompts=prompts,
             scorer=CompletionScorer(
                 rewards,
                 tokenizer,
                 rl.algorithm.overlong,
                 rl.sampling.max_new_tokens,
-                launched.judges,
+                judges,
             ),
             progress=progress,
             probe_prompt=probe_prompt(hf_dir, config.model.max_length),
             vocab_size=int(text_config(hf_dir)["vocab_size"]),
             before=trained_steps(before) if before else None,
             attempt_dir=context.attempt_dir,
-            teacher=launched.teacher,
+            teacher=teacher,
         )
         trained = train_round(assemble(config, inputs))
         return policy_output(context, progress, hf_dir, trained)
@@ -147,20 +147,13 @@ def _prompts(
     return PromptSource(prompts, config, context.spec.seed, images)
 
 
-@dataclass(frozen=True)
-class _Launched:
-    """What a round queries; `teacher` is None unless engines of its own serve one."""
-
-    workers: WorkerGroup
-    rollout: Rollout
-    judges: Judges
-    teacher: ServedTeacher | None
-
-
 def _launch(
     context: JobContext[RLRoundStageConfig], stack: ExitStack, spec: WorkerSpec
-) -> _Launched:
-    """Start the ranks, the engines and the models beside them; the stack closes them."""
+) -> tuple[WorkerGroup, Rollout, Judges, ServedTeacher | None]:
+    """Start the ranks, the engines and the models beside them; the stack closes them.
+
+    The teacher is None unless engines of its own serve one.
+    """
     config, rl = context.config, context.config.rl
     like = policy_replica(spec, config.rollout, context.attempt_dir)
     embedded = config.driver_computes
@@ -188,7 +181,7 @@ def _launch(
     if teacher is not None:
         vocab_size = int(text_config(spec.serving_dir)["vocab_size"])
         asked = stack.enter_context(asked_teacher(rl, teacher, beside[TEACHER], vocab_size))
-    return _Launched(workers, rollout, stack.enter_context(judges), asked)
+    return workers, rollout, stack.enter_context(judges), asked
 
 
 def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
@@ -247,18 +240,15 @@ def _critic(
 
 def _sources(context: JobContext[RLRoundStageConfig]) -> tuple[ModelSource, ModelSource | None]:
     """Return the weights of the policy, and of the reference if a KL term needs one."""
-    config, spec = context.config, context.spec
-    inputs = spec.inputs
-
-    def initial() -> ModelSource:
-        return initial_source(
-            config.model,
-            context.optional_input("model"),
-            context.input("dataset"),
-            spec.seed,
-            context.attempt_dir,
-        )
-
+    config, inputs = context.config, context.spec.inputs
+    initial = partial(
+        initial_source,
+        config.model,
+        context.optional_input("model"),
+        context.input("dataset"),
+        context.spec.seed,
+        context.attempt_dir,
+    )
     start = None if "policy" in inputs else initial()
     policy = start or policy_source(context.input("policy"))
     if not config.rl.algorithm.needs_reference:

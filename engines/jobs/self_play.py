@@ -67,12 +67,12 @@ def self_play(context: JobContext[SelfPlayStageConfig]) -> JobOutput:
             served = load_served(context)
             prompts, num_overlong = _prompts(context, stack, policy_tokenizer(served.hf_dir))
             counts = PairCounts(num_overlong_prompts=num_overlong)
-            serving = serve(context, stack, served, rewards)
+            engines, scorer = serve(context, stack, served, rewards)
             # Stored call by call, so that a restarted job does not sample again.
-            answers = KeptAnswers(context, serving.generate)
+            answers = KeptAnswers(context, engines.generate)
         context.heartbeat.enter("evaluate", SAMPLING_DEADLINE_S)
         with context.clock("gen"):
-            pairs = kept_pairs(context, serving.scorer, answers, prompts, counts)
+            pairs = kept_pairs(context, scorer, answers, prompts, counts)
             made = stored(context.attempt_dir / "pairs.arrow", PREFERENCE_FORMAT, pairs)
     _check_made(counts, context.config)
     write_batches(
@@ -142,8 +142,9 @@ def kept_pairs(
         yield from kept
         context.heartbeat.tick()
         done = start + len(asked)
-        line = f"{counts.num_pairs} pairs of {done} of {len(prompts)} prompts"
-        context.journal.progress(done, len(prompts), line)
+        context.journal.progress(
+            done, len(prompts), f"{counts.num_pairs} pairs of {done} of {len(prompts)} prompts"
+        )
 
 
 def asked_rows(

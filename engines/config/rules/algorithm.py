@@ -17,8 +17,7 @@ from infra.errors import ConfigError
 
 def check_sampling(rl: RLConfig) -> None:
     """Refuse sampling and schedules that would fail or mislead; raises `ConfigError`."""
-    sampling = rl.sampling
-    if sampling.temperature == 0:
+    if rl.sampling.temperature == 0:
         raise ConfigError(
             "rl.sampling.temperature", "got 0; need > 0: greedy samples of a prompt are all equal"
         )
@@ -28,23 +27,13 @@ def check_sampling(rl: RLConfig) -> None:
                 f"{path}.schedule",
                 f"got {optimizer.schedule!r}; need 'constant', for the number of rounds is open",
             )
-    _check_whole_distribution(rl)
-
-
-def _check_whole_distribution(rl: RLConfig) -> None:
-    """Refuse a cut distribution whose logprobs are compared with the trainer's.
-
-    The sampler renormalises over the kept tokens, the trainer over the whole vocabulary: equal
-    beliefs differ by the logarithm of the kept mass.
-    """
-    sampling = rl.sampling
-    structured = sampling.structured_output
-    cuts = (
-        ("top_p", sampling.top_p, 1.0, sampling.top_p < 1),
-        ("top_k", sampling.top_k, 0, sampling.top_k > 0),
-        ("structured_output", "a form", "null", structured is not None),
-    )
-    for name, got, need, cut in cuts:
+    # The sampler renormalises over the kept tokens, the trainer over the whole vocabulary: equal
+    # beliefs differ by the logarithm of the kept mass.
+    for name, got, need, cut in (
+        ("top_p", rl.sampling.top_p, 1.0, rl.sampling.top_p < 1),
+        ("top_k", rl.sampling.top_k, 0, rl.sampling.top_k > 0),
+        ("structured_output", "a form", "null", rl.sampling.structured_output is not None),
+    ):
         if cut and rl.mismatch.enable:
             raise ConfigError(
                 f"rl.sampling.{name}",
@@ -142,16 +131,24 @@ def _check_needs(rl: RLConfig) -> None:
                 f"got {algorithm.positive_nll_coef} with rl.reward.function {judged_by.name}, "
                 "which does not say whether an answer is right; need 0; or a reward that does",
             )
-    if rl.group_size == 1:
-        _check_single_answers(algorithm)
+    single = {"pf_ppo": "has no answers to choose among", "filter_groups": "is always uniform"}
+    for name, problem in single.items() if rl.group_size == 1 else ():
+        if getattr(algorithm, name).enable:
+            raise ConfigError(
+                f"rl.algorithm.{name}.enable",
+                f"got true with rl.group_size 1, where a group {problem}; need groups of 2 or "
+                "more; raise rl.group_size, or set it to false",
+            )
 
 
 def _check_columns(rl: RLConfig) -> None:
     algorithm = rl.algorithm
     made = _MADE_ALWAYS | ({"ref_logprobs"} if algorithm.needs_reference else set())
     made |= _MADE_BY_CRITIC if rl.critic else set()
-    named = ((ADVANTAGES, algorithm.adv_estimator), (POLICY_LOSSES, algorithm.loss_mode))
-    for table, part in named:
+    for table, part in (
+        (ADVANTAGES, algorithm.adv_estimator),
+        (POLICY_LOSSES, algorithm.loss_mode),
+    ):
         row = table.find(part)
         for name in sorted({*row.columns, *row.rows} - made):
             able = ", ".join(
@@ -167,33 +164,16 @@ def _check_columns(rl: RLConfig) -> None:
 
 def _check_components(algorithm: AlgorithmConfig) -> None:
     """Refuse settings that change the score but not its components, which are compared."""
-    if algorithm.use_kl_in_reward:
-        raise ConfigError(
-            "rl.algorithm.use_kl_in_reward",
-            "got true with adv_estimator gdpo, which compares components of the score and would "
-            "not see it; need false; use rl.algorithm.use_kl_loss",
-        )
-    if algorithm.overlong.enable:
-        raise ConfigError(
-            "rl.algorithm.overlong.enable",
-            "got true with adv_estimator gdpo, which compares components of the score and would "
-            "not see it; need false; add a component length to rl.reward",
-        )
-
-
-def _check_single_answers(algorithm: AlgorithmConfig) -> None:
-    if algorithm.pf_ppo.enable:
-        raise ConfigError(
-            "rl.algorithm.pf_ppo.enable",
-            "got true with rl.group_size 1, where a prompt has no answers to choose among; need "
-            "groups of 2 or more; raise rl.group_size, or set it to false",
-        )
-    if algorithm.filter_groups.enable:
-        raise ConfigError(
-            "rl.algorithm.filter_groups.enable",
-            "got true with rl.group_size 1, where every group is uniform and none would be left; "
-            "need groups of 2 or more; raise rl.group_size, or set it to false",
-        )
+    for setting, is_set, instead in (
+        ("use_kl_in_reward", algorithm.use_kl_in_reward, "use rl.algorithm.use_kl_loss"),
+        ("overlong.enable", algorithm.overlong.enable, "add a component length to rl.reward"),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"rl.algorithm.{setting}",
+                "got true with adv_estimator gdpo, which compares components of the score and "
+                f"would not see it; need false; {instead}",
+            )
 
 
 _SECTION = "rl.distillation"
@@ -207,8 +187,7 @@ def check_distillation(rl: RLConfig) -> None:
     if section is None:
         return
     if section.loss != TOPK:
-        _check_estimator(rl, section.loss)
-        _check_unread(section)
+        _check_estimator(rl, section)
     if rl.learns_from_rewards:
         return
     algorithm = rl.algorithm
@@ -220,7 +199,7 @@ def check_distillation(rl: RLConfig) -> None:
             f"{_SECTION}.policy_weight 0, where nothing learns from them; need another; set it, or "
             f"raise {_SECTION}.policy_weight",
         )
-    ignored = {
+    for setting, is_set in {
         "rl.algorithm.use_kl_loss": algorithm.use_kl_loss,
         "rl.algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,
         "rl.algorithm.entropy_coeff": algorithm.entropy_coeff != 0,
@@ -228,8 +207,7 @@ def check_distillation(rl: RLConfig) -> None:
         "rl.algorithm.pf_ppo.enable": algorithm.pf_ppo.enable,
         "rl.algorithm.filter_groups.enable": algorithm.filter_groups.enable,
         "rl.critic": rl.critic is not None,
-    }
-    for setting, is_set in ignored.items():
+    }.items():
         if is_set:
             raise ConfigError(
                 setting,
@@ -238,8 +216,8 @@ def check_distillation(rl: RLConfig) -> None:
             )
 
 
-def _check_estimator(rl: RLConfig, loss: str) -> None:
-    setting, plain = f"{_SECTION}.loss", loss.removesuffix("+")
+def _check_estimator(rl: RLConfig, section: DistillationConfig) -> None:
+    setting, loss, plain = f"{_SECTION}.loss", section.loss, section.loss.removesuffix("+")
     # The error for an unknown name lists `topk` and the estimators.
     if plain not in KL_ESTIMATORS.names():
         raise ConfigError(
@@ -259,9 +237,6 @@ def _check_estimator(rl: RLConfig, loss: str) -> None:
             f"it estimates no KL; need {TOPK}, or one update; set it, or rl.num_epochs to 1 and "
             "rl.mini_batch_size_prompts to null",
         )
-
-
-def _check_unread(section: DistillationConfig) -> None:
     for name in ("num_top", "tail"):
         given, default = getattr(section, name), type(section).model_fields[name].default
         if given != default:

@@ -213,8 +213,10 @@ class BackendStageConfig(ComputingStageConfig):
 
     def plugin_modules(self) -> tuple[str, ...]:
         """Add the modules that repair the backend on this platform."""
-        repairs = repair_modules(self.hardware.platform, self.training_backend)
-        return (*super().plugin_modules(), *repairs)
+        return (
+            *super().plugin_modules(),
+            *repair_modules(self.hardware.platform, self.training_backend),
+        )
 
 
 class TrainingStageConfig(BackendStageConfig):

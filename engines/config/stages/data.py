@@ -57,8 +57,7 @@ class PreprocessStageConfig(StageConfig):
         """Yield the preprocessors of the sources; for `auto`, all that it may choose."""
         for split in SOURCE_SPLITS:
             for source in getattr(self.data, split):
-                names = recognised_layouts() if source.format == AUTO else [source.format]
-                for name in names:
+                for name in recognised_layouts() if source.format == AUTO else [source.format]:
                     yield "preprocessor", name
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:

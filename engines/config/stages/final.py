@@ -115,14 +115,14 @@ class EvaluateStageConfig(ServingStageConfig):
     @classmethod
     def from_recipe(cls, recipe: "Recipe", of: str = "") -> Self:
         """Evaluate the policy of stage `of`, or the final model, on the recipe's own problems."""
-        backend = recipe.training.backend if of else None
-        return cls._asked(recipe, of, recipe.evaluation, recipe.rl.reward, backend)
+        stage = cls._asked(recipe, of, recipe.evaluation, recipe.rl.reward)
+        return stage.model_copy(update={"backend": recipe.training.backend if of else None})
 
     @classmethod
     def of_suite(cls, recipe: "Recipe", name: str) -> Self:
         """Evaluate the final model on a suite."""
         suite = recipe.suites[name]
-        stage = cls._asked(recipe, name, suite.evaluation, suite.reward or recipe.rl.reward, None)
+        stage = cls._asked(recipe, name, suite.evaluation, suite.reward or recipe.rl.reward)
         return stage.model_copy(update={"suite": name, "own_reward": suite.reward is not None})
 
     @classmethod
@@ -132,32 +132,32 @@ class EvaluateStageConfig(ServingStageConfig):
         of: str,
         evaluation: EvaluationConfig,
         reward: RewardConfig,
-        backend: str | None,
     ) -> Self:
         # The job does not see `rl.sampling`, so its values replace nulls here.
-        sampling = recipe.rl.sampling
         names = ("max_new_tokens", "stop", "stop_token_ids")
-        missing = {n: getattr(sampling, n) for n in names if getattr(evaluation, n) is None}
+        unset = [name for name in names if getattr(evaluation, name) is None]
         return cls(
             of=of,
             hardware=recipe.hardware,
             num_threads=recipe.training.num_threads,
             dtype=recipe.training.dtype,
-            backend=backend,
             model=None if recipe.trains else recipe.model.measured,
-            evaluation=evaluation.model_copy(update=missing),
+            evaluation=evaluation.model_copy(
+                update={name: getattr(recipe.rl.sampling, name) for name in unset}
+            ),
             rollout=recipe.rollout,
             reward=reward,
         )
 
     def against(self, model: ModelConfig) -> Self:
         """Return the same evaluation of the model that the final one is compared with."""
-        found = {
-            "of": f"{self.of}_{AGAINST}".lstrip("_"),
-            "model": model.measured,
-            "model_section": AGAINST,
-        }
-        return self.model_copy(update=found)
+        return self.model_copy(
+            update={
+                "of": f"{self.of}_{AGAINST}".lstrip("_"),
+                "model": model.measured,
+                "model_section": AGAINST,
+            }
+        )
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -292,11 +292,11 @@ class HarnessStageConfig(BackendStageConfig, AnsweringStageConfig):
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """Return the model, if no stage made it, and the user's tasks."""
-        own = model_input(self.model)
-        if self.harness.include is None:
-            return own
-        tasks = ExternalInput(Path(self.harness.include), f"{self.section}.include")
-        return {**own, "tasks": tasks}
+        found = model_input(self.model)
+        if self.harness.include is not None:
+            path = Path(self.harness.include)
+            found["tasks"] = ExternalInput(path, f"{self.section}.include")
+        return found
 
     def check(self) -> None:
         """Check that the harness is installed."""

@@ -1,13 +1,9 @@
-"""Checks the first rows of the local sources of a recipe.
+"""Checks the first rows of a recipe's local sources, and what depends on them: images and rewards.
 
-Promises: at most the first hundred rows of a file are read; nothing is read of a source on the hub.
-
-Refuses models and engines of a recipe that cannot see the images in its data.
-
-Promises: a local model that passes is not refused later for its architecture, backend or rollout
-engine. For a model on the hub only its settings are checked.
-
-Checks a reward before training: calls a user function once, and looks for the ground truth.
+At most the first hundred rows of a file are read; nothing is read of a source on the hub. A user's
+reward function is called once.
+Promises: a local model that passes the check for images is not refused later for its architecture,
+backend or rollout engine. For a model on the hub only its settings are checked.
 """
 
 import json
@@ -15,10 +11,10 @@ from collections.abc import Mapping, Sequence
 
 from engines.checkpoint.model_directory import VISION_MODEL_TYPES, vision_model_type
 from engines.checkpoint.teacher import TEACHER_SECTION
-from engines.config.algorithm import DistillationConfig, RewardConfig
+from engines.config.algorithm import RewardConfig
 from engines.config.backends import BACKENDS
 from engines.config.base import local_path
-from engines.config.data import DataConfig
+from engines.config.data import DataConfig, SourceConfig
 from engines.config.model import ModelConfig
 from engines.config.plugins import (
     IMAGES,
@@ -59,37 +55,36 @@ def first_rows(
     Returns rows of the RL split, then of the evaluation split, by configuration path. A ConfigError
     if a column is missing, no row is usable or the template fails.
     """
-    for path, place in _local(data, section, ("sft",)):
-        row = first_sft_row(data.sft[place], path)
+    for path, source in _local(data, section, "sft"):
+        row = first_sft_row(source, path)
         if tokenizer is not None:
             render_conversations(tokenizer, [row.messages])
-    for split in ("preference", "preference_evaluation"):
-        for path, place in _local(data, section, (split,)):
-            pair = first_preference_row(getattr(data, split)[place], path)
-            if tokenizer is not None:
-                render_conversations(tokenizer, pair.conversations)
+    for path, source in _local(data, section, "preference", "preference_evaluation"):
+        pair = first_preference_row(source, path)
+        if tokenizer is not None:
+            render_conversations(tokenizer, pair.conversations)
     rows: dict[str, RLRow] = {}
-    for split in _PROMPTS:
-        for path, place in _local(data, section, (split,)):
-            rows[path] = first_rl_row(getattr(data, split)[place], path)
-            if tokenizer is not None:
-                look_at_prompt(rows[path], tokenizer)
+    for path, source in _local(data, section, *_PROMPTS):
+        rows[path] = first_rl_row(source, path)
+        if tokenizer is not None:
+            look_at_prompt(rows[path], tokenizer)
     return rows
 
 
 def first_row(data: DataConfig, rows: Mapping[str, RLRow]) -> RLRow | None:
     """Return a row with a prompt, read or generated; None if all data are on the hub."""
-    return next(iter(rows.values()), None) or generated_row(data)
+    if rows or data.arithmetic is None:
+        return next(iter(rows.values()), None)
+    few = data.arithmetic.model_copy(update={"num_sft": 1, "num_rl": 1, "num_eval": 1})
+    return generate(few, seed=0).rl[0]
 
 
 def show_images(data: DataConfig, rows: Mapping[str, RLRow], section: str) -> list[str]:
     """Return configuration paths of the sources whose first row or layout has images."""
-    shown = [path for path, row in rows.items() if row.images]
     known = {row.name for row in all_rows(PREPROCESSORS) if row.images}
-    for split in _PROMPTS:
-        for place, source in enumerate(getattr(data, split)):
-            if source.format in known:
-                shown.append(f"{section}.{split}.{place}")
+    sources = _sources(data, section, *_PROMPTS)
+    shown = [path for path, row in rows.items() if row.images]
+    shown += [path for path, source in sources if source.format in known]
     return list(dict.fromkeys(shown))
 
 
@@ -102,11 +97,10 @@ def without_truth(
     """
     known = {row.name for row in all_rows(PREPROCESSORS) if not row.ground_truth}
     found: dict[str, RLRow | None] = {}
-    for split in splits:
-        for place, source in enumerate(getattr(data, split)):
-            row = rows.get(path := f"{section}.{split}.{place}")
-            if row.reward_model.ground_truth is None if row else source.format in known:
-                found[path] = row
+    for path, source in _sources(data, section, *splits):
+        row = rows.get(path)
+        if row.reward_model.ground_truth is None if row else source.format in known:
+            found[path] = row
     return found
 
 
@@ -120,22 +114,17 @@ def look_at_prompt(row: RLRow, tokenizer: DirectoryTokenizer) -> None:
         )
 
 
-def generated_row(data: DataConfig) -> RLRow | None:
-    """Return one row of generated data; None if none is generated."""
-    if data.arithmetic is None:
-        return None
-    few = data.arithmetic.model_copy(update={"num_sft": 1, "num_rl": 1, "num_eval": 1})
-    return generate(few, seed=0).rl[0]
-
-
-def _local(data: DataConfig, section: str, splits: tuple[str, ...]) -> list[tuple[str, int]]:
-    """Return (configuration path, index in its split) of the local sources."""
+def _sources(data: DataConfig, section: str, *splits: str) -> list[tuple[str, SourceConfig]]:
+    """Return the sources of some splits with their configuration paths."""
     return [
-        (f"{section}.{split}.{place}", place)
+        (f"{section}.{split}.{place}", source)
         for split in splits
         for place, source in enumerate(getattr(data, split))
-        if local_path(source.path)
     ]
+
+
+def _local(data: DataConfig, section: str, *splits: str) -> list[tuple[str, SourceConfig]]:
+    return [each for each in _sources(data, section, *splits) if local_path(each[1].path)]
 
 
 _TAUGHT = "data.rl."
@@ -150,8 +139,7 @@ def look_at_images(at: PreflightRequest, sources: Sequence[str]) -> None:
     """
     if not sources:
         return
-    shown = _shown(sources[0])
-    engine = at.rollout_engine
+    shown, engine = _shown(sources[0]), at.rollout_engine
     if engine is not None and IMAGES not in ROLLOUT_ENGINES.place(engine).capabilities:
         raise ConfigError(
             ROLLOUT_ENGINES.setting,
@@ -167,15 +155,21 @@ def look_at_images(at: PreflightRequest, sources: Sequence[str]) -> None:
     if at.self_play is not None and at.self_play.source == "best_worst" and taught:
         check_not_self_played(_shown(taught[0]))
     if at.teacher is not None and taught:
-        _look_at_teacher(at.teacher, _shown(taught[0]))
+        check_seen_by_teacher(_shown(taught[0]), at.teacher)
+        directory = local_path(at.teacher.path)
+        if directory is not None and vision_model_type(directory) not in VISION_MODEL_TYPES:
+            raise ConfigError(
+                f"{TEACHER_SECTION}.path",
+                f"got {directory}; {_shown(taught[0])}, which it does not see; need a teacher that "
+                f"sees ({', '.join(VISION_MODEL_TYPES)}); choose one, or leave out the source",
+            )
     if at.against is not None and measured:
         with renamed_sections({"model": "against"}):
             _look_at_model(at.against, _shown(measured[0]))
 
 
 def _look_at_training(training: TrainingConfig, shown: str, *, has_critic: bool) -> None:
-    backend = training.backend
-    able = [name for name, other in BACKENDS.items() if "vlm" in other.features]
+    backend, able = training.backend, [n for n, b in BACKENDS.items() if "vlm" in b.features]
     if backend in BACKENDS and backend not in able:
         raise ConfigError(
             "training.backend",
@@ -192,17 +186,6 @@ def _look_at_training(training: TrainingConfig, shown: str, *, has_critic: bool)
             "rl.critic",
             f"got a critic; {shown}, which a value model does not see; need an estimator without "
             "one; set rl.algorithm.adv_estimator to grpo, or leave out the source",
-        )
-
-
-def _look_at_teacher(teacher: DistillationConfig, shown: str) -> None:
-    check_seen_by_teacher(shown, teacher)
-    directory = local_path(teacher.path)
-    if directory is not None and vision_model_type(directory) not in VISION_MODEL_TYPES:
-        raise ConfigError(
-            f"{TEACHER_SECTION}.path",
-            f"got {directory}; {shown}, which it does not see; need a teacher that sees "
-            f"({', '.join(VISION_MODEL_TYPES)}); choose one, or leave out the source",
         )
 
 
@@ -231,14 +214,13 @@ def _look_at_model(model: ModelConfig, shown: str) -> None:
 
 def look_at_reward(reward: RewardConfig, row: RLRow | None) -> None:
     """Load the reward function and score the truth of `row`; raise ConfigError if it fails."""
-    request = perfect_answer(row)
     alone = reward.model_copy(update={"num_workers": 1, "max_unscored_frac": 1.0})
     try:
         with RewardScorer(alone) as scorer:
-            [result] = scorer.score([request])
+            [result] = scorer.score([perfect_answer(row)])
     except RewardError as error:
         raise ConfigError("rl.reward.function", f"{reward.function}: {error}; repair it") from None
-    # The request's model scores are made up, so a function that reads them may rightly fail.
+    # A perfect answer has made-up model scores, so a function that reads them may rightly fail.
     if isinstance(result, Unscored) and row is not None and not reward.models:
         raise ConfigError(
             "rl.reward.function",
@@ -257,14 +239,13 @@ def look_at_truths(reward: RewardConfig, without: Mapping[str, RLRow | None]) ->
     """
     comparing = {row.name for row in all_rows(REWARDS) if row.compares}
     for source, row in without.items():
-        asked = tuple(reward.components)
+        asked: Sequence[str] = tuple(reward.components)
         if reward.routes:
             others = reward.routes.get(OTHERS, ())
             asked = reward.routes.get(row.data_source, others) if row else ()
         for path, part in reward.parts.items():
-            if reward.components and path.rpartition(".")[2] not in asked:
-                continue
-            if part.function in comparing:
+            is_asked = not reward.components or path.rpartition(".")[2] in asked
+            if is_asked and part.function in comparing:
                 raise ConfigError(
                     f"{path}.function",
                     f"got {part.function}, which compares answers with a ground truth; {source} "

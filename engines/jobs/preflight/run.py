@@ -2,14 +2,12 @@
 
 `python -m engines.jobs.preflight.run` reads a `PreflightRequest` as JSON from standard input and
 writes a `PreflightAnswer` as one line of JSON. It reads headers of safetensors files, the tokenizer
-and the first row of each local source, and calls a user's reward once in its own process.
+and the first row of each local source, calls a user's reward once in its own process, and resolves
+the hub revisions that the recipe names to commits.
 Promises: no weight is read, torch is not imported; what it refuses would have ended the run later
-with the same field named. Does not promise that later rows are valid.
-
-Resolves the hub revisions that a recipe names to commits.
-
-Promises: each repository and revision has one commit in the whole answer, so tokenizer and weights,
-or the splits of one data set, cannot come from different commits.
+with the same field named. Each repository and revision has one commit in the whole answer, so
+tokenizer and weights, or the splits of one data set, cannot come from different commits.
+Does not promise that later rows are valid.
 """
 
 import sys

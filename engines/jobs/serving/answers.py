@@ -79,9 +79,8 @@ class KeptAnswers:
         """Return the completions by request and seed."""
         asked = [identity_values(request) for request in requests]
         fingerprint = sha256_json({**self._identity, "requests": sha256_json(asked)})
-        found = None
-        if self._finds:
-            found = find_answers(self._context.storage, fingerprint, requests)
+        storage = self._context.storage
+        found = find_answers(storage, fingerprint, requests) if self._finds else None
         if found is not None:
             self.num_found += sum(map(len, found))
             return found
@@ -171,29 +170,11 @@ def find_answers(
 def write_answers(answers: Sequence[Sequence[Completion]], path: Path) -> None:
     """Write completions as parquet; equal completions give equal bytes per pyarrow version."""
     samples = [each for of_request in answers for each in of_request]
-    columns = [
-        [each.request_id for each in samples],
-        [each.sample_index for each in samples],
-        [each.token_ids for each in samples],
-        [each.logprobs for each in samples],
-        [each.policy_versions for each in samples],
-        [each.finish_reason for each in samples],
-    ]
-    arrays = [pa.array(values, of.type) for values, of in zip(columns, _SCHEMA, strict=True)]
-    table = pa.Table.from_arrays(arrays, schema=_SCHEMA)
+    columns = {name: [getattr(each, name) for each in samples] for name in _SCHEMA.names}
+    table = pa.table(columns, schema=_SCHEMA)
     pq.write_table(table, path, compression="zstd", store_schema=False)
 
 
 def read_answers(path: Path) -> list[Completion]:
     """Return the completions of a file of `write_answers`, in order."""
-    return [
-        Completion(
-            request_id=row["request_id"],
-            sample_index=row["sample_index"],
-            token_ids=row["token_ids"],
-            logprobs=row["logprobs"],
-            policy_versions=row["policy_versions"],
-            finish_reason=row["finish_reason"],
-        )
-        for row in pq.read_table(path, schema=_SCHEMA).to_pylist()
-    ]
+    return [Completion(**row) for row in pq.read_table(path, schema=_SCHEMA).to_pylist()]

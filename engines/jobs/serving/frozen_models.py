@@ -3,9 +3,8 @@
 `serve` adds the engines of a stage without training, with everything that scores their answers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,14 +42,12 @@ from engines.rewards.scorer import RewardScorer
 from engines.trainers.prompts import derive_seed, sampling_params
 from engines.trainers.scoring import CompletionScorer
 from engines.trainers.teacher import ServedTeacher
-from engines.training.spec import REWARD, ModelSource, RoleSpec
-from engines.types import Completion, Readouts, RolloutRequest, TokenBatch
+from engines.training.spec import REWARD, TEACHER, ModelSource, RoleSpec
+from engines.types import Readouts, TokenBatch
 from infra.names import renamed_sections
 
 JUDGE = "judge"
-"""Name of the judge among the engines beside the policy's."""
-JUDGE_DIR = "judge"
-"""Directory below the attempt for the judge's configuration and tokenizer."""
+"""Name of the judge among the engines beside the policy's, and of its directory."""
 MAX_READ_TOKENS = 2048
 """Default of the longest conversation, in tokens, that a reward model reads."""
 
@@ -84,7 +81,7 @@ def judge_source(
             judge, judge.max_length
         )
         check_model_directory(weights_dir, max_length=judge.max_length)
-        serving_dir = context.attempt_dir / JUDGE_DIR
+        serving_dir = context.attempt_dir / JUDGE
         write_hf_files(weights_dir, serving_dir, judge.chat_template)
     replica = replica_beside(
         like, serving_dir, judge.num_replicas, judge.options, embedded=embedded
@@ -147,10 +144,6 @@ def question_seed(seed: int, text: str) -> int:
     return derive_seed(seed, f"judge/{text}")
 
 
-TEACHER_DIR = "teacher"
-"""Directory below the attempt for the teacher's configuration and tokenizer."""
-
-
 def served_teacher(
     context: JobContext[Any],
     config: DistillationConfig | None,
@@ -167,11 +160,10 @@ def served_teacher(
     """
     if config is None or config.served is None:
         return None
-    given, engine = context.optional_input("teacher"), like.rollout.engine
+    given, engine, served = context.optional_input("teacher"), like.rollout.engine, config.served
     weights_dir = teacher_source(config, given, policy, max_length, engine).hf_dir
-    serving_dir = context.attempt_dir / TEACHER_DIR
+    serving_dir = context.attempt_dir / TEACHER
     copy_hf_files(weights_dir, serving_dir)
-    served = config.served
     replica = replica_beside(
         like, serving_dir, served.num_replicas, served.options, embedded=embedded
     )
@@ -196,21 +188,9 @@ def asked_teacher(
 Config = TypeVar("Config", bound=ServingStageConfig)
 
 
-@dataclass(frozen=True)
-class Serving:
-    """Engines that answer and the scorer of their answers."""
-
-    engines: ServedOnDemand
-    scorer: CompletionScorer
-
-    def generate(self, requests: Sequence[RolloutRequest]) -> list[list[Completion]]:
-        """Return completions as `ServedOnDemand.generate`."""
-        return self.engines.generate(requests)
-
-
 def serve(
     context: JobContext[Config], stack: ExitStack, served: ServedModel, rewards: RewardScorer
-) -> Serving:
+) -> tuple[ServedOnDemand, CompletionScorer]:
     """Return engines for a model, started on demand, and the scorer; judges start at once.
 
     `rewards` must have been started before torch was set up. `stack` closes everything.
@@ -221,11 +201,20 @@ def serve(
     alone = TrainingConfig(num_threads=config.num_threads, dtype=config.dtype)
     role = reward_role(context, config.reward.model, alone)
     judge = judge_source(context, config.reward.judge, replica, embedded=config.driver_computes)
+    ranks = role and WorkerSpec(
+        roles={REWARD: role},
+        serving_dir=role.source.hf_dir,
+        rollout=None,
+        temperature=1.0,
+        platform=config.hardware.platform,
+        device_kind=config.hardware.device_kind,
+        seed=seed,
+    )
     engines = ServedOnDemand(
         served,
         lambda: launch_served_model(
             replica,
-            None if role is None else _reward_worker(config, role, seed),
+            ranks,
             judge.replica if judge else None,
             queueing(context, config.hardware),
         ),
@@ -237,17 +226,4 @@ def serve(
         judges = stack.enter_context(
             asked_judges(config.reward, seed, role, launched.beside, judge, launched.judge)
         )
-    scorer = CompletionScorer(rewards, policy_tokenizer(served.hf_dir), judges=judges)
-    return Serving(engines, scorer)
-
-
-def _reward_worker(config: ServingStageConfig, role: RoleSpec, seed: int) -> WorkerSpec:
-    return WorkerSpec(
-        roles={REWARD: role},
-        serving_dir=role.source.hf_dir,
-        rollout=None,
-        temperature=1.0,
-        platform=config.hardware.platform,
-        device_kind=config.hardware.device_kind,
-        seed=seed,
-    )
+    return engines, CompletionScorer(rewards, policy_tokenizer(served.hf_dir), judges=judges)

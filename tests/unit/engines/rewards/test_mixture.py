@@ -105,8 +105,8 @@ def test_rows_without_a_route_are_refused_before_they_cost_anything(own: Path) -
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"components": {}}, "components: got none with function mixture"),
-        ({"function": "exact"}, "components: got components with function exact"),
+        ({"components": {}}, "components: got 0 with function mixture"),
+        ({"function": "exact"}, "components: got 2 with function exact"),
         ({"routes": {"a": ["wrong"]}}, "none is called 'wrong'; need one of right, short"),
         ({"accuracy": ["nobody"]}, "none is called 'nobody'"),
         ({"accuracy": []}, "accuracy: got none; need one of right, short, which judge"),
