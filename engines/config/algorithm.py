@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from engines.config.base import Execution, NotIdentity, StrictModel
 from engines.config.model import (
@@ -108,12 +108,10 @@ class AlgorithmConfig(StrictModel):
         """True if a part reads logprobs of the reference."""
         return self.use_kl_loss or self.use_kl_in_reward
 
-    @model_validator(mode="after")
-    def _check_clip(self) -> "AlgorithmConfig":
+    def _check_values(self) -> None:
         low = self.clip_ratio_low or self.clip_ratio
         if low >= 1:
             raise ValueError(f"clip_ratio_low: got {low}; need < 1 (the clip is at 1 - it)")
-        return self
 
 
 class MismatchConfig(StrictModel):
@@ -234,8 +232,7 @@ class RewardConfig(RewardFunction):
             }
         )
 
-    @model_validator(mode="after")
-    def _check_mixture(self) -> "RewardConfig":
+    def _check_values(self) -> None:
         if bool(self.components) != (self.function == MIXTURE):
             raise ValueError(
                 f"components: got {len(self.components)} with function {self.function}; need "
@@ -260,7 +257,6 @@ class RewardConfig(RewardFunction):
                     f"{', '.join(names) or 'the components'}, which judge data_source {source!r}; "
                     "name the one that says whether an answer is right"
                 )
-        return self
 
 
 TOPK = "topk"
@@ -300,10 +296,8 @@ class DistillationConfig(NamedModelConfig):
     policy_weight: float = Field(default=0.0, ge=0)
     """Weight of the algorithm's own loss, which uses rewards; 0: rewards are only metrics."""
 
-    @model_validator(mode="after")
-    def _check_path(self) -> "DistillationConfig":
+    def _check_values(self) -> None:
         if self.path is None:
             raise ValueError(
                 "path: missing; need the teacher, a model directory or a hub id; set it"
             )
-        return self

@@ -60,6 +60,14 @@ class StrictModel(BaseModel):
                 raise ValueError(f"{name}: got {value}; need a number")
         return values
 
+    @model_validator(mode="after")
+    def _refuse_what_does_not_fit(self) -> Self:
+        self._check_values()
+        return self
+
+    def _check_values(self) -> None:
+        """Raise ValueError if fields contradict each other; an error may begin with `field: `."""
+
     @classmethod
     def validated(cls, values: object, path: str) -> Self:
         """Return the model of these values; raises `ConfigError` below `path`."""

@@ -7,7 +7,7 @@ Row schema after preprocessing (parquet): `data_source`, `prompt` (messages), `a
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from engines.config.base import PathConfig, StrictModel
 
@@ -117,8 +117,7 @@ class DataConfig(StrictModel):
     """Search the training splits for words of held-out prompts, before `allow_overlap` judges equal
     prompts; null: only equal prompts are found."""
 
-    @model_validator(mode="after")
-    def _check_origin(self) -> "DataConfig":
+    def _check_values(self) -> None:
         sources = any(getattr(self, split) for split in SOURCE_SPLITS)
         if self.arithmetic and sources:
             raise ValueError("arithmetic and sources were both given; remove one of the two")
@@ -130,7 +129,6 @@ class DataConfig(StrictModel):
                 "decontamination: got a section and no held-out rows; need evaluation or "
                 "preference_evaluation; add one, or remove decontamination"
             )
-        return self
 
 
 class BandConfig(StrictModel):

@@ -5,7 +5,7 @@ Decides if a sync sends only the LoRA adapter; imports neither torch nor an engi
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from engines.config.backends import BACKENDS
 from engines.config.base import Execution, PathConfig, StrictModel
@@ -29,14 +29,12 @@ class ArchitectureConfig(StrictModel):
     tie_word_embeddings: bool = True
     rope_theta: float = Field(default=10_000.0, gt=0)
 
-    @model_validator(mode="after")
-    def _check_heads(self) -> "ArchitectureConfig":
+    def _check_values(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads "
                 f"{self.num_kv_heads}; grouped attention needs whole groups"
             )
-        return self
 
 
 class TokenizerConfig(StrictModel):
@@ -71,13 +69,11 @@ class ModelConfig(PathConfig):
             return self
         return ModelConfig(path=self.path, revision=self.revision, chat_template=self.chat_template)
 
-    @model_validator(mode="after")
-    def _check_path(self) -> "ModelConfig":
+    def _check_values(self) -> None:
         if self.init == "pretrained" and not self.path:
             raise ValueError("path: missing; give a directory or a hub id, or set init: random")
         if self.init == "random" and self.path:
             raise ValueError(f"path: {self.path!r} contradicts init: random; remove one of the two")
-        return self
 
 
 class NamedModelConfig(PathConfig):
@@ -121,8 +117,7 @@ class JudgeConfig(JudgingModelConfig):
     options: dict[str, Any] = {}
     """Options of the rollout engine, instead of the recipe's."""
 
-    @model_validator(mode="after")
-    def _check_path_and_room(self) -> "JudgeConfig":
+    def _check_values(self) -> None:
         if self.path is None:
             raise ValueError("path: missing; need a model directory or a hub id; set it")
         if self.sampling.max_new_tokens >= self.max_length:
@@ -130,7 +125,6 @@ class JudgeConfig(JudgingModelConfig):
                 f"sampling.max_new_tokens: got {self.sampling.max_new_tokens}; need less than "
                 f"max_length {self.max_length}, so that there is room for the question; lower it"
             )
-        return self
 
 
 SETTING = "rollout.lora_sync"

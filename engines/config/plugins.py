@@ -223,7 +223,7 @@ REWARDS = PluginTable(
             options="engines.rewards.options:JudgeOptions",
             reads="judge",
         ),
-        RewardRow(name="mixture", target="engines.rewards.mixture:score"),
+        RewardRow(name="mixture", target="engines.rewards.resolve:mixture"),
     ],
     RewardRow,
     other_forms=("path/to/file.py:name",),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from engines.config.base import StrictModel
 from engines.config.data import DataConfig
@@ -83,12 +83,10 @@ class DiagnosisConfig(StrictModel):
     reject_round: tuple[RoundSymptom, ...] = ()
     """Symptoms that make later stages continue from the policy before the round."""
 
-    @model_validator(mode="after")
-    def _check_gates(self) -> "DiagnosisConfig":
+    def _check_values(self) -> None:
         both = sorted({*self.end_run} & {*self.reject_round})
         if both:
             raise ValueError(f"reject_round: got {both[0]}, which end_run has too; name it in one")
-        return self
 
 
 ModelT = TypeVar("ModelT", bound=StrictModel)
@@ -161,13 +159,11 @@ class LocationConfig(StrictModel):
     experiment: str = "rlhf"
     """MLflow experiment, and Weights & Biases project."""
 
-    @model_validator(mode="after")
-    def _check_mirrors(self) -> "LocationConfig":
+    def _check_values(self) -> None:
         told = (self.tracker, *self.mirrors)
         twice = next((name for name in told if told.count(name) > 1), None)
         if twice:
             raise ValueError(f"mirrors: got {twice} twice; need each tracker once, one removed")
-        return self
 
     @property
     def home_directory(self) -> Path:

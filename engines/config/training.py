@@ -41,11 +41,9 @@ class OptimizerConfig(StrictModel):
     ema: EmaConfig | None = None
     """Commit a moving average of the weights (4 bytes per trained weight); null: the weights."""
 
-    @model_validator(mode="after")
-    def _check_betas(self) -> "OptimizerConfig":
+    def _check_values(self) -> None:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas: got {self.betas}; need two numbers in [0, 1)")
-        return self
 
 
 class LoraConfig(StrictModel):
@@ -137,8 +135,7 @@ class TrainingConfig(StrictModel):
             return values  # the fields say what is wrong
         return {**values, "num_workers": math.prod(sizes)}
 
-    @model_validator(mode="after")
-    def _check_layout(self) -> "TrainingConfig":
+    def _check_values(self) -> None:
         asked = {name: getattr(self, name) for name in _SIZES if getattr(self, name) > 1}
         product = math.prod(asked.values())
         if self.num_workers % product:
@@ -147,7 +144,6 @@ class TrainingConfig(StrictModel):
                 f"num_workers: got {self.num_workers}; need a multiple of {product} ({parts}); "
                 f"use {product * max(1, round(self.num_workers / product))}"
             )
-        return self
 
     @property
     def data_parallel_size(self) -> int:

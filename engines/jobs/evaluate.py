@@ -14,7 +14,7 @@ from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.serving.answers import KeptAnswers
 from engines.jobs.serving.frozen_models import serve
 from engines.jobs.serving.model import load_served
-from engines.rewards.mixture import check_data_sources
+from engines.rewards.resolve import check_data_sources
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.evaluation.evaluator import (
     Evaluation,
@@ -60,15 +60,14 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
         evaluation = _run(context, answers, evaluator)
     if answers.num_found:
         context.journal.log(f"{answers.num_found} answers were there already")
-    metrics = evaluation.metrics
     write_evaluation(evaluation, context.output_dir)
-    told = metrics | {
+    told = evaluation.metrics | {
         f"{source}/{name}": value
         for source, found in by_source(evaluation).items()
         for name, value in found.items()
     }
     context.journal.metrics(served.num_steps, {f"val-core/{k}": v for k, v in told.items()})
-    return JobOutput("evaluation", metrics | told_sources(evaluation))
+    return JobOutput("evaluation", evaluation.metrics | told_sources(evaluation))
 
 
 def _run(context: JobContext, generate: Generate, evaluator: Evaluator) -> Evaluation:
@@ -88,8 +87,8 @@ def _run(context: JobContext, generate: Generate, evaluator: Evaluator) -> Evalu
             f"[{metrics['accuracy_low']:.1%}, {metrics['accuracy_high']:.1%}] on "
             f"{metrics['num_problems']:.0f} held-out problems"
         )
-    has_votes = any(name.startswith("maj@") for name in metrics)
-    if any(name.startswith("avg@") for name in metrics) and not has_votes:
+    kinds = {name.partition("@")[0] for name in metrics}
+    if "avg" in kinds and "maj" not in kinds:
         context.journal.log("no maj@k: the reward does not say of every answer what it read (pred)")
     return evaluation
 

@@ -140,8 +140,8 @@ def write_hf_files(source: Path, target: Path, chat_template: str | None) -> Non
             "need eos_token_id; set it in config.json or generation_config.json",
         )
     generation["eos_token_id"] = ends[0] if len(ends) == 1 else ends
-    text = json.dumps(generation, indent=2, sort_keys=True)
-    path.write_text(text + "\n", encoding="utf-8", newline="")
+    text = json.dumps(generation, indent=2, sort_keys=True) + "\n"
+    path.write_text(text, encoding="utf-8", newline="")
 
 
 def write_policy(
@@ -182,10 +182,6 @@ def teacher_source(
     return ModelSource(directory)
 
 
-MAX_SHARD_BYTES = 2**30
-"""Maximum size of a file of weights written for a critic."""
-
-
 def critic_source(
     policy: ModelSource,
     policy_dir: Path | None,
@@ -214,10 +210,10 @@ def critic_source(
         return reward_model
     if policy_dir is None:
         return policy
-    return exported_policy(policy_dir, work_dir / "initial_critic", MAX_SHARD_BYTES)
+    return exported_policy(policy_dir, work_dir / "initial_critic")
 
 
-def exported_policy(policy_dir: Path, target: Path, max_shard_bytes: int) -> ModelSource:
+def exported_policy(policy_dir: Path, target: Path, max_shard_bytes: int = 2**30) -> ModelSource:
     """Write the weights of a `policy` artifact in float32, an adapter merged in, to `target`."""
     shutil.rmtree(target, ignore_errors=True)
     merge_checkpoint(policy_dir, target, "float32", max_shard_bytes)
@@ -289,12 +285,11 @@ def local_reward(context: JobContext, reward: RewardConfig) -> RewardConfig:
     functions: dict[str, str] = {}
     for path, part in reward.parts.items():
         name = path.removeprefix("rl.")
-        if (artifact := context.spec.inputs.get(name)) is None:
-            continue
-        copy = context.attempt_dir / name
-        copy_script(artifact, copy, f"{path}.function")
-        stored = context.storage.local_copy(context.storage.publish(copy, artifact.kind))
-        functions[path] = f"{stored / Path(artifact.uri).name}:{part.function_in_file}"
+        if artifact := context.spec.inputs.get(name):
+            copy = context.attempt_dir / name
+            copy_script(artifact, copy, f"{path}.function")
+            stored = context.storage.local_copy(context.storage.publish(copy, artifact.kind))
+            functions[path] = f"{stored / Path(artifact.uri).name}:{part.function_in_file}"
     return reward.with_functions(functions)
 
 
@@ -334,7 +329,9 @@ def policy_output(
         checkpoint = progress.last_checkpoint()
         write_policy(context.output_dir, checkpoint, hf_dir, steps)
         # These files come from the step checkpoint under the same names and are already hashed.
-        hashed = read_manifest(checkpoint.parent).files
-        prefix = f"{CHECKPOINT_DIR}/"
-        digests = {name: f.sha256 for name, f in hashed.items() if name.startswith(prefix)}
+        digests = {
+            name: file.sha256
+            for name, file in read_manifest(checkpoint.parent).files.items()
+            if name.startswith(f"{CHECKPOINT_DIR}/")
+        }
     return JobOutput("policy", {"num_steps": float(steps.num_steps), **(metrics or {})}, digests)

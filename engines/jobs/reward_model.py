@@ -44,8 +44,9 @@ def reward_model(context: JobContext[RewardModelStageConfig]) -> JobOutput:
             write_score_config(start.hf_dir, last, config_dir)
             before, source = context.optional_input("policy"), start.source
             if before is not None:
-                made = context.attempt_dir / "initial_reward_model"
-                source = exported_policy(before, made, config.max_shard_bytes)
+                source = exported_policy(
+                    before, context.attempt_dir / "initial_reward_model", config.max_shard_bytes
+                )
             frozen = (*config.training.frozen_parameters, BIAS)
             role = RoleSpec(
                 source=source,

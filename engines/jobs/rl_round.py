@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from engines.config.rules.models import check_seen_by_judges, check_seen_by_teacher
-from engines.config.sections import CriticConfig
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.launch import launch_policy_beside, policy_replica
 from engines.controller.model_worker import WorkerSpec
@@ -44,7 +43,7 @@ from engines.jobs.serving.frozen_models import (
     served_teacher,
 )
 from engines.judges.asking import Judges
-from engines.rewards.mixture import check_data_sources
+from engines.rewards.resolve import check_data_sources
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.assembly import RoundInputs, assemble
 from engines.trainers.guards import probe_prompt
@@ -103,8 +102,7 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
             attempt_dir=context.attempt_dir,
             teacher=teacher,
         )
-        trained = train_round(assemble(config, inputs))
-        return policy_output(context, progress, hf_dir, trained)
+        return policy_output(context, progress, hf_dir, train_round(assemble(config, inputs)))
 
 
 def _worker_spec(context: JobContext[RLRoundStageConfig]) -> WorkerSpec:
@@ -135,9 +133,8 @@ def _prompts(
     rows = MappedRows(dataset.rl_rows(), context.attempt_dir)
     stack.enter_context(closing(rows))
     images = prompt_images(hf_dir, dataset.images_path)
-    num_new_tokens = rl.sampling.max_new_tokens
     prompts = prompts_within(
-        rows, tokenizer, config.model.max_length, num_new_tokens, images=images
+        rows, tokenizer, config.model.max_length, rl.sampling.max_new_tokens, images=images
     )
     check_data_sources(rl.reward, prompts.data_sources)
     if prompts.num_with_images:
@@ -166,10 +163,13 @@ def _launch(
         like,
         embedded=embedded,
     )
-    served = {JUDGE: judge, TEACHER: teacher}
     workers, rollout, beside = launch_policy_beside(
         spec,
-        {name: model.replica for name, model in served.items() if model is not None},
+        {
+            name: model.replica
+            for name, model in {JUDGE: judge, TEACHER: teacher}.items()
+            if model is not None
+        },
         context.attempt_dir,
         queueing(context, config.hardware),
     )
@@ -191,6 +191,8 @@ def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
     # After a rejected round this may be SFT's policy, whose optimizer state does not fit RL.
     restore = before is not None and trained_steps(before).stage == "rl_round"
     policy, reference = _sources(context)
+    # An adapter belongs to the policy; a critic is trained in full.
+    in_full = config.training.model_copy(update={"lora": None})
     roles: dict[RoleName, RoleSpec] = {
         POLICY: RoleSpec(
             source=policy,
@@ -205,37 +207,27 @@ def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
     if rl.critic is not None:
         start = reward.source if reward and rl.critic.start == "reward_model" else None
         source = critic_source(policy, before, context.attempt_dir, start)
-        roles[CRITIC] = _critic(config, rl.critic, source, roles[POLICY])
+        if restore and source.checkpoint_dir is None:
+            raise ConfigError(
+                "rl.critic",
+                f"got a critic in round {config.round}, and a policy whose round had none; need "
+                "one from round 1 on; start again from round 1",
+            )
+        roles[CRITIC] = RoleSpec(
+            source=source,
+            training=in_full,
+            optimizer=rl.critic.optimizer,
+            model_type="value_model",
+            restore_optimizer=restore,
+        )
     if reference is not None:
         check_same_tokens(policy.hf_dir, reference.hf_dir)
         roles[REFERENCE] = RoleSpec(source=reference, training=config.training)
     if rl.distillation is not None and rl.distillation.served is None:
         given, limit = context.optional_input("teacher"), config.model.max_length
         teacher = teacher_source(rl.distillation, given, policy, limit, config.rollout.engine)
-        # An adapter belongs to the policy.
-        frozen = config.training.model_copy(update={"lora": None})
-        roles[TEACHER] = RoleSpec(teacher, frozen)
+        roles[TEACHER] = RoleSpec(teacher, in_full)
     return roles
-
-
-def _critic(
-    config: RLRoundStageConfig, critic: CriticConfig, source: ModelSource, policy: RoleSpec
-) -> RoleSpec:
-    """Return the critic's role; its optimizer continues if the policy's does."""
-    if policy.restore_optimizer and source.checkpoint_dir is None:
-        raise ConfigError(
-            "rl.critic",
-            f"got a critic in round {config.round}, and a policy whose round had none; need "
-            "one from round 1 on; start again from round 1",
-        )
-    return RoleSpec(
-        source=source,
-        # An adapter belongs to the policy; a critic is trained in full.
-        training=config.training.model_copy(update={"lora": None}),
-        optimizer=critic.optimizer,
-        model_type="value_model",
-        restore_optimizer=policy.restore_optimizer,
-    )
 
 
 def _sources(context: JobContext[RLRoundStageConfig]) -> tuple[ModelSource, ModelSource | None]:

@@ -32,7 +32,6 @@ from engines.trainers.supervised.training_set import TrainingSet
 from engines.training.spec import POLICY, REFERENCE, ModelSource, RoleName, RoleSpec
 from infra.errors import ConfigError
 
-Config = TypeVar("Config", bound=TrainingStageConfig)
 Rows = TypeVar("Rows", bound=TrainingSet)
 
 
@@ -52,7 +51,7 @@ class Start:
     tokenizer: ChatTokenizer
 
 
-def start_of(context: JobContext[Config]) -> Start:
+def start_of(context: JobContext[TrainingStageConfig]) -> Start:
     """Set up torch and find data and weights; starts no rank."""
     config = context.config
     prepare_torch(
@@ -88,7 +87,7 @@ def training_pairs(start: Start) -> RowFile[PreferenceRow]:
 
 
 def train_policy(
-    context: JobContext[Config],
+    context: JobContext[TrainingStageConfig],
     section: SupervisedConfig,
     rows_per_step: int,
     training_set: Callable[[Start], Rows],
@@ -122,7 +121,7 @@ def train_policy(
 
 
 def train(
-    context: JobContext[Config],
+    context: JobContext[TrainingStageConfig],
     stack: ExitStack,
     section: SupervisedConfig,
     rows_per_step: int,

@@ -25,14 +25,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from engines.rewards.answers.extraction import ANSWER
-
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 ComputeScore = Callable[..., Any | Awaitable[Any]]
 
+ANSWER = "pred"
+"""Key of the extracted answer in a reward function's result, as in verl's `math_dapo`."""
 _MAX_ANSWER_CHARACTERS = 1 << 14
 
 

@@ -6,6 +6,7 @@ Promises: what is refused here the engine itself would refuse, by the same funct
 wrongly. Does not promise that an engine accepts every other model.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,11 @@ from engines.config.plugins import ROLLOUT_ENGINES
 from engines.config.preflight_request import PreflightRequest
 from engines.config.rules.algorithm import num_spare_tokens
 from engines.config.training import LoraConfig, TrainingConfig
+from engines.data.read.chat import render_prompts
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer, check_vocabulary, text_config
-from engines.jobs.preflight.rows import look_at_prompt, perfect_answer
 from engines.judges.judgement import question
+from engines.rewards.base import SampledTokens, ScoreRequest
 from engines.training.vision_support import check_vision
 from infra.errors import ConfigError
 from infra.names import renamed_sections
@@ -241,3 +243,28 @@ def _look_at_judging(
         tokenizer = _checked_tokenizer(directory, model.chat_template)
         if tokenizer is not None and row is not None:
             look_at_prompt(row, tokenizer)
+
+
+def look_at_prompt(row: RLRow, tokenizer: DirectoryTokenizer) -> None:
+    """Raise a ConfigError if the chat template renders a prompt to no tokens."""
+    if not render_prompts(tokenizer, [row.prompt])[0]:
+        raise ConfigError(
+            "model.chat_template",
+            "renders the first prompt to 0 tokens; need a template that writes the messages; set "
+            "model.chat_template",
+        )
+
+
+def perfect_answer(row: RLRow | None) -> ScoreRequest:
+    """Return a request whose answer is the ground truth, with made-up scores of the models."""
+    truth = row.reward_model.ground_truth if row else ""
+    return ScoreRequest(
+        data_source=row.data_source if row else "preflight",
+        solution_str=truth if isinstance(truth, str) else json.dumps(truth),
+        ground_truth=truth,
+        extra_info=row.extra_info if row else {},
+        # The text was not sampled: a reward that reads tokens gets one dummy token.
+        tokens=SampledTokens((0,), (0,), (0.0,), "stop"),
+        model_score=0.0,
+        judgement="0",
+    )

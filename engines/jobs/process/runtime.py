@@ -66,7 +66,7 @@ LOAD_DEADLINE_S = 3600.0
 PUBLISH_DEADLINE_S = 7200.0
 """Time without progress after which publishing (or loading, above) counts as hanging."""
 
-Config = TypeVar("Config", bound=StageConfig)
+Config = TypeVar("Config", bound=StageConfig, covariant=True)
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -185,11 +185,11 @@ def asked_teacher(
         yield asked
 
 
-Config = TypeVar("Config", bound=ServingStageConfig)
-
-
 def serve(
-    context: JobContext[Config], stack: ExitStack, served: ServedModel, rewards: RewardScorer
+    context: JobContext[ServingStageConfig],
+    stack: ExitStack,
+    served: ServedModel,
+    rewards: RewardScorer,
 ) -> tuple[ServedOnDemand, CompletionScorer]:
     """Return engines for a model, started on demand, and the scorer; judges start at once.
 

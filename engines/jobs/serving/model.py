@@ -9,7 +9,6 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -110,10 +109,9 @@ class ServedOnDemand:
         return rows
 
 
-Config = TypeVar("Config", bound=AnsweringStageConfig)
-
-
-def load_served(context: JobContext[Config], foreign: ModelConfig | None = None) -> ServedModel:
+def load_served(
+    context: JobContext[AnsweringStageConfig], foreign: ModelConfig | None = None
+) -> ServedModel:
     """Set up torch and return the input `policy`, else the `foreign` model, else the input `model`.
 
     A foreign model is one that no stage made, as the input `model` or found on the hub. Its

@@ -9,8 +9,7 @@ from pydantic import ValidationError
 from engines.config.algorithm import RewardConfig
 from engines.errors import RewardError
 from engines.rewards.base import SampledTokens, Score, ScoreRequest, Unscored
-from engines.rewards.mixture import check_data_sources
-from engines.rewards.resolve import resolve
+from engines.rewards.resolve import check_data_sources, resolve
 from engines.rewards.scorer import RewardScorer
 from infra.errors import ConfigError, UnknownPluginError
 

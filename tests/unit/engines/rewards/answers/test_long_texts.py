@@ -7,8 +7,14 @@ import pytest
 from growth import grows_in_proportion
 
 from engines.judges.judgement import last_rating
-from engines.rewards.answers.extraction import EXTRACTIONS
-from engines.rewards.text_rules import exact, gsm8k, math_boxed, math_dapo, required_form
+from engines.rewards.text_rules import (
+    EXTRACTIONS,
+    exact,
+    gsm8k,
+    math_boxed,
+    math_dapo,
+    required_form,
+)
 
 LENGTH = 3_000
 """Of the shorter of two; the other has ten times as many characters."""
