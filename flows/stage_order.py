@@ -16,11 +16,11 @@ from engines.config.stages.data import HELD_OUT, PreprocessStageConfig
 from engines.config.stages.final import (
     CompareStageConfig,
     EvaluateStageConfig,
+    HarnessStageConfig,
     MergeStageConfig,
     PromoteStageConfig,
     SoupStageConfig,
 )
-from engines.config.stages.harness import HarnessStageConfig
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.config.stages.serving import SelfPlayStageConfig
 from engines.config.stages.supervised import (

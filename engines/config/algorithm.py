@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from engines.config.base import Execution, NotIdentity, StrictModel
 from engines.config.model import (
@@ -108,12 +108,10 @@ class AlgorithmConfig(StrictModel):
         """True if a part reads logprobs of the reference."""
         return self.use_kl_loss or self.use_kl_in_reward
 
-    @model_validator(mode="after")
-    def _check_clip(self) -> "AlgorithmConfig":
+    def _check_values(self) -> None:
         low = self.clip_ratio_low or self.clip_ratio
         if low >= 1:
             raise ValueError(f"clip_ratio_low: got {low}; need < 1 (the clip is at 1 - it)")
-        return self
 
 
 class MismatchConfig(StrictModel):
@@ -217,8 +215,7 @@ class RewardConfig(RewardFunction):
     @property
     def functions(self) -> tuple[str, ...]:
         """Names of the mixture and its parts."""
-        parts = (part.function for part in self.parts.values())
-        return tuple(dict.fromkeys((self.function, *parts)))
+        return tuple(dict.fromkeys((self.function, *(p.function for p in self.parts.values()))))
 
     def with_functions(self, functions: Mapping[str, str]) -> "RewardConfig":
         """Return a copy with other functions, by the recipe setting of the part."""
@@ -228,16 +225,18 @@ class RewardConfig(RewardFunction):
             )
             for name, part in self.components.items()
         }
-        function = functions.get("rl.reward", self.function)
-        return self.model_copy(update={"function": function, "components": components})
+        return self.model_copy(
+            update={
+                "function": functions.get("rl.reward", self.function),
+                "components": components,
+            }
+        )
 
-    @model_validator(mode="after")
-    def _check_mixture(self) -> "RewardConfig":
+    def _check_values(self) -> None:
         if bool(self.components) != (self.function == MIXTURE):
-            got = "components" if self.components else "none"
             raise ValueError(
-                f"components: got {got} with function {self.function}; need function {MIXTURE} "
-                "with one component or more, or neither"
+                f"components: got {len(self.components)} with function {self.function}; need "
+                f"function {MIXTURE} with one component or more, or neither"
             )
         if reserved := sorted({"score", "acc"} & self.components.keys()):
             raise ValueError(
@@ -258,7 +257,6 @@ class RewardConfig(RewardFunction):
                     f"{', '.join(names) or 'the components'}, which judge data_source {source!r}; "
                     "name the one that says whether an answer is right"
                 )
-        return self
 
 
 TOPK = "topk"
@@ -298,10 +296,8 @@ class DistillationConfig(NamedModelConfig):
     policy_weight: float = Field(default=0.0, ge=0)
     """Weight of the algorithm's own loss, which uses rewards; 0: rewards are only metrics."""
 
-    @model_validator(mode="after")
-    def _check_path(self) -> "DistillationConfig":
+    def _check_values(self) -> None:
         if self.path is None:
             raise ValueError(
                 "path: missing; need the teacher, a model directory or a hub id; set it"
             )
-        return self

@@ -7,9 +7,11 @@ it is marked `NotIdentity`. Does not promise: checks of files, devices or plugin
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from infra.field_errors import to_config_error
 
 
 class NotIdentity:
@@ -58,6 +60,22 @@ class StrictModel(BaseModel):
                 raise ValueError(f"{name}: got {value}; need a number")
         return values
 
+    @model_validator(mode="after")
+    def _refuse_what_does_not_fit(self) -> Self:
+        self._check_values()
+        return self
+
+    def _check_values(self) -> None:
+        """Raise ValueError if fields contradict each other; an error may begin with `field: `."""
+
+    @classmethod
+    def validated(cls, values: object, path: str) -> Self:
+        """Return the model of these values; raises `ConfigError` below `path`."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise to_config_error(error, cls, path) from None
+
     def identity_values(self) -> dict[str, Any]:
         """Return the values of the fingerprint as plain JSON values, without `NotIdentity` fields.
 
@@ -81,6 +99,15 @@ class StrictModel(BaseModel):
             else:
                 field = type(self).model_fields[name]
                 yield Change(f"{path}{name}", old, new, Execution in field.metadata)
+
+
+class PathConfig(StrictModel):
+    """Base of sections with a field `path`: a local path or a hub id."""
+
+    def identity_values(self) -> dict[str, Any]:
+        """Leave out a local path; a hub id counts, with its commit."""
+        values = super().identity_values()
+        return {**values, "path": None} if local_path(values["path"]) else values
 
 
 def _is_number(annotation: Any) -> bool:

@@ -7,9 +7,9 @@ Row schema after preprocessing (parquet): `data_source`, `prompt` (messages), `a
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from engines.config.base import StrictModel, local_path
+from engines.config.base import PathConfig, StrictModel
 
 SEPARATED_SUFFIXES = (".csv", ".tsv")
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", *SEPARATED_SUFFIXES)
@@ -51,7 +51,7 @@ class ArithmeticConfig(StrictModel):
     """Held-out pairs, from the problems of the evaluation split."""
 
 
-class SourceConfig(StrictModel):
+class SourceConfig(PathConfig):
     """One file, directory or hub data set, and the layout of its rows."""
 
     format: str = AUTO
@@ -76,11 +76,6 @@ class SourceConfig(StrictModel):
     """Take the first `limit` rows after the seeded shuffle; null takes all."""
     options: dict[str, Any] = {}
     """Options of the preprocessor, validated by it."""
-
-    def identity_values(self) -> dict[str, Any]:
-        """Leave out a local path; a hub id counts, with its commit."""
-        values = super().identity_values()
-        return {**values, "path": None} if local_path(self.path) else values
 
 
 class DecontaminationConfig(StrictModel):
@@ -122,8 +117,7 @@ class DataConfig(StrictModel):
     """Search the training splits for words of held-out prompts, before `allow_overlap` judges equal
     prompts; null: only equal prompts are found."""
 
-    @model_validator(mode="after")
-    def _check_origin(self) -> "DataConfig":
+    def _check_values(self) -> None:
         sources = any(getattr(self, split) for split in SOURCE_SPLITS)
         if self.arithmetic and sources:
             raise ValueError("arithmetic and sources were both given; remove one of the two")
@@ -135,7 +129,6 @@ class DataConfig(StrictModel):
                 "decontamination: got a section and no held-out rows; need evaluation or "
                 "preference_evaluation; add one, or remove decontamination"
             )
-        return self
 
 
 class BandConfig(StrictModel):

@@ -5,11 +5,11 @@ Decides if a sync sends only the LoRA adapter; imports neither torch nor an engi
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from engines.config.backends import BACKENDS
-from engines.config.base import Execution, StrictModel, local_path
-from engines.config.plugins import ROLLOUT_ENGINES
+from engines.config.base import Execution, PathConfig, StrictModel
+from engines.config.plugins import ROLLOUT_ENGINES, engines_with
 from engines.config.rollout import RolloutConfig, SamplingConfig
 from engines.config.training import TrainingConfig
 from infra.errors import ConfigError
@@ -29,14 +29,12 @@ class ArchitectureConfig(StrictModel):
     tie_word_embeddings: bool = True
     rope_theta: float = Field(default=10_000.0, gt=0)
 
-    @model_validator(mode="after")
-    def _check_heads(self) -> "ArchitectureConfig":
+    def _check_values(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads "
                 f"{self.num_kv_heads}; grouped attention needs whole groups"
             )
-        return self
 
 
 class TokenizerConfig(StrictModel):
@@ -48,7 +46,7 @@ class TokenizerConfig(StrictModel):
     """Upper bound for `bpe`; `character` uses exactly the characters that occur."""
 
 
-class ModelConfig(StrictModel):
+class ModelConfig(PathConfig):
     """The model that the pipeline starts from."""
 
     init: Literal["pretrained", "random"] = "pretrained"
@@ -71,32 +69,20 @@ class ModelConfig(StrictModel):
             return self
         return ModelConfig(path=self.path, revision=self.revision, chat_template=self.chat_template)
 
-    def identity_values(self) -> dict[str, Any]:
-        """Leave out a local path; a hub id counts, with its commit."""
-        values = super().identity_values()
-        return {**values, "path": None} if local_path(self.path) else values
-
-    @model_validator(mode="after")
-    def _check_path(self) -> "ModelConfig":
+    def _check_values(self) -> None:
         if self.init == "pretrained" and not self.path:
             raise ValueError("path: missing; give a directory or a hub id, or set init: random")
         if self.init == "random" and self.path:
             raise ValueError(f"path: {self.path!r} contradicts init: random; remove one of the two")
-        return self
 
 
-class NamedModelConfig(StrictModel):
+class NamedModelConfig(PathConfig):
     """A model beside the policy, which is not trained by the stages that read it."""
 
     path: str | None = None
     """A model directory or a hub id."""
     revision: str | None = None
     """Commit, branch or tag of a hub id, resolved once by the plan; null: its default branch."""
-
-    def identity_values(self) -> dict[str, Any]:
-        """Leave out a local path; a hub id counts, with its commit."""
-        values = super().identity_values()
-        return {**values, "path": None} if local_path(self.path) else values
 
 
 class JudgingModelConfig(NamedModelConfig):
@@ -131,8 +117,7 @@ class JudgeConfig(JudgingModelConfig):
     options: dict[str, Any] = {}
     """Options of the rollout engine, instead of the recipe's."""
 
-    @model_validator(mode="after")
-    def _check_path_and_room(self) -> "JudgeConfig":
+    def _check_values(self) -> None:
         if self.path is None:
             raise ValueError("path: missing; need a model directory or a hub id; set it")
         if self.sampling.max_new_tokens >= self.max_length:
@@ -140,7 +125,6 @@ class JudgeConfig(JudgingModelConfig):
                 f"sampling.max_new_tokens: got {self.sampling.max_new_tokens}; need less than "
                 f"max_length {self.max_length}, so that there is room for the question; lower it"
             )
-        return self
 
 
 SETTING = "rollout.lora_sync"
@@ -172,9 +156,8 @@ def _hindrance(training: TrainingConfig, rollout: RolloutConfig) -> str | None:
         able = sorted(name for name, each in BACKENDS.items() if STREAMS_ADAPTER in each.features)
         return f"training.backend is {training.backend}; need one of {', '.join(able)}"
     if ADAPTERS not in ROLLOUT_ENGINES.place(rollout.engine).capabilities:
-        rows = (*ROLLOUT_ENGINES.rows, *ROLLOUT_ENGINES.outside())
-        able = sorted(row.name for row in rows if ADAPTERS in row.capabilities)
-        return f"rollout.engine is {rollout.engine}; need one of {', '.join(able)}"
+        able = ", ".join(engines_with(ADAPTERS))
+        return f"rollout.engine is {rollout.engine}; need one of {able}"
     if rollout.placement == "colocated":
         return (
             "rollout.placement is colocated, where an engine forgets at every sleep what an "

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from engines.config.algorithm import AlgorithmConfig, RewardConfig, RewardFunction
 from engines.config.backends import ENGINES
 from engines.config.base import StrictModel
@@ -18,7 +16,6 @@ from engines.config.rollout import RolloutConfig
 from engines.config.rows import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, AlgorithmRow
 from engines.config.training import TrainingConfig
 from infra.errors import ConfigError
-from infra.field_errors import to_config_error
 from infra.names import unknown_name
 from infra.plugins import Row, load_row
 
@@ -38,10 +35,7 @@ def own_options(options: Mapping[str, Any], row: Row, path: str) -> StrictModel:
     """
     schema = schema_of(row, path) or NoOptions
     own = {key: value for key, value in options.items() if key in schema.model_fields}
-    try:
-        return schema.model_validate(own)
-    except ValidationError as error:
-        raise to_config_error(error, schema, path) from None
+    return schema.validated(own, path)
 
 
 def check_options(options: Mapping[str, Any], rows: Sequence[Row], path: str) -> None:
@@ -54,22 +48,11 @@ def check_options(options: Mapping[str, Any], rows: Sequence[Row], path: str) ->
     for key in options:
         if None not in schemas and key not in known:
             names = " and ".join(dict.fromkeys(row.name for row in rows))
-            problem = f"not an option of {names}: {unknown_name(key, known)}"
-            raise ConfigError(f"{path}.{key}", problem)
+            raise ConfigError(
+                f"{path}.{key}", f"not an option of {names}: {unknown_name(key, known)}"
+            )
     for row in rows:
         own_options(options, row, path)
-
-
-def check_options_somewhere(options: Mapping[str, Any], rows: Sequence[Row], path: str) -> None:
-    """Refuse options that a part, with one row per device, accepts nowhere, as `ConfigError`."""
-    refusals: list[ConfigError] = []
-    for row in rows:
-        try:
-            check_options(options, [row], path)
-        except ConfigError as error:
-            refusals.append(error)
-    if len(refusals) == len(rows):
-        raise refusals[0]
 
 
 def schema_of(row: Row, path: str) -> type[StrictModel] | None:
@@ -82,8 +65,15 @@ def schema_of(row: Row, path: str) -> type[StrictModel] | None:
 def check_backend(training: TrainingConfig) -> None:
     """Refuse an unusable training backend, or options that it takes on no device."""
     ENGINES.find(training.backend)
-    places = ENGINES.find_all(training.backend)
-    check_options_somewhere(training.options, places, "training.options")
+    refusals: list[ConfigError] = []
+    rows = ENGINES.find_all(training.backend)
+    for row in rows:
+        try:
+            check_options(training.options, [row], "training.options")
+        except ConfigError as error:
+            refusals.append(error)
+    if len(refusals) == len(rows):
+        raise refusals[0]
 
 
 def check_rollout(rollout: RolloutConfig) -> None:
@@ -133,8 +123,7 @@ def check_reward_function(part: RewardFunction, path: str) -> RewardRow | None:
         check_options(part.kwargs, [row], f"{path}.kwargs")
         return row
     if not part.file.expanduser().is_file():
-        problem = f"{part.file} does not exist (cwd is {Path.cwd()})"
-        raise ConfigError(f"{path}.function", problem)
+        raise ConfigError(f"{path}.function", f"{part.file} does not exist (cwd is {Path.cwd()})")
     return None
 
 
@@ -146,9 +135,9 @@ def check_preprocessors(data: DataConfig) -> None:
             if source.format != AUTO:
                 check_preprocessor(source, field)
             elif source.options:
-                given = ", ".join(source.options)
                 raise ConfigError(
-                    f"{field}.options", f"got {given}; format auto takes none; name the format"
+                    f"{field}.options",
+                    f"got {', '.join(source.options)}; format auto takes none; name the format",
                 )
 
 

@@ -8,7 +8,7 @@ points, or `register_plugin` from a module in RLHF_USE_EXTERNAL_MODULES.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from engines.config.backends import ENGINES
 from engines.config.data import AUTO
@@ -19,6 +19,7 @@ from infra.errors import ConfigError
 from infra.names import unknown_name
 from infra.plugins import PluginTable, Row, register_row
 
+RowT = TypeVar("RowT", bound=Row)
 PluginKind = Literal[
     "platform",
     "backend",
@@ -157,7 +158,7 @@ REWARDS = PluginTable(
     [
         RewardRow(
             name="exact",
-            target="engines.rewards.exact:compute_score",
+            target="engines.rewards.text_rules:exact",
             options="engines.rewards.options:ExactOptions",
             in_process=True,
             compares=True,
@@ -172,33 +173,33 @@ REWARDS = PluginTable(
         ),
         RewardRow(
             name="format",
-            target="engines.rewards.format:compute_score",
+            target="engines.rewards.text_rules:required_form",
             options="engines.rewards.options:FormatOptions",
             is_verdict=False,
         ),
         RewardRow(
             name="length",
-            target="engines.rewards.format:score",
+            target="engines.rewards.text_rules:length",
             options="engines.rewards.options:LengthOptions",
             is_verdict=False,
             in_process=True,
         ),
         RewardRow(
             name="gsm8k",
-            target="engines.rewards.answers.gsm8k:compute_score",
+            target="engines.rewards.text_rules:gsm8k",
             options="engines.rewards.options:Gsm8kOptions",
             in_process=True,
             compares=True,
         ),
         RewardRow(
             name="math_boxed",
-            target="engines.rewards.answers.math_boxed:compute_score",
+            target="engines.rewards.text_rules:math_boxed",
             in_process=True,
             compares=True,
         ),
         RewardRow(
             name="math_dapo",
-            target="engines.rewards.answers.math_dapo:compute_score",
+            target="engines.rewards.text_rules:math_dapo",
             options="engines.rewards.options:MathDapoOptions",
             in_process=True,
             compares=True,
@@ -210,19 +211,19 @@ REWARDS = PluginTable(
         ),
         RewardRow(
             name="model",
-            target="engines.judges.model:score",
+            target="engines.judges.judgement:model_score",
             options="engines.rewards.options:ModelOptions",
             in_process=True,
             reads="model",
         ),
         RewardRow(
             name="judge",
-            target="engines.judges.judgement:score",
+            target="engines.judges.judgement:judge_score",
             # A user's regular expression may never finish.
             options="engines.rewards.options:JudgeOptions",
             reads="judge",
         ),
-        RewardRow(name="mixture", target="engines.rewards.mixture:score"),
+        RewardRow(name="mixture", target="engines.rewards.resolve:mixture"),
     ],
     RewardRow,
     other_forms=("path/to/file.py:name",),
@@ -384,51 +385,33 @@ def register_plugin(kind: PluginKind, name: str, target: str, **facts: Any) -> N
     register_row(kind, row_type(name=name, target=target, **facts))
 
 
+def all_rows(table: PluginTable[RowT]) -> tuple[RowT, ...]:
+    """Return the rows of a table; those of external plugins come last."""
+    return (*table.rows, *table.outside())
+
+
 def recognised_layouts() -> list[str]:
     """Return the layouts that `auto` recognises; those of external plugins come last."""
-    rows = (*PREPROCESSORS.rows, *PREPROCESSORS.outside())
-    return [row.name for row in rows if row.recognised]
-
-
-def layouts_with_images() -> frozenset[str]:
-    """Return the layouts whose rows have images."""
-    rows = (*PREPROCESSORS.rows, *PREPROCESSORS.outside())
-    return frozenset(row.name for row in rows if row.images)
-
-
-def layouts_without_truth() -> frozenset[str]:
-    """Return the layouts whose RL rows have no ground truth."""
-    rows = (*PREPROCESSORS.rows, *PREPROCESSORS.outside())
-    return frozenset(row.name for row in rows if not row.ground_truth)
-
-
-def comparing_rewards() -> frozenset[str]:
-    """Return the rewards that compare answers with a ground truth."""
-    rows = (*REWARDS.rows, *REWARDS.outside())
-    return frozenset(row.name for row in rows if row.compares)
+    return [row.name for row in all_rows(PREPROCESSORS) if row.recognised]
 
 
 def structured_output_engines() -> list[str]:
     """Return the sorted rollout engines that support structured output."""
-    rows = (*ROLLOUT_ENGINES.rows, *ROLLOUT_ENGINES.outside())
-    return sorted({row.name for row in rows if row.structured_output})
+    return sorted({row.name for row in all_rows(ROLLOUT_ENGINES) if row.structured_output})
 
 
-def image_engines() -> list[str]:
-    """Return the sorted rollout engines that accept images."""
-    rows = (*ROLLOUT_ENGINES.rows, *ROLLOUT_ENGINES.outside())
-    return sorted({row.name for row in rows if IMAGES in row.capabilities})
+def engines_with(capability: str) -> list[str]:
+    """Return the sorted rollout engines with a capability."""
+    return sorted({row.name for row in all_rows(ROLLOUT_ENGINES) if capability in row.capabilities})
 
 
 def named_rows(
     named: Iterable[tuple[PluginKind, str]], device: str | None = None
 ) -> tuple[Row, ...]:
     """Return the rows of the known parts, external ones included; None means every device."""
-    found: list[Row] = []
-    for kind, name in named:
-        rows = [row for row in (*TABLES[kind].rows, *TABLES[kind].outside()) if row.name == name]
-        found += [row for row in rows if device is None or not row.devices or device in row.devices]
-    return tuple(dict.fromkeys(found))
+    rows = (row for kind, name in named for row in all_rows(TABLES[kind]) if row.name == name)
+    here = (row for row in rows if device is None or not row.devices or device in row.devices)
+    return tuple(dict.fromkeys(here))
 
 
 def plugin_modules(

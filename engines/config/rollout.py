@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from engines.config.base import Execution, NotIdentity, StrictModel
 
@@ -22,14 +22,12 @@ class StructuredOutputConfig(StrictModel):
     choice: tuple[str, ...] = ()
     """Texts; the answer is one of them."""
 
-    @model_validator(mode="after")
-    def _check_one(self) -> "StructuredOutputConfig":
+    def _check_values(self) -> None:
         given = [name for name in ("json_schema", "regex", "choice") if getattr(self, name)]
         if len(given) != 1:
             raise ValueError(
                 f"got {' and '.join(given) or 'nothing'}; need one of json_schema, regex, choice"
             )
-        return self
 
 
 def check_stop(stop: tuple[str, ...] | None) -> tuple[str, ...] | None:

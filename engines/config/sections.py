@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from engines.config.algorithm import (
     AlgorithmConfig,
@@ -85,14 +85,12 @@ class SelfPlayConfig(StrictModel):
     sampling: SamplingConfig | None = None
     """How answers are sampled; null uses `rl.sampling`."""
 
-    @model_validator(mode="after")
-    def _check_samples(self) -> "SelfPlayConfig":
+    def _check_values(self) -> None:
         if self.source == "best_worst" and self.samples_per_prompt < 2:
             raise ValueError(
                 f"num_samples: got {self.num_samples} with source best_worst; need 2 or more, of "
                 "which one is better"
             )
-        return self
 
     @property
     def samples_per_prompt(self) -> int:
@@ -179,15 +177,13 @@ class RLConfig(StrictModel):
     """Optimizer steps of a round, of all roles together, that may be skipped because the loss or
     gradient was not finite; one more stops the run. Each is counted and its samples are named."""
 
-    @model_validator(mode="after")
-    def _check_sizes(self) -> "RLConfig":
+    def _check_values(self) -> None:
         mini = self.mini_batch_size_prompts
         if mini and self.batch_size_prompts % mini:
             raise ValueError(
                 f"batch_size_prompts: {self.batch_size_prompts} is not a multiple of "
                 f"mini_batch_size_prompts {mini}; make it one"
             )
-        return self
 
     def num_steps_before(self, number: int) -> int:
         """Return the steps of the rounds before round `number`, which counts from 1."""
@@ -245,28 +241,21 @@ class EvaluationConfig(StrictModel):
     _stop = field_validator("stop")(check_stop)
     _stop_token_ids = field_validator("stop_token_ids")(check_stop_token_ids)
 
-    @model_validator(mode="after")
-    def _check_k(self) -> "EvaluationConfig":
+    def _check_values(self) -> None:
         if min(self.pass_at, default=0) < 1:
             raise ValueError(f"pass_at: got {list(self.pass_at)}; need one or more integers >= 1")
         if self.num_samples and max(self.pass_at) > self.num_samples:
             raise ValueError(
                 f"pass_at: got {max(self.pass_at)}; need at most num_samples {self.num_samples}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_sampled(self) -> "EvaluationConfig":
-        if self.num_samples or "num_samples" in self.model_fields_set:
-            return self
-        for name in ("pass_at", "temperature", "top_p", "top_k"):
+        samples = self.num_samples or "num_samples" in self.model_fields_set
+        for name in () if samples else ("pass_at", "temperature", "top_p", "top_k"):
             if (value := getattr(self, name)) != type(self).model_fields[name].default:
                 shown, need = (list(value), max(value)) if name == "pass_at" else (value, 1)
                 raise ValueError(
                     f"{name}: got {shown} without num_samples, and nothing is sampled; need "
                     f"num_samples {need} or more; set it (0 means none), or remove {name}"
                 )
-        return self
 
     @property
     def answer_length(self) -> int:
@@ -312,8 +301,7 @@ class PromoteConfig(StrictModel):
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """Two-sided confidence level of the interval of the gain over the incumbent."""
 
-    @model_validator(mode="after")
-    def _check_reachable(self) -> "PromoteConfig":
+    def _check_values(self) -> None:
         is_share = self.metric == "accuracy" or re.fullmatch(
             r"(pass|maj|avg)@[1-9]\d*", self.metric
         )
@@ -329,4 +317,3 @@ class PromoteConfig(StrictModel):
                 f"min_value: got {self.min_value:g}; {self.metric} is at most 1; use "
                 f"{self.min_value / 100:g} for {self.min_value:g} %"
             )
-        return self

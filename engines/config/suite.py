@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from engines.config.algorithm import RewardConfig
 from engines.config.base import NotIdentity, StrictModel
@@ -62,11 +62,9 @@ class HarnessConfig(StrictModel):
     bootstrap_iters: int = Field(default=100_000, ge=0)
     """Resamples for standard errors without a formula; 0 gives no standard errors at all."""
 
-    @model_validator(mode="after")
-    def _check_tasks(self) -> "HarnessConfig":
+    def _check_values(self) -> None:
         if "" in self.tasks or len(set(self.tasks)) < len(self.tasks):
             raise ValueError(f"tasks: got {list(self.tasks)}; need names, each once")
-        return self
 
 
 class SuiteConfig(StrictModel):
@@ -81,22 +79,17 @@ class SuiteConfig(StrictModel):
     reward: RewardConfig | None = None
     """Reward that scores the answers; null: `rl.reward`."""
 
-    @model_validator(mode="after")
-    def _check_kind(self) -> "SuiteConfig":
+    def _check_values(self) -> None:
         if (self.data is None) == (self.harness is None):
             found = "neither" if self.data is None else "both"
             raise ValueError(f"data: got {found} of data and harness; need one of them")
         own = {"evaluation": self.evaluation != EvaluationConfig(), "reward": self.reward}
-        if self.harness and any(own.values()):
-            name = next(name for name, given in own.items() if given)
-            raise ValueError(
-                f"{name}: got one beside harness, whose tasks say how they are asked and judged; "
-                "remove it"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_held_out(self) -> "SuiteConfig":
+        for name, given in own.items():
+            if self.harness and given:
+                raise ValueError(
+                    f"{name}: got one beside harness, whose tasks say how they are asked and "
+                    "judged; remove it"
+                )
         others = [
             name
             for name in SOURCE_SPLITS
@@ -107,11 +100,10 @@ class SuiteConfig(StrictModel):
                 f"data.{others[0]}: got a source; a suite only measures; remove it, or call it "
                 "data.evaluation"
             )
-        usual = DataConfig.model_fields
         given = [
             name
             for name in _OF_TRAINING
-            if self.data and getattr(self.data, name) != usual[name].default
+            if self.data and getattr(self.data, name) != DataConfig.model_fields[name].default
         ]
         if given:
             raise ValueError(
@@ -124,4 +116,3 @@ class SuiteConfig(StrictModel):
                 f"reward.{name}: got a model; need functions alone; a model that judges stands in "
                 "rl.reward, which a suite without a reward of its own takes"
             )
-        return self

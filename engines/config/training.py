@@ -41,11 +41,9 @@ class OptimizerConfig(StrictModel):
     ema: EmaConfig | None = None
     """Commit a moving average of the weights (4 bytes per trained weight); null: the weights."""
 
-    @model_validator(mode="after")
-    def _check_betas(self) -> "OptimizerConfig":
+    def _check_values(self) -> None:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas: got {self.betas}; need two numbers in [0, 1)")
-        return self
 
 
 class LoraConfig(StrictModel):
@@ -137,10 +135,8 @@ class TrainingConfig(StrictModel):
             return values  # the fields say what is wrong
         return {**values, "num_workers": math.prod(sizes)}
 
-    @model_validator(mode="after")
-    def _check_layout(self) -> "TrainingConfig":
-        sizes = {name: getattr(self, name) for name in _SIZES}
-        asked = {name: size for name, size in sizes.items() if size > 1}
+    def _check_values(self) -> None:
+        asked = {name: getattr(self, name) for name in _SIZES if getattr(self, name) > 1}
         product = math.prod(asked.values())
         if self.num_workers % product:
             parts = " x ".join(f"{name} {size}" for name, size in asked.items())
@@ -148,18 +144,12 @@ class TrainingConfig(StrictModel):
                 f"num_workers: got {self.num_workers}; need a multiple of {product} ({parts}); "
                 f"use {product * max(1, round(self.num_workers / product))}"
             )
-        return self
 
     @property
     def data_parallel_size(self) -> int:
         """Ranks, or groups of ranks, that process different data."""
-        model_parallel = (
-            self.tensor_parallel_size
-            * self.pipeline_parallel_size
-            * self.context_parallel_size
-            * self.ulysses_size
-        )
-        return self.num_workers // model_parallel
+        sharing = self.tensor_parallel_size * self.pipeline_parallel_size * self.num_sharing_ranks
+        return self.num_workers // sharing
 
     @property
     def num_sharing_ranks(self) -> int:

@@ -11,22 +11,17 @@ from engines.trainers.evaluation.comparison import (
     metric_gain,
 )
 
-COMPARISON = "comparison"
-COMPARISON_NAME = "comparison.json"
-
 
 def compare(context: JobContext[CompareStageConfig]) -> JobOutput:
     """Write gain and confidence margin of all metrics that both evaluations have."""
     ours, theirs = context.input("evaluation"), context.input("against")
-    found = [
-        metric_gain(ours, theirs, metric, context.config.confidence, context.spec.seed)
-        for metric in compared_metrics(ours, theirs)
-    ]
+    confidence, seed = context.config.confidence, context.spec.seed
+    found = (metric_gain(ours, theirs, m, confidence, seed) for m in compared_metrics(ours, theirs))
     gains = [gain for gain in found if gain is not None]
     text = json.dumps(comparison_json(gains, context.config.confidence), indent=2, sort_keys=True)
-    (context.output_dir / COMPARISON_NAME).write_text(f"{text}\n", encoding="utf-8", newline="")
+    (context.output_dir / "comparison.json").write_text(f"{text}\n", encoding="utf-8", newline="")
     context.journal.progress(1, 1, "; ".join(map(str, gains)))
-    return JobOutput(COMPARISON, comparison_metrics(gains))
+    return JobOutput("comparison", comparison_metrics(gains))
 
 
 if __name__ == "__main__":

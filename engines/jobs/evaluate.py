@@ -9,12 +9,12 @@ from engines.config.rules.models import check_seen_by_judges
 from engines.config.stages.final import EvaluateStageConfig
 from engines.data.read.dataset import load_dataset
 from engines.data.read.lazy_sequence import MappedRows
-from engines.jobs.policy.stage import local_reward, policy_tokenizer, prompts_within
+from engines.jobs.policy import local_reward, policy_tokenizer, prompts_within
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.serving.answers import KeptAnswers
+from engines.jobs.serving.frozen_models import serve
 from engines.jobs.serving.model import load_served
-from engines.jobs.serving.serve import serve
-from engines.rewards.mixture import check_data_sources
+from engines.rewards.resolve import check_data_sources
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.evaluation.evaluator import (
     Evaluation,
@@ -54,21 +54,20 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
             if prompts.num_with_images:
                 shown = f"{prompts.num_with_images} of {len(prompts)} rows show images"
                 check_seen_by_judges(shown, config.reward.model, config.reward.judge)
-            serving = serve(context, stack, served, rewards)
-        evaluator = Evaluator(config.evaluation, prompts, serving.scorer, context.spec.seed, images)
-        answers = KeptAnswers(context, serving.generate)
+            engines, scorer = serve(context, stack, served, rewards)
+        evaluator = Evaluator(config.evaluation, prompts, scorer, context.spec.seed, images)
+        answers = KeptAnswers(context, engines.generate)
         evaluation = _run(context, answers, evaluator)
     if answers.num_found:
         context.journal.log(f"{answers.num_found} answers were there already")
-    metrics = evaluation.metrics
     write_evaluation(evaluation, context.output_dir)
-    told = metrics | {
+    told = evaluation.metrics | {
         f"{source}/{name}": value
         for source, found in by_source(evaluation).items()
         for name, value in found.items()
     }
     context.journal.metrics(served.num_steps, {f"val-core/{k}": v for k, v in told.items()})
-    return JobOutput("evaluation", metrics | told_sources(evaluation))
+    return JobOutput("evaluation", evaluation.metrics | told_sources(evaluation))
 
 
 def _run(context: JobContext, generate: Generate, evaluator: Evaluator) -> Evaluation:
@@ -88,8 +87,8 @@ def _run(context: JobContext, generate: Generate, evaluator: Evaluator) -> Evalu
             f"[{metrics['accuracy_low']:.1%}, {metrics['accuracy_high']:.1%}] on "
             f"{metrics['num_problems']:.0f} held-out problems"
         )
-    has_votes = any(name.startswith("maj@") for name in metrics)
-    if any(name.startswith("avg@") for name in metrics) and not has_votes:
+    kinds = {name.partition("@")[0] for name in metrics}
+    if "avg" in kinds and "maj" not in kinds:
         context.journal.log("no maj@k: the reward does not say of every answer what it read (pred)")
     return evaluation
 

@@ -7,14 +7,14 @@ rollout engines sample answers; both have the same weights.
 from contextlib import ExitStack
 
 from engines.checkpoint.model_directory import load_tokenizer
-from engines.config.stages.harness import HarnessStageConfig
-from engines.controller.launch import LaunchedModel, launch_served_model
+from engines.config.stages.final import HarnessStageConfig
+from engines.controller.launch import launch_served_model
 from engines.controller.model_worker import ModelWorker, WorkerSpec
-from engines.jobs.policy.stage import queueing
+from engines.jobs.policy import queueing
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.serving.model import ServedOnDemand, load_served, replica_of
 from engines.trainers.evaluation.documents import write_measurement
-from engines.trainers.evaluation.harness import HarnessModel, Measurement, run_tasks
+from engines.trainers.evaluation.harness import HarnessModel, run_tasks
 from engines.training.spec import POLICY, ModelSource, RoleSpec
 from engines.types import ModelOutputs, Readouts, TokenBatch
 
@@ -40,7 +40,10 @@ def harness(context: JobContext[HarnessStageConfig]) -> JobOutput:
                 config.section,
             )
     write_measurement(found.metrics, found.tasks, found.documents, context.output_dir)
-    _tell(context, found)
+    context.journal.metrics(0, {f"val-core/{name}": v for name, v in found.metrics.items()})
+    context.journal.log(
+        f"{found.metrics['num_problems']:.0f} documents of {', '.join(sorted(found.tasks))}"
+    )
     return JobOutput("evaluation", found.metrics)
 
 
@@ -60,11 +63,10 @@ def _model(context: JobContext[HarnessStageConfig], stack: ExitStack) -> Harness
         device_kind=config.hardware.device_kind,
         seed=spec.seed,
     )
-
-    def launch() -> LaunchedModel:
-        return launch_served_model(replica, reader, None, queueing(context, config.hardware))
-
-    engines = ServedOnDemand(served, launch, stack)
+    waiting = queueing(context, config.hardware)
+    engines = ServedOnDemand(
+        served, lambda: launch_served_model(replica, reader, None, waiting), stack
+    )
 
     def infer(batch: TokenBatch) -> ModelOutputs:
         ranks = engines.launched.beside
@@ -85,13 +87,6 @@ def _model(context: JobContext[HarnessStageConfig], stack: ExitStack) -> Harness
         spec.seed,
         config.harness.max_new_tokens,
         config.section,
-    )
-
-
-def _tell(context: JobContext[HarnessStageConfig], found: Measurement) -> None:
-    context.journal.metrics(0, {f"val-core/{name}": v for name, v in found.metrics.items()})
-    context.journal.log(
-        f"{found.metrics['num_problems']:.0f} documents of {', '.join(sorted(found.tasks))}"
     )
 
 

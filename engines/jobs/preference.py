@@ -5,54 +5,28 @@ reference is the policy that the stage starts with, loaded only if the loss need
 adapter it is the policy without the adapter.
 """
 
-from contextlib import ExitStack
 from pathlib import Path
 
 from engines.config.stages.supervised import PreferenceStageConfig
 from engines.data.read.dataset import PREFERENCE_FILE
 from engines.data.read.examples import as_policy, read_pairs
 from engines.data.read.row_files import PREFERENCE_FORMAT, RowFile
-from engines.jobs.policy.stage import policy_output, stage_progress
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
-from engines.jobs.supervised_stage import Start, launched, start_of, training_pairs
-from engines.trainers.progress import TrainedSteps
+from engines.jobs.supervised_stage import Start, train_policy, training_pairs
 from engines.trainers.supervised.preference import PolicyPairs
-from engines.trainers.supervised.trainer import SupervisedStage, train_supervised
-from engines.training.spec import POLICY, REFERENCE, RoleName, RoleSpec
 
 
 def preference(context: JobContext[PreferenceStageConfig]) -> JobOutput:
     """Train the policy on preference pairs."""
-    config, section = context.config, context.config.preference
-    with ExitStack() as stack:
-        with context.clock("load"):
-            start = start_of(context)
-            pairs = training_set(config, start, context.optional_input("pairs"))
-            roles: dict[RoleName, RoleSpec] = {
-                POLICY: RoleSpec(
-                    source=start.source,
-                    training=config.training,
-                    optimizer=section.optimizer,
-                    total_num_steps=section.num_steps,
-                )
-            }
-            if pairs.needs_reference:
-                roles[REFERENCE] = RoleSpec(source=start.source, training=config.training)
-            workers = launched(context, stack, start.hf_dir, roles, pairs)
-        progress = stage_progress(context, config.checkpoint, section.num_steps)
-        trained = train_supervised(
-            SupervisedStage.of(
-                section,
-                pairs,
-                section.batch_size_pairs,
-                workers,
-                progress,
-                context.spec.seed,
-                "preference",
-            )
-        )
-        steps = TrainedSteps(stage="preference", num_steps=trained.num_steps)
-        return policy_output(context, progress, start.hf_dir, steps, trained.metrics)
+    config = context.config
+
+    def pairs(start: Start) -> PolicyPairs:
+        return training_set(config, start, context.optional_input("pairs"))
+
+    section = config.preference
+    return train_policy(
+        context, section, section.batch_size_pairs, pairs, lambda rows: rows.needs_reference
+    )
 
 
 def training_set(

@@ -5,7 +5,7 @@ from functools import partial
 from engines.checkpoint.model_directory import check_model_directory, resolve_model
 from engines.config.data import SOURCE_SPLITS
 from engines.config.stages.data import HELD_OUT, SOURCE, PreprocessStageConfig
-from engines.data.prepare.dataset import DatasetSummary, build_dataset
+from engines.data.prepare.dataset import build_dataset
 from engines.data.prepare.files import some_of
 from engines.data.read.dataset import load_dataset
 from engines.data.read.rows import RLRow
@@ -42,30 +42,24 @@ def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
             suites(context),
             image_length,
         )
-    counts = {
-        "num_sft": summary.sft.num_rows,
-        "num_rl": summary.rl.num_rows,
-        "num_eval": summary.evaluation.num_rows,
+    parts = {
+        "num_sft": summary.sft,
+        "num_rl": summary.rl,
+        "num_eval": summary.evaluation,
+        "num_preference": summary.preference,
+        "num_preference_evaluation": summary.preference_evaluation,
     }
-    for name in ("preference", "preference_evaluation"):
-        if (pairs := getattr(summary, name)) is not None:
-            counts[f"num_{name}"] = pairs.num_rows
+    counts = {name: part.num_rows for name, part in parts.items() if part is not None}
     if summary.num_decontaminated is not None:
         counts["num_decontaminated"] = sum(summary.num_decontaminated.values())
-    _tell_passed_over(context, summary)
-    context.journal.progress(1, 1, "  ".join(f"{name} {count}" for name, count in counts.items()))
-    return JobOutput("dataset", {name: float(count) for name, count in counts.items()})
-
-
-def _tell_passed_over(context: JobContext[PreprocessStageConfig], summary: DatasetSummary) -> None:
-    """Log files of a source that were not read."""
     for split in SOURCE_SPLITS:
         part = getattr(summary, split)
         for place, report in enumerate(part.sources if part else ()):
             if report.passed_over:
-                context.journal.log(
-                    f"{SOURCE}{split}.{place}: not read: {some_of(report.passed_over)}"
-                )
+                skipped = some_of(report.passed_over)
+                context.journal.log(f"{SOURCE}{split}.{place}: not read: {skipped}")
+    context.journal.progress(1, 1, "  ".join(f"{name} {count}" for name, count in counts.items()))
+    return JobOutput("dataset", {name: float(count) for name, count in counts.items()})
 
 
 def suites(context: JobContext[PreprocessStageConfig]) -> dict[str, tuple[RLRow, ...]]:

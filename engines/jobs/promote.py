@@ -69,11 +69,10 @@ def compare(context: JobContext[PromoteStageConfig]) -> Comparison | None:
 def metric_of(evaluation: Path, metric: str) -> float:
     """Return the deciding metric of an evaluation."""
     metrics = metrics_of(evaluation)
-    value = metrics.get(metric)
-    if value is None:
+    if metric not in metrics:
         known = ", ".join(sorted(metrics))
         raise ConfigError("promote.metric", f"got {metric!r}; need one of: {known}")
-    return value
+    return metrics[metric]
 
 
 if __name__ == "__main__":

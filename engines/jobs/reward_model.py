@@ -4,10 +4,7 @@ It starts from a policy's weights if one is given, with a head of zeros. The hea
 comparisons do not depend on it, and transformers' models have none.
 """
 
-import shutil
-from collections.abc import Iterable
 from contextlib import ExitStack
-from pathlib import Path
 
 from engines.algorithms.parts import options_as
 from engines.algorithms.preference.options import RewardModelOptions
@@ -15,16 +12,14 @@ from engines.checkpoint.score_model import BIAS, write_score_config, write_score
 from engines.config.options import own_options
 from engines.config.rows import BRADLEY_TERRY
 from engines.config.stages.supervised import RewardModelStageConfig
-from engines.data.read.examples import Pairs, as_reward_model, read_pairs
-from engines.data.read.rows import PreferenceRow
-from engines.jobs.policy.stage import stage_progress
+from engines.data.read.examples import as_reward_model, read_pairs
+from engines.data.read.pairs import as_reward_model, read_pairs
+from engines.jobs.policy import exported_policy
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
-from engines.jobs.supervised_stage import Start, launched, start_of, training_pairs
-from engines.trainers.progress import StageProgress
+from engines.jobs.supervised_stage import start_of, train, training_pairs
 from engines.trainers.supervised.preference import RewardPairs
-from engines.trainers.supervised.trainer import SupervisedStage, train_supervised
-from engines.training.backends.merging import checkpoint_weights, merge_checkpoint
-from engines.training.spec import REWARD, ModelSource, RoleSpec, role_checkpoint
+from engines.training.backends.merging import checkpoint_weights
+from engines.training.spec import REWARD, RoleSpec, role_checkpoint
 
 KIND = "reward_model"
 
@@ -36,70 +31,44 @@ def reward_model(context: JobContext[RewardModelStageConfig]) -> JobOutput:
     with ExitStack() as stack:
         with context.clock("load"):
             start = start_of(context)
-            pairs = _pairs(context, start, training_pairs(start))
-            held_out = _pairs(context, start, start.dataset.preference_evaluation_rows())
+            tokenizer, limit = start.tokenizer, config.model.max_length
+            held_out = start.dataset.preference_evaluation_rows()
+            pairs = read_pairs(training_pairs(start), tokenizer, limit, as_reward_model)
             options = own_options(section.options, BRADLEY_TERRY, "reward_model.options")
-            training_set = RewardPairs(
-                section, options_as(RewardModelOptions, options), pairs, held_out
+            rows = RewardPairs(
+                section,
+                options_as(RewardModelOptions, options),
+                pairs,
+                read_pairs(held_out, tokenizer, limit, as_reward_model),
             )
             last = {side.input_ids[-1] for p in pairs for side in (p.chosen, p.rejected)}
             write_score_config(start.hf_dir, last, config_dir)
+            before, source = context.optional_input("policy"), start.source
+            if before is not None:
+                source = exported_policy(
+                    before, context.attempt_dir / "initial_reward_model", config.max_shard_bytes
+                )
             frozen = (*config.training.frozen_parameters, BIAS)
             role = RoleSpec(
-                source=_first_weights(context, start),
+                source=source,
                 training=config.training.model_copy(update={"frozen_parameters": frozen}),
                 optimizer=section.optimizer,
                 model_type="value_model",
                 total_num_steps=section.num_steps,
             )
-            workers = launched(context, stack, start.hf_dir, {REWARD: role}, training_set)
-        progress = stage_progress(context, config.checkpoint, section.num_steps)
-        trained = train_supervised(
-            SupervisedStage.of(
-                section,
-                training_set,
-                section.batch_size_pairs,
-                workers,
-                progress,
-                context.spec.seed,
-                KIND,
+        progress, trained = train(
+            context, stack, section, section.batch_size_pairs, rows, start, {REWARD: role}
+        )
+        with context.clock("save"):
+            checkpoint = role_checkpoint(progress.last_checkpoint(), REWARD)
+            write_score_model(
+                checkpoint_weights(checkpoint, config_dir),
+                config_dir,
+                context.output_dir,
+                "float32",
+                config.max_shard_bytes,
             )
-        )
-        _write(context, progress, config_dir)
         return JobOutput(KIND, {"num_steps": float(trained.num_steps), **trained.metrics})
-
-
-def _pairs(
-    context: JobContext[RewardModelStageConfig], start: Start, rows: Iterable[PreferenceRow]
-) -> Pairs:
-    """Tokenize rows as the model reads them."""
-    max_length = context.config.model.max_length
-    return read_pairs(rows, start.tokenizer, max_length, as_reward_model)
-
-
-def _first_weights(context: JobContext[RewardModelStageConfig], start: Start) -> ModelSource:
-    """Return the first weights; a policy's checkpoint, of any layout, is exported once."""
-    before = context.optional_input("policy")
-    if before is None:
-        return start.source
-    made: Path = context.attempt_dir / "initial_reward_model"
-    shutil.rmtree(made, ignore_errors=True)
-    merge_checkpoint(before, made, "float32", context.config.max_shard_bytes)
-    return ModelSource(made)
-
-
-def _write(
-    context: JobContext[RewardModelStageConfig], progress: StageProgress, config_dir: Path
-) -> None:
-    with context.clock("save"):
-        checkpoint = role_checkpoint(progress.last_checkpoint(), REWARD)
-        write_score_model(
-            checkpoint_weights(checkpoint, config_dir),
-            config_dir,
-            context.output_dir,
-            "float32",
-            context.config.max_shard_bytes,
-        )
 
 
 if __name__ == "__main__":

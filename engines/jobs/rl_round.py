@@ -5,11 +5,10 @@ The reference is loaded only for a KL term.
 """
 
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from engines.config.rules.models import check_seen_by_judges, check_seen_by_teacher
-from engines.config.sections import CriticConfig
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.launch import launch_policy_beside, policy_replica
 from engines.controller.model_worker import WorkerSpec
@@ -18,29 +17,33 @@ from engines.controller.worker_group import WorkerGroup
 from engines.data.read.dataset import load_dataset
 from engines.data.read.lazy_sequence import MappedRows
 from engines.data.read.tokenizer import ChatTokenizer, check_same_tokens, text_config
-from engines.jobs.policy.critic_source import critic_source
-from engines.jobs.policy.files import (
+from engines.jobs.policy import (
     HF_DIR,
+    critic_source,
     initial_source,
-    policy_source,
-    teacher_source,
-    trained_steps,
-    write_hf_files,
-)
-from engines.jobs.policy.stage import (
     local_reward,
     policy_output,
+    policy_source,
     policy_tokenizer,
     prompts_within,
     queueing,
     stage_progress,
+    teacher_source,
+    trained_steps,
+    write_hf_files,
 )
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.process.torch_setup import prepare_torch
-from engines.jobs.serving.judges import JUDGE, asked_judges, judge_source, reward_role
-from engines.jobs.serving.teacher import asked_teacher, served_teacher
+from engines.jobs.serving.frozen_models import (
+    JUDGE,
+    asked_judges,
+    asked_teacher,
+    judge_source,
+    reward_role,
+    served_teacher,
+)
 from engines.judges.asking import Judges
-from engines.rewards.mixture import check_data_sources
+from engines.rewards.resolve import check_data_sources
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.assembly import RoundInputs, assemble
 from engines.trainers.guards import probe_prompt
@@ -78,29 +81,28 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
             hf_dir = worker_spec.serving_dir
             tokenizer = policy_tokenizer(hf_dir)
             prompts = _prompts(context, stack, hf_dir, tokenizer)
-            launched = _launch(context, stack, worker_spec)
+            workers, rollout, judges, teacher = _launch(context, stack, worker_spec)
         progress = stage_progress(context, config.checkpoint, rl.num_steps_per_round)
         before = context.optional_input("policy")
         inputs = RoundInputs(
-            workers=launched.workers,
-            rollout=launched.rollout,
+            workers=workers,
+            rollout=rollout,
             prompts=prompts,
             scorer=CompletionScorer(
                 rewards,
                 tokenizer,
                 rl.algorithm.overlong,
                 rl.sampling.max_new_tokens,
-                launched.judges,
+                judges,
             ),
             progress=progress,
             probe_prompt=probe_prompt(hf_dir, config.model.max_length),
             vocab_size=int(text_config(hf_dir)["vocab_size"]),
             before=trained_steps(before) if before else None,
             attempt_dir=context.attempt_dir,
-            teacher=launched.teacher,
+            teacher=teacher,
         )
-        trained = train_round(assemble(config, inputs))
-        return policy_output(context, progress, hf_dir, trained)
+        return policy_output(context, progress, hf_dir, train_round(assemble(config, inputs)))
 
 
 def _worker_spec(context: JobContext[RLRoundStageConfig]) -> WorkerSpec:
@@ -131,9 +133,8 @@ def _prompts(
     rows = MappedRows(dataset.rl_rows(), context.attempt_dir)
     stack.enter_context(closing(rows))
     images = prompt_images(hf_dir, dataset.images_path)
-    num_new_tokens = rl.sampling.max_new_tokens
     prompts = prompts_within(
-        rows, tokenizer, config.model.max_length, num_new_tokens, images=images
+        rows, tokenizer, config.model.max_length, rl.sampling.max_new_tokens, images=images
     )
     check_data_sources(rl.reward, prompts.data_sources)
     if prompts.num_with_images:
@@ -143,20 +144,13 @@ def _prompts(
     return PromptSource(prompts, config, context.spec.seed, images)
 
 
-@dataclass(frozen=True)
-class _Launched:
-    """What a round queries; `teacher` is None unless engines of its own serve one."""
-
-    workers: WorkerGroup
-    rollout: Rollout
-    judges: Judges
-    teacher: ServedTeacher | None
-
-
 def _launch(
     context: JobContext[RLRoundStageConfig], stack: ExitStack, spec: WorkerSpec
-) -> _Launched:
-    """Start the ranks, the engines and the models beside them; the stack closes them."""
+) -> tuple[WorkerGroup, Rollout, Judges, ServedTeacher | None]:
+    """Start the ranks, the engines and the models beside them; the stack closes them.
+
+    The teacher is None unless engines of its own serve one.
+    """
     config, rl = context.config, context.config.rl
     like = policy_replica(spec, config.rollout, context.attempt_dir)
     embedded = config.driver_computes
@@ -169,10 +163,13 @@ def _launch(
         like,
         embedded=embedded,
     )
-    served = {JUDGE: judge, TEACHER: teacher}
     workers, rollout, beside = launch_policy_beside(
         spec,
-        {name: model.replica for name, model in served.items() if model is not None},
+        {
+            name: model.replica
+            for name, model in {JUDGE: judge, TEACHER: teacher}.items()
+            if model is not None
+        },
         context.attempt_dir,
         queueing(context, config.hardware),
     )
@@ -184,7 +181,7 @@ def _launch(
     if teacher is not None:
         vocab_size = int(text_config(spec.serving_dir)["vocab_size"])
         asked = stack.enter_context(asked_teacher(rl, teacher, beside[TEACHER], vocab_size))
-    return _Launched(workers, rollout, stack.enter_context(judges), asked)
+    return workers, rollout, stack.enter_context(judges), asked
 
 
 def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
@@ -194,6 +191,8 @@ def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
     # After a rejected round this may be SFT's policy, whose optimizer state does not fit RL.
     restore = before is not None and trained_steps(before).stage == "rl_round"
     policy, reference = _sources(context)
+    # An adapter belongs to the policy; a critic is trained in full.
+    in_full = config.training.model_copy(update={"lora": None})
     roles: dict[RoleName, RoleSpec] = {
         POLICY: RoleSpec(
             source=policy,
@@ -208,53 +207,40 @@ def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
     if rl.critic is not None:
         start = reward.source if reward and rl.critic.start == "reward_model" else None
         source = critic_source(policy, before, context.attempt_dir, start)
-        roles[CRITIC] = _critic(config, rl.critic, source, roles[POLICY])
+        if restore and source.checkpoint_dir is None:
+            raise ConfigError(
+                "rl.critic",
+                f"got a critic in round {config.round}, and a policy whose round had none; need "
+                "one from round 1 on; start again from round 1",
+            )
+        roles[CRITIC] = RoleSpec(
+            source=source,
+            training=in_full,
+            optimizer=rl.critic.optimizer,
+            model_type="value_model",
+            restore_optimizer=restore,
+        )
     if reference is not None:
         check_same_tokens(policy.hf_dir, reference.hf_dir)
         roles[REFERENCE] = RoleSpec(source=reference, training=config.training)
     if rl.distillation is not None and rl.distillation.served is None:
         given, limit = context.optional_input("teacher"), config.model.max_length
         teacher = teacher_source(rl.distillation, given, policy, limit, config.rollout.engine)
-        # An adapter belongs to the policy.
-        frozen = config.training.model_copy(update={"lora": None})
-        roles[TEACHER] = RoleSpec(teacher, frozen)
+        roles[TEACHER] = RoleSpec(teacher, in_full)
     return roles
-
-
-def _critic(
-    config: RLRoundStageConfig, critic: CriticConfig, source: ModelSource, policy: RoleSpec
-) -> RoleSpec:
-    """Return the critic's role; its optimizer continues if the policy's does."""
-    if policy.restore_optimizer and source.checkpoint_dir is None:
-        raise ConfigError(
-            "rl.critic",
-            f"got a critic in round {config.round}, and a policy whose round had none; need "
-            "one from round 1 on; start again from round 1",
-        )
-    return RoleSpec(
-        source=source,
-        # An adapter belongs to the policy; a critic is trained in full.
-        training=config.training.model_copy(update={"lora": None}),
-        optimizer=critic.optimizer,
-        model_type="value_model",
-        restore_optimizer=policy.restore_optimizer,
-    )
 
 
 def _sources(context: JobContext[RLRoundStageConfig]) -> tuple[ModelSource, ModelSource | None]:
     """Return the weights of the policy, and of the reference if a KL term needs one."""
-    config, spec = context.config, context.spec
-    inputs = spec.inputs
-
-    def initial() -> ModelSource:
-        return initial_source(
-            config.model,
-            context.optional_input("model"),
-            context.input("dataset"),
-            spec.seed,
-            context.attempt_dir,
-        )
-
+    config, inputs = context.config, context.spec.inputs
+    initial = partial(
+        initial_source,
+        config.model,
+        context.optional_input("model"),
+        context.input("dataset"),
+        context.spec.seed,
+        context.attempt_dir,
+    )
     start = None if "policy" in inputs else initial()
     policy = start or policy_source(context.input("policy"))
     if not config.rl.algorithm.needs_reference:

@@ -23,12 +23,12 @@ from engines.data.read.row_files import PREFERENCE_FORMAT, write_batches
 from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer
 from engines.errors import NothingToTrainOnError
-from engines.jobs.policy.stage import local_reward, policy_tokenizer, prompts_within
+from engines.jobs.policy import local_reward, policy_tokenizer, prompts_within
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.serving.answers import Generate, KeptAnswers
+from engines.jobs.serving.frozen_models import serve
 from engines.jobs.serving.model import load_served
-from engines.jobs.serving.serve import serve
-from engines.rewards.mixture import check_data_sources
+from engines.rewards.resolve import check_data_sources
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.scoring import CompletionScorer
 from engines.trainers.supervised.self_play import (
@@ -67,13 +67,16 @@ def self_play(context: JobContext[SelfPlayStageConfig]) -> JobOutput:
             served = load_served(context)
             prompts, num_overlong = _prompts(context, stack, policy_tokenizer(served.hf_dir))
             counts = PairCounts(num_overlong_prompts=num_overlong)
-            serving = serve(context, stack, served, rewards)
+            engines, scorer = serve(context, stack, served, rewards)
             # Stored call by call, so that a restarted job does not sample again.
-            answers = KeptAnswers(context, serving.generate)
+            answers = KeptAnswers(context, engines.generate)
         context.heartbeat.enter("evaluate", SAMPLING_DEADLINE_S)
         with context.clock("gen"):
-            pairs = kept_pairs(context, serving.scorer, answers, prompts, counts)
-            made = stored(context.attempt_dir / "pairs.arrow", PREFERENCE_FORMAT, pairs)
+            made = stored(
+                context.attempt_dir / "pairs.arrow",
+                PREFERENCE_FORMAT,
+                kept_pairs(context, scorer, answers, prompts, counts),
+            )
     _check_made(counts, context.config)
     write_batches(
         context.output_dir / PREFERENCE_FILE, PREFERENCE_FORMAT, made.batches(), made.is_plain
@@ -142,8 +145,9 @@ def kept_pairs(
         yield from kept
         context.heartbeat.tick()
         done = start + len(asked)
-        line = f"{counts.num_pairs} pairs of {done} of {len(prompts)} prompts"
-        context.journal.progress(done, len(prompts), line)
+        context.journal.progress(
+            done, len(prompts), f"{counts.num_pairs} pairs of {done} of {len(prompts)} prompts"
+        )
 
 
 def asked_rows(
@@ -161,22 +165,22 @@ def asked_rows(
         else MappedRows(dataset.rl_rows(), scratch_dir)
     )
     stack.enter_context(closing(rows))
-    places = chosen_rows(len(rows), section.num_prompts, seed, config.iteration)
-    return Made(places, lambda place: _asked(rows[place], place))
 
+    def asked(place: int) -> RLRow:
+        row = rows[place]
+        if isinstance(row, SFTRow):
+            if row.messages[len(row.prompt)].tool_calls:
+                raise ConfigError(
+                    "data.sft",
+                    f"row {place} of the split calls tools in its first answer, beside which spin "
+                    "sets a text of the policy's; need a text; leave out such rows",
+                )
+            return as_prompt(row)
+        if row.images:
+            check_not_self_played(f"row {place} of the split shows images")
+        return row
 
-def _asked(row: SFTRow | RLRow, place: int) -> RLRow:
-    if isinstance(row, SFTRow):
-        if row.messages[len(row.prompt)].tool_calls:
-            raise ConfigError(
-                "data.sft",
-                f"row {place} of the split calls tools in its first answer, beside which spin "
-                "sets a text of the policy's; need a text; leave out such rows",
-            )
-        return as_prompt(row)
-    if row.images:
-        check_not_self_played(f"row {place} of the split shows images")
-    return row
+    return Made(chosen_rows(len(rows), section.num_prompts, seed, config.iteration), asked)
 
 
 def made_pairs(
@@ -191,17 +195,13 @@ def made_pairs(
     requests = requests_of(prompts, config.sampling, num_samples, seed, config.iteration)
     completions = generate(requests)
     rows, decode = [prompt.row for prompt in prompts], scorer.decode
-    if section.source == "spin":
-        found = [
-            spin_pair(row, [*own_answers(of_row, None, decode)])
-            for row, of_row in zip(rows, completions, strict=True)
-        ]
-    else:
-        scores = scorer.judge(rows, completions, requests)
-        found = [
-            best_worst_pair(row, [*own_answers(of_row, judged, decode)])
-            for row, of_row, judged in zip(rows, completions, scores, strict=True)
-        ]
+    spins = section.source == "spin"
+    scores = [None] * len(rows) if spins else scorer.judge(rows, completions, requests)
+    pair_of = spin_pair if spins else best_worst_pair
+    found = (
+        pair_of(row, [*own_answers(of_row, judged, decode)])
+        for row, of_row, judged in zip(rows, completions, scores, strict=True)
+    )
     return [pair for pair in found if pair is not None]
 
 

@@ -5,7 +5,7 @@ from engines.checkpoint.soup import mean_tensors
 from engines.config.stages.final import SoupStageConfig
 from engines.config.training import HardwareConfig
 from engines.jobs.merge import MERGE_DEADLINE_S
-from engines.jobs.policy.files import write_hf_files
+from engines.jobs.policy import write_hf_files
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.process.torch_setup import prepare_torch
 

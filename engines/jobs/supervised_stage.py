@@ -1,4 +1,4 @@
-"""Shared parts of jobs that train on given answers: start, ranks, the whole job."""
+"""Shared parts of the jobs that train on given answers: start, training, and the whole job."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
@@ -10,22 +10,29 @@ from engines.config.sections import SupervisedConfig
 from engines.config.stages.base import TrainingStageConfig
 from engines.controller.launch import launch_policy_group
 from engines.controller.model_worker import WorkerSpec
-from engines.controller.worker_group import WorkerGroup
 from engines.data.read.dataset import Dataset, load_dataset
 from engines.data.read.row_files import RowFile
 from engines.data.read.rows import PreferenceRow
 from engines.data.read.tokenizer import ChatTokenizer
-from engines.jobs.policy.files import HF_DIR, initial_source, policy_source, write_hf_files
-from engines.jobs.policy.stage import policy_output, policy_tokenizer, queueing, stage_progress
+from engines.jobs.policy import (
+    HF_DIR,
+    initial_source,
+    policy_output,
+    policy_source,
+    policy_tokenizer,
+    queueing,
+    stage_progress,
+    write_hf_files,
+)
 from engines.jobs.process.runtime import JobContext, JobOutput
 from engines.jobs.process.torch_setup import prepare_torch
-from engines.trainers.progress import TrainedSteps
-from engines.trainers.supervised.trainer import SupervisedStage, train_supervised
+from engines.trainers.progress import StageProgress, TrainedSteps
+from engines.trainers.supervised.trainer import SupervisedStage, Trained, train_supervised
 from engines.trainers.supervised.training_set import TrainingSet
-from engines.training.spec import POLICY, ModelSource, RoleName, RoleSpec
+from engines.training.spec import POLICY, REFERENCE, ModelSource, RoleName, RoleSpec
 from infra.errors import ConfigError
 
-Config = TypeVar("Config", bound=TrainingStageConfig)
+Rows = TypeVar("Rows", bound=TrainingSet)
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ class Start:
     tokenizer: ChatTokenizer
 
 
-def start_of(context: JobContext[Config]) -> Start:
+def start_of(context: JobContext[TrainingStageConfig]) -> Start:
     """Set up torch and find data and weights; starts no rank."""
     config = context.config
     prepare_torch(
@@ -79,67 +86,69 @@ def training_pairs(start: Start) -> RowFile[PreferenceRow]:
     return rows
 
 
-def launched(
-    context: JobContext[Config],
-    stack: ExitStack,
-    hf_dir: Path,
-    roles: Mapping[RoleName, RoleSpec],
-    training_set: TrainingSet,
-) -> WorkerGroup:
-    """Start the ranks of a stage without sampling; the stack closes them.
-
-    Raise ConfigError if the largest unit of `training_set` does not fit into a micro-batch.
-    """
-    config = context.config
-    config.training.check_unit(training_set.largest_unit, "the longest conversation or pair")
-    spec = WorkerSpec(
-        roles=roles,
-        serving_dir=hf_dir,
-        rollout=None,
-        temperature=1.0,
-        platform=config.hardware.platform,
-        device_kind=config.hardware.device_kind,
-        seed=context.spec.seed,
-    )
-    group = launch_policy_group(spec, context.attempt_dir, queueing(context, config.hardware))
-    return stack.enter_context(closing(group))
-
-
 def train_policy(
-    context: JobContext[Config],
+    context: JobContext[TrainingStageConfig],
     section: SupervisedConfig,
     rows_per_step: int,
-    training_set: Callable[[Start], TrainingSet],
+    training_set: Callable[[Start], Rows],
+    needs_reference: Callable[[Rows], bool] = lambda _: False,
 ) -> JobOutput:
-    """Run the whole job of a stage that trains a policy and needs no other model.
+    """Run the whole job of a stage that trains a policy.
 
     Args:
         rows_per_step: rows of one optimizer step, over all ranks.
         training_set: makes the training set from the start.
+        needs_reference: True if training reads the policy that the stage starts with.
     """
     config = context.config
     with ExitStack() as stack:
         with context.clock("load"):
             start = start_of(context)
-            trained_on = training_set(start)
-            policy = RoleSpec(
-                source=start.source,
-                training=config.training,
-                optimizer=section.optimizer,
-                total_num_steps=section.num_steps,
-            )
-            workers = launched(context, stack, start.hf_dir, {POLICY: policy}, trained_on)
-        progress = stage_progress(context, config.checkpoint, section.num_steps)
-        trained = train_supervised(
-            SupervisedStage.of(
-                section,
-                trained_on,
-                rows_per_step,
-                workers,
-                progress,
-                context.spec.seed,
-                config.stage,
-            )
-        )
+            rows = training_set(start)
+            roles: dict[RoleName, RoleSpec] = {
+                POLICY: RoleSpec(
+                    source=start.source,
+                    training=config.training,
+                    optimizer=section.optimizer,
+                    total_num_steps=section.num_steps,
+                )
+            }
+            if needs_reference(rows):
+                roles[REFERENCE] = RoleSpec(source=start.source, training=config.training)
+        progress, trained = train(context, stack, section, rows_per_step, rows, start, roles)
         steps = TrainedSteps(stage=config.stage, num_steps=trained.num_steps)
         return policy_output(context, progress, start.hf_dir, steps, trained.metrics)
+
+
+def train(
+    context: JobContext[TrainingStageConfig],
+    stack: ExitStack,
+    section: SupervisedConfig,
+    rows_per_step: int,
+    training_set: TrainingSet,
+    start: Start,
+    roles: Mapping[RoleName, RoleSpec],
+) -> tuple[StageProgress, Trained]:
+    """Start ranks with `roles`, which `stack` closes, and train on all steps.
+
+    Raise ConfigError if the largest unit of `training_set` does not fit into a micro-batch.
+    """
+    config, seed = context.config, context.spec.seed
+    with context.clock("load"):
+        config.training.check_unit(training_set.largest_unit, "the longest conversation or pair")
+        spec = WorkerSpec(
+            roles=roles,
+            serving_dir=start.hf_dir,
+            rollout=None,
+            temperature=1.0,
+            platform=config.hardware.platform,
+            device_kind=config.hardware.device_kind,
+            seed=seed,
+        )
+        group = launch_policy_group(spec, context.attempt_dir, queueing(context, config.hardware))
+        workers = stack.enter_context(closing(group))
+    progress = stage_progress(context, config.checkpoint, section.num_steps)
+    stage = SupervisedStage.of(
+        section, training_set, rows_per_step, workers, progress, seed, config.stage
+    )
+    return progress, train_supervised(stage)

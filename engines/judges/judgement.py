@@ -1,11 +1,12 @@
-"""Reward `judge`: the number in the text that a judge wrote about the answer.
+"""Rewards that read what a model said about an answer, and the question to a judge.
 
-Without a pattern, the last number as people write ratings: `7/10` and `7 out of 10` are 7, `1e-3`
-and `1,000` are numbers, `a scale of 1 to 10` is ignored. A range (`4-5`), a whole without a number
-before it (`seven out of 10`) and an ambiguous comma (`7,5`) give no number, since a guess would
-reward the policy. A number that follows the rating is taken for it.
+`judge_score` is reward `judge`: the number in the text that a judge wrote. Without a pattern it is
+the last number as people write ratings: `7/10` and `7 out of 10` are 7, `1e-3` and `1,000` are
+numbers, `a scale of 1 to 10` is ignored. A range (`4-5`), a whole without a number before it
+(`seven out of 10`) and an ambiguous comma (`7,5`) give no number, since a guess would reward the
+policy. A number that follows the rating is taken for it.
 
-The question to a judge: the user's Jinja template with an answer filled in.
+`model_score` is reward `model`: the score that the role `reward` gave before the call.
 """
 
 import re
@@ -31,7 +32,6 @@ _RATING = re.compile(
     rf"|(?:/|\b(?:{_WORDS})[ ]+of\b){_ARTICLES}{_OPENINGS}{_NUMBER}",
     re.IGNORECASE,
 )
-_GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?![\d,])")
 
 
 def last_rating(text: str) -> float | None:
@@ -41,12 +41,12 @@ def last_rating(text: str) -> float | None:
     if last is None or last["number"] is None or last["range"]:
         return None
     number = last["number"].replace("\u2212", "-")
-    if "," in number and not _GROUPED.match(number):
+    if "," in number and not re.match(r"[-+]?\d{1,3}(?:,\d{3})+(?![\d,])", number):
         return None
     return float(number.replace(",", ""))
 
 
-def score(
+def judge_score(
     sample: ScoreRequest,
     *,
     pattern: str | None = None,
@@ -70,8 +70,20 @@ def score(
     if number is None:
         what = "one number at its end" if pattern is None else "what pattern finds"
         raise ValueError(f"the judge wrote {sample.judgement!r}, without {what}")
-    value = number * scale
-    return {"score": value, "acc": float(value > threshold)}
+    return {"score": number * scale, "acc": float(number * scale > threshold)}
+
+
+def model_score(sample: ScoreRequest, *, threshold: float = 0.0) -> dict[str, float]:
+    """Return the reward model's number as `score`, and `acc`, 1 or 0.
+
+    Choose `threshold` from observed scores: those of a model trained on pairs have no fixed zero.
+
+    Raises:
+        ValueError: the model did not read the answer.
+    """
+    if sample.model_score is None:
+        raise ValueError("the conversation is longer than rl.reward.model.max_length")
+    return {"score": sample.model_score, "acc": float(sample.model_score > threshold)}
 
 
 def question(template: str, prompt: Sequence[Message], sample: ScoreRequest) -> str:

@@ -1,23 +1,29 @@
-"""The reward contract, and the result of scoring one sample.
+"""The reward contract: forms of a reward function, its arguments, and the result for one sample.
 
-A reward function is called with keywords, and may be `async`:
+A reward function has one of three forms, recognized by its parameters, and may be `async`:
 
-    compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)
-        -> float | {"score": float, "pred": str | None, ...}
+    text      compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)
+    sample    score(sample, **kwargs)                      with `sample` a `ScoreRequest`
+    lists     compute_score(data_sources, solution_strs, ground_truths, extra_infos, **kwargs)
 
-`engines.rewards.forms` has the other forms. Further numbers are reported next to the score. `pred`
-is the extracted answer, None if there was none; evaluation votes by it. `Unscored` is not a score
-of 0: a wrong answer earns 0, but a broken reward, a missed deadline or an unreadable ground truth
-must not train the model.
+It is called with keywords and returns a number or `{"score": float, "pred": str | None, ...}`.
+Further numbers are reported next to the score. `pred` is the extracted answer, None if there was
+none; evaluation votes by it. `text` and `lists` are those of verl's reward managers (`naive` and
+`batch`), so such functions run unchanged; `sample` also sees the sampled tokens.
+Promises: a function of any form judges one sample per call, under that sample's deadline; `lists`
+gets lists of one. Coroutines run on one event loop per process, so a client with open connections
+can be kept. A task that a sample leaves behind may not run between samples. `Unscored` is not a
+score of 0: a wrong answer earns 0, but a broken reward, a missed deadline or an unreadable ground
+truth must not train the model.
 """
 
+import asyncio
 import hashlib
+import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
-
-from engines.rewards.answers.extraction import ANSWER
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,7 +31,8 @@ if TYPE_CHECKING:
 
 ComputeScore = Callable[..., Any | Awaitable[Any]]
 
-_SHOWN_CHARACTERS = 200
+ANSWER = "pred"
+"""Key of the extracted answer in a reward function's result, as in verl's `math_dapo`."""
 _MAX_ANSWER_CHARACTERS = 1 << 14
 
 
@@ -115,9 +122,7 @@ def interpret(returned: object) -> Score | Unscored:
         if "score" not in returned:
             return Unscored("returned a mapping without 'score'")
         for name, value in returned.items():
-            number = _number(value)
-            if name in ("score", ANSWER):
-                continue
+            number = None if name in ("score", ANSWER) else _number(value)
             if number is not None and math.isfinite(number):
                 extras[str(name)] = number
         answer = _answer(returned)
@@ -133,7 +138,7 @@ def interpret(returned: object) -> Score | Unscored:
 
 def describe(error: BaseException) -> str:
     """Return one line for a reward function's exception."""
-    text = " ".join(str(error).split())[:_SHOWN_CHARACTERS]
+    text = " ".join(str(error).split())[:200]
     return f"raised {type(error).__name__}: {text}" if text else f"raised {type(error).__name__}"
 
 
@@ -144,13 +149,10 @@ def _answer(returned: Mapping[Any, object]) -> str | None:
     value = returned[ANSWER]
     if value is None:
         return ""
-    if isinstance(value, str):
-        text = value
-    else:
-        number = _number(value)
-        if number is None:
-            return None
-        text = f"{number:.17g}"
+    number = None if isinstance(value, str) else _number(value)
+    if not isinstance(value, str) and number is None:
+        return None
+    text = value if isinstance(value, str) else f"{number:.17g}"
     # A lone surrogate is valid in a str, but cannot be written to a file.
     text = text.encode("utf-8", "replace").decode("utf-8").strip()
     if len(text) <= _MAX_ANSWER_CHARACTERS:
@@ -171,3 +173,70 @@ def _number(value: object) -> float | None:
         return float(value)
     except OverflowError:
         return math.inf
+
+
+Form = Literal["text", "sample", "lists"]
+
+EVENT_LOOP = asyncio.Runner()
+"""Event loop of this process, created at its first use and ended by `close`."""
+
+
+def form_of(function: Callable[..., object]) -> Form:
+    """Return the form by the names of the parameters; `text` if they are hidden or arbitrary."""
+    try:
+        names = inspect.signature(function).parameters
+    except ValueError:
+        return "text"
+    if "sample" in names and "solution_str" not in names:
+        return "sample"
+    return "lists" if "solution_strs" in names else "text"
+
+
+def arguments(form: Form, request: ScoreRequest) -> dict[str, Any]:
+    """Return the function's keywords except its options; ValueError if tokens are missing."""
+    if form == "sample":
+        if request.tokens is None:
+            raise ValueError("the sample has no tokens; need a completion that was sampled")
+        return {"sample": request}
+    extra_info = dict(request.extra_info)
+    if request.tokens is not None:
+        extra_info.setdefault("num_turns", request.tokens.num_turns)  # as verl does
+    one = {
+        "data_source": request.data_source,
+        "solution_str": request.solution_str,
+        "ground_truth": request.ground_truth,
+        "extra_info": extra_info,
+    }
+    if form == "text":
+        return one
+    names = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+    return {name: [value] for name, value in zip(names, one.values(), strict=True)}
+
+
+def judge(
+    function: Callable[..., object], form: Form, request: ScoreRequest, kwargs: Mapping[str, Any]
+) -> Score | Unscored:
+    """Call a function once, awaiting it if needed; its exceptions are not caught."""
+    returned = function(**arguments(form, request), **kwargs)
+    if inspect.isawaitable(returned):
+        returned = EVENT_LOOP.run(_wait_for(returned))
+    return result(form, returned)
+
+
+async def _wait_for(awaitable: Awaitable[object]) -> object:
+    return await awaitable
+
+
+def result(form: Form, returned: object) -> Score | Unscored:
+    """Convert a function's return value; for `lists` a sequence of one value."""
+    if form != "lists":
+        return interpret(returned)
+    if hasattr(returned, "tolist"):
+        # An array or a tensor.
+        returned = returned.tolist()  # pyright: ignore[reportAttributeAccessIssue]
+    if not isinstance(returned, Sequence) or isinstance(returned, str | bytes):
+        kind = "None" if returned is None else f"a {type(returned).__name__}"
+        return Unscored(f"returned {kind}; need a list with one score for each sample")
+    if len(returned) != 1:
+        return Unscored(f"returned {len(returned)} scores for 1 sample")
+    return interpret(returned[0])

@@ -1,18 +1,13 @@
 """Reward `math`: 1 if the final answer equals the ground truth as mathematics, else 0.
 
 math-verify parses and compares. Its time limits use wall time, which depends on the machine's load,
-and are off. If the ground truth can be read, an answer that is too large to compare (a number of
-more than 100,000 digits, memory, depth) or needs more than `max_cpu_s` is wrong, not unscored.
-Does not promise that no wrong text is accepted: equality is undecidable.
-
-Upper bound on the number of digits of an answer, or of a part of it, if it were written out.
-
-Nothing is evaluated. Roots, sums, integrals and other expensive operations are not bounded.
-
-Limit of a computation by processor time, so that a busy machine does not change the result.
-
-Does not interrupt a single C call that checks no signals, nor code outside the main thread, where
-Python receives none; the sample's deadline applies there.
+and are off; `cpu_limit` limits the processor time instead. If the ground truth can be read, an
+answer that is too large to compare (a number of more than 100,000 digits, memory, depth) or needs
+more than `max_cpu_s` is wrong, not unscored. `max_num_digits` bounds an answer's length without
+evaluating it.
+Does not promise: that no wrong text is accepted, since equality is undecidable; a bound for roots,
+sums, integrals and other expensive operations; an interrupt of a single C call that checks no
+signals, or of code outside the main thread, where the sample's deadline applies.
 """
 
 import contextlib
@@ -28,8 +23,8 @@ from typing import Any
 from math_verify import parse, verify
 from sympy import Basic, Pow, Product, Rational, binomial, factorial, factorial2, subfactorial
 
-from engines.rewards.answers.extraction import (
-    ANSWER,
+from engines.rewards.base import ANSWER
+from engines.rewards.text_rules import (
     EXTRACTIONS,
     Extraction,
     math_form,

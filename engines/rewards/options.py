@@ -3,7 +3,7 @@
 import re
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from engines.config.base import StrictModel
 
@@ -48,17 +48,9 @@ class JudgeOptions(StrictModel):
     threshold: float = 0.5
     """An answer with a larger score counts as right in accuracies."""
 
-    @model_validator(mode="after")
-    def _check_pattern(self) -> "JudgeOptions":
-        if self.pattern is None:
-            return self
-        try:
-            groups = re.compile(self.pattern).groups
-        except re.error as error:
-            raise ValueError(f"pattern: {error}; need a regular expression") from None
-        if not groups:
+    def _check_values(self) -> None:
+        if self.pattern is not None and not _compiled(self.pattern).groups:
             raise ValueError("pattern: got one without a group; put the number in parentheses")
-        return self
 
 
 class Gsm8kOptions(StrictModel):
@@ -87,15 +79,8 @@ class FormatOptions(StrictModel):
     pattern: str | None = None
     """A regular expression that the whole completion must match; replaces the tags."""
 
-    @model_validator(mode="after")
-    def _check_pattern(self) -> "FormatOptions":
-        try:
-            re.compile(self.pattern or "")
-        except re.error as error:
-            raise ValueError(
-                f"pattern: got {self.pattern!r}; need a regular expression ({error}); repair it"
-            ) from None
-        return self
+    def _check_values(self) -> None:
+        _compiled(self.pattern or "")
 
 
 class LengthOptions(StrictModel):
@@ -108,14 +93,12 @@ class LengthOptions(StrictModel):
     shape: Literal["linear", "cosine"] = "linear"
     """How the reward falls between the two lengths."""
 
-    @model_validator(mode="after")
-    def _check_lengths(self) -> "LengthOptions":
+    def _check_values(self) -> None:
         if self.free_tokens >= self.max_tokens:
             raise ValueError(
                 f"free_tokens: got {self.free_tokens}; need less than max_tokens "
                 f"{self.max_tokens}; lower it"
             )
-        return self
 
 
 class HttpOptions(StrictModel):
@@ -131,3 +114,12 @@ class HttpOptions(StrictModel):
     """Pause in seconds before the first retry; doubles with each further one."""
     connect_timeout_s: float = Field(default=5.0, gt=0)
     """Limit in seconds to connect; the answer has until `rl.reward.timeout_s`."""
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(
+            f"pattern: got {pattern!r}; need a regular expression ({error}); repair it"
+        ) from None

@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from engines.errors import RewardError
-from engines.rewards.base import Score, ScoreRequest, Unscored
-from engines.rewards.forms import Form
+from engines.rewards.base import Form, Score, ScoreRequest, Unscored
 from engines.rewards.process import ScoringProcess, WorkerSetup
 from infra.errors import DeadlineError
 

@@ -18,12 +18,20 @@ from typing import Self
 
 from engines.config.algorithm import RewardConfig
 from engines.errors import RewardError
-from engines.rewards.base import ComputeScore, Judging, Score, ScoreRequest, Unscored, describe
-from engines.rewards.forms import Form, form_of, judge
+from engines.rewards.base import (
+    ComputeScore,
+    Form,
+    Judging,
+    Score,
+    ScoreRequest,
+    Unscored,
+    describe,
+    form_of,
+    judge,
+)
 from engines.rewards.pool import ScoringPool
-from engines.rewards.process import WorkerSetup
+from engines.rewards.process import WorkerSetup, message_of
 from engines.rewards.resolve import load, resolve
-from engines.rewards.worker import message_of
 
 
 class ScoreCache:

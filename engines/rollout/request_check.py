@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Iterable, Sequence
 
-from engines.config.plugins import image_engines, structured_output_engines
+from engines.config.plugins import IMAGES, engines_with, structured_output_engines
 from engines.errors import RolloutError
 from engines.types import RolloutRequest
 
@@ -57,7 +57,7 @@ def check_request(
         able = ", ".join(structured_output_engines()) or "none"
         problem = f"this rollout engine has no structured output; engines that have it: {able}"
     if not problem and request.images and not images:
-        able = ", ".join(image_engines()) or "none"
+        able = ", ".join(engines_with(IMAGES)) or "none"
         problem = (
             f"{len(request.images)} images, of which this engine and its model see none; engines "
             f"that show images to a model that sees: {able}"

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from engines.config.diagnosis import DiagnosisConfig
+from engines.config.recipe import DiagnosisConfig
 from engines.config.stages.final import EvaluateStageConfig
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.config.stages.supervised import SFTStageConfig

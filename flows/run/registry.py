@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from engines.config.diagnosis import DiagnosisConfig
 from engines.config.plugins import TRACKERS
-from engines.config.recipe import LocationConfig
+from engines.config.recipe import DiagnosisConfig, LocationConfig
 from engines.config.sections import PromoteConfig
 from engines.config.stages.rl import RLRoundStageConfig
 from flows.diagnosis.diagnosis import rejecting, symptoms

@@ -130,7 +130,7 @@ OVERRIDES = [
     ),
     (
         ["rl.reward.function=mixture"],
-        "rl.reward.components: got none with function mixture; need function mixture with one "
+        "rl.reward.components: got 0 with function mixture; need function mixture with one "
         "component or more, or neither",
     ),
     # RL settings that would only fail, or quietly mislead, in the job.

@@ -24,7 +24,7 @@ from engines.config.preflight_request import PreflightRequest
 from engines.config.training import HardwareConfig, LoraConfig, TrainingConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.errors import CheckpointError
-from engines.jobs.policy.files import initial_source
+from engines.jobs.policy import initial_source
 from engines.jobs.preflight.models import BYTES_PER_PARAMETER, checkpoint_bytes
 from flows.preflight import machine, preflight
 from flows.preflight.machine import check_devices, check_tracking_database, memory_shortage

@@ -1,11 +1,15 @@
-"""Rules between the parts of an RL algorithm: missing inputs and ignored settings."""
+"""Rules between the parts of an RL algorithm and for its teacher.
+
+They refuse missing inputs, ignored settings and losses without a useful gradient.
+"""
 
 from collections.abc import Mapping
 
-from engines.config.algorithm import AlgorithmConfig
-from engines.config.options import check_parts
-from engines.config.plugins import REWARDS
-from engines.config.rows import ADVANTAGES, POLICY_LOSSES
+from engines.config.algorithm import TOPK, AlgorithmConfig, DistillationConfig
+from engines.config.options import check_options, check_parts
+from engines.config.plugins import REWARDS, ROLLOUT_ENGINES, engines_with
+from engines.config.rollout import RolloutConfig
+from engines.config.rows import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
 from engines.config.rules.models import GDPO, resolved_algorithm
 from engines.config.sections import RLConfig
 from infra.errors import ConfigError
@@ -13,8 +17,7 @@ from infra.errors import ConfigError
 
 def check_sampling(rl: RLConfig) -> None:
     """Refuse sampling and schedules that would fail or mislead; raises `ConfigError`."""
-    sampling = rl.sampling
-    if sampling.temperature == 0:
+    if rl.sampling.temperature == 0:
         raise ConfigError(
             "rl.sampling.temperature", "got 0; need > 0: greedy samples of a prompt are all equal"
         )
@@ -24,23 +27,13 @@ def check_sampling(rl: RLConfig) -> None:
                 f"{path}.schedule",
                 f"got {optimizer.schedule!r}; need 'constant', for the number of rounds is open",
             )
-    _check_whole_distribution(rl)
-
-
-def _check_whole_distribution(rl: RLConfig) -> None:
-    """Refuse a cut distribution whose logprobs are compared with the trainer's.
-
-    The sampler renormalises over the kept tokens, the trainer over the whole vocabulary: equal
-    beliefs differ by the logarithm of the kept mass.
-    """
-    sampling = rl.sampling
-    structured = sampling.structured_output
-    cuts = (
-        ("top_p", sampling.top_p, 1.0, sampling.top_p < 1),
-        ("top_k", sampling.top_k, 0, sampling.top_k > 0),
-        ("structured_output", "a form", "null", structured is not None),
-    )
-    for name, got, need, cut in cuts:
+    # The sampler renormalises over the kept tokens, the trainer over the whole vocabulary: equal
+    # beliefs differ by the logarithm of the kept mass.
+    for name, got, need, cut in (
+        ("top_p", rl.sampling.top_p, 1.0, rl.sampling.top_p < 1),
+        ("top_k", rl.sampling.top_k, 0, rl.sampling.top_k > 0),
+        ("structured_output", "a form", "null", rl.sampling.structured_output is not None),
+    ):
         if cut and rl.mismatch.enable:
             raise ConfigError(
                 f"rl.sampling.{name}",
@@ -138,16 +131,24 @@ def _check_needs(rl: RLConfig) -> None:
                 f"got {algorithm.positive_nll_coef} with rl.reward.function {judged_by.name}, "
                 "which does not say whether an answer is right; need 0; or a reward that does",
             )
-    if rl.group_size == 1:
-        _check_single_answers(algorithm)
+    single = {"pf_ppo": "has no answers to choose among", "filter_groups": "is always uniform"}
+    for name, problem in single.items() if rl.group_size == 1 else ():
+        if getattr(algorithm, name).enable:
+            raise ConfigError(
+                f"rl.algorithm.{name}.enable",
+                f"got true with rl.group_size 1, where a group {problem}; need groups of 2 or "
+                "more; raise rl.group_size, or set it to false",
+            )
 
 
 def _check_columns(rl: RLConfig) -> None:
     algorithm = rl.algorithm
     made = _MADE_ALWAYS | ({"ref_logprobs"} if algorithm.needs_reference else set())
     made |= _MADE_BY_CRITIC if rl.critic else set()
-    named = ((ADVANTAGES, algorithm.adv_estimator), (POLICY_LOSSES, algorithm.loss_mode))
-    for table, part in named:
+    for table, part in (
+        (ADVANTAGES, algorithm.adv_estimator),
+        (POLICY_LOSSES, algorithm.loss_mode),
+    ):
         row = table.find(part)
         for name in sorted({*row.columns, *row.rows} - made):
             able = ", ".join(
@@ -163,30 +164,122 @@ def _check_columns(rl: RLConfig) -> None:
 
 def _check_components(algorithm: AlgorithmConfig) -> None:
     """Refuse settings that change the score but not its components, which are compared."""
-    if algorithm.use_kl_in_reward:
+    for setting, is_set, instead in (
+        ("use_kl_in_reward", algorithm.use_kl_in_reward, "use rl.algorithm.use_kl_loss"),
+        ("overlong.enable", algorithm.overlong.enable, "add a component length to rl.reward"),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"rl.algorithm.{setting}",
+                "got true with adv_estimator gdpo, which compares components of the score and "
+                f"would not see it; need false; {instead}",
+            )
+
+
+_SECTION = "rl.distillation"
+PROMPT_LOGPROBS, ANY_TEMPERATURE = "prompt_logprobs", "prompt_logprobs_at_any_temperature"
+"""Capabilities of a rollout engine."""
+
+
+def check_distillation(rl: RLConfig) -> None:
+    """Refuse a loss without a useful gradient, and ignored settings; raises `ConfigError`."""
+    section = rl.distillation
+    if section is None:
+        return
+    if section.loss != TOPK:
+        _check_estimator(rl, section)
+    if rl.learns_from_rewards:
+        return
+    algorithm = rl.algorithm
+    estimator = ADVANTAGES.find(algorithm.adv_estimator)
+    if estimator.selects:
         raise ConfigError(
-            "rl.algorithm.use_kl_in_reward",
-            "got true with adv_estimator gdpo, which compares components of the score and would "
-            "not see it; need false; use rl.algorithm.use_kl_loss",
+            ADVANTAGES.setting,
+            f"got {estimator.name}, which chooses by rewards what is trained on, with "
+            f"{_SECTION}.policy_weight 0, where nothing learns from them; need another; set it, or "
+            f"raise {_SECTION}.policy_weight",
         )
-    if algorithm.overlong.enable:
+    for setting, is_set in {
+        "rl.algorithm.use_kl_loss": algorithm.use_kl_loss,
+        "rl.algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,
+        "rl.algorithm.entropy_coeff": algorithm.entropy_coeff != 0,
+        "rl.algorithm.positive_nll_coef": algorithm.positive_nll_coef != 0,
+        "rl.algorithm.pf_ppo.enable": algorithm.pf_ppo.enable,
+        "rl.algorithm.filter_groups.enable": algorithm.filter_groups.enable,
+        "rl.critic": rl.critic is not None,
+    }.items():
+        if is_set:
+            raise ConfigError(
+                setting,
+                f"got one with {_SECTION}.policy_weight 0, where nothing learns from rewards; need "
+                f"none; remove it, or raise {_SECTION}.policy_weight",
+            )
+
+
+def _check_estimator(rl: RLConfig, section: DistillationConfig) -> None:
+    setting, loss, plain = f"{_SECTION}.loss", section.loss, section.loss.removesuffix("+")
+    # The error for an unknown name lists `topk` and the estimators.
+    if plain not in KL_ESTIMATORS.names():
         raise ConfigError(
-            "rl.algorithm.overlong.enable",
-            "got true with adv_estimator gdpo, which compares components of the score and would "
-            "not see it; need false; add a component length to rl.reward",
+            setting,
+            f"got {loss}; need {TOPK} or one of {', '.join(KL_ESTIMATORS.names())}; set one",
+        )
+    if loss == plain and KL_ESTIMATORS.find(plain).target == KL_ESTIMATORS.find("k1").target:
+        raise ConfigError(
+            setting,
+            f"got {loss}, whose gradient is 0 on average; need one with a gradient; set {loss}+, "
+            f"which has that of k2, or {TOPK}",
+        )
+    if rl.several_updates:
+        raise ConfigError(
+            setting,
+            f"got {loss} with several updates of a batch, where samples are an older policy's and "
+            f"it estimates no KL; need {TOPK}, or one update; set it, or rl.num_epochs to 1 and "
+            "rl.mini_batch_size_prompts to null",
+        )
+    for name in ("num_top", "tail"):
+        given, default = getattr(section, name), type(section).model_fields[name].default
+        if given != default:
+            raise ConfigError(
+                f"{_SECTION}.{name}",
+                f"got {given} with {_SECTION}.loss {section.loss}, which sees the sampled token "
+                f"alone and reads nothing of it; remove it, or set the loss to {TOPK}",
+            )
+
+
+def check_served_teacher(rl: RLConfig, rollout: RolloutConfig, max_length: int) -> None:
+    """Refuse served teachers that cannot return the logprobs asked for; raises `ConfigError`."""
+    if rl.distillation is None or rl.distillation.served is None:
+        return
+    setting, options = f"{_SECTION}.served", rl.distillation.served.options
+    row, temperature = ROLLOUT_ENGINES.place(rollout.engine), rl.sampling.temperature
+    if PROMPT_LOGPROBS not in row.capabilities:
+        raise ConfigError(
+            setting,
+            f"got engines of rollout.engine {row.name}, which says no logprobs of given tokens; "
+            f"need {' or '.join(engines_with(PROMPT_LOGPROBS))}; set rollout.engine to one, or "
+            "this to null",
+        )
+    if temperature != 1 and ANY_TEMPERATURE not in row.capabilities:
+        raise ConfigError(
+            setting,
+            f"got engines of rollout.engine {row.name}, which says logprobs of given tokens at "
+            f"temperature 1 alone, and rl.sampling.temperature {temperature}; need "
+            f"{' or '.join(engines_with(ANY_TEMPERATURE))}; set rollout.engine to it, "
+            "rl.sampling.temperature to 1, or this to null",
+        )
+    check_options(options, [row], f"{setting}.options")
+    needed, given = max_length + row.num_spare_tokens, options.get("max_model_len")
+    if given is not None and given < needed:
+        raise ConfigError(
+            f"{setting}.options.max_model_len",
+            f"got {given}; need {needed}, for answers that fill model.max_length {max_length}; "
+            "raise it",
         )
 
 
-def _check_single_answers(algorithm: AlgorithmConfig) -> None:
-    if algorithm.pf_ppo.enable:
-        raise ConfigError(
-            "rl.algorithm.pf_ppo.enable",
-            "got true with rl.group_size 1, where a prompt has no answers to choose among; need "
-            "groups of 2 or more; raise rl.group_size, or set it to false",
-        )
-    if algorithm.filter_groups.enable:
-        raise ConfigError(
-            "rl.algorithm.filter_groups.enable",
-            "got true with rl.group_size 1, where every group is uniform and none would be left; "
-            "need groups of 2 or more; raise rl.group_size, or set it to false",
-        )
+def num_spare_tokens(section: DistillationConfig, rollout_engine: str | None) -> int:
+    """Return the tokens of its context that a served teacher leaves free; 0 if not served."""
+    if section.served is None or rollout_engine is None:
+        return 0
+    return ROLLOUT_ENGINES.place(rollout_engine).num_spare_tokens

@@ -33,11 +33,10 @@ def check_structured_output(
     """Refuse a form that the rollout engine cannot enforce; raises `ConfigError` at `path`."""
     if form is None or ROLLOUT_ENGINES.place(rollout.engine).structured_output:
         return
-    able = " or ".join(structured_output_engines())
     raise ConfigError(
         path,
         f"rollout.engine {rollout.engine} does not support structured output; set this to null, or "
-        f"rollout.engine to {able}",
+        f"rollout.engine to {' or '.join(structured_output_engines())}",
     )
 
 
@@ -92,8 +91,9 @@ def resolved_algorithm(rl: RLConfig) -> AlgorithmConfig:
     keys = given.gdpo_reward_keys or _all_of(reward)
     _check_given(keys, reward)
     parts = reward.components
-    own = tuple(parts[key].weight if key in parts else 1.0 for key in keys)
-    weights = own if given.gdpo_reward_weights is None else given.gdpo_reward_weights
+    weights = given.gdpo_reward_weights
+    if weights is None:
+        weights = tuple(parts[key].weight if key in parts else 1.0 for key in keys)
     written = {"gdpo_reward_keys": keys, "gdpo_reward_weights": weights}
     return algorithm.model_copy(update={"options": {**algorithm.options, **written}})
 
@@ -138,8 +138,7 @@ def _check_given(keys: Sequence[str], reward: RewardConfig) -> None:
 
 def check_value_models(rl: RLConfig, training: TrainingConfig) -> None:
     """Refuse a critic or reward model that the backend cannot hold; raises `ConfigError`."""
-    asked = {"rl.critic": rl.critic, "rl.reward.model": rl.reward.model}
-    for setting, model in asked.items():
+    for setting, model in {"rl.critic": rl.critic, "rl.reward.model": rl.reward.model}.items():
         if model is not None:
             check_value_model(setting, training)
 
@@ -200,5 +199,6 @@ def check_judge(reward: RewardConfig, rollout: RolloutConfig) -> None:
         return
     section, form = "rl.reward.judge", reward.judge.sampling.structured_output
     check_structured_output(f"{section}.sampling.structured_output", form, rollout)
-    engine = ROLLOUT_ENGINES.find(rollout.engine)
-    check_options(reward.judge.options, [engine], f"{section}.options")
+    check_options(
+        reward.judge.options, [ROLLOUT_ENGINES.find(rollout.engine)], f"{section}.options"
+    )

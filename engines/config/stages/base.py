@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from engines.config.algorithm import DistillationConfig, RewardConfig
 from engines.config.backends import check_layout, job_interpreter
@@ -30,7 +30,6 @@ from engines.config.sections import (
 from engines.config.training import HardwareConfig, TrainingConfig
 from hardware.detection import create
 from hardware.platforms import repair_modules
-from infra.field_errors import to_config_error
 
 if TYPE_CHECKING:
     from engines.config.recipe import Recipe
@@ -53,9 +52,9 @@ class ExternalInput:
     is_script: bool = False
 
 
-def model_input(model: ModelConfig) -> dict[str, ExternalInput]:
+def model_input(model: ModelConfig | None) -> dict[str, ExternalInput]:
     """Return the user's model directory, if it is local."""
-    path = local_path(model.path)
+    path = local_path(model.path) if model else None
     return {"model": ExternalInput(path, "model.path")} if path else {}
 
 
@@ -109,10 +108,7 @@ class StageConfig(StrictModel):
         given = recipe.stages.get(cls.stage)
         if given is None or cls.options is None:
             return None
-        try:
-            return cls.options.model_validate(given)
-        except ValidationError as error:
-            raise to_config_error(error, cls.options, f"stages.{cls.stage}") from None
+        return cls.options.validated(given, f"stages.{cls.stage}")
 
     def inputs(self, given: Mapping[str, InputT]) -> dict[str, InputT]:
         """Select the artifacts that the job reads from those given, by name."""
@@ -171,7 +167,6 @@ class StageConfig(StrictModel):
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """Return external files and models to read, by input name; `given` names the artifacts."""
-        del given
         return {}
 
     def check(self) -> None:
@@ -218,8 +213,10 @@ class BackendStageConfig(ComputingStageConfig):
 
     def plugin_modules(self) -> tuple[str, ...]:
         """Add the modules that repair the backend on this platform."""
-        repairs = repair_modules(self.hardware.platform, self.training_backend)
-        return (*super().plugin_modules(), *repairs)
+        return (
+            *super().plugin_modules(),
+            *repair_modules(self.hardware.platform, self.training_backend),
+        )
 
 
 class TrainingStageConfig(BackendStageConfig):
@@ -243,6 +240,10 @@ class TrainingStageConfig(BackendStageConfig):
     def interpreter(self) -> Path | None:
         """Python of the training backend's job environment."""
         return job_interpreter(self.training.backend, "training.backend")
+
+    def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
+        """Return the model, if no stage before this one trained a policy."""
+        return {} if "policy" in given else model_input(self.model)
 
     def check(self) -> None:
         """Check that the backend supports the layout."""

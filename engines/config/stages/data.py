@@ -57,13 +57,11 @@ class PreprocessStageConfig(StageConfig):
         """Yield the preprocessors of the sources; for `auto`, all that it may choose."""
         for split in SOURCE_SPLITS:
             for source in getattr(self.data, split):
-                names = recognised_layouts() if source.format == AUTO else [source.format]
-                for name in names:
+                for name in recognised_layouts() if source.format == AUTO else [source.format]:
                     yield "preprocessor", name
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """Return the local sources, and the model for its tokenizer."""
-        del given
         section = f"suites.{self.of}.data" if self.of else "data"
         sources = {
             f"{SOURCE}{split}.{index}": ExternalInput(path, f"{section}.{split}.{index}.path")
@@ -71,4 +69,4 @@ class PreprocessStageConfig(StageConfig):
             for index, source in enumerate(getattr(self.data, split))
             if (path := local_path(source.path))
         }
-        return {**sources, **(model_input(self.model) if self.model else {})}
+        return {**sources, **model_input(self.model)}

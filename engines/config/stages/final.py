@@ -1,6 +1,7 @@
-"""The stages after training: merge, soup, evaluate, compare, promote."""
+"""The stages after training: merge, soup, evaluate, harness, compare, promote."""
 
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field
@@ -11,9 +12,17 @@ from engines.config.model import ModelConfig
 from engines.config.plugins import PluginKind
 from engines.config.rules.models import check_structured_output
 from engines.config.sections import EvaluationConfig, PromoteConfig
-from engines.config.stages.base import REWARD_MODEL, ExternalInput, InputT, StageConfig, model_input
-from engines.config.stages.serving import ServingStageConfig
-from engines.config.suite import suite_sections
+from engines.config.stages.base import (
+    REWARD_MODEL,
+    BackendStageConfig,
+    ExternalInput,
+    InputT,
+    StageConfig,
+    model_input,
+)
+from engines.config.stages.serving import AnsweringStageConfig, ServingStageConfig
+from engines.config.suite import HARNESSES, LM_EVAL, HarnessConfig, suite_sections
+from engines.config.training import TrainingConfig
 from infra.names import renamed_sections
 
 if TYPE_CHECKING:
@@ -106,14 +115,14 @@ class EvaluateStageConfig(ServingStageConfig):
     @classmethod
     def from_recipe(cls, recipe: "Recipe", of: str = "") -> Self:
         """Evaluate the policy of stage `of`, or the final model, on the recipe's own problems."""
-        backend = recipe.training.backend if of else None
-        return cls._asked(recipe, of, recipe.evaluation, recipe.rl.reward, backend)
+        stage = cls._asked(recipe, of, recipe.evaluation, recipe.rl.reward)
+        return stage.model_copy(update={"backend": recipe.training.backend if of else None})
 
     @classmethod
     def of_suite(cls, recipe: "Recipe", name: str) -> Self:
         """Evaluate the final model on a suite."""
         suite = recipe.suites[name]
-        stage = cls._asked(recipe, name, suite.evaluation, suite.reward or recipe.rl.reward, None)
+        stage = cls._asked(recipe, name, suite.evaluation, suite.reward or recipe.rl.reward)
         return stage.model_copy(update={"suite": name, "own_reward": suite.reward is not None})
 
     @classmethod
@@ -123,32 +132,32 @@ class EvaluateStageConfig(ServingStageConfig):
         of: str,
         evaluation: EvaluationConfig,
         reward: RewardConfig,
-        backend: str | None,
     ) -> Self:
         # The job does not see `rl.sampling`, so its values replace nulls here.
-        sampling = recipe.rl.sampling
         names = ("max_new_tokens", "stop", "stop_token_ids")
-        missing = {n: getattr(sampling, n) for n in names if getattr(evaluation, n) is None}
+        unset = [name for name in names if getattr(evaluation, name) is None]
         return cls(
             of=of,
             hardware=recipe.hardware,
             num_threads=recipe.training.num_threads,
             dtype=recipe.training.dtype,
-            backend=backend,
             model=None if recipe.trains else recipe.model.measured,
-            evaluation=evaluation.model_copy(update=missing),
+            evaluation=evaluation.model_copy(
+                update={name: getattr(recipe.rl.sampling, name) for name in unset}
+            ),
             rollout=recipe.rollout,
             reward=reward,
         )
 
     def against(self, model: ModelConfig) -> Self:
         """Return the same evaluation of the model that the final one is compared with."""
-        found = {
-            "of": f"{self.of}_{AGAINST}".lstrip("_"),
-            "model": model.measured,
-            "model_section": AGAINST,
-        }
-        return self.model_copy(update=found)
+        return self.model_copy(
+            update={
+                "of": f"{self.of}_{AGAINST}".lstrip("_"),
+                "model": model.measured,
+                "model_section": AGAINST,
+            }
+        )
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -176,8 +185,7 @@ class EvaluateStageConfig(ServingStageConfig):
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """Add the model, if no stage made it."""
         with renamed_sections(self.sections):
-            own = model_input(self.model) if self.model else {}
-            return {**super().external_inputs(given), **own}
+            return {**super().external_inputs(given), **model_input(self.model)}
 
     def check(self) -> None:
         """Check that the rollout engine supports structured output."""
@@ -224,3 +232,72 @@ class PromoteStageConfig(StageConfig):
     def from_recipe(cls, recipe: "Recipe") -> Self:
         """Read the section `promote`."""
         return cls(promote=recipe.promote)
+
+
+class HarnessStageConfig(BackendStageConfig, AnsweringStageConfig):
+    """Computes the harness's task metrics for a model loaded as a user would load it."""
+
+    stage = "harness"
+    takes = ("model",)
+    suite: Annotated[str, NotIdentity]
+    is_against: Annotated[bool, NotIdentity] = False
+    """True if the model `against` is measured instead of the final one."""
+    model: ModelConfig | None = None
+    """Model to measure, if no stage made it."""
+    harness: HarnessConfig
+    confidence: float = Field(default=0.95, gt=0, lt=1)
+    """Two-sided confidence level of intervals; in a recipe `evaluation.confidence`."""
+
+    @classmethod
+    def from_recipe(cls, recipe: "Recipe", name: str, *, is_against: bool = False) -> Self:
+        """Measure the final model, or the one `against`, on a suite."""
+        own = None if recipe.trains else recipe.model
+        model = recipe.against if is_against else own
+        return cls(
+            suite=name,
+            is_against=is_against,
+            hardware=recipe.hardware,
+            num_threads=recipe.training.num_threads,
+            dtype=recipe.training.dtype,
+            rollout=recipe.rollout,
+            model=model.measured if model else None,
+            harness=recipe.harness_suites[name],
+            confidence=recipe.evaluation.confidence,
+        )
+
+    @property
+    def label(self) -> str:
+        """`harness`, with the suite."""
+        return f"{self.stage}_{self.suite}" + ("_against" if self.is_against else "")
+
+    @property
+    def section(self) -> str:
+        """Path of the tasks in a recipe, for error messages."""
+        return f"suites.{self.suite}.harness"
+
+    @property
+    def interpreter(self) -> Path | None:
+        """Python of the harness's job environment."""
+        return HARNESSES.interpreter(LM_EVAL, self.section)
+
+    @property
+    def training(self) -> TrainingConfig:
+        """Settings of the rank that computes log-likelihoods of given texts."""
+        return TrainingConfig(num_threads=self.num_threads, dtype=self.dtype)
+
+    @property
+    def training_backend(self) -> str:
+        """Backend of that rank."""
+        return self.training.backend
+
+    def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
+        """Return the model, if no stage made it, and the user's tasks."""
+        found = model_input(self.model)
+        if self.harness.include is not None:
+            path = Path(self.harness.include)
+            found["tasks"] = ExternalInput(path, f"{self.section}.include")
+        return found
+
+    def check(self) -> None:
+        """Check that the harness is installed."""
+        HARNESSES.find(LM_EVAL, self.section)

@@ -14,14 +14,19 @@ from engines.config.plugins import (
     is_embedded,
 )
 from engines.config.rollout import RolloutConfig
-from engines.config.rules.algorithm import check_algorithm, check_critic, check_sampling
+from engines.config.rules.algorithm import (
+    check_algorithm,
+    check_critic,
+    check_distillation,
+    check_sampling,
+    check_served_teacher,
+)
 from engines.config.rules.batches import (
     check_answer_length,
     check_average,
     check_divides,
     check_rl_order,
 )
-from engines.config.rules.distillation import check_distillation, check_served_teacher
 from engines.config.rules.models import (
     check_judge,
     check_reward_models,

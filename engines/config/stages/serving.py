@@ -79,13 +79,11 @@ class ServingStageConfig(BackendStageConfig, AnsweringStageConfig):
 
     def serving_values(self) -> dict[str, Any]:
         """Return the part of `identity_values` about serving the model, without the reward."""
-        values = self.identity_values()
         names = ("hardware", "backend", "num_threads", "dtype", "rollout", "model")
-        return {name: values[name] for name in names if name in values}
+        return {name: value for name, value in self.identity_values().items() if name in names}
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """Return the files and models of the reward."""
-        del given
         return reward_inputs(self.reward)
 
     def check(self) -> None:

@@ -1,6 +1,6 @@
 """The stages that train on given answers: SFT, reward model, preferences."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field
@@ -21,7 +21,7 @@ from engines.config.sections import (
     RewardTrainingConfig,
     SFTConfig,
 )
-from engines.config.stages.base import ExternalInput, TrainingStageConfig, model_input
+from engines.config.stages.base import TrainingStageConfig
 
 if TYPE_CHECKING:
     from engines.config.recipe import Recipe
@@ -51,11 +51,6 @@ class SFTStageConfig(TrainingStageConfig):
     def rows(self) -> tuple[str, ...]:
         """Conversations."""
         return ("sft",)
-
-    def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
-        """The model."""
-        del given
-        return model_input(self.model)
 
     def check(self) -> None:
         """Check batch size, weight averages and the order."""
@@ -94,10 +89,6 @@ class RewardModelStageConfig(TrainingStageConfig):
     def rows(self) -> tuple[str, ...]:
         """Pairs."""
         return ("preference",)
-
-    def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
-        """The model, if no stage before this one trained a policy."""
-        return {} if "policy" in given else model_input(self.model)
 
     def check(self) -> None:
         """Add the rules of reward models."""
@@ -144,10 +135,6 @@ class PreferenceStageConfig(TrainingStageConfig):
         """Add the loss."""
         yield from super().plugins()
         yield "preference_loss", self.preference.loss
-
-    def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
-        """The model, if no stage before this one trained a policy."""
-        return {} if "policy" in given else model_input(self.model)
 
     def check(self) -> None:
         """Add the rules of preference training."""

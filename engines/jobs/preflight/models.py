@@ -1,17 +1,12 @@
-"""Checks the model that a recipe starts from: files, adapter, vocabulary, context.
+"""Checks the local models of a recipe by their headers and JSON; reads no weights.
 
-Promises: only headers and JSON are read, no weights.
-
-Checks from `config.json` that the engines of a recipe support its local models.
-
+Policies and models to compare with: files, adapter, vocabulary, context. Reward models, judges and
+teachers: also their chat template, with one prompt. All: whether the engines support them.
 Promises: what is refused here the engine itself would refuse, by the same function, or compute
 wrongly. Does not promise that an engine accepts every other model.
-
-Checks the other models of a recipe: compared, reward, judge and teacher.
-
-Each local model is checked by its headers, and its chat template with one prompt.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,12 +29,13 @@ from engines.config.model import (
 )
 from engines.config.plugins import ROLLOUT_ENGINES
 from engines.config.preflight_request import PreflightRequest
-from engines.config.rules.distillation import num_spare_tokens
+from engines.config.rules.algorithm import num_spare_tokens
 from engines.config.training import LoraConfig, TrainingConfig
+from engines.data.read.chat import render_prompts
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer, check_vocabulary, text_config
-from engines.jobs.preflight.rows import look_at_prompt, perfect_answer
 from engines.judges.judgement import question
+from engines.rewards.base import SampledTokens, ScoreRequest
 from engines.training.vision_support import check_vision
 from infra.errors import ConfigError
 from infra.names import renamed_sections
@@ -85,7 +81,6 @@ def _load(row: Row, target: str, setting: str) -> Any:
     return load_row(Row(name=f"{row.name} (models)", target=target, owner=row.owner), setting)
 
 
-_LINEAR_SUFFIX = ".weight"
 BYTES_PER_PARAMETER = 12
 """Checkpoint bytes per parameter: weight and two optimizer moments in float32."""
 BYTES_OF_AVERAGE = 4
@@ -94,10 +89,9 @@ BYTES_OF_AVERAGE = 4
 
 def look_at_policy(at: PreflightRequest) -> DirectoryTokenizer | None:
     """Check that the engines support the model, and return its tokenizer as `look_at_model`."""
-    training = at.training if at.trains else None
     lora = at.training.lora if at.training else None
     tokenizer = look_at_model(at.model, lora, trains=at.trains)
-    look_at_training(at.model.path, training)
+    look_at_training(at.model.path, at.training if at.trains else None)
     look_at_stop_tokens(at)
     look_at_rollout(at.model.path, at.rollout_engine)
     return tokenizer
@@ -121,10 +115,22 @@ def look_at_model(
     check_model_directory(directory, max_length=model.max_length if trains else None)
     names = stored_tensor_names(directory)
     if lora is not None and lora.target_modules != "all-linear":
-        _check_targets(names, lora.target_modules)
+        linear = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+        modules = sorted({name.rpartition(".")[2] for name in linear})
+        for target in lora.target_modules:
+            if target not in modules:
+                raise ConfigError(
+                    "training.lora.target_modules",
+                    f"got {target!r}; the model has no such module; need some of: "
+                    f"{', '.join(modules)}",
+                )
+    return _checked_tokenizer(directory, model.chat_template)
+
+
+def _checked_tokenizer(directory: Path, chat_template: str | None) -> DirectoryTokenizer | None:
     if not (directory / "tokenizer.json").exists():
         return None
-    tokenizer = DirectoryTokenizer.load(directory, model.chat_template)
+    tokenizer = DirectoryTokenizer.load(directory, chat_template)
     check_vocabulary(directory, tokenizer.max_token_id + 1)
     return tokenizer
 
@@ -144,8 +150,7 @@ def look_at_stop_tokens(at: PreflightRequest) -> None:
 
 def look_at_answers(at: PreflightRequest) -> None:
     """Raise a ConfigError if a model that is only evaluated has no room for a suite's answers."""
-    measured = [at.against] if at.trains else [at.model, at.against]
-    for model in measured:
+    for model in [at.against] if at.trains else [at.model, at.against]:
         directory = local_path(model.path) if model else None
         context = stated_context(directory) if directory else None
         for setting, max_new_tokens in at.answer_lengths.items():
@@ -166,23 +171,8 @@ def checkpoint_bytes(at: PreflightRequest) -> int | None:
     has_adapter = at.training is not None and at.training.lora is not None
     if directory is None or has_adapter or not at.trains:
         return None
-    bytes_each = BYTES_PER_PARAMETER + (BYTES_OF_AVERAGE if at.averages else 0)
-    return num_parameters(directory) * bytes_each
-
-
-def _check_targets(names: list[str], targets: tuple[str, ...]) -> None:
-    modules = {
-        name.removesuffix(_LINEAR_SUFFIX).rpartition(".")[2]
-        for name in names
-        if name.endswith(_LINEAR_SUFFIX)
-    }
-    missing = [target for target in targets if target not in modules]
-    if missing:
-        raise ConfigError(
-            "training.lora.target_modules",
-            f"got {missing[0]!r}; the model has no such module; need some of: "
-            f"{', '.join(sorted(modules))}",
-        )
+    average = BYTES_OF_AVERAGE if at.averages else 0
+    return num_parameters(directory) * (BYTES_PER_PARAMETER + average)
 
 
 REWARD_MODEL_SECTION, JUDGE_SECTION = "rl.reward.model", "rl.reward.judge"
@@ -250,13 +240,31 @@ def _look_at_judging(
         return
     with renamed_sections({"model": section}):
         check(directory, max_length=model.max_length)
-        _look_at_template(directory, model.chat_template, row)
+        tokenizer = _checked_tokenizer(directory, model.chat_template)
+        if tokenizer is not None and row is not None:
+            look_at_prompt(row, tokenizer)
 
 
-def _look_at_template(directory: Path, chat_template: str | None, row: RLRow | None) -> None:
-    if not (directory / "tokenizer.json").exists():
-        return
-    tokenizer = DirectoryTokenizer.load(directory, chat_template)
-    check_vocabulary(directory, tokenizer.max_token_id + 1)
-    if row is not None:
-        look_at_prompt(row, tokenizer)
+def look_at_prompt(row: RLRow, tokenizer: DirectoryTokenizer) -> None:
+    """Raise a ConfigError if the chat template renders a prompt to no tokens."""
+    if not render_prompts(tokenizer, [row.prompt])[0]:
+        raise ConfigError(
+            "model.chat_template",
+            "renders the first prompt to 0 tokens; need a template that writes the messages; set "
+            "model.chat_template",
+        )
+
+
+def perfect_answer(row: RLRow | None) -> ScoreRequest:
+    """Return a request whose answer is the ground truth, with made-up scores of the models."""
+    truth = row.reward_model.ground_truth if row else ""
+    return ScoreRequest(
+        data_source=row.data_source if row else "preflight",
+        solution_str=truth if isinstance(truth, str) else json.dumps(truth),
+        ground_truth=truth,
+        extra_info=row.extra_info if row else {},
+        # The text was not sampled: a reward that reads tokens gets one dummy token.
+        tokens=SampledTokens((0,), (0,), (0.0,), "stop"),
+        model_score=0.0,
+        judgement="0",
+    )

@@ -31,9 +31,7 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 import psutil
-from pydantic import ValidationError
 
-from engines.config.base import StrictModel
 from engines.config.stages.base import Runtime, StageConfig
 from engines.jobs.process.failure_messages import job_problem
 from engines.trainers.step_timer import PHASE_NOTE, PhaseClock
@@ -46,7 +44,6 @@ from infra.errors import (
     PipelineError,
     StoreError,
 )
-from infra.field_errors import to_config_error
 from infra.host.stacks import ask_for_stacks
 from infra.identity.fingerprint import (
     next_fingerprint,
@@ -69,7 +66,7 @@ LOAD_DEADLINE_S = 3600.0
 PUBLISH_DEADLINE_S = 7200.0
 """Time without progress after which publishing (or loading, above) counts as hanging."""
 
-Config = TypeVar("Config", bound=StageConfig)
+Config = TypeVar("Config", bound=StageConfig, covariant=True)
 
 logger = logging.getLogger(__name__)
 
@@ -211,9 +208,9 @@ def _run(
     began_at: float,
 ) -> StageSpec | None:
     """Run a job from its specification to the commit of its output; return a claimed stage."""
-    config = _validate(config_type, spec.config, "config")
+    config = config_type.validated(spec.config, "config")
     config.check()
-    runtime = _validate(Runtime, spec.runtime, "runtime")
+    runtime = Runtime.validated(spec.runtime, "runtime")
     refuse_changed_code(spec.sources, spec.libraries)
     if (replicas := config.rollout_interpreter) is not None:
         refuse_other_libraries(spec.rollout_libraries, replicas, "the rollout replicas")
@@ -384,16 +381,6 @@ def _read_arguments(argv: list[str]) -> tuple[Storage, str, int]:
     if len(argv) != 4 or not argv[3].isdigit():
         raise ConfigError("argv", f"got {argv[1:]}; need STORE FINGERPRINT ATTEMPT")
     return open_storage(argv[1]), argv[2], int(argv[3])
-
-
-Model = TypeVar("Model", bound=StrictModel)
-
-
-def _validate(schema: type[Model], values: object, path: str) -> Model:
-    try:
-        return schema.model_validate(values)
-    except ValidationError as error:
-        raise to_config_error(error, schema, path) from None
 
 
 def _terminate(signum: int, frame: object) -> NoReturn:

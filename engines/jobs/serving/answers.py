@@ -15,12 +15,12 @@ import shutil
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from engines.config.plugins import PluginKind, named_rows, plugin_modules
+from engines.config.plugins import named_rows, plugin_modules
 from engines.config.stages.serving import ServingStageConfig
 from engines.jobs.process.runtime import JobContext
 from engines.types import Completion, RolloutRequest
@@ -36,7 +36,6 @@ from infra.store.storage import Storage
 ANSWERS = "answers"
 _FILE = "answers.parquet"
 _SCHEMA_VERSION = 1
-_JUDGES: tuple[PluginKind, ...] = ("reward",)
 _MODELS = ("policy", "model")
 """Input names of the evaluated model."""
 SAMPLING_CODE = ("engines.jobs.serving.model", "engines.jobs.process.torch_setup")
@@ -52,7 +51,6 @@ _SCHEMA = pa.schema(
     ]
 )
 
-Config = TypeVar("Config", bound=ServingStageConfig)
 Generate = Callable[[Sequence[RolloutRequest]], list[list[Completion]]]
 
 _log = logging.getLogger(__name__)
@@ -65,7 +63,7 @@ class KeptAnswers:
     found or stored, because other clients may join the engine's batches.
     """
 
-    def __init__(self, context: JobContext[Config], generate: Generate) -> None:
+    def __init__(self, context: JobContext[ServingStageConfig], generate: Generate) -> None:
         self._context = context
         self._generate = generate
         self._repeats = not context.config.rollout.openai_endpoint
@@ -79,18 +77,16 @@ class KeptAnswers:
         """Return the completions by request and seed."""
         asked = [identity_values(request) for request in requests]
         fingerprint = sha256_json({**self._identity, "requests": sha256_json(asked)})
-        found = None
-        if self._finds:
-            found = find_answers(self._context.storage, fingerprint, requests)
+        storage = self._context.storage
+        found = find_answers(storage, fingerprint, requests) if self._finds else None
         if found is not None:
             self.num_found += sum(map(len, found))
             return found
         answers = self._generate(requests)
         self.num_sampled += sum(map(len, answers))
-        if not self._repeats:
-            return answers
         try:
-            self._keep(fingerprint, answers)
+            if self._repeats:
+                self._keep(fingerprint, answers)
         except (PipelineError, OSError) as error:
             _log.warning("answers are not kept for another evaluation: %s", error)
         return answers
@@ -129,19 +125,18 @@ def identity_values(request: RolloutRequest) -> dict[str, Any]:
     return values | {"images": [hashlib.sha256(data).hexdigest() for data in request.images]}
 
 
-def sampling_identity(context: JobContext[Config]) -> dict[str, Any]:
+def sampling_identity(context: JobContext[ServingStageConfig]) -> dict[str, Any]:
     """Return what the answers of a stage depend on, besides the requests, as JSON values."""
     spec, config = context.spec, context.config
-    parts = [part for part in config.plugins() if part[0] not in _JUDGES]
-    judging = plugin_modules([part for part in config.plugins() if part[0] in _JUDGES])
+    parts = [part for part in config.plugins() if part[0] != "reward"]
+    judging = plugin_modules([part for part in config.plugins() if part[0] == "reward"])
     roots = [*SAMPLING_CODE, *(m for m in config.plugin_modules() if m not in judging)]
-    reached = source_closure(roots, counts=spec.sources.__contains__)
     return {
         "part": ANSWERS,
         "schema": _SCHEMA_VERSION,
         "config": config.serving_values(),
         "model": {name: spec.inputs[name].digest for name in _MODELS if name in spec.inputs},
-        "sources": reached,
+        "sources": source_closure(roots, counts=spec.sources.__contains__),
         "parts": [row.counted for row in named_rows(parts)],
         "outside": outside_code(named_rows(parts)),
         "libraries": {**spec.libraries},
@@ -171,29 +166,11 @@ def find_answers(
 def write_answers(answers: Sequence[Sequence[Completion]], path: Path) -> None:
     """Write completions as parquet; equal completions give equal bytes per pyarrow version."""
     samples = [each for of_request in answers for each in of_request]
-    columns = [
-        [each.request_id for each in samples],
-        [each.sample_index for each in samples],
-        [each.token_ids for each in samples],
-        [each.logprobs for each in samples],
-        [each.policy_versions for each in samples],
-        [each.finish_reason for each in samples],
-    ]
-    arrays = [pa.array(values, of.type) for values, of in zip(columns, _SCHEMA, strict=True)]
-    table = pa.Table.from_arrays(arrays, schema=_SCHEMA)
+    columns = {name: [getattr(each, name) for each in samples] for name in _SCHEMA.names}
+    table = pa.table(columns, schema=_SCHEMA)
     pq.write_table(table, path, compression="zstd", store_schema=False)
 
 
 def read_answers(path: Path) -> list[Completion]:
     """Return the completions of a file of `write_answers`, in order."""
-    return [
-        Completion(
-            request_id=row["request_id"],
-            sample_index=row["sample_index"],
-            token_ids=row["token_ids"],
-            logprobs=row["logprobs"],
-            policy_versions=row["policy_versions"],
-            finish_reason=row["finish_reason"],
-        )
-        for row in pq.read_table(path, schema=_SCHEMA).to_pylist()
-    ]
+    return [Completion(**row) for row in pq.read_table(path, schema=_SCHEMA).to_pylist()]

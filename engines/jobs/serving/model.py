@@ -2,8 +2,6 @@
 
 Promises: a policy is read from its committed checkpoint, with any backend and number of ranks, so
 it scores like the model merged from it; no weight is read before the first request.
-
-Start of a stage that serves a model: sets up torch and finds the model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +9,6 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -25,7 +22,7 @@ from engines.config.model import ModelConfig
 from engines.config.stages.serving import AnsweringStageConfig
 from engines.controller.launch import LaunchedModel
 from engines.controller.replica import ReplicaSpec
-from engines.jobs.policy.files import HF_DIR, trained_steps, write_hf_files
+from engines.jobs.policy import HF_DIR, trained_steps, write_hf_files
 from engines.jobs.process.runtime import JobContext
 from engines.jobs.process.torch_setup import prepare_torch
 from engines.rollout.service import RolloutService
@@ -61,30 +58,6 @@ class ServedModel:
                 "max_position_embeddings in its config.json; add it",
             )
         return length
-
-
-def served_policy(policy_dir: Path) -> ServedModel:
-    """Return a `policy` artifact, read from its checkpoint."""
-    weights = partial(policy_weights, policy_dir)
-    num_steps = trained_steps(policy_dir).num_steps
-    return ServedModel(policy_dir / HF_DIR, weights, num_steps=num_steps)
-
-
-def served_directory(model_dir: Path) -> ServedModel:
-    """Return a Hugging Face directory that a stage wrote."""
-    check_model_directory(model_dir)
-    return ServedModel(model_dir, partial(stored_tensors, model_dir), model_dir)
-
-
-def served_foreign(model: ModelConfig, given: Path | None, serving_dir: Path) -> ServedModel:
-    """Return a model that no stage made, `given` as a local directory or found on the hub.
-
-    `serving_dir` gets its configuration and tokenizer, with every token that ends an answer.
-    """
-    model_dir = given or resolve_model(model, max_length=None)
-    check_model_directory(model_dir)
-    write_hf_files(model_dir, serving_dir, model.chat_template)
-    return ServedModel(serving_dir, partial(stored_tensors, model_dir), model_dir)
 
 
 def replica_of(config: AnsweringStageConfig, served: ServedModel, log_dir: Path) -> ReplicaSpec:
@@ -136,13 +109,13 @@ class ServedOnDemand:
         return rows
 
 
-Config = TypeVar("Config", bound=AnsweringStageConfig)
+def load_served(
+    context: JobContext[AnsweringStageConfig], foreign: ModelConfig | None = None
+) -> ServedModel:
+    """Set up torch and return the input `policy`, else the `foreign` model, else the input `model`.
 
-
-def load_served(context: JobContext[Config], foreign: ModelConfig | None = None) -> ServedModel:
-    """Return the input `policy`, else the `foreign` model, else the input `model`.
-
-    A foreign model is one that no stage made.
+    A foreign model is one that no stage made, as the input `model` or found on the hub. Its
+    configuration and tokenizer are copied, with every token that ends an answer.
     """
     config = context.config
     prepare_torch(
@@ -150,8 +123,15 @@ def load_served(context: JobContext[Config], foreign: ModelConfig | None = None)
     )
     policy_dir = context.optional_input("policy")
     if policy_dir is not None:
-        return served_policy(policy_dir)
-    if foreign is not None:
+        weights = partial(policy_weights, policy_dir)
+        num_steps = trained_steps(policy_dir).num_steps
+        return ServedModel(policy_dir / HF_DIR, weights, num_steps=num_steps)
+    if foreign is None:
+        model_dir = serving_dir = context.input("model")
+    else:
+        model_dir = context.optional_input("model") or resolve_model(foreign, max_length=None)
         serving_dir = context.attempt_dir / HF_DIR
-        return served_foreign(foreign, context.optional_input("model"), serving_dir)
-    return served_directory(context.input("model"))
+    check_model_directory(model_dir)
+    if foreign is not None:
+        write_hf_files(model_dir, serving_dir, foreign.chat_template)
+    return ServedModel(serving_dir, partial(stored_tensors, model_dir), model_dir)

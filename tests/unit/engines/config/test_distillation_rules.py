@@ -7,8 +7,8 @@ from pydantic import ValidationError
 
 from engines.config.plugins import ROLLOUT_ENGINES, register_plugin
 from engines.config.rollout import RolloutConfig
-from engines.config.rules.algorithm import check_algorithm
-from engines.config.rules.distillation import (
+from engines.config.rules.algorithm import (
+    check_algorithm,
     check_distillation,
     check_served_teacher,
     num_spare_tokens,

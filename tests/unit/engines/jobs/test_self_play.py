@@ -124,12 +124,11 @@ class Lab:
                 for request in requests
             ]
 
-        serving = SimpleNamespace(generate=generate, scorer=scorer)
         for name, stub in {
             "RewardScorer": lambda _: nullcontext(),
             "load_served": lambda _: SimpleNamespace(hf_dir=self.directory / "hf"),
             "load_dataset": Dataset,
-            "serve": lambda *_: serving,
+            "serve": lambda *_: (SimpleNamespace(generate=generate), scorer),
             "KeptAnswers": lambda _, asks: asks,
         }.items():
             monkeypatch.setattr(job, name, stub)

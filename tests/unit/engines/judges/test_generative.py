@@ -17,10 +17,10 @@ from engines.controller.replica import ReplicaSpec
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.rows import Message
 from engines.data.read.tokenizer import DirectoryTokenizer
-from engines.jobs.policy.files import write_hf_files
-from engines.jobs.serving.judges import question_seed
+from engines.jobs.policy import write_hf_files
+from engines.jobs.serving.frozen_models import question_seed
 from engines.judges.asking import GenerativeJudge
-from engines.judges.judgement import question, score
+from engines.judges.judgement import judge_score, question
 from engines.rewards.base import ScoreRequest
 from engines.rollout.service import RolloutService
 from engines.trainers.prompts import sampling_params
@@ -136,14 +136,14 @@ def test_a_judgement_without_its_end_is_none(model_dir: Path, reason: str) -> No
     ],
 )
 def test_the_last_number_is_the_score(written, options, expected) -> None:
-    found = score(ScoreRequest("s", "a", "g", judgement=written), **options)
+    found = judge_score(ScoreRequest("s", "a", "g", judgement=written), **options)
     assert (found["score"], found["acc"]) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("written", [None, "no number"])
 def test_what_says_no_number_is_unscored(written: str | None) -> None:
     with pytest.raises(ValueError, match="judge"):
-        score(ScoreRequest("s", "a", "g", judgement=written))
+        judge_score(ScoreRequest("s", "a", "g", judgement=written))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.judges.judgement import last_rating, score
+from engines.judges.judgement import judge_score, last_rating
 from engines.rewards.base import ScoreRequest
 
 
@@ -85,7 +85,7 @@ def test_a_number_is_read_as_it_is_written(written: str, number: float) -> None:
 def test_what_could_be_two_numbers_or_none_is_unread(written: str) -> None:
     assert last_rating(written) is None
     with pytest.raises(ValueError, match="the judge wrote"):
-        score(ScoreRequest("s", "a", "g", judgement=written))
+        judge_score(ScoreRequest("s", "a", "g", judgement=written))
 
 
 WHOLES = ["/", " / ", " out of ", " of ", " out of a possible ", " of the ", " out of at most "]
@@ -108,4 +108,4 @@ def test_any_text_is_read_or_not(written: str) -> None:
 
 def test_a_pattern_of_the_recipe_says_where_the_number_stands() -> None:
     sample = ScoreRequest("s", "a", "g", judgement="Score: 4-5, so (4)")
-    assert score(sample, pattern=r"Score: (\d)") == {"score": 4.0, "acc": 1.0}
+    assert judge_score(sample, pattern=r"Score: (\d)") == {"score": 4.0, "acc": 1.0}

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engines.config.algorithm import RewardConfig
-from engines.rewards.base import SampledTokens, Score, ScoreRequest, Unscored
-from engines.rewards.forms import Form
+from engines.rewards.base import Form, SampledTokens, Score, ScoreRequest, Unscored
 from engines.rewards.scorer import CachedJudging, JudgingHere, RewardScorer, ScoreCache
 
 

@@ -5,7 +5,7 @@ import pytest
 from engines.config.algorithm import RewardConfig
 from engines.config.options import check_reward
 from engines.rewards.base import SampledTokens, ScoreRequest
-from engines.rewards.format import compute_score, score
+from engines.rewards.text_rules import length, required_form
 from infra.errors import ConfigError
 
 
@@ -25,12 +25,12 @@ from infra.errors import ConfigError
     ],
 )
 def test_tags(text: str, value: float) -> None:
-    assert compute_score("d", text, None) == value
+    assert required_form("d", text, None) == value
 
 
 def test_a_pattern_is_matched_by_all_of_it() -> None:
-    assert compute_score("d", "a\nb: 5", None, pattern=r".*: \d+") == 1.0
-    assert compute_score("d", "a: 5 eggs", None, pattern=r".*: \d+") == 0.0
+    assert required_form("d", "a\nb: 5", None, pattern=r".*: \d+") == 1.0
+    assert required_form("d", "a: 5 eggs", None, pattern=r".*: \d+") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,8 @@ def test_lengths(num_tokens: int, linear: float, cosine: float) -> None:
     """Free 4, limit 12: 6 tokens are a quarter of the way, (1 + cos 45 degrees) / 2."""
     ids = tuple(range(num_tokens))
     sample = ScoreRequest("d", "", "", tokens=SampledTokens((), ids, (0.0,) * num_tokens, "stop"))
-    assert score(sample, max_tokens=12, free_tokens=4) == linear
-    found = score(sample, max_tokens=12, free_tokens=4, shape="cosine")
+    assert length(sample, max_tokens=12, free_tokens=4) == linear
+    found = length(sample, max_tokens=12, free_tokens=4, shape="cosine")
     assert found == pytest.approx(cosine)
 
 

@@ -6,8 +6,16 @@ import numpy as np
 import pytest
 
 from engines.config.algorithm import RewardConfig
-from engines.rewards.base import SampledTokens, Score, ScoreRequest, Unscored
-from engines.rewards.forms import Form, arguments, form_of, result
+from engines.rewards.base import (
+    Form,
+    SampledTokens,
+    Score,
+    ScoreRequest,
+    Unscored,
+    arguments,
+    form_of,
+    result,
+)
 from engines.rewards.scorer import RewardScorer
 
 REQUEST = ScoreRequest(

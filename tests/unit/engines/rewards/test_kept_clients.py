@@ -132,7 +132,7 @@ def test_a_task_that_cannot_be_cancelled_does_not_keep_the_process(
     [child] = [
         each
         for each in psutil.Process(os.getpid()).children()
-        if "engines.rewards.worker" in each.cmdline()
+        if "engines.rewards.process" in each.cmdline()
     ]
     pool._processes[0]._stdin.close()
     child.wait(timeout=60)

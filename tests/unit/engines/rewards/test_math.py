@@ -2,8 +2,8 @@
 
 import pytest
 
-from engines.rewards.answers.extraction import Extraction
 from engines.rewards.math import compute_score
+from engines.rewards.text_rules import Extraction
 
 RIGHT = [
     ("so \\boxed{\\frac{1}{2}}", "0.5"),

@@ -9,8 +9,7 @@ from pydantic import ValidationError
 from engines.config.algorithm import RewardConfig
 from engines.errors import RewardError
 from engines.rewards.base import SampledTokens, Score, ScoreRequest, Unscored
-from engines.rewards.mixture import check_data_sources
-from engines.rewards.resolve import resolve
+from engines.rewards.resolve import check_data_sources, resolve
 from engines.rewards.scorer import RewardScorer
 from infra.errors import ConfigError, UnknownPluginError
 
@@ -105,8 +104,8 @@ def test_rows_without_a_route_are_refused_before_they_cost_anything(own: Path) -
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"components": {}}, "components: got none with function mixture"),
-        ({"function": "exact"}, "components: got components with function exact"),
+        ({"components": {}}, "components: got 0 with function mixture"),
+        ({"function": "exact"}, "components: got 2 with function exact"),
         ({"routes": {"a": ["wrong"]}}, "none is called 'wrong'; need one of right, short"),
         ({"accuracy": ["nobody"]}, "none is called 'nobody'"),
         ({"accuracy": []}, "accuracy: got none; need one of right, short, which judge"),

@@ -66,7 +66,7 @@ def test_load(tmp_path: Path) -> None:
     path = tmp_path / "two.py"
     path.write_text("def f(**kwargs): return 2.0\n", encoding="utf-8")
     assert load(f"{path}:f")() == 2.0
-    found = load("engines.rewards.exact:compute_score")("d", "1", "1")
+    found = load("engines.rewards.text_rules:exact")("d", "1", "1")
     assert found == {"score": 1.0, "pred": "1"}
 
 

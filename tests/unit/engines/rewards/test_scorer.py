@@ -10,11 +10,11 @@ import pytest
 
 from engines.config.algorithm import RewardConfig
 from engines.errors import RewardError
-from engines.rewards import exact
 from engines.rewards import scorer as scorer_module
+from engines.rewards import text_rules
 from engines.rewards.base import Score, ScoreRequest, Unscored
-from engines.rewards.exact import compute_score
 from engines.rewards.scorer import RewardScorer, check_unscored
+from engines.rewards.text_rules import exact
 
 
 def test_exact_scores_in_this_process_with_one_call_a_sample(
@@ -24,9 +24,9 @@ def test_exact_scores_in_this_process_with_one_call_a_sample(
 
     def counted(data_source: str, solution_str: str, *arguments: Any, **kwargs: Any) -> Any:
         calls.append((data_source, solution_str))
-        return compute_score(data_source, solution_str, *arguments, **kwargs)
+        return exact(data_source, solution_str, *arguments, **kwargs)
 
-    monkeypatch.setattr(exact, "compute_score", functools.wraps(compute_score)(counted))
+    monkeypatch.setattr(text_rules, "exact", functools.wraps(exact)(counted))
     monkeypatch.setattr(subprocess, "Popen", None)
     requests = [ScoreRequest("arithmetic/add", str(i % 7), "3") for i in range(512)]
     with RewardScorer(RewardConfig(function="exact", cache_size=0)) as scorer:

@@ -18,7 +18,7 @@ from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.jobs.preflight.models import look_at_reward_model
-from engines.jobs.serving.judges import asked_judges
+from engines.jobs.serving.frozen_models import asked_judges
 from engines.judges.asking import Judges, RewardModelJudge
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.scoring import CompletionScorer

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from engines.config.diagnosis import DiagnosisConfig, RoundSymptom
+from engines.config.recipe import DiagnosisConfig, RoundSymptom
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.config.stages.supervised import SFTStageConfig
 from flows.diagnosis import rules

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.config.diagnosis import DiagnosisConfig
+from engines.config.recipe import DiagnosisConfig
 from engines.config.rollout import RolloutConfig
 from engines.config.stages.data import PreprocessStageConfig
 from engines.config.stages.final import MergeStageConfig

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from engines.config.stages.final import CompareStageConfig
-from engines.config.stages.harness import HarnessStageConfig
+from engines.config.stages.final import CompareStageConfig, HarnessStageConfig
 from engines.config.training import HardwareConfig
 from flows.plan import Planner
 from flows.preflight.resolve import request_of

@@ -70,7 +70,7 @@ def test_a_copy_is_what_was_planned_or_refused(script: Path, tmp_path: Path) -> 
 
 def test_modules_of_this_project_are_named(script: Path) -> None:
     with (script.parent / "rules/signs.py").open("a", encoding="utf-8") as file:
-        file.write("def g():\n    from engines.rewards.exact import compute_score\n")
+        file.write("def g():\n    from engines.rewards.text_rules import exact\n")
     with script.open("a", encoding="utf-8") as file:
         file.write("import infra.nothing_of_this_name\nimport engines.rewards.base as base\n")
-    assert project_modules(script) == {"engines.rewards.exact", "engines.rewards.base"}
+    assert project_modules(script) == {"engines.rewards.text_rules", "engines.rewards.base"}

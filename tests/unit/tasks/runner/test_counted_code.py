@@ -25,7 +25,7 @@ def test_plugins_that_are_loaded_by_name_count_as_sources(tmp_path: Path) -> Non
     for module in (
         "engines.training.backends.fsdp.engine",
         "engines.rollout.transformers.engine",
-        "engines.rewards.exact",
+        "engines.rewards.text_rules",
         "engines.algorithms.advantages.group_relative",
     ):
         assert module in closure

@@ -18,8 +18,7 @@ from engines.config.model import ModelConfig, TokenizerConfig
 from engines.config.training import TrainingConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.tokenizer import DirectoryTokenizer
-from engines.jobs.preflight.rows import first_rows
-from engines.jobs.preflight.run import check_request
+from engines.jobs.preflight.run import check_request, first_rows
 from engines.vision.sizes import PROCESSOR_FILES
 from flows.preflight.resolve import request_of
 from flows.recipe.recipe import load_recipe

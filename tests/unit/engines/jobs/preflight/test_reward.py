@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from engines.config.algorithm import RewardConfig
-from engines.jobs.preflight.rows import look_at_reward
+from engines.jobs.preflight.run import look_at_reward
 from infra.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engines.config.model import RewardModelConfig
-from engines.jobs.serving.judges import MAX_READ_TOKENS, longest_read
+from engines.jobs.serving.frozen_models import MAX_READ_TOKENS, longest_read
 
 
 @pytest.mark.parametrize(

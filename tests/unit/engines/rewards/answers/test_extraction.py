@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.rewards.answers.extraction import (
+from engines.rewards.text_rules import (
     EXTRACTIONS,
     after_answer,
     after_hash,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engines.rewards.answers.gsm8k import compute_score
+from engines.rewards.text_rules import gsm8k
 
 TABLE = [
     # solution, truth, strict, flexible
@@ -25,12 +25,12 @@ TABLE = [
 
 @pytest.mark.parametrize(("solution", "truth", "strict", "flexible"), TABLE)
 def test_both_methods(solution: str, truth: str, strict: float, flexible: float) -> None:
-    assert compute_score("d", solution, truth)["score"] == strict
-    assert compute_score("d", solution, truth, method="flexible")["score"] == flexible
+    assert gsm8k("d", solution, truth)["score"] == strict
+    assert gsm8k("d", solution, truth, method="flexible")["score"] == flexible
 
 
 def test_a_wrong_number_in_the_right_place_may_earn_something() -> None:
     options: dict[str, Any] = {"format_score": 0.1, "score": 2.0}
-    assert compute_score("d", "#### 1", 72, **options) == {"score": 0.1, "acc": 0.0, "pred": "1"}
-    assert compute_score("d", "#### 72", 72, **options) == {"score": 2.0, "acc": 1.0, "pred": "72"}
-    assert compute_score("d", "72", 72, **options) == {"score": 0.0, "acc": 0.0, "pred": None}
+    assert gsm8k("d", "#### 1", 72, **options) == {"score": 0.1, "acc": 0.0, "pred": "1"}
+    assert gsm8k("d", "#### 72", 72, **options) == {"score": 2.0, "acc": 1.0, "pred": "72"}
+    assert gsm8k("d", "72", 72, **options) == {"score": 0.0, "acc": 0.0, "pred": None}

@@ -7,10 +7,14 @@ import pytest
 from growth import grows_in_proportion
 
 from engines.judges.judgement import last_rating
-from engines.rewards import exact
-from engines.rewards import format as form
-from engines.rewards.answers import gsm8k, math_boxed, math_dapo
-from engines.rewards.answers.extraction import EXTRACTIONS
+from engines.rewards.text_rules import (
+    EXTRACTIONS,
+    exact,
+    gsm8k,
+    math_boxed,
+    math_dapo,
+    required_form,
+)
 
 LENGTH = 3_000
 """Of the shorter of two; the other has ten times as many characters."""
@@ -34,16 +38,14 @@ def texts(length: int) -> list[str]:
 
 READERS: Mapping[str, Callable[[str], object]] = {
     **EXTRACTIONS,
-    "gsm8k": lambda text: gsm8k.compute_score("d", text, "5"),
-    "gsm8k, flexible": lambda text: gsm8k.compute_score("d", text, "5", method="flexible"),
-    "math_boxed": lambda text: math_boxed.compute_score("d", text, "5"),
-    "math_dapo": lambda text: math_dapo.compute_score("d", text, "5"),
-    "math_dapo, boxed": lambda text: math_dapo.compute_score(
-        "d", text, "5", strict_box_verify=True
-    ),
-    "exact": lambda text: exact.compute_score("d", text, "5"),
+    "gsm8k": lambda text: gsm8k("d", text, "5"),
+    "gsm8k, flexible": lambda text: gsm8k("d", text, "5", method="flexible"),
+    "math_boxed": lambda text: math_boxed("d", text, "5"),
+    "math_dapo": lambda text: math_dapo("d", text, "5"),
+    "math_dapo, boxed": lambda text: math_dapo("d", text, "5", strict_box_verify=True),
+    "exact": lambda text: exact("d", text, "5"),
     "judge": last_rating,
-    "format": lambda text: form.compute_score("d", text, "5"),
+    "format": lambda text: required_form("d", text, "5"),
 }
 
 

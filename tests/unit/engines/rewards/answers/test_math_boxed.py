@@ -2,7 +2,7 @@ r"""The last box in the form of MATH."""
 
 import pytest
 
-from engines.rewards.answers.math_boxed import compute_score
+from engines.rewards.text_rules import math_boxed
 
 
 @pytest.mark.parametrize(
@@ -18,14 +18,14 @@ from engines.rewards.answers.math_boxed import compute_score
     ],
 )
 def test_scores(solution: str, truth: str, score: float) -> None:
-    assert compute_score("d", solution, truth)["score"] == score
+    assert math_boxed("d", solution, truth)["score"] == score
 
 
 def test_no_ground_truth_is_an_error_and_not_a_zero() -> None:
     with pytest.raises(ValueError, match="the ground truth is empty"):
-        compute_score("d", r"\boxed{}", " ")
+        math_boxed("d", r"\boxed{}", " ")
 
 
 def test_says_the_form_that_was_compared() -> None:
-    assert compute_score("d", r"\boxed{\frac12}", "1")["pred"] == r"\frac{1}{2}"
-    assert compute_score("d", "none", "1")["pred"] is None
+    assert math_boxed("d", r"\boxed{\frac12}", "1")["pred"] == r"\frac{1}{2}"
+    assert math_boxed("d", "none", "1")["pred"] is None

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from engines.rewards.answers.math_dapo import compute_score
+from engines.rewards.text_rules import math_dapo
 
 RIGHT = {"score": 1.0, "acc": 1.0}
 WRONG = {"score": -1.0, "acc": 0.0}
@@ -24,18 +24,18 @@ WRONG = {"score": -1.0, "acc": 0.0}
     ],
 )
 def test_scores(solution: str, truth: object, score: dict[str, float]) -> None:
-    found = compute_score("d", solution, truth)
+    found = math_dapo("d", solution, truth)
     found.pop("pred")
     assert found == score
 
 
 def test_a_strict_box_is_compared_as_text() -> None:
-    strict = partial(compute_score, "d", ground_truth="34", strict_box_verify=True)
+    strict = partial(math_dapo, "d", ground_truth="34", strict_box_verify=True)
     assert strict(r"\boxed{34}") == {**RIGHT, "pred": "34"}
     assert strict(r"\boxed{34.0}") == {**WRONG, "pred": "34.0"}
     assert strict(r"\boxed{34}" + "x" * 100) == {**WRONG, "pred": None}
 
 
 def test_says_the_form_that_was_compared() -> None:
-    assert compute_score("d", "Answer: $1,034$", "34")["pred"] == "1034"
-    assert compute_score("d", "none", "34")["pred"] is None
+    assert math_dapo("d", "Answer: $1,034$", "34")["pred"] == "1034"
+    assert math_dapo("d", "none", "34")["pred"] is None

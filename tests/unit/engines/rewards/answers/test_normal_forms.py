@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.rewards.answers.extraction import math_form, minerva_form
+from engines.rewards.text_rules import math_form, minerva_form
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""The models that score the answers of a stage: reward model and judge."""
+"""The frozen models beside a policy: reward model, judge and teacher.
+
+`serve` adds the engines of a stage without training, with everything that scores their answers.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,27 +17,37 @@ from engines.checkpoint.model_directory import (
     resolve_model,
     stated_context,
 )
-from engines.config.algorithm import RewardConfig
+from engines.config.algorithm import DistillationConfig, RewardConfig
 from engines.config.model import JudgeConfig, RewardModelConfig
+from engines.config.sections import RLConfig
+from engines.config.stages.serving import ServingStageConfig
 from engines.config.training import TrainingConfig
 from engines.controller.frozen_replica import FrozenModel, replica_beside
-from engines.controller.model_worker import ModelWorker
+from engines.controller.launch import launch_served_model
+from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.controller.replica import ReplicaSpec
 from engines.controller.rollout import LaunchedEngines
 from engines.controller.worker_group import WorkerGroup
-from engines.jobs.policy.files import write_hf_files
-from engines.jobs.policy.stage import policy_tokenizer
+from engines.jobs.policy import (
+    copy_hf_files,
+    policy_tokenizer,
+    queueing,
+    teacher_source,
+    write_hf_files,
+)
 from engines.jobs.process.runtime import JobContext
-from engines.judges.asking import GenerativeJudge, Judges, RewardModelJudge
+from engines.jobs.serving.model import ServedModel, ServedOnDemand, replica_of
+from engines.judges.asking import NO_JUDGES, GenerativeJudge, Judges, RewardModelJudge
+from engines.rewards.scorer import RewardScorer
 from engines.trainers.prompts import derive_seed, sampling_params
-from engines.training.spec import REWARD, ModelSource, RoleSpec
+from engines.trainers.scoring import CompletionScorer
+from engines.trainers.teacher import ServedTeacher
+from engines.training.spec import REWARD, TEACHER, ModelSource, RoleSpec
 from engines.types import Readouts, TokenBatch
 from infra.names import renamed_sections
 
 JUDGE = "judge"
-"""Name of the judge among the engines beside the policy's."""
-JUDGE_DIR = "judge"
-"""Directory below the attempt for the judge's configuration and tokenizer."""
+"""Name of the judge among the engines beside the policy's, and of its directory."""
 MAX_READ_TOKENS = 2048
 """Default of the longest conversation, in tokens, that a reward model reads."""
 
@@ -68,7 +81,7 @@ def judge_source(
             judge, judge.max_length
         )
         check_model_directory(weights_dir, max_length=judge.max_length)
-        serving_dir = context.attempt_dir / JUDGE_DIR
+        serving_dir = context.attempt_dir / JUDGE
         write_hf_files(weights_dir, serving_dir, judge.chat_template)
     replica = replica_beside(
         like, serving_dir, judge.num_replicas, judge.options, embedded=embedded
@@ -129,3 +142,88 @@ def longest_read(model: RewardModelConfig, directory: Path) -> int:
 def question_seed(seed: int, text: str) -> int:
     """Return the seed of a question to a judge; it depends only on the run seed and the text."""
     return derive_seed(seed, f"judge/{text}")
+
+
+def served_teacher(
+    context: JobContext[Any],
+    config: DistillationConfig | None,
+    policy: ModelSource,
+    max_length: int,
+    like: ReplicaSpec,
+    *,
+    embedded: bool,
+) -> FrozenModel | None:
+    """Return the checked teacher with its engines; None if no engine serves a teacher.
+
+    `max_length` is the policy's context. `embedded` is True if the policy's engine is in this
+    process.
+    """
+    if config is None or config.served is None:
+        return None
+    given, engine, served = context.optional_input("teacher"), like.rollout.engine, config.served
+    weights_dir = teacher_source(config, given, policy, max_length, engine).hf_dir
+    serving_dir = context.attempt_dir / TEACHER
+    copy_hf_files(weights_dir, serving_dir)
+    replica = replica_beside(
+        like, serving_dir, served.num_replicas, served.options, embedded=embedded
+    )
+    return FrozenModel(replica, weights_dir)
+
+
+@contextmanager
+def asked_teacher(
+    rl: RLConfig, teacher: FrozenModel, engines: LaunchedEngines, vocab_size: int
+) -> Iterator[ServedTeacher]:
+    """Yield a served teacher after a test query; raise RolloutError if it cannot answer."""
+    if rl.distillation is None:
+        raise ValueError("nothing is learned from a teacher")
+    with teacher.served_by(engines) as service:
+        asked = ServedTeacher(
+            rl.distillation, service.prompt_logprobs, rl.sampling.temperature, vocab_size
+        )
+        asked.columns(TokenBatch.from_sequences([[0, 0]], loss_mask=[[0.0, 1.0]]))
+        yield asked
+
+
+def serve(
+    context: JobContext[ServingStageConfig],
+    stack: ExitStack,
+    served: ServedModel,
+    rewards: RewardScorer,
+) -> tuple[ServedOnDemand, CompletionScorer]:
+    """Return engines for a model, started on demand, and the scorer; judges start at once.
+
+    `rewards` must have been started before torch was set up. `stack` closes everything.
+    """
+    config, seed = context.config, context.spec.seed
+    replica = replica_of(config, served, context.attempt_dir)
+    # The reward model is on one rank, whatever layout trained the policy.
+    alone = TrainingConfig(num_threads=config.num_threads, dtype=config.dtype)
+    role = reward_role(context, config.reward.model, alone)
+    judge = judge_source(context, config.reward.judge, replica, embedded=config.driver_computes)
+    ranks = role and WorkerSpec(
+        roles={REWARD: role},
+        serving_dir=role.source.hf_dir,
+        rollout=None,
+        temperature=1.0,
+        platform=config.hardware.platform,
+        device_kind=config.hardware.device_kind,
+        seed=seed,
+    )
+    engines = ServedOnDemand(
+        served,
+        lambda: launch_served_model(
+            replica,
+            ranks,
+            judge.replica if judge else None,
+            queueing(context, config.hardware),
+        ),
+        stack,
+    )
+    judges = NO_JUDGES
+    if role or judge:
+        launched = engines.launched
+        judges = stack.enter_context(
+            asked_judges(config.reward, seed, role, launched.beside, judge, launched.judge)
+        )
+    return engines, CompletionScorer(rewards, policy_tokenizer(served.hf_dir), judges=judges)

@@ -1,1 +1,0 @@
-"""Files of a policy and of a critic: where they come from and where they go."""

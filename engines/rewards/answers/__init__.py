@@ -1,1 +1,0 @@
-"""Extraction and normalisation of the final answer of a completion."""
