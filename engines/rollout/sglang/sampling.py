@@ -15,7 +15,7 @@ from contextlib import aclosing
 from typing import Any
 
 from engines.errors import RolloutError
-from engines.rollout.served.in_flight import RunningSample
+from engines.rollout.served.sampler import RunningSample
 from engines.rollout.sglang.server import Client, Server
 from engines.rollout.sglang.translation import batch_body, completion
 from engines.types import Completion
@@ -99,7 +99,7 @@ TELL_DEADLINE_S = 20.0
 
 
 class SglangSampler:
-    """See `engines.rollout.served.in_flight.Sampler`."""
+    """See `engines.rollout.served.sampler.Sampler`."""
 
     def __init__(self, server: Server, client: Client, eos_token_ids: frozenset[int]) -> None:
         self._server = server

@@ -12,7 +12,7 @@ from typing import Any
 
 from engines.errors import RolloutError
 from engines.rollout.prompt_logprobs import PromptRequest
-from engines.rollout.served.in_flight import RunningSample
+from engines.rollout.served.sampler import RunningSample
 from engines.rollout.transformers.scheduler import GAMMA, stream_starts
 from engines.types import Completion, RolloutRequest, StructuredOutput
 

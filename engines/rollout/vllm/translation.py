@@ -23,7 +23,7 @@ import torch
 
 from engines.errors import RolloutError
 from engines.rollout.prompt_logprobs import Candidates, PromptRequest, PromptRows
-from engines.rollout.served.in_flight import RunningSample
+from engines.rollout.served.sampler import RunningSample
 from engines.rollout.stop_strings import SampledText
 from engines.types import Completion, RolloutRequest, StructuredOutput
 

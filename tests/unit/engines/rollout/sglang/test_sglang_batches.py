@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from engines.errors import RolloutError
-from engines.rollout.served.in_flight import RunningSample
+from engines.rollout.served.sampler import RunningSample
 from engines.rollout.sglang import sampling
 from engines.rollout.sglang.sampling import BatchedCalls, SglangSampler
 from engines.rollout.sglang.server import Client, Server

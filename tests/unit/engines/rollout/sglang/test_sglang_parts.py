@@ -17,7 +17,7 @@ from transformers import Gemma3TextConfig, MistralConfig, PretrainedConfig, Qwen
 from engines.config.plugins import ROLLOUT_ENGINES
 from engines.errors import RolloutError
 from engines.rollout.prompt_logprobs import PromptRequest
-from engines.rollout.served.in_flight import RunningSample
+from engines.rollout.served.sampler import RunningSample
 from engines.rollout.served.weight_receiver import ModelLayout, read_layout
 from engines.rollout.sglang.engine import prompt_rows, scores
 from engines.rollout.sglang.launch import NUM_HELD_BACK, server_arguments
