@@ -10,9 +10,9 @@ Does not promise: that fast replicas do not wait for a slow one.
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from engines.errors import ReplicaLostError, WeightSyncError
 from engines.rollout.base import RolloutEngine
@@ -29,7 +29,6 @@ from engines.weight_sync.base import (
 )
 from infra.errors import DeadlineError, PipelineError
 
-T = TypeVar("T")
 ANSWER_DEADLINE_S = 60.0
 """For a call that does no work."""
 PROBE_DEADLINE_S = 300.0
@@ -92,7 +91,8 @@ class Publisher:
         self._withdraw()
         sent: WeightDigest | None = None
         while sent is None or not self._pool.in_state(ReplicaState.HEALTHY):
-            sent = self._give(self._await_up(), publication, None)
+            self._await(lambda: bool(self._pool.in_state(ReplicaState.STALE)))
+            sent = self._give(self._pool.in_state(ReplicaState.STALE), publication, None)
         self.published = publication, sent
         return SyncReport(publication.version, sent, time.monotonic() - start)
 
@@ -123,10 +123,9 @@ class Publisher:
             return None
         version = publication.version
         if publication.adapter is None:
-            transfer = _Transfer(slots, version, _take_weights)
-            sent = self._ship(transfer, publication.weights, expected)
+            sent = self._ship(_Transfer(slots, version), publication.weights, expected)
         elif self._send_frozen(slots, publication):
-            transfer = _Transfer(slots, version, _take_adapter)
+            transfer = _Transfer(slots, version, is_adapter=True)
             sent = self._ship(transfer, publication.adapter, expected)
         else:
             return None
@@ -145,7 +144,7 @@ class Publisher:
         bare = [slot for slot in slots if slot.engine is not self._frozen.held_by.get(slot.place)]
         if not bare:
             return True
-        transfer = _Transfer(bare, publication.version, _take_weights)
+        transfer = _Transfer(bare, publication.version)
         sent = self._ship(transfer, publication.weights, self._frozen.receipt)
         if sent is None:
             return False
@@ -182,26 +181,26 @@ class Publisher:
         self, transfer: "_Transfer", transport: Delivery, send: Send
     ) -> WeightDigest | None:
         """Return what was sent; None if replicas were lost and the transfer was stopped."""
-        what = f"weights of version {transfer.version} to arrive"
         arriving = self._loop.start(transfer.run(transport))
+
+        def end(timeout_s: float) -> None:
+            try:
+                self._loop.wait(arriving, "weights to arrive", timeout_s)
+            except DeadlineError:
+                transfer.give_up()
+
         try:
             sent = send(transport)
         except BaseException as error:
             transport.stop()
-            try:
-                self._loop.wait(arriving, what, ANSWER_DEADLINE_S)
-            except DeadlineError:
-                transfer.give_up()
+            end(ANSWER_DEADLINE_S)
             if isinstance(error, ReceiverGoneError | DeadlineError):
                 if transfer.lost():
                     return None
                 if isinstance(error, ReceiverGoneError) and transfer.first_error is not None:
                     raise transfer.first_error from None
             raise
-        try:
-            self._loop.wait(arriving, what, self._timeout_s)
-        except DeadlineError:
-            transfer.give_up()
+        end(self._timeout_s)
         if transfer.lost():
             return None
         if transfer.first_error is not None:
@@ -218,8 +217,8 @@ class Publisher:
         found: dict[int, Completion] = {}
 
         async def ask(slot: ReplicaSlot) -> None:
-            rows = await collect(slot.engine, [requests[slot.place]], 2 * PROBE_DEADLINE_S)
-            found[slot.place] = rows[0][0]
+            asked = [requests[slot.place]]
+            [[found[slot.place]]] = await collect(slot.engine, asked, 2 * PROBE_DEADLINE_S)
 
         left = self._each(slots, ask, "the probe after a sync", PROBE_DEADLINE_S)
         if left:
@@ -255,11 +254,6 @@ class Publisher:
         self._loop.run(everyone(), what, 2 * deadline_s)
         self._raise_failure()
         return sorted(left, key=lambda slot: slot.place)
-
-    def _await_up(self) -> list[ReplicaSlot]:
-        """Return the replicas that can be given weights; waits for one if there is none."""
-        self._await(lambda: bool(self._pool.in_state(ReplicaState.STALE)))
-        return self._pool.in_state(ReplicaState.STALE)
 
     def _await(self, there: Callable[[], bool]) -> None:
         news = threading.Event()
@@ -298,6 +292,9 @@ class Publisher:
             raise self._pool.failure
 
 
+LATE = "replica {}: did not take weights in time"
+
+
 @dataclass
 class _FrozenWeights:
     """Base weights of an adapter: their receipt, and the engines that hold them by place."""
@@ -306,22 +303,13 @@ class _FrozenWeights:
     held_by: dict[int, RolloutEngine] = field(default_factory=dict)
 
 
-Take = Callable[[RolloutEngine, WeightSource, int], Awaitable[WeightDigest]]
-
-
-async def _take_weights(engine: RolloutEngine, source: WeightSource, version: int) -> WeightDigest:
-    return await engine.update_weights(source, version)
-
-
-async def _take_adapter(engine: RolloutEngine, source: WeightSource, version: int) -> WeightDigest:
-    return await engine.update_adapter(source, version)
-
-
 class _Transfer:
-    def __init__(self, slots: Sequence[ReplicaSlot], version: int, take: Take) -> None:
-        self.slots = tuple(slots)
-        self.version = version
-        self._take_into = take
+    """One update of several replicas."""
+
+    def __init__(
+        self, slots: Sequence[ReplicaSlot], version: int, is_adapter: bool = False
+    ) -> None:
+        self.slots, self.version, self._is_adapter = slots, version, is_adapter
         self.receipts: dict[int, WeightDigest] = {}
         self.first_error: PipelineError | None = None
         self._lost: dict[int, PipelineError] = {}
@@ -333,29 +321,25 @@ class _Transfer:
         await asyncio.gather(*(self._take(slot, source, transport) for slot, source in pairs))
 
     async def _take(self, slot: ReplicaSlot, source: WeightSource, transport: Delivery) -> None:
+        engine = slot.engine
+        update = engine.update_adapter if self._is_adapter else engine.update_weights
         try:
-            self.receipts[slot.place] = await self._take_into(slot.engine, source, self.version)
+            self.receipts[slot.place] = await update(source, self.version)
         except ReplicaLostError as error:
             self._lost[slot.place] = error
-            transport.stop()
         except SILENCE as error:
-            silent = f"replica {slot.place}: did not take weights in time"
-            self._lost[slot.place] = silence(silent, error)
-            transport.stop()
+            self._lost[slot.place] = silence(LATE.format(slot.place), error)
         except PipelineError as error:
             self._failed.add(slot.place)
             self.first_error = self.first_error or error
-            transport.stop()
-        except BaseException:
-            transport.stop()  # else the sender would wait for this receiver
-            raise
+        finally:
+            if slot.place not in self.receipts:
+                transport.stop()  # else the sender would wait for this receiver
 
     def give_up(self) -> None:
-        for slot in self.slots:
-            place = slot.place
-            if place not in self.receipts and place not in self._failed:
-                silent = f"replica {place}: did not take weights in time"
-                self._lost.setdefault(place, ReplicaLostError(silent))
+        answered = self.receipts.keys() | self._failed
+        for place in {slot.place for slot in self.slots} - answered:
+            self._lost.setdefault(place, ReplicaLostError(LATE.format(place)))
 
     def lost(self) -> list[tuple[ReplicaSlot, PipelineError]]:
         return [(slot, self._lost[slot.place]) for slot in self.slots if slot.place in self._lost]

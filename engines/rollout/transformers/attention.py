@@ -1,17 +1,13 @@
-"""Attention function of a rollout model, for its two kinds of forward passes.
+"""Key-value cache of a running batch, and the attention function that fills and reads it.
 
+The cache has one row per sample, which starts at position 0; the rows in use are 0 .. B-1.
 Prefill: P sequences are packed into one row of T tokens; each attends only to itself, and its keys
 and values are copied to the cache rows of its samples. Decode: B rows of one token, each attending
 to its cache row. A sliding window of W tokens covers the last W positions, the current one
-included. Transformers passes on the keywords `rollout_step` and `sliding_window`; a model that
-drops either is refused.
+included. Transformers passes on the keywords `rollout_step` and `sliding_window`.
+Promises: a decode step writes one position per row in place and reads views without copies. A model
+that drops one of the keywords is refused.
 Letters: B cache rows, P sequences, T tokens, H query heads, G KV heads, L positions, D head width.
-
-Key-value cache of a running batch: one row per sample, every row starting at position 0.
-
-Promises: a decode step writes one position per row in place and reads views without copies. The
-rows in use are always 0 .. B-1. The attention mask must hide positions beyond a row's length.
-Letters: B rows, P sequences, G key-value heads, L positions, D head width.
 """
 
 import math
@@ -43,7 +39,7 @@ class KVCache:
     @property
     def size_bytes(self) -> int:
         """Memory held now."""
-        return sum(t.numel() * t.element_size() for kv in self._layers if kv for t in kv)
+        return sum(buffer.nbytes for buffer in self._buffers())
 
     def reserve(self, num_rows: int, length: int) -> None:
         """Make room for `num_rows` rows of `length` positions; keeps what is stored."""
@@ -67,10 +63,8 @@ class KVCache:
         num_rows, _, length, _ = keys_BGLD.shape
         if not num_rows:
             return
-        stored = self._layers[layer]
-        if stored is None:
-            stored = (self._empty(keys_BGLD), self._empty(values_BGLD))
-            self._layers[layer] = stored
+        stored = self._layers[layer] or (self._empty(keys_BGLD), self._empty(values_BGLD))
+        self._layers[layer] = stored
         rows = slice(first_row, first_row + num_rows)
         stored[0][rows, :, :length] = keys_BGLD
         stored[1][rows, :, :length] = values_BGLD
@@ -102,14 +96,10 @@ class KVCache:
         """Copy the first `length` positions of some rows over others."""
         if not source_rows:
             return
-        for layer in self._layers:
-            if layer is None:
-                continue
-            for buffer in layer:
-                view = buffer[:, :, :length]
-                source = torch.tensor(source_rows, device=buffer.device)
-                target = torch.tensor(target_rows, device=buffer.device)
-                view.index_copy_(0, target, view.index_select(0, source))
+        for buffer in self._buffers():
+            view = buffer[:, :, :length]
+            source, target = torch.tensor([source_rows, target_rows], device=buffer.device)
+            view.index_copy_(0, target, view.index_select(0, source))
 
     def read_row(self, row: int, length: int) -> list[tuple[Tensor, Tensor]]:
         """Return a copy of one row's first positions, (1, G, length, D) per layer."""
@@ -126,6 +116,9 @@ class KVCache:
         """Drop all buffers."""
         self._layers = [None] * len(self._layers)
         self._num_rows = self.length = 0
+
+    def _buffers(self) -> list[Tensor]:
+        return [buffer for layer in self._layers if layer is not None for buffer in layer]
 
     def _empty(self, like_BGLD: Tensor) -> Tensor:
         _, heads, _, width = like_BGLD.shape
@@ -233,9 +226,8 @@ class PrefillStep:
 
     def _pad(self, x_1HTD: Tensor) -> Tensor:
         """Map (1, H, T, D) to (P, H, L, D)."""
-        x_HTD = x_1HTD[0]
-        padded = x_HTD.index_select(1, self.padded_PL)
-        return padded.unflatten(1, (self.last_P.numel(), -1)).transpose(0, 1)
+        x_HPLD = x_1HTD[0].index_select(1, self.padded_PL).unflatten(1, (self.last_P.numel(), -1))
+        return x_HPLD.transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -281,10 +273,8 @@ class DecodeStep:
             hidden_BL = place_L > position_B1
             if window is not None:
                 hidden_BL |= place_L <= position_B1 - window
-            bias_BL = torch.zeros(hidden_BL.shape, device=position_B1.device).masked_fill_(
-                hidden_BL, -torch.inf
-            )
-            self._biases[window] = bias_BL[:, None, None]
+            bias_BL = torch.zeros(hidden_BL.shape, device=position_B1.device)
+            self._biases[window] = bias_BL.masked_fill_(hidden_BL, -torch.inf)[:, None, None]
         return self._biases[window]
 
 

@@ -29,9 +29,10 @@ MIN_ANGLES = 256
 def is_covered(model: nn.Module) -> bool:
     """True if `Decoder` computes what the model does."""
     config: Any = model.config
-    dtypes = {parameter.dtype for parameter in model.parameters()}
     return (
-        type(model).__name__ in ARCHITECTURES and config.hidden_act == "silu" and len(dtypes) == 1
+        type(model).__name__ in ARCHITECTURES
+        and config.hidden_act == "silu"
+        and len({parameter.dtype for parameter in model.parameters()}) == 1
     )
 
 
@@ -128,13 +129,14 @@ class _Layer:
     def of(module: Any) -> "_Layer":
         attention, mlp = module.self_attn, module.mlp
         width = attention.head_dim
-        has_norms = hasattr(attention, "q_norm")
         return _Layer(
             norm_in=_Norm.of(module.input_layernorm),
             project_in=_Linear.of(attention.q_proj, attention.k_proj, attention.v_proj),
-            norms_QK=(_Norm.of(attention.q_norm), _Norm.of(attention.k_norm))
-            if has_norms
-            else None,
+            norms_QK=(
+                (_Norm.of(attention.q_norm), _Norm.of(attention.k_norm))
+                if hasattr(attention, "q_norm")
+                else None
+            ),
             project_out=_Linear.of(attention.o_proj),
             norm_mid=_Norm.of(module.post_attention_layernorm),
             gate_up=_Linear.of(mlp.gate_proj, mlp.up_proj),
@@ -174,8 +176,7 @@ class _Layer:
 
 def _rotated(x_BHD: Tensor, cos_B1D: Tensor, sin_B1D: Tensor) -> Tensor:
     """Apply rotary embedding (Su et al., arXiv:2104.09864), paired in halves as in Llama."""
-    halves_swapped = x_BHD.roll(x_BHD.shape[-1] // 2, -1)
-    return (x_BHD * cos_B1D).addcmul_(halves_swapped, sin_B1D)
+    return (x_BHD * cos_B1D).addcmul_(x_BHD.roll(x_BHD.shape[-1] // 2, -1), sin_B1D)
 
 
 def _joined(parameters: Sequence[Tensor]) -> Tensor:

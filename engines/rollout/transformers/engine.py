@@ -56,11 +56,6 @@ class TransformersEngine(StatefulEngine):
         self._stop_strings = StopStrings(hf_dir)
         self._driver: asyncio.Task[None] | None = None
 
-    @property
-    def num_running(self) -> int:
-        """Number of samples in the running batch."""
-        return len(self._batch.samples)
-
     def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
         """See the base class. Requests are checked and queued at the call, before iteration."""
         self._check_can_serve()
@@ -166,11 +161,10 @@ class TransformersEngine(StatefulEngine):
 
     async def close(self) -> None:
         """See the base class. Requests in flight are delivered as `abort`."""
-        if self._closed:
-            return
-        await self.abort()
-        await self.sleep()
-        self._closed = True
+        if not self._closed:
+            await self.abort()
+            await self.sleep()
+            self._closed = True
 
     @property
     def _num_in_flight(self) -> int:

@@ -1,29 +1,20 @@
-"""A transformers causal LM with its own weights and the rollout engine's attention.
+"""The transformers model of a rollout engine: weights, forward passes, images, what is refused.
 
 Promises: built from `config.json` alone, without drawing random numbers. Takes weights and
 persistent buffers under the names that `save_pretrained` writes, each exactly once and in the dtype
 in which it is held, or raises. Models with unsupported attention (recurrent layers, soft caps,
 custom attention) are refused at construction or at the first forward pass. The context ends where
-rotary embeddings would depend on the longest sequence of the batch.
-Does not promise support of every architecture: it must use transformers' `AttentionInterface`.
-
-Which models the engine `transformers` serves; imported without torch, also by the planner.
-
-A refused model would fail or be computed wrongly; the first forward pass may refuse others.
-
-Passes images into the prefill of a rollout model, with their rotary positions.
-
-Promises: features and positions are those of the trainer's forward pass
-(`engines.vision.positions`). Behind the prompt a rotary position is the place plus a fixed offset,
-since an image takes fewer positions than places. A placeholder is never sampled; its small
-probability is missing from the distribution, while the trainer's distribution includes it.
+rotary embeddings would depend on the longest sequence of the batch. Features and positions of
+images are those of the trainer's forward pass (`engines.vision.positions`); behind the prompt a
+rotary position is the place plus a fixed offset, since an image takes fewer positions than places.
+Does not promise support of every architecture: it must use transformers' `AttentionInterface`. An
+image placeholder is never sampled; its small probability is missing from the distribution, while
+the trainer's distribution includes it.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,7 +29,6 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from engines.architecture import class_refusal, model_class, position_refusal, text_settings
-from engines.attention_needs import unusual_attention
 from engines.checkpoint.hub_names import hub_slots, keep_float32, named_state
 from engines.checkpoint.model_directory import (
     VISION_MODEL_TYPES,
@@ -47,9 +37,11 @@ from engines.checkpoint.model_directory import (
 )
 from engines.checkpoint.stop_tokens import eos_token_ids
 from engines.checksum import combine, tensor_checksum
-from engines.errors import RolloutError, WeightSyncError
+from engines.errors import RolloutError
+from engines.rollout.expected_tensors import ExpectedTensors
 from engines.rollout.transformers.attention import ATTENTION_NAME, DecodeStep, KVCache, PrefillStep
 from engines.rollout.transformers.decoder import Decoder, is_covered
+from engines.rollout.transformers.options import refusal
 from engines.training.backends.transformers.head import LogprobHead
 from engines.training.model.linear_logprobs import Targets
 from engines.types import TokenBatch
@@ -58,33 +50,8 @@ from engines.vision.processor import ImageProcessor
 from engines.weight_sync.base import WeightDigest
 from infra.errors import ConfigError
 
-
-def refusal(config: Mapping[str, Any]) -> str | None:
-    """Return what a model (given its `config.json`) needs and this engine lacks, or None."""
-    model_type = config.get("model_type")
-    if model_type == "diffllama":
-        return "layers that attend twice"
-    if model_type == "moshi" and config.get("sliding_window", True):
-        return "a window that its attention is not told of"
-    return unusual_attention(config)
-
-
 ATTENTION = {"": ATTENTION_NAME, "text_config": ATTENTION_NAME, "vision_config": "sdpa"}
 """`attn_implementation` of a model with images: the vision tower uses transformers' own."""
-
-
-@dataclass(frozen=True)
-class SeenPrompts:
-    """Inputs for the prefill of sequences besides their tokens.
-
-    Attributes:
-        position_31T: (3, 1, T) int64 rotary positions along time, height and width.
-        ahead_P: (P,) int64, offset from the place of the next token to its rotary position.
-    """
-
-    position_31T: Tensor
-    ahead_P: Tensor
-    inputs: dict[str, Tensor]
 
 
 class Vision:
@@ -94,23 +61,30 @@ class Vision:
         inner: Any = model
         self._inner: Any = inner.model
         self._token_id: int = inner.config.image_token_id
-        names = ("image_token_id", "video_token_id")
-        self._placeholders = [i for n in names if (i := getattr(inner.config, n, None)) is not None]
+        both = self._token_id, getattr(inner.config, "video_token_id", None)
+        self._placeholders = [token for token in both if token is not None]
         self._hf_dir = hf_dir
         self._processor: ImageProcessor | None = None
 
     def see(
         self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[bytes]]
-    ) -> SeenPrompts:
-        """Prepare CPU inputs for the prefill of sequences with a run of placeholders per image.
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Prepare the prefill of P sequences with a run of placeholders per image.
+
+        Returns, on the CPU: (3, 1, T) int64 rotary positions along time, height and width; (P,)
+        int64 offsets from the place of the next token to its rotary position; further inputs.
 
         Raises:
             RolloutError: placeholders and images of a sequence do not match.
         """
-        patches = None
+        patches, inputs = None, dict[str, Tensor]()
         if any(images):
             self._processor = self._processor or ImageProcessor(self._hf_dir)
             patches = self._processor.of_sequences(images)
+            inputs = {
+                "pixel_values": patches.pixel_values_PD,
+                "image_grid_thw": patches.grid_thw_I3,
+            }
         batch = TokenBatch.from_sequences(sequences, images=patches)
         self._check(batch)
         position_31T = image_positions(self._inner, batch, self._token_id)
@@ -119,13 +93,7 @@ class Vision:
             int(position.max()) + 1 - length
             for position, length in zip(position_31T.split(lengths, dim=2), lengths, strict=True)
         ]
-        inputs = {}
-        if patches is not None:
-            inputs = {
-                "pixel_values": patches.pixel_values_PD,
-                "image_grid_thw": patches.grid_thw_I3,
-            }
-        return SeenPrompts(position_31T, torch.tensor(ahead), inputs)
+        return position_31T, torch.tensor(ahead), inputs
 
     def check_text(self, input_ids_T: Tensor) -> None:
         """Raise a RolloutError if one of the (T,) int64 tokens stands for an image."""
@@ -162,9 +130,6 @@ class Vision:
             )
 
 
-NO_INPUTS: Mapping[str, Tensor] = MappingProxyType({})
-
-
 class InferenceModel:
     """A model whose weights come by `load`; a ConfigError if it is not supported."""
 
@@ -183,8 +148,9 @@ class InferenceModel:
         config = whole.get_text_config()
         _check_supported(whole, hf_dir, sees is not None)
         self.device = device
-        limit = rotary_limit(config.to_dict())
-        self.context_length: int = min(config.max_position_embeddings, limit or sys.maxsize)
+        self.context_length: int = min(
+            config.max_position_embeddings, rotary_limit(config.to_dict()) or sys.maxsize
+        )
         self.num_layers: int = config.num_hidden_layers
         self.vocab_size: int = config.vocab_size
         self.eos_token_ids = eos_token_ids(hf_dir, config)
@@ -229,11 +195,11 @@ class InferenceModel:
         if self._vision is None:
             logits_PV = self._logits(ids, step.position_T[None], step, step.last_P)[0]
             return logits_PV, torch.zeros_like(step.last_P)
-        seen = self._vision.see(sequences, images or [()] * len(sequences))
-        inputs = {name: tensor.to(self.device) for name, tensor in seen.inputs.items()}
-        positions = seen.position_31T.to(self.device)
-        logits_PV = self._logits(ids, positions, step, step.last_P, inputs)[0]
-        return logits_PV, seen.ahead_P.to(self.device)
+        position_31T, ahead_P, inputs = self._vision.see(sequences, images or [()] * len(sequences))
+        inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
+        position_31T = position_31T.to(self.device)
+        logits_PV = self._logits(ids, position_31T, step, step.last_P, **inputs)[0]
+        return logits_PV, ahead_P.to(self.device)
 
     def decode(
         self, input_ids_B: Tensor, step: DecodeStep, ahead_B: Tensor | None = None
@@ -252,17 +218,16 @@ class InferenceModel:
         self, sequences: Sequence[Sequence[int]], temperature: float
     ) -> list[tuple[float, ...]]:
         """Return the logprobs of every token but the first of each sequence, one at a time."""
-        return [self._score(sequence, temperature) for sequence in sequences]
-
-    def _score(self, sequence: Sequence[int], temperature: float) -> tuple[float, ...]:
-        cache = KVCache(self.num_layers, 1, self.context_length)
-        cache.reserve(1, len(sequence))
-        step = PrefillStep.build(cache, 0, [len(sequence)], [1], self.device)
-        ids_T = torch.tensor(sequence, device=self.device)
-        positions = self._positions_of_text(step)
-        logits_TV = self._logits(ids_T[None], positions, step, 0)[0, :-1].float()
-        logprobs_TV = (logits_TV / temperature).log_softmax(-1)
-        return tuple(logprobs_TV.gather(1, ids_T[1:, None]).squeeze(1).tolist())
+        found: list[tuple[float, ...]] = []
+        for sequence in sequences:
+            cache = KVCache(self.num_layers, 0, self.context_length)
+            step = PrefillStep.build(cache, 0, [len(sequence)], [0], self.device)
+            ids_T = torch.tensor(sequence, device=self.device)
+            positions = self._positions_of_text(step)
+            logits_TV = self._logits(ids_T[None], positions, step, 0)[0, :-1].float()
+            logprobs_TV = (logits_TV / temperature).log_softmax(-1)
+            found.append(tuple(logprobs_TV.gather(1, ids_T[1:, None]).squeeze(1).tolist()))
+        return found
 
     def logprob_rows(
         self, input_ids_T: Tensor, step: PrefillStep, rows_N: Tensor, targets: Targets
@@ -302,16 +267,17 @@ class InferenceModel:
         Raises:
             WeightSyncError: a name is unknown, missing or repeated; a shape or dtype differs.
         """
-        seen: set[str] = set()
+        wanted = {
+            name: (slot.size, self._parameters[slot.parameter].dtype)
+            for name, slot in self._slots.items()
+        }
+        expected = ExpectedTensors(wanted, self._tied)
         with torch.no_grad():
             for name, tensor in tensors:
-                self._check_incoming(name, tensor, seen)
+                expected.check(name, tensor)
                 slot = self._slots[name]
                 slot.view(self._parameters[slot.parameter]).copy_(tensor)
-                seen.add(name)
-        missing = sorted(self._slots.keys() - seen)
-        if missing:
-            raise WeightSyncError(f"{len(missing)} parameters were not sent, first {missing[0]}")
+        expected.check_complete()
         # Read from the module and not from our table: the module computes.
         held = dict(named_state(self._model))
         views = {name: slot.view(held[slot.parameter]) for name, slot in self._slots.items()}
@@ -343,7 +309,7 @@ class InferenceModel:
         position_ids: Tensor,
         step: PrefillStep | DecodeStep,
         logits_to_keep: Tensor | int,
-        inputs: Mapping[str, Tensor] = NO_INPUTS,
+        **inputs: Tensor,
     ) -> Tensor:
         logits = self._model(
             **inputs,
@@ -369,28 +335,11 @@ class InferenceModel:
                 "the rollout engine transformers does not; choose another engine"
             )
 
-    def _check_incoming(self, name: str, tensor: Tensor, seen: set[str]) -> None:
-        if name in self._tied:
-            raise WeightSyncError(f"{name} is tied to another parameter; send the other one only")
-        if name not in self._slots:
-            raise WeightSyncError(f"the rollout model has no parameter {name}")
-        if name in seen:
-            raise WeightSyncError(f"{name} was sent twice")
-        if tuple(tensor.shape) != self._slots[name].size:
-            raise WeightSyncError(
-                f"{name}: sent shape {tuple(tensor.shape)}, the rollout model has "
-                f"{self._slots[name].size}"
-            )
-        held = self._parameters[self._slots[name].parameter].dtype
-        if tensor.dtype != held:
-            raise WeightSyncError(f"{name}: sent {tensor.dtype}, its rollout dtype is {held}")
-
 
 def _check_supported(whole: PretrainedConfig, hf_dir: Path, sees: bool) -> None:
     config = whole.get_text_config()
     auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    lacking = refusal(text_settings(config))
-    if lacking:
+    if lacking := refusal(text_settings(config)):
         raise ConfigError(
             "rollout.engine",
             f"got transformers; the {config.model_type} model has {lacking}, which this engine "

@@ -1,15 +1,11 @@
-"""Decides which samples wait and which join the running batch; plain Python, no tensors.
+"""Decides which samples join the running batch, and samples one token per row of it.
 
 Promises: first come, first served; samples sent back by a weight update go first. Samples of one
-request that join together share one prefill of their prompt.
-
-Samples one token per row, with a random stream that belongs to the row.
-
-Promises: token k of a sample (its prefix counted) uses number k of the stream of its seed and no
-other randomness, so neither the batch nor scheduling nor interruptions change it. Every row has its
-own temperature, top-k and top-p. Logprobs are those of the sampled distribution; temperature 0
-takes the largest logit and reports its logprob at temperature 1 without top-k and top-p, since the
-logprob of a point mass is always 0.
+request that join together share one prefill of their prompt. Token k of a sample (its prefix
+counted) uses number k of the stream of its seed and no other randomness, so neither the batch nor
+scheduling nor interruptions change it. Every row has its own temperature, top-k and top-p. Logprobs
+are those of the sampled distribution; temperature 0 takes the largest logit and reports its logprob
+at temperature 1 without top-k and top-p, since the logprob of a point mass is always 0.
 Does not promise equal logits: another batch shape may round them differently by about 1e-7, which
 changes a token only if the uniform number falls into that gap.
 Letters: B rows, V vocabulary.
@@ -82,12 +78,9 @@ class Sample:
     def completion(self, finish_reason: str, version: int) -> Completion:
         """Return the finished sample; tokens without a version get `version`."""
         self.stamp(version)
-        request_id, sample_index = self.key
-        num_given = len(self.token_ids) - len(self.logprobs)
         return Completion(
-            request_id=request_id,
-            sample_index=sample_index,
-            token_ids=self.token_ids[num_given:],
+            *self.key,
+            token_ids=self.token_ids[len(self.token_ids) - len(self.logprobs) :],
             logprobs=self.logprobs,
             policy_versions=self.versions,
             finish_reason=finish_reason,
@@ -115,36 +108,31 @@ class Scheduler:
         # A prefill costs a forward pass of its own whatever its size, so joining one by one
         # would double the number of passes: let an eighth of the batch come together.
         self._min_free = max(1, max_num_sequences // 8)
-        self._waiting: deque[Sample] = deque()
-
-    @property
-    def waiting(self) -> Sequence[Sample]:
+        self.waiting: deque[Sample] = deque()
         """Queued samples, the next one first."""
-        return self._waiting
 
     def add(self, samples: Iterable[Sample]) -> None:
         """Append new samples to the queue."""
-        self._waiting.extend(samples)
+        self.waiting.extend(samples)
 
     def send_back(self, samples: Sequence[Sample]) -> None:
         """Put samples that were running at the head of the queue, in their order."""
-        self._waiting.extendleft(reversed(samples))
+        self.waiting.extendleft(reversed(samples))
 
     def remove(self, condition: Callable[[Sample], bool]) -> list[Sample]:
         """Remove and return the queued samples that meet a condition."""
-        removed = [sample for sample in self._waiting if condition(sample)]
-        if removed:
-            self._waiting = deque(s for s in self._waiting if not condition(s))
+        removed = [sample for sample in self.waiting if condition(sample)]
+        self.waiting = deque(sample for sample in self.waiting if not condition(sample))
         return removed
 
     def next_prefixes(self, num_running: int) -> list[Prefix]:
         """Remove the samples that join now from the queue, grouped by prefix."""
         num_free = self._max_num_sequences - num_running
-        if not self._waiting or (num_running and num_free < self._min_free):
+        if not self.waiting or (num_running and num_free < self._min_free):
             return []
         groups: list[list[Sample]] = []
-        for _ in range(min(num_free, len(self._waiting))):
-            sample = self._waiting.popleft()
+        for _ in range(min(num_free, len(self.waiting))):
+            sample = self.waiting.popleft()
             if groups and _share_prefix(groups[-1][0], sample):
                 groups[-1].append(sample)
             else:

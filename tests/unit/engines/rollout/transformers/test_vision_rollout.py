@@ -158,7 +158,7 @@ def test_new_weights_see_too_also_for_samples_in_flight(
     async def interrupted() -> list[Completion]:
         stream = engine.generate(asked)
         task = asyncio.create_task(collect(stream))
-        while not engine.num_running:
+        while not len(engine._batch.samples):
             await asyncio.sleep(0)
         await engine.pause()
         weights = [(name, tensor * 1.2) for name, tensor in stored_tensors(directory)]
