@@ -136,3 +136,9 @@ def _columns(chosen: Sequence[Candidates]) -> tuple[Tensor, Tensor]:
     ids = torch.tensor([[token for _, token in each] for each in chosen], dtype=torch.int64)
     logprobs = torch.tensor([[logprob for logprob, _ in each] for each in chosen])
     return ids, logprobs
+
+
+def logprob_at(logprobs: Sequence[float], token: int, temperature: float) -> float:
+    """Return a token's logprob at a temperature, given those of the whole vocabulary at 1."""
+    whole = torch.tensor(logprobs, dtype=torch.float64)
+    return float((whole / temperature).log_softmax(-1)[token])

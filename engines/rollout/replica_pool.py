@@ -100,7 +100,7 @@ class Share(Generic[Request]):
 class Routing(ABC, Generic[Request]):
     """Assignment of one batch of requests to replicas; `waiting` holds what is not assigned yet."""
 
-    waiting: Sequence[object]
+    waiting: list[Any]
 
     @abstractmethod
     def take(self, loads: Mapping[int, int]) -> list[tuple[int, Share[Request]]]:

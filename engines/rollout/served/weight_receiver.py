@@ -119,7 +119,8 @@ def source_from_json(data: Mapping[str, Any]) -> WeightSource:
     hints = get_type_hints(kind)
     if {each.name for each in fields(kind)} != values.keys():
         raise WeightSyncError(f"{module}.{name}: got fields {', '.join(sorted(values))}")
-    return kind(**{n: Path(v) if hints[n] is Path else v for n, v in values.items()})
+    source: Any = kind(**{n: Path(v) if hints[n] is Path else v for n, v in values.items()})
+    return source
 
 
 NamedTensors = Iterator[tuple[str, Tensor]]
@@ -147,9 +148,11 @@ def carry_out(order: str, load: Callable[[NamedTensors], None], worker: int = 0)
     `load` loads all (name, tensor) pairs into the model.
     """
     parsed = json.loads(order)
-    dtypes = dict.fromkeys(parsed["shapes"], getattr(torch, parsed["dtype"]))
-    dtypes |= dict.fromkeys(parsed["float32"], torch.float32)
-    wanted = {name: (tuple(shape), dtypes[name]) for name, shape in parsed["shapes"].items()}
+    dtype: torch.dtype = getattr(torch, parsed["dtype"])
+    wanted = {
+        name: (tuple(shape), torch.float32 if name in parsed["float32"] else dtype)
+        for name, shape in parsed["shapes"].items()
+    }
     expected = ExpectedTensors(wanted, parsed["tied"])
     held: dict[str, tuple[str, int]] = {}
     try:

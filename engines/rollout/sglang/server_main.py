@@ -2,17 +2,13 @@
 
 `python -m engines.rollout.sglang.server_main DIRECTORY` reads the arguments of `ServerArgs` from
 `DIRECTORY/arguments.json`. Secrets are passed only in the environment.
+On a CPU it installs stand-ins for packages that SGLang 0.5.23 imports on every platform and never
+calls there: `sgl_kernel`, which has only CUDA builds, and `torchvision`, whose build needs CUDA.
 Promises: arguments that SGLang refuses, and models that it would compute differently from
 transformers, are reported in `DIRECTORY/refusal`. When the owner is gone, the process group is
-killed within `POLL_S`, and its shared memory and directory are removed.
-
-Stand-ins for packages that SGLang imports on every platform and never calls on a CPU.
-
-SGLang 0.5.23 imports `sgl_kernel`, which has only CUDA builds, and `torchvision`, whose build needs
-CUDA's libraries too. `install` makes both importable in SGLang's processes.
-Promises: calling or creating anything in them raises NotImplementedError with its full name; an
-installed package is left alone.
-Does not cover kernels: quantized models and models with images do not run on a CPU.
+killed within `POLL_S`, and its shared memory and directory are removed. Calling anything in a
+stand-in raises NotImplementedError with its full name; an installed package is left alone.
+Does not promise kernels: quantized models and models with images do not run on a CPU.
 """
 
 import importlib.machinery

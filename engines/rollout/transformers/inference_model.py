@@ -81,6 +81,7 @@ class Vision:
         if any(images):
             self._processor = self._processor or ImageProcessor(self._hf_dir)
             patches = self._processor.of_sequences(images)
+        if patches is not None:
             inputs = {
                 "pixel_values": patches.pixel_values_PD,
                 "image_grid_thw": patches.grid_thw_I3,

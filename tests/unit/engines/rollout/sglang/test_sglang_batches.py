@@ -124,7 +124,7 @@ def test_a_server_that_does_not_hear_of_an_abort_keeps_nobody_from_closing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Silent:
-        async def post(self, path: str, body: dict[str, Any]) -> None:
+        async def call(self, path: str, body: dict[str, Any]) -> None:
             await asyncio.Event().wait()
 
     async def drop_and_close() -> list[BaseException | None]:

@@ -19,20 +19,18 @@ from engines.errors import RolloutError
 from engines.rollout.prompt_logprobs import PromptRequest
 from engines.rollout.served.sampler import RunningSample
 from engines.rollout.served.weight_receiver import ModelLayout, read_layout
-from engines.rollout.sglang.engine import prompt_rows, scores
+from engines.rollout.sglang.engine import prompt_body, prompt_rows, score_body, scores
 from engines.rollout.sglang.launch import NUM_HELD_BACK, server_arguments
 from engines.rollout.sglang.options import SglangOptions
 from engines.rollout.sglang.plugin import ends_where_told
-from engines.rollout.sglang.server import _events
-from engines.rollout.sglang.server_main import check_window
-from engines.rollout.sglang.translation import (
+from engines.rollout.sglang.sampling import (
     batch_body,
     check_temperature,
     completion,
-    prompt_body,
-    score_body,
     stream_start,
 )
+from engines.rollout.sglang.server import _events
+from engines.rollout.sglang.server_main import check_window
 from engines.rollout.transformers.scheduler import stream_starts, uniforms
 from engines.types import Completion, RolloutRequest, SamplingParams, StructuredOutput
 from hardware.cpu import CPUPlatform
