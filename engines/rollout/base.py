@@ -7,8 +7,6 @@ are sampled from. A continued sample reuses no random number of its prefix. The 
 advance together as far as capacity allows.
 Does not promise: an order of completions; that a continued sample equals an uninterrupted one,
 unless the engine has `EXACT_CONTINUATION`. Engines know nothing of rewards or training.
-
-Creates the rollout engine that a configuration names.
 """
 
 from abc import ABC, abstractmethod

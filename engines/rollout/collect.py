@@ -9,6 +9,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Protocol, TypeVar
 
 from engines.errors import RolloutError
@@ -92,7 +93,7 @@ class SampleLedger:
 
     def accept(self, completion: Completion) -> None:
         """Record a sample, unless it is recorded already."""
-        key = (completion.request_id, completion.sample_index)
+        key = completion.request_id, completion.sample_index
         if key not in self._found:
             self._found[key] = completion
             if self._on_sample is not None:
@@ -100,10 +101,9 @@ class SampleLedger:
 
     def missing(self, requests: Iterable[RolloutRequest]) -> list[RolloutRequest]:
         """See `Ledger`."""
-        left, found = list[RolloutRequest](), self._found
+        left: list[RolloutRequest] = []
         for request in requests:
-            indices = [index for name, index in request.sample_keys if (name, index) not in found]
-            if indices:
+            if indices := [key[1] for key in request.sample_keys if key not in self._found]:
                 left.append(request.select(indices))
         return left
 
@@ -111,23 +111,19 @@ class SampleLedger:
         self, engine: RolloutEngine, requests: Sequence[RolloutRequest]
     ) -> None:
         """See `Ledger`."""
-        open_keys = {key for request in requests for key in request.sample_keys}
-        num_wanted, num_found, num_strange = len(open_keys), 0, 0
+        wanted = {key for request in requests for key in request.sample_keys}
+        found: list[tuple[str, int]] = []
         async for completion in engine.generate(requests):
-            key = (completion.request_id, completion.sample_index)
-            num_found += 1
-            if key in open_keys:
-                open_keys.remove(key)
+            found.append((completion.request_id, completion.sample_index))
+            if found[-1] in wanted:
                 self.accept(completion)
-            else:
-                num_strange += 1
-        if open_keys or num_strange:
-            raise RolloutError(f"asked for {num_wanted} samples, got {num_found}, not the same")
+        if len(found) != len(wanted) or set(found) != wanted:
+            raise RolloutError(f"asked for {len(wanted)} samples, got {len(found)}, not the same")
 
     def abort_missing(self) -> None:
         """Record every missing sample as aborted before its first token."""
-        for name, index in (key for keys in self._wanted for key in keys):
-            self.accept(Completion(name, index, (), (), (), "abort"))
+        for key in chain.from_iterable(self._wanted):
+            self.accept(Completion(*key, (), (), (), "abort"))
 
     def rows(self) -> list[list[Completion]]:
         """Return the completions of each request, in the order of its seeds."""

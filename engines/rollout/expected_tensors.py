@@ -1,4 +1,4 @@
-"""Checks the tensors of a weight update before they reach a rollout model.
+"""Checks the tensors of a weight update before they reach a rollout model, and their receipt.
 
 Promises: every tensor comes once, under a known name, with the shape and dtype in which it is held.
 """
@@ -8,7 +8,9 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
+from engines.checksum import combine, tensor_checksum
 from engines.errors import WeightSyncError
+from engines.weight_sync.base import WeightDigest
 
 
 class ExpectedTensors:
@@ -44,3 +46,12 @@ class ExpectedTensors:
         missing = sorted(self._wanted.keys() - self._seen)
         if missing:
             raise WeightSyncError(f"{len(missing)} parameters were not sent, first {missing[0]}")
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> WeightDigest:
+    """Return the receipt of tensors that are held under their names."""
+    return WeightDigest(
+        digest=combine((name, tensor_checksum(tensor)) for name, tensor in tensors.items()),
+        num_tensors=len(tensors),
+        num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+    )

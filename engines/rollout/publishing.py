@@ -170,7 +170,7 @@ class Publisher:
                 f"version {version} was published as {expected}, the trainer holds {sent} now"
             )
         for slot in transfer.slots:
-            if (held := transfer.receipts[slot.place]) != sent:
+            if (held := transfer.outcomes[slot.place]) != sent:
                 raise WeightSyncError(
                     f"version {version}: sent {sent}, replica {slot.place} holds {held}; it will "
                     "not generate from them"
@@ -197,14 +197,14 @@ class Publisher:
             if isinstance(error, ReceiverGoneError | DeadlineError):
                 if transfer.lost():
                     return None
-                if isinstance(error, ReceiverGoneError) and transfer.first_error is not None:
-                    raise transfer.first_error from None
+                if isinstance(error, ReceiverGoneError) and (first := transfer.first_error()):
+                    raise first from None
             raise
         end(self._timeout_s)
         if transfer.lost():
             return None
-        if transfer.first_error is not None:
-            raise transfer.first_error
+        if first := transfer.first_error():
+            raise first
         return sent
 
     def _probe(
@@ -310,10 +310,8 @@ class _Transfer:
         self, slots: Sequence[ReplicaSlot], version: int, is_adapter: bool = False
     ) -> None:
         self.slots, self.version, self._is_adapter = slots, version, is_adapter
-        self.receipts: dict[int, WeightDigest] = {}
-        self.first_error: PipelineError | None = None
-        self._lost: dict[int, PipelineError] = {}
-        self._failed: set[int] = set()
+        self.outcomes: dict[int, WeightDigest | PipelineError] = {}
+        """Receipt or error by place; a ReplicaLostError for a replica without an answer."""
 
     async def run(self, transport: Delivery) -> None:
         """Load the tensors into all replicas; the first failure stops the sender."""
@@ -324,22 +322,23 @@ class _Transfer:
         engine = slot.engine
         update = engine.update_adapter if self._is_adapter else engine.update_weights
         try:
-            self.receipts[slot.place] = await update(source, self.version)
-        except ReplicaLostError as error:
-            self._lost[slot.place] = error
+            self.outcomes[slot.place] = await update(source, self.version)
         except SILENCE as error:
-            self._lost[slot.place] = silence(LATE.format(slot.place), error)
+            self.outcomes[slot.place] = silence(LATE.format(slot.place), error)
         except PipelineError as error:
-            self._failed.add(slot.place)
-            self.first_error = self.first_error or error
+            self.outcomes[slot.place] = error
         finally:
-            if slot.place not in self.receipts:
+            if not isinstance(self.outcomes.get(slot.place), WeightDigest):
                 transport.stop()  # else the sender would wait for this receiver
 
     def give_up(self) -> None:
-        answered = self.receipts.keys() | self._failed
-        for place in {slot.place for slot in self.slots} - answered:
-            self._lost.setdefault(place, ReplicaLostError(LATE.format(place)))
+        for slot in self.slots:
+            self.outcomes.setdefault(slot.place, ReplicaLostError(LATE.format(slot.place)))
 
-    def lost(self) -> list[tuple[ReplicaSlot, PipelineError]]:
-        return [(slot, self._lost[slot.place]) for slot in self.slots if slot.place in self._lost]
+    def first_error(self) -> PipelineError | None:
+        errors = (found for found in self.outcomes.values() if isinstance(found, PipelineError))
+        return next((error for error in errors if not isinstance(error, ReplicaLostError)), None)
+
+    def lost(self) -> list[tuple[ReplicaSlot, ReplicaLostError]]:
+        outcomes = ((slot, self.outcomes.get(slot.place)) for slot in self.slots)
+        return [(slot, found) for slot, found in outcomes if isinstance(found, ReplicaLostError)]

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -74,14 +74,6 @@ class ReplicaSlot:
     def is_up(self) -> bool:
         """True if there is an engine to call."""
         return self.state not in (ReplicaState.DEAD, ReplicaState.RESTARTING)
-
-    def move(self, to: ReplicaState) -> None:
-        """Go to another state; a ValueError if the transition is not allowed."""
-        if to is self.state:
-            return
-        if (self.state, to) not in TRANSITIONS:
-            raise ValueError(f"replica {self.place}: no step from {self.state} to {to}")
-        self.state = to
 
 
 @dataclass(frozen=True)
@@ -250,10 +242,12 @@ class ReplicaPool:
             self._listeners.remove(listener)
 
     def move(self, slot: ReplicaSlot, to: ReplicaState) -> None:
-        """Change a state and notify the listeners."""
+        """Change a state and notify the listeners; a ValueError if that is not allowed."""
         if slot.state is not to:
+            if (slot.state, to) not in TRANSITIONS:
+                raise ValueError(f"replica {slot.place}: no step from {slot.state} to {to}")
             logger.info("replica %d: %s -> %s", slot.place, slot.state.value, to.value)
-        slot.move(to)
+            slot.state = to
         self._tell()
 
     def lose(self, slot: ReplicaSlot, engine: RolloutEngine, error: PipelineError) -> None:
@@ -276,7 +270,7 @@ class ReplicaPool:
             busy = [slot for slot in self.slots if slot.is_up and slot.num_in_flight]
             await asyncio.gather(*(self._look(slot, pause_s) for slot in busy))
 
-    async def close(self, close: Callable[[RolloutEngine], Coroutine[Any, Any, None]]) -> None:
+    async def close(self) -> None:
         """Cancel restarts, and close every running replica; errors come as an ExceptionGroup."""
         self._restarts = None
         for task in self._restarting:
@@ -285,7 +279,7 @@ class ReplicaPool:
             _, left = await asyncio.wait(self._restarting, timeout=END_DEADLINE_S)
             if left:  # the others are closed nevertheless
                 logger.warning("after %g s replicas still start: %d", END_DEADLINE_S, len(left))
-        closing = [close(slot.engine) for slot in self.slots if slot.is_up]
+        closing = [slot.engine.close() for slot in self.slots if slot.is_up]
         results = await asyncio.gather(*closing, return_exceptions=True)
         if errors := [result for result in results if isinstance(result, Exception)]:
             raise ExceptionGroup("replicas did not close", errors)

@@ -285,11 +285,7 @@ class RolloutService:
             return
         self._closed = True
         try:
-            self._loop.run(
-                self._pool.close(lambda engine: engine.close()),
-                "the replicas to close",
-                ANSWER_DEADLINE_S,
-            )
+            self._loop.run(self._pool.close(), "the replicas to close", ANSWER_DEADLINE_S)
         finally:
             self._loop.close()
 

@@ -137,9 +137,12 @@ class ServedEngine(StatefulEngine):
     async def prompt_logprobs(self, requests: Sequence[PromptRequest]) -> list[PromptLogprobs]:
         """See the base class. Refused in the same cases as `score`."""
         self._check_can_score()
-        longest, vocab_size = self._context_length - 1, self._layout.vocab_size
-        any_temperature = Capability.PROMPT_LOGPROBS_AT_ANY_TEMPERATURE in self.capabilities
-        check_prompts(requests, longest, vocab_size, any_temperature=any_temperature)
+        check_prompts(
+            requests,
+            self._context_length - 1,
+            self._layout.vocab_size,
+            any_temperature=Capability.PROMPT_LOGPROBS_AT_ANY_TEMPERATURE in self.capabilities,
+        )
         # The library's answer about many tokens is large until it is converted.
         turns = asyncio.Semaphore(self._max_num_prompts)
         self._num_scoring += 1
@@ -161,7 +164,7 @@ class ServedEngine(StatefulEngine):
         async with turns:
             for num_top in (request.num_top, request.num_top + num_barred):
                 call = self._prompt_rows(request, num_top)
-                rows = await self._wait(call, "to say logprobs of a prompt")
+                rows = await self._wait(call, "to compute logprobs of a prompt")
                 if (answer := prompt_answer(request, rows)) is not None:
                     return answer
         raise RolloutError(f"{request.request_id}: {self._library} named fewer tokens than asked")
@@ -303,11 +306,11 @@ class ServedEngine(StatefulEngine):
             raise DeadlineError(what, END_DEADLINE_S)
 
     def _start(self, sample: RunningSample) -> None:
-        task = asyncio.get_running_loop().create_task(self._sample(sample))
+        task = asyncio.get_running_loop().create_task(self._compute(sample))
         self._in_flight[sample] = task
         task.add_done_callback(lambda task: self._ended(sample, task))
 
-    async def _sample(self, sample: RunningSample) -> None:
+    async def _compute(self, sample: RunningSample) -> None:
         result = sample.empty() if sample.aborted else await self._sampler.sample(sample)
         self._in_flight.pop(sample, None)
         self._deliver(sample.call, result)

@@ -68,10 +68,10 @@ def ends_where_told(request: Any, new_token_ids: list[int]) -> bool:
 
     ends = request.sampling_params.stop_token_ids or ()
     num_before = len(request.output_ids) - len(new_token_ids)
-    for place, token in enumerate(new_token_ids):
+    for number, token in enumerate(new_token_ids, num_before + 1):
         if token in ends:
             request.finished_reason = FINISH_MATCHED_TOKEN(matched=token)
-            request.finished_len = num_before + place + 1
+            request.finished_len = number
             return True
     return False
 

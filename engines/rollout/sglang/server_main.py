@@ -20,11 +20,12 @@ import signal
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import cache, partial
 from importlib.abc import Loader, MetaPathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import psutil
@@ -47,32 +48,23 @@ def install() -> None:
         sys.meta_path.append(_Finder(missing))
 
 
+@cache
+def _stand_in(owner: str, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Name(name, (), {"__module__": owner})
+
+
 class _Name(type):
     """A class whose attributes exist as well, for enumerations and constants."""
 
     def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _stand_in(f"{cls.__module__}.{cls.__qualname__}.{name}")
+        return _stand_in(f"{cls.__module__}.{cls.__qualname__}", name)
 
     def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(
             f"{cls.__module__}.{cls.__qualname__} is a stand-in: it has no build for a CPU"
         )
-
-
-def _stand_in(full_name: str) -> Any:
-    module, _, name = full_name.rpartition(".")
-    return _Name(name, (), {"__module__": module})
-
-
-class _Module(types.ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        made = _stand_in(f"{self.__name__}.{name}")
-        setattr(self, name, made)
-        return made
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -87,12 +79,9 @@ class _Finder(MetaPathFinder, Loader):
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        """See `Loader`."""
-        return _Module(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        """Do nothing; see `Loader`."""
+    def exec_module(self, module: ModuleType) -> None:
+        """Give a module every name that it is asked for."""
+        vars(module)["__getattr__"] = partial(_stand_in, module.__name__)
 
 
 ARGUMENTS, REFUSAL = "arguments.json", "refusal"
@@ -132,9 +121,8 @@ def main() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    arguments = json.loads((directory / ARGUMENTS).read_text(encoding="utf-8"))
     try:
-        server_args = _accepted(arguments)
+        server_args = _accepted(json.loads((directory / ARGUMENTS).read_text(encoding="utf-8")))
     except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
         (directory / REFUSAL).write_text(" ".join(str(error).split()), encoding="utf-8")
         raise

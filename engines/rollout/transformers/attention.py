@@ -46,12 +46,10 @@ class KVCache:
         if num_rows <= self._num_rows and length <= self.length:
             return
         if num_rows > self._num_rows:
-            num_rows = max(num_rows, min(self._num_rows * 3 // 2, self._max_rows))
+            self._num_rows = max(num_rows, min(self._num_rows * 3 // 2, self._max_rows))
         if length > self.length:
             length = max(length, min(self.length * 3 // 2, self._max_length))
-            length = -(-length // LENGTH_STEP) * LENGTH_STEP
-        self._num_rows = max(num_rows, self._num_rows)
-        self.length = max(length, self.length)
+            self.length = -(-length // LENGTH_STEP) * LENGTH_STEP
         for index, layer in enumerate(self._layers):
             if layer is not None:
                 self._layers[index] = (self._grown(layer[0]), self._grown(layer[1]))
@@ -80,12 +78,10 @@ class KVCache:
         if stored is None:
             raise RuntimeError(f"layer {layer} has no prefix yet")
         num_rows = keys_BG1D.shape[0]
-        views = []
         for buffer, new in zip(stored, (keys_BG1D, values_BG1D), strict=True):
             width = buffer.shape[-1]
             buffer.view(-1, width).index_copy_(0, slot_BG, new.reshape(-1, width))
-            views.append(buffer[:num_rows, :, :length])
-        return views[0], views[1]
+        return stored[0][:num_rows, :, :length], stored[1][:num_rows, :, :length]
 
     def slots(self, position_B: Tensor, num_kv_heads: int) -> Tensor:
         """Return (B * G,) int64: where `append` puts position `position_B` of each row and head."""
@@ -263,7 +259,7 @@ class DecodeStep:
         grouped = (query * scaling).reshape(num_rows, num_kv_heads, -1, width)
         scores = torch.matmul(grouped, keys.transpose(2, 3)) + self._bias_B11L(window)
         weights = scores.softmax(-1).to(values.dtype)
-        return torch.matmul(weights, values).reshape(num_rows, 1, num_heads, values.shape[-1])
+        return torch.matmul(weights, values).reshape(num_rows, 1, num_heads, -1)
 
     def _bias_B11L(self, window: int | None) -> Tensor:
         """Return (B, 1, 1, L) float32: 0 where the row's token attends, else -inf."""
@@ -326,9 +322,8 @@ def declared_window(module: nn.Module, layer: int) -> int | None:
     """Return the sliding window that the model's configuration gives a layer."""
     config = getattr(module, "config", None)
     layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None and layer_types[layer] != "sliding_attention":
-        return None
-    return getattr(config, "sliding_window", None)
+    slides = layer_types is None or layer_types[layer] == "sliding_attention"
+    return getattr(config, "sliding_window", None) if slides else None
 
 
 AttentionInterface.register(ATTENTION_NAME, attend)

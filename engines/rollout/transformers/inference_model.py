@@ -36,9 +36,8 @@ from engines.checkpoint.model_directory import (
     vision_model_type,
 )
 from engines.checkpoint.stop_tokens import eos_token_ids
-from engines.checksum import combine, tensor_checksum
 from engines.errors import RolloutError
-from engines.rollout.expected_tensors import ExpectedTensors
+from engines.rollout.expected_tensors import ExpectedTensors, digest_of
 from engines.rollout.transformers.attention import ATTENTION_NAME, DecodeStep, KVCache, PrefillStep
 from engines.rollout.transformers.decoder import Decoder, is_covered
 from engines.rollout.transformers.options import refusal
@@ -281,11 +280,8 @@ class InferenceModel:
         expected.check_complete()
         # Read from the module and not from our table: the module computes.
         held = dict(named_state(self._model))
-        views = {name: slot.view(held[slot.parameter]) for name, slot in self._slots.items()}
-        return WeightDigest(
-            digest=combine((name, tensor_checksum(view)) for name, view in views.items()),
-            num_tensors=len(views),
-            num_bytes=sum(view.nbytes for view in views.values()),
+        return digest_of(
+            {name: slot.view(held[slot.parameter]) for name, slot in self._slots.items()}
         )
 
     def release(self) -> None:

@@ -59,8 +59,8 @@ class Sample:
     @property
     def stream_origin(self) -> int:
         """Position of the token that uses, or would have used, number 0 of the random stream."""
-        at = self.request.prefix(self.place)
-        return len(self.request.prompt_ids) + len(at) - self.request.draw_offset(self.place)
+        num_given = len(self.request.prompt_ids) + len(self.request.prefix(self.place))
+        return num_given - self.request.draw_offset(self.place)
 
     def append(self, token: int, logprob: float) -> bool:
         """Append a sampled token; return True if the sample is finished."""
@@ -165,10 +165,8 @@ def fill_holes(num_rows: int, leaving: Collection[int]) -> tuple[list[int], list
     num_left = num_rows - len(leaving)
     holes = sorted(row for row in leaving if row < num_left)
     movers = [row for row in range(num_left, num_rows) if row not in leaving]
-    order = list(range(num_left))
-    for hole, mover in zip(holes, movers, strict=True):
-        order[hole] = mover
-    return order, movers, holes
+    moved = dict(zip(holes, movers, strict=True))
+    return [moved.get(place, place) for place in range(num_left)], movers, holes
 
 
 def _share_prefix(first: Sample, other: Sample) -> bool:
@@ -218,13 +216,12 @@ class SamplingColumns:
         )
 
 
-def stream_starts(seeds: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+def stream_starts(seeds: Sequence[int]) -> Tensor:
     """Return (B,) int64 starts of the random streams of seeds, any integers taken mod 2^64.
 
     Without mixing, seeds that differ by the generator's increment would share a shifted stream.
     """
-    raw = torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device=device)
-    return _mix(raw)
+    return _mix(torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64))
 
 
 def uniforms(starts_B: Tensor, index_B: Tensor) -> Tensor:
@@ -280,10 +277,9 @@ def filter_logits(logits_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor
 def _sample_chunk(
     logits_BV: Tensor, uniform_B: Tensor, columns: SamplingColumns
 ) -> tuple[Tensor, Tensor]:
-    logits_BV = logits_BV.float()
     greedy_B = columns.temperature_B == 0
-    temperature_B = torch.where(greedy_B, 1.0, columns.temperature_B).to(logits_BV.dtype)
-    scaled_BV = logits_BV / temperature_B[:, None]
+    temperature_B = torch.where(greedy_B, 1.0, columns.temperature_B).float()
+    scaled_BV = logits_BV.float() / temperature_B[:, None]
     if columns.any_filter:
         top_k_B = columns.top_k_B.masked_fill(greedy_B, 0)
         top_p_B = columns.top_p_B.masked_fill(greedy_B, 1.0)

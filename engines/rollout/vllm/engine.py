@@ -2,20 +2,15 @@
 
 Promises: the contract of `engines.rollout.base`. Samples paused during an update are recomputed up
 to where they stood, and each token carries the version that sampled it. `close` ends every process
-that vLLM started.
+that vLLM started. The tensors of an adapter are checked before vLLM gets them as files; the
+checksum is of the written tensors. vLLM reports modules that it does not know.
 Does not promise: the same tokens for a seed as another engine; `score` and `prompt_logprobs` while
 paused.
-
-Receives an adapter and writes it as files that the engine's library loads.
-
-Promises: every tensor is checked for name, shape and dtype, and every pair for completeness, before
-a file is written; the checksum is of the written tensors. Unknown modules are reported by the
-library when it loads them.
 """
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -24,11 +19,11 @@ import torch
 from torch import Tensor
 
 from engines.checkpoint.export import write_peft_adapter
-from engines.checksum import combine, tensor_checksum
 from engines.config.rollout import RolloutConfig
 from engines.config.training import LoraConfig
 from engines.errors import ReplicaLostError, WeightSyncError
 from engines.rollout.base import Capability, SleepLevel
+from engines.rollout.expected_tensors import digest_of
 from engines.rollout.prompt_logprobs import PromptRequest, PromptRows
 from engines.rollout.served.engine import ServedEngine
 from engines.rollout.served.weight_receiver import ModelLayout, read_layout
@@ -67,14 +62,16 @@ def receive_adapter(
             )
         # Copied, since the source may reuse its memory; files are written from the CPU.
         tensors[name] = tensor.detach().to("cpu", copy=True)
+    if not tensors:
+        raise WeightSyncError("no part of the adapter was sent")
     modules = {name.removesuffix(_A).removesuffix(_B) for name in tensors}
-    missing = sorted({m + end for m in modules for end in (_A, _B)} - tensors.keys())
-    if missing or not modules:
-        first = f", first {missing[0]}" if missing else ""
-        raise WeightSyncError(f"{len(missing) or 'all'} parts of the adapter were not sent{first}")
+    if missing := sorted({m + end for m in modules for end in (_A, _B)} - tensors.keys()):
+        raise WeightSyncError(
+            f"{len(missing)} parts of the adapter were not sent, first {missing[0]}"
+        )
     targets = sorted({module.rpartition(".")[2] for module in modules})
     write_peft_adapter(directory, tensors, lora, targets)
-    return _receipt(tensors)
+    return digest_of(tensors)
 
 
 def _shape(name: str, layout: ModelLayout, lora: LoraConfig) -> tuple[int, int]:
@@ -83,11 +80,6 @@ def _shape(name: str, layout: ModelLayout, lora: LoraConfig) -> tuple[int, int]:
     if module == name or len(shape) != 2:
         raise WeightSyncError(f"the rollout model has no weight that {name} stands beside")
     return (lora.rank, shape[1]) if name.endswith(_A) else (shape[0], lora.rank)
-
-
-def _receipt(tensors: Mapping[str, Tensor]) -> WeightDigest:
-    digest = combine((name, tensor_checksum(tensor)) for name, tensor in tensors.items())
-    return WeightDigest(digest, len(tensors), sum(tensor.nbytes for tensor in tensors.values()))
 
 
 T = TypeVar("T")
@@ -184,13 +176,11 @@ class VllmEngine(ServedEngine):
 
     async def _score(self, ids: Sequence[int], temperature: float) -> tuple[float, ...]:
         name = f"score/{next(self._score_numbers)}"
-        adapter = self._vllm_sampler.adapter
-        return await score_sequence(self._llm, ids, temperature, name, adapter)
+        return await score_sequence(self._llm, ids, temperature, name, self._vllm_sampler.adapter)
 
     async def _prompt_rows(self, request: PromptRequest, num_top: int) -> PromptRows:
         name = f"prompt/{next(self._score_numbers)}"
-        adapter = self._vllm_sampler.adapter
-        return await prompt_rows(self._llm, request, num_top, name, adapter)
+        return await prompt_rows(self._llm, request, num_top, name, self._vllm_sampler.adapter)
 
     async def _stop_sampling(self) -> None:
         await self._llm.pause_generation(mode="keep", clear_cache=False)
