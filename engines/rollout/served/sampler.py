@@ -1,12 +1,12 @@
-"""A sample in the processes of an engine's library, and what follows and finishes it.
+"""A sample in the processes of an engine's library, and its way to a completion.
 
 Promises: a completion has one logprob and one version per token; a sample with stop strings ends at
-the first one.
+the first one. The stop strings of the libraries are not used, since they ignore a prefix.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from engines.errors import RolloutError
 from engines.rollout.stop_strings import SampledText
@@ -22,6 +22,7 @@ class RunningSample:
         name: its name in the processes; unique, and not a prefix of another sample's name.
         call: number of its `generate` call.
         aborted: an abort was requested.
+        num_until_stop: number of sampled tokens up to the first stop string; None: none was found.
     """
 
     request: RolloutRequest
@@ -30,6 +31,8 @@ class RunningSample:
     call: int
     text: SampledText | None = None
     aborted: bool = False
+    num_until_stop: int | None = None
+    _num_seen: int = 0
 
     @property
     def key(self) -> tuple[str, int]:
@@ -50,19 +53,27 @@ class RunningSample:
         """Return the completion of a sample aborted before its first token."""
         return Completion(*self.key, (), (), (), "abort")
 
+    def reaches_stop(self, token_ids: Sequence[int]) -> bool:
+        """Return True if these are the first sampled tokens so far that contain a stop string."""
+        if self.text is None or self.num_until_stop is not None:
+            return False
+        number = self.text.contains_stop(token_ids[self._num_seen :])
+        if number is not None:
+            self.num_until_stop = self._num_seen + number
+        self._num_seen = len(token_ids)
+        return number is not None
+
     def completion(
         self,
         token_ids: Sequence[int],
         logprobs: Sequence[float],
         spans: Iterable[tuple[int, int, int]],
         finish_reason: str,
-        num_until_stop: int | None,
     ) -> Completion:
         """Return the completion, cut behind the token that completes a stop string.
 
         Args:
             spans: policy version of the tokens from a start to an end.
-            num_until_stop: number of tokens up to the stop string; None: there is none.
 
         Raises:
             RolloutError: a token lacks its logprob or its version.
@@ -73,8 +84,8 @@ class RunningSample:
                 f"{self.name}: {len(token_ids)} tokens with {len(logprobs)} logprobs and "
                 f"{len(versions)} versions"
             )
-        kept = slice(num_until_stop)
-        reason = finish_reason if num_until_stop is None else "stop"
+        kept = slice(self.num_until_stop)
+        reason = finish_reason if self.num_until_stop is None else "stop"
         return Completion(*self.key, token_ids[kept], logprobs[kept], versions[kept], reason)
 
 
@@ -93,34 +104,3 @@ class Sampler(Protocol):
         `RunningSample.aborted` once they do: an abort reaches only known samples.
         """
         ...
-
-
-async def follow(
-    text: SampledText,
-    answers: AsyncIterator[Any],
-    read: Callable[[Any], tuple[Sequence[int], bool]],
-    end: Callable[[], Awaitable[object]],
-) -> tuple[Any, int | None]:
-    """Follow a sample step by step, and have it ended at its first stop string.
-
-    The stop strings of the libraries ignore a prefix.
-
-    Args:
-        read: returns all token ids of an answer so far, and whether the sample has ended.
-        end: ends the sample; its last answer is still awaited.
-
-    Returns:
-        The last answer (None: there was none), and its number of tokens up to the stop string.
-    """
-    answer: Any = None
-    num_seen, num_until_stop = 0, None
-    async for answer in answers:
-        token_ids, has_ended = read(answer)
-        if num_until_stop is None:
-            number = text.contains_stop(token_ids[num_seen:])
-            if number is not None:
-                num_until_stop = num_seen + number
-                if not has_ended:
-                    await end()
-        num_seen = len(token_ids)
-    return answer, num_until_stop

@@ -12,12 +12,12 @@ Does not promise that samples of one call fail alone: if SGLang refuses one, all
 import asyncio
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from engines.errors import RolloutError
-from engines.rollout.served.sampler import RunningSample, follow
+from engines.rollout.served.sampler import RunningSample
 from engines.rollout.sglang.server import Client, Server
 from engines.rollout.transformers.scheduler import GAMMA, stream_starts
 from engines.types import Completion, RolloutRequest
@@ -92,16 +92,15 @@ def completion(
     sample: RunningSample,
     answer: Mapping[str, Any],
     eos_token_ids: Collection[int],
-    num_until_stop: int | None = None,
 ) -> Completion:
-    """Convert SGLang's last answer, up to the `num_until_stop` tokens that complete a stop string.
+    """Convert SGLang's last answer.
 
     Raises:
         RolloutError: a token lacks its logprob or version, or SGLang ended it for its own reasons.
     """
     meta, sampling, token_ids = answer["meta_info"], sample.request.sampling, answer["output_ids"]
     reason = "stop"
-    if num_until_stop is None:
+    if sample.num_until_stop is None:
         reason = meta["finish_reason"]["type"]
         ends = {*eos_token_ids, *sampling.stop_token_ids}
         is_ours = {
@@ -124,69 +123,7 @@ def completion(
             for span in meta.get("weight_versions") or []
         ],
         reason,
-        num_until_stop,
     )
-
-
-class BatchedCalls:
-    """Groups samples into calls of the server; reports the name of each sent sample to `sent`.
-
-    Samples wait while `may_send` is clear.
-    """
-
-    def __init__(
-        self,
-        client: Client,
-        eos_token_ids: Collection[int],
-        may_send: asyncio.Event,
-        sent: Callable[[str], None],
-    ) -> None:
-        self._client, self._eos_token_ids = client, eos_token_ids
-        self._may_send, self._sent = may_send, sent
-        self._waiting: dict[int, list[tuple[RunningSample, Answer]]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def put(self, sample: RunningSample) -> Answer:
-        """Return a future of SGLang's last answer about a sample; if cancelled, it is not sent."""
-        answer: Answer = asyncio.get_running_loop().create_future()
-        if sample.call not in self._waiting:
-            self._waiting[sample.call] = []
-            task = asyncio.create_task(self._send(sample.call))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        self._waiting[sample.call].append((sample, answer))
-        return answer
-
-    async def close(self) -> None:
-        """Cancel all calls; SGLang drops their samples."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-
-    async def _send(self, call: int) -> None:
-        await self._may_send.wait()
-        rows = [row for row in self._waiting.pop(call) if not row[1].done()]
-        if not rows:
-            return
-        left = {sample.name: answer for sample, answer in rows}
-        for name in left:
-            self._sent(name)
-        body = batch_body([sample for sample, _ in rows], self._eos_token_ids)
-        error = RolloutError(f"SGLang said nothing of the end of {len(left)} samples or more")
-        try:
-            async with aclosing(self._client.stream(GENERATE, body)) as found:
-                async for each in found:
-                    if each["meta_info"]["finish_reason"] is not None:
-                        answer = left.pop(each["meta_info"]["id"])
-                        if not answer.done():  # the sample may be cancelled
-                            answer.set_result(each)
-        except RolloutError as refusal:
-            error = refusal
-        finally:
-            for answer in left.values():
-                if not answer.done():
-                    answer.set_exception(error)
 
 
 ABORT_WAITS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -202,9 +139,10 @@ class SglangSampler:
         self._server, self._client, self._eos_token_ids = server, client, eos_token_ids
         self._may_send = asyncio.Event()
         self._may_send.set()
-        self._calls: dict[str, asyncio.Task[Completion]] = {}
-        self._unsent: set[str] = set()
-        self._batches = BatchedCalls(client, eos_token_ids, self._may_send, self._unsent.discard)
+        self._unsent: dict[int, dict[RunningSample, Answer]] = {}
+        """By number of their `generate` call."""
+        self._answers: dict[str, Answer] = {}
+        self._sending: set[asyncio.Task[None]] = set()
         self._dropping: set[asyncio.Task[None]] = set()
 
     @property
@@ -222,64 +160,76 @@ class SglangSampler:
 
     async def sample(self, sample: RunningSample) -> Completion:
         """See `Sampler`. A sample that is aborted before it was sent comes out empty."""
-        call = asyncio.create_task(self._call(sample))
-        self._calls[sample.name] = call
-        self._unsent.add(sample.name)
+        loop = asyncio.get_running_loop()
+        answer = self._answers[sample.name] = loop.create_future()
+        if sample.call not in self._unsent:
+            self._unsent[sample.call] = {}
+            task = loop.create_task(self._send(sample.call))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+        self._unsent[sample.call][sample] = answer
         try:
-            await asyncio.wait({call})
+            await asyncio.wait({answer})
         finally:
-            if not call.done():  # cancelled
-                call.cancel()
-                if sample.name not in self._unsent:
+            del self._answers[sample.name]
+            if not answer.done():  # cancelled
+                answer.cancel()
+                if sample not in self._unsent.get(sample.call, {}):
                     self._drop(sample.name)
-            self._unsent.discard(sample.name)
-            del self._calls[sample.name]
-        return sample.empty() if call.cancelled() else call.result()
+        if answer.cancelled():
+            return sample.empty()
+        return completion(sample, answer.result(), self._eos_token_ids)
 
     async def abort(self, names: Sequence[str]) -> None:
         """End these samples and wait; a sample that SGLang does not end comes out empty."""
-        calls = {name: self._calls[name] for name in names if name in self._calls}
-        for name in self._unsent & calls.keys():
-            calls.pop(name).cancel()
+        answers = {name: self._answers[name] for name in names if name in self._answers}
+        unsent = {sample.name for samples in self._unsent.values() for sample in samples}
+        for name in unsent & answers.keys():
+            answers.pop(name).cancel()
         for wait_s in ABORT_WAITS_S:
-            calls = {name: call for name, call in calls.items() if not call.done()}
-            if not calls:
+            answers = {name: answer for name, answer in answers.items() if not answer.done()}
+            if not answers:
                 return
-            await asyncio.gather(*(self._tell_abort(name) for name in calls))
-            await asyncio.wait(calls.values(), timeout=wait_s)
-        for call in calls.values():
-            call.cancel()
+            await asyncio.gather(*(self._tell_abort(name) for name in answers))
+            await asyncio.wait(answers.values(), timeout=wait_s)
+        for answer in answers.values():
+            answer.cancel()
 
     async def close(self) -> None:
         """Cancel all calls, and wait until SGLang was told of all aborts."""
-        await self._batches.close()
-        if self._dropping:
-            await asyncio.wait(self._dropping)
+        for task in self._sending:
+            task.cancel()
+        if tasks := self._sending | self._dropping:
+            await asyncio.wait(tasks)
 
-    async def _call(self, sample: RunningSample) -> Completion:
-        if sample.text is None:
-            return completion(sample, await self._batches.put(sample), self._eos_token_ids)
+    async def _send(self, call: int) -> None:
         await self._may_send.wait()
-        self._unsent.discard(sample.name)
-
-        async def end() -> None:
-            self._drop(sample.name)
-
-        body = batch_body([sample], self._eos_token_ids)
-        async with aclosing(self._client.stream(GENERATE, body)) as answers:
-            # To the last answer, since only that one has the versions of the tokens.
-            answer, num_until_stop = await follow(
-                sample.text,
-                answers,
-                lambda found: (found["output_ids"], bool(found["meta_info"]["finish_reason"])),
-                end,
-            )
-        if answer is None:
-            raise RolloutError(f"{sample.name}: SGLang said nothing")
-        return completion(sample, answer, self._eos_token_ids, num_until_stop)
+        rows = self._unsent.pop(call).items()
+        left = {sample.name: (sample, answer) for sample, answer in rows if not answer.done()}
+        if not left:
+            return
+        body = batch_body([sample for sample, _ in left.values()], self._eos_token_ids)
+        error = RolloutError(f"SGLang said nothing of the end of {len(left)} samples or more")
+        try:
+            async with aclosing(self._client.stream(GENERATE, body)) as found:
+                async for each in found:
+                    sample, answer = left[each["meta_info"]["id"]]
+                    must_end = sample.reaches_stop(each["output_ids"])
+                    if each["meta_info"]["finish_reason"] is not None:
+                        del left[sample.name]
+                        if not answer.done():  # the sample may be cancelled
+                            answer.set_result(each)
+                    elif must_end:  # its last answer has the versions of its tokens
+                        self._drop(sample.name)
+        except RolloutError as refusal:
+            error = refusal
+        finally:
+            for _, answer in left.values():
+                if not answer.done():
+                    answer.set_exception(error)
 
     def _drop(self, name: str) -> None:
-        task = asyncio.create_task(self._tell_abort(name))
+        task = asyncio.get_running_loop().create_task(self._tell_abort(name))
         self._dropping.add(task)
         task.add_done_callback(self._dropped)
 

@@ -10,12 +10,12 @@ fetched and rescaled. vLLM materializes the logits of all tokens of a step, at m
 """
 
 import hashlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engines.errors import RolloutError
 from engines.rollout.prompt_logprobs import Candidates, PromptRequest, PromptRows, logprob_at
-from engines.rollout.served.sampler import RunningSample, follow
+from engines.rollout.served.sampler import RunningSample
 from engines.types import Completion, RolloutRequest
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
@@ -75,16 +75,8 @@ def sampling_params(sample: RunningSample, eos_token_ids: Sequence[int]) -> Any:
     )
 
 
-async def last(outputs: AsyncIterator[Any]) -> Any:
-    """Return the last output of a vLLM request."""
-    found: Any = None
-    async for output in outputs:
-        found = output
-    return found
-
-
-def completion(sample: RunningSample, output: Any, num_until_stop: int | None = None) -> Completion:
-    """Convert vLLM's final output, up to the `num_until_stop` tokens that complete a stop string.
+def completion(sample: RunningSample, output: Any) -> Completion:
+    """Convert vLLM's final output.
 
     Raises:
         RolloutError: a token lacks its logprob or version, or vLLM ended it for its own reasons.
@@ -97,7 +89,6 @@ def completion(sample: RunningSample, output: Any, num_until_stop: int | None = 
         [row[token].logprob for row, token in zip(output.logprobs or (), token_ids, strict=False)],
         [(int(span.version), span.start, span.end) for span in output.weight_versions or ()],
         output.finish_reason,
-        num_until_stop,
     )
 
 
@@ -128,15 +119,11 @@ class VllmSampler:
             sample.name,
             lora_request=self.adapter,
         )
-        if sample.text is None:
-            return completion(sample, (await last(outputs)).outputs[0])
-        found, num_until_stop = await follow(
-            sample.text,
-            outputs,
-            lambda found: (found.outputs[0].token_ids, found.finished),
-            lambda: self._llm.abort(sample.name),
-        )
-        return completion(sample, found.outputs[0], num_until_stop)
+        found: Any = None
+        async for found in outputs:
+            if sample.reaches_stop(found.outputs[0].token_ids) and not found.finished:
+                await self._llm.abort(sample.name)
+        return completion(sample, found.outputs[0])
 
     def let_go(self) -> None:
         """Release vLLM, whose destructor fails at the end of the process."""
@@ -196,5 +183,8 @@ async def _prompt_logprobs(
         ignore_eos=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    outputs = llm.generate(tokens_input(list(ids)), params, vllm_id, lora_request=adapter)
-    return (await last(outputs)).prompt_logprobs
+    told: Sequence[Any] = ()
+    prompt = tokens_input(list(ids))
+    async for found in llm.generate(prompt, params, vllm_id, lora_request=adapter):
+        told = found.prompt_logprobs
+    return told

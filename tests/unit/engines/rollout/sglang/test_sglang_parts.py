@@ -145,7 +145,7 @@ def test_each_token_gets_the_version_of_its_span() -> None:
 
 
 def test_a_stop_string_cuts_what_sglang_sampled_beyond_it() -> None:
-    found = completion(sample(), answer(finish_reason=None), EOS, num_until_stop=1)
+    found = completion(sample(num_until_stop=1), answer(finish_reason=None), EOS)
     assert found == Completion("a", 0, (7,), (-0.5,), (3,), "stop")
 
 

@@ -4,6 +4,7 @@ import asyncio
 import re
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -95,7 +96,8 @@ def test_behind_spent_draws_vllm_starts_another_stream() -> None:
 
 
 def test_a_stop_string_cuts_what_vllm_sampled_beyond_it() -> None:
-    found = completion(sample(), output(finish_reason="abort"), num_until_stop=1)
+    cut = replace(sample(), num_until_stop=1)
+    found = completion(cut, output(finish_reason="abort"))
     assert found == Completion("a", 0, (7,), (-0.5,), (3,), "stop")
 
 
