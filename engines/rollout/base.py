@@ -204,5 +204,4 @@ def create_rollout_engine(
     row = ROLLOUT_ENGINES.find(name)
     check_options(rollout.options, [row], "rollout.options")
     make = load_row(row, ROLLOUT_ENGINES.setting)
-    beside = {} if adapter is None else {"adapter": adapter}
-    return make(hf_dir, rollout, dtype, platform, **beside)
+    return make(hf_dir, rollout, dtype, platform, **({"adapter": adapter} if adapter else {}))

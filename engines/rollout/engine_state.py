@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 
 from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.base import RolloutEngine
@@ -16,6 +17,23 @@ from engines.types import Completion, RolloutRequest
 from infra.errors import DeadlineError
 
 NO_VERSION = -1
+_Queue = asyncio.Queue[Completion | RolloutError]
+_Call = tuple[_Queue, list[tuple[str, int]]]
+"""What it has not taken yet, and (request id, sample index) of its samples."""
+
+
+@dataclass(eq=False, slots=True)
+class SampleOfCall:
+    """One sample of a request in a `generate` call; `place` is the index of its seed."""
+
+    request: RolloutRequest
+    place: int
+    call: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Request id and sample index."""
+        return self.request.request_id, self.request.sample_index(self.place)
 
 
 class StatefulEngine(RolloutEngine):
@@ -27,13 +45,27 @@ class StatefulEngine(RolloutEngine):
         self._pending: tuple[int, str] | None = None
         self._paused = self._asleep = self._closed = False
         self._call_numbers = itertools.count()
-        self._calls: dict[int, asyncio.Queue[Completion | RolloutError]] = {}
-        self._keys: dict[int, list[tuple[str, int]]] = {}
+        self._calls: dict[int, _Call] = {}
 
     @property
     def version(self) -> int:
         """See the base class; also -1 from the start of an update until it is confirmed."""
         return self._version
+
+    async def finish_update(self, version: int, digest: str) -> None:
+        """See the base class."""
+        if self._pending is None:
+            raise WeightSyncError(f"version {version}: no complete update is waiting for it")
+        if self._pending != (version, digest):
+            raise WeightSyncError(
+                f"asked to serve version {version} with digest {digest}, hold version "
+                f"{self._pending[0]} with {self._pending[1]}"
+            )
+        await self._announce(version)
+        self._version, self._pending = version, None
+
+    async def _announce(self, version: int) -> None:
+        """Do what must be done before tokens are sampled from a version."""
 
     def _can_serve(self) -> bool:
         return self._version != NO_VERSION and not self._asleep and not self._closed
@@ -55,21 +87,12 @@ class StatefulEngine(RolloutEngine):
         if version < 0:
             raise WeightSyncError(f"version: got {version}; need 0 or more")
 
-    def _check_pending(self, version: int, digest: str) -> None:
-        if self._pending is None:
-            raise WeightSyncError(f"version {version}: no complete update is waiting for it")
-        if self._pending != (version, digest):
-            raise WeightSyncError(
-                f"asked to serve version {version} with digest {digest}, hold version "
-                f"{self._pending[0]} with {self._pending[1]}"
-            )
-
     def _open_call(
         self, call: int, requests: Sequence[RolloutRequest]
     ) -> AsyncIterator[Completion]:
         """Return the stream of a call for all samples of its requests."""
-        self._calls[call] = asyncio.Queue()
-        self._keys[call] = [key for request in requests for key in request.sample_keys]
+        keys = [key for request in requests for key in request.sample_keys]
+        self._calls[call] = asyncio.Queue(), keys
         stream = self._stream(call, len(requests))
         weakref.finalize(stream, self._forget_call, call)  # for a stream that is never iterated
         return stream
@@ -83,18 +106,18 @@ class StatefulEngine(RolloutEngine):
 
     def _forget_call(self, call: int) -> None:
         self._calls.pop(call, None)
-        self._keys.pop(call, None)
 
     def _keys_in_flight(self) -> Iterator[tuple[str, int]]:
         """Return the samples of the calls that have not ended."""
-        return itertools.chain.from_iterable(self._keys.values())
+        return (key for _, keys in self._calls.values() for key in keys)
 
     def _deliver(self, call: int, item: Completion | RolloutError) -> None:
         if call in self._calls:
-            self._calls[call].put_nowait(item)
+            self._calls[call][0].put_nowait(item)
 
     async def _stream(self, call: int, num_requests: int) -> AsyncIterator[Completion]:
-        queue, num_open = self._calls[call], len(self._keys[call])
+        queue, keys = self._calls[call]
+        num_open = len(keys)
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         try:
             self._start_sampling()
@@ -102,8 +125,9 @@ class StatefulEngine(RolloutEngine):
                 try:
                     item = queue.get_nowait() if not queue.empty() else await _next(queue, deadline)
                 except TimeoutError:
-                    what = f"{num_open} samples of {num_requests} requests"
-                    raise DeadlineError(what, self._timeout_s) from None
+                    raise DeadlineError(
+                        f"{num_open} samples of {num_requests} requests", self._timeout_s
+                    ) from None
                 if isinstance(item, RolloutError):
                     raise item
                 num_open -= 1
@@ -112,8 +136,6 @@ class StatefulEngine(RolloutEngine):
             self._end_call(call)
 
 
-async def _next(
-    queue: "asyncio.Queue[Completion | RolloutError]", deadline: float
-) -> Completion | RolloutError:
+async def _next(queue: _Queue, deadline: float) -> Completion | RolloutError:
     async with asyncio.timeout_at(deadline):
         return await queue.get()

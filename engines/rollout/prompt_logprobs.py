@@ -7,6 +7,7 @@ Letters: N tokens that are asked about, K likeliest tokens at each of their posi
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,15 +34,10 @@ class PromptRequest:
     num_top: int = 0
     below: int | None = None
 
-    @property
-    def num_samples(self) -> int:
-        """Load of the request for `engines.rollout.replica_pool`."""
-        return 1
-
-    @property
-    def session(self) -> str | None:
-        """None: any replica may answer."""
-        return None
+    num_samples: ClassVar[int] = 1
+    """Load of the request for `engines.rollout.replica_pool`."""
+    session: ClassVar[str | None] = None
+    """None: any replica may answer."""
 
 
 @dataclass(frozen=True)

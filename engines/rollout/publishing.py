@@ -100,8 +100,11 @@ class Publisher:
         """Put every replica to sleep; see `RolloutService.sleep`."""
         self._withdraw()
         self._frozen = _FrozenWeights()
-        up = self._pool.in_state(ReplicaState.STALE)
-        self._each(up, lambda slot: slot.engine.sleep(), "memory to be given back")
+        self._each(
+            self._pool.in_state(ReplicaState.STALE),
+            lambda slot: slot.engine.sleep(),
+            "memory to be given back",
+        )
         # A starting replica takes memory before it frees it, which must not happen during training.
         self._await(lambda: not self._pool.in_state(ReplicaState.DEAD, ReplicaState.RESTARTING))
 
@@ -146,11 +149,10 @@ class Publisher:
             return True
         transfer = _Transfer(bare, publication.version)
         sent = self._ship(transfer, publication.weights, self._frozen.receipt)
-        if sent is None:
-            return False
-        self._frozen.receipt = sent
-        self._frozen.held_by |= {slot.place: slot.engine for slot in bare}
-        return True
+        if sent is not None:
+            self._frozen.receipt = sent
+            self._frozen.held_by |= {slot.place: slot.engine for slot in bare}
+        return sent is not None
 
     def _ship(
         self, transfer: "_Transfer", passage: WeightRoute, expected: WeightDigest | None
@@ -267,8 +269,9 @@ class Publisher:
 
     def _withdraw(self) -> None:
         self.published = None
-        serving = self._pool.in_state(ReplicaState.HEALTHY, ReplicaState.SUSPECT)
-        self._move(serving, ReplicaState.STALE)
+        self._move(
+            self._pool.in_state(ReplicaState.HEALTHY, ReplicaState.SUSPECT), ReplicaState.STALE
+        )
 
     def _move(self, slots: Sequence[ReplicaSlot], to: ReplicaState) -> None:
         async def move() -> None:

@@ -326,9 +326,9 @@ class ReplicaPool:
         except PipelineError as error:
             self.move(slot, ReplicaState.DEAD)
             self._restart(slot, error)
-            return
-        slot.engine, slot.num_in_flight = engine, 0
-        self.move(slot, ReplicaState.STALE)
+        else:
+            slot.engine, slot.num_in_flight = engine, 0
+            self.move(slot, ReplicaState.STALE)
 
     def _tell(self) -> None:
         for listener in tuple(self._listeners):

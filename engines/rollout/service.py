@@ -201,12 +201,11 @@ class RolloutService:
         """
         arrivals = Arrivals(on_completion)
         ledger = SampleLedger(requests, arrivals.note)
-        deadline_s = self.timeout_s + 2 * ABORT_DEADLINE_S + ANSWER_DEADLINE_S
         try:
             self._attend(
                 lambda: self._sample(requests, ledger, arrivals),
                 f"{len(requests)} requests to be sampled",
-                deadline_s,
+                self.timeout_s + 2 * ABORT_DEADLINE_S + ANSWER_DEADLINE_S,
                 arrivals.hand_over,
             )
         except BaseException:
@@ -281,13 +280,12 @@ class RolloutService:
 
     def close(self) -> None:
         """Close the replicas and the loop; may be repeated."""
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            self._loop.run(self._pool.close(), "the replicas to close", ANSWER_DEADLINE_S)
-        finally:
-            self._loop.close()
+        if not self._closed:
+            self._closed = True
+            try:
+                self._loop.run(self._pool.close(), "the replicas to close", ANSWER_DEADLINE_S)
+            finally:
+                self._loop.close()
 
     def _attend(
         self,
@@ -327,10 +325,8 @@ class RolloutService:
             is_complete = await self._run(requests, ledger, self.timeout_s)
         finally:
             arrivals.over.set()
-        if not is_complete:
-            ledger.abort_missing()
-            if not ledger.num_completed:
-                raise DeadlineError("one sample to be finished (rollout.timeout_s)", self.timeout_s)
+        if not is_complete and not ledger.abort_missing():
+            raise DeadlineError("one sample to be finished (rollout.timeout_s)", self.timeout_s)
 
     async def _run(
         self,

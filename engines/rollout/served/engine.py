@@ -78,8 +78,8 @@ class ServedEngine(StatefulEngine):
             RunningSample(
                 request,
                 place,
-                f"{call}/{place}/{request.request_id}/",
                 call,
+                f"{call}/{place}/{request.request_id}/",
                 self._stop_strings.follow(request, place),
             )
             for request in requests
@@ -108,12 +108,6 @@ class ServedEngine(StatefulEngine):
         receipt = await self._wait(self._load_adapter(source), "to load an adapter")
         self._pending = (version, receipt.digest)
         return receipt
-
-    async def finish_update(self, version: int, digest: str) -> None:
-        """See the base class."""
-        self._check_pending(version, digest)
-        await self._wait(self._name_version(version), "to note the version")
-        self._version, self._pending = version, None
 
     async def score(
         self, sequences: Sequence[Sequence[int]], temperature: float
@@ -276,6 +270,9 @@ class ServedEngine(StatefulEngine):
     async def _end(self) -> None:
         """End the processes and free everything."""
 
+    async def _announce(self, version: int) -> None:
+        await self._wait(self._name_version(version), "to note the version")
+
     def _can_serve(self) -> bool:
         return super()._can_serve() and not self._sampler.is_lost
 
@@ -302,8 +299,9 @@ class ServedEngine(StatefulEngine):
             tasks = [self._in_flight[sample] for sample in ending]
             await asyncio.wait(tasks, timeout=END_DEADLINE_S)
         if num_left := len(self._in_flight.keys() & set(ending)):
-            what = f"{num_left} aborted samples of {self._library} to end"
-            raise DeadlineError(what, END_DEADLINE_S)
+            raise DeadlineError(
+                f"{num_left} aborted samples of {self._library} to end", END_DEADLINE_S
+            )
 
     def _start(self, sample: RunningSample) -> None:
         task = asyncio.get_running_loop().create_task(self._compute(sample))

@@ -9,35 +9,26 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engines.errors import RolloutError
+from engines.rollout.engine_state import SampleOfCall
 from engines.rollout.stop_strings import SampledText
-from engines.types import Completion, RolloutRequest
+from engines.types import Completion
 
 
-@dataclass(eq=False)
-class RunningSample:
+@dataclass(eq=False, slots=True)
+class RunningSample(SampleOfCall):
     """One sample in the engine's processes.
 
     Attributes:
-        place: index of its seed in the request.
         name: its name in the processes; unique, and not a prefix of another sample's name.
-        call: number of its `generate` call.
         aborted: an abort was requested.
         num_until_stop: number of sampled tokens up to the first stop string; None: none was found.
     """
 
-    request: RolloutRequest
-    place: int
     name: str
-    call: int
     text: SampledText | None = None
     aborted: bool = False
     num_until_stop: int | None = None
     _num_seen: int = 0
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """Request id and sample index."""
-        return self.request.request_id, self.request.sample_index(self.place)
 
     @property
     def token_ids(self) -> list[int]:

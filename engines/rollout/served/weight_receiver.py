@@ -99,13 +99,15 @@ def source_to_json(source: WeightSource) -> dict[str, Any]:
             f"{kind.__module__}.{kind.__qualname__} cannot travel to another process; need a "
             f"frozen dataclass of {_PACKAGE[:-1]}"
         )
-    values: dict[str, Any] = {}
-    for each in fields(source):
-        value = getattr(source, each.name)
+    values = {each.name: getattr(source, each.name) for each in fields(source)}
+    for name, value in values.items():
         if not isinstance(value, (Path, *_SCALARS)):
-            raise WeightSyncError(f"{kind.__qualname__}.{each.name}: got {value!r}; need a scalar")
-        values[each.name] = str(value) if isinstance(value, Path) else value
-    return {"module": kind.__module__, "name": kind.__qualname__, "fields": values}
+            raise WeightSyncError(f"{kind.__qualname__}.{name}: got {value!r}; need a scalar")
+    return {
+        "module": kind.__module__,
+        "name": kind.__qualname__,
+        "fields": {n: str(v) if isinstance(v, Path) else v for n, v in values.items()},
+    }
 
 
 def source_from_json(data: Mapping[str, Any]) -> WeightSource:

@@ -150,13 +150,13 @@ class SglangEngine(ServedEngine):
         return prompt_rows(answer, request, num_top)
 
     async def _stop_sampling(self) -> None:
-        self._sglang_sampler.hold_back()
+        self._sglang_sampler.may_send.clear()
         await self._client.call("/pause_generation", {"mode": "retract"})
         await self._ask()  # the scheduler answers after its last step
 
     async def _go_on_sampling(self) -> None:
         await self._client.call("/continue_generation", {})
-        self._sglang_sampler.let_pass()
+        self._sglang_sampler.may_send.set()
 
     async def _abort(self, names: Sequence[str]) -> None:
         await self._sglang_sampler.abort(names)

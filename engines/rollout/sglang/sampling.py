@@ -137,8 +137,9 @@ class SglangSampler:
 
     def __init__(self, server: Server, client: Client, eos_token_ids: frozenset[int]) -> None:
         self._server, self._client, self._eos_token_ids = server, client, eos_token_ids
-        self._may_send = asyncio.Event()
-        self._may_send.set()
+        self.may_send = asyncio.Event()
+        """While it is clear, samples are held back."""
+        self.may_send.set()
         self._unsent: dict[int, dict[RunningSample, Answer]] = {}
         """By number of their `generate` call."""
         self._answers: dict[str, Answer] = {}
@@ -149,14 +150,6 @@ class SglangSampler:
     def is_lost(self) -> bool:
         """See `Sampler`."""
         return self._server.is_lost
-
-    def hold_back(self) -> None:
-        """Send no sample from now on."""
-        self._may_send.clear()
-
-    def let_pass(self) -> None:
-        """Undo `hold_back`."""
-        self._may_send.set()
 
     async def sample(self, sample: RunningSample) -> Completion:
         """See `Sampler`. A sample that is aborted before it was sent comes out empty."""
@@ -203,7 +196,7 @@ class SglangSampler:
             await asyncio.wait(tasks)
 
     async def _send(self, call: int) -> None:
-        await self._may_send.wait()
+        await self.may_send.wait()
         rows = self._unsent.pop(call).items()
         left = {sample.name: (sample, answer) for sample, answer in rows if not answer.done()}
         if not left:

@@ -94,11 +94,6 @@ class TransformersEngine(StatefulEngine):
         self._pending = (version, held.digest)
         return held
 
-    async def finish_update(self, version: int, digest: str) -> None:
-        """See the base class."""
-        self._check_pending(version, digest)
-        self._version, self._pending = version, None
-
     async def pause(self) -> None:
         """See the base class."""
         self._paused = True
@@ -136,8 +131,9 @@ class TransformersEngine(StatefulEngine):
                     await asyncio.sleep(0)
                     self._check_can_serve()
         except TimeoutError:
-            what = f"logprobs of {len(requests) - len(found)} sequences"
-            raise DeadlineError(what, self._timeout_s) from None
+            raise DeadlineError(
+                f"logprobs of {len(requests) - len(found)} sequences", self._timeout_s
+            ) from None
         return [found[request.request_id] for request in requests]
 
     async def sleep(self, level: SleepLevel = "weights") -> None:
@@ -181,21 +177,17 @@ class TransformersEngine(StatefulEngine):
 
     async def _drive(self) -> None:
         while self._num_in_flight and self._can_serve() and not self._paused:
-            finished = self._step()
+            finished: list[Sample] = []
+            if prefixes := self._scheduler.next_prefixes(len(self._batch.samples)):
+                finished += self._batch.join(prefixes, next(iter(self._scheduler.waiting), None))
+            if self._batch.samples:
+                finished += self._batch.decode()
             if not self._num_in_flight:
                 self._batch.free()  # before delivery: training may then start and needs the memory
             for sample in finished:
                 reason = "stop" if sample.stopped else "length"
                 self._deliver(sample.call, sample.completion(reason, self._version))
             await asyncio.sleep(0)
-
-    def _step(self) -> list[Sample]:
-        finished: list[Sample] = []
-        if prefixes := self._scheduler.next_prefixes(len(self._batch.samples)):
-            finished += self._batch.join(prefixes, next(iter(self._scheduler.waiting), None))
-        if self._batch.samples:
-            finished += self._batch.decode()
-        return finished
 
     def _report_failure(self, driver: "asyncio.Task[None]") -> None:
         if driver.cancelled() or (error := driver.exception()) is None:

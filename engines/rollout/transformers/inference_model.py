@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -56,12 +56,11 @@ ATTENTION = {"": ATTENTION_NAME, "text_config": ATTENTION_NAME, "vision_config":
 class Vision:
     """Prepares images for a model; the image processor is loaded for the first image."""
 
-    def __init__(self, model: nn.Module, hf_dir: Path) -> None:
-        inner: Any = model
-        self._inner: Any = inner.model
-        self._token_id: int = inner.config.image_token_id
-        both = self._token_id, getattr(inner.config, "video_token_id", None)
-        self._placeholders = [token for token in both if token is not None]
+    def __init__(self, model: Any, hf_dir: Path) -> None:
+        self._inner: Any = model.model
+        self._token_id: int = model.config.image_token_id
+        both = self._token_id, getattr(model.config, "video_token_id", None)
+        self.placeholders = [token for token in both if token is not None]
         self._hf_dir = hf_dir
         self._processor: ImageProcessor | None = None
 
@@ -97,18 +96,13 @@ class Vision:
 
     def check_text(self, input_ids_T: Tensor) -> None:
         """Raise a RolloutError if one of the (T,) int64 tokens stands for an image."""
-        placeholders = torch.tensor(self._placeholders, device=input_ids_T.device)
+        placeholders = torch.tensor(self.placeholders, device=input_ids_T.device)
         found_N = input_ids_T[torch.isin(input_ids_T, placeholders)]
         if len(found_N):
             raise RolloutError(
                 f"{len(found_N)} tokens of a prompt stand for images, the first {int(found_N[0])}; "
                 "its logprobs are those of a text alone; ask about texts"
             )
-
-    def without_placeholders(self, logits: Tensor) -> Tensor:
-        """Exclude placeholders from logits (..., V), changed in place."""
-        logits[..., self._placeholders] = -torch.inf
-        return logits
 
     def _check(self, batch: TokenBatch) -> None:
         """Compare placeholders and features per sequence; the model compares only the sums."""
@@ -118,10 +112,10 @@ class Vision:
         wanted_B = torch.zeros_like(held_B)
         if batch.images is not None:
             merged = self._inner.config.vision_config.spatial_merge_size**2
-            of_image = torch.arange(batch.num_sequences).repeat_interleave(
+            sequence_I = torch.arange(batch.num_sequences).repeat_interleave(
                 batch.images.num_images_B
             )
-            wanted_B.index_add_(0, of_image, batch.images.num_patches_I // merged)
+            wanted_B.index_add_(0, sequence_I, batch.images.num_patches_I // merged)
         if not torch.equal(held_B, wanted_B):
             place = int((held_B != wanted_B).nonzero()[0])
             raise RolloutError(
@@ -167,6 +161,8 @@ class InferenceModel:
         keep_float32(model)
         self._model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
         self._vision = Vision(self._model, hf_dir) if sees else None
+        self.sees = self._vision is not None
+        """True if the model takes images."""
         self._parameters = dict(named_state(model))  # persistent buffers among them
         self._slots = hub_slots(model)
         self._tied = {
@@ -175,11 +171,6 @@ class InferenceModel:
         self._shapes = {name: p.shape for name, p in self._parameters.items()}
         self._decoder = self._written_out()
         self._logprob_head: LogprobHead | None = None
-
-    @property
-    def sees(self) -> bool:
-        """True if the model takes images."""
-        return self._vision is not None
 
     def prefill(
         self,
@@ -197,8 +188,8 @@ class InferenceModel:
             return logits_PV, torch.zeros_like(step.last_P)
         position_31T, ahead_P, inputs = self._vision.see(sequences, images or [()] * len(sequences))
         inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
-        position_31T = position_31T.to(self.device)
-        logits_PV = self._logits(ids, position_31T, step, step.last_P, **inputs)[0]
+        positions = position_31T.to(self.device)
+        logits_PV = self._logits(ids, positions, step, step.last_P, **inputs)[0]
         return logits_PV, ahead_P.to(self.device)
 
     def decode(
@@ -267,11 +258,13 @@ class InferenceModel:
         Raises:
             WeightSyncError: a name is unknown, missing or repeated; a shape or dtype differs.
         """
-        wanted = {
-            name: (slot.size, self._parameters[slot.parameter].dtype)
-            for name, slot in self._slots.items()
-        }
-        expected = ExpectedTensors(wanted, self._tied)
+        expected = ExpectedTensors(
+            {
+                name: (slot.size, self._parameters[slot.parameter].dtype)
+                for name, slot in self._slots.items()
+            },
+            self._tied,
+        )
         with torch.no_grad():
             for name, tensor in tensors:
                 expected.check(name, tensor)
@@ -317,7 +310,9 @@ class InferenceModel:
             rollout_step=step,
         ).logits
         self._check_attended(step)
-        return logits if self._vision is None else self._vision.without_placeholders(logits)
+        if self._vision is not None:
+            logits[..., self._vision.placeholders] = -torch.inf
+        return logits
 
     def _positions_of_text(self, step: PrefillStep) -> Tensor:
         """Return (1, T) positions; with images (3, 1, T) along time, height and width."""
@@ -343,9 +338,7 @@ def _check_supported(whole: PretrainedConfig, hf_dir: Path, sees: bool) -> None:
             "does not compute; choose another engine",
         )
     _refuse(class_refusal(auto, whole if sees else config), hf_dir)
-    if sees:
-        return
-    if model_class(AutoModelForCausalLM, whole) is not model_class(AutoModelForCausalLM, config):
+    if not sees and model_class(auto, whole) is not model_class(auto, config):
         _refuse(f"is a {whole.model_type}, which is more than its language model", hf_dir)
 
 

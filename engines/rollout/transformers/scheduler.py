@@ -18,24 +18,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from engines.rollout.engine_state import SampleOfCall
 from engines.rollout.stop_strings import SampledText
-from engines.types import Completion, RolloutRequest
+from engines.types import Completion
 
 
 @dataclass(eq=False, slots=True)
-class Sample:
+class Sample(SampleOfCall):
     """One sample of a request, waiting or running.
 
     Attributes:
-        place: index of its seed in the request.
         token_ids: tokens sampled so far, prefix included.
         logprobs: of the tokens behind the prefix.
         versions: policy versions of the first of these; the current version sampled the rest.
     """
 
-    request: RolloutRequest
-    place: int
-    call: int
     stop_token_ids: frozenset[int] = frozenset()
     text: SampledText | None = None
     token_ids: list[int] = field(default_factory=list)
@@ -45,11 +42,6 @@ class Sample:
 
     def __post_init__(self) -> None:
         self.token_ids.extend(self.request.prefix(self.place))
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """Request id and sample index."""
-        return self.request.request_id, self.request.sample_index(self.place)
 
     @property
     def num_tokens(self) -> int:

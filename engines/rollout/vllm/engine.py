@@ -135,10 +135,9 @@ class VllmEngine(ServedEngine):
         check_temperature(request)
 
     async def _load(self, order: str) -> Sequence[str]:
-        if self._vllm_sampler.adapter is not None:
-            if self._in_flight:
-                raise WeightSyncError("samples with an adapter are in flight; abort them first")
-            self._vllm_sampler.adapter = None
+        if self._vllm_sampler.adapter is not None and self._in_flight:
+            raise WeightSyncError("samples with an adapter are in flight; abort them first")
+        self._vllm_sampler.adapter = None
         replies = await self._llm.collective_rpc("receive_weights", args=(order,))
         await self._forget()
         return replies
@@ -194,10 +193,10 @@ class VllmEngine(ServedEngine):
     async def _free(self, level: SleepLevel) -> None:
         if level == "weights":
             await self._llm.sleep(level=2)
-            return
-        await self._llm.pause_generation(mode="abort")
-        if self._frees_memory:
-            await self._llm.release_kv_cache_memory()
+        else:
+            await self._llm.pause_generation(mode="abort")
+            if self._frees_memory:
+                await self._llm.release_kv_cache_memory()
 
     async def _take_back(self, level: SleepLevel) -> None:
         await self._llm.wake_up()

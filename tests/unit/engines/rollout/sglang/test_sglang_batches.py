@@ -48,7 +48,7 @@ def first(name: str) -> dict[str, Any]:
 
 
 def sample(place: int, call: int = 0) -> RunningSample:
-    return RunningSample(REQUEST, place, f"{call}/{place}", call)
+    return RunningSample(REQUEST, place, call, f"{call}/{place}")
 
 
 def sampling(client: Scripted) -> tuple[SglangSampler, Callable[..., asyncio.Task[Completion]]]:
@@ -73,14 +73,14 @@ def test_nothing_is_sent_while_held_back_nor_what_was_cancelled_then() -> None:
 
     async def main() -> None:
         made, start = sampling(client)
-        made.hold_back()
+        made.may_send.clear()
         kept, dropped = start(0), start(1)
         await asyncio.sleep(0.01)
         assert not client.asked
         late = start(2)
         dropped.cancel()
         await asyncio.sleep(0.01)
-        made.let_pass()
+        made.may_send.set()
         await asyncio.gather(kept, late)
 
     asyncio.run(main())

@@ -48,7 +48,7 @@ def pins(name: str) -> dict[str, str]:
 
 
 def sample(request: RolloutRequest = REQUEST, **changes) -> RunningSample:
-    return RunningSample(request, 0, "0/0/a/", 0, **changes)
+    return RunningSample(request, 0, 0, "0/0/a/", **changes)
 
 
 def span(version: str, start: int, end: int) -> dict[str, object]:

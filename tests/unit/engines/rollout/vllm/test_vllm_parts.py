@@ -36,7 +36,7 @@ def pins(name: str) -> dict[str, str]:
 
 def sample(temperature: float = 1.0) -> RunningSample:
     request = RolloutRequest("a", (5,), SamplingParams(4, temperature), (1,))
-    return RunningSample(request, 0, "0/0/a", 0)
+    return RunningSample(request, 0, 0, "0/0/a")
 
 
 def span(version: str, start: int, end: int) -> SimpleNamespace:
