@@ -17,8 +17,7 @@ from engines.types import Completion, RolloutRequest
 from infra.errors import DeadlineError
 
 NO_VERSION = -1
-_Queue = asyncio.Queue[Completion | RolloutError]
-_Call = tuple[_Queue, list[tuple[str, int]]]
+_Call = tuple[asyncio.Queue[Completion | RolloutError], list[tuple[str, int]]]
 """What it has not taken yet, and (request id, sample index) of its samples."""
 
 
@@ -123,7 +122,8 @@ class StatefulEngine(RolloutEngine):
             self._start_sampling()
             while num_open:
                 try:
-                    item = queue.get_nowait() if not queue.empty() else await _next(queue, deadline)
+                    async with asyncio.timeout_at(deadline):
+                        item = await queue.get()
                 except TimeoutError:
                     raise DeadlineError(
                         f"{num_open} samples of {num_requests} requests", self._timeout_s
@@ -134,8 +134,3 @@ class StatefulEngine(RolloutEngine):
                 yield item
         finally:
             self._end_call(call)
-
-
-async def _next(queue: _Queue, deadline: float) -> Completion | RolloutError:
-    async with asyncio.timeout_at(deadline):
-        return await queue.get()

@@ -6,7 +6,7 @@ Promises: every tensor comes once, under a known name, with the shape and dtype 
 from collections.abc import Collection, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engines.checksum import combine, tensor_checksum
 from engines.errors import WeightSyncError
@@ -55,3 +55,9 @@ def digest_of(tensors: Mapping[str, Tensor]) -> WeightDigest:
         num_tensors=len(tensors),
         num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
     )
+
+
+def tied_names(model: nn.Module) -> frozenset[str]:
+    """Return the names of parameters that share memory with another one of the model."""
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    return frozenset(names) - dict(model.named_parameters()).keys()

@@ -342,5 +342,9 @@ def _problem(status: int, kind: str, message: str, **headers: str) -> web.Respon
 
 
 def _withdrawn() -> web.Response:
-    message = "weights are being replaced; try again"
-    return _problem(503, "service_unavailable", message, **{"Retry-After": str(RETRY_AFTER_S)})
+    return _problem(
+        503,
+        "service_unavailable",
+        "weights are being replaced; try again",
+        **{"Retry-After": str(RETRY_AFTER_S)},
+    )

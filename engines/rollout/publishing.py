@@ -147,8 +147,9 @@ class Publisher:
         bare = [slot for slot in slots if slot.engine is not self._frozen.held_by.get(slot.place)]
         if not bare:
             return True
-        transfer = _Transfer(bare, publication.version)
-        sent = self._ship(transfer, publication.weights, self._frozen.receipt)
+        sent = self._ship(
+            _Transfer(bare, publication.version), publication.weights, self._frozen.receipt
+        )
         if sent is not None:
             self._frozen.receipt = sent
             self._frozen.held_by |= {slot.place: slot.engine for slot in bare}
@@ -163,7 +164,9 @@ class Publisher:
             sent = self._transfer(transfer, transport, passage.send)
         finally:
             transport.stop()
-        self._lose(transfer.lost())
+        if lost := transfer.lost():
+            self._loop.run(self._pool.lose_all(lost), MOVES, ANSWER_DEADLINE_S)
+            self._raise_failure()
         if sent is None:
             return None
         version = transfer.version
@@ -274,27 +277,14 @@ class Publisher:
         )
 
     def _move(self, slots: Sequence[ReplicaSlot], to: ReplicaState) -> None:
-        async def move() -> None:
-            for slot in slots:
-                if slot.is_up:
-                    self._pool.move(slot, to)
-
-        self._loop.run(move(), "the states of replicas", ANSWER_DEADLINE_S)
-
-    def _lose(self, lost: Sequence[tuple[ReplicaSlot, PipelineError]]) -> None:
-        async def lose() -> None:
-            for slot, error in lost:
-                self._pool.lose(slot, slot.engine, error)
-
-        if lost:
-            self._loop.run(lose(), "the states of replicas", ANSWER_DEADLINE_S)
-            self._raise_failure()
+        self._loop.run(self._pool.move_all(slots, to), MOVES, ANSWER_DEADLINE_S)
 
     def _raise_failure(self) -> None:
         if self._pool.failure is not None:
             raise self._pool.failure
 
 
+MOVES = "the states of replicas"
 LATE = "replica {}: did not take weights in time"
 
 

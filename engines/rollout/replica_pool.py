@@ -16,7 +16,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -154,7 +154,12 @@ class LeastLoaded(Routing[Request]):
         expected = dict(loads)
         shares: dict[int, list[Request]] = {}
         for request in self.waiting:
-            place = self._place(request, expected)
+            session = request.session
+            place = None if session is None else self._sessions.get(session)
+            if place is None or place not in loads:
+                place = min(loads, key=lambda candidate: (expected[candidate], candidate))
+                if session is not None:
+                    self._sessions[session] = place
             shares.setdefault(place, []).append(request)
             expected[place] += request.num_samples
         self.waiting = []
@@ -163,15 +168,6 @@ class LeastLoaded(Routing[Request]):
     def lost(self, share: Share[Request], ledger: Ledger[Request]) -> None:
         """See `Routing`. Only missing samples wait again."""
         self.waiting += ledger.missing(share.requests)
-
-    def _place(self, request: Request, loads: Mapping[int, int]) -> int:
-        session = request.session
-        if session is not None and self._sessions.get(session) in loads:
-            return self._sessions[session]
-        place = min(loads, key=lambda candidate: (loads[candidate], candidate))
-        if session is not None:
-            self._sessions[session] = place
-        return place
 
 
 NUM_LOOKS = 6
@@ -250,6 +246,12 @@ class ReplicaPool:
             slot.state = to
         self._tell()
 
+    async def move_all(self, slots: Iterable[ReplicaSlot], to: ReplicaState) -> None:
+        """Change the state of those of the slots that are up."""
+        for slot in slots:
+            if slot.is_up:
+                self.move(slot, to)
+
     def lose(self, slot: ReplicaSlot, engine: RolloutEngine, error: PipelineError) -> None:
         """Restart a lost replica, or set `failure`; no-op if `engine` was replaced already."""
         if slot.engine is not engine or not slot.is_up:
@@ -257,6 +259,11 @@ class ReplicaPool:
         logger.warning("replica %d is lost: %s", slot.place, error)
         self.move(slot, ReplicaState.DEAD)
         self._restart(slot, error)
+
+    async def lose_all(self, lost: Iterable[tuple[ReplicaSlot, PipelineError]]) -> None:
+        """Restart the replicas of some slots; see `lose`."""
+        for slot, error in lost:
+            self.lose(slot, slot.engine, error)
 
     async def watch(self) -> None:
         """Check the health of the replicas that sample, until cancelled."""

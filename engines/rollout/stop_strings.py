@@ -91,8 +91,11 @@ class StopStrings:
                     "not exist; save one there, or use stop_token_ids"
                 )
             self._tokenizer = Tokenizer.from_file(str(self._path))
-            added = self._tokenizer.get_added_tokens_decoder()
-            self._special = {token.content: id_ for id_, token in added.items() if token.special}
+            self._special = {
+                token.content: token_id
+                for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
+                if token.special
+            }
         text = SampledText(
             self._tokenizer,
             [each for each in stop if each not in self._special],

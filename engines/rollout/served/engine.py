@@ -10,6 +10,7 @@ nothing then.
 import asyncio
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from engines.errors import ReplicaLostError, RolloutError, WeightSyncError
@@ -40,6 +41,9 @@ class ServedEngine(StatefulEngine):
 
     `max_num_prompts` limits the prompts whose logprobs are computed at a time.
     """
+
+    _deaths: tuple[type[Exception], ...] = ()
+    """Errors with which the library's calls say that its processes died."""
 
     def __init__(
         self,
@@ -87,7 +91,9 @@ class ServedEngine(StatefulEngine):
         ]
         stream = self._open_call(call, requests)
         for sample in samples:
-            self._start(sample)
+            task = asyncio.get_running_loop().create_task(self._compute(sample))
+            self._in_flight[sample] = task
+            task.add_done_callback(partial(self._ended, sample))
         return stream
 
     async def update_weights(self, source: WeightSource, version: int) -> WeightDigest:
@@ -157,8 +163,9 @@ class ServedEngine(StatefulEngine):
         num_barred = max(0, self._layout.vocab_size - below) if request.num_top else 0
         async with turns:
             for num_top in (request.num_top, request.num_top + num_barred):
-                call = self._prompt_rows(request, num_top)
-                rows = await self._wait(call, "to compute logprobs of a prompt")
+                rows = await self._wait(
+                    self._prompt_rows(request, num_top), "to compute logprobs of a prompt"
+                )
                 if (answer := prompt_answer(request, rows)) is not None:
                     return answer
         raise RolloutError(f"{request.request_id}: {self._library} named fewer tokens than asked")
@@ -238,9 +245,9 @@ class ServedEngine(StatefulEngine):
     async def _score(self, ids: Sequence[int], temperature: float) -> tuple[float, ...]:
         """Return the logprob of every token but the first."""
 
+    @abstractmethod
     async def _prompt_rows(self, request: PromptRequest, num_top: int) -> PromptRows:
         """Return the logprobs from `request.first` on, with `num_top` likeliest tokens each."""
-        raise RolloutError(f"{self._library} says no logprobs of a prompt")
 
     @abstractmethod
     async def _stop_sampling(self) -> None:
@@ -303,11 +310,6 @@ class ServedEngine(StatefulEngine):
                 f"{num_left} aborted samples of {self._library} to end", END_DEADLINE_S
             )
 
-    def _start(self, sample: RunningSample) -> None:
-        task = asyncio.get_running_loop().create_task(self._compute(sample))
-        self._in_flight[sample] = task
-        task.add_done_callback(lambda task: self._ended(sample, task))
-
     async def _compute(self, sample: RunningSample) -> None:
         result = sample.empty() if sample.aborted else await self._sampler.sample(sample)
         self._in_flight.pop(sample, None)
@@ -333,3 +335,5 @@ class ServedEngine(StatefulEngine):
                 return await call
         except TimeoutError:
             raise DeadlineError(f"{self._library} {what}", self._timeout_s) from None
+        except self._deaths as error:
+            raise ReplicaLostError(f"{self._library} died while we waited for it {what}") from error

@@ -26,7 +26,7 @@ from engines.checkpoint.model_directory import rotary_limit, vision_model_type
 from engines.checkpoint.stop_tokens import eos_token_ids
 from engines.checksum import combine, tensor_checksum
 from engines.errors import WeightSyncError
-from engines.rollout.expected_tensors import ExpectedTensors
+from engines.rollout.expected_tensors import ExpectedTensors, tied_names
 from engines.weight_sync.base import WeightDigest, WeightSource
 from infra.errors import ConfigError, PipelineError
 
@@ -73,12 +73,11 @@ def read_layout(hf_dir: Path, engine: str, dtype: str) -> ModelLayout:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     model.tie_weights()
-    own = dict(model.named_parameters())
     return ModelLayout(
         architecture=type(model).__name__,
         tensors={name: slot.size for name, slot in hub_slots(model).items()},
         float32=served_float32_names(hf_dir, getattr(torch, dtype)),
-        tied=frozenset(n for n, _ in model.named_parameters(remove_duplicate=False)) - own.keys(),
+        tied=tied_names(model),
         vocab_size=config.vocab_size,
         context_length=min(
             config.max_position_embeddings, rotary_limit(config.to_dict()) or sys.maxsize

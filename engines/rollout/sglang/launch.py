@@ -36,9 +36,10 @@ def start_server(
             f"got sglang; {layout.architecture} has latent attention, for which SGLang 0.5 needs "
             "kernels that the package index has for no CPU; choose transformers",
         )
-    arguments = server_arguments(
-        hf_dir, options, rollout.max_num_sequences, dtype, platform, layout
-    )
+    arguments = {
+        **server_arguments(hf_dir, options, rollout.max_num_sequences, dtype, platform, layout),
+        **options.server_args,
+    }
     environment = {
         **platform.rollout_env_vars(),
         env.SGLANG_USE_CPU_ENGINE.name: "1" if on_cpu else None,
@@ -49,7 +50,7 @@ def start_server(
         env.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.name: "1",
         env.HF_HUB_OFFLINE.name: "1",
     }
-    return start({**arguments, **options.server_args}, environment)
+    return start(arguments, environment)
 
 
 def context_length(options: SglangOptions, layout: ModelLayout) -> int:

@@ -57,14 +57,13 @@ class Server:
             env.RLHF_SGLANG_KEY.name: self.key,
             "TMPDIR": str(self._directory),  # SGLang does not remove its socket files
         }
-        process = start_detached(
+        # A fresh mark, so that `stop` goes by the session: other processes share the mark.
+        self._process = start_detached(
             [sys.executable, "-P", "-m", SERVER_MAIN, str(self._directory)],
             self._log_path,
             env.child_environment(**whole),
             mark=env.RLHF_PROCESS_MARK.get(),
-        )
-        # A fresh mark, so that `stop` goes by the session: other processes share the mark.
-        self._process = process.model_copy(update={"mark": secrets.token_hex(16)})
+        ).model_copy(update={"mark": secrets.token_hex(16)})
         self._shared_memory: set[Path] = set()
 
     @property

@@ -113,9 +113,8 @@ def remove(paths: Iterable[Path]) -> None:
 def main() -> None:
     """Serve until the owner ends this process, or is gone."""
     directory = Path(sys.argv[1])
-    owner = os.getppid()
     threading.Thread(
-        target=_end_with, args=(owner, directory), name="watch-owner", daemon=True
+        target=_end_with, args=(os.getppid(), directory), name="watch-owner", daemon=True
     ).start()
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.plugins import load_plugins

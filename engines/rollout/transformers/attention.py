@@ -28,10 +28,10 @@ LENGTH_STEP = 32
 class KVCache:
     """Keys and values of every layer, as growing (rows, G, positions, D) buffers."""
 
-    def __init__(self, num_layers: int, max_rows: int, max_length: int) -> None:
+    def __init__(self, max_rows: int, max_length: int) -> None:
         self._max_rows = max_rows
         self._max_length = max_length
-        self._layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._num_rows = 0
         self.length = 0
         """Positions allocated per row."""
@@ -50,9 +50,8 @@ class KVCache:
         if length > self.length:
             length = max(length, min(self.length * 3 // 2, self._max_length))
             self.length = -(-length // LENGTH_STEP) * LENGTH_STEP
-        for index, layer in enumerate(self._layers):
-            if layer is not None:
-                self._layers[index] = (self._grown(layer[0]), self._grown(layer[1]))
+        for layer, (keys, values) in self._layers.items():
+            self._layers[layer] = self._grown(keys), self._grown(values)
 
     def write_prefixes(
         self, layer: int, first_row: int, keys_BGLD: Tensor, values_BGLD: Tensor
@@ -61,9 +60,9 @@ class KVCache:
         num_rows, _, length, _ = keys_BGLD.shape
         if not num_rows:
             return
-        stored = self._layers[layer] or (self._empty(keys_BGLD), self._empty(values_BGLD))
-        self._layers[layer] = stored
-        rows = slice(first_row, first_row + num_rows)
+        if layer not in self._layers:
+            self._layers[layer] = self._empty(keys_BGLD), self._empty(values_BGLD)
+        stored, rows = self._layers[layer], slice(first_row, first_row + num_rows)
         stored[0][rows, :, :length] = keys_BGLD
         stored[1][rows, :, :length] = values_BGLD
 
@@ -75,8 +74,6 @@ class KVCache:
         `slot_BG` (B * G,) int64 is from `slots`; `length` includes the new position.
         """
         stored = self._layers[layer]
-        if stored is None:
-            raise RuntimeError(f"layer {layer} has no prefix yet")
         num_rows = keys_BG1D.shape[0]
         for buffer, new in zip(stored, (keys_BG1D, values_BG1D), strict=True):
             width = buffer.shape[-1]
@@ -99,22 +96,19 @@ class KVCache:
 
     def read_row(self, row: int, length: int) -> list[tuple[Tensor, Tensor]]:
         """Return a copy of one row's first positions, (1, G, length, D) per layer."""
+        only = slice(row, row + 1)
         return [
-            (
-                layer[0][row : row + 1, :, :length].clone(),
-                layer[1][row : row + 1, :, :length].clone(),
-            )
-            for layer in self._layers
-            if layer is not None
+            (keys[only, :, :length].clone(), values[only, :, :length].clone())
+            for _, (keys, values) in sorted(self._layers.items())
         ]
 
     def free(self) -> None:
         """Drop all buffers."""
-        self._layers = [None] * len(self._layers)
+        self._layers.clear()
         self._num_rows = self.length = 0
 
     def _buffers(self) -> list[Tensor]:
-        return [buffer for layer in self._layers if layer is not None for buffer in layer]
+        return [buffer for layer in self._layers.values() for buffer in layer]
 
     def _empty(self, like_BGLD: Tensor) -> Tensor:
         _, heads, _, width = like_BGLD.shape

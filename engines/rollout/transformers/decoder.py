@@ -25,12 +25,11 @@ MIN_ANGLES = 256
 """Positions of the first rotary table, if the context has as many."""
 
 
-def is_covered(model: nn.Module) -> bool:
+def is_covered(model: Any) -> bool:
     """True if `Decoder` computes what the model does."""
-    config: Any = model.config
     return (
         type(model).__name__ in ARCHITECTURES
-        and config.hidden_act == "silu"
+        and model.config.hidden_act == "silu"
         and len({parameter.dtype for parameter in model.parameters()}) == 1
     )
 
@@ -38,13 +37,12 @@ def is_covered(model: nn.Module) -> bool:
 class Decoder:
     """Decodes with the weights of a covered model, whose projections it joins in memory."""
 
-    def __init__(self, model: nn.Module, context_length: int) -> None:
-        inner: Any = model.model
-        head: Any = model.lm_head
+    def __init__(self, model: Any, context_length: int) -> None:
+        inner = model.model
         self._embedding: Tensor = inner.embed_tokens.weight
         self._layers = [_Layer(layer) for layer in inner.layers]
         self._norm = _Norm(inner.norm)
-        self._head: Tensor = head.weight
+        self._head: Tensor = model.lm_head.weight
         self._rotary: nn.Module = inner.rotary_emb
         self._context_length = context_length
         self._angles_2LD = self._embedding.new_empty((2, 0, 0))
@@ -125,8 +123,9 @@ class _Layer:
     ) -> Tensor:
         """Map (B, C) to (B, C); the angles are (B, 1, D)."""
         num_rows, num_queries, num_keys = len(hidden_BC), self.num_queries, self.num_keys
-        together = self.project_in(self.norm_in(hidden_BC))
-        heads = together.view(num_rows, num_queries + 2 * num_keys, -1)
+        heads = self.project_in(self.norm_in(hidden_BC)).view(
+            num_rows, num_queries + 2 * num_keys, -1
+        )
         turned, values = heads.split([num_queries + num_keys, num_keys], 1)
         if self.norms_QK is not None:
             parts = turned.split([num_queries, num_keys], 1)

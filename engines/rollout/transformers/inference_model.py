@@ -37,7 +37,7 @@ from engines.checkpoint.model_directory import (
 )
 from engines.checkpoint.stop_tokens import eos_token_ids
 from engines.errors import RolloutError
-from engines.rollout.expected_tensors import ExpectedTensors, digest_of
+from engines.rollout.expected_tensors import ExpectedTensors, digest_of, tied_names
 from engines.rollout.transformers.attention import ATTENTION_NAME, DecodeStep, KVCache, PrefillStep
 from engines.rollout.transformers.decoder import Decoder, is_covered
 from engines.rollout.transformers.options import refusal
@@ -111,11 +111,11 @@ class Vision:
         )
         wanted_B = torch.zeros_like(held_B)
         if batch.images is not None:
-            merged = self._inner.config.vision_config.spatial_merge_size**2
+            num_merged = self._inner.config.vision_config.spatial_merge_size**2
             sequence_I = torch.arange(batch.num_sequences).repeat_interleave(
                 batch.images.num_images_B
             )
-            wanted_B.index_add_(0, sequence_I, batch.images.num_patches_I // merged)
+            wanted_B.index_add_(0, sequence_I, batch.images.num_patches_I // num_merged)
         if not torch.equal(held_B, wanted_B):
             place = int((held_B != wanted_B).nonzero()[0])
             raise RolloutError(
@@ -165,9 +165,7 @@ class InferenceModel:
         """True if the model takes images."""
         self._parameters = dict(named_state(model))  # persistent buffers among them
         self._slots = hub_slots(model)
-        self._tied = {
-            name for name, _ in model.named_parameters(remove_duplicate=False)
-        } - self._parameters.keys()
+        self._tied = tied_names(model)
         self._shapes = {name: p.shape for name, p in self._parameters.items()}
         self._decoder = self._written_out()
         self._logprob_head: LogprobHead | None = None
@@ -211,12 +209,11 @@ class InferenceModel:
         """Return the logprobs of every token but the first of each sequence, one at a time."""
         found: list[tuple[float, ...]] = []
         for sequence in sequences:
-            cache = KVCache(self.num_layers, 0, self.context_length)
+            cache = KVCache(0, self.context_length)
             step = PrefillStep.build(cache, 0, [len(sequence)], [0], self.device)
             ids_T = torch.tensor(sequence, device=self.device)
-            positions = self._positions_of_text(step)
-            logits_TV = self._logits(ids_T[None], positions, step, 0)[0, :-1].float()
-            logprobs_TV = (logits_TV / temperature).log_softmax(-1)
+            logits_1TV = self._logits(ids_T[None], self._positions_of_text(step), step, 0)
+            logprobs_TV = (logits_1TV[0, :-1].float() / temperature).log_softmax(-1)
             found.append(tuple(logprobs_TV.gather(1, ids_T[1:, None]).squeeze(1).tolist()))
         return found
 

@@ -57,7 +57,7 @@ class RunningBatch:
     ) -> None:
         self._model = model
         self._max_prefill_tokens = max_prefill_tokens
-        self._cache = KVCache(model.num_layers, max_num_sequences, model.context_length)
+        self._cache = KVCache(max_num_sequences, model.context_length)
         self.samples: Sequence[Sample] = ()
         """The running samples, in row order."""
         self._held: HeldPrompt | None = None
@@ -242,7 +242,7 @@ class PromptReader:
             [request.token_ids for request in requests], loss_mask=asked
         ).to(model.device)
         # No cache rows: no sample continues these sequences.
-        cache = KVCache(model.num_layers, 0, max(lengths))
+        cache = KVCache(0, max(lengths))
         step = PrefillStep.build(cache, 0, lengths, [0] * len(lengths), model.device)
         read_N = read_positions(batch, readouts)
         targets = targets_of(batch, read_N, temperature, readouts)

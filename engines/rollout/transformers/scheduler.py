@@ -273,9 +273,11 @@ def _sample_chunk(
     temperature_B = torch.where(greedy_B, 1.0, columns.temperature_B).float()
     scaled_BV = logits_BV.float() / temperature_B[:, None]
     if columns.any_filter:
-        top_k_B = columns.top_k_B.masked_fill(greedy_B, 0)
-        top_p_B = columns.top_p_B.masked_fill(greedy_B, 1.0)
-        scaled_BV = filter_logits(scaled_BV, top_k_B, top_p_B)
+        scaled_BV = filter_logits(
+            scaled_BV,
+            columns.top_k_B.masked_fill(greedy_B, 0),
+            columns.top_p_B.masked_fill(greedy_B, 1.0),
+        )
     logprobs_BV = scaled_BV.log_softmax(-1)
     # The sums run in float64: in float32 the tail of a large vocabulary would be rounded away.
     cumulative_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)

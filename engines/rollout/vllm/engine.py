@@ -10,10 +10,10 @@ paused.
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from engines.checkpoint.export import write_peft_adapter
 from engines.config.rollout import RolloutConfig
 from engines.config.training import LoraConfig
-from engines.errors import ReplicaLostError, WeightSyncError
+from engines.errors import WeightSyncError
 from engines.rollout.base import Capability, SleepLevel
 from engines.rollout.expected_tensors import digest_of
 from engines.rollout.prompt_logprobs import PromptRequest, PromptRows
@@ -82,7 +82,6 @@ def _shape(name: str, layout: ModelLayout, lora: LoraConfig) -> tuple[int, int]:
     return (lora.rank, shape[1]) if name.endswith(_A) else (shape[0], lora.rank)
 
 
-T = TypeVar("T")
 SHUTDOWN_TIMEOUT_S = 30.0
 ADAPTER = "policy"
 """vLLM's name of the adapter."""
@@ -106,6 +105,9 @@ class VllmEngine(ServedEngine):
     ) -> None:
         layout = read_layout(hf_dir, "vllm", dtype)
         self._llm: Any = launch.start(hf_dir, rollout, dtype, platform, layout, adapter)
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        self._deaths = (EngineDeadError,)
         self._adapter = adapter
         config = self._llm.vllm_config
         self.num_workers = config.parallel_config.tensor_parallel_size
@@ -146,7 +148,6 @@ class VllmEngine(ServedEngine):
         if self._adapter is None:
             return await super()._load_adapter(source)
         from vllm.lora.request import LoRARequest
-        from vllm.v1.engine.exceptions import EngineDeadError
 
         with TemporaryDirectory(prefix="rlhf-adapter-") as path:
             receipt = await asyncio.to_thread(
@@ -155,7 +156,7 @@ class VllmEngine(ServedEngine):
             # Always the same name and loaded in place, so that paused samples continue with it.
             try:
                 await self._llm.add_lora(LoRARequest(ADAPTER, 1, path, load_inplace=True))
-            except EngineDeadError:
+            except self._deaths:
                 raise
             except Exception as error:  # vLLM turns every error of its processes into one
                 raise WeightSyncError(f"vLLM refuses the adapter: {error}") from error
@@ -174,12 +175,22 @@ class VllmEngine(ServedEngine):
         await self._llm.get_supported_tasks()
 
     async def _score(self, ids: Sequence[int], temperature: float) -> tuple[float, ...]:
-        name = f"score/{next(self._score_numbers)}"
-        return await score_sequence(self._llm, ids, temperature, name, self._vllm_sampler.adapter)
+        return await score_sequence(
+            self._llm,
+            ids,
+            temperature,
+            f"score/{next(self._score_numbers)}",
+            self._vllm_sampler.adapter,
+        )
 
     async def _prompt_rows(self, request: PromptRequest, num_top: int) -> PromptRows:
-        name = f"prompt/{next(self._score_numbers)}"
-        return await prompt_rows(self._llm, request, num_top, name, self._vllm_sampler.adapter)
+        return await prompt_rows(
+            self._llm,
+            request,
+            num_top,
+            f"prompt/{next(self._score_numbers)}",
+            self._vllm_sampler.adapter,
+        )
 
     async def _stop_sampling(self) -> None:
         await self._llm.pause_generation(mode="keep", clear_cache=False)
@@ -206,13 +217,4 @@ class VllmEngine(ServedEngine):
 
     async def _end(self) -> None:
         self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
-        self._vllm_sampler.let_go()
-        self._llm = None
-
-    async def _wait(self, call: Awaitable[T], what: str) -> T:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
-            return await super()._wait(call, what)
-        except EngineDeadError as error:
-            raise ReplicaLostError(f"vLLM died while we waited for it {what}") from error
+        self._vllm_sampler.llm = self._llm = None

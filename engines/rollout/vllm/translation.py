@@ -100,34 +100,30 @@ class VllmSampler:
     """
 
     def __init__(self, llm: Any, eos_token_ids: frozenset[int]) -> None:
-        self._llm: Any = llm
+        self.llm: Any = llm
+        """None once it was shut down: its destructor fails at the end of the process."""
         self._eos_token_ids = sorted(eos_token_ids)
         self.adapter: Any = None
 
     @property
     def is_lost(self) -> bool:
         """See `Sampler`."""
-        return self._llm is not None and self._llm.errored
+        return self.llm is not None and self.llm.errored
 
     async def sample(self, sample: RunningSample) -> Completion:
         """See `Sampler`. vLLM drops a request whose task is cancelled."""
         from vllm.inputs.engine import tokens_input
 
-        outputs = self._llm.generate(
+        found: Any = None
+        async for found in self.llm.generate(
             tokens_input(sample.token_ids),
             sampling_params(sample, self._eos_token_ids),
             sample.name,
             lora_request=self.adapter,
-        )
-        found: Any = None
-        async for found in outputs:
+        ):
             if sample.reaches_stop(found.outputs[0].token_ids) and not found.finished:
-                await self._llm.abort(sample.name)
+                await self.llm.abort(sample.name)
         return completion(sample, found.outputs[0])
-
-    def let_go(self) -> None:
-        """Release vLLM, whose destructor fails at the end of the process."""
-        self._llm = None
 
 
 async def score_sequence(
@@ -151,9 +147,10 @@ async def prompt_rows(
     ids = request.token_ids
     told = await _prompt_logprobs(llm, ids, num_top, vllm_id, adapter)
     rows = list(zip(told[request.first :], ids[request.first :], strict=True))
-    logprobs = [row[token].logprob for row, token in rows]
-    likeliest = [_likeliest(row, token, num_top) for row, token in rows] if num_top else ()
-    return PromptRows(logprobs, likeliest)
+    return PromptRows(
+        [row[token].logprob for row, token in rows],
+        [_likeliest(row, token, num_top) for row, token in rows] if num_top else (),
+    )
 
 
 def _likeliest(row: Mapping[int, Any], token: int, num_top: int) -> Candidates:
@@ -184,7 +181,6 @@ async def _prompt_logprobs(
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
     told: Sequence[Any] = ()
-    prompt = tokens_input(list(ids))
-    async for found in llm.generate(prompt, params, vllm_id, lora_request=adapter):
+    async for found in llm.generate(tokens_input(list(ids)), params, vllm_id, lora_request=adapter):
         told = found.prompt_logprobs
     return told
