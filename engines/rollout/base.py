@@ -30,6 +30,7 @@ from infra.plugins import load_row
 SleepLevel = Literal["kv", "weights"]
 NEED_IDLE = frozenset({"update_weights", "update_adapter", "sleep"})
 """Engine methods before which the caller must end all requests in flight."""
+BEHIND_SERVICE_S = 60.0
 
 
 class Capability(Enum):
@@ -173,9 +174,6 @@ class RolloutEngine(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Free everything; the engine cannot be used afterwards."""
-
-
-BEHIND_SERVICE_S = 60.0
 
 
 def behind_service(rollout: RolloutConfig) -> RolloutConfig:

@@ -37,6 +37,9 @@ from infra.errors import ConfigError, DeadlineError
 
 MODEL = "policy"
 """Name of the served model: the current weights of the run."""
+HOST = "127.0.0.1"
+STOP_DEADLINE_S = 5.0
+RETRY_AFTER_S = 1
 
 
 class JsonSchema(StrictModel):
@@ -203,11 +206,6 @@ def _choice(completion: Completion, tokenizer: DirectoryTokenizer, is_chat: bool
         "token_ids": token_ids,
         "policy_versions": completion.policy_versions.tolist(),
     }
-
-
-HOST = "127.0.0.1"
-STOP_DEADLINE_S = 5.0
-RETRY_AFTER_S = 1
 
 
 class Endpoint:

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from engines.errors import RolloutError
 
+Candidates = Sequence[tuple[float, int]]
+"""(logprob, token) pairs of the likeliest tokens of one position, distinct and in any order."""
+
 
 @dataclass(frozen=True)
 class PromptRequest:
@@ -84,10 +87,6 @@ def _problems(
         yield f"num_top is {request.num_top}; need 0 to {most}"
     if request.temperature != 1 and not any_temperature:
         yield f"temperature is {request.temperature}; this rollout engine computes 1 alone"
-
-
-Candidates = Sequence[tuple[float, int]]
-"""(logprob, token) pairs of the likeliest tokens of one position, distinct and in any order."""
 
 
 @dataclass(frozen=True)

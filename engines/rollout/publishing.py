@@ -39,6 +39,8 @@ RESTART_DEADLINE_S = 900.0
 NewTransport = Callable[[Sequence[int]], Delivery]
 Send = Callable[[Any], WeightDigest]
 """Sends through the kind of delivery that its `NewTransport` makes."""
+MOVES = "the states of replicas"
+LATE = "replica {}: did not take weights in time"
 
 
 class Probe(Protocol):
@@ -282,10 +284,6 @@ class Publisher:
     def _raise_failure(self) -> None:
         if self._pool.failure is not None:
             raise self._pool.failure
-
-
-MOVES = "the states of replicas"
-LATE = "replica {}: did not take weights in time"
 
 
 @dataclass

@@ -27,6 +27,14 @@ from engines.rollout.base import RolloutEngine
 from engines.rollout.collect import Ledger, Request
 from infra.errors import DeadlineError, PipelineError
 
+NUM_LOOKS = 6
+"""Health checks within `silence_s`, after which a silent replica counts as lost."""
+END_DEADLINE_S = 10.0
+"""Time for a cancelled restart to end."""
+SILENCE = (TimeoutError, DeadlineError)
+"""A deadline passed without an answer: the caller's, or the engine's own."""
+logger = logging.getLogger(__name__)
+
 
 class ReplicaState(Enum):
     """State of a replica; explained in the module docstring."""
@@ -168,16 +176,6 @@ class LeastLoaded(Routing[Request]):
     def lost(self, share: Share[Request], ledger: Ledger[Request]) -> None:
         """See `Routing`. Only missing samples wait again."""
         self.waiting += ledger.missing(share.requests)
-
-
-NUM_LOOKS = 6
-"""Health checks within `silence_s`, after which a silent replica counts as lost."""
-END_DEADLINE_S = 10.0
-"""Time for a cancelled restart to end."""
-SILENCE = (TimeoutError, DeadlineError)
-"""A deadline passed without an answer: the caller's, or the engine's own."""
-
-logger = logging.getLogger(__name__)
 
 
 def silence(what: str, error: BaseException) -> ReplicaLostError:

@@ -45,10 +45,13 @@ from infra.errors import DeadlineError, PipelineError
 
 ABORT_DEADLINE_S = 30.0
 """A replica that has not ended its samples this long after an abort counts as lost."""
+T = TypeVar("T")
+HAND_OVER_S = 0.25
+"""Time between two looks for finished samples."""
 
 
 class BatchRun(Generic[Request]):
-    """Distributes a batch over the replicas and redoes lost shares; the caller sets a deadline."""
+    """Distributes one batch over the replicas, and has lost shares answered again."""
 
     def __init__(
         self, pool: ReplicaPool, routing: Routing[Request], ledger: Ledger[Request]
@@ -149,11 +152,6 @@ async def _end(tasks: Iterable["asyncio.Task[None]"]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-T = TypeVar("T")
-
-HAND_OVER_S = 0.25
 
 
 class RolloutService:

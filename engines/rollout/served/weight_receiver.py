@@ -30,6 +30,12 @@ from engines.rollout.expected_tensors import ExpectedTensors, tied_names
 from engines.weight_sync.base import WeightDigest, WeightSource
 from infra.errors import ConfigError, PipelineError
 
+_PACKAGE = "engines.weight_sync."
+_SCALARS = (str, int, float, bool)
+NamedTensors = Iterator[tuple[str, Tensor]]
+_REFUSALS = (AssertionError, AttributeError, KeyError, RuntimeError, ValueError, OSError)
+"""Errors that libraries raise for weights that they cannot load."""
+
 
 @dataclass(frozen=True)
 class ModelLayout:
@@ -86,10 +92,6 @@ def read_layout(hf_dir: Path, engine: str, dtype: str) -> ModelLayout:
     )
 
 
-_PACKAGE = "engines.weight_sync."
-_SCALARS = (str, int, float, bool)
-
-
 def source_to_json(source: WeightSource) -> dict[str, Any]:
     """Return a source for `json.dumps`; WeightSyncError unless its fields are paths and scalars."""
     kind = type(source)
@@ -122,12 +124,6 @@ def source_from_json(data: Mapping[str, Any]) -> WeightSource:
         raise WeightSyncError(f"{module}.{name}: got fields {', '.join(sorted(values))}")
     source: Any = kind(**{n: Path(v) if hints[n] is Path else v for n, v in values.items()})
     return source
-
-
-NamedTensors = Iterator[tuple[str, Tensor]]
-
-_REFUSALS = (AssertionError, AttributeError, KeyError, RuntimeError, ValueError, OSError)
-"""Errors that libraries raise for weights that they cannot load."""
 
 
 def order_of(source: WeightSource, layout: ModelLayout, dtype: str) -> str:

@@ -27,6 +27,9 @@ from engines.types import RolloutRequest
 from hardware.base import PlatformBase
 from infra.faults import fault
 
+UPDATE = "/update_weights_from_ipc"
+TAGS = {"kv": ["kv_cache"], "weights": ["kv_cache", "weights"]}
+
 
 def score_body(ids: Sequence[int], temperature: float, vocab_size: int) -> dict[str, Any]:
     """Return the request body for the logprobs of given tokens.
@@ -78,10 +81,6 @@ def prompt_rows(answer: Mapping[str, Any], request: PromptRequest, num_top: int)
     return PromptRows(
         [row[0] for row in told], [[(each[0], each[1]) for each in row] for row in tops]
     )
-
-
-UPDATE = "/update_weights_from_ipc"
-TAGS = {"kv": ["kv_cache"], "weights": ["kv_cache", "weights"]}
 
 
 class SglangEngine(ServedEngine):

@@ -28,6 +28,10 @@ MIN_TEMPERATURE = 1e-5
 """SGLang treats a smaller temperature as 0."""
 OFF = -1
 Answer = asyncio.Future[Any]
+ABORT_WAITS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Delays between repeated aborts: SGLang ignores an abort that arrives before its sample."""
+TELL_DEADLINE_S = 20.0
+"""SGLang answers an abort at once; shorter than the deadline to close a replica."""
 
 
 def check_temperature(request: RolloutRequest) -> None:
@@ -124,12 +128,6 @@ def completion(
         ],
         reason,
     )
-
-
-ABORT_WAITS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Delays between repeated aborts: SGLang ignores an abort that arrives before its sample."""
-TELL_DEADLINE_S = 20.0
-"""SGLang answers an abort at once; shorter than the deadline to close a replica."""
 
 
 class SglangSampler:

@@ -38,6 +38,9 @@ POLL_S = 0.2
 HOST = "127.0.0.1"
 SERVER_MAIN = "engines.rollout.sglang.server_main"
 _LEAKS = r"nanobind|^ - (leaked |\.\.\. skipped)"
+DYING_S = 5.0
+"""A dying process closes its connections before it is gone."""
+EVENT, END = b"data: ", b"[DONE]"
 
 
 class Server:
@@ -116,11 +119,6 @@ def start(arguments: Mapping[str, Any], environment: Mapping[str, str | None]) -
         server.stop()
         raise
     return server
-
-
-DYING_S = 5.0
-"""A dying process closes its connections before it is gone."""
-EVENT, END = b"data: ", b"[DONE]"
 
 
 class Client:

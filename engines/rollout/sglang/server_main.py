@@ -34,6 +34,9 @@ from engines.rollout.sglang.options import NUM_HELD_BACK
 from infra import env
 
 PACKAGES = ("sgl_kernel", "torchvision")
+ARGUMENTS, REFUSAL = "arguments.json", "refusal"
+POLL_S = 0.5
+SHARED_MEMORY = "/dev/shm/sglang_"  # noqa: S108  a prefix of names, not a file
 
 
 def install() -> None:
@@ -83,10 +86,6 @@ class _Finder(MetaPathFinder, Loader):
         """Give a module every name that it is asked for."""
         vars(module)["__getattr__"] = partial(_stand_in, module.__name__)
 
-
-ARGUMENTS, REFUSAL = "arguments.json", "refusal"
-POLL_S = 0.5
-SHARED_MEMORY = "/dev/shm/sglang_"  # noqa: S108  a prefix of names, not a file
 
 # At import and not in `main`: SGLang spawns its other processes, which import this module first.
 if env.SGLANG_USE_CPU_ENGINE.get():

@@ -23,6 +23,9 @@ from engines.errors import RolloutError
 
 LENGTH_STEP = 32
 """Positions are allocated in multiples of this."""
+ATTENTION_NAME = "rollout_kv_cache"
+"""Name under which `attend` is registered in transformers."""
+_REFUSED = ("softcap", "s_aux", "position_bias")
 
 
 class KVCache:
@@ -125,11 +128,6 @@ class KVCache:
         grown = self._empty(buffer)
         grown[:rows, :, :length] = buffer
         return grown
-
-
-ATTENTION_NAME = "rollout_kv_cache"
-"""Name under which `attend` is registered in transformers."""
-_REFUSED = ("softcap", "s_aux", "position_bias")
 
 
 @dataclass(frozen=True)

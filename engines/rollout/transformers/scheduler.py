@@ -22,6 +22,9 @@ from engines.rollout.engine_state import SampleOfCall
 from engines.rollout.stop_strings import SampledText
 from engines.types import Completion
 
+MAX_CHUNK_ELEMENTS = 2**25
+"""Logits per chunk of rows: the float64 sums of a chunk take 256 MiB."""
+
 
 @dataclass(eq=False, slots=True)
 class Sample(SampleOfCall):
@@ -163,10 +166,6 @@ def fill_holes(num_rows: int, leaving: Collection[int]) -> tuple[list[int], list
 
 def _share_prefix(first: Sample, other: Sample) -> bool:
     return first.request is other.request and not first.token_ids and not other.token_ids
-
-
-MAX_CHUNK_ELEMENTS = 2**25
-"""Logits per chunk of rows: the float64 sums of a chunk take 256 MiB."""
 
 
 def _signed(value: int) -> int:

@@ -41,6 +41,9 @@ from hardware.base import PlatformBase
 from infra.faults import fault
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
+SHUTDOWN_TIMEOUT_S = 30.0
+ADAPTER = "policy"
+"""vLLM's name of the adapter."""
 
 
 def receive_adapter(
@@ -80,11 +83,6 @@ def _shape(name: str, layout: ModelLayout, lora: LoraConfig) -> tuple[int, int]:
     if module == name or len(shape) != 2:
         raise WeightSyncError(f"the rollout model has no weight that {name} stands beside")
     return (lora.rank, shape[1]) if name.endswith(_A) else (shape[0], lora.rank)
-
-
-SHUTDOWN_TIMEOUT_S = 30.0
-ADAPTER = "policy"
-"""vLLM's name of the adapter."""
 
 
 class VllmEngine(ServedEngine):
