@@ -76,7 +76,7 @@ class SampleLedger(Ledger[RolloutRequest]):
     """Records samples; `on_sample` is called with each accepted one, aborted ones included."""
 
     def __init__(
-        self, requests: Sequence[RolloutRequest], on_sample: Receive | None = None
+        self, requests: Sequence[RolloutRequest], on_sample: Receive = lambda sample: None
     ) -> None:
         super().__init__(requests)
         self._on_sample = on_sample
@@ -93,8 +93,7 @@ class SampleLedger(Ledger[RolloutRequest]):
         key = completion.request_id, completion.sample_index
         if key not in self._found:
             self._found[key] = completion
-            if self._on_sample is not None:
-                self._on_sample(completion)
+            self._on_sample(completion)
 
     def missing(self, requests: Iterable[RolloutRequest]) -> list[RolloutRequest]:
         """See `Ledger`."""
@@ -118,7 +117,7 @@ class SampleLedger(Ledger[RolloutRequest]):
             raise RolloutError(f"asked for {len(wanted)} samples, got {len(found)}, not the same")
 
     def abort_missing(self) -> int:
-        """Record missing samples as aborted before their first token; return how many are not."""
+        """Record missing samples as aborted before their first token; return how many ended."""
         for key in chain.from_iterable(self._wanted):
             self.accept(Completion(*key, (), (), (), "abort"))
         return sum(found.finish_reason != "abort" for found in self._found.values())

@@ -18,7 +18,7 @@ from infra.errors import DeadlineError
 
 NO_VERSION = -1
 _Call = tuple[asyncio.Queue[Completion | RolloutError], list[tuple[str, int]]]
-"""What it has not taken yet, and (request id, sample index) of its samples."""
+"""What its reader has not taken yet, and (request id, sample index) of all its samples."""
 
 
 @dataclass(eq=False, slots=True)

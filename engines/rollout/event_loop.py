@@ -21,7 +21,8 @@ class EventLoopThread:
     """An event loop that runs in a daemon thread."""
 
     def __init__(self, name: str) -> None:
-        self._runner = asyncio.Runner()
+        # With a factory, which keeps it from becoming the event loop of this thread.
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop = self._runner.get_loop()
         # A daemon thread: a coroutine that blocks forever must not keep an ended job alive.
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)

@@ -217,8 +217,9 @@ class Endpoint:
         tokenizer: DirectoryTokenizer,
         context_length: int,
         timeout_s: float,
+        path: Path,
     ) -> None:
-        self._engine, self._tokenizer = engine, tokenizer
+        self._engine, self._tokenizer, self._path = engine, tokenizer, path
         self._context_length, self._timeout_s = context_length, timeout_s
         self._key = secrets.token_urlsafe(32)
         self._numbers = itertools.count()
@@ -232,17 +233,17 @@ class Endpoint:
             web.post("/v1/chat/completions", partial(self._serve, ChatBody)),
         ])  # fmt: skip
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=STOP_DEADLINE_S)
-        self._told_in: Path | None = None
 
-    async def start(self, path: Path) -> None:
-        """Listen, and write address and key to `path` as JSON, replacing the file."""
+    async def start(self) -> None:
+        """Listen, and write address and key to the path as JSON, replacing the file."""
         await self._runner.setup()
         await web.TCPSite(self._runner, HOST, 0).start()
         host, port = self._runner.addresses[0][:2]
         told = {"base_url": f"http://{host}:{port}/v1", "api_key": self._key, "model": MODEL}
-        path.unlink(missing_ok=True)
-        self._told_in = path
-        with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+        self._path.unlink(missing_ok=True)
+        with os.fdopen(
+            os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w"
+        ) as file:
             json.dump(told, file)
 
     async def call(self, name: str, arguments: Sequence[Any]) -> Any:
@@ -263,8 +264,7 @@ class Endpoint:
 
     async def stop(self) -> None:
         """Stop serving and delete the file; may be repeated."""
-        if self._told_in is not None:
-            self._told_in.unlink(missing_ok=True)
+        self._path.unlink(missing_ok=True)
         await self._withdraw()
         await self._runner.cleanup()
 
@@ -328,8 +328,8 @@ async def serve(engine: RolloutEngine, hf_dir: Path, timeout_s: float, path: Pat
             f"got true; need a context in {hf_dir / 'config.json'}, such as "
             "max_position_embeddings; write it there, or set this to false",
         )
-    endpoint = Endpoint(engine, DirectoryTokenizer.load(hf_dir), context_length, timeout_s)
-    await endpoint.start(path)
+    endpoint = Endpoint(engine, DirectoryTokenizer.load(hf_dir), context_length, timeout_s, path)
+    await endpoint.start()
     return endpoint
 
 
