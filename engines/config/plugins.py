@@ -110,7 +110,7 @@ ROLLOUT_ENGINES = PluginTable(
                 "prompt_logprobs_at_any_temperature",
                 "images",
             ),
-            refuses_model="engines.rollout.transformers.inference_model:refusal",
+            refuses_model="engines.rollout.transformers.options:refusal",
         ),
         RolloutRow(
             name="sglang",

@@ -7,8 +7,6 @@ are sampled from. A continued sample reuses no random number of its prefix. The 
 advance together as far as capacity allows.
 Does not promise: an order of completions; that a continued sample equals an uninterrupted one,
 unless the engine has `EXACT_CONTINUATION`. Engines know nothing of rewards or training.
-
-Creates the rollout engine that a configuration names.
 """
 
 from abc import ABC, abstractmethod
@@ -32,6 +30,7 @@ from infra.plugins import load_row
 SleepLevel = Literal["kv", "weights"]
 NEED_IDLE = frozenset({"update_weights", "update_adapter", "sleep"})
 """Engine methods before which the caller must end all requests in flight."""
+BEHIND_SERVICE_S = 60.0
 
 
 class Capability(Enum):
@@ -177,9 +176,6 @@ class RolloutEngine(ABC):
         """Free everything; the engine cannot be used afterwards."""
 
 
-BEHIND_SERVICE_S = 60.0
-
-
 def behind_service(rollout: RolloutConfig) -> RolloutConfig:
     """Return the configuration with a later deadline, for an engine behind a service.
 
@@ -206,5 +202,4 @@ def create_rollout_engine(
     row = ROLLOUT_ENGINES.find(name)
     check_options(rollout.options, [row], "rollout.options")
     make = load_row(row, ROLLOUT_ENGINES.setting)
-    beside = {} if adapter is None else {"adapter": adapter}
-    return make(hf_dir, rollout, dtype, platform, **beside)
+    return make(hf_dir, rollout, dtype, platform, **({"adapter": adapter} if adapter else {}))

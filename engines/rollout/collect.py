@@ -7,9 +7,11 @@ delivers twice, is an error.
 
 import asyncio
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from itertools import chain
+from typing import Generic, TypeVar
 
 from engines.errors import RolloutError
 from engines.rollout.base import RolloutEngine
@@ -21,20 +23,24 @@ Request = TypeVar("Request", RolloutRequest, PromptRequest)
 Receive = Callable[[Completion], None]
 
 
-class Ledger(Protocol[Request]):
-    """Records which answers of a batch have arrived."""
+class Ledger(ABC, Generic[Request]):
+    """Records which answers of a batch have arrived; a RolloutError if two requests share an id."""
 
+    def __init__(self, requests: Sequence[Request]) -> None:
+        if len({request.request_id for request in requests}) != len(requests):
+            raise RolloutError("two requests of one batch have the same id")
+
+    @abstractmethod
     def missing(self, requests: Iterable[Request]) -> list[Request]:
         """Return the requests that are incomplete, reduced to their missing answers."""
-        ...
 
+    @abstractmethod
     async def collect_share(self, engine: RolloutEngine, requests: Sequence[Request]) -> None:
         """Have one engine answer requests with distinct ids, and record the answers.
 
         Raises:
             RolloutError: a refused request, or a missing, doubled or unrequested answer.
         """
-        ...
 
 
 class Arrivals:
@@ -66,44 +72,34 @@ class Arrivals:
                 raise
 
 
-class SampleLedger:
-    """Records which samples of a batch have arrived; a RolloutError if two requests share an id.
-
-    `on_sample` is called with each accepted sample, aborted ones included.
-    """
+class SampleLedger(Ledger[RolloutRequest]):
+    """Records samples; `on_sample` is called with each accepted one, aborted ones included."""
 
     def __init__(
-        self, requests: Sequence[RolloutRequest], on_sample: Receive | None = None
+        self, requests: Sequence[RolloutRequest], on_sample: Receive = lambda sample: None
     ) -> None:
+        super().__init__(requests)
         self._on_sample = on_sample
         self._wanted = [request.sample_keys for request in requests]
         self._found: dict[tuple[str, int], Completion] = {}
-        _check_ids(requests)
 
     @property
     def num_missing(self) -> int:
         """Number of samples not yet accepted."""
         return sum(map(len, self._wanted)) - len(self._found)
 
-    @property
-    def num_completed(self) -> int:
-        """Number of accepted samples that were not aborted."""
-        return sum(found.finish_reason != "abort" for found in self._found.values())
-
     def accept(self, completion: Completion) -> None:
         """Record a sample, unless it is recorded already."""
-        key = (completion.request_id, completion.sample_index)
+        key = completion.request_id, completion.sample_index
         if key not in self._found:
             self._found[key] = completion
-            if self._on_sample is not None:
-                self._on_sample(completion)
+            self._on_sample(completion)
 
     def missing(self, requests: Iterable[RolloutRequest]) -> list[RolloutRequest]:
         """See `Ledger`."""
-        left, found = list[RolloutRequest](), self._found
+        left: list[RolloutRequest] = []
         for request in requests:
-            indices = [index for name, index in request.sample_keys if (name, index) not in found]
-            if indices:
+            if indices := [key[1] for key in request.sample_keys if key not in self._found]:
                 left.append(request.select(indices))
         return left
 
@@ -111,36 +107,33 @@ class SampleLedger:
         self, engine: RolloutEngine, requests: Sequence[RolloutRequest]
     ) -> None:
         """See `Ledger`."""
-        open_keys = {key for request in requests for key in request.sample_keys}
-        num_wanted, num_found, num_strange = len(open_keys), 0, 0
+        wanted = {key for request in requests for key in request.sample_keys}
+        found: list[tuple[str, int]] = []
         async for completion in engine.generate(requests):
-            key = (completion.request_id, completion.sample_index)
-            num_found += 1
-            if key in open_keys:
-                open_keys.remove(key)
+            found.append((completion.request_id, completion.sample_index))
+            if found[-1] in wanted:
                 self.accept(completion)
-            else:
-                num_strange += 1
-        if open_keys or num_strange:
-            raise RolloutError(f"asked for {num_wanted} samples, got {num_found}, not the same")
+        if len(found) != len(wanted) or set(found) != wanted:
+            raise RolloutError(f"asked for {len(wanted)} samples, got {len(found)}, not the same")
 
-    def abort_missing(self) -> None:
-        """Record every missing sample as aborted before its first token."""
-        for name, index in (key for keys in self._wanted for key in keys):
-            self.accept(Completion(name, index, (), (), (), "abort"))
+    def abort_missing(self) -> int:
+        """Record missing samples as aborted before their first token; return how many ended."""
+        for key in chain.from_iterable(self._wanted):
+            self.accept(Completion(*key, (), (), (), "abort"))
+        return sum(found.finish_reason != "abort" for found in self._found.values())
 
     def rows(self) -> list[list[Completion]]:
         """Return the completions of each request, in the order of its seeds."""
         return [[self._found[key] for key in keys] for keys in self._wanted]
 
 
-class PromptLedger:
-    """Records which requests of a batch were answered; a RolloutError if two share an id."""
+class PromptLedger(Ledger[PromptRequest]):
+    """Records prompt logprobs, one answer per request."""
 
     def __init__(self, requests: Sequence[PromptRequest]) -> None:
+        super().__init__(requests)
         self._wanted = [request.request_id for request in requests]
         self._found: dict[str, PromptLogprobs] = {}
-        _check_ids(requests)
 
     def missing(self, requests: Iterable[PromptRequest]) -> list[PromptRequest]:
         """See `Ledger`."""
@@ -149,19 +142,15 @@ class PromptLedger:
     async def collect_share(self, engine: RolloutEngine, requests: Sequence[PromptRequest]) -> None:
         """See `Ledger`."""
         answers = await engine.prompt_logprobs(requests)
-        asked, got = [each.request_id for each in requests], [each.request_id for each in answers]
-        if asked != got:
-            raise RolloutError(f"asked about {len(asked)} sequences, got {len(got)}, not the same")
+        if [each.request_id for each in requests] != [each.request_id for each in answers]:
+            raise RolloutError(
+                f"asked about {len(requests)} sequences, got {len(answers)}, not the same"
+            )
         self._found |= {answer.request_id: answer for answer in answers}
 
     def rows(self) -> list[PromptLogprobs]:
         """Return the answer to each request, in their order."""
         return [self._found[request_id] for request_id in self._wanted]
-
-
-def _check_ids(requests: Sequence[Request]) -> None:
-    if len({request.request_id for request in requests}) != len(requests):
-        raise RolloutError("two requests of one batch have the same id")
 
 
 async def collect(

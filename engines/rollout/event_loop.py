@@ -21,7 +21,9 @@ class EventLoopThread:
     """An event loop that runs in a daemon thread."""
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
+        # With a factory, which keeps it from becoming the event loop of this thread.
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = self._runner.get_loop()
         # A daemon thread: a coroutine that blocks forever must not keep an ended job alive.
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
@@ -55,15 +57,5 @@ class EventLoopThread:
             self._thread.join(STOP_DEADLINE_S)
 
     def _serve(self) -> None:
-        try:
+        with self._runner:  # at the end it cancels what still runs
             self._loop.run_forever()
-            self._loop.run_until_complete(_end_others())
-        finally:
-            self._loop.close()
-
-
-async def _end_others() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

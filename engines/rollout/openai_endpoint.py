@@ -1,17 +1,13 @@
-"""An HTTP server in front of one rollout engine, in the engine's event loop.
-
-Promises: it listens only on loopback and requires a key, stored in a file that only its owner can
-read. Answers come from confirmed weights. Before weights change, requests in flight are aborted and
-their callers told to retry.
-Does not promise reproducible samples for engines whose samples depend on their batch, which these
-requests share with the trainer's.
-
-Request and response bodies of OpenAI's API, and their translation for a rollout engine.
+"""An HTTP server with OpenAI's API in front of one rollout engine, in the engine's event loop.
 
 Source: OpenAI's API reference, `POST /v1/completions` and `POST /v1/chat/completions`.
-Promises: an unknown field is refused and not ignored, since it may change what is sampled; token
-ids, logprobs and the version of the weights are returned beside the text.
-Not covered: streams, tools, images, penalties, several prompts in one call.
+Promises: it listens only on loopback and requires a key, stored in a file that only its owner can
+read. An unknown field is refused and not ignored, since it may change what is sampled. Answers come
+from confirmed weights, with token ids, logprobs and the version of the weights beside the text.
+Before weights change, requests in flight are aborted and their callers told to retry.
+Does not promise reproducible samples for engines whose samples depend on their batch, which these
+requests share with the trainer's. Not covered: streams, tools, images, penalties, several prompts
+in one call.
 """
 
 import itertools
@@ -21,8 +17,9 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from aiohttp import web
 from pydantic import Field, ValidationError
@@ -36,10 +33,13 @@ from engines.errors import RolloutError
 from engines.rollout.base import NEED_IDLE, RolloutEngine
 from engines.rollout.collect import collect
 from engines.types import Completion, RolloutRequest, SamplingParams, StructuredOutput
-from infra.errors import ConfigError, DeadlineError, PipelineError
+from infra.errors import ConfigError, DeadlineError
 
 MODEL = "policy"
 """Name of the served model: the current weights of the run."""
+HOST = "127.0.0.1"
+STOP_DEADLINE_S = 5.0
+RETRY_AFTER_S = 1
 
 
 class JsonSchema(StrictModel):
@@ -186,29 +186,26 @@ def _choice(completion: Completion, tokenizer: DirectoryTokenizer, is_chat: bool
     token_ids, values = completion.token_ids.tolist(), completion.logprobs.tolist()
     text = tokenizer.decode(token_ids, skip_special_tokens=True)
     tokens = [tokenizer.decode([token]) for token in token_ids]
-    logprobs: dict[str, Any]
+    said: dict[str, Any] = {
+        "text": text,
+        "logprobs": {"tokens": tokens, "token_logprobs": values},
+    }
     if is_chat:
-        pairs = zip(tokens, values, strict=True)
-        rows = [{"token": token, "logprob": value, "top_logprobs": []} for token, value in pairs]
-        said: dict[str, Any] = {"message": {"role": "assistant", "content": text}}
-        logprobs = {"content": rows}
-    else:
-        said = {"text": text}
-        logprobs = {"tokens": tokens, "token_logprobs": values}
+        rows = [
+            {"token": token, "logprob": value, "top_logprobs": []}
+            for token, value in zip(tokens, values, strict=True)
+        ]
+        said = {
+            "message": {"role": "assistant", "content": text},
+            "logprobs": {"content": rows},
+        }
     return {
         "index": completion.sample_index,
         **said,
-        "logprobs": logprobs,
         "finish_reason": completion.finish_reason,
         "token_ids": token_ids,
         "policy_versions": completion.policy_versions.tolist(),
     }
-
-
-HOST = "127.0.0.1"
-STOP_DEADLINE_S = 5.0
-RETRY_AFTER_S = 1
-B = TypeVar("B", bound=SamplingBody)
 
 
 class Endpoint:
@@ -220,8 +217,9 @@ class Endpoint:
         tokenizer: DirectoryTokenizer,
         context_length: int,
         timeout_s: float,
+        path: Path,
     ) -> None:
-        self._engine, self._tokenizer = engine, tokenizer
+        self._engine, self._tokenizer, self._path = engine, tokenizer, path
         self._context_length, self._timeout_s = context_length, timeout_s
         self._key = secrets.token_urlsafe(32)
         self._numbers = itertools.count()
@@ -231,22 +229,21 @@ class Endpoint:
         application = web.Application(middlewares=[self._guard])
         application.add_routes([
             web.get("/v1/models", self._models),
-            web.post("/v1/completions", self._completions),
-            web.post("/v1/chat/completions", self._chat),
+            web.post("/v1/completions", partial(self._serve, CompletionBody)),
+            web.post("/v1/chat/completions", partial(self._serve, ChatBody)),
         ])  # fmt: skip
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=STOP_DEADLINE_S)
-        self._told_in: Path | None = None
 
-    async def start(self, path: Path) -> None:
-        """Listen, and write address and key to `path` as JSON, replacing the file."""
+    async def start(self) -> None:
+        """Listen, and write address and key to the path as JSON, replacing the file."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, HOST, 0)
-        await site.start()
+        await web.TCPSite(self._runner, HOST, 0).start()
         host, port = self._runner.addresses[0][:2]
         told = {"base_url": f"http://{host}:{port}/v1", "api_key": self._key, "model": MODEL}
-        path.unlink(missing_ok=True)
-        self._told_in = path
-        with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+        self._path.unlink(missing_ok=True)
+        with os.fdopen(
+            os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w"
+        ) as file:
             json.dump(told, file)
 
     async def call(self, name: str, arguments: Sequence[Any]) -> Any:
@@ -261,15 +258,13 @@ class Endpoint:
             result = await getattr(self._engine, name)(*arguments)
         finally:
             self._num_changes -= needs_idle
-        can_serve = (await self._engine.health()).can_serve
         # While another call waits for the engine to be idle, new requests are refused.
-        self._admits = can_serve and not self._num_changes
+        self._admits = (await self._engine.health()).can_serve and not self._num_changes
         return result
 
     async def stop(self) -> None:
         """Stop serving and delete the file; may be repeated."""
-        if self._told_in is not None:
-            self._told_in.unlink(missing_ok=True)
+        self._path.unlink(missing_ok=True)
         await self._withdraw()
         await self._runner.cleanup()
 
@@ -291,13 +286,7 @@ class Endpoint:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "rlhf"}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _completions(self, request: web.Request) -> web.Response:
-        return await self._serve(request, CompletionBody)
-
-    async def _chat(self, request: web.Request) -> web.Response:
-        return await self._serve(request, ChatBody)
-
-    async def _serve(self, request: web.Request, form: type[B]) -> web.Response:
+    async def _serve(self, form: type[SamplingBody], request: web.Request) -> web.Response:
         time_s, name = int(time.time()), f"openai-{next(self._numbers)}"
         try:
             body = form.model_validate_json(await request.read())
@@ -316,7 +305,9 @@ class Endpoint:
         except DeadlineError as error:
             return _problem(504, "timeout", str(error))
         except RolloutError as error:
-            return _withdrawn() if not self._admits else _refused(error)
+            if not self._admits:
+                return _withdrawn()
+            return _problem(400, "invalid_request_error", str(error))
         finally:
             self._in_flight.discard(name)
         if any(completion.finish_reason == "abort" for completion in completions):
@@ -337,20 +328,21 @@ async def serve(engine: RolloutEngine, hf_dir: Path, timeout_s: float, path: Pat
             f"got true; need a context in {hf_dir / 'config.json'}, such as "
             "max_position_embeddings; write it there, or set this to false",
         )
-    endpoint = Endpoint(engine, DirectoryTokenizer.load(hf_dir), context_length, timeout_s)
-    await endpoint.start(path)
+    endpoint = Endpoint(engine, DirectoryTokenizer.load(hf_dir), context_length, timeout_s, path)
+    await endpoint.start()
     return endpoint
 
 
 def _problem(status: int, kind: str, message: str, **headers: str) -> web.Response:
-    content: dict[str, Any] = {"error": {"message": message, "type": kind, "code": kind}}
-    return web.json_response(content, status=status, headers=headers)
-
-
-def _refused(error: PipelineError) -> web.Response:
-    return _problem(400, "invalid_request_error", str(error))
+    return web.json_response(
+        {"error": {"message": message, "type": kind, "code": kind}}, status=status, headers=headers
+    )
 
 
 def _withdrawn() -> web.Response:
-    headers = {"Retry-After": str(RETRY_AFTER_S)}
-    return _problem(503, "service_unavailable", "weights are being replaced; try again", **headers)
+    return _problem(
+        503,
+        "service_unavailable",
+        "weights are being replaced; try again",
+        **{"Retry-After": str(RETRY_AFTER_S)},
+    )

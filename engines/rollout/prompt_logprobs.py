@@ -1,21 +1,21 @@
 """Requests for logprobs of given tokens, and their answers; used to query a served teacher.
 
+Promises: an answer has exactly K allowed tokens per position, the likeliest first, ties by lowest
+id; or there is none, because the library returned too few to decide.
 Letters: N tokens that are asked about, K likeliest tokens at each of their positions.
-
-Converts what a library returns about a prompt into the requested answer.
-
-Promises: exactly K allowed tokens per position, the likeliest first, ties by lowest id; or None if
-the library returned too few to decide.
-Letters: N tokens that are asked about, K likeliest tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from engines.errors import RolloutError
+
+Candidates = Sequence[tuple[float, int]]
+"""(logprob, token) pairs of the likeliest tokens of one position, distinct and in any order."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,10 @@ class PromptRequest:
     num_top: int = 0
     below: int | None = None
 
-    @property
-    def num_samples(self) -> int:
-        """Load of the request for `engines.rollout.replica_pool`."""
-        return 1
-
-    @property
-    def session(self) -> str | None:
-        """None: any replica may answer."""
-        return None
+    num_samples: ClassVar[int] = 1
+    """Load of the request for `engines.rollout.replica_pool`."""
+    session: ClassVar[str | None] = None
+    """None: any replica may answer."""
 
 
 @dataclass(frozen=True)
@@ -69,33 +64,29 @@ def check_prompts(
 ) -> None:
     """Refuse invalid requests with a RolloutError that names the request and the problem."""
     for request in requests:
-        problem = _problem(request, max_length, vocab_size)
-        if problem is None and request.temperature != 1 and not any_temperature:
-            problem = f"temperature is {request.temperature}; this rollout engine knows 1 alone"
-        if problem is not None:
+        for problem in _problems(request, max_length, vocab_size, any_temperature):
             raise RolloutError(f"{request.request_id}: {problem}")
     if len({request.request_id for request in requests}) != len(requests):
         raise RolloutError("two requests of one call have the same id")
 
 
-def _problem(request: PromptRequest, max_length: int, vocab_size: int) -> str | None:
+def _problems(
+    request: PromptRequest, max_length: int, vocab_size: int, any_temperature: bool
+) -> Iterator[str]:
     ids, length = request.token_ids, len(request.token_ids)
     if not 2 <= length <= max_length:
-        return f"a sequence of {length} tokens; need 2 to {max_length}"
+        yield f"a sequence of {length} tokens; need 2 to {max_length}"
     if not 1 <= request.first < length:
-        return f"first is {request.first}; need 1 to {length - 1}"
+        yield f"first is {request.first}; need 1 to {length - 1}"
     if min(ids) < 0 or max(ids) >= vocab_size:
-        return f"a token is outside the vocabulary of {vocab_size}"
+        yield f"a token is outside the vocabulary of {vocab_size}"
     if not 0 < request.temperature < float("inf"):
-        return f"temperature is {request.temperature}; need a number above 0"
+        yield f"temperature is {request.temperature}; need a number above 0"
     most = vocab_size if request.below is None else min(request.below, vocab_size)
     if not 0 <= request.num_top <= most:
-        return f"num_top is {request.num_top}; need 0 to {most}"
-    return None
-
-
-Candidates = Sequence[tuple[float, int]]
-"""(logprob, token) pairs of the likeliest tokens of one position, distinct and in any order."""
+        yield f"num_top is {request.num_top}; need 0 to {most}"
+    if request.temperature != 1 and not any_temperature:
+        yield f"temperature is {request.temperature}; this rollout engine computes 1 alone"
 
 
 @dataclass(frozen=True)
@@ -123,16 +114,20 @@ def prompt_answer(request: PromptRequest, rows: PromptRows) -> PromptLogprobs | 
     chosen = [_chosen(each, request) for each in rows.likeliest]
     if any(len(each) < request.num_top for each in chosen):
         return None
-    return PromptLogprobs(request.request_id, logprobs_N, *_columns(chosen))
+    return PromptLogprobs(
+        request.request_id,
+        logprobs_N,
+        torch.tensor([[token for _, token in each] for each in chosen], dtype=torch.int64),
+        torch.tensor([[logprob for logprob, _ in each] for each in chosen]),
+    )
 
 
 def _chosen(candidates: Candidates, request: PromptRequest) -> list[tuple[float, int]]:
-    below = request.below
-    taken = [each for each in candidates if below is None or each[1] < below]
-    return sorted(taken, key=lambda each: (-each[0], each[1]))[: request.num_top]
+    allowed = [each for each in candidates if request.below is None or each[1] < request.below]
+    return sorted(allowed, key=lambda each: (-each[0], each[1]))[: request.num_top]
 
 
-def _columns(chosen: Sequence[Candidates]) -> tuple[Tensor, Tensor]:
-    ids = torch.tensor([[token for _, token in each] for each in chosen], dtype=torch.int64)
-    logprobs = torch.tensor([[logprob for logprob, _ in each] for each in chosen])
-    return ids, logprobs
+def logprob_at(logprobs: Sequence[float], token: int, temperature: float) -> float:
+    """Return a token's logprob at a temperature, given those of the whole vocabulary at 1."""
+    whole = torch.tensor(logprobs, dtype=torch.float64)
+    return float((whole / temperature).log_softmax(-1)[token])

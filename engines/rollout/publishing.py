@@ -10,9 +10,9 @@ Does not promise: that fast replicas do not wait for a slow one.
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from engines.errors import ReplicaLostError, WeightSyncError
 from engines.rollout.base import RolloutEngine
@@ -29,7 +29,6 @@ from engines.weight_sync.base import (
 )
 from infra.errors import DeadlineError, PipelineError
 
-T = TypeVar("T")
 ANSWER_DEADLINE_S = 60.0
 """For a call that does no work."""
 PROBE_DEADLINE_S = 300.0
@@ -40,6 +39,8 @@ RESTART_DEADLINE_S = 900.0
 NewTransport = Callable[[Sequence[int]], Delivery]
 Send = Callable[[Any], WeightDigest]
 """Sends through the kind of delivery that its `NewTransport` makes."""
+MOVES = "the states of replicas"
+LATE = "replica {}: did not take weights in time"
 
 
 class Probe(Protocol):
@@ -92,7 +93,8 @@ class Publisher:
         self._withdraw()
         sent: WeightDigest | None = None
         while sent is None or not self._pool.in_state(ReplicaState.HEALTHY):
-            sent = self._give(self._await_up(), publication, None)
+            self._await(lambda: bool(self._pool.in_state(ReplicaState.STALE)))
+            sent = self._give(self._pool.in_state(ReplicaState.STALE), publication, None)
         self.published = publication, sent
         return SyncReport(publication.version, sent, time.monotonic() - start)
 
@@ -100,8 +102,11 @@ class Publisher:
         """Put every replica to sleep; see `RolloutService.sleep`."""
         self._withdraw()
         self._frozen = _FrozenWeights()
-        up = self._pool.in_state(ReplicaState.STALE)
-        self._each(up, lambda slot: slot.engine.sleep(), "memory to be given back")
+        self._each(
+            self._pool.in_state(ReplicaState.STALE),
+            lambda slot: slot.engine.sleep(),
+            "memory to be given back",
+        )
         # A starting replica takes memory before it frees it, which must not happen during training.
         self._await(lambda: not self._pool.in_state(ReplicaState.DEAD, ReplicaState.RESTARTING))
 
@@ -123,10 +128,9 @@ class Publisher:
             return None
         version = publication.version
         if publication.adapter is None:
-            transfer = _Transfer(slots, version, _take_weights)
-            sent = self._ship(transfer, publication.weights, expected)
+            sent = self._ship(_Transfer(slots, version), publication.weights, expected)
         elif self._send_frozen(slots, publication):
-            transfer = _Transfer(slots, version, _take_adapter)
+            transfer = _Transfer(slots, version, is_adapter=True)
             sent = self._ship(transfer, publication.adapter, expected)
         else:
             return None
@@ -145,13 +149,13 @@ class Publisher:
         bare = [slot for slot in slots if slot.engine is not self._frozen.held_by.get(slot.place)]
         if not bare:
             return True
-        transfer = _Transfer(bare, publication.version, _take_weights)
-        sent = self._ship(transfer, publication.weights, self._frozen.receipt)
-        if sent is None:
-            return False
-        self._frozen.receipt = sent
-        self._frozen.held_by |= {slot.place: slot.engine for slot in bare}
-        return True
+        sent = self._ship(
+            _Transfer(bare, publication.version), publication.weights, self._frozen.receipt
+        )
+        if sent is not None:
+            self._frozen.receipt = sent
+            self._frozen.held_by |= {slot.place: slot.engine for slot in bare}
+        return sent is not None
 
     def _ship(
         self, transfer: "_Transfer", passage: WeightRoute, expected: WeightDigest | None
@@ -162,7 +166,9 @@ class Publisher:
             sent = self._transfer(transfer, transport, passage.send)
         finally:
             transport.stop()
-        self._lose(transfer.lost())
+        if lost := transfer.lost():
+            self._loop.run(self._pool.lose_all(lost), MOVES, ANSWER_DEADLINE_S)
+            self._raise_failure()
         if sent is None:
             return None
         version = transfer.version
@@ -171,7 +177,7 @@ class Publisher:
                 f"version {version} was published as {expected}, the trainer holds {sent} now"
             )
         for slot in transfer.slots:
-            if (held := transfer.receipts[slot.place]) != sent:
+            if (held := transfer.outcomes[slot.place]) != sent:
                 raise WeightSyncError(
                     f"version {version}: sent {sent}, replica {slot.place} holds {held}; it will "
                     "not generate from them"
@@ -182,30 +188,30 @@ class Publisher:
         self, transfer: "_Transfer", transport: Delivery, send: Send
     ) -> WeightDigest | None:
         """Return what was sent; None if replicas were lost and the transfer was stopped."""
-        what = f"weights of version {transfer.version} to arrive"
         arriving = self._loop.start(transfer.run(transport))
+
+        def end(timeout_s: float) -> None:
+            try:
+                self._loop.wait(arriving, "weights to arrive", timeout_s)
+            except DeadlineError:
+                transfer.give_up()
+
         try:
             sent = send(transport)
         except BaseException as error:
             transport.stop()
-            try:
-                self._loop.wait(arriving, what, ANSWER_DEADLINE_S)
-            except DeadlineError:
-                transfer.give_up()
+            end(ANSWER_DEADLINE_S)
             if isinstance(error, ReceiverGoneError | DeadlineError):
                 if transfer.lost():
                     return None
-                if isinstance(error, ReceiverGoneError) and transfer.first_error is not None:
-                    raise transfer.first_error from None
+                if isinstance(error, ReceiverGoneError) and (first := transfer.first_error()):
+                    raise first from None
             raise
-        try:
-            self._loop.wait(arriving, what, self._timeout_s)
-        except DeadlineError:
-            transfer.give_up()
+        end(self._timeout_s)
         if transfer.lost():
             return None
-        if transfer.first_error is not None:
-            raise transfer.first_error
+        if first := transfer.first_error():
+            raise first
         return sent
 
     def _probe(
@@ -218,8 +224,8 @@ class Publisher:
         found: dict[int, Completion] = {}
 
         async def ask(slot: ReplicaSlot) -> None:
-            rows = await collect(slot.engine, [requests[slot.place]], 2 * PROBE_DEADLINE_S)
-            found[slot.place] = rows[0][0]
+            asked = [requests[slot.place]]
+            [[found[slot.place]]] = await collect(slot.engine, asked, 2 * PROBE_DEADLINE_S)
 
         left = self._each(slots, ask, "the probe after a sync", PROBE_DEADLINE_S)
         if left:
@@ -256,11 +262,6 @@ class Publisher:
         self._raise_failure()
         return sorted(left, key=lambda slot: slot.place)
 
-    def _await_up(self) -> list[ReplicaSlot]:
-        """Return the replicas that can be given weights; waits for one if there is none."""
-        self._await(lambda: bool(self._pool.in_state(ReplicaState.STALE)))
-        return self._pool.in_state(ReplicaState.STALE)
-
     def _await(self, there: Callable[[], bool]) -> None:
         news = threading.Event()
         end = time.monotonic() + RESTART_DEADLINE_S
@@ -273,25 +274,12 @@ class Publisher:
 
     def _withdraw(self) -> None:
         self.published = None
-        serving = self._pool.in_state(ReplicaState.HEALTHY, ReplicaState.SUSPECT)
-        self._move(serving, ReplicaState.STALE)
+        self._move(
+            self._pool.in_state(ReplicaState.HEALTHY, ReplicaState.SUSPECT), ReplicaState.STALE
+        )
 
     def _move(self, slots: Sequence[ReplicaSlot], to: ReplicaState) -> None:
-        async def move() -> None:
-            for slot in slots:
-                if slot.is_up:
-                    self._pool.move(slot, to)
-
-        self._loop.run(move(), "the states of replicas", ANSWER_DEADLINE_S)
-
-    def _lose(self, lost: Sequence[tuple[ReplicaSlot, PipelineError]]) -> None:
-        async def lose() -> None:
-            for slot, error in lost:
-                self._pool.lose(slot, slot.engine, error)
-
-        if lost:
-            self._loop.run(lose(), "the states of replicas", ANSWER_DEADLINE_S)
-            self._raise_failure()
+        self._loop.run(self._pool.move_all(slots, to), MOVES, ANSWER_DEADLINE_S)
 
     def _raise_failure(self) -> None:
         if self._pool.failure is not None:
@@ -306,26 +294,15 @@ class _FrozenWeights:
     held_by: dict[int, RolloutEngine] = field(default_factory=dict)
 
 
-Take = Callable[[RolloutEngine, WeightSource, int], Awaitable[WeightDigest]]
-
-
-async def _take_weights(engine: RolloutEngine, source: WeightSource, version: int) -> WeightDigest:
-    return await engine.update_weights(source, version)
-
-
-async def _take_adapter(engine: RolloutEngine, source: WeightSource, version: int) -> WeightDigest:
-    return await engine.update_adapter(source, version)
-
-
 class _Transfer:
-    def __init__(self, slots: Sequence[ReplicaSlot], version: int, take: Take) -> None:
-        self.slots = tuple(slots)
-        self.version = version
-        self._take_into = take
-        self.receipts: dict[int, WeightDigest] = {}
-        self.first_error: PipelineError | None = None
-        self._lost: dict[int, PipelineError] = {}
-        self._failed: set[int] = set()
+    """One update of several replicas."""
+
+    def __init__(
+        self, slots: Sequence[ReplicaSlot], version: int, is_adapter: bool = False
+    ) -> None:
+        self.slots, self.version, self._is_adapter = slots, version, is_adapter
+        self.outcomes: dict[int, WeightDigest | PipelineError] = {}
+        """Receipt or error by place; a ReplicaLostError for a replica without an answer."""
 
     async def run(self, transport: Delivery) -> None:
         """Load the tensors into all replicas; the first failure stops the sender."""
@@ -333,29 +310,26 @@ class _Transfer:
         await asyncio.gather(*(self._take(slot, source, transport) for slot, source in pairs))
 
     async def _take(self, slot: ReplicaSlot, source: WeightSource, transport: Delivery) -> None:
+        engine = slot.engine
+        update = engine.update_adapter if self._is_adapter else engine.update_weights
         try:
-            self.receipts[slot.place] = await self._take_into(slot.engine, source, self.version)
-        except ReplicaLostError as error:
-            self._lost[slot.place] = error
-            transport.stop()
+            self.outcomes[slot.place] = await update(source, self.version)
         except SILENCE as error:
-            silent = f"replica {slot.place}: did not take weights in time"
-            self._lost[slot.place] = silence(silent, error)
-            transport.stop()
+            self.outcomes[slot.place] = silence(LATE.format(slot.place), error)
         except PipelineError as error:
-            self._failed.add(slot.place)
-            self.first_error = self.first_error or error
-            transport.stop()
-        except BaseException:
-            transport.stop()  # else the sender would wait for this receiver
-            raise
+            self.outcomes[slot.place] = error
+        finally:
+            if not isinstance(self.outcomes.get(slot.place), WeightDigest):
+                transport.stop()  # else the sender would wait for this receiver
 
     def give_up(self) -> None:
         for slot in self.slots:
-            place = slot.place
-            if place not in self.receipts and place not in self._failed:
-                silent = f"replica {place}: did not take weights in time"
-                self._lost.setdefault(place, ReplicaLostError(silent))
+            self.outcomes.setdefault(slot.place, ReplicaLostError(LATE.format(slot.place)))
 
-    def lost(self) -> list[tuple[ReplicaSlot, PipelineError]]:
-        return [(slot, self._lost[slot.place]) for slot in self.slots if slot.place in self._lost]
+    def first_error(self) -> PipelineError | None:
+        errors = (found for found in self.outcomes.values() if isinstance(found, PipelineError))
+        return next((error for error in errors if not isinstance(error, ReplicaLostError)), None)
+
+    def lost(self) -> list[tuple[ReplicaSlot, ReplicaLostError]]:
+        outcomes = ((slot, self.outcomes.get(slot.place)) for slot in self.slots)
+        return [(slot, found) for slot, found in outcomes if isinstance(found, ReplicaLostError)]

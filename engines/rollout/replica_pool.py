@@ -1,10 +1,4 @@
-"""The replicas of a service: which can serve, which are lost, and their restarts.
-
-Promises: a replica that dies, or stays silent while it samples, is ended and restarted, within the
-allowed number of restarts. Everything runs in the event loop of the service.
-Does not promise: weights. A new replica is STALE until the service gives it some.
-
-The states of a replica and the transitions between them.
+"""The replicas of a service: their states, which requests they get, their loss and restarts.
 
 HEALTHY     serves the published weights
 SUSPECT     did not answer in time; keeps its samples, gets no new ones
@@ -12,17 +6,17 @@ DEAD        its process ended, or it was silent for too long; its samples are re
 RESTARTING  another replica starts in its place
 STALE       is up, without the published weights; gets no requests
 
-Rules that assign requests to replicas, also again after a replica is lost.
-
-`ByPlace` is for engines whose samples depend, in the last bits, on their batch: the same replica
-gets the same share, and a lost share is sampled again whole. `LeastLoaded` is for the others:
-requests go to the least loaded replica or to their session's, and only missing samples are redone.
+Promises: a replica that dies, or stays silent while it samples, is ended and restarted, within the
+allowed number of restarts. Requests of a lost replica are assigned again. Everything runs in the
+event loop of the service.
+Does not promise: weights. A new replica is STALE until the service gives it some.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, MutableMapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -32,6 +26,14 @@ from engines.errors import ReplicaLostError
 from engines.rollout.base import RolloutEngine
 from engines.rollout.collect import Ledger, Request
 from infra.errors import DeadlineError, PipelineError
+
+NUM_LOOKS = 6
+"""Health checks within `silence_s`, after which a silent replica counts as lost."""
+END_DEADLINE_S = 10.0
+"""Time for a cancelled restart to end."""
+SILENCE = (TimeoutError, DeadlineError)
+"""A deadline passed without an answer: the caller's, or the engine's own."""
+logger = logging.getLogger(__name__)
 
 
 class ReplicaState(Enum):
@@ -81,14 +83,6 @@ class ReplicaSlot:
         """True if there is an engine to call."""
         return self.state not in (ReplicaState.DEAD, ReplicaState.RESTARTING)
 
-    def move(self, to: ReplicaState) -> None:
-        """Go to another state; a ValueError if the transition is not allowed."""
-        if to is self.state:
-            return
-        if (self.state, to) not in TRANSITIONS:
-            raise ValueError(f"replica {self.place}: no step from {self.state} to {to}")
-        self.state = to
-
 
 @dataclass(frozen=True)
 class Share(Generic[Request]):
@@ -103,70 +97,63 @@ class Share(Generic[Request]):
         return sum(request.num_samples for request in self.requests)
 
 
-class Routing(Protocol[Request]):
-    """Assignment of one batch of requests to replicas."""
+class Routing(ABC, Generic[Request]):
+    """Assignment of one batch of requests to replicas; `waiting` holds what is not assigned yet."""
 
-    @property
-    def waiting(self) -> bool:
-        """True if requests are not assigned yet."""
-        ...
+    waiting: list[Any]
 
+    @abstractmethod
     def take(self, loads: Mapping[int, int]) -> list[tuple[int, Share[Request]]]:
         """Return (place, share) pairs to start now, given the samples in flight at each place."""
-        ...
 
+    @abstractmethod
     def lost(self, share: Share[Request], ledger: Ledger[Request]) -> None:
         """Let the missing part of a lost share wait again."""
-        ...
 
 
-class ByPlace(Generic[Request]):
-    """Request i goes to place i mod `num_places`, running or not; one share per place at a time."""
+class ByPlace(Routing[Request]):
+    """Request i goes to place i mod `num_places`, running or not; one share per place at a time.
+
+    For engines whose samples depend, in the last bits, on their batch: the same replica gets the
+    same share, and a lost share is sampled again whole.
+    """
 
     def __init__(self, requests: Sequence[Request], num_places: int) -> None:
-        shares = [Share(tuple(requests[home::num_places]), home) for home in range(num_places)]
-        self._waiting = [share for share in shares if share.requests]
-
-    @property
-    def waiting(self) -> bool:
-        """See `Routing`."""
-        return bool(self._waiting)
+        self.waiting: list[Share[Request]] = [
+            Share(tuple(requests[home::num_places]), home)
+            for home in range(min(num_places, len(requests)))
+        ]
 
     def take(self, loads: Mapping[int, int]) -> list[tuple[int, Share[Request]]]:
         """See `Routing`. A share whose place has no replica goes to an idle place."""
         idle = {place for place, load in loads.items() if not load}
-        homes = {share.home for share in self._waiting}
-        free = sorted(idle - homes)
+        free = sorted(idle - {share.home for share in self.waiting})
         taken: list[tuple[int, Share[Request]]] = []
-        for share in self._waiting:
+        for share in self.waiting:
             if share.home in idle:
                 taken.append((share.home, share))
             elif share.home not in loads and free:
                 taken.append((free.pop(0), share))
         started = {share.home for _, share in taken}
-        self._waiting = [share for share in self._waiting if share.home not in started]
+        self.waiting = [share for share in self.waiting if share.home not in started]
         return taken
 
     def lost(self, share: Share[Request], ledger: Ledger[Request]) -> None:
         """See `Routing`. The whole share waits again, since the rest alone is another batch."""
         if ledger.missing(share.requests):
-            self._waiting.append(share)
+            self.waiting.append(share)
 
 
-class LeastLoaded(Generic[Request]):
+class LeastLoaded(Routing[Request]):
     """Each request goes to its session's place, else to the place with the least in flight.
 
-    The caller keeps `sessions`, the place of each known session, across batches.
+    Only missing samples of a lost share are redone. The caller keeps `sessions`, the place of each
+    known session, across batches.
     """
 
     def __init__(self, requests: Sequence[Request], sessions: MutableMapping[str, int]) -> None:
-        self._waiting = list(requests)
+        self.waiting: list[Request] = list(requests)
         self._sessions = sessions
-
-    @property
-    def waiting(self) -> bool:
-        """See `Routing`."""
-        return bool(self._waiting)
 
     def take(self, loads: Mapping[int, int]) -> list[tuple[int, Share[Request]]]:
         """See `Routing`. A session whose place has no replica moves."""
@@ -174,35 +161,21 @@ class LeastLoaded(Generic[Request]):
             return []
         expected = dict(loads)
         shares: dict[int, list[Request]] = {}
-        for request in self._waiting:
-            place = self._place(request, expected)
+        for request in self.waiting:
+            session = request.session
+            place = None if session is None else self._sessions.get(session)
+            if place is None or place not in loads:
+                place = min(loads, key=lambda candidate: (expected[candidate], candidate))
+                if session is not None:
+                    self._sessions[session] = place
             shares.setdefault(place, []).append(request)
             expected[place] += request.num_samples
-        self._waiting = []
+        self.waiting = []
         return [(place, Share(tuple(found), place)) for place, found in sorted(shares.items())]
 
     def lost(self, share: Share[Request], ledger: Ledger[Request]) -> None:
         """See `Routing`. Only missing samples wait again."""
-        self._waiting += ledger.missing(share.requests)
-
-    def _place(self, request: Request, loads: Mapping[int, int]) -> int:
-        session = request.session
-        if session is not None and self._sessions.get(session) in loads:
-            return self._sessions[session]
-        place = min(loads, key=lambda candidate: (loads[candidate], candidate))
-        if session is not None:
-            self._sessions[session] = place
-        return place
-
-
-NUM_LOOKS = 6
-"""Health checks within `silence_s`, after which a silent replica counts as lost."""
-END_DEADLINE_S = 10.0
-"""Time for a cancelled restart to end."""
-SILENCE = (TimeoutError, DeadlineError)
-"""A deadline passed without an answer: the caller's, or the engine's own."""
-
-logger = logging.getLogger(__name__)
+        self.waiting += ledger.missing(share.requests)
 
 
 def silence(what: str, error: BaseException) -> ReplicaLostError:
@@ -263,11 +236,19 @@ class ReplicaPool:
             self._listeners.remove(listener)
 
     def move(self, slot: ReplicaSlot, to: ReplicaState) -> None:
-        """Change a state and notify the listeners."""
+        """Change a state and notify the listeners; a ValueError if that is not allowed."""
         if slot.state is not to:
+            if (slot.state, to) not in TRANSITIONS:
+                raise ValueError(f"replica {slot.place}: no step from {slot.state} to {to}")
             logger.info("replica %d: %s -> %s", slot.place, slot.state.value, to.value)
-        slot.move(to)
+            slot.state = to
         self._tell()
+
+    async def move_all(self, slots: Iterable[ReplicaSlot], to: ReplicaState) -> None:
+        """Change the state of those of the slots that are up."""
+        for slot in slots:
+            if slot.is_up:
+                self.move(slot, to)
 
     def lose(self, slot: ReplicaSlot, engine: RolloutEngine, error: PipelineError) -> None:
         """Restart a lost replica, or set `failure`; no-op if `engine` was replaced already."""
@@ -276,6 +257,11 @@ class ReplicaPool:
         logger.warning("replica %d is lost: %s", slot.place, error)
         self.move(slot, ReplicaState.DEAD)
         self._restart(slot, error)
+
+    async def lose_all(self, lost: Iterable[tuple[ReplicaSlot, PipelineError]]) -> None:
+        """Restart the replicas of some slots; see `lose`."""
+        for slot, error in lost:
+            self.lose(slot, slot.engine, error)
 
     async def watch(self) -> None:
         """Check the health of the replicas that sample, until cancelled."""
@@ -289,7 +275,7 @@ class ReplicaPool:
             busy = [slot for slot in self.slots if slot.is_up and slot.num_in_flight]
             await asyncio.gather(*(self._look(slot, pause_s) for slot in busy))
 
-    async def close(self, close: Callable[[RolloutEngine], Coroutine[Any, Any, None]]) -> None:
+    async def close(self) -> None:
         """Cancel restarts, and close every running replica; errors come as an ExceptionGroup."""
         self._restarts = None
         for task in self._restarting:
@@ -298,10 +284,9 @@ class ReplicaPool:
             _, left = await asyncio.wait(self._restarting, timeout=END_DEADLINE_S)
             if left:  # the others are closed nevertheless
                 logger.warning("after %g s replicas still start: %d", END_DEADLINE_S, len(left))
-        up = [slot.engine for slot in self.slots if slot.is_up]
-        results = await asyncio.gather(*(close(one) for one in up), return_exceptions=True)
-        errors = [result for result in results if isinstance(result, Exception)]
-        if errors:
+        closing = [slot.engine.close() for slot in self.slots if slot.is_up]
+        results = await asyncio.gather(*closing, return_exceptions=True)
+        if errors := [result for result in results if isinstance(result, Exception)]:
             raise ExceptionGroup("replicas did not close", errors)
 
     async def _look(self, slot: ReplicaSlot, answer_s: float) -> None:
@@ -346,9 +331,9 @@ class ReplicaPool:
         except PipelineError as error:
             self.move(slot, ReplicaState.DEAD)
             self._restart(slot, error)
-            return
-        slot.engine, slot.num_in_flight = engine, 0
-        self.move(slot, ReplicaState.STALE)
+        else:
+            slot.engine, slot.num_in_flight = engine, 0
+            self.move(slot, ReplicaState.STALE)
 
     def _tell(self) -> None:
         for listener in tuple(self._listeners):

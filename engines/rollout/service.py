@@ -1,22 +1,16 @@
 """Replicas of a rollout engine behind one event loop, for trainers and evaluations.
 
-Promises: every sample of every request exactly once, in the order of the requests. All replicas
-that take requests serve one version of confirmed weights. A lost replica is replaced, as often as
-allowed, and gets the published weights before it serves.
-Does not promise: that samples are finished (at the deadline they are returned as `abort`), or that
-a callback that never returns is interrupted.
-
-Runs one batch of requests on the replicas.
-
-Promises: every answer exactly once, also when replicas are lost. Samples that are unfinished at the
-deadline are returned as `abort` with the tokens they have.
+Promises: every sample of every request exactly once, in the order of the requests, also when
+replicas are lost. All replicas that take requests serve one version of confirmed weights. A lost
+replica is replaced, as often as allowed, and gets the published weights before it serves.
+Does not promise: that samples are finished (at the deadline they are returned as `abort`, with the
+tokens they have), or that a callback that never returns is interrupted.
 """
 
 import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -51,10 +45,13 @@ from infra.errors import DeadlineError, PipelineError
 
 ABORT_DEADLINE_S = 30.0
 """A replica that has not ended its samples this long after an abort counts as lost."""
+T = TypeVar("T")
+HAND_OVER_S = 0.25
+"""Time between two looks for finished samples."""
 
 
 class BatchRun(Generic[Request]):
-    """Distributes a batch over the replicas and redoes lost shares; the caller sets a deadline."""
+    """Distributes one batch over the replicas, and has lost shares answered again."""
 
     def __init__(
         self, pool: ReplicaPool, routing: Routing[Request], ledger: Ledger[Request]
@@ -65,25 +62,29 @@ class BatchRun(Generic[Request]):
         ] = {}
         self._changed = asyncio.Event()
 
-    async def run(self) -> None:
-        """Fill the ledger.
+    async def run(self, timeout_s: float | None = None) -> bool:
+        """Fill the ledger; return False if shares were aborted after `timeout_s`.
 
         Raises:
             RolloutError: a refused request, a lost or doubled answer, or a replica lost for good.
         """
         watching = asyncio.get_running_loop().create_task(self._pool.watch())
+        deadline = asyncio.timeout(timeout_s)
         try:
             with self._pool.listening(self._changed.set):
-                await self._fill()
+                async with deadline:
+                    await self._fill()
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            await self._abort()
         finally:
             await _end([watching, *self._running])
             for task in list(self._running):
                 self._forget(task)
+        return not deadline.expired()
 
     async def _fill(self) -> None:
-        await self._all()
-
-    async def _all(self) -> None:
         while self._routing.waiting or self._running:
             if self._pool.failure is not None:
                 raise self._pool.failure
@@ -98,18 +99,34 @@ class BatchRun(Generic[Request]):
                     await _end([task])
                     self._settle(task)
 
+    async def _abort(self) -> None:
+        """End the running shares; a replica that does not end them by the deadline is lost."""
+        running = dict(self._running)
+        aborts = [_abort_on(engine) for _, engine, _ in running.values()]
+        if running:
+            await asyncio.wait(
+                [*running, *map(asyncio.ensure_future, aborts)], timeout=ABORT_DEADLINE_S
+            )
+        for task, (slot, engine, _) in running.items():
+            if not task.done():
+                silent = f"replica {slot.place}: did not abort in {ABORT_DEADLINE_S:g} s"
+                self._pool.lose(slot, engine, ReplicaLostError(silent))
+        await _end(running)
+        for task in running:
+            self._settle(task)
+
     def _start(self, slot: ReplicaSlot, share: Share[Request]) -> None:
         slot.num_in_flight += share.num_samples
-        answering = self._ledger.collect_share(slot.engine, share.requests)
-        task = asyncio.get_running_loop().create_task(answering)
+        task = asyncio.get_running_loop().create_task(
+            self._ledger.collect_share(slot.engine, share.requests)
+        )
         task.add_done_callback(lambda _: self._changed.set())
         self._running[task] = (slot, slot.engine, share)
 
     def _settle(self, task: "asyncio.Task[None]") -> None:
         slot, engine, share = self._forget(task)
         if not task.cancelled():
-            error = task.exception()
-            if error is None:
+            if (error := task.exception()) is None:
                 return
             if not isinstance(error, ReplicaLostError):
                 raise error
@@ -125,67 +142,16 @@ class BatchRun(Generic[Request]):
         return slot, engine, share
 
 
-class SampleRun(BatchRun[RolloutRequest]):
-    """A batch run of samples that are aborted after `timeout_s`."""
-
-    def __init__(
-        self,
-        pool: ReplicaPool,
-        routing: Routing[RolloutRequest],
-        ledger: SampleLedger,
-        timeout_s: float,
-    ) -> None:
-        super().__init__(pool, routing, ledger)
-        self._samples, self._timeout_s = ledger, timeout_s
-
-    async def run(self) -> None:
-        """See the base class; a DeadlineError if not one sample was finished at the deadline."""
-        await super().run()
-
-    async def _fill(self) -> None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._all()
-        except TimeoutError:
-            await self._abort()
-
-    async def _abort(self) -> None:
-        """End the running shares; a replica that does not end them by the deadline is lost."""
-        running = dict(self._running)
-        aborts = [_quietly(engine.abort()) for _, engine, _ in running.values()]
-        if running:
-            await asyncio.wait(
-                [*running, *map(asyncio.ensure_future, aborts)], timeout=ABORT_DEADLINE_S
-            )
-        for task, (slot, engine, _) in running.items():
-            if not task.done():
-                silent = f"replica {slot.place}: did not abort in {ABORT_DEADLINE_S:g} s"
-                self._pool.lose(slot, engine, ReplicaLostError(silent))
-        await _end(running)
-        for task in running:
-            self._settle(task)
-        self._samples.abort_missing()
-        if not self._samples.num_completed:
-            raise DeadlineError("one sample to be finished (rollout.timeout_s)", self._timeout_s)
-
-
-async def _quietly(call: Coroutine[Any, Any, None]) -> None:
-    """Ignore the loss of the replica: the share that runs there reports the same error."""
-    try:
-        await call
-    except ReplicaLostError:
-        return
+async def _abort_on(engine: RolloutEngine) -> None:
+    # The share that runs there reports the loss, too.
+    with suppress(ReplicaLostError):
+        await engine.abort()
 
 
 async def _end(tasks: Iterable["asyncio.Task[None]"]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-T = TypeVar("T")
-
-HAND_OVER_S = 0.25
 
 
 class RolloutService:
@@ -213,11 +179,6 @@ class RolloutService:
         self._closed = False
 
     @property
-    def num_replicas(self) -> int:
-        """Number of places for replicas."""
-        return len(self._pool.slots)
-
-    @property
     def num_restarts(self) -> int:
         """Number of replicas that were lost and replaced."""
         return self._pool.num_restarts
@@ -238,18 +199,18 @@ class RolloutService:
         """
         arrivals = Arrivals(on_completion)
         ledger = SampleLedger(requests, arrivals.note)
-        deadline_s = self.timeout_s + 2 * ABORT_DEADLINE_S + ANSWER_DEADLINE_S
-        what = f"{len(requests)} requests to be sampled"
         try:
             self._attend(
                 lambda: self._sample(requests, ledger, arrivals),
-                what,
-                deadline_s,
+                f"{len(requests)} requests to be sampled",
+                self.timeout_s + 2 * ABORT_DEADLINE_S + ANSWER_DEADLINE_S,
                 arrivals.hand_over,
             )
         except BaseException:
             if arrivals.refused:
-                self._end_early(arrivals)
+                arrivals.over.wait(ANSWER_DEADLINE_S)
+                with suppress(PipelineError):  # the error that ended the batch is raised
+                    self.abort()
             raise
         return ledger.rows()
 
@@ -261,8 +222,11 @@ class RolloutService:
             DeadlineError: answers are missing after `timeout_s`.
         """
         ledger = PromptLedger(requests)
-        what = f"logprobs of {len(requests)} sequences"
-        self._attend(lambda: self._ask(requests, ledger), what, self.timeout_s)
+        self._attend(
+            lambda: self._run(requests, ledger),
+            f"logprobs of {len(requests)} sequences",
+            self.timeout_s,
+        )
         return ledger.rows()
 
     def sync(
@@ -287,8 +251,9 @@ class RolloutService:
             RolloutError: replicas were lost for good.
             DeadlineError: the weights did not arrive in time.
         """
-        weights = WeightRoute(new_transport, send)
-        return self._publisher.publish(Publication(weights, adapter, version, probe))
+        return self._publisher.publish(
+            Publication(WeightRoute(new_transport, send), adapter, version, probe)
+        )
 
     def sleep(self) -> None:
         """Have every replica free its memory; nothing is sampled until the next `sync`.
@@ -313,21 +278,16 @@ class RolloutService:
 
     def close(self) -> None:
         """Close the replicas and the loop; may be repeated."""
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            self._loop.run(
-                self._pool.close(lambda engine: engine.close()),
-                "the replicas to close",
-                ANSWER_DEADLINE_S,
-            )
-        finally:
-            self._loop.close()
+        if not self._closed:
+            self._closed = True
+            try:
+                self._loop.run(self._pool.close(), "the replicas to close", ANSWER_DEADLINE_S)
+            finally:
+                self._loop.close()
 
     def _attend(
         self,
-        work: Callable[[], Coroutine[Any, Any, None]],
+        work: Callable[[], Coroutine[Any, Any, object]],
         what: str,
         deadline_s: float,
         hand_over: Callable[[], None] = lambda: None,
@@ -360,28 +320,30 @@ class RolloutService:
         self, requests: Sequence[RolloutRequest], ledger: SampleLedger, arrivals: Arrivals
     ) -> None:
         try:
-            with self._pool.listening(self._news.set):
-                await SampleRun(self._pool, self._routing(requests), ledger, self.timeout_s).run()
+            is_complete = await self._run(requests, ledger, self.timeout_s)
         finally:
             arrivals.over.set()
+        if not is_complete and not ledger.abort_missing():
+            raise DeadlineError("one sample to be finished (rollout.timeout_s)", self.timeout_s)
 
-    def _end_early(self, arrivals: Arrivals) -> None:
-        arrivals.over.wait(ANSWER_DEADLINE_S)
-        with suppress(PipelineError):  # the error that ended the batch is raised
-            self.abort()
-
-    async def _ask(self, requests: Sequence[PromptRequest], ledger: PromptLedger) -> None:
+    async def _run(
+        self,
+        requests: Sequence[Request],
+        ledger: Ledger[Request],
+        timeout_s: float | None = None,
+    ) -> bool:
+        routing: Routing[Request] = (
+            ByPlace(requests, len(self._pool.slots))
+            if self._routing_name == "by_place"
+            else LeastLoaded(requests, self._sessions)
+        )
         with self._pool.listening(self._news.set):
-            await BatchRun(self._pool, self._routing(requests), ledger).run()
-
-    def _routing(self, requests: Sequence[Request]) -> Routing[Request]:
-        if self._routing_name == "by_place":
-            return ByPlace(requests, self.num_replicas)
-        return LeastLoaded(requests, self._sessions)
+            return await BatchRun(self._pool, routing, ledger).run(timeout_s)
 
     def _on_each(
         self, call: Callable[[RolloutEngine], Coroutine[Any, Any, T]], what: str
     ) -> list[T]:
+        """Call all running replicas at once; return the answers of those that are not lost."""
 
         async def ask(slot: ReplicaSlot) -> list[T]:
             engine = slot.engine
@@ -391,13 +353,8 @@ class RolloutService:
                 self._pool.lose(slot, engine, error)
                 return []
 
-        up = [slot for slot in self._pool.slots if slot.is_up]
-        started: list[Future[list[T]]] = [self._loop.start(ask(slot)) for slot in up]
-        end = time.monotonic() + ANSWER_DEADLINE_S
-        found: list[T] = []
-        for future in started:
-            try:
-                found += self._loop.wait(future, what, max(0.0, end - time.monotonic()))
-            except DeadlineError:
-                raise DeadlineError(what, ANSWER_DEADLINE_S) from None
-        return found
+        async def ask_all() -> list[list[T]]:
+            return await asyncio.gather(*(ask(slot) for slot in self._pool.slots if slot.is_up))
+
+        answers = self._loop.run(ask_all(), what, ANSWER_DEADLINE_S)
+        return [found for each in answers for found in each]

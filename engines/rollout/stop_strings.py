@@ -50,8 +50,8 @@ class SampledText:
         self._window.append(token)
         fresh = self._decode(self._window)[len(self._known) :]
         text = self._tail + fresh
-        whole = fresh and not fresh.endswith(UNFINISHED)
-        if whole or len(self._window) - self._num_read >= MAX_HELD_TOKENS:
+        is_whole = fresh and not fresh.endswith(UNFINISHED)
+        if is_whole or len(self._window) - self._num_read >= MAX_HELD_TOKENS:
             del self._window[: self._num_read]
             self._num_read = len(self._window)
             self._known = self._decode(self._window)
@@ -81,11 +81,23 @@ class StopStrings:
         Raises:
             RolloutError: no tokenizer, or the prefix contains a stop string already.
         """
-        if not request.sampling.stop:
+        stop = request.sampling.stop
+        if not stop:
             return None
-        tokenizer, stop = self._load(request.request_id), request.sampling.stop
+        if self._tokenizer is None:
+            if not self.has_tokenizer:
+                raise RolloutError(
+                    f"{request.request_id}: stop strings need a tokenizer and {self._path} does "
+                    "not exist; save one there, or use stop_token_ids"
+                )
+            self._tokenizer = Tokenizer.from_file(str(self._path))
+            self._special = {
+                token.content: token_id
+                for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
+                if token.special
+            }
         text = SampledText(
-            tokenizer,
+            self._tokenizer,
             [each for each in stop if each not in self._special],
             [self._special[each] for each in stop if each in self._special],
         )
@@ -95,15 +107,3 @@ class StopStrings:
                 " a stop string; it is finished"
             )
         return text
-
-    def _load(self, request_id: str) -> Tokenizer:
-        if self._tokenizer is None:
-            if not self.has_tokenizer:
-                raise RolloutError(
-                    f"{request_id}: stop strings need a tokenizer and {self._path} does not exist; "
-                    "save one there, or use stop_token_ids"
-                )
-            self._tokenizer = Tokenizer.from_file(str(self._path))
-            added = self._tokenizer.get_added_tokens_decoder()
-            self._special = {token.content: id_ for id_, token in added.items() if token.special}
-        return self._tokenizer

@@ -1,7 +1,8 @@
 """Base class of rollout engines whose library samples in processes of its own.
 
 Promises: the contract of `engines.rollout.base`, provided the abstract methods do what they say.
-Every wait has the deadline `rollout.timeout_s`, and its error names what was waited for.
+Every wait has the deadline `rollout.timeout_s`, and its error names what was waited for. A sample
+has one task, which ends with its completion or error, or is cancelled when its call has ended.
 Does not promise to score, or to return prompt logprobs, while paused: the library may compute
 nothing then.
 """
@@ -9,10 +10,12 @@ nothing then.
 import asyncio
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from engines.errors import ReplicaLostError, RolloutError, WeightSyncError
-from engines.rollout.base import Capability, Health, RolloutEngine, SleepLevel
+from engines.rollout.base import Capability, Health, SleepLevel
+from engines.rollout.engine_state import NO_VERSION, StatefulEngine
 from engines.rollout.prompt_logprobs import (
     PromptLogprobs,
     PromptRequest,
@@ -21,7 +24,7 @@ from engines.rollout.prompt_logprobs import (
     prompt_answer,
 )
 from engines.rollout.request_check import check_requests
-from engines.rollout.served.in_flight import InFlight, Sampler
+from engines.rollout.served.sampler import RunningSample, Sampler
 from engines.rollout.served.weight_receiver import ModelLayout, agreed, order_of
 from engines.rollout.stop_strings import StopStrings
 from engines.types import Completion, RolloutRequest
@@ -29,16 +32,18 @@ from engines.weight_sync.base import WeightDigest, WeightSource
 from infra.errors import DeadlineError
 
 T = TypeVar("T")
-NO_VERSION = -1
 END_DEADLINE_S = 30.0
 """Time for aborted or abandoned samples to end."""
 
 
-class ServedEngine(RolloutEngine):
+class ServedEngine(StatefulEngine):
     """Library-independent part of an engine; subclasses implement the calls to the library.
 
     `max_num_prompts` limits the prompts whose logprobs are computed at a time.
     """
+
+    _deaths: tuple[type[Exception], ...] = ()
+    """Errors with which the library's calls say that its processes died."""
 
     def __init__(
         self,
@@ -51,42 +56,49 @@ class ServedEngine(RolloutEngine):
         context_length: int,
         max_num_prompts: int,
     ) -> None:
-        self._library = library
-        self._layout = layout
-        self._dtype = dtype
-        self._timeout_s = timeout_s
-        self._sampler = sampler
-        self._context_length = context_length
-        self._max_num_prompts = max_num_prompts
-        self._in_flight = InFlight(sampler, stop_strings, timeout_s)
+        super().__init__(timeout_s)
+        self._library, self._layout, self._dtype = library, layout, dtype
+        self._sampler, self._stop_strings = sampler, stop_strings
+        self._context_length, self._max_num_prompts = context_length, max_num_prompts
+        self._in_flight: dict[RunningSample, asyncio.Task[None]] = {}
         self._num_scoring = 0
-        self._version = NO_VERSION
-        self._pending: tuple[int, str] | None = None
-        self._asleep: SleepLevel | None = None
-        self._paused = self._closed = self._holds_weights = False
-
-    @property
-    def version(self) -> int:
-        """See the base class; also -1 from the start of an update until it is confirmed."""
-        return self._version
+        self._sleep_level: SleepLevel = "weights"
+        self._holds_weights = False
 
     def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
         """See the base class. Requests are checked and queued at the call, before iteration."""
         self._check_can_serve()
         check_requests(
             requests,
-            self._in_flight.sample_keys,
+            self._keys_in_flight(),
             self._context_length,
             self._layout.vocab_size,
             structured_output=Capability.STRUCTURED_OUTPUT in self.capabilities,
         )
         for request in requests:
             self._check_request(request)
-        return self._in_flight.start(requests)
+        call = next(self._call_numbers)
+        samples = [
+            RunningSample(
+                request,
+                place,
+                call,
+                f"{call}/{place}/{request.request_id}/",
+                self._stop_strings.follow(request, place),
+            )
+            for request in requests
+            for place in range(request.num_samples)
+        ]
+        stream = self._open_call(call, requests)
+        for sample in samples:
+            task = asyncio.get_running_loop().create_task(self._compute(sample))
+            self._in_flight[sample] = task
+            task.add_done_callback(partial(self._ended, sample))
+        return stream
 
     async def update_weights(self, source: WeightSource, version: int) -> WeightDigest:
         """See the base class. Samples in flight need `pause` first; they continue after it."""
-        await self._check_can_update(version)
+        await self._prepare_update(version)
         order = order_of(source, self._layout, self._dtype)
         self._version, self._pending, self._holds_weights = NO_VERSION, None, False
         receipt = agreed(await self._wait(self._load(order), "to load weights"))
@@ -95,25 +107,13 @@ class ServedEngine(RolloutEngine):
 
     async def update_adapter(self, source: WeightSource, version: int) -> WeightDigest:
         """See the base class. Samples in flight need `pause` first; they continue with it."""
-        await self._check_can_update(version)
+        await self._prepare_update(version)
         if not self._holds_weights:
             raise WeightSyncError("the rollout engine holds no weights for an adapter to stand on")
         self._version, self._pending = NO_VERSION, None
         receipt = await self._wait(self._load_adapter(source), "to load an adapter")
         self._pending = (version, receipt.digest)
         return receipt
-
-    async def finish_update(self, version: int, digest: str) -> None:
-        """See the base class."""
-        if self._pending is None:
-            raise WeightSyncError(f"version {version}: no complete update is waiting for it")
-        if self._pending != (version, digest):
-            raise WeightSyncError(
-                f"asked to serve version {version} with digest {digest}, hold version "
-                f"{self._pending[0]} with {self._pending[1]}"
-            )
-        await self._wait(self._name_version(version), "to note the version")
-        self._version, self._pending = version, None
 
     async def score(
         self, sequences: Sequence[Sequence[int]], temperature: float
@@ -137,9 +137,12 @@ class ServedEngine(RolloutEngine):
     async def prompt_logprobs(self, requests: Sequence[PromptRequest]) -> list[PromptLogprobs]:
         """See the base class. Refused in the same cases as `score`."""
         self._check_can_score()
-        longest, vocab_size = self._context_length - 1, self._layout.vocab_size
-        any_temperature = Capability.PROMPT_LOGPROBS_AT_ANY_TEMPERATURE in self.capabilities
-        check_prompts(requests, longest, vocab_size, any_temperature=any_temperature)
+        check_prompts(
+            requests,
+            self._context_length - 1,
+            self._layout.vocab_size,
+            any_temperature=Capability.PROMPT_LOGPROBS_AT_ANY_TEMPERATURE in self.capabilities,
+        )
         # The library's answer about many tokens is large until it is converted.
         turns = asyncio.Semaphore(self._max_num_prompts)
         self._num_scoring += 1
@@ -160,8 +163,9 @@ class ServedEngine(RolloutEngine):
         num_barred = max(0, self._layout.vocab_size - below) if request.num_top else 0
         async with turns:
             for num_top in (request.num_top, request.num_top + num_barred):
-                call = self._prompt_rows(request, num_top)
-                rows = await self._wait(call, "to say logprobs of a prompt")
+                rows = await self._wait(
+                    self._prompt_rows(request, num_top), "to compute logprobs of a prompt"
+                )
                 if (answer := prompt_answer(request, rows)) is not None:
                     return answer
         raise RolloutError(f"{request.request_id}: {self._library} named fewer tokens than asked")
@@ -179,9 +183,12 @@ class ServedEngine(RolloutEngine):
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """See the base class."""
-        names = self._in_flight.mark_aborted(request_ids)
-        if names:
-            await self._wait(self._abort(names), "to abort")
+        wanted = None if request_ids is None else set(request_ids)
+        hit = [s for s in self._in_flight if wanted is None or s.request.request_id in wanted]
+        for sample in hit:
+            sample.aborted = True  # also keeps it from starting
+        if hit:
+            await self._wait(self._abort([sample.name for sample in hit]), "to abort")
 
     async def sleep(self, level: SleepLevel = "weights") -> None:
         """See the base class. At either level nothing is sampled before `wake_up`."""
@@ -192,13 +199,13 @@ class ServedEngine(RolloutEngine):
         if level == "weights":
             self._version, self._pending, self._holds_weights = NO_VERSION, None, False
         await self._wait(self._free(level), "to sleep")
-        self._asleep = level
+        self._asleep, self._sleep_level = True, level
 
     async def wake_up(self) -> None:
         """See the base class."""
         if self._asleep:
-            await self._wait(self._take_back(self._asleep), "to wake up")
-            self._asleep = None
+            await self._wait(self._take_back(self._sleep_level), "to wake up")
+            self._asleep = False
             if self._paused:
                 await self.pause()
 
@@ -215,7 +222,8 @@ class ServedEngine(RolloutEngine):
         if not self._sampler.is_lost:
             await self.abort()
         self._closed = True
-        await self._in_flight.close()
+        if self._in_flight:
+            await asyncio.wait(self._in_flight.values(), timeout=self._timeout_s)
         await self._end()
 
     @abstractmethod
@@ -237,9 +245,9 @@ class ServedEngine(RolloutEngine):
     async def _score(self, ids: Sequence[int], temperature: float) -> tuple[float, ...]:
         """Return the logprob of every token but the first."""
 
+    @abstractmethod
     async def _prompt_rows(self, request: PromptRequest, num_top: int) -> PromptRows:
         """Return the logprobs from `request.first` on, with `num_top` likeliest tokens each."""
-        raise RolloutError(f"{self._library} says no logprobs of a prompt")
 
     @abstractmethod
     async def _stop_sampling(self) -> None:
@@ -269,42 +277,57 @@ class ServedEngine(RolloutEngine):
     async def _end(self) -> None:
         """End the processes and free everything."""
 
+    async def _announce(self, version: int) -> None:
+        await self._wait(self._name_version(version), "to note the version")
+
     def _can_serve(self) -> bool:
-        serves = self._version != NO_VERSION and not self._asleep and not self._closed
-        return serves and not self._sampler.is_lost
+        return super()._can_serve() and not self._sampler.is_lost
 
     def _check_can_serve(self) -> None:
         if not self._closed and self._sampler.is_lost:
             raise ReplicaLostError(f"{self._library} has died; its own log lines say why")
-        if not self._can_serve():
-            raise RolloutError(self._refusal())
+        super()._check_can_serve()
 
     def _check_can_score(self) -> None:
         self._check_can_serve()
         if self._paused:
             raise RolloutError(f"{self._library} computes nothing while it is paused; resume it")
 
-    async def _check_can_update(self, version: int) -> None:
-        if self._closed or self._asleep:
-            raise WeightSyncError(self._refusal())
-        if version < 0:
-            raise WeightSyncError(f"version: got {version}; need 0 or more")
+    async def _prepare_update(self, version: int) -> None:
+        self._check_can_update(version)
         await self._see_ended()
         if self._num_scoring or (self._in_flight and not self._paused):
             raise WeightSyncError("samples are in flight; drain, pause or abort them first")
 
     async def _see_ended(self) -> None:
         """Wait for aborted or abandoned samples, which a library may end with a delay."""
-        if num_left := await self._in_flight.see_ended(END_DEADLINE_S):
-            what = f"{num_left} aborted samples of {self._library} to end"
-            raise DeadlineError(what, END_DEADLINE_S)
+        ending = [s for s in self._in_flight if s.aborted or s.call not in self._calls]
+        if ending:
+            tasks = [self._in_flight[sample] for sample in ending]
+            await asyncio.wait(tasks, timeout=END_DEADLINE_S)
+        if num_left := len(self._in_flight.keys() & set(ending)):
+            raise DeadlineError(
+                f"{num_left} aborted samples of {self._library} to end", END_DEADLINE_S
+            )
 
-    def _refusal(self) -> str:
-        if self._closed:
-            return "the rollout engine is closed"
-        if self._asleep:
-            return "the rollout engine is asleep; wake it up first"
-        return "the rollout engine has no confirmed weights; send them first"
+    async def _compute(self, sample: RunningSample) -> None:
+        result = sample.empty() if sample.aborted else await self._sampler.sample(sample)
+        self._in_flight.pop(sample, None)
+        self._deliver(sample.call, result)
+
+    def _ended(self, sample: RunningSample, task: "asyncio.Task[None]") -> None:
+        self._in_flight.pop(sample, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            kind = ReplicaLostError if self._sampler.is_lost else RolloutError
+            failure = kind(f"sampling failed: {error}")
+            failure.__cause__ = error
+            self._deliver(sample.call, failure)
+
+    def _forget_call(self, call: int) -> None:
+        super()._forget_call(call)
+        for sample, task in self._in_flight.items():
+            if sample.call == call:
+                task.cancel()
 
     async def _wait(self, call: Awaitable[T], what: str) -> T:
         try:
@@ -312,3 +335,5 @@ class ServedEngine(RolloutEngine):
                 return await call
         except TimeoutError:
             raise DeadlineError(f"{self._library} {what}", self._timeout_s) from None
+        except self._deaths as error:
+            raise ReplicaLostError(f"{self._library} died while we waited for it {what}") from error

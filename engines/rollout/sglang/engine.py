@@ -3,33 +3,47 @@
 Promises: the contract of `engines.rollout.base`. Samples paused during an update are recomputed up
 to where they stood, and each token carries the version that sampled it. Random streams are those of
 the engine transformers. `close`, and the end of this process, end every process of SGLang.
+Logprobs of given tokens are computed without the prefix cache.
 Does not promise: a quick start; `score` and `prompt_logprobs` while paused; that an aborted sample
 has the tokens of its last steps.
-
-Reads logprobs of given tokens from SGLang's answers; SGLang computes them without its cache.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from engines.config.rollout import RolloutConfig
 from engines.rollout.base import Capability, SleepLevel
-from engines.rollout.prompt_logprobs import PromptRequest, PromptRows
+from engines.rollout.prompt_logprobs import PromptRequest, PromptRows, logprob_at
 from engines.rollout.served.engine import ServedEngine
 from engines.rollout.served.weight_receiver import read_layout
 from engines.rollout.sglang import launch
 from engines.rollout.sglang.options import SglangOptions
 from engines.rollout.sglang.plugin import ORDER
-from engines.rollout.sglang.sampling import GENERATE, SglangSampler
+from engines.rollout.sglang.sampling import GENERATE, SglangSampler, check_temperature
 from engines.rollout.sglang.server import Client
-from engines.rollout.sglang.translation import check_temperature, prompt_body, score_body
 from engines.rollout.stop_strings import StopStrings
 from engines.types import RolloutRequest
 from hardware.base import PlatformBase
 from infra.faults import fault
+
+UPDATE = "/update_weights_from_ipc"
+TAGS = {"kv": ["kv_cache"], "weights": ["kv_cache", "weights"]}
+
+
+def score_body(ids: Sequence[int], temperature: float, vocab_size: int) -> dict[str, Any]:
+    """Return the request body for the logprobs of given tokens.
+
+    SGLang computes them at temperature 1; for others those of the whole vocabulary are requested
+    and rescaled by `scores`.
+    """
+    return {
+        "input_ids": list(ids),
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+        **({} if temperature == 1 else {"token_ids_logprob": list(range(vocab_size))}),
+    }
 
 
 def scores(answer: Mapping[str, Any], ids: Sequence[int], temperature: float) -> tuple[float, ...]:
@@ -37,8 +51,21 @@ def scores(answer: Mapping[str, Any], ids: Sequence[int], temperature: float) ->
     meta = answer["meta_info"]
     if temperature == 1:
         return tuple(row[0] for row in meta["input_token_logprobs"][1:])
-    rows = meta["input_token_ids_logprobs"][1:]
-    return tuple(_scaled(row, token, temperature) for row, token in zip(rows, ids[1:], strict=True))
+    return tuple(
+        logprob_at([each[0] for each in row], token, temperature)
+        for row, token in zip(meta["input_token_ids_logprobs"][1:], ids[1:], strict=True)
+    )
+
+
+def prompt_body(request: PromptRequest, num_top: int) -> dict[str, Any]:
+    """Return the request body for prompt logprobs, answered after position `logprob_start_len`."""
+    return {
+        "input_ids": list(request.token_ids),
+        "return_logprob": True,
+        "logprob_start_len": request.first - 1,
+        "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+        **({"top_logprobs_num": num_top} if num_top else {}),
+    }
 
 
 def prompt_rows(answer: Mapping[str, Any], request: PromptRequest, num_top: int) -> PromptRows:
@@ -51,18 +78,9 @@ def prompt_rows(answer: Mapping[str, Any], request: PromptRequest, num_top: int)
     if not num_top:
         return PromptRows([row[0] for row in told])
     tops = meta["input_top_logprobs"][-num_asked:]
-    likeliest = [[(each[0], each[1]) for each in row] for row in tops]
-    return PromptRows([row[0] for row in told], likeliest)
-
-
-def _scaled(row: Sequence[Sequence[Any]], token: int, temperature: float) -> float:
-    """Return a token's logprob, given (logprob, token, text) of the whole vocabulary in order."""
-    logprobs = torch.tensor([each[0] for each in row], dtype=torch.float64)
-    return float((logprobs / temperature).log_softmax(-1)[token])
-
-
-UPDATE = "/update_weights_from_ipc"
-TAGS = {"kv": ["kv_cache"], "weights": ["kv_cache", "weights"]}
+    return PromptRows(
+        [row[0] for row in told], [[(each[0], each[1]) for each in row] for row in tops]
+    )
 
 
 class SglangEngine(ServedEngine):
@@ -111,33 +129,33 @@ class SglangEngine(ServedEngine):
         # Always paused: an abandoned sample may still run in SGLang, which clears no cache
         # while one runs.
         await self._stop_sampling()
-        forget = not fault("sglang.cache_flush")
-        body = {"zmq_handles": {ORDER: order}, "flush_cache": forget}
-        answer = await self._client.post(UPDATE, body, (200, 400))
+        body = {"zmq_handles": {ORDER: order}, "flush_cache": not fault("sglang.cache_flush")}
+        answer = await self._client.call(UPDATE, body, (200, 400))
         if not self._paused:
             await self._go_on_sampling()
         return [answer["message"]]
 
     async def _name_version(self, version: int) -> None:
-        body = {"new_version": str(version), "abort_all_requests": False}
-        await self._client.post("/update_weight_version", body)
+        await self._client.call(
+            "/update_weight_version", {"new_version": str(version), "abort_all_requests": False}
+        )
 
     async def _score(self, ids: Sequence[int], temperature: float) -> tuple[float, ...]:
         body = score_body(ids, temperature, self._layout.vocab_size)
-        return scores(await self._client.post(GENERATE, body), ids, temperature)
+        return scores(await self._client.call(GENERATE, body), ids, temperature)
 
     async def _prompt_rows(self, request: PromptRequest, num_top: int) -> PromptRows:
-        answer = await self._client.post(GENERATE, prompt_body(request, num_top))
+        answer = await self._client.call(GENERATE, prompt_body(request, num_top))
         return prompt_rows(answer, request, num_top)
 
     async def _stop_sampling(self) -> None:
-        self._sglang_sampler.hold_back()
-        await self._client.post("/pause_generation", {"mode": "retract"})
+        self._sglang_sampler.may_send.clear()
+        await self._client.call("/pause_generation", {"mode": "retract"})
         await self._ask()  # the scheduler answers after its last step
 
     async def _go_on_sampling(self) -> None:
-        await self._client.post("/continue_generation", {})
-        self._sglang_sampler.let_pass()
+        await self._client.call("/continue_generation", {})
+        self._sglang_sampler.may_send.set()
 
     async def _abort(self, names: Sequence[str]) -> None:
         await self._sglang_sampler.abort(names)
@@ -145,15 +163,15 @@ class SglangEngine(ServedEngine):
     async def _free(self, level: SleepLevel) -> None:
         if self._frees_memory:
             await self._stop_sampling()
-            await self._client.post("/release_memory_occupation", {"tags": TAGS[level]})
+            await self._client.call("/release_memory_occupation", {"tags": TAGS[level]})
 
     async def _take_back(self, level: SleepLevel) -> None:
         if self._frees_memory:
-            await self._client.post("/resume_memory_occupation", {"tags": TAGS[level]})
+            await self._client.call("/resume_memory_occupation", {"tags": TAGS[level]})
             await self._go_on_sampling()
 
     async def _ask(self) -> None:
-        await self._client.get("/server_info")
+        await self._client.call("/server_info")
 
     async def _end(self) -> None:
         await self._sglang_sampler.close()

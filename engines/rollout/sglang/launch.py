@@ -18,7 +18,6 @@ from infra import env
 from infra.errors import ConfigError
 
 CPU_KV_CACHE_BYTES = 2**30
-_FIELD = "rollout.options"
 
 
 def start_server(
@@ -30,11 +29,28 @@ def start_server(
         ConfigError: the options do not fit the model or the platform, or SGLang refuses them.
     """
     options = SglangOptions.model_validate(rollout.options)
-    _check_model(platform, layout)
-    arguments = server_arguments(
-        hf_dir, options, rollout.max_num_sequences, dtype, platform, layout
-    )
-    return start({**arguments, **options.server_args}, _environment(platform))
+    on_cpu = platform.device_name == "cpu"
+    if on_cpu and layout.is_latent:
+        raise ConfigError(
+            "rollout.engine",
+            f"got sglang; {layout.architecture} has latent attention, for which SGLang 0.5 needs "
+            "kernels that the package index has for no CPU; choose transformers",
+        )
+    arguments = {
+        **server_arguments(hf_dir, options, rollout.max_num_sequences, dtype, platform, layout),
+        **options.server_args,
+    }
+    environment = {
+        **platform.rollout_env_vars(),
+        env.SGLANG_USE_CPU_ENGINE.name: "1" if on_cpu else None,
+        env.SGLANG_PLUGINS.name: "rlhf",
+        env.SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION.name: "0",
+        # Else prompt logprobs materialize the logits of all tokens of a step.
+        env.SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK.name: "1",
+        env.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.name: "1",
+        env.HF_HUB_OFFLINE.name: "1",
+    }
+    return start(arguments, environment)
 
 
 def context_length(options: SglangOptions, layout: ModelLayout) -> int:
@@ -83,9 +99,8 @@ def server_arguments(
         **(
             {"attention_backend": "torch_native", "disable_overlap_schedule": True}
             if on_cpu
-            else {}
+            else {"enable_memory_saver": True}
         ),
-        **({} if on_cpu else {"enable_memory_saver": True}),
     }
 
 
@@ -105,31 +120,8 @@ def _num_cache_tokens(
     token_bytes = 2 * config.num_hidden_layers * num_heads * head_dim * item_bytes
     if num_bytes < length * token_bytes:
         raise ConfigError(
-            f"{_FIELD}.kv_cache_bytes",
+            "rollout.options.kv_cache_bytes",
             f"got {num_bytes}; need {length * token_bytes}, one sample of the whole context; raise "
             "it or lower max_model_len",
         )
     return num_bytes // token_bytes
-
-
-def _check_model(platform: PlatformBase, layout: ModelLayout) -> None:
-    if platform.device_name == "cpu" and layout.is_latent:
-        raise ConfigError(
-            "rollout.engine",
-            f"got sglang; {layout.architecture} has latent attention, for which SGLang 0.5 needs "
-            "kernels that the package index has for no CPU; choose transformers",
-        )
-
-
-def _environment(platform: PlatformBase) -> dict[str, str | None]:
-    on_cpu = platform.device_name == "cpu"
-    return {
-        **platform.rollout_env_vars(),
-        env.SGLANG_USE_CPU_ENGINE.name: "1" if on_cpu else None,
-        env.SGLANG_PLUGINS.name: "rlhf",
-        env.SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION.name: "0",
-        # Else prompt logprobs materialize the logits of all tokens of a step.
-        env.SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK.name: "1",
-        env.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.name: "1",
-        env.HF_HUB_OFFLINE.name: "1",
-    }

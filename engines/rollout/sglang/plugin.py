@@ -68,10 +68,10 @@ def ends_where_told(request: Any, new_token_ids: list[int]) -> bool:
 
     ends = request.sampling_params.stop_token_ids or ()
     num_before = len(request.output_ids) - len(new_token_ids)
-    for place, token in enumerate(new_token_ids):
+    for number, token in enumerate(new_token_ids, num_before + 1):
         if token in ends:
             request.finished_reason = FINISH_MATCHED_TOKEN(matched=token)
-            request.finished_len = num_before + place + 1
+            request.finished_len = number
             return True
     return False
 
@@ -97,13 +97,12 @@ def draw(
     logits_BV = sampler._preprocess_logits(logits_output.next_token_logits, info)
     # For sequences that are scored; None if no row of the batch asks for logprobs.
     if any(top_logprobs_nums or ()) or any(token_ids_logprobs or ()):
-        result = sampler.output_logprob_processor.compute_logprobs(
+        sampler.output_logprob_processor.compute_logprobs(
             logits_BV.log_softmax(-1),
             top_logprobs_nums,
             token_ids_logprobs,
             torch.zeros(len(logits_BV), dtype=torch.int64, device=logits_BV.device),
-        )
-        result.write_output_to(logits_output)
+        ).write_output_to(logits_output)
     uniform_B = uniforms(info.sampling_seed, positions.to(torch.int64))
     drawn_B, logprobs_B = sample_tokens(logits_BV, uniform_B, _columns(info, logits_BV.shape[1]))
     if return_logprob:

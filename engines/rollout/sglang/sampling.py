@@ -1,115 +1,147 @@
-"""Runs single samples through SGLang and holds samples back while it is paused.
-
-Promises: nothing is sent while samples are held back; SGLang is told to drop cancelled samples; a
-sample with stop strings ends at the first one.
-
-Sends samples that start together to SGLang in one call and returns each when it is finished.
+"""Has SGLang's server compute samples, and holds samples back while it is paused.
 
 Samples of one `generate` call that are put in during one iteration of the event loop form one call
-of the server, in their order. If SGLang refuses one sample, the others of its call fail too.
+of the server, in their order.
+Promises: the requested distribution is sampled, or the request is refused. A sample starts in its
+seed's stream where its prefix or draw offset says, so a continued sample equals an uninterrupted
+one up to rounding. Nothing is sent while samples are held back. SGLang is told to drop cancelled
+samples.
+Does not promise that samples of one call fail alone: if SGLang refuses one, all do.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from engines.errors import RolloutError
-from engines.rollout.served.in_flight import RunningSample
+from engines.rollout.served.sampler import RunningSample
 from engines.rollout.sglang.server import Client, Server
-from engines.rollout.sglang.translation import batch_body, completion
-from engines.types import Completion
+from engines.rollout.transformers.scheduler import GAMMA, stream_starts
+from engines.types import Completion, RolloutRequest
 from infra.errors import DeadlineError
 
 GENERATE = "/generate"
-
+MIN_TEMPERATURE = 1e-5
+"""SGLang treats a smaller temperature as 0."""
+OFF = -1
 Answer = asyncio.Future[Any]
-
-
-class BatchedCalls:
-    """Groups samples into calls of the server; reports the name of each sent sample to `sent`.
-
-    Samples wait while `may_send` is clear.
-    """
-
-    def __init__(
-        self,
-        client: Client,
-        eos_token_ids: Collection[int],
-        may_send: asyncio.Event,
-        sent: Callable[[str], None],
-    ) -> None:
-        self._client, self._eos_token_ids = client, eos_token_ids
-        self._may_send, self._sent = may_send, sent
-        self._waiting: dict[int, list[tuple[RunningSample, Answer]]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def put(self, sample: RunningSample) -> Answer:
-        """Return a future of SGLang's last answer about a sample; if cancelled, it is not sent."""
-        loop = asyncio.get_running_loop()
-        answer: Answer = loop.create_future()
-        if sample.call not in self._waiting:
-            self._waiting[sample.call] = []
-            task = loop.create_task(self._send(sample.call))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        self._waiting[sample.call].append((sample, answer))
-        return answer
-
-    async def close(self) -> None:
-        """Cancel all calls; SGLang drops their samples."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-
-    async def _send(self, call: int) -> None:
-        await self._may_send.wait()
-        rows = [row for row in self._waiting.pop(call) if not row[1].done()]
-        if not rows:
-            return
-        left = {sample.name: answer for sample, answer in rows}
-        for name in left:
-            self._sent(name)
-        error = RolloutError(f"SGLang said nothing of the end of {len(left)} samples or more")
-        try:
-            await self._read(batch_body([sample for sample, _ in rows], self._eos_token_ids), left)
-        except RolloutError as found:
-            error = found
-        finally:
-            for answer in left.values():
-                if not answer.done():
-                    answer.set_exception(error)
-
-    async def _read(self, body: dict[str, Any], left: dict[str, Answer]) -> None:
-        async with aclosing(self._client.stream(GENERATE, body)) as answers:
-            async for found in answers:
-                meta = found["meta_info"]
-                if meta["finish_reason"] is None:
-                    continue
-                answer = left.pop(meta["id"])
-                if not answer.done():  # the sample may be cancelled
-                    answer.set_result(found)
-
-
 ABORT_WAITS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Delays between repeated aborts: SGLang ignores an abort that arrives before its sample."""
 TELL_DEADLINE_S = 20.0
 """SGLang answers an abort at once; shorter than the deadline to close a replica."""
 
 
+def check_temperature(request: RolloutRequest) -> None:
+    """Refuse a temperature that SGLang would silently change."""
+    temperature = request.sampling.temperature
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise RolloutError(
+            f"{request.request_id}: temperature is {temperature}; SGLang takes it for 0; use 0, or "
+            f"{MIN_TEMPERATURE} and more"
+        )
+
+
+def stream_start(sample: RunningSample) -> int:
+    """Return the int64 stream start that gives a sample its next number at its next position.
+
+    SGLang counts positions of prompt and prefix from 0, the stream counts draws.
+    """
+    request, place = sample.request, sample.place
+    start = int(stream_starts([request.seeds[place]]))
+    num_behind = request.draw_offset(place) - (len(sample.token_ids) - 1)
+    return (start + num_behind * GAMMA + 2**63) % 2**64 - 2**63
+
+
+def batch_body(samples: Sequence[RunningSample], eos_token_ids: Collection[int]) -> dict[str, Any]:
+    """Return the request body for samples: token ids and logprobs, as a stream of answers.
+
+    Each sample is answered at its end; one with stop strings after each step.
+    """
+    return {
+        "rid": [sample.name for sample in samples],
+        "input_ids": [sample.token_ids for sample in samples],
+        "return_logprob": True,
+        "logprob_start_len": OFF,
+        "stream": True,
+        "sampling_params": [_sampling(sample, eos_token_ids) for sample in samples],
+    }
+
+
+def _sampling(sample: RunningSample, eos_token_ids: Collection[int]) -> dict[str, Any]:
+    sampling, form = sample.request.sampling, dict[str, str]()
+    if asked := sampling.structured_output:
+        if asked.json_schema:
+            form = {"json_schema": asked.json_schema}
+        else:
+            choice = "|".join(f"({re.escape(each)})" for each in asked.choice)
+            form = {"regex": asked.regex or choice}
+    return {
+        "max_new_tokens": sample.num_left,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or OFF,
+        "stop_token_ids": sorted({*eos_token_ids, *sampling.stop_token_ids}),
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+        "sampling_seed": stream_start(sample),
+        "stream_interval": sample.num_left + 1 if sample.text is None else 1,
+        **form,
+    }
+
+
+def completion(
+    sample: RunningSample,
+    answer: Mapping[str, Any],
+    eos_token_ids: Collection[int],
+) -> Completion:
+    """Convert SGLang's last answer.
+
+    Raises:
+        RolloutError: a token lacks its logprob or version, or SGLang ended it for its own reasons.
+    """
+    meta, sampling, token_ids = answer["meta_info"], sample.request.sampling, answer["output_ids"]
+    reason = "stop"
+    if sample.num_until_stop is None:
+        reason = meta["finish_reason"]["type"]
+        ends = {*eos_token_ids, *sampling.stop_token_ids}
+        is_ours = {
+            "abort": sample.aborted,
+            "length": len(token_ids) == sample.num_left,
+            "stop": bool(token_ids) and token_ids[-1] in ends,
+        }
+        if not is_ours.get(reason, False):
+            raise RolloutError(
+                f"{sample.name}: SGLang ended it after {len(token_ids)} tokens: "
+                f"{json.dumps(meta['finish_reason'])}"
+            )
+    # SGLang does not distinguish top-k 1 from temperature 0; with top-k 1 the logprob is 0.
+    certain = sampling.top_k == 1 and sampling.temperature > 0
+    return sample.completion(
+        tuple(token_ids),
+        [0.0 if certain else row[0] for row in meta.get("output_token_logprobs") or []],
+        [
+            (int(span["version"]), span["start"], span["end"])
+            for span in meta.get("weight_versions") or []
+        ],
+        reason,
+    )
+
+
 class SglangSampler:
-    """See `engines.rollout.served.in_flight.Sampler`."""
+    """See `engines.rollout.served.sampler.Sampler`."""
 
     def __init__(self, server: Server, client: Client, eos_token_ids: frozenset[int]) -> None:
-        self._server = server
-        self._client = client
-        self._eos_token_ids = eos_token_ids
-        self._may_send = asyncio.Event()
-        self._may_send.set()
-        self._calls: dict[str, asyncio.Task[Completion]] = {}
-        self._unsent: set[str] = set()
-        self._batches = BatchedCalls(client, eos_token_ids, self._may_send, self._unsent.discard)
+        self._server, self._client, self._eos_token_ids = server, client, eos_token_ids
+        self.may_send = asyncio.Event()
+        """While it is clear, samples are held back."""
+        self.may_send.set()
+        self._unsent: dict[int, dict[RunningSample, Answer]] = {}
+        """By number of their `generate` call."""
+        self._answers: dict[str, Answer] = {}
+        self._sending: set[asyncio.Task[None]] = set()
         self._dropping: set[asyncio.Task[None]] = set()
 
     @property
@@ -117,77 +149,75 @@ class SglangSampler:
         """See `Sampler`."""
         return self._server.is_lost
 
-    def hold_back(self) -> None:
-        """Send no sample from now on."""
-        self._may_send.clear()
-
-    def let_pass(self) -> None:
-        """Undo `hold_back`."""
-        self._may_send.set()
-
     async def sample(self, sample: RunningSample) -> Completion:
         """See `Sampler`. A sample that is aborted before it was sent comes out empty."""
-        call = asyncio.get_running_loop().create_task(self._call(sample))
-        self._calls[sample.name] = call
-        self._unsent.add(sample.name)
+        loop = asyncio.get_running_loop()
+        answer = self._answers[sample.name] = loop.create_future()
+        if sample.call not in self._unsent:
+            self._unsent[sample.call] = {}
+            task = loop.create_task(self._send(sample.call))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+        self._unsent[sample.call][sample] = answer
         try:
-            await asyncio.wait({call})
+            await asyncio.wait({answer})
         finally:
-            if not call.done():  # cancelled
-                call.cancel()
-                if sample.name not in self._unsent:
+            del self._answers[sample.name]
+            if not answer.done():  # cancelled
+                answer.cancel()
+                if sample not in self._unsent.get(sample.call, {}):
                     self._drop(sample.name)
-            self._unsent.discard(sample.name)
-            del self._calls[sample.name]
-        return sample.empty() if call.cancelled() else call.result()
+        if answer.cancelled():
+            return sample.empty()
+        return completion(sample, answer.result(), self._eos_token_ids)
 
     async def abort(self, names: Sequence[str]) -> None:
         """End these samples and wait; a sample that SGLang does not end comes out empty."""
-        calls = {name: self._calls[name] for name in names if name in self._calls}
-        for name in self._unsent & calls.keys():
-            calls.pop(name).cancel()
+        answers = {name: self._answers[name] for name in names if name in self._answers}
+        unsent = {sample.name for samples in self._unsent.values() for sample in samples}
+        for name in unsent & answers.keys():
+            answers.pop(name).cancel()
         for wait_s in ABORT_WAITS_S:
-            calls = {name: call for name, call in calls.items() if not call.done()}
-            if not calls:
+            answers = {name: answer for name, answer in answers.items() if not answer.done()}
+            if not answers:
                 return
-            await asyncio.gather(*(self._tell_abort(name) for name in calls))
-            await asyncio.wait(calls.values(), timeout=wait_s)
-        for call in calls.values():
-            call.cancel()
+            await asyncio.gather(*(self._tell_abort(name) for name in answers))
+            await asyncio.wait(answers.values(), timeout=wait_s)
+        for answer in answers.values():
+            answer.cancel()
 
     async def close(self) -> None:
         """Cancel all calls, and wait until SGLang was told of all aborts."""
-        await self._batches.close()
-        if self._dropping:
-            await asyncio.wait(self._dropping)
+        for task in self._sending:
+            task.cancel()
+        if tasks := self._sending | self._dropping:
+            await asyncio.wait(tasks)
 
-    async def _call(self, sample: RunningSample) -> Completion:
-        if sample.text is None:
-            return completion(sample, await self._batches.put(sample), self._eos_token_ids)
-        await self._may_send.wait()
-        self._unsent.discard(sample.name)
-        body = batch_body([sample], self._eos_token_ids)
-        async with aclosing(self._client.stream(GENERATE, body)) as answers:
-            return await self._until_stop(sample, answers)
-
-    async def _until_stop(self, sample: RunningSample, answers: AsyncIterator[Any]) -> Completion:
-        """Follow a sample step by step, and end it at a stop string.
-
-        SGLang's own stop strings ignore a prefix. It reports token versions only with its last
-        answer, so that one is awaited.
-        """
-        answer: Any = None
-        num_seen, num_until_stop = 0, None
-        async for answer in answers:
-            fresh = answer["output_ids"][num_seen:]
-            if num_until_stop is None and (num := _num_until_stop(sample, fresh)) is not None:
-                num_until_stop = num_seen + num
-                if answer["meta_info"]["finish_reason"] is None:
-                    self._drop(sample.name)
-            num_seen += len(fresh)
-        if answer is None:
-            raise RolloutError(f"{sample.name}: SGLang said nothing")
-        return completion(sample, answer, self._eos_token_ids, num_until_stop)
+    async def _send(self, call: int) -> None:
+        await self.may_send.wait()
+        rows = self._unsent.pop(call).items()
+        left = {sample.name: (sample, answer) for sample, answer in rows if not answer.done()}
+        if not left:
+            return
+        body = batch_body([sample for sample, _ in left.values()], self._eos_token_ids)
+        error = RolloutError(f"SGLang said nothing of the end of {len(left)} samples or more")
+        try:
+            async with aclosing(self._client.stream(GENERATE, body)) as found:
+                async for each in found:
+                    sample, answer = left[each["meta_info"]["id"]]
+                    must_end = sample.reaches_stop(each["output_ids"])
+                    if each["meta_info"]["finish_reason"] is not None:
+                        del left[sample.name]
+                        if not answer.done():  # the sample may be cancelled
+                            answer.set_result(each)
+                    elif must_end:  # its last answer has the versions of its tokens
+                        self._drop(sample.name)
+        except RolloutError as refusal:
+            error = refusal
+        finally:
+            for _, answer in left.values():
+                if not answer.done():
+                    answer.set_exception(error)
 
     def _drop(self, name: str) -> None:
         task = asyncio.get_running_loop().create_task(self._tell_abort(name))
@@ -202,10 +232,6 @@ class SglangSampler:
     async def _tell_abort(self, name: str) -> None:
         try:
             async with asyncio.timeout(TELL_DEADLINE_S):
-                await self._client.post("/abort_request", {"rid": name})
+                await self._client.call("/abort_request", {"rid": name})
         except TimeoutError:
             raise DeadlineError(f"SGLang to hear that {name} is aborted", TELL_DEADLINE_S) from None
-
-
-def _num_until_stop(sample: RunningSample, token_ids: Sequence[int]) -> int | None:
-    return None if sample.text is None else sample.text.contains_stop(token_ids)

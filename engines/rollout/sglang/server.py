@@ -1,14 +1,12 @@
-"""SGLang's server as a child process.
+"""SGLang's server as a child process, and its HTTP client.
 
-Promises: it listens only on loopback and requires a key that only its environment holds. It leads
-its own session, carries the process mark by which the reaper finds it, and ends when this process
-ends (`server_main`). Nothing of it stays on disk or in memory.
-Does not promise a quick start: it imports SGLang three times, 70 s of CPU time.
-
-Calls SGLang's server over HTTP; deadlines are the caller's task.
-
-Promises: answers are parsed JSON, or an error with SGLang's message; the death of the server is a
-`ReplicaLostError` with the end of its log.
+Promises: the server listens only on loopback and requires a key that only its environment holds. It
+leads its own session, carries the process mark by which the reaper finds it, and ends when this
+process ends (`server_main`). Nothing of it stays on disk or in memory. Answers are parsed JSON, or
+an error with SGLang's message; the death of the server is a `ReplicaLostError` with the end of its
+log.
+Does not promise a quick start (it imports SGLang three times, 70 s of CPU time), or deadlines of
+calls: these are the caller's task.
 """
 
 import asyncio
@@ -38,7 +36,11 @@ START_DEADLINE_S = 540.0
 STOP_DEADLINE_S = 10.0
 POLL_S = 0.2
 HOST = "127.0.0.1"
+SERVER_MAIN = "engines.rollout.sglang.server_main"
 _LEAKS = r"nanobind|^ - (leaked |\.\.\. skipped)"
+DYING_S = 5.0
+"""A dying process closes its connections before it is gone."""
+EVENT, END = b"data: ", b"[DONE]"
 
 
 class Server:
@@ -50,22 +52,21 @@ class Server:
         self.url = f"http://{HOST}:{port}"
         self._directory = Path(tempfile.mkdtemp(prefix="rlhf-sglang-"))
         self._log_path = self._directory / "server.log"
-        text = json.dumps({**arguments, "host": HOST, "port": port})
-        (self._directory / ARGUMENTS).write_text(text, encoding="utf-8")
+        (self._directory / ARGUMENTS).write_text(
+            json.dumps({**arguments, "host": HOST, "port": port}), encoding="utf-8"
+        )
         whole = {
             **environment,
             env.RLHF_SGLANG_KEY.name: self.key,
             "TMPDIR": str(self._directory),  # SGLang does not remove its socket files
         }
-        main = "engines.rollout.sglang.server_main"
-        process = start_detached(
-            [sys.executable, "-P", "-m", main, str(self._directory)],
+        # A fresh mark, so that `stop` goes by the session: other processes share the mark.
+        self._process = start_detached(
+            [sys.executable, "-P", "-m", SERVER_MAIN, str(self._directory)],
             self._log_path,
             env.child_environment(**whole),
             mark=env.RLHF_PROCESS_MARK.get(),
-        )
-        # A fresh mark, so that `stop` goes by the session: other processes share the mark.
-        self._process = process.model_copy(update={"mark": secrets.token_hex(16)})
+        ).model_copy(update={"mark": secrets.token_hex(16)})
         self._shared_memory: set[Path] = set()
 
     @property
@@ -91,8 +92,9 @@ class Server:
             if self.is_lost:
                 refusal = self._directory / REFUSAL
                 if refusal.is_file():
-                    reason = refusal.read_text(encoding="utf-8")
-                    raise ConfigError("rollout.options", f"SGLang refuses: {reason}")
+                    raise ConfigError(
+                        "rollout.options", f"SGLang refuses: {refusal.read_text(encoding='utf-8')}"
+                    )
                 raise RolloutError(f"SGLang ended while it started{self.log_tail}")
             if time.monotonic() > end:
                 raise DeadlineError(f"SGLang to start{self.log_tail}", START_DEADLINE_S)
@@ -119,11 +121,6 @@ def start(arguments: Mapping[str, Any], environment: Mapping[str, str | None]) -
     return server
 
 
-DYING_S = 5.0
-"""A dying process closes its connections before it is gone."""
-EVENT, END = b"data: ", b"[DONE]"
-
-
 class Client:
     """HTTP client of one server, used in one event loop."""
 
@@ -131,28 +128,33 @@ class Client:
         self._server = server
         self._session: aiohttp.ClientSession | None = None
 
-    async def post(
-        self, path: str, body: Mapping[str, Any], accepted: Collection[int] = (200,)
+    async def call(
+        self, path: str, body: Mapping[str, Any] | None = None, accepted: Collection[int] = (200,)
     ) -> Any:
-        """Call and return the parsed JSON answer, or None; `accepted` holds allowed HTTP statuses.
+        """Post a body, or get without one; return the parsed JSON answer or None.
+
+        `accepted` holds allowed HTTP statuses.
 
         Raises:
             RolloutError: SGLang refuses, or the connection broke.
             ReplicaLostError: SGLang died.
         """
-        return await self._exchange("POST", path, body, accepted)
-
-    async def get(self, path: str) -> Any:
-        """Call without a body; see `post`."""
-        return await self._exchange("GET", path, None, (200,))
+        method = "GET" if body is None else "POST"
+        try:
+            async with self._connection().request(method, path, json=body) as response:
+                content = await response.read()
+        except aiohttp.ClientError as error:
+            raise await self._failure(error) from error
+        if response.status not in accepted:
+            raise RolloutError(_refusal(path, response.status, content))
+        return json.loads(content) if content.startswith((b"{", b"[")) else None
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
-        """Call and yield each parsed answer as it comes; errors as in `post`."""
+        """Call and yield each parsed answer as it comes; errors as in `call`."""
         try:
             async with self._connection().post(path, json=body) as response:
                 if response.status != 200:
-                    content = await response.read()
-                    raise RolloutError(_refusal(path, response.status, content))
+                    raise RolloutError(_refusal(path, response.status, await response.read()))
                 async with aclosing(_events(response.content.iter_any())) as events:
                     async for event in events:
                         yield event
@@ -163,18 +165,6 @@ class Client:
         """Close every connection."""
         if self._session is not None:
             await self._session.close()
-
-    async def _exchange(
-        self, method: str, path: str, body: Mapping[str, Any] | None, accepted: Collection[int]
-    ) -> Any:
-        try:
-            async with self._connection().request(method, path, json=body) as response:
-                content = await response.read()
-        except aiohttp.ClientError as error:
-            raise await self._failure(error) from error
-        if response.status not in accepted:
-            raise RolloutError(_refusal(path, response.status, content))
-        return json.loads(content) if content.startswith((b"{", b"[")) else None
 
     def _connection(self) -> aiohttp.ClientSession:
         """Create the session at the first call: it belongs to the loop that runs then."""
@@ -197,13 +187,11 @@ class Client:
 
 
 async def _events(chunks: AsyncIterator[bytes]) -> AsyncGenerator[Any, None]:
-    held = bytearray()
+    held = b""
     async for chunk in chunks:
-        held += chunk
-        *whole, rest = held.split(b"\n\n")
-        held = bytearray(rest)
+        *whole, held = (held + chunk).split(b"\n\n")
         for event in whole:
-            content = bytes(event).removeprefix(EVENT)
+            content = event.removeprefix(EVENT)
             if content == END:
                 return
             answer = json.loads(content)

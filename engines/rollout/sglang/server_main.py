@@ -2,17 +2,13 @@
 
 `python -m engines.rollout.sglang.server_main DIRECTORY` reads the arguments of `ServerArgs` from
 `DIRECTORY/arguments.json`. Secrets are passed only in the environment.
+On a CPU it installs stand-ins for packages that SGLang 0.5.23 imports on every platform and never
+calls there: `sgl_kernel`, which has only CUDA builds, and `torchvision`, whose build needs CUDA.
 Promises: arguments that SGLang refuses, and models that it would compute differently from
 transformers, are reported in `DIRECTORY/refusal`. When the owner is gone, the process group is
-killed within `POLL_S`, and its shared memory and directory are removed.
-
-Stand-ins for packages that SGLang imports on every platform and never calls on a CPU.
-
-SGLang 0.5.23 imports `sgl_kernel`, which has only CUDA builds, and `torchvision`, whose build needs
-CUDA's libraries too. `install` makes both importable in SGLang's processes.
-Promises: calling or creating anything in them raises NotImplementedError with its full name; an
-installed package is left alone.
-Does not cover kernels: quantized models and models with images do not run on a CPU.
+killed within `POLL_S`, and its shared memory and directory are removed. Calling anything in a
+stand-in raises NotImplementedError with its full name; an installed package is left alone.
+Does not promise kernels: quantized models and models with images do not run on a CPU.
 """
 
 import importlib.machinery
@@ -24,11 +20,12 @@ import signal
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import cache, partial
 from importlib.abc import Loader, MetaPathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import psutil
@@ -37,6 +34,9 @@ from engines.rollout.sglang.options import NUM_HELD_BACK
 from infra import env
 
 PACKAGES = ("sgl_kernel", "torchvision")
+ARGUMENTS, REFUSAL = "arguments.json", "refusal"
+POLL_S = 0.5
+SHARED_MEMORY = "/dev/shm/sglang_"  # noqa: S108  a prefix of names, not a file
 
 
 def install() -> None:
@@ -51,32 +51,23 @@ def install() -> None:
         sys.meta_path.append(_Finder(missing))
 
 
+@cache
+def _stand_in(owner: str, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Name(name, (), {"__module__": owner})
+
+
 class _Name(type):
     """A class whose attributes exist as well, for enumerations and constants."""
 
     def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _stand_in(f"{cls.__module__}.{cls.__qualname__}.{name}")
+        return _stand_in(f"{cls.__module__}.{cls.__qualname__}", name)
 
     def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(
             f"{cls.__module__}.{cls.__qualname__} is a stand-in: it has no build for a CPU"
         )
-
-
-def _stand_in(full_name: str) -> Any:
-    module, _, name = full_name.rpartition(".")
-    return _Name(name, (), {"__module__": module})
-
-
-class _Module(types.ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        made = _stand_in(f"{self.__name__}.{name}")
-        setattr(self, name, made)
-        return made
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -91,17 +82,10 @@ class _Finder(MetaPathFinder, Loader):
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        """See `Loader`."""
-        return _Module(spec.name)
+    def exec_module(self, module: ModuleType) -> None:
+        """Give a module every name that it is asked for."""
+        vars(module)["__getattr__"] = partial(_stand_in, module.__name__)
 
-    def exec_module(self, module: types.ModuleType) -> None:
-        """Do nothing; see `Loader`."""
-
-
-ARGUMENTS, REFUSAL = "arguments.json", "refusal"
-POLL_S = 0.5
-SHARED_MEMORY = "/dev/shm/sglang_"  # noqa: S108  a prefix of names, not a file
 
 # At import and not in `main`: SGLang spawns its other processes, which import this module first.
 if env.SGLANG_USE_CPU_ENGINE.get():
@@ -128,17 +112,15 @@ def remove(paths: Iterable[Path]) -> None:
 def main() -> None:
     """Serve until the owner ends this process, or is gone."""
     directory = Path(sys.argv[1])
-    owner = os.getppid()
     threading.Thread(
-        target=_end_with, args=(owner, directory), name="watch-owner", daemon=True
+        target=_end_with, args=(os.getppid(), directory), name="watch-owner", daemon=True
     ).start()
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    arguments = json.loads((directory / ARGUMENTS).read_text(encoding="utf-8"))
     try:
-        server_args = _accepted(arguments)
+        server_args = _accepted(json.loads((directory / ARGUMENTS).read_text(encoding="utf-8")))
     except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
         (directory / REFUSAL).write_text(" ".join(str(error).split()), encoding="utf-8")
         raise

@@ -1,17 +1,13 @@
-"""Attention function of a rollout model, for its two kinds of forward passes.
+"""Key-value cache of a running batch, and the attention function that fills and reads it.
 
+The cache has one row per sample, which starts at position 0; the rows in use are 0 .. B-1.
 Prefill: P sequences are packed into one row of T tokens; each attends only to itself, and its keys
 and values are copied to the cache rows of its samples. Decode: B rows of one token, each attending
 to its cache row. A sliding window of W tokens covers the last W positions, the current one
-included. Transformers passes on the keywords `rollout_step` and `sliding_window`; a model that
-drops either is refused.
+included. Transformers passes on the keywords `rollout_step` and `sliding_window`.
+Promises: a decode step writes one position per row in place and reads views without copies. A model
+that drops one of the keywords is refused.
 Letters: B cache rows, P sequences, T tokens, H query heads, G KV heads, L positions, D head width.
-
-Key-value cache of a running batch: one row per sample, every row starting at position 0.
-
-Promises: a decode step writes one position per row in place and reads views without copies. The
-rows in use are always 0 .. B-1. The attention mask must hide positions beyond a row's length.
-Letters: B rows, P sequences, G key-value heads, L positions, D head width.
 """
 
 import math
@@ -27,15 +23,18 @@ from engines.errors import RolloutError
 
 LENGTH_STEP = 32
 """Positions are allocated in multiples of this."""
+ATTENTION_NAME = "rollout_kv_cache"
+"""Name under which `attend` is registered in transformers."""
+_REFUSED = ("softcap", "s_aux", "position_bias")
 
 
 class KVCache:
     """Keys and values of every layer, as growing (rows, G, positions, D) buffers."""
 
-    def __init__(self, num_layers: int, max_rows: int, max_length: int) -> None:
+    def __init__(self, max_rows: int, max_length: int) -> None:
         self._max_rows = max_rows
         self._max_length = max_length
-        self._layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._num_rows = 0
         self.length = 0
         """Positions allocated per row."""
@@ -43,22 +42,19 @@ class KVCache:
     @property
     def size_bytes(self) -> int:
         """Memory held now."""
-        return sum(t.numel() * t.element_size() for kv in self._layers if kv for t in kv)
+        return sum(buffer.nbytes for buffer in self._buffers())
 
     def reserve(self, num_rows: int, length: int) -> None:
         """Make room for `num_rows` rows of `length` positions; keeps what is stored."""
         if num_rows <= self._num_rows and length <= self.length:
             return
         if num_rows > self._num_rows:
-            num_rows = max(num_rows, min(self._num_rows * 3 // 2, self._max_rows))
+            self._num_rows = max(num_rows, min(self._num_rows * 3 // 2, self._max_rows))
         if length > self.length:
             length = max(length, min(self.length * 3 // 2, self._max_length))
-            length = -(-length // LENGTH_STEP) * LENGTH_STEP
-        self._num_rows = max(num_rows, self._num_rows)
-        self.length = max(length, self.length)
-        for index, layer in enumerate(self._layers):
-            if layer is not None:
-                self._layers[index] = (self._grown(layer[0]), self._grown(layer[1]))
+            self.length = -(-length // LENGTH_STEP) * LENGTH_STEP
+        for layer, (keys, values) in self._layers.items():
+            self._layers[layer] = self._grown(keys), self._grown(values)
 
     def write_prefixes(
         self, layer: int, first_row: int, keys_BGLD: Tensor, values_BGLD: Tensor
@@ -67,11 +63,9 @@ class KVCache:
         num_rows, _, length, _ = keys_BGLD.shape
         if not num_rows:
             return
-        stored = self._layers[layer]
-        if stored is None:
-            stored = (self._empty(keys_BGLD), self._empty(values_BGLD))
-            self._layers[layer] = stored
-        rows = slice(first_row, first_row + num_rows)
+        if layer not in self._layers:
+            self._layers[layer] = self._empty(keys_BGLD), self._empty(values_BGLD)
+        stored, rows = self._layers[layer], slice(first_row, first_row + num_rows)
         stored[0][rows, :, :length] = keys_BGLD
         stored[1][rows, :, :length] = values_BGLD
 
@@ -83,15 +77,11 @@ class KVCache:
         `slot_BG` (B * G,) int64 is from `slots`; `length` includes the new position.
         """
         stored = self._layers[layer]
-        if stored is None:
-            raise RuntimeError(f"layer {layer} has no prefix yet")
         num_rows = keys_BG1D.shape[0]
-        views = []
         for buffer, new in zip(stored, (keys_BG1D, values_BG1D), strict=True):
             width = buffer.shape[-1]
             buffer.view(-1, width).index_copy_(0, slot_BG, new.reshape(-1, width))
-            views.append(buffer[:num_rows, :, :length])
-        return views[0], views[1]
+        return stored[0][:num_rows, :, :length], stored[1][:num_rows, :, :length]
 
     def slots(self, position_B: Tensor, num_kv_heads: int) -> Tensor:
         """Return (B * G,) int64: where `append` puts position `position_B` of each row and head."""
@@ -102,30 +92,26 @@ class KVCache:
         """Copy the first `length` positions of some rows over others."""
         if not source_rows:
             return
-        for layer in self._layers:
-            if layer is None:
-                continue
-            for buffer in layer:
-                view = buffer[:, :, :length]
-                source = torch.tensor(source_rows, device=buffer.device)
-                target = torch.tensor(target_rows, device=buffer.device)
-                view.index_copy_(0, target, view.index_select(0, source))
+        for buffer in self._buffers():
+            view = buffer[:, :, :length]
+            source, target = torch.tensor([source_rows, target_rows], device=buffer.device)
+            view.index_copy_(0, target, view.index_select(0, source))
 
     def read_row(self, row: int, length: int) -> list[tuple[Tensor, Tensor]]:
         """Return a copy of one row's first positions, (1, G, length, D) per layer."""
+        only = slice(row, row + 1)
         return [
-            (
-                layer[0][row : row + 1, :, :length].clone(),
-                layer[1][row : row + 1, :, :length].clone(),
-            )
-            for layer in self._layers
-            if layer is not None
+            (keys[only, :, :length].clone(), values[only, :, :length].clone())
+            for _, (keys, values) in sorted(self._layers.items())
         ]
 
     def free(self) -> None:
         """Drop all buffers."""
-        self._layers = [None] * len(self._layers)
+        self._layers.clear()
         self._num_rows = self.length = 0
+
+    def _buffers(self) -> list[Tensor]:
+        return [buffer for layer in self._layers.values() for buffer in layer]
 
     def _empty(self, like_BGLD: Tensor) -> Tensor:
         _, heads, _, width = like_BGLD.shape
@@ -142,11 +128,6 @@ class KVCache:
         grown = self._empty(buffer)
         grown[:rows, :, :length] = buffer
         return grown
-
-
-ATTENTION_NAME = "rollout_kv_cache"
-"""Name under which `attend` is registered in transformers."""
-_REFUSED = ("softcap", "s_aux", "position_bias")
 
 
 @dataclass(frozen=True)
@@ -233,9 +214,8 @@ class PrefillStep:
 
     def _pad(self, x_1HTD: Tensor) -> Tensor:
         """Map (1, H, T, D) to (P, H, L, D)."""
-        x_HTD = x_1HTD[0]
-        padded = x_HTD.index_select(1, self.padded_PL)
-        return padded.unflatten(1, (self.last_P.numel(), -1)).transpose(0, 1)
+        x_HPLD = x_1HTD[0].index_select(1, self.padded_PL).unflatten(1, (self.last_P.numel(), -1))
+        return x_HPLD.transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -271,7 +251,7 @@ class DecodeStep:
         grouped = (query * scaling).reshape(num_rows, num_kv_heads, -1, width)
         scores = torch.matmul(grouped, keys.transpose(2, 3)) + self._bias_B11L(window)
         weights = scores.softmax(-1).to(values.dtype)
-        return torch.matmul(weights, values).reshape(num_rows, 1, num_heads, values.shape[-1])
+        return torch.matmul(weights, values).reshape(num_rows, 1, num_heads, -1)
 
     def _bias_B11L(self, window: int | None) -> Tensor:
         """Return (B, 1, 1, L) float32: 0 where the row's token attends, else -inf."""
@@ -281,10 +261,8 @@ class DecodeStep:
             hidden_BL = place_L > position_B1
             if window is not None:
                 hidden_BL |= place_L <= position_B1 - window
-            bias_BL = torch.zeros(hidden_BL.shape, device=position_B1.device).masked_fill_(
-                hidden_BL, -torch.inf
-            )
-            self._biases[window] = bias_BL[:, None, None]
+            bias_BL = torch.zeros(hidden_BL.shape, device=position_B1.device)
+            self._biases[window] = bias_BL.masked_fill_(hidden_BL, -torch.inf)[:, None, None]
         return self._biases[window]
 
 
@@ -336,9 +314,8 @@ def declared_window(module: nn.Module, layer: int) -> int | None:
     """Return the sliding window that the model's configuration gives a layer."""
     config = getattr(module, "config", None)
     layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None and layer_types[layer] != "sliding_attention":
-        return None
-    return getattr(config, "sliding_window", None)
+    slides = layer_types is None or layer_types[layer] == "sliding_attention"
+    return getattr(config, "sliding_window", None) if slides else None
 
 
 AttentionInterface.register(ATTENTION_NAME, attend)

@@ -9,7 +9,6 @@ vocabulary, L positions.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,25 +25,24 @@ MIN_ANGLES = 256
 """Positions of the first rotary table, if the context has as many."""
 
 
-def is_covered(model: nn.Module) -> bool:
+def is_covered(model: Any) -> bool:
     """True if `Decoder` computes what the model does."""
-    config: Any = model.config
-    dtypes = {parameter.dtype for parameter in model.parameters()}
     return (
-        type(model).__name__ in ARCHITECTURES and config.hidden_act == "silu" and len(dtypes) == 1
+        type(model).__name__ in ARCHITECTURES
+        and model.config.hidden_act == "silu"
+        and len({parameter.dtype for parameter in model.parameters()}) == 1
     )
 
 
 class Decoder:
     """Decodes with the weights of a covered model, whose projections it joins in memory."""
 
-    def __init__(self, model: nn.Module, context_length: int) -> None:
-        inner: Any = model.model
-        head: Any = model.lm_head
+    def __init__(self, model: Any, context_length: int) -> None:
+        inner = model.model
         self._embedding: Tensor = inner.embed_tokens.weight
-        self._layers = [_Layer.of(layer) for layer in inner.layers]
-        self._norm = _Norm.of(inner.norm)
-        self._head: Tensor = head.weight
+        self._layers = [_Layer(layer) for layer in inner.layers]
+        self._norm = _Norm(inner.norm)
+        self._head: Tensor = model.lm_head.weight
         self._rotary: nn.Module = inner.rotary_emb
         self._context_length = context_length
         self._angles_2LD = self._embedding.new_empty((2, 0, 0))
@@ -62,43 +60,35 @@ class Decoder:
         if self._angles_2LD.shape[1] < step.length:
             # Bounded: a position beyond the context would change the angles of all positions.
             num_angles = min(self._context_length, max(MIN_ANGLES, 2 * step.length))
-            position_1L = torch.arange(num_angles, device=step.position_B.device)[None]
-            cos_1LD, sin_1LD = self._rotary(self._embedding, position_1L)
+            position_L = torch.arange(num_angles, device=step.position_B.device)
+            cos_1LD, sin_1LD = self._rotary(self._embedding, position_L[None])
             first, second = sin_1LD.chunk(2, -1)
             self._angles_2LD = torch.cat([cos_1LD, torch.cat([-first, second], -1)])
         cos_B1D, sin_B1D = self._angles_2LD.index_select(1, step.position_B)[:, :, None]
         return cos_B1D, sin_B1D
 
 
-@dataclass(frozen=True)
 class _Norm:
     """Root mean square normalization (Zhang and Sennrich, arXiv:1910.07467)."""
 
-    weight: Tensor
-    epsilon: float
-
-    @staticmethod
-    def of(module: Any) -> "_Norm":
-        return _Norm(module.weight.data, module.variance_epsilon)
+    def __init__(self, module: Any) -> None:
+        self._weight: Tensor = module.weight.data
+        self._epsilon: float = module.variance_epsilon
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+        return functional.rms_norm(x, self._weight.shape, self._weight, self._epsilon)
 
 
-@dataclass(frozen=True)
 class _Linear:
-    """Linear layers with one input, as one: weight (N, C), bias (N,) or None."""
+    """Linear layers with one input, as one: weight (N, C), bias (N,) or None.
 
-    weight: Tensor
-    bias: Tensor | None
+    The parameters of the modules become views of the joined ones.
+    """
 
-    @staticmethod
-    def of(*modules: nn.Linear) -> "_Linear":
-        """Join modules; their parameters become views of the joined ones."""
+    def __init__(self, *modules: nn.Linear) -> None:
+        self.weight = _joined([module.weight for module in modules])
         biases = [module.bias for module in modules if module.bias is not None]
-        return _Linear(
-            _joined([module.weight for module in modules]), _joined(biases) if biases else None
-        )
+        self.bias = _joined(biases) if biases else None
 
     def __call__(self, x_BC: Tensor) -> Tensor:
         return functional.linear(x_BC, self.weight, self.bias)
@@ -109,51 +99,33 @@ class _Linear:
         return torch.addmm(residual_BN, x_BC, self.weight.t())
 
 
-@dataclass(frozen=True)
 class _Layer:
     """Weights of a layer; `norms_QK` is None unless queries and keys have norms."""
 
-    norm_in: _Norm
-    project_in: _Linear
-    norms_QK: tuple[_Norm, _Norm] | None
-    project_out: _Linear
-    norm_mid: _Norm
-    gate_up: _Linear
-    down: _Linear
-    num_heads: tuple[int, int]
-    scaling: float
-    window: int | None
-
-    @staticmethod
-    def of(module: Any) -> "_Layer":
+    def __init__(self, module: Any) -> None:
         attention, mlp = module.self_attn, module.mlp
-        width = attention.head_dim
-        has_norms = hasattr(attention, "q_norm")
-        return _Layer(
-            norm_in=_Norm.of(module.input_layernorm),
-            project_in=_Linear.of(attention.q_proj, attention.k_proj, attention.v_proj),
-            norms_QK=(_Norm.of(attention.q_norm), _Norm.of(attention.k_norm))
-            if has_norms
-            else None,
-            project_out=_Linear.of(attention.o_proj),
-            norm_mid=_Norm.of(module.post_attention_layernorm),
-            gate_up=_Linear.of(mlp.gate_proj, mlp.up_proj),
-            down=_Linear.of(mlp.down_proj),
-            num_heads=(
-                attention.q_proj.out_features // width,
-                attention.k_proj.out_features // width,
-            ),
-            scaling=attention.scaling,
-            window=declared_window(attention, attention.layer_idx),
-        )
+        self.norm_in = _Norm(module.input_layernorm)
+        self.project_in = _Linear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.norms_QK = None
+        if hasattr(attention, "q_norm"):
+            self.norms_QK = _Norm(attention.q_norm), _Norm(attention.k_norm)
+        self.project_out = _Linear(attention.o_proj)
+        self.norm_mid = _Norm(module.post_attention_layernorm)
+        self.gate_up = _Linear(mlp.gate_proj, mlp.up_proj)
+        self.down = _Linear(mlp.down_proj)
+        self.num_queries = attention.q_proj.out_features // attention.head_dim
+        self.num_keys = attention.k_proj.out_features // attention.head_dim
+        self.scaling: float = attention.scaling
+        self.window = declared_window(attention, attention.layer_idx)
 
     def __call__(
         self, number: int, hidden_BC: Tensor, cos_B1D: Tensor, sin_B1D: Tensor, step: DecodeStep
     ) -> Tensor:
         """Map (B, C) to (B, C); the angles are (B, 1, D)."""
-        num_rows, num_queries, num_keys = len(hidden_BC), *self.num_heads
-        together = self.project_in(self.norm_in(hidden_BC))
-        heads = together.view(num_rows, num_queries + 2 * num_keys, -1)
+        num_rows, num_queries, num_keys = len(hidden_BC), self.num_queries, self.num_keys
+        heads = self.project_in(self.norm_in(hidden_BC)).view(
+            num_rows, num_queries + 2 * num_keys, -1
+        )
         turned, values = heads.split([num_queries + num_keys, num_keys], 1)
         if self.norms_QK is not None:
             parts = turned.split([num_queries, num_keys], 1)
@@ -174,8 +146,7 @@ class _Layer:
 
 def _rotated(x_BHD: Tensor, cos_B1D: Tensor, sin_B1D: Tensor) -> Tensor:
     """Apply rotary embedding (Su et al., arXiv:2104.09864), paired in halves as in Llama."""
-    halves_swapped = x_BHD.roll(x_BHD.shape[-1] // 2, -1)
-    return (x_BHD * cos_B1D).addcmul_(halves_swapped, sin_B1D)
+    return (x_BHD * cos_B1D).addcmul_(x_BHD.roll(x_BHD.shape[-1] // 2, -1), sin_B1D)
 
 
 def _joined(parameters: Sequence[Tensor]) -> Tensor:

@@ -1,33 +1,24 @@
-"""A transformers causal LM with its own weights and the rollout engine's attention.
+"""The transformers model of a rollout engine: weights, forward passes, images, what is refused.
 
 Promises: built from `config.json` alone, without drawing random numbers. Takes weights and
 persistent buffers under the names that `save_pretrained` writes, each exactly once and in the dtype
 in which it is held, or raises. Models with unsupported attention (recurrent layers, soft caps,
 custom attention) are refused at construction or at the first forward pass. The context ends where
-rotary embeddings would depend on the longest sequence of the batch.
-Does not promise support of every architecture: it must use transformers' `AttentionInterface`.
-
-Which models the engine `transformers` serves; imported without torch, also by the planner.
-
-A refused model would fail or be computed wrongly; the first forward pass may refuse others.
-
-Passes images into the prefill of a rollout model, with their rotary positions.
-
-Promises: features and positions are those of the trainer's forward pass
-(`engines.vision.processor`). Behind the prompt a rotary position is the place plus a fixed offset,
-since an image takes fewer positions than places. A placeholder is never sampled; its small
-probability is missing from the distribution, while the trainer's distribution includes it.
+rotary embeddings would depend on the longest sequence of the batch. Features and positions of
+images are those of the trainer's forward pass (`engines.vision.positions`); behind the prompt a
+rotary position is the place plus a fixed offset, since an image takes fewer positions than places.
+Does not promise support of every architecture: it must use transformers' `AttentionInterface`. An
+image placeholder is never sampled; its small probability is missing from the distribution, while
+the trainer's distribution includes it.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -38,7 +29,6 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from engines.architecture import class_refusal, model_class, position_refusal, text_settings
-from engines.attention_needs import unusual_attention
 from engines.checkpoint.hub_names import hub_slots, keep_float32, named_state
 from engines.checkpoint.model_directory import (
     VISION_MODEL_TYPES,
@@ -46,10 +36,11 @@ from engines.checkpoint.model_directory import (
     vision_model_type,
 )
 from engines.checkpoint.stop_tokens import eos_token_ids
-from engines.checksum import combine, tensor_checksum
-from engines.errors import RolloutError, WeightSyncError
+from engines.errors import RolloutError
+from engines.rollout.expected_tensors import ExpectedTensors, digest_of, tied_names
 from engines.rollout.transformers.attention import ATTENTION_NAME, DecodeStep, KVCache, PrefillStep
 from engines.rollout.transformers.decoder import Decoder, is_covered
+from engines.rollout.transformers.options import refusal
 from engines.training.backends.transformers.head import LogprobHead
 from engines.training.model.linear_logprobs import Targets
 from engines.types import TokenBatch
@@ -57,59 +48,41 @@ from engines.vision.processor import ImageProcessor, image_positions
 from engines.weight_sync.base import WeightDigest
 from infra.errors import ConfigError
 
-
-def refusal(config: Mapping[str, Any]) -> str | None:
-    """Return what a model (given its `config.json`) needs and this engine lacks, or None."""
-    model_type = config.get("model_type")
-    if model_type == "diffllama":
-        return "layers that attend twice"
-    if model_type == "moshi" and config.get("sliding_window", True):
-        return "a window that its attention is not told of"
-    return unusual_attention(config)
-
-
 ATTENTION = {"": ATTENTION_NAME, "text_config": ATTENTION_NAME, "vision_config": "sdpa"}
 """`attn_implementation` of a model with images: the vision tower uses transformers' own."""
-
-
-@dataclass(frozen=True)
-class SeenPrompts:
-    """Inputs for the prefill of sequences besides their tokens.
-
-    Attributes:
-        position_31T: (3, 1, T) int64 rotary positions along time, height and width.
-        ahead_P: (P,) int64, offset from the place of the next token to its rotary position.
-    """
-
-    position_31T: Tensor
-    ahead_P: Tensor
-    inputs: dict[str, Tensor]
 
 
 class Vision:
     """Prepares images for a model; the image processor is loaded for the first image."""
 
-    def __init__(self, model: nn.Module, hf_dir: Path) -> None:
-        inner: Any = model
-        self._inner: Any = inner.model
-        self._token_id: int = inner.config.image_token_id
-        names = ("image_token_id", "video_token_id")
-        self._placeholders = [i for n in names if (i := getattr(inner.config, n, None)) is not None]
+    def __init__(self, model: Any, hf_dir: Path) -> None:
+        self._inner: Any = model.model
+        self._token_id: int = model.config.image_token_id
+        both = self._token_id, getattr(model.config, "video_token_id", None)
+        self.placeholders = [token for token in both if token is not None]
         self._hf_dir = hf_dir
         self._processor: ImageProcessor | None = None
 
     def see(
         self, sequences: Sequence[Sequence[int]], images: Sequence[Sequence[bytes]]
-    ) -> SeenPrompts:
-        """Prepare CPU inputs for the prefill of sequences with a run of placeholders per image.
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Prepare the prefill of P sequences with a run of placeholders per image.
+
+        Returns, on the CPU: (3, 1, T) int64 rotary positions along time, height and width; (P,)
+        int64 offsets from the place of the next token to its rotary position; further inputs.
 
         Raises:
             RolloutError: placeholders and images of a sequence do not match.
         """
-        patches = None
+        patches, inputs = None, dict[str, Tensor]()
         if any(images):
             self._processor = self._processor or ImageProcessor(self._hf_dir)
             patches = self._processor.of_sequences(images)
+        if patches is not None:
+            inputs = {
+                "pixel_values": patches.pixel_values_PD,
+                "image_grid_thw": patches.grid_thw_I3,
+            }
         batch = TokenBatch.from_sequences(sequences, images=patches)
         self._check(batch)
         position_31T = image_positions(self._inner, batch, self._token_id)
@@ -118,28 +91,17 @@ class Vision:
             int(position.max()) + 1 - length
             for position, length in zip(position_31T.split(lengths, dim=2), lengths, strict=True)
         ]
-        inputs = {}
-        if patches is not None:
-            inputs = {
-                "pixel_values": patches.pixel_values_PD,
-                "image_grid_thw": patches.grid_thw_I3,
-            }
-        return SeenPrompts(position_31T, torch.tensor(ahead), inputs)
+        return position_31T, torch.tensor(ahead), inputs
 
     def check_text(self, input_ids_T: Tensor) -> None:
         """Raise a RolloutError if one of the (T,) int64 tokens stands for an image."""
-        placeholders = torch.tensor(self._placeholders, device=input_ids_T.device)
+        placeholders = torch.tensor(self.placeholders, device=input_ids_T.device)
         found_N = input_ids_T[torch.isin(input_ids_T, placeholders)]
         if len(found_N):
             raise RolloutError(
                 f"{len(found_N)} tokens of a prompt stand for images, the first {int(found_N[0])}; "
                 "its logprobs are those of a text alone; ask about texts"
             )
-
-    def without_placeholders(self, logits: Tensor) -> Tensor:
-        """Exclude placeholders from logits (..., V), changed in place."""
-        logits[..., self._placeholders] = -torch.inf
-        return logits
 
     def _check(self, batch: TokenBatch) -> None:
         """Compare placeholders and features per sequence; the model compares only the sums."""
@@ -148,20 +110,17 @@ class Vision:
         )
         wanted_B = torch.zeros_like(held_B)
         if batch.images is not None:
-            merged = self._inner.config.vision_config.spatial_merge_size**2
-            of_image = torch.arange(batch.num_sequences).repeat_interleave(
+            num_merged = self._inner.config.vision_config.spatial_merge_size**2
+            sequence_I = torch.arange(batch.num_sequences).repeat_interleave(
                 batch.images.num_images_B
             )
-            wanted_B.index_add_(0, of_image, batch.images.num_patches_I // merged)
+            wanted_B.index_add_(0, sequence_I, batch.images.num_patches_I // num_merged)
         if not torch.equal(held_B, wanted_B):
             place = int((held_B != wanted_B).nonzero()[0])
             raise RolloutError(
                 f"a prompt has {int(held_B[place])} image placeholder tokens; its images need "
                 f"{int(wanted_B[place])}"
             )
-
-
-NO_INPUTS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class InferenceModel:
@@ -182,8 +141,9 @@ class InferenceModel:
         config = whole.get_text_config()
         _check_supported(whole, hf_dir, sees is not None)
         self.device = device
-        limit = rotary_limit(config.to_dict())
-        self.context_length: int = min(config.max_position_embeddings, limit or sys.maxsize)
+        self.context_length: int = min(
+            config.max_position_embeddings, rotary_limit(config.to_dict()) or sys.maxsize
+        )
         self.num_layers: int = config.num_hidden_layers
         self.vocab_size: int = config.vocab_size
         self.eos_token_ids = eos_token_ids(hf_dir, config)
@@ -200,19 +160,14 @@ class InferenceModel:
         keep_float32(model)
         self._model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
         self._vision = Vision(self._model, hf_dir) if sees else None
+        self.sees = self._vision is not None
+        """True if the model takes images."""
         self._parameters = dict(named_state(model))  # persistent buffers among them
         self._slots = hub_slots(model)
-        self._tied = {
-            name for name, _ in model.named_parameters(remove_duplicate=False)
-        } - self._parameters.keys()
+        self._tied = tied_names(model)
         self._shapes = {name: p.shape for name, p in self._parameters.items()}
         self._decoder = self._written_out()
         self._logprob_head: LogprobHead | None = None
-
-    @property
-    def sees(self) -> bool:
-        """True if the model takes images."""
-        return self._vision is not None
 
     def prefill(
         self,
@@ -228,11 +183,11 @@ class InferenceModel:
         if self._vision is None:
             logits_PV = self._logits(ids, step.position_T[None], step, step.last_P)[0]
             return logits_PV, torch.zeros_like(step.last_P)
-        seen = self._vision.see(sequences, images or [()] * len(sequences))
-        inputs = {name: tensor.to(self.device) for name, tensor in seen.inputs.items()}
-        positions = seen.position_31T.to(self.device)
-        logits_PV = self._logits(ids, positions, step, step.last_P, inputs)[0]
-        return logits_PV, seen.ahead_P.to(self.device)
+        position_31T, ahead_P, inputs = self._vision.see(sequences, images or [()] * len(sequences))
+        inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
+        positions = position_31T.to(self.device)
+        logits_PV = self._logits(ids, positions, step, step.last_P, **inputs)[0]
+        return logits_PV, ahead_P.to(self.device)
 
     def decode(
         self, input_ids_B: Tensor, step: DecodeStep, ahead_B: Tensor | None = None
@@ -251,17 +206,15 @@ class InferenceModel:
         self, sequences: Sequence[Sequence[int]], temperature: float
     ) -> list[tuple[float, ...]]:
         """Return the logprobs of every token but the first of each sequence, one at a time."""
-        return [self._score(sequence, temperature) for sequence in sequences]
-
-    def _score(self, sequence: Sequence[int], temperature: float) -> tuple[float, ...]:
-        cache = KVCache(self.num_layers, 1, self.context_length)
-        cache.reserve(1, len(sequence))
-        step = PrefillStep.build(cache, 0, [len(sequence)], [1], self.device)
-        ids_T = torch.tensor(sequence, device=self.device)
-        positions = self._positions_of_text(step)
-        logits_TV = self._logits(ids_T[None], positions, step, 0)[0, :-1].float()
-        logprobs_TV = (logits_TV / temperature).log_softmax(-1)
-        return tuple(logprobs_TV.gather(1, ids_T[1:, None]).squeeze(1).tolist())
+        found: list[tuple[float, ...]] = []
+        for sequence in sequences:
+            cache = KVCache(0, self.context_length)
+            step = PrefillStep.build(cache, 0, [len(sequence)], [0], self.device)
+            ids_T = torch.tensor(sequence, device=self.device)
+            logits_1TV = self._logits(ids_T[None], self._positions_of_text(step), step, 0)
+            logprobs_TV = (logits_1TV[0, :-1].float() / temperature).log_softmax(-1)
+            found.append(tuple(logprobs_TV.gather(1, ids_T[1:, None]).squeeze(1).tolist()))
+        return found
 
     def logprob_rows(
         self, input_ids_T: Tensor, step: PrefillStep, rows_N: Tensor, targets: Targets
@@ -301,23 +254,23 @@ class InferenceModel:
         Raises:
             WeightSyncError: a name is unknown, missing or repeated; a shape or dtype differs.
         """
-        seen: set[str] = set()
+        expected = ExpectedTensors(
+            {
+                name: (slot.size, self._parameters[slot.parameter].dtype)
+                for name, slot in self._slots.items()
+            },
+            self._tied,
+        )
         with torch.no_grad():
             for name, tensor in tensors:
-                self._check_incoming(name, tensor, seen)
+                expected.check(name, tensor)
                 slot = self._slots[name]
                 slot.view(self._parameters[slot.parameter]).copy_(tensor)
-                seen.add(name)
-        missing = sorted(self._slots.keys() - seen)
-        if missing:
-            raise WeightSyncError(f"{len(missing)} parameters were not sent, first {missing[0]}")
+        expected.check_complete()
         # Read from the module and not from our table: the module computes.
         held = dict(named_state(self._model))
-        views = {name: slot.view(held[slot.parameter]) for name, slot in self._slots.items()}
-        return WeightDigest(
-            digest=combine((name, tensor_checksum(view)) for name, view in views.items()),
-            num_tensors=len(views),
-            num_bytes=sum(view.nbytes for view in views.values()),
+        return digest_of(
+            {name: slot.view(held[slot.parameter]) for name, slot in self._slots.items()}
         )
 
     def release(self) -> None:
@@ -342,7 +295,7 @@ class InferenceModel:
         position_ids: Tensor,
         step: PrefillStep | DecodeStep,
         logits_to_keep: Tensor | int,
-        inputs: Mapping[str, Tensor] = NO_INPUTS,
+        **inputs: Tensor,
     ) -> Tensor:
         logits = self._model(
             **inputs,
@@ -353,7 +306,9 @@ class InferenceModel:
             rollout_step=step,
         ).logits
         self._check_attended(step)
-        return logits if self._vision is None else self._vision.without_placeholders(logits)
+        if self._vision is not None:
+            logits[..., self._vision.placeholders] = -torch.inf
+        return logits
 
     def _positions_of_text(self, step: PrefillStep) -> Tensor:
         """Return (1, T) positions; with images (3, 1, T) along time, height and width."""
@@ -368,37 +323,18 @@ class InferenceModel:
                 "the rollout engine transformers does not; choose another engine"
             )
 
-    def _check_incoming(self, name: str, tensor: Tensor, seen: set[str]) -> None:
-        if name in self._tied:
-            raise WeightSyncError(f"{name} is tied to another parameter; send the other one only")
-        if name not in self._slots:
-            raise WeightSyncError(f"the rollout model has no parameter {name}")
-        if name in seen:
-            raise WeightSyncError(f"{name} was sent twice")
-        if tuple(tensor.shape) != self._slots[name].size:
-            raise WeightSyncError(
-                f"{name}: sent shape {tuple(tensor.shape)}, the rollout model has "
-                f"{self._slots[name].size}"
-            )
-        held = self._parameters[self._slots[name].parameter].dtype
-        if tensor.dtype != held:
-            raise WeightSyncError(f"{name}: sent {tensor.dtype}, its rollout dtype is {held}")
-
 
 def _check_supported(whole: PretrainedConfig, hf_dir: Path, sees: bool) -> None:
     config = whole.get_text_config()
     auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    lacking = refusal(text_settings(config))
-    if lacking:
+    if lacking := refusal(text_settings(config)):
         raise ConfigError(
             "rollout.engine",
             f"got transformers; the {config.model_type} model has {lacking}, which this engine "
             "does not compute; choose another engine",
         )
     _refuse(class_refusal(auto, whole if sees else config), hf_dir)
-    if sees:
-        return
-    if model_class(AutoModelForCausalLM, whole) is not model_class(AutoModelForCausalLM, config):
+    if not sees and model_class(auto, whole) is not model_class(auto, config):
         _refuse(f"is a {whole.model_type}, which is more than its language model", hf_dir)
 
 

@@ -1,7 +1,14 @@
-"""`rollout.options` of the engine `transformers`; imported without torch."""
+"""Options of the engine `transformers`, and the models that it refuses; imported without torch.
+
+A refused model would fail or be computed wrongly; the first forward pass may refuse others.
+"""
+
+from collections.abc import Mapping
+from typing import Any
 
 from pydantic import Field
 
+from engines.attention_needs import unusual_attention
 from engines.config.base import StrictModel
 
 
@@ -10,3 +17,13 @@ class TransformersOptions(StrictModel):
 
     max_prefill_tokens: int = Field(default=8192, ge=1)
     """Token budget of one prefill, padding included; a longer prompt is computed alone."""
+
+
+def refusal(config: Mapping[str, Any]) -> str | None:
+    """Return what a model (given its `config.json`) needs and this engine lacks, or None."""
+    model_type = config.get("model_type")
+    if model_type == "diffllama":
+        return "layers that attend twice"
+    if model_type == "moshi" and config.get("sliding_window", True):
+        return "a window that its attention is not told of"
+    return unusual_attention(config)

@@ -1,20 +1,18 @@
-"""The running batch: prefills joining samples, samples one token per row, removes finished rows.
+"""The running batch, and logprobs of given tokens: what computes with the rollout model.
 
+`RunningBatch` prefills joining samples, samples one token per row and removes finished rows.
 Promises: between two calls the cache holds the prompt and all sampled tokens but the last of every
 sample. A sample leaves in the call that finished it. A prompt is computed once for all samples of
-its request, also when they join at different times.
-Letters: B rows, P sequences, T tokens, V vocabulary.
-
-Logprobs of given tokens, computed in passes with a token budget.
-
-Promises: logits exist only in tiles, computed by the head of the training engine: equal hidden
-states and weights give bitwise equal logprobs.
-Letters: T tokens of several sequences, N of them asked about, K likeliest tokens.
+its request, also when they join at different times. Logits of given tokens exist only in tiles,
+computed by the head of the training engine: equal hidden states and weights give bitwise equal
+logprobs.
+Letters: B rows, P sequences, T tokens, V vocabulary; N tokens asked about, K likeliest tokens.
 """
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -59,8 +57,9 @@ class RunningBatch:
     ) -> None:
         self._model = model
         self._max_prefill_tokens = max_prefill_tokens
-        self._cache = KVCache(model.num_layers, max_num_sequences, model.context_length)
-        self._samples: list[Sample] = []
+        self._cache = KVCache(max_num_sequences, model.context_length)
+        self.samples: Sequence[Sample] = ()
+        """The running samples, in row order."""
         self._held: HeldPrompt | None = None
         # Per row: last token, its position, origin of the random stream, the stream, top-k, and
         # the offset of its rotary position.
@@ -69,11 +68,6 @@ class RunningBatch:
         self._floats_2B = torch.empty((2, 0), dtype=torch.float64, device=model.device)
         self._longest = 0
         self._any_greedy = self._any_filter = False
-
-    @property
-    def samples(self) -> Sequence[Sample]:
-        """The running samples, in row order."""
-        return self._samples
 
     @torch.inference_mode()
     def join(self, prefixes: Sequence[Prefix], next_waiting: Sample | None) -> list[Sample]:
@@ -99,33 +93,30 @@ class RunningBatch:
     @torch.inference_mode()
     def decode(self) -> list[Sample]:
         """Sample one more token per row; return the finished samples."""
-        self._cache.reserve(len(self._samples), self._longest)
+        self._cache.reserve(len(self.samples), self._longest)
         step = DecodeStep(self._cache, self._ints_6B[1], self._longest)
         ahead_B = self._ints_6B[5] if self._model.sees else None
-        logits_BV = self._model.decode(self._ints_6B[0], step, ahead_B)
-        return self._draw(logits_BV, first_row=0)
+        return self._draw(self._model.decode(self._ints_6B[0], step, ahead_B), first_row=0)
 
     @torch.inference_mode()
     def remove(self, rows: Collection[int]) -> list[Sample]:
         """Take rows out of the batch; return their samples."""
-        leaving = set(rows)
-        if not leaving:
+        if not rows:
             return []
-        removed = [self._samples[row] for row in sorted(leaving)]
-        order, movers, holes = fill_holes(len(self._samples), leaving)
+        removed = [self.samples[row] for row in sorted(rows)]
+        order, movers, holes = fill_holes(len(self.samples), set(rows))
         self._cache.move(movers, holes, self._longest)
         index = torch.tensor(order, dtype=torch.int64, device=self._model.device)
         self._ints_6B = self._ints_6B.index_select(1, index)
         self._floats_2B = self._floats_2B.index_select(1, index)
-        self._samples = [self._samples[row] for row in order]
-        self._longest = max((sample.num_tokens for sample in self._samples), default=0)
+        self.samples = [self.samples[row] for row in order]
+        self._longest = max((sample.num_tokens for sample in self.samples), default=0)
         return removed
 
     def clear(self) -> list[Sample]:
         """Take everything out and forget all keys and values; return the samples in row order."""
-        removed = self.remove(range(len(self._samples)))
         self._held = None
-        return removed
+        return self.remove(range(len(self.samples)))
 
     def free(self) -> None:
         """Clear the batch, and free the memory of the cache."""
@@ -133,37 +124,31 @@ class RunningBatch:
         self._cache.free()
 
     def _prefill(self, prefixes: Sequence[Prefix], wanted: RolloutRequest | None) -> list[Sample]:
-        first_row = len(self._samples)
+        first_row = len(self.samples)
         samples = [sample for prefix in prefixes for sample in prefix.samples]
         lengths = [len(prefix.token_ids) for prefix in prefixes]
         self._cache.reserve(first_row + len(samples), max(lengths) + 1)
-        step = PrefillStep.build(
-            self._cache,
-            first_row,
-            lengths,
-            [len(prefix.samples) for prefix in prefixes],
-            self._model.device,
-        )
+        num_samples = [len(prefix.samples) for prefix in prefixes]
+        step = PrefillStep.build(self._cache, first_row, lengths, num_samples, self._model.device)
         logits_PV, ahead_P = self._model.prefill(
             [prefix.token_ids for prefix in prefixes],
             step,
             [prefix.samples[0].request.images for prefix in prefixes],
         )
-        row = first_row
         for index, prefix in enumerate(prefixes):
             request = prefix.samples[0].request
             if prefix.shared and request is wanted:
+                row = first_row + sum(num_samples[:index])
                 layers = self._cache.read_row(row, lengths[index])
                 only = slice(index, index + 1)
                 self._held = HeldPrompt(
                     request, layers, logits_PV[only].clone(), ahead_P[only].clone()
                 )
-            row += len(prefix.samples)
         self._add_rows(samples, ahead_P.index_select(0, step.sequence_B))
         return self._draw(logits_PV.index_select(0, step.sequence_B), first_row)
 
     def _continue_held(self, held: HeldPrompt, samples: Sequence[Sample]) -> list[Sample]:
-        first_row, num_rows = len(self._samples), len(samples)
+        first_row, num_rows = len(self.samples), len(samples)
         self._cache.reserve(first_row + num_rows, len(held.request.prompt_ids) + 1)
         for layer, (keys, values) in enumerate(held.layers):
             self._cache.write_prefixes(
@@ -194,12 +179,11 @@ class RunningBatch:
             dtype=torch.float64,
             device=device,
         )
-        ints = torch.cat([ints, ahead_B[None]])
-        self._ints_6B = torch.cat([self._ints_6B, ints], dim=1)
+        self._ints_6B = torch.cat([self._ints_6B, torch.cat([ints, ahead_B[None]])], dim=1)
         self._floats_2B = torch.cat([self._floats_2B, floats], dim=1)
-        self._samples = [*self._samples, *samples]
-        self._longest = max(sample.num_tokens for sample in self._samples)
-        running = [sample.request.sampling for sample in self._samples]
+        self.samples = [*self.samples, *samples]
+        self._longest = max(sample.num_tokens for sample in self.samples)
+        running = [sample.request.sampling for sample in self.samples]
         self._any_greedy = any(params.temperature == 0 for params in running)
         self._any_filter = any(
             params.temperature > 0 and (params.top_k > 0 or params.top_p < 1) for params in running
@@ -216,24 +200,17 @@ class RunningBatch:
         ids_B, logprobs_B = sample_tokens(logits_BV, uniform_B, columns)
         token_B.copy_(ids_B)
         position_B.add_(1)
-        finished = self._record(ids_B.tolist(), logprobs_B.tolist(), first_row)
+        logprobs = logprobs_B.tolist()
+        if not math.isfinite(sum(logprobs)):
+            raise RolloutError("the model's logits are not finite; its weights are damaged")
+        drawn = self.samples[first_row:]
+        rows = zip(drawn, ids_B.tolist(), logprobs, strict=True)
+        has_ended = [sample.append(token, logprob) for sample, token, logprob in rows]
         if first_row == 0:
             self._longest += 1
         else:
-            joined = max(sample.num_tokens for sample in self._samples[first_row:])
-            self._longest = max(self._longest, joined)
-        return self.remove(finished)
-
-    def _record(self, ids: list[int], logprobs: list[float], first_row: int) -> list[int]:
-        """Append tokens to the samples from `first_row` on; return the finished rows."""
-        if not math.isfinite(sum(logprobs)):
-            raise RolloutError("the model's logits are not finite; its weights are damaged")
-        rows = zip(self._samples[first_row:], ids, logprobs, strict=True)
-        return [
-            row
-            for row, (sample, token, logprob) in enumerate(rows, first_row)
-            if sample.append(token, logprob)
-        ]
+            self._longest = max(self._longest, *(sample.num_tokens for sample in drawn))
+        return self.remove([row for row, ended in enumerate(has_ended, first_row) if ended])
 
 
 class PromptReader:
@@ -261,31 +238,28 @@ class PromptReader:
         model = self._model
         lengths = [len(request.token_ids) for request in requests]
         asked = [[0.0] * r.first + [1.0] * (len(r.token_ids) - r.first) for r in requests]
-        batch = TokenBatch.from_sequences([r.token_ids for r in requests], loss_mask=asked)
-        batch = batch.to(model.device)
+        batch = TokenBatch.from_sequences(
+            [request.token_ids for request in requests], loss_mask=asked
+        ).to(model.device)
         # No cache rows: no sample continues these sequences.
-        cache = KVCache(model.num_layers, 0, max(lengths))
+        cache = KVCache(0, max(lengths))
         step = PrefillStep.build(cache, 0, lengths, [0] * len(lengths), model.device)
         read_N = read_positions(batch, readouts)
         targets = targets_of(batch, read_N, temperature, readouts)
         found = model.logprob_rows(batch.input_ids_T, step, read_N - 1, targets)
         rows = found.new_zeros(found.shape[0], batch.num_tokens + 1).index_copy(1, read_N, found)
         said = model_outputs(rows, batch, readouts, "language_model")
-        ends = batch.cu_seqlens.tolist()
-        spans = zip(requests, ends, ends[1:], strict=False)
-        return [_answer(r, said, slice(start + r.first, end)) for r, start, end in spans]
+        spans = zip(requests, pairwise(batch.cu_seqlens.tolist()), strict=True)
+        return [_answer(r, said, slice(start + r.first, end)) for r, (start, end) in spans]
 
 
 def _answer(request: PromptRequest, said: ModelOutputs, places: slice) -> PromptLogprobs:
     """Return copies of some places; views would keep the outputs of the whole pass alive."""
-
-    def copied(column: Tensor) -> Tensor:
-        return column[places].to("cpu", copy=True)
-
-    ids_TK, logprobs_TK = said.topk_ids_TK, said.topk_logprobs_TK
-    return PromptLogprobs(
-        request.request_id,
-        copied(said.logprobs_T),
-        None if ids_TK is None else copied(ids_TK),
-        None if logprobs_TK is None else copied(logprobs_TK),
+    found = PromptLogprobs(request.request_id, said.logprobs_T[places].to("cpu", copy=True))
+    if said.topk_ids_TK is None or said.topk_logprobs_TK is None:
+        return found
+    return replace(
+        found,
+        topk_ids_NK=said.topk_ids_TK[places].to("cpu", copy=True),
+        topk_logprobs_NK=said.topk_logprobs_TK[places].to("cpu", copy=True),
     )

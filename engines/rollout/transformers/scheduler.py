@@ -1,15 +1,11 @@
-"""Decides which samples wait and which join the running batch; plain Python, no tensors.
+"""Decides which samples join the running batch, and samples one token per row of it.
 
 Promises: first come, first served; samples sent back by a weight update go first. Samples of one
-request that join together share one prefill of their prompt.
-
-Samples one token per row, with a random stream that belongs to the row.
-
-Promises: token k of a sample (its prefix counted) uses number k of the stream of its seed and no
-other randomness, so neither the batch nor scheduling nor interruptions change it. Every row has its
-own temperature, top-k and top-p. Logprobs are those of the sampled distribution; temperature 0
-takes the largest logit and reports its logprob at temperature 1 without top-k and top-p, since the
-logprob of a point mass is always 0.
+request that join together share one prefill of their prompt. Token k of a sample (its prefix
+counted) uses number k of the stream of its seed and no other randomness, so neither the batch nor
+scheduling nor interruptions change it. Every row has its own temperature, top-k and top-p. Logprobs
+are those of the sampled distribution; temperature 0 takes the largest logit and reports its logprob
+at temperature 1 without top-k and top-p, since the logprob of a point mass is always 0.
 Does not promise equal logits: another batch shape may round them differently by about 1e-7, which
 changes a token only if the uniform number falls into that gap.
 Letters: B rows, V vocabulary.
@@ -22,24 +18,24 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from engines.rollout.engine_state import SampleOfCall
 from engines.rollout.stop_strings import SampledText
-from engines.types import Completion, RolloutRequest
+from engines.types import Completion
+
+MAX_CHUNK_ELEMENTS = 2**25
+"""Logits per chunk of rows: the float64 sums of a chunk take 256 MiB."""
 
 
 @dataclass(eq=False, slots=True)
-class Sample:
+class Sample(SampleOfCall):
     """One sample of a request, waiting or running.
 
     Attributes:
-        place: index of its seed in the request.
         token_ids: tokens sampled so far, prefix included.
         logprobs: of the tokens behind the prefix.
         versions: policy versions of the first of these; the current version sampled the rest.
     """
 
-    request: RolloutRequest
-    place: int
-    call: int
     stop_token_ids: frozenset[int] = frozenset()
     text: SampledText | None = None
     token_ids: list[int] = field(default_factory=list)
@@ -51,11 +47,6 @@ class Sample:
         self.token_ids.extend(self.request.prefix(self.place))
 
     @property
-    def key(self) -> tuple[str, int]:
-        """Request id and sample index."""
-        return self.request.request_id, self.request.sample_index(self.place)
-
-    @property
     def num_tokens(self) -> int:
         """Number of prompt and sampled tokens."""
         return len(self.request.prompt_ids) + len(self.token_ids)
@@ -63,8 +54,8 @@ class Sample:
     @property
     def stream_origin(self) -> int:
         """Position of the token that uses, or would have used, number 0 of the random stream."""
-        at = self.request.prefix(self.place)
-        return len(self.request.prompt_ids) + len(at) - self.request.draw_offset(self.place)
+        num_given = len(self.request.prompt_ids) + len(self.request.prefix(self.place))
+        return num_given - self.request.draw_offset(self.place)
 
     def append(self, token: int, logprob: float) -> bool:
         """Append a sampled token; return True if the sample is finished."""
@@ -82,12 +73,9 @@ class Sample:
     def completion(self, finish_reason: str, version: int) -> Completion:
         """Return the finished sample; tokens without a version get `version`."""
         self.stamp(version)
-        request_id, sample_index = self.key
-        num_given = len(self.token_ids) - len(self.logprobs)
         return Completion(
-            request_id=request_id,
-            sample_index=sample_index,
-            token_ids=self.token_ids[num_given:],
+            *self.key,
+            token_ids=self.token_ids[len(self.token_ids) - len(self.logprobs) :],
             logprobs=self.logprobs,
             policy_versions=self.versions,
             finish_reason=finish_reason,
@@ -115,36 +103,31 @@ class Scheduler:
         # A prefill costs a forward pass of its own whatever its size, so joining one by one
         # would double the number of passes: let an eighth of the batch come together.
         self._min_free = max(1, max_num_sequences // 8)
-        self._waiting: deque[Sample] = deque()
-
-    @property
-    def waiting(self) -> Sequence[Sample]:
+        self.waiting: deque[Sample] = deque()
         """Queued samples, the next one first."""
-        return self._waiting
 
     def add(self, samples: Iterable[Sample]) -> None:
         """Append new samples to the queue."""
-        self._waiting.extend(samples)
+        self.waiting.extend(samples)
 
     def send_back(self, samples: Sequence[Sample]) -> None:
         """Put samples that were running at the head of the queue, in their order."""
-        self._waiting.extendleft(reversed(samples))
+        self.waiting.extendleft(reversed(samples))
 
     def remove(self, condition: Callable[[Sample], bool]) -> list[Sample]:
         """Remove and return the queued samples that meet a condition."""
-        removed = [sample for sample in self._waiting if condition(sample)]
-        if removed:
-            self._waiting = deque(s for s in self._waiting if not condition(s))
+        removed = [sample for sample in self.waiting if condition(sample)]
+        self.waiting = deque(sample for sample in self.waiting if not condition(sample))
         return removed
 
     def next_prefixes(self, num_running: int) -> list[Prefix]:
         """Remove the samples that join now from the queue, grouped by prefix."""
         num_free = self._max_num_sequences - num_running
-        if not self._waiting or (num_running and num_free < self._min_free):
+        if not self.waiting or (num_running and num_free < self._min_free):
             return []
         groups: list[list[Sample]] = []
-        for _ in range(min(num_free, len(self._waiting))):
-            sample = self._waiting.popleft()
+        for _ in range(min(num_free, len(self.waiting))):
+            sample = self.waiting.popleft()
             if groups and _share_prefix(groups[-1][0], sample):
                 groups[-1].append(sample)
             else:
@@ -177,18 +160,12 @@ def fill_holes(num_rows: int, leaving: Collection[int]) -> tuple[list[int], list
     num_left = num_rows - len(leaving)
     holes = sorted(row for row in leaving if row < num_left)
     movers = [row for row in range(num_left, num_rows) if row not in leaving]
-    order = list(range(num_left))
-    for hole, mover in zip(holes, movers, strict=True):
-        order[hole] = mover
-    return order, movers, holes
+    moved = dict(zip(holes, movers, strict=True))
+    return [moved.get(place, place) for place in range(num_left)], movers, holes
 
 
 def _share_prefix(first: Sample, other: Sample) -> bool:
     return first.request is other.request and not first.token_ids and not other.token_ids
-
-
-MAX_CHUNK_ELEMENTS = 2**25
-"""Logits per chunk of rows: the float64 sums of a chunk take 256 MiB."""
 
 
 def _signed(value: int) -> int:
@@ -230,13 +207,12 @@ class SamplingColumns:
         )
 
 
-def stream_starts(seeds: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+def stream_starts(seeds: Sequence[int]) -> Tensor:
     """Return (B,) int64 starts of the random streams of seeds, any integers taken mod 2^64.
 
     Without mixing, seeds that differ by the generator's increment would share a shifted stream.
     """
-    raw = torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64, device=device)
-    return _mix(raw)
+    return _mix(torch.tensor([_signed(seed) for seed in seeds], dtype=torch.int64))
 
 
 def uniforms(starts_B: Tensor, index_B: Tensor) -> Tensor:
@@ -292,14 +268,15 @@ def filter_logits(logits_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor
 def _sample_chunk(
     logits_BV: Tensor, uniform_B: Tensor, columns: SamplingColumns
 ) -> tuple[Tensor, Tensor]:
-    logits_BV = logits_BV.float()
     greedy_B = columns.temperature_B == 0
-    temperature_B = torch.where(greedy_B, 1.0, columns.temperature_B).to(logits_BV.dtype)
-    scaled_BV = logits_BV / temperature_B[:, None]
+    temperature_B = torch.where(greedy_B, 1.0, columns.temperature_B).float()
+    scaled_BV = logits_BV.float() / temperature_B[:, None]
     if columns.any_filter:
-        top_k_B = columns.top_k_B.masked_fill(greedy_B, 0)
-        top_p_B = columns.top_p_B.masked_fill(greedy_B, 1.0)
-        scaled_BV = filter_logits(scaled_BV, top_k_B, top_p_B)
+        scaled_BV = filter_logits(
+            scaled_BV,
+            columns.top_k_B.masked_fill(greedy_B, 0),
+            columns.top_p_B.masked_fill(greedy_B, 1.0),
+        )
     logprobs_BV = scaled_BV.log_softmax(-1)
     # The sums run in float64: in float32 the tail of a large vocabulary would be rounded away.
     cumulative_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)

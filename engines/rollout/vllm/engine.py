@@ -2,33 +2,28 @@
 
 Promises: the contract of `engines.rollout.base`. Samples paused during an update are recomputed up
 to where they stood, and each token carries the version that sampled it. `close` ends every process
-that vLLM started.
+that vLLM started. The tensors of an adapter are checked before vLLM gets them as files; the
+checksum is of the written tensors. vLLM reports modules that it does not know.
 Does not promise: the same tokens for a seed as another engine; `score` and `prompt_logprobs` while
 paused.
-
-Receives an adapter and writes it as files that the engine's library loads.
-
-Promises: every tensor is checked for name, shape and dtype, and every pair for completeness, before
-a file is written; the checksum is of the written tensors. Unknown modules are reported by the
-library when it loads them.
 """
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engines.checkpoint.export import write_peft_adapter
-from engines.checksum import combine, tensor_checksum
 from engines.config.rollout import RolloutConfig
 from engines.config.training import LoraConfig
-from engines.errors import ReplicaLostError, WeightSyncError
+from engines.errors import WeightSyncError
 from engines.rollout.base import Capability, SleepLevel
+from engines.rollout.expected_tensors import digest_of
 from engines.rollout.prompt_logprobs import PromptRequest, PromptRows
 from engines.rollout.served.engine import ServedEngine
 from engines.rollout.served.weight_receiver import ModelLayout, read_layout
@@ -46,6 +41,9 @@ from hardware.base import PlatformBase
 from infra.faults import fault
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
+SHUTDOWN_TIMEOUT_S = 30.0
+ADAPTER = "policy"
+"""vLLM's name of the adapter."""
 
 
 def receive_adapter(
@@ -67,14 +65,16 @@ def receive_adapter(
             )
         # Copied, since the source may reuse its memory; files are written from the CPU.
         tensors[name] = tensor.detach().to("cpu", copy=True)
+    if not tensors:
+        raise WeightSyncError("no part of the adapter was sent")
     modules = {name.removesuffix(_A).removesuffix(_B) for name in tensors}
-    missing = sorted({m + end for m in modules for end in (_A, _B)} - tensors.keys())
-    if missing or not modules:
-        first = f", first {missing[0]}" if missing else ""
-        raise WeightSyncError(f"{len(missing) or 'all'} parts of the adapter were not sent{first}")
+    if missing := sorted({m + end for m in modules for end in (_A, _B)} - tensors.keys()):
+        raise WeightSyncError(
+            f"{len(missing)} parts of the adapter were not sent, first {missing[0]}"
+        )
     targets = sorted({module.rpartition(".")[2] for module in modules})
     write_peft_adapter(directory, tensors, lora, targets)
-    return _receipt(tensors)
+    return digest_of(tensors)
 
 
 def _shape(name: str, layout: ModelLayout, lora: LoraConfig) -> tuple[int, int]:
@@ -83,17 +83,6 @@ def _shape(name: str, layout: ModelLayout, lora: LoraConfig) -> tuple[int, int]:
     if module == name or len(shape) != 2:
         raise WeightSyncError(f"the rollout model has no weight that {name} stands beside")
     return (lora.rank, shape[1]) if name.endswith(_A) else (shape[0], lora.rank)
-
-
-def _receipt(tensors: Mapping[str, Tensor]) -> WeightDigest:
-    digest = combine((name, tensor_checksum(tensor)) for name, tensor in tensors.items())
-    return WeightDigest(digest, len(tensors), sum(tensor.nbytes for tensor in tensors.values()))
-
-
-T = TypeVar("T")
-SHUTDOWN_TIMEOUT_S = 30.0
-ADAPTER = "policy"
-"""vLLM's name of the adapter."""
 
 
 class VllmEngine(ServedEngine):
@@ -114,6 +103,9 @@ class VllmEngine(ServedEngine):
     ) -> None:
         layout = read_layout(hf_dir, "vllm", dtype)
         self._llm: Any = launch.start(hf_dir, rollout, dtype, platform, layout, adapter)
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        self._deaths = (EngineDeadError,)
         self._adapter = adapter
         config = self._llm.vllm_config
         self.num_workers = config.parallel_config.tensor_parallel_size
@@ -143,10 +135,9 @@ class VllmEngine(ServedEngine):
         check_temperature(request)
 
     async def _load(self, order: str) -> Sequence[str]:
-        if self._vllm_sampler.adapter is not None:
-            if self._in_flight:
-                raise WeightSyncError("samples with an adapter are in flight; abort them first")
-            self._vllm_sampler.adapter = None
+        if self._vllm_sampler.adapter is not None and self._in_flight:
+            raise WeightSyncError("samples with an adapter are in flight; abort them first")
+        self._vllm_sampler.adapter = None
         replies = await self._llm.collective_rpc("receive_weights", args=(order,))
         await self._forget()
         return replies
@@ -155,7 +146,6 @@ class VllmEngine(ServedEngine):
         if self._adapter is None:
             return await super()._load_adapter(source)
         from vllm.lora.request import LoRARequest
-        from vllm.v1.engine.exceptions import EngineDeadError
 
         with TemporaryDirectory(prefix="rlhf-adapter-") as path:
             receipt = await asyncio.to_thread(
@@ -164,7 +154,7 @@ class VllmEngine(ServedEngine):
             # Always the same name and loaded in place, so that paused samples continue with it.
             try:
                 await self._llm.add_lora(LoRARequest(ADAPTER, 1, path, load_inplace=True))
-            except EngineDeadError:
+            except self._deaths:
                 raise
             except Exception as error:  # vLLM turns every error of its processes into one
                 raise WeightSyncError(f"vLLM refuses the adapter: {error}") from error
@@ -183,14 +173,22 @@ class VllmEngine(ServedEngine):
         await self._llm.get_supported_tasks()
 
     async def _score(self, ids: Sequence[int], temperature: float) -> tuple[float, ...]:
-        name = f"score/{next(self._score_numbers)}"
-        adapter = self._vllm_sampler.adapter
-        return await score_sequence(self._llm, ids, temperature, name, adapter)
+        return await score_sequence(
+            self._llm,
+            ids,
+            temperature,
+            f"score/{next(self._score_numbers)}",
+            self._vllm_sampler.adapter,
+        )
 
     async def _prompt_rows(self, request: PromptRequest, num_top: int) -> PromptRows:
-        name = f"prompt/{next(self._score_numbers)}"
-        adapter = self._vllm_sampler.adapter
-        return await prompt_rows(self._llm, request, num_top, name, adapter)
+        return await prompt_rows(
+            self._llm,
+            request,
+            num_top,
+            f"prompt/{next(self._score_numbers)}",
+            self._vllm_sampler.adapter,
+        )
 
     async def _stop_sampling(self) -> None:
         await self._llm.pause_generation(mode="keep", clear_cache=False)
@@ -204,10 +202,10 @@ class VllmEngine(ServedEngine):
     async def _free(self, level: SleepLevel) -> None:
         if level == "weights":
             await self._llm.sleep(level=2)
-            return
-        await self._llm.pause_generation(mode="abort")
-        if self._frees_memory:
-            await self._llm.release_kv_cache_memory()
+        else:
+            await self._llm.pause_generation(mode="abort")
+            if self._frees_memory:
+                await self._llm.release_kv_cache_memory()
 
     async def _take_back(self, level: SleepLevel) -> None:
         await self._llm.wake_up()
@@ -217,13 +215,4 @@ class VllmEngine(ServedEngine):
 
     async def _end(self) -> None:
         self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
-        self._vllm_sampler.let_go()
-        self._llm = None
-
-    async def _wait(self, call: Awaitable[T], what: str) -> T:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
-            return await super()._wait(call, what)
-        except EngineDeadError as error:
-            raise ReplicaLostError(f"vLLM died while we waited for it {what}") from error
+        self._vllm_sampler.llm = self._llm = None

@@ -42,13 +42,19 @@ def start(
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    _check_device(platform)
-    arguments = engine_arguments(options, rollout.max_num_sequences, layout)
-    arguments |= adapter_arguments(adapter) | latent_arguments(layout, dtype)
-    # Only structured output needs the tokenizer.
-    arguments["skip_tokenizer_init"] = not (hf_dir / "tokenizer.json").is_file()
-    unknown = options.engine_args.keys() - {each.name for each in fields(AsyncEngineArgs)}
-    if unknown:
+    if current_platform.device_type != platform.device_name:
+        raise ConfigError(
+            "rollout.engine",
+            f"the installed vllm is built for {current_platform.device_type or 'no device'}, the "
+            f"platform is {platform.device_name}; install the build for it",
+        )
+    arguments = {
+        **engine_arguments(options, rollout.max_num_sequences, layout, dtype),
+        **adapter_arguments(adapter),
+        # Only structured output needs the tokenizer.
+        "skip_tokenizer_init": not (hf_dir / "tokenizer.json").is_file(),
+    }
+    if unknown := options.engine_args.keys() - {each.name for each in fields(AsyncEngineArgs)}:
         raise ConfigError(
             f"{_FIELD}.engine_args", f"vLLM has no argument {', '.join(sorted(unknown))}"
         )
@@ -60,19 +66,19 @@ def start(
         ).create_engine_config()
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(_FIELD, f"vLLM refuses: {error}") from error
-    _check_latent(config.model_config)
+    if current_platform.is_cpu():
+        _check_latent(config.model_config)
     return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
 
 def engine_arguments(
-    options: VllmOptions, max_num_sequences: int, layout: ModelLayout
+    options: VllmOptions, max_num_sequences: int, layout: ModelLayout, dtype: str
 ) -> dict[str, Any]:
-    """Return the arguments of `AsyncEngineArgs` by name, without model and dtype."""
+    """Return the arguments of `AsyncEngineArgs` by name, without model, dtype and adapter."""
     from vllm.platforms import current_platform
 
     on_cpu = current_platform.is_cpu()
     max_model_len = min(options.max_model_len or layout.context_length, layout.context_length)
-    kv_cache_bytes = options.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None)
     return {
         # vLLM selects by class name, which a bare configuration lacks.
         "hf_overrides": {"architectures": [layout.architecture]},
@@ -98,11 +104,17 @@ def engine_arguments(
         # Not Ray: workers use the devices that Ray assigned to this actor.
         "distributed_executor_backend": "mp" if options.tensor_parallel_size > 1 else None,
         "gpu_memory_utilization": options.gpu_memory_utilization,
-        "kv_cache_memory_bytes": kv_cache_bytes,
+        "kv_cache_memory_bytes": options.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None),
         "block_size": options.block_size,
         "enforce_eager": on_cpu if options.enforce_eager is None else options.enforce_eager,
         "enable_prefix_caching": options.enable_prefix_caching,
         "enable_sleep_mode": sleep_frees_memory(),
+        # By itself vLLM 0.32 uses bfloat16 kernels for latent attention, whatever the dtype.
+        **(
+            {"attention_backend": "CPU_MLA"}
+            if on_cpu and layout.is_latent and dtype == "float32"
+            else {}
+        ),
     }
 
 
@@ -112,48 +124,21 @@ def adapter_arguments(adapter: LoraConfig | None) -> dict[str, Any]:
         return {}
     from vllm.config.lora import MaxLoRARanks
 
-    ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= adapter.rank]
-    if not ranks:
-        largest = max(get_args(MaxLoRARanks))
+    ranks = get_args(MaxLoRARanks)
+    if adapter.rank > max(ranks):
         raise ConfigError(
             "training.lora.rank",
-            f"got {adapter.rank}; vLLM takes an adapter of {largest} at most; lower it, or set "
+            f"got {adapter.rank}; vLLM takes an adapter of {max(ranks)} at most; lower it, or set "
             "rollout.lora_sync to merged",
         )
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(ranks)}
-
-
-def latent_arguments(layout: ModelLayout, dtype: str) -> dict[str, Any]:
-    """Return the arguments for latent attention (MLA) in float32 on a CPU; empty for other cases.
-
-    By itself vLLM 0.32 uses bfloat16 kernels there, whatever the dtype of the model.
-    """
-    from vllm.platforms import current_platform
-
-    if dtype != "float32" or not layout.is_latent or not current_platform.is_cpu():
-        return {}
-    return {"attention_backend": "CPU_MLA"}
-
-
-def _check_device(platform: PlatformBase) -> None:
-    from vllm.platforms import current_platform
-
-    if current_platform.device_type != platform.device_name:
-        raise ConfigError(
-            "rollout.engine",
-            f"the installed vllm is built for {current_platform.device_type or 'no device'}, the "
-            f"platform is {platform.device_name}; install the build for it",
-        )
+    rank = min(rank for rank in ranks if rank >= adapter.rank)
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
 
 
 def _check_latent(model_config: Any) -> None:
-    """Refuse latent attention (MLA) that vLLM would silently compute wrongly."""
-    from vllm.platforms import current_platform
-
-    if not (current_platform.is_cpu() and model_config.use_mla):
-        return
+    """Refuse latent attention (MLA) that vLLM would silently compute wrongly on a CPU."""
     rope = getattr(model_config.hf_text_config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") == "default":
+    if model_config.use_mla and rope.get("rope_type", "default") == "default":
         raise ConfigError(
             "rollout.engine",
             "got vllm; the model has latent attention with rotary positions that are not scaled, "

@@ -1,31 +1,22 @@
-"""Translates requests, seeds and completions between this project and vLLM.
+"""Has vLLM compute single samples, and logprobs of given tokens.
 
-Promises: the requested distribution is sampled, or the request is refused; every token has a
-logprob and a version. A sample that continues a prefix uses a new random stream, since vLLM's
-cannot start in the middle; so it differs from an uninterrupted one.
-
-Runs single samples through vLLM.
-
-Promises: vLLM drops cancelled samples; a sample with stop strings ends at the first one.
-
-Logprobs of given tokens, computed by vLLM with the served weights and without the prefix cache.
-
-vLLM reports prompt logprobs only at temperature 1; for others `score_sequence` fetches and rescales
-those of the whole vocabulary, which is slow. vLLM materializes the logits of all tokens of a step,
-at most `max_prefill_tokens`.
+Promises: the requested distribution is sampled, or the request is refused. vLLM drops cancelled
+samples. Logprobs of given tokens are computed with the served weights, without the prefix cache.
+Does not promise that a sample that continues a prefix equals an uninterrupted one: vLLM's random
+stream cannot start in the middle, so another one is used. `score_sequence` at a temperature other
+than 1 is slow, since vLLM reports only temperature 1: the logprobs of the whole vocabulary are
+fetched and rescaled. vLLM materializes the logits of all tokens of a step, at most
+`max_prefill_tokens`.
 """
 
 import hashlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from engines.errors import RolloutError
-from engines.rollout.prompt_logprobs import Candidates, PromptRequest, PromptRows
-from engines.rollout.served.in_flight import RunningSample
-from engines.rollout.stop_strings import SampledText
-from engines.types import Completion, RolloutRequest, StructuredOutput
+from engines.rollout.prompt_logprobs import Candidates, PromptRequest, PromptRows, logprob_at
+from engines.rollout.served.sampler import RunningSample
+from engines.types import Completion, RolloutRequest
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """vLLM raises a smaller positive temperature to this, treats the smallest as 0, and refuses one
@@ -60,10 +51,10 @@ def sampling_params(sample: RunningSample, eos_token_ids: Sequence[int]) -> Any:
 
     Output comes once at the end; for a sample with stop strings also after each step.
     """
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
     request, sampling = sample.request, sample.request.sampling
-    kind = RequestOutputKind.FINAL_ONLY if sample.text is None else RequestOutputKind.CUMULATIVE
+    form = sampling.structured_output
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -74,51 +65,31 @@ def sampling_params(sample: RunningSample, eos_token_ids: Sequence[int]) -> Any:
         detokenize=False,
         ignore_eos=True,
         stop_token_ids=sorted({*eos_token_ids, *sampling.stop_token_ids}),
-        structured_outputs=_structured(sampling.structured_output),
-        output_kind=kind,
+        structured_outputs=form
+        and StructuredOutputsParams(
+            json=form.json_schema, regex=form.regex, choice=list(form.choice) or None
+        ),
+        output_kind=(
+            RequestOutputKind.FINAL_ONLY if sample.text is None else RequestOutputKind.CUMULATIVE
+        ),
     )
 
 
-def _structured(form: StructuredOutput | None) -> Any:
-    from vllm.sampling_params import StructuredOutputsParams
-
-    if form is None:
-        return None
-    return StructuredOutputsParams(
-        json=form.json_schema, regex=form.regex, choice=list(form.choice) or None
-    )
-
-
-async def last(outputs: AsyncIterator[Any]) -> Any:
-    """Return the last output of a vLLM request."""
-    found: Any = None
-    async for output in outputs:
-        found = output
-    return found
-
-
-def completion(sample: RunningSample, output: Any, num_until_stop: int | None = None) -> Completion:
-    """Convert vLLM's final output, up to the `num_until_stop` tokens that complete a stop string.
+def completion(sample: RunningSample, output: Any) -> Completion:
+    """Convert vLLM's final output.
 
     Raises:
         RolloutError: a token lacks its logprob or version, or vLLM ended it for its own reasons.
     """
-    token_ids = tuple(output.token_ids)
-    rows = output.logprobs or ()
-    versions: list[int] = []
-    for span in output.weight_versions or ():
-        versions += [int(span.version)] * (span.end - span.start)
-    if not len(token_ids) == len(rows) == len(versions):
-        raise RolloutError(
-            f"{sample.name}: {len(token_ids)} tokens with {len(rows)} logprobs and "
-            f"{len(versions)} versions"
-        )
     if output.finish_reason not in ("stop", "length", "abort"):
         raise RolloutError(f"{sample.name}: vLLM ended it as {output.finish_reason}")
-    logprobs = tuple(row[token].logprob for row, token in zip(rows, token_ids, strict=True))
-    kept = slice(num_until_stop)
-    reason = output.finish_reason if num_until_stop is None else "stop"
-    return Completion(*sample.key, token_ids[kept], logprobs[kept], versions[kept], reason)
+    token_ids = tuple(output.token_ids)
+    return sample.completion(
+        token_ids,
+        [row[token].logprob for row, token in zip(output.logprobs or (), token_ids, strict=False)],
+        [(int(span.version), span.start, span.end) for span in output.weight_versions or ()],
+        output.finish_reason,
+    )
 
 
 class VllmSampler:
@@ -129,56 +100,44 @@ class VllmSampler:
     """
 
     def __init__(self, llm: Any, eos_token_ids: frozenset[int]) -> None:
-        self._llm: Any = llm
+        self.llm: Any = llm
+        """None once it was shut down: its destructor fails at the end of the process."""
         self._eos_token_ids = sorted(eos_token_ids)
         self.adapter: Any = None
 
     @property
     def is_lost(self) -> bool:
         """See `Sampler`."""
-        return self._llm is not None and self._llm.errored
+        return self.llm is not None and self.llm.errored
 
     async def sample(self, sample: RunningSample) -> Completion:
         """See `Sampler`. vLLM drops a request whose task is cancelled."""
         from vllm.inputs.engine import tokens_input
 
-        prompt = tokens_input(sample.token_ids)
-        params = sampling_params(sample, self._eos_token_ids)
-        outputs = self._llm.generate(prompt, params, sample.name, lora_request=self.adapter)
-        if sample.text is not None:
-            return await self._until_stop(sample, sample.text, outputs)
-        return completion(sample, (await last(outputs)).outputs[0])
-
-    def let_go(self) -> None:
-        """Release vLLM, whose destructor fails at the end of the process."""
-        self._llm = None
-
-    async def _until_stop(
-        self, sample: RunningSample, text: SampledText, outputs: AsyncIterator[Any]
-    ) -> Completion:
-        """Follow a sample step by step, and end it at a stop string; vLLM's own ignore a prefix."""
         found: Any = None
-        num_seen, num_until_stop = 0, None
-        async for found in outputs:
-            fresh = found.outputs[0].token_ids[num_seen:]
-            if num_until_stop is None and (number := text.contains_stop(fresh)) is not None:
-                num_until_stop = num_seen + number
-                if not found.finished:
-                    await self._llm.abort(sample.name)
-            num_seen += len(fresh)
-        return completion(sample, found.outputs[0], num_until_stop)
+        async for found in self.llm.generate(
+            tokens_input(sample.token_ids),
+            sampling_params(sample, self._eos_token_ids),
+            sample.name,
+            lora_request=self.adapter,
+        ):
+            if sample.reaches_stop(found.outputs[0].token_ids) and not found.finished:
+                await self.llm.abort(sample.name)
+        return completion(sample, found.outputs[0])
 
 
 async def score_sequence(
     llm: Any, ids: Sequence[int], temperature: float, vllm_id: str, adapter: Any = None
 ) -> tuple[float, ...]:
     """Return the logprob of every token but the first; `vllm_id` names the request."""
-    num_told = 0 if temperature == 1 else -1
-    told = await _prompt_logprobs(llm, ids, num_told, vllm_id, adapter)
+    told = await _prompt_logprobs(llm, ids, 0 if temperature == 1 else -1, vllm_id, adapter)
     rows = zip(told[1:], ids[1:], strict=True)
     if temperature == 1:
         return tuple(row[token].logprob for row, token in rows)
-    return tuple(_at_temperature(row, token, temperature) for row, token in rows)
+    return tuple(
+        logprob_at([row[other].logprob for other in range(len(row))], token, temperature)
+        for row, token in rows
+    )
 
 
 async def prompt_rows(
@@ -188,15 +147,19 @@ async def prompt_rows(
     ids = request.token_ids
     told = await _prompt_logprobs(llm, ids, num_top, vllm_id, adapter)
     rows = list(zip(told[request.first :], ids[request.first :], strict=True))
-    logprobs = [row[token].logprob for row, token in rows]
-    likeliest = [_likeliest(row, token, num_top) for row, token in rows] if num_top else ()
-    return PromptRows(logprobs, likeliest)
+    return PromptRows(
+        [row[token].logprob for row, token in rows],
+        [_likeliest(row, token, num_top) for row, token in rows] if num_top else (),
+    )
 
 
 def _likeliest(row: Mapping[int, Any], token: int, num_top: int) -> Candidates:
     """Return candidates, without the given token where vLLM lists it in addition."""
-    is_more = len(row) > num_top
-    return [(each.logprob, other) for other, each in row.items() if other != token or not is_more]
+    return [
+        (each.logprob, other)
+        for other, each in row.items()
+        if other != token or len(row) <= num_top
+    ]
 
 
 async def _prompt_logprobs(
@@ -217,10 +180,7 @@ async def _prompt_logprobs(
         ignore_eos=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    outputs = llm.generate(tokens_input(list(ids)), params, vllm_id, lora_request=adapter)
-    return (await last(outputs)).prompt_logprobs
-
-
-def _at_temperature(row: dict[int, Any], token: int, temperature: float) -> float:
-    logprobs = torch.tensor([row[other].logprob for other in range(len(row))], dtype=torch.float64)
-    return float((logprobs / temperature).log_softmax(-1)[token])
+    told: Sequence[Any] = ()
+    async for found in llm.generate(tokens_input(list(ids)), params, vllm_id, lora_request=adapter):
+        told = found.prompt_logprobs
+    return told

@@ -23,7 +23,7 @@ class WorkerExtension:
     rank: int
 
     def receive_weights(self, order: str) -> str:
-        """Execute an order of `served.updates.order_of`; return the reply for `agreed`."""
+        """Execute an order of `served.weight_receiver.order_of`; return the reply for `agreed`."""
         from vllm.config import set_current_vllm_config
 
         def load(tensors: NamedTensors) -> None:
@@ -42,9 +42,12 @@ def _reload(model: Any, model_config: Any, tensors: NamedTensors) -> None:
         finalize_layerwise_reload,
         initialize_layerwise_reload,
     )
+    from vllm.platforms import current_platform
 
+    on_cpu = current_platform.is_cpu()
     held = {name for name, _ in model.named_parameters()}
-    _forget_expert_kernels(model)
+    if on_cpu:
+        _forget_expert_kernels(model)
     initialize_layerwise_reload(model)
     # Computed parameters are gone now, and tied ones are held once. An adapter's layer holds its
     # base layer as `base_layer`, but weights are loaded under its own name.
@@ -55,10 +58,9 @@ def _reload(model: Any, model_config: Any, tensors: NamedTensors) -> None:
     finally:
         # After an error too: else the next update would find leftovers of this one.
         finalize_layerwise_reload(model, model_config)
-    missing = sorted(wanted - (wanted if loaded is None else loaded))
-    if missing:
+    if missing := sorted(wanted - (wanted if loaded is None else loaded)):
         raise WeightSyncError(f"vLLM got no weights for {', '.join(missing[:3])}")
-    if not fault("vllm.head_refresh"):
+    if on_cpu and not fault("vllm.head_refresh"):
         _refresh_packed_heads(model)
 
 
@@ -71,14 +73,10 @@ def _forget_expert_kernels(model: Any) -> None:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
         UnquantizedFusedMoEMethod,
     )
-    from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        return
-    methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
-    for method in methods:
-        if isinstance(method, UnquantizedFusedMoEMethod):
-            method.moe_kernel = None
+    for module in model.modules():
+        if isinstance(getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
+            module.quant_method.moe_kernel = None
 
 
 def _refresh_packed_heads(model: Any) -> None:
@@ -88,10 +86,7 @@ def _refresh_packed_heads(model: Any) -> None:
     weights.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-    from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        return
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)

@@ -13,7 +13,7 @@ import torch
 from engines.errors import ReplicaLostError, RolloutError, WeightSyncError
 from engines.rollout.base import RolloutEngine
 from engines.rollout.prompt_logprobs import PromptRequest
-from engines.rollout.replica_pool import TRANSITIONS, ReplicaSlot, ReplicaState, RestartPolicy
+from engines.rollout.replica_pool import TRANSITIONS, ReplicaPool, ReplicaState, RestartPolicy
 from engines.rollout.service import RolloutService
 from engines.types import Completion, RolloutRequest, SamplingParams
 from engines.weight_sync.base import WeightDigest
@@ -364,15 +364,17 @@ def test_a_deadline_of_an_engine_does_not_end_the_watch(lab) -> None:
 
 
 def test_there_is_no_step_beside_the_table(lab) -> None:
+    pool = ReplicaPool([lab.bare_engine()], None)
+    (slot,) = pool.slots
     for before in ReplicaState:
         for after in ReplicaState:
-            slot = ReplicaSlot(0, lab.bare_engine(), before)
+            slot.state = before
             if before is after or (before, after) in TRANSITIONS:
-                slot.move(after)
+                pool.move(slot, after)
                 assert slot.state is after
             else:
                 with pytest.raises(ValueError, match="no step"):
-                    slot.move(after)
+                    pool.move(slot, after)
 
 
 def test_the_guide_shows_the_table() -> None:

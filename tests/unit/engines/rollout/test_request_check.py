@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engines.errors import RolloutError
-from engines.rollout.request_check import check_request, check_requests
+from engines.rollout.request_check import check_requests
 from engines.types import RolloutRequest, SamplingParams, StructuredOutput
 
 FORM = StructuredOutput(choice=("a", "b"))
@@ -17,18 +17,18 @@ def with_sampling(**changes) -> RolloutRequest:
 
 
 def test_a_request_that_just_fits_is_accepted():
-    check_request(GOOD, context_length=8, vocab_size=4)
+    check_requests([GOOD], [], context_length=8, vocab_size=4)
     rest = replace(GOOD, prefixes=((1, 2, 3, 0),), draw_offsets=(9,), sample_indices=(7,), turn=3)
-    check_request(rest, context_length=8, vocab_size=4)
+    check_requests([rest], [], context_length=8, vocab_size=4)
     ends = with_sampling(stop=("a", "b"), stop_token_ids=(0, 3), structured_output=FORM)
-    check_request(ends, context_length=8, vocab_size=4, structured_output=True)
+    check_requests([ends], [], context_length=8, vocab_size=4, structured_output=True)
 
 
 def test_a_form_cannot_be_kept_from_the_middle_on():
     rest = replace(with_sampling(structured_output=FORM), prefixes=((1,),))
     with pytest.raises(RolloutError, match="cannot continue a prefix"):
-        check_request(rest, 8, 4, structured_output=True)
-    check_request(replace(rest, prefixes=((),)), 8, 4, structured_output=True)
+        check_requests([rest], [], 8, 4, structured_output=True)
+    check_requests([replace(rest, prefixes=((),))], [], 8, 4, structured_output=True)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_a_sample_is_asked_for_once():
         (replace(GOOD, sample_indices=(-1,)), "sample_indices are"),
         (replace(GOOD, seeds=(1, 2), sample_indices=(3, 3)), "sample_indices are .* each once"),
         (replace(GOOD, turn=-1), "turn is -1"),
-        (replace(GOOD, images=(b"x",)), "1 images, of which .* see none; engines .*: transformers"),
+        (replace(GOOD, images=(b"x",)), "got 1 images; .* take none; engines .*: transformers"),
     ],
 )
 def test_what_is_wrong_is_named(request_, what):
     with pytest.raises(RolloutError, match=f"r=1: .*{what}"):
-        check_request(request_, context_length=8, vocab_size=4)
+        check_requests([request_], [], context_length=8, vocab_size=4)

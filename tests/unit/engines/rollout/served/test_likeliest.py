@@ -110,7 +110,7 @@ def test_so_many_are_asked_at_once_and_answers_keep_their_order() -> None:
     [
         (PromptRequest("a", (1,) * 8), "a sequence of 8 tokens; need 2 to 7"),
         (PromptRequest("a", (1, 12)), "outside the vocabulary"),
-        (PromptRequest("a", (1, 2), temperature=0.7), "temperature is 0.7; .* knows 1 alone"),
+        (PromptRequest("a", (1, 2), temperature=0.7), "temperature is 0.7; .* computes 1 alone"),
     ],
 )
 def test_what_the_library_cannot_say_is_refused(request_: PromptRequest, said: str) -> None:
@@ -122,7 +122,7 @@ def test_a_library_that_is_silent_meets_the_deadline_and_the_others_are_given_up
     library = Library(delay_s=5.0, timeout_s=0.05)
 
     async def ask() -> None:
-        with pytest.raises(DeadlineError, match="it to say logprobs of a prompt"):
+        with pytest.raises(DeadlineError, match="it to compute logprobs of a prompt"):
             await library.prompt_logprobs([PromptRequest(f"r{at}", (1, 2)) for at in range(4)])
         assert len(asyncio.all_tasks()) == 1
 

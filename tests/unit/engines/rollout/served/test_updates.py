@@ -68,7 +68,7 @@ def test_another_dtype_is_refused(
     layout: ModelLayout, tmp_path: Path, name: str, dtype: str, wanted: str
 ) -> None:
     dtypes = {BIAS: torch.float32, name: getattr(torch, dtype)}
-    problem = f"{name}: sent torch.{dtype}, the rollout dtype is torch.{wanted}"
+    problem = f"{name}: sent torch.{dtype}, its rollout dtype is torch.{wanted}"
     with pytest.raises(WeightSyncError, match=problem):
         sent(layout, dtypes, tmp_path / "weights.safetensors")
 

@@ -7,11 +7,11 @@ from typing import Any, cast
 import pytest
 
 from engines.errors import RolloutError
-from engines.rollout.served.in_flight import RunningSample
-from engines.rollout.sglang import sampling
-from engines.rollout.sglang.sampling import BatchedCalls, SglangSampler
+from engines.rollout.served.sampler import RunningSample
+from engines.rollout.sglang import sampling as sglang_sampling
+from engines.rollout.sglang.sampling import SglangSampler
 from engines.rollout.sglang.server import Client, Server
-from engines.types import RolloutRequest, SamplingParams
+from engines.types import Completion, RolloutRequest, SamplingParams
 from infra.errors import DeadlineError
 
 REQUEST = RolloutRequest("a", (5, 6), SamplingParams(2), (1, 2, 3))
@@ -34,35 +34,37 @@ class Scripted:
 
 
 def end(name: str) -> dict[str, Any]:
-    return {"meta_info": {"id": name, "finish_reason": {"type": "length"}}}
+    meta = {
+        "id": name,
+        "finish_reason": {"type": "length"},
+        "output_token_logprobs": [[-0.5], [-0.5]],
+        "weight_versions": [{"version": "0", "start": 0, "end": 2}],
+    }
+    return {"output_ids": [7, 8], "meta_info": meta}
 
 
 def first(name: str) -> dict[str, Any]:
-    return {"meta_info": {"id": name, "finish_reason": None}}
+    return {"output_ids": [7], "meta_info": {"id": name, "finish_reason": None}}
 
 
 def sample(place: int, call: int = 0) -> RunningSample:
-    return RunningSample(REQUEST, place, f"{call}/{place}", call)
+    return RunningSample(REQUEST, place, call, f"{call}/{place}")
 
 
-def batches(client: Scripted) -> tuple[BatchedCalls, asyncio.Event, list[str]]:
-    may_send, sent = asyncio.Event(), list[str]()
-    made = BatchedCalls(cast(Client, client), {3}, may_send, sent.append)
-    return made, may_send, sent
+def sampling(client: Scripted) -> tuple[SglangSampler, Callable[..., asyncio.Task[Completion]]]:
+    made = SglangSampler(cast(Server, None), cast(Client, client), frozenset({3}))
+    return made, lambda *which: asyncio.create_task(made.sample(sample(*which)))
 
 
 def test_a_call_of_generate_is_one_call_of_the_server() -> None:
     client = Scripted(lambda names: [*map(first, names), *map(end, reversed(names))])
 
-    async def main() -> list[str]:
-        made, may_send, sent = batches(client)
-        may_send.set()
-        answers = [made.put(sample(p, call)) for call in (0, 1) for p in (0, 1)]
-        found = [(await answer)["meta_info"]["id"] for answer in answers]
-        assert sent == found
-        return found
+    async def main() -> list[int]:
+        _, start = sampling(client)
+        tasks = [start(place, call) for call in (0, 1) for place in (0, 1)]
+        return [(await task).sample_index for task in tasks]
 
-    assert asyncio.run(main()) == ["0/0", "0/1", "1/0", "1/1"]
+    assert asyncio.run(main()) == [0, 1, 0, 1]
     assert client.asked == [["0/0", "0/1"], ["1/0", "1/1"]]
 
 
@@ -70,15 +72,16 @@ def test_nothing_is_sent_while_held_back_nor_what_was_cancelled_then() -> None:
     client = Scripted(lambda names: [*map(end, names)])
 
     async def main() -> None:
-        made, may_send, sent = batches(client)
-        kept, dropped = made.put(sample(0)), made.put(sample(1))
+        made, start = sampling(client)
+        made.may_send.clear()
+        kept, dropped = start(0), start(1)
         await asyncio.sleep(0.01)
         assert not client.asked
-        late = made.put(sample(2))
+        late = start(2)
         dropped.cancel()
-        may_send.set()
+        await asyncio.sleep(0.01)
+        made.may_send.set()
         await asyncio.gather(kept, late)
-        assert sent == ["0/0", "0/2"]
 
     asyncio.run(main())
     assert client.asked == [["0/0", "0/2"]]
@@ -94,10 +97,9 @@ def test_what_has_no_end_fails_and_what_has_one_does_not(
     client = Scripted(lambda names: [end(names[0]), *last])
 
     async def main() -> None:
-        made, may_send, _ = batches(client)
-        may_send.set()
-        whole, broken = made.put(sample(0)), made.put(sample(1))
-        assert (await whole)["meta_info"]["id"] == "0/0"
+        _, start = sampling(client)
+        whole, broken = start(0), start(1)
+        assert (await whole).sample_index == 0
         with pytest.raises(RolloutError, match=message):
             await broken
 
@@ -108,9 +110,8 @@ def test_close_ends_what_is_under_way() -> None:
     client = Scripted(lambda names: [first(names[0])] * 10**6)
 
     async def main() -> None:
-        made, may_send, _ = batches(client)
-        may_send.set()
-        answer = made.put(sample(0))
+        made, start = sampling(client)
+        answer = start(0)
         await asyncio.sleep(0.01)
         async with asyncio.timeout(60):
             await made.close()
@@ -124,7 +125,7 @@ def test_a_server_that_does_not_hear_of_an_abort_keeps_nobody_from_closing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Silent:
-        async def post(self, path: str, body: dict[str, Any]) -> None:
+        async def call(self, path: str, body: dict[str, Any]) -> None:
             await asyncio.Event().wait()
 
     async def drop_and_close() -> list[BaseException | None]:
@@ -137,7 +138,7 @@ def test_a_server_that_does_not_hear_of_an_abort_keeps_nobody_from_closing(
             await sampler.close()
         return told
 
-    monkeypatch.setattr(sampling, "TELL_DEADLINE_S", 0.05)
+    monkeypatch.setattr(sglang_sampling, "TELL_DEADLINE_S", 0.05)
     [error] = asyncio.run(drop_and_close())
     assert isinstance(error, DeadlineError)
     assert str(error) == "gave up after 0.05 s waiting for SGLang to hear that 0/0 is aborted"

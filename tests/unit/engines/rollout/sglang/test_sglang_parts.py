@@ -17,22 +17,20 @@ from transformers import Gemma3TextConfig, MistralConfig, PretrainedConfig, Qwen
 from engines.config.plugins import ROLLOUT_ENGINES
 from engines.errors import RolloutError
 from engines.rollout.prompt_logprobs import PromptRequest
-from engines.rollout.served.in_flight import RunningSample
+from engines.rollout.served.sampler import RunningSample
 from engines.rollout.served.weight_receiver import ModelLayout, read_layout
-from engines.rollout.sglang.engine import prompt_rows, scores
+from engines.rollout.sglang.engine import prompt_body, prompt_rows, score_body, scores
 from engines.rollout.sglang.launch import NUM_HELD_BACK, server_arguments
 from engines.rollout.sglang.options import SglangOptions
 from engines.rollout.sglang.plugin import ends_where_told
-from engines.rollout.sglang.server import _events
-from engines.rollout.sglang.server_main import check_window
-from engines.rollout.sglang.translation import (
+from engines.rollout.sglang.sampling import (
     batch_body,
     check_temperature,
     completion,
-    prompt_body,
-    score_body,
     stream_start,
 )
+from engines.rollout.sglang.server import _events
+from engines.rollout.sglang.server_main import check_window
 from engines.rollout.transformers.scheduler import stream_starts, uniforms
 from engines.types import Completion, RolloutRequest, SamplingParams, StructuredOutput
 from hardware.cpu import CPUPlatform
@@ -50,7 +48,7 @@ def pins(name: str) -> dict[str, str]:
 
 
 def sample(request: RolloutRequest = REQUEST, **changes) -> RunningSample:
-    return RunningSample(request, 0, "0/0/a/", 0, **changes)
+    return RunningSample(request, 0, 0, "0/0/a/", **changes)
 
 
 def span(version: str, start: int, end: int) -> dict[str, object]:
@@ -147,7 +145,7 @@ def test_each_token_gets_the_version_of_its_span() -> None:
 
 
 def test_a_stop_string_cuts_what_sglang_sampled_beyond_it() -> None:
-    found = completion(sample(), answer(finish_reason=None), EOS, num_until_stop=1)
+    found = completion(sample(num_until_stop=1), answer(finish_reason=None), EOS)
     assert found == Completion("a", 0, (7,), (-0.5,), (3,), "stop")
 
 

@@ -32,7 +32,7 @@ def test_prefill_then_decode_equals_the_formula():
     query, key, value = (
         torch.randn(1, heads, total, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
-    cache = KVCache(num_layers=1, max_rows=8, max_length=16)
+    cache = KVCache(max_rows=8, max_length=16)
     cache.reserve(5, 5)
     step = PrefillStep.build(cache, 0, lengths, num_samples, torch.device("cpu"))
     assert step.position_T.tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 4]
@@ -74,7 +74,7 @@ def test_a_model_that_drops_the_step_is_refused():
 
 def test_attention_it_does_not_compute_is_refused():
     x = torch.zeros(1, 2, 1, 4)
-    step = DecodeStep(KVCache(1, 1, 8), torch.tensor([0]), 1)
+    step = DecodeStep(KVCache(1, 8), torch.tensor([0]), 1)
     with pytest.raises(RolloutError, match="softcap"):
         attend(Layer(), x, x, x, None, rollout_step=step, softcap=30.0)
 
@@ -83,6 +83,6 @@ def test_a_model_that_drops_its_window_is_refused():
     layer = Layer()
     layer.config = SimpleNamespace(sliding_window=4, layer_types=["sliding_attention"])
     x = torch.zeros(1, 2, 1, 4)
-    step = DecodeStep(KVCache(1, 1, 8), torch.tensor([0]), 1)
+    step = DecodeStep(KVCache(1, 8), torch.tensor([0]), 1)
     with pytest.raises(RolloutError, match="does not pass its window"):
         attend(layer, x, x, x, None, rollout_step=step)

@@ -51,7 +51,7 @@ def load(model: InferenceModel, reference: torch.nn.Module) -> None:
 @torch.inference_mode()
 def one_step(model: InferenceModel, *, written_out: bool) -> torch.Tensor:
     """(B, V) logits of a token behind prompts of different lengths."""
-    cache = KVCache(model.num_layers, len(LENGTHS), model.context_length)
+    cache = KVCache(len(LENGTHS), model.context_length)
     cache.reserve(len(LENGTHS), max(LENGTHS) + 1)
     prompts = PrefillStep.build(cache, 0, LENGTHS, [1] * len(LENGTHS), torch.device("cpu"))
     ids = (torch.arange(sum(LENGTHS)) % 20 + 2).split(LENGTHS)

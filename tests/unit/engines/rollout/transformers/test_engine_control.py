@@ -56,7 +56,7 @@ def test_requests_join_a_running_batch_and_leave_it_alone(long_lab):
         running = asyncio.create_task(collect(engine, first))
         await steps_until(lambda: tokens_in_flight(engine) > 20)
         joined = asyncio.create_task(collect(engine, second))
-        await steps_until(lambda: engine.num_running == 12)
+        await steps_until(lambda: len(engine._batch.samples) == 12)
         return await joined, running.done(), await running
 
     joined, first_done, rest = run(scenario())
@@ -73,7 +73,8 @@ def test_completions_come_as_they_finish(long_lab):
     engine = long_lab.engine()
 
     async def scenario():
-        return [(c.request_id, engine.num_running) async for c in engine.generate([long, short])]
+        stream = engine.generate([long, short])
+        return [(c.request_id, len(engine._batch.samples)) async for c in stream]
 
     assert run(scenario()) == [("short", 1), ("long", 0)]
 
@@ -131,7 +132,7 @@ def test_weights_do_not_change_under_a_running_batch(long_lab):
 
     async def scenario():
         task = asyncio.create_task(collect(engine, long_lab.requests(2, 2, max_new_tokens=30)))
-        await steps_until(lambda: engine.num_running == 4)
+        await steps_until(lambda: len(engine._batch.samples) == 4)
         with pytest.raises(WeightSyncError, match="in flight"):
             await engine.update_weights(Held(long_lab.model), 1)
         return await task
@@ -214,7 +215,7 @@ def test_a_caller_that_goes_away_leaves_nothing_behind(long_lab):
         async for _ in stream:
             break
         await stream.aclose()
-        return engine.num_running, len(engine._scheduler.waiting)
+        return len(engine._batch.samples), len(engine._scheduler.waiting)
 
     assert run(scenario()) == (0, 0)
     assert len(generate_all(engine, requests)) == 5  # and the ids are free again
@@ -228,7 +229,7 @@ def test_deadline_of_the_engine(long_lab):
         with pytest.raises(DeadlineError, match="6 samples of 3 requests"):
             await collect(engine, long_lab.requests(3, 2))
         await engine.resume()
-        return engine.num_running, len(engine._scheduler.waiting)
+        return len(engine._batch.samples), len(engine._scheduler.waiting)
 
     assert run(scenario()) == (0, 0)
 

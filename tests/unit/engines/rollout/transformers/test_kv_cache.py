@@ -17,7 +17,7 @@ def random_kv(num_rows: int, length: int, seed: int) -> tuple[torch.Tensor, torc
 
 
 def test_rows_of_different_lengths_grow_in_place() -> None:
-    cache = KVCache(num_layers=2, max_rows=8, max_length=200)
+    cache = KVCache(max_rows=8, max_length=200)
     cache.reserve(2, 5)
     keys, values = random_kv(2, 5, seed=0)
     for layer in range(2):
@@ -35,7 +35,7 @@ def test_rows_of_different_lengths_grow_in_place() -> None:
 
 
 def test_growth_keeps_what_is_stored() -> None:
-    cache = KVCache(num_layers=1, max_rows=100, max_length=1000)
+    cache = KVCache(max_rows=100, max_length=1000)
     cache.reserve(2, 4)
     keys, values = random_kv(2, 4, seed=2)
     cache.write_prefixes(0, 0, keys, values)
@@ -47,7 +47,7 @@ def test_growth_keeps_what_is_stored() -> None:
 
 
 def test_growth_is_geometric_and_limited() -> None:
-    cache = KVCache(num_layers=1, max_rows=10, max_length=10 * LENGTH_STEP)
+    cache = KVCache(max_rows=10, max_length=10 * LENGTH_STEP)
     cache.reserve(8, 8 * LENGTH_STEP)
     cache.reserve(9, 8 * LENGTH_STEP + 1)
     cache.write_prefixes(0, 0, *random_kv(9, 1, seed=3))
@@ -56,7 +56,7 @@ def test_growth_is_geometric_and_limited() -> None:
 
 
 def test_move_copies_rows_and_free_drops_everything() -> None:
-    cache = KVCache(num_layers=1, max_rows=4, max_length=64)
+    cache = KVCache(max_rows=4, max_length=64)
     cache.reserve(4, 3)
     keys, values = random_kv(4, 3, seed=4)
     cache.write_prefixes(0, 0, keys, values)

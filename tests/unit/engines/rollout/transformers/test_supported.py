@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engines.rollout.transformers.inference_model import refusal
+from engines.rollout.transformers.options import refusal
 
 
 @pytest.mark.parametrize(

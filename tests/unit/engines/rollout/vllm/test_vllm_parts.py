@@ -4,6 +4,7 @@ import asyncio
 import re
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 from engines.config.plugins import ROLLOUT_ENGINES
 from engines.errors import RolloutError
 from engines.rollout.prompt_logprobs import PromptRequest
-from engines.rollout.served.in_flight import RunningSample
+from engines.rollout.served.sampler import RunningSample
 from engines.rollout.vllm.options import VllmOptions
 from engines.rollout.vllm.translation import (
     check_temperature,
@@ -35,7 +36,7 @@ def pins(name: str) -> dict[str, str]:
 
 def sample(temperature: float = 1.0) -> RunningSample:
     request = RolloutRequest("a", (5,), SamplingParams(4, temperature), (1,))
-    return RunningSample(request, 0, "0/0/a", 0)
+    return RunningSample(request, 0, 0, "0/0/a")
 
 
 def span(version: str, start: int, end: int) -> SimpleNamespace:
@@ -95,7 +96,8 @@ def test_behind_spent_draws_vllm_starts_another_stream() -> None:
 
 
 def test_a_stop_string_cuts_what_vllm_sampled_beyond_it() -> None:
-    found = completion(sample(), output(finish_reason="abort"), num_until_stop=1)
+    cut = replace(sample(), num_until_stop=1)
+    found = completion(cut, output(finish_reason="abort"))
     assert found == Completion("a", 0, (7,), (-0.5,), (3,), "stop")
 
 

@@ -1,0 +1,63 @@
+"""Checks the tensors of a weight update before they reach a rollout model, and their receipt.
+
+Promises: every tensor comes once, under a known name, with the shape and dtype in which it is held.
+"""
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from engines.checksum import combine, tensor_checksum
+from engines.errors import WeightSyncError
+from engines.weight_sync.base import WeightDigest
+
+
+class ExpectedTensors:
+    """The tensors of one update: shape and dtype by name; `tied` names must not be sent."""
+
+    def __init__(
+        self,
+        wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        tied: Collection[str],
+    ) -> None:
+        self._wanted, self._tied = wanted, tied
+        self._seen: set[str] = set()
+
+    def check(self, name: str, tensor: Tensor) -> None:
+        """Take note of a tensor; a WeightSyncError if it is not expected."""
+        if name in self._tied:
+            raise WeightSyncError(f"{name} is tied to another parameter; send the other one only")
+        if name not in self._wanted:
+            raise WeightSyncError(f"the rollout model has no parameter {name}")
+        if name in self._seen:
+            raise WeightSyncError(f"{name} was sent twice")
+        shape, dtype = self._wanted[name]
+        if tuple(tensor.shape) != shape:
+            raise WeightSyncError(
+                f"{name}: sent shape {tuple(tensor.shape)}, the rollout model has {shape}"
+            )
+        if tensor.dtype != dtype:
+            raise WeightSyncError(f"{name}: sent {tensor.dtype}, its rollout dtype is {dtype}")
+        self._seen.add(name)
+
+    def check_complete(self) -> None:
+        """Raise a WeightSyncError if a tensor is missing."""
+        missing = sorted(self._wanted.keys() - self._seen)
+        if missing:
+            raise WeightSyncError(f"{len(missing)} parameters were not sent, first {missing[0]}")
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> WeightDigest:
+    """Return the receipt of tensors that are held under their names."""
+    return WeightDigest(
+        digest=combine((name, tensor_checksum(tensor)) for name, tensor in tensors.items()),
+        num_tensors=len(tensors),
+        num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+    )
+
+
+def tied_names(model: nn.Module) -> frozenset[str]:
+    """Return the names of parameters that share memory with another one of the model."""
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    return frozenset(names) - dict(model.named_parameters()).keys()
