@@ -41,7 +41,7 @@ from engines.training.step.optimizer_step import (
     start_average,
     take_average,
 )
-from engines.training.vision_support import check_vision
+from engines.training.supported_models import check_vision
 from engines.types import ONLY_LOGPROBS, ModelOutputs, Readouts, TokenBatch, TrainMetrics
 from hardware.base import PlatformBase
 from infra import env

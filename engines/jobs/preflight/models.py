@@ -40,7 +40,7 @@ from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer, check_vocabulary, text_config
 from engines.jobs.preflight.rows import look_at_prompt, perfect_answer
 from engines.judges.judgement import question
-from engines.training.vision_support import check_vision
+from engines.training.supported_models import check_vision
 from infra.errors import ConfigError
 from infra.names import renamed_sections
 from infra.plugins import Row, load_row

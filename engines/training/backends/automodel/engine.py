@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from transformers import PreTrainedModel
 
 from engines import collectives
-from engines.training.backends.automodel.options import AutomodelOptions
 from engines.training.backends.fsdp.engine import FSDP2Engine
+from engines.training.backends.options import AutomodelOptions
 from engines.training.backends.transformers.build import build_model, decoder_layers
 from engines.training.spec import EngineSpec
 from engines.training.step.optimizer_step import clip_across_meshes

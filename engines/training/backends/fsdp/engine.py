@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel
 
 from engines import collectives
-from engines.training.backends.fsdp.options import FSDP2Options
+from engines.training.backends.options import FSDP2Options
 from engines.training.backends.transformers.build import build_model, decoder_layers
 from engines.training.backends.transformers.engine import TransformersModelEngine
 

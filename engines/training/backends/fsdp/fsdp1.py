@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from engines import collectives
 from engines.checkpoint.hub_names import named_state
 from engines.training.backends.fsdp.engine import sharding_mesh
-from engines.training.backends.fsdp.options import FSDPOptions
+from engines.training.backends.options import FSDPOptions
 from engines.training.backends.transformers.build import build_model, decoder_layers
 from engines.training.backends.transformers.engine import TransformersModelEngine
 from engines.training.backends.transformers.optimizer import decayed_names

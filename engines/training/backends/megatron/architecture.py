@@ -1,7 +1,7 @@
 """Maps Hugging Face architectures to Megatron-Core by mbridge.
 
 Adds settings that transformers 5 moved, and layers without TransformerEngine. Architectures that
-the mapping would change are refused before by `engines.training.backends.megatron.models`.
+the mapping would change are refused before by `engines.training.supported_models`.
 """
 
 import re

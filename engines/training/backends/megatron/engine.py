@@ -36,13 +36,13 @@ from engines.checkpoint.engine_state import (
 )
 from engines.errors import EngineError
 from engines.training.backends.megatron.layout import Layout, check_layout
-from engines.training.backends.megatron.models import check_model
 from engines.training.backends.megatron.param_mapping import Block, Part
 from engines.training.backends.transformers.build import check_stored_names
 from engines.training.backends.transformers.head import stored_weights
 from engines.training.base import BaseEngine
 from engines.training.spec import VALUE_HEAD, EngineSpec, ScaledLoss
 from engines.training.step.optimizer_step import Averaged
+from engines.training.supported_models import check_megatron
 from engines.training.weight_shards import HeldPart, owned_parts, stream_parts
 from engines.types import ModelOutputs, Readouts, TokenBatch
 from engines.weight_places import WeightPlace, WeightShard
@@ -66,7 +66,7 @@ class MegatronEngine(BaseEngine):
     def _library(self) -> Iterator[None]:
         """Scope of every call into Megatron-Core."""
         with self.spec.platform.library_scope("megatron"):
-            from engines.training.backends.megatron.layout import activate
+            from engines.training.backends.megatron.parallel import activate
 
             activate(self._layout, self.spec.training.collective_timeout_s)
             yield
@@ -93,7 +93,7 @@ class MegatronEngine(BaseEngine):
                 "got true with training.lora; need one of the two: TransformerEngine's matrices "
                 "hide the output of the norm before them, which an adapter reads; remove one",
             )
-        check_model(self.spec.hf_dir, text_settings(config))
+        check_megatron(self.spec.hf_dir, text_settings(config))
         if load_weights:
             check_stored_names(self.spec.hf_dir, self.spec.model_type)
         self._join_ranks()

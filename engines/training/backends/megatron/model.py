@@ -23,7 +23,8 @@ from megatron.core.transformer.transformer_block import (
 from torch import Tensor, nn
 
 from engines.training.backends.megatron.architecture import Architecture, rotary_frequencies
-from engines.training.backends.megatron.layout import Layout, Place
+from engines.training.backends.megatron.layout import Layout
+from engines.training.backends.megatron.parallel import Place
 from engines.training.backends.megatron.router_replay import LayerRoutes, RowRoutes
 from engines.training.model.attention import Packing, packed_attention
 from engines.training.model.linear_logprobs import Targets, head_rows

@@ -13,7 +13,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from engines.training.backends.megatron.architecture import Architecture, head_size
-from engines.training.backends.megatron.layout import Layout, Place
+from engines.training.backends.megatron.layout import Layout
+from engines.training.backends.megatron.parallel import Place
 from engines.training.spec import VALUE_HEAD
 from engines.weight_places import WeightPlace
 

@@ -14,8 +14,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from engines import collectives
-from engines.training.backends.megatron.layout import Layout, Place
+from engines.training.backends.megatron.layout import Layout
 from engines.training.backends.megatron.model import PackedRow
+from engines.training.backends.megatron.parallel import Place
 from engines.training.backends.megatron.router_replay import RouteMemory, RowRoutes
 from engines.training.model.attention import Packing, slice_sequence
 from engines.training.model.linear_logprobs import targets_of

@@ -27,10 +27,11 @@ from transformers import PretrainedConfig
 
 from engines.config.training import OptimizerConfig
 from engines.training.backends.megatron.architecture import Architecture
-from engines.training.backends.megatron.layout import Layout, Place, current_place
+from engines.training.backends.megatron.layout import Layout
 from engines.training.backends.megatron.lora import Adapter, add_adapters, start_adapters
 from engines.training.backends.megatron.model import PackedModel
 from engines.training.backends.megatron.optimizer import ShardedAdamW
+from engines.training.backends.megatron.parallel import Place, current_place
 from engines.training.backends.megatron.param_mapping import Block, Part, parts_of
 from engines.training.backends.megatron.pipeline import Pipeline
 from engines.training.backends.megatron.router_replay import RouteMemory

@@ -17,7 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from engines import collectives
 from engines.errors import EngineError
-from engines.training.backends.torchtitan.options import TorchTitanOptions
+from engines.training.backends.options import TorchTitanOptions
 from engines.training.backends.transformers.adapters import whole_tensor
 from engines.training.backends.transformers.build import check_stored_names
 from engines.training.backends.transformers.module_engine import DATA, ModuleEngine

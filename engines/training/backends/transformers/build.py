@@ -8,10 +8,6 @@ Faster passes of a transformers module by Liger's kernels and torch.compile.
 
 Changes only the given model, not transformers' classes. Not covered: attention (see `attention`),
 the output head (see `head`), rotary embeddings.
-
-Which models can train on packed sequences, without torch.
-
-The plan checks this, and every rank again. Others may still be refused when they are built.
 """
 
 from collections.abc import Callable, Mapping, Set
@@ -41,7 +37,6 @@ from engines.architecture import (
     position_refusal,
     text_settings,
 )
-from engines.attention_needs import unusual_attention
 from engines.checkpoint.model_directory import stored_tensor_names, without_progress_bars
 from engines.training.backends.transformers.adapters import (
     add_adapter,
@@ -60,6 +55,7 @@ from engines.training.backends.transformers.vision import (
 )
 from engines.training.model.attention import register_packed_attention
 from engines.training.spec import VALUE_HEAD, EngineSpec, ModelType
+from engines.training.supported_models import check_packed
 from infra.errors import ConfigError
 
 _SETTING = "training.use_liger"
@@ -143,21 +139,6 @@ def compile_layers(layers: list[nn.Module], backend: str) -> None:
     """
     for layer in layers:
         layer.forward = torch.compile(layer.forward, backend=backend, dynamic=True)
-
-
-def check_model(hf_dir: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a text model whose attention `rl_varlen` does not compute.
-
-    Raises:
-        ConfigError: names the unsupported feature.
-    """
-    lacking = unusual_attention(config)
-    if lacking is not None:
-        raise ConfigError(
-            "model.path",
-            f"got {hf_dir}, a {config.get('model_type')} model with {lacking}; need attention that "
-            "packed sequences can train with; choose another architecture",
-        )
 
 
 Shard = Callable[[PreTrainedModel], None]
@@ -372,7 +353,7 @@ def _config(hf_dir: Path, model_type: ModelType) -> PretrainedConfig:
     config.use_cache = False
     if model_type == "value_model":
         config.num_labels = 1
-    check_model(hf_dir, text_settings(config))
+    check_packed(hf_dir, text_settings(config))
     return config
 
 
