@@ -45,7 +45,14 @@ def model_outputs(
         EngineError: the backend did not compute all readouts.
     """
     if model_type == "value_model":
-        return _values(rows[0], batch, readouts)
+        values_T, last_values_B = rows[0, :-1], None
+        if readouts.last_values:
+            bounds = batch.cu_seqlens.to(torch.int64)
+            last_values_B = rows[0, bounds[1:]]
+            values_T = values_T.index_fill(0, bounds[:-1], 0.0)
+        return ModelOutputs(
+            torch.zeros_like(values_T), values_T=values_T, last_values_B=last_values_B
+        )
     num_needed = num_columns(readouts, model_type, batch)
     if rows.shape[0] != num_needed:
         raise EngineError(
@@ -68,21 +75,12 @@ def _of_tokens(rows: Tensor, batch: TokenBatch, readouts: Readouts) -> ModelOutp
     )
 
 
-def _values(row: Tensor, batch: TokenBatch, readouts: Readouts) -> ModelOutputs:
-    values_T, last_values_B = row[:-1], None
-    if readouts.last_values:
-        bounds = batch.cu_seqlens.to(torch.int64)
-        last_values_B = row[bounds[1:]]
-        values_T = values_T.index_fill(0, bounds[:-1], 0.0)
-    return ModelOutputs(torch.zeros_like(values_T), values_T=values_T, last_values_B=last_values_B)
-
-
 def num_columns(readouts: Readouts, model_type: ModelType, batch: TokenBatch) -> int:
     """Return the number of rows of `to_columns`."""
     if model_type == "value_model":
         return 1 + readouts.last_values
-    of_others = num_others(readouts, batch) * (2 if readouts.num_top else 1)
-    return 1 + readouts.entropy + readouts.sum_pi_squared + of_others
+    others = num_others(readouts, batch) * (2 if readouts.num_top else 1)
+    return 1 + readouts.entropy + readouts.sum_pi_squared + others
 
 
 def num_others(readouts: Readouts, batch: TokenBatch) -> int:

@@ -1,19 +1,17 @@
 """Tiles of a head's logits, and sums of statistics and gradients over tiles.
 
-Equal inputs and tile shapes give bit-identical logits and statistics. Statistics and sums of
-gradients are float32 (float64 for float64 inputs). A rank may hold no rows of the weights.
-Letters: N predicting positions, R of them in a tile, D model width, V vocabulary, C columns of it.
-
-Element-wise work on a tile of logits: softmax sums and gradients.
-
-For 16-bit logits on a GPU where torch can compile, each function is one or two kernels without a
-float32 copy of the tile; otherwise it is plain in-place operators. They differ by rounding only.
-Letters: R rows and C columns of the tile, K tokens of each row.
+Promises: equal inputs and tile shapes give bit-identical logits and statistics. Statistics and sums
+of gradients are float32 (float64 for float64 inputs). A rank may hold no rows of the weights.
+For 16-bit logits on a GPU where torch can compile, element-wise work on a tile is one or two
+kernels without a float32 copy of the tile; otherwise plain in-place operators. They differ by
+rounding only.
+Letters: N predicting positions, R of them in a tile, D model width, V vocabulary, C columns of it,
+K tokens of each row.
 """
 
 import importlib.util
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -183,8 +181,7 @@ def _can_compile() -> bool:
 DEFAULT_CHUNK_ELEMENTS = 1 << 24
 """Elements of a tile: 64 MiB in float32."""
 FUSED_CHUNK_ELEMENTS = 1 << 26
-"""For fused kernels, which hold no float32 tile (see `tile_math`): 128 MiB, fewer launches."""
-_UNLIMITED = 1 << 62
+"""For fused kernels, which hold no float32 tile: 128 MiB, fewer launches."""
 
 _MIN_ROWS = 512
 """Minimum rows of a tile, so that it is not bound by reading the weights."""
@@ -195,7 +192,7 @@ _MOST_COLUMNS = 1 << 15
 def tile_elements(hidden_ND: Tensor, *, chunked: bool) -> int:
     """Return the maximum logits of a tile; one tile holds all logits if not `chunked`."""
     if not chunked:
-        return _UNLIMITED
+        return 1 << 62
     return FUSED_CHUNK_ELEMENTS if is_fused(hidden_ND) else DEFAULT_CHUNK_ELEMENTS
 
 
@@ -265,17 +262,15 @@ class RowStatistics:
         """(R,) log of the sum of exp(z)."""
         return self._sums.largest_R + self._sums.sum_R.log()
 
-    def logprobs(self) -> Tensor:
-        """(R,) logprob of each row's token."""
-        return self._sums.chosen_R - self.log_sum()
+    def readouts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(R,) logprob of each row's token, entropy in nats, and sum of squared probabilities.
 
-    def sum_pi_squared(self) -> Tensor:
-        """(R,) sum of the squared probabilities."""
-        return self._sums.squared_R / self._sums.sum_R.square()
-
-    def entropy(self) -> Tensor:
-        """(R,) entropy in nats, from sums relative to the largest logit."""
-        return self._sums.sum_R.log() - self._sums.weighted_R / self._sums.sum_R
+        The last two are empty if they are not requested.
+        """
+        sums, none = self._sums, self._sums.sum_R.new_empty(0)
+        entropy_R = sums.sum_R.log() - sums.weighted_R / sums.sum_R if self._entropy else none
+        squares_R = sums.squared_R / sums.sum_R.square() if self._squares else none
+        return sums.chosen_R - self.log_sum(), entropy_R, squares_R
 
 
 def no_statistics(hidden_RD: Tensor) -> RowStatistics:
@@ -323,9 +318,9 @@ class GradientSums:
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of hidden states, weights and bias; None if not requested."""
-        hidden = self._hidden_sum
-        hidden = None if hidden is None else hidden.to(self._hidden_ND.dtype)
-        return hidden, self._weight_grad, self._bias_grad
+        hidden_sum, dtype = self._hidden_sum, self._hidden_ND.dtype
+        hidden_grad = None if hidden_sum is None else hidden_sum.to(dtype)
+        return hidden_grad, self._weight_grad, self._bias_grad
 
     def _accumulate(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         if total.dtype == left.dtype:
@@ -349,11 +344,10 @@ def tile(
 
 
 def scale_of(hidden_ND: Tensor, temperature: float) -> Tensor | None:
-    """Return 1 / temperature for the functions of `tile_math`; None for 1."""
+    """Return 1 / temperature as a 0-d tensor; None for 1."""
     if temperature == 1.0:
         return None
-    dtype, device = statistics_dtype(hidden_ND), hidden_ND.device
-    return torch.full((), 1.0 / temperature, dtype=dtype, device=device)
+    return hidden_ND.new_full((), 1.0 / temperature, dtype=statistics_dtype(hidden_ND))
 
 
 def places(token_ids_R: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
@@ -370,13 +364,11 @@ def tile_shape(
     Tiles have whole rows if at least `_MIN_ROWS` of them fit. `weight_VD` may be empty.
     """
     num_rows, vocabulary = hidden_ND.shape[0], max(1, weight_VD.shape[0])
-    enough = max(_MIN_ROWS, chunk_elements // max(vocabulary, 1), chunk_elements // _MOST_COLUMNS)
-    rows = min(max(1, num_rows), enough)
-    rows = min(rows, chunk_elements)
+    enough = max(_MIN_ROWS, chunk_elements // vocabulary, chunk_elements // _MOST_COLUMNS)
+    rows = min(max(1, num_rows), enough, chunk_elements)
     return rows, max(1, min(vocabulary, chunk_elements // rows))
 
 
-def slices(total: int, size: int) -> Iterator[slice]:
-    """Yield consecutive slices of a range, each of `size` except the last."""
-    for start in range(0, total, size):
-        yield slice(start, min(start + size, total))
+def slices(total: int, size: int) -> list[slice]:
+    """Return consecutive slices of a range, each of `size` except the last."""
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
