@@ -13,7 +13,7 @@ into (heads / n, all T tokens) and back.
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, cast
@@ -183,7 +183,7 @@ def packed_attention(
     rows = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
     window = sliding_window if sliding_window and sliding_window < packing.max_length else None
     is_fused = query.device.type != "cpu" and query.dtype != torch.float32
-    attend: Callable[..., Tensor] = _varlen if is_fused else _batched_runs
+    attend: Any = _varlen if is_fused else _batched_runs
     out = attend(rows, packing, scaling, window).unsqueeze(0)
     return out if group is None else tokens_for_heads(out, group), None
 

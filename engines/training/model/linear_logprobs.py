@@ -7,8 +7,8 @@ order that the backends share (`head_rows`; `engines.training.outputs` names the
 
 Promises: only a few tiles of logits exist at a time; the backward pass recomputes them. Softmax
 statistics and sums of gradients are float32 (float64 for float64 inputs); logits are rounded to the
-dtype of the inputs, as by the model's own head. For equal inputs and `chunk_elements` all functions have
-bit-identical logits, so a student equal to its teacher has the teacher's logprobs. Among equally
+dtype of the inputs, as by the model's own head. For equal inputs and `chunk_elements` all functions
+have bit-identical logits, so a student equal to its teacher has its logprobs. Among equally
 likely tokens the lowest id comes first, for all tiles and shards.
 Does not cover: soft-capped logits, second derivatives.
 Letters: N predicting positions, D model width, V vocabulary, K other tokens of each position.

@@ -92,8 +92,8 @@ def prepare(
     faults = (trained_first_token(batch), *find_image_fault(batch, image_layout))
     own = [*counts, batch.num_tokens, *own_flops, *own_maxima, *faults]
     rows = collectives.gather_rows(own, device, group)
-    *all_counts, num_tokens, model_flops, hardware_flops = collectives.column_sums(
-        [row[:6] for row in rows]
+    trained, sequences, trained_units, num_tokens, model_flops, hardware_flops = (
+        collectives.column_sums([row[:6] for row in rows])
     )
     maxima = [int(value) for value in collectives.column_maxima([row[6:11] for row in rows])]
     _check(maxima[1:], [list(map(int, row[11:])) for row in rows], max_tokens, rotary_limit)
@@ -102,7 +102,7 @@ def prepare(
     # Fillers run first: the last micro-batch, which reduces gradients, is a real one.
     fillers = [filler(batch) for _ in range(maxima[0] - len(plan))]
     return Preparation(
-        GlobalCounts(*map(int, all_counts)),
+        GlobalCounts(int(trained), int(sequences), int(trained_units)),
         StepWork(int(num_tokens), model_flops or None, hardware_flops or None),
         fillers + cut(batch, plan),
     )

@@ -32,7 +32,7 @@ from engines.training.backends.fsdp.engine import sharding_mesh
 from engines.training.backends.options import FSDPOptions
 from engines.training.backends.transformers.build import build_model, decoder_layers
 from engines.training.backends.transformers.engine import TransformersModelEngine
-from engines.training.backends.transformers.optimizer import decayed_names
+from engines.training.backends.transformers.module_engine import decayed_names
 from engines.training.spec import EngineSpec
 
 _WRAPPER = "_fsdp_wrapped_module."

@@ -37,8 +37,8 @@ from engines.checkpoint.engine_state import (
 from engines.errors import EngineError
 from engines.training.backends.megatron.layout import Layout, check_layout
 from engines.training.backends.megatron.param_mapping import Block, Part
+from engines.training.backends.merging import stored_weights
 from engines.training.backends.transformers.build import check_stored_names
-from engines.training.backends.transformers.head import stored_weights
 from engines.training.base import BaseEngine
 from engines.training.spec import VALUE_HEAD, EngineSpec, ScaledLoss
 from engines.training.step.optimizer_step import Averaged

@@ -56,9 +56,9 @@ def activate(layout: Layout, timeout_s: float) -> None:
     world = dist.group.WORLD
     made = _made.get(layout)
     if made is not None and made[0] is world:
-        vars(parallel_state).update(made[1])
+        parallel_state.__dict__.update(made[1])
         return
-    vars(parallel_state).update(_PRISTINE)
+    parallel_state.__dict__.update(_PRISTINE)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,

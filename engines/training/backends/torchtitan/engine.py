@@ -19,10 +19,8 @@ from engines import collectives
 from engines.errors import EngineError
 from engines.training.backends.options import TorchTitanOptions
 from engines.training.backends.transformers.adapters import whole_tensor
-from engines.training.backends.transformers.build import check_stored_names
-from engines.training.backends.transformers.module_engine import DATA, ModuleEngine
-from engines.training.backends.transformers.optimizer import make_adamw
-from engines.training.backends.transformers.slices import load_hub_weights
+from engines.training.backends.transformers.build import check_stored_names, load_hub_weights
+from engines.training.backends.transformers.module_engine import DATA, ModuleEngine, make_adamw
 from engines.training.model.attention import Packing
 from engines.training.model.linear_logprobs import Targets, head_rows, targets_of
 from engines.training.model.linear_tiles import tile_elements

@@ -4,7 +4,7 @@ Such backends share one checkpoint format, so each can load what another stored.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from engines.checkpoint.background import StagingBuffers
 from engines.checkpoint.engine_state import (
@@ -25,8 +26,9 @@ from engines.checkpoint.engine_state import (
     save_engine_state,
     stage_engine_state,
 )
+from engines.config.training import OptimizerConfig
 from engines.errors import EngineError
-from engines.training.backends.transformers.head import load_folded, stored_weights
+from engines.training.backends.merging import load_folded, stored_weights
 from engines.training.base import BaseEngine
 from engines.training.spec import EngineSpec
 from engines.training.step.optimizer_step import Averaged
@@ -172,3 +174,42 @@ class ModuleEngine(BaseEngine, Generic[Model]):
                 tensors[f"optimizer.{key}.{name}"] = values[key]
         first = next(iter(states.values()), None)
         return tensors, self._scalars(step, int(first["step"]) if first else 0)
+
+
+def decayed_names(model: nn.Module) -> set[str]:
+    """Return the parameters with weight decay: not one-dimensional ones (norms, biases)."""
+    return {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
+
+
+def make_adamw(
+    named: Iterable[tuple[str, nn.Parameter]], decayed: Collection[str], config: OptimizerConfig
+) -> torch.optim.AdamW:
+    """Create AdamW (arXiv:1711.05101) over the trained parameters.
+
+    Its state exists from the start, so that every checkpoint holds the same tensors.
+    """
+    trained = [(name, p) for name, p in named if p.requires_grad]
+    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
+    for name, parameter in trained:
+        # The fused step takes tensors of one mesh; tensor parallelism has two.
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((name in decayed, mesh), []).append(parameter)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": params, "weight_decay": config.weight_decay if is_decayed else 0.0}
+            for (is_decayed, _), params in groups.items()
+        ],
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        fused=True,
+    )
+    for _, parameter in trained:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+        if config.ema is not None:
+            optimizer.state[parameter][AVERAGE] = parameter.detach().clone()
+    return optimizer
