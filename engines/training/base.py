@@ -256,14 +256,21 @@ class BaseEngine(EngineBackend):
     def _ema(self) -> EmaConfig | None:
         return self.spec.optimizer.ema if self.spec.optimizer is not None else None
 
-    def _continue_average(self, stored: int | None) -> None:
-        """Continue the average of `stored` steps; None starts one from the loaded weights."""
-        if self._ema is None:
-            return
-        if stored is None:
-            with self.train_mode():
-                start_average(self._averaged())
-        self._num_averaged = stored or 0
+    def _continue_from(self, stored: EngineScalars, *, optimizer: bool) -> int:
+        """Continue with loaded weights; return their step.
+
+        Without `optimizer` the steps count from 0. An average that is not stored starts from the
+        loaded weights.
+        """
+        num_averaged = stored.num_averaged if optimizer else None
+        if self._ema is not None:
+            if num_averaged is None:
+                with self.train_mode():
+                    start_average(self._averaged())
+            self._num_averaged = num_averaged or 0
+        if optimizer:
+            self.num_steps, self._schedule_step = stored.num_steps, stored.schedule_step
+        return stored.step
 
     @property
     def _stored_state(self) -> tuple[str, ...]:

@@ -4,9 +4,13 @@ A row has T + 1 places. Place p holds what the hidden state of token p - 1 gives
 token p or, if p is the first place after a sequence, the value after its last token.
 """
 
+from typing import cast
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from engines.collectives import SumOverRanks
 from engines.errors import EngineError
 from engines.training.model.attention import SequenceSlice
 from engines.training.spec import ModelType
@@ -34,6 +38,24 @@ def read_positions(
         return read_N
     end = part.start + part.input_ids_S.numel()
     return read_N[(read_N > part.start) & (read_N <= end)]
+
+
+def whole_outputs(
+    rows: Tensor,
+    read_N: Tensor,
+    batch: TokenBatch,
+    readouts: Readouts,
+    model_type: ModelType,
+    group: dist.ProcessGroup | None = None,
+) -> ModelOutputs:
+    """Convert (K, N) float32 at the places `read_N` to outputs, with their gradient.
+
+    `group` are ranks that computed other places of the same batch.
+    """
+    whole = rows.new_zeros(rows.shape[0], batch.num_tokens + 1).index_copy(1, read_N, rows)
+    if group is not None:
+        whole = cast(Tensor, SumOverRanks.apply(whole, group))
+    return model_outputs(whole, batch, readouts, model_type)
 
 
 def model_outputs(

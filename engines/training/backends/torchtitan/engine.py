@@ -24,7 +24,7 @@ from engines.training.backends.transformers.module_engine import DATA, ModuleEng
 from engines.training.model.attention import Packing
 from engines.training.model.linear_logprobs import Targets, head_rows, targets_of
 from engines.training.model.linear_tiles import tile_elements
-from engines.training.outputs import model_outputs, read_positions
+from engines.training.outputs import read_positions, whole_outputs
 from engines.training.spec import EngineSpec
 from engines.training.step.optimizer_step import clip_across_meshes
 from engines.training.weight_shards import (
@@ -115,8 +115,7 @@ class TorchTitanEngine(ModuleEngine[Any]):
         finally:
             self._wanted = None
         rows = rows * 0.0 if idle else rows
-        whole = rows.new_zeros(rows.shape[0], batch.num_tokens + 1).index_copy(1, read_N, rows)
-        return model_outputs(whole, batch, readouts, self.spec.model_type)
+        return whole_outputs(rows, read_N, batch, readouts, self.spec.model_type)
 
     def _head_forward(self, hidden: Tensor) -> Tensor:
         """Map (1, T, D) hidden states to (1, N, K) readouts, in place of the model's head."""

@@ -46,7 +46,7 @@ from engines.training.model.attention import Packing, SequenceSlice, slice_seque
 from engines.training.model.image_layout import ImageLayout
 from engines.training.model.linear_logprobs import targets_of
 from engines.training.model.logprobs import compute_in_float32
-from engines.training.outputs import model_outputs, read_positions
+from engines.training.outputs import read_positions, whole_outputs
 from engines.training.spec import VALUE_HEAD, EngineSpec
 from engines.training.weight_shards import (
     HeldPart,
@@ -140,10 +140,7 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
         rows = self._rows(batch, part, read_N, readouts)
         if idle:
             read_N, rows = read_N.clamp(max=batch.num_tokens), rows * 0.0
-        whole = rows.new_zeros(rows.shape[0], batch.num_tokens + 1).index_copy(1, read_N, rows)
-        if group is not None:
-            whole = collectives.SumOverRanks.apply(whole, group)
-        return model_outputs(whole, batch, readouts, self.spec.model_type)
+        return whole_outputs(rows, read_N, batch, readouts, self.spec.model_type, group)
 
     def _rows(
         self, batch: TokenBatch, part: SequenceSlice, read_N: Tensor, readouts: Readouts

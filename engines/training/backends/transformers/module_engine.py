@@ -31,7 +31,7 @@ from engines.errors import EngineError
 from engines.training.backends.merging import load_folded, stored_weights
 from engines.training.base import BaseEngine
 from engines.training.spec import EngineSpec
-from engines.training.step.optimizer_step import Averaged
+from engines.training.step.optimizer_step import Averaged, started_adamw
 from engines.training.weight_shards import local_values
 
 DATA = "data"
@@ -127,20 +127,16 @@ class ModuleEngine(BaseEngine, Generic[Model]):
     def load_checkpoint(self, path: Path, *, optimizer: bool = True) -> int:
         """Restore a checkpoint; without the optimizer, merge a stored adapter."""
         stored = read_scalars(path)
-        num_averaged = stored.num_averaged if optimizer else None
         with self._state_scope(), self._loading() as (model, states):
             if optimizer:
-                self._num_averaged = num_averaged if self._ema is not None else None
+                self._num_averaged = stored.num_averaged if self._ema is not None else None
                 tensors, own = self._state_of(model, states, 0)
                 load_engine_state(path, tensors, own.lora, self.spec.platform)
                 for values in states.values():
                     values["step"].fill_(float(stored.num_optimizer_steps))
             else:
                 load_folded(path, dict(model), self.spec)
-        self._continue_average(num_averaged)
-        if optimizer:
-            self.num_steps, self._schedule_step = stored.num_steps, stored.schedule_step
-        return stored.step
+        return self._continue_from(stored, optimizer=optimizer)
 
     def _state_scope(self) -> AbstractContextManager[None]:
         return self.eval_mode()
@@ -184,32 +180,13 @@ def decayed_names(model: nn.Module) -> set[str]:
 def make_adamw(
     named: Iterable[tuple[str, nn.Parameter]], decayed: Collection[str], config: OptimizerConfig
 ) -> torch.optim.AdamW:
-    """Create AdamW (arXiv:1711.05101) over the trained parameters.
-
-    Its state exists from the start, so that every checkpoint holds the same tensors.
-    """
-    trained = [(name, p) for name, p in named if p.requires_grad]
-    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
-    for name, parameter in trained:
-        # The fused step takes tensors of one mesh; tensor parallelism has two.
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault((name in decayed, mesh), []).append(parameter)
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": params, "weight_decay": config.weight_decay if is_decayed else 0.0}
-            for (is_decayed, _), params in groups.items()
-        ],
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=True,
-    )
-    for _, parameter in trained:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
-        if config.ema is not None:
-            optimizer.state[parameter][AVERAGE] = parameter.detach().clone()
-    return optimizer
+    """Create AdamW over the trained parameters."""
+    groups: dict[tuple[bool, DeviceMesh | None], dict[str, Any]] = {}
+    for name, parameter in named:
+        if parameter.requires_grad:
+            # The fused step takes tensors of one mesh; tensor parallelism has two.
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            weight_decay = config.weight_decay if name in decayed else 0.0
+            group = {"params": list[nn.Parameter](), "weight_decay": weight_decay}
+            groups.setdefault((name in decayed, mesh), group)["params"].append(parameter)
+    return started_adamw(list(groups.values()), config)

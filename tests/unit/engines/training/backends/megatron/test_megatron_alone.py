@@ -140,7 +140,7 @@ def test_each_parameter_counts_its_own_steps_after_a_resume(
     resumed.train_batch(BATCH, loss_fn)
     optimizer = resumed.replica.optimizer
     assert optimizer is not None
-    states = [shard.state["step"] for shard in optimizer._shards.values()]
+    states = [shard.state["step"] for shard in optimizer.shards.values()]
     assert len({step.data_ptr() for step in states}) == len(states) > 10
     assert {float(step) for step in states} == {4.0}
 
