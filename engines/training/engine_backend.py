@@ -229,7 +229,6 @@ class EngineBackend(ABC):
 
     def _activation_scope(self) -> AbstractContextManager[None]:
         """Scope of a forward pass, with activations on the host if configured."""
-        on_cpu = self.spec.platform.device().type == "cpu"
-        if on_cpu or not self.spec.training.activation_offload:
+        if self.spec.platform.device().type == "cpu" or not self.spec.training.activation_offload:
             return nullcontext()
         return cast(AbstractContextManager[None], saved_tensors_hooks(to_host, from_host))

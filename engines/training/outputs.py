@@ -36,8 +36,7 @@ def read_positions(
     read_N = wanted.nonzero().squeeze(1)
     if part is None:
         return read_N
-    end = part.start + part.input_ids_S.numel()
-    return read_N[(read_N > part.start) & (read_N <= end)]
+    return read_N[(read_N > part.start) & (read_N <= part.start + part.input_ids_S.numel())]
 
 
 def whole_outputs(

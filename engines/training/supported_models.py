@@ -31,15 +31,14 @@ def check_vision(hf_dir: Path, training: TrainingConfig, *, values: bool = False
     if architecture is None or backend not in BACKENDS:
         return
     able = [name for name, other in BACKENDS.items() if "vlm" in other.features]
-    problems = {
+    for problem, holds in {
         f"{backend} trains text models; use {' or '.join(able)}": backend not in able,
         f"of those only {', '.join(VISION_MODEL_TYPES)} can be trained": (
             architecture not in VISION_MODEL_TYPES
         ),
         "a value model cannot; choose a text model": values,
         "Ulysses cannot cut them; set training.ulysses_size to 1": training.ulysses_size > 1,
-    }
-    for problem, holds in problems.items():
+    }.items():
         if holds:
             raise ConfigError(
                 "model.path", f"{hf_dir} is a {architecture}, which sees images; {problem}"

@@ -80,11 +80,11 @@ def extract_adapter(policy_dir: Path, out_dir: Path, dtype: str) -> None:
     if lora is None:
         raise CheckpointError(f"{checkpoint} holds no adapter: all weights were trained")
     reader = ShardedReader(checkpoint / TENSORS_DIR)
-    stored = [name for name in reader.names() if name.startswith(MODEL_PREFIX)]
     named = {
         name.removeprefix(MODEL_PREFIX): reader.read(name).to(getattr(torch, dtype))
-        for name in stored
-        if is_trained_with_adapter(name.removeprefix(MODEL_PREFIX))
+        for name in reader.names()
+        if name.startswith(MODEL_PREFIX)
+        and is_trained_with_adapter(name.removeprefix(MODEL_PREFIX))
     }
     out_dir.mkdir(parents=True, exist_ok=True)
     save_peft_adapter(out_dir, named, lora)

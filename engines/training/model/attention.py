@@ -76,8 +76,7 @@ def tokens_for_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(1, n * S, heads / n, head_dim), as attention returns it -> (1, S, heads, head_dim)."""
     # (n, S, heads / n, D): one block per rank; each rank gets one block of all others.
     sent = x.squeeze(0).unflatten(0, (dist.get_world_size(group), -1))
-    received = cast(Tensor, _AllToAll.apply(sent, group))
-    return received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+    return cast(Tensor, _AllToAll.apply(sent, group)).transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
 def repeated_kv(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -25,11 +25,9 @@ from torch.autograd.function import once_differentiable
 from engines import collectives
 from engines.training.model.linear_tiles import (
     DEFAULT_CHUNK_ELEMENTS,
-    GradientSums,
     LogitSlopes,
     RowStatistics,
     check_inputs,
-    gradient_of_logits,
     no_statistics,
     places,
     scale_of,
@@ -38,6 +36,7 @@ from engines.training.model.linear_tiles import (
     statistics_dtype,
     tile,
     tile_shape,
+    tiled_gradients,
 )
 from engines.training.model.logprobs import TokenReadouts
 from engines.types import Readouts, TokenBatch
@@ -131,22 +130,19 @@ class _LinearTokenLogprobs(torch.autograd.Function):
         if grad_logprobs_N is None:  # a loss of the entropy alone
             grad_logprobs_N = torch.zeros_like(log_sum_N)
         with_entropy = grad_entropy_N is not None and entropy_N.numel() > 0
-        rows_size, columns_size = ctx.tile_shape
-        sums = GradientSums(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad)
-        # Outer loop over the vocabulary: the float32 sum of weight gradients is one tile wide.
-        for columns in slices(weight_VD.shape[0], columns_size):
-            sums.begin(columns)
-            for rows in slices(hidden_ND.shape[0], rows_size):
-                place_R1, inside_R = places(token_ids_N[rows], columns)
-                slopes = LogitSlopes(
-                    grad_logprobs_N[rows, None], place_R1, inside_R[:, None], log_sum_N[rows],
-                    entropy_N[rows] if with_entropy else None,
-                    grad_entropy_N[rows] if with_entropy else None,
-                )  # fmt: skip
-                logits_RC = tile(hidden_ND, weight_VD, bias_V, rows, columns)
-                sums.add(gradient_of_logits(logits_RC, scale, slopes), rows)
-            sums.end()
-        return *sums.gradients(), None, None, None, None, None, None
+
+        def slopes_of(rows: slice, columns: slice) -> LogitSlopes:
+            place_R1, inside_R1 = places(token_ids_N[rows, None], columns)
+            return LogitSlopes(
+                grad_logprobs_N[rows, None], place_R1, inside_R1, log_sum_N[rows],
+                entropy_N[rows] if with_entropy else None,
+                grad_entropy_N[rows] if with_entropy else None,
+            )  # fmt: skip
+
+        gradients = tiled_gradients(
+            hidden_ND, weight_VD, bias_V, scale, ctx.tile_shape, ctx.needs_input_grad, slopes_of
+        )
+        return *gradients, None, None, None, None, None, None
 
 
 def linear_logprobs_of(
@@ -196,7 +192,7 @@ class _LinearLogprobs(torch.autograd.Function):
             part, chosen_RK = no_statistics(hidden_ND[rows]), chosen_NK[rows]
             for columns in slices(weight_VD.shape[0], columns_size):
                 logits_RC = tile(hidden_ND, weight_VD, bias_V, rows, columns)
-                place, inside = _places_of_all(token_ids_NK[rows], columns)
+                place, inside = places(token_ids_NK[rows], columns)
                 own_RK = scaled(logits_RC.gather(1, place), scale)
                 chosen_RK.copy_(torch.where(inside, own_RK, chosen_RK))
                 part.add(logits_RC, scale, columns)
@@ -217,23 +213,15 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, bias_V, token_ids_NK, log_sum_N, scale = ctx.saved_tensors
         (grad_NK,) = grad_outputs
-        rows_size, columns_size = ctx.tile_shape
-        sums = GradientSums(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad)
-        for columns in slices(weight_VD.shape[0], columns_size):
-            sums.begin(columns)
-            for rows in slices(hidden_ND.shape[0], rows_size):
-                place, inside = _places_of_all(token_ids_NK[rows], columns)
-                slopes = LogitSlopes(grad_NK[rows], place, inside, log_sum_N[rows])
-                logits_RC = tile(hidden_ND, weight_VD, bias_V, rows, columns)
-                sums.add(gradient_of_logits(logits_RC, scale, slopes), rows)
-            sums.end()
-        return *sums.gradients(), None, None, None, None
 
+        def slopes_of(rows: slice, columns: slice) -> LogitSlopes:
+            place, inside = places(token_ids_NK[rows], columns)
+            return LogitSlopes(grad_NK[rows], place, inside, log_sum_N[rows])
 
-def _places_of_all(token_ids_RK: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return `places` of (R, K) tokens."""
-    place, inside = places(token_ids_RK.flatten(), columns)
-    return place.view_as(token_ids_RK), inside.view_as(token_ids_RK)
+        gradients = tiled_gradients(
+            hidden_ND, weight_VD, bias_V, scale, ctx.tile_shape, ctx.needs_input_grad, slopes_of
+        )
+        return *gradients, None, None, None, None
 
 
 _NO_TOKEN = torch.iinfo(torch.int64).max

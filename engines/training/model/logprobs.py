@@ -68,8 +68,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for rows in _row_chunks(logits_NV):
             z = _scaled(logits_NV[rows], scale)
             log_sum_N[rows] = torch.logsumexp(z, dim=1)
-            chosen = z.gather(1, token_ids_N[rows, None]).squeeze(1)
-            logprobs_N[rows] = chosen - log_sum_N[rows]
+            logprobs_N[rows] = z.gather(1, token_ids_N[rows, None]).squeeze(1) - log_sum_N[rows]
             if entropy:
                 # Not log_sum - sum(p * z): for large logits that loses three digits.
                 log_probs = z - log_sum_N[rows, None]

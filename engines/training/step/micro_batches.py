@@ -100,11 +100,10 @@ def prepare(
     if maxima[0] > len(plan):
         plan = plan_micro_batches(lengths, max_tokens, maxima[0], costs=costs, units=units)
     # Fillers run first: the last micro-batch, which reduces gradients, is a real one.
-    fillers = [filler(batch) for _ in range(maxima[0] - len(plan))]
     return Preparation(
         GlobalCounts(int(trained), int(sequences), int(trained_units)),
         StepWork(int(num_tokens), model_flops or None, hardware_flops or None),
-        fillers + cut(batch, plan),
+        [filler(batch) for _ in range(maxima[0] - len(plan))] + cut(batch, plan),
     )
 
 
@@ -179,8 +178,7 @@ def plan_micro_batches(
 def cut(batch: TokenBatch, plan: Sequence[Sequence[int]]) -> list[MicroBatch]:
     """Return the micro-batches of a plan; one that is the whole batch is not copied."""
     if [list(part) for part in plan] == [list(range(batch.num_sequences))]:
-        device = batch.input_ids_T.device
-        return [MicroBatch(batch, torch.arange(batch.num_tokens, device=device))]
+        return [MicroBatch(batch, torch.arange(batch.num_tokens, device=batch.input_ids_T.device))]
     return [MicroBatch(batch.select(part), batch.token_index_T(part)) for part in plan]
 
 
@@ -210,10 +208,8 @@ def loss_counts(batch: TokenBatch) -> tuple[int, int, int]:
     mask_T = batch.columns.get("loss_mask")
     if mask_T is None:
         return 0, 0, 0
-    on_T = mask_T != 0
-    cumulative = torch.cat([torch.zeros(1, dtype=torch.int64), on_T.cumsum(0).cpu()])
-    per_sequence_B = cumulative[batch.cu_seqlens.to(torch.int64).cpu()].diff()
-    trained_B = per_sequence_B > 0
+    cumulative = torch.cat([torch.zeros(1, dtype=torch.int64), (mask_T != 0).cumsum(0).cpu()])
+    trained_B = cumulative[batch.cu_seqlens.to(torch.int64).cpu()].diff() > 0
     num_sequences = int(trained_B.sum())
     if batch.unit_B is None:
         return int(cumulative[-1]), num_sequences, num_sequences

@@ -212,8 +212,7 @@ def load_weights(
         if fold and is_adapter_name(part.name):
             whole.copy_(part.parameter)
         else:
-            merge = stored_lora if fold else None
-            _fill(whole, path, reader, part, MODEL_PREFIX, merge=merge)
+            _fill(whole, path, reader, part, MODEL_PREFIX, merge=stored_lora if fold else None)
         part.parameter.copy_(whole)
         shard = replica.shard(part)
         if shard is not None:
@@ -230,9 +229,10 @@ def load_moments(path: Path, replica: Replica, num_steps: int, kept: Sequence[st
     reader = ShardedReader(path / TENSORS_DIR)
     for part in replica.parts:
         shard = replica.shard(part)
-        for name in kept if shard is not None else ():
-            whole = torch.zeros(part.parameter.shape, dtype=torch.float32)
-            _fill(whole, path, reader, part, f"optimizer.{name}.")
-            shard.state[name].copy_(shard.of(whole).view(shard.state[name].shape))
+        if shard is not None:
+            for name in kept:
+                whole = torch.zeros(part.parameter.shape, dtype=torch.float32)
+                _fill(whole, path, reader, part, f"optimizer.{name}.")
+                shard.state[name].copy_(shard.of(whole).view(shard.state[name].shape))
     if replica.optimizer is not None:
         replica.optimizer.continue_from(num_steps)

@@ -109,8 +109,7 @@ class MegatronEngine(BaseEngine):
         self._replica = replica.Replica(self.spec, config, self._layout)
         if load_weights:
             param_mapping.load_hub_weights(self._replica.parts, self.spec.hf_dir)
-        device = self.spec.platform.device()
-        self._stream = param_mapping.WeightStream(self._replica.parts, device)
+        self._stream = param_mapping.WeightStream(self._replica.parts, self.spec.platform.device())
         self._replica.prepare_training()
 
     @property
@@ -128,20 +127,19 @@ class MegatronEngine(BaseEngine):
         return 1.0
 
     def _forward(self, batch: TokenBatch, readouts: Readouts) -> ModelOutputs:
-        with self._library():
-            return self.replica.pipeline.forward(batch, readouts)
+        raise EngineError("megatron runs all micro-batches of a step in a schedule of its own")
 
     def _forward_backward(
         self, batches: Sequence[TokenBatch], scaled_loss: ScaledLoss, readouts: Readouts
     ) -> None:
         with self._library():
-            self.replica.pipeline.run(
+            self.replica.run(
                 batches, scaled_loss, self._activation_scope, readouts, forward_only=False
             )
 
     def _infer(self, batches: Sequence[TokenBatch], readouts: Readouts) -> Iterator[ModelOutputs]:
         with self._library():
-            outputs = self.replica.pipeline.infer(batches, self._activation_scope, readouts)
+            outputs = self.replica.infer(batches, self._activation_scope, readouts)
         yield from outputs
 
     def _set_adapter(self, enabled: bool) -> None:
@@ -203,8 +201,7 @@ class MegatronEngine(BaseEngine):
         (path / TENSORS_DIR).mkdir(exist_ok=True)
         # On the device, because offloaded weights outside the optimizer cannot be read.
         with self.eval_mode(), self._library():
-            regions = stored_regions(self.replica, self._stored_state)
-            save_regions(path / TENSORS_DIR, regions)
+            save_regions(path / TENSORS_DIR, stored_regions(self.replica, self._stored_state))
         save_engine_state(path, {}, self._own_scalars(step), self.spec.platform)
 
     def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:

@@ -63,9 +63,8 @@ def check_layout(layout: Layout, config: PretrainedConfig, world_size: int) -> N
         f"got {world_size}; need a multiple of {model_parallel} "
         "(tensor x pipeline x context parallel size)",
     )
-    expert_multiple = layout.pipeline * layout.expert
     _require(
-        world_size % expert_multiple == 0,
+        world_size % (layout.pipeline * layout.expert) == 0,
         "training.expert_parallel_size",
         f"got {layout.expert}; need a divisor of the {world_size // layout.pipeline} ranks of a "
         "pipeline stage",

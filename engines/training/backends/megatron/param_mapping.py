@@ -20,12 +20,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from engines import collectives
-from engines.training.backends.megatron.architecture import Architecture, head_size
 from engines.training.backends.megatron.layout import Layout
+from engines.training.backends.megatron.model import Architecture, head_size
 from engines.training.backends.megatron.parallel import Place
 from engines.training.spec import VALUE_HEAD
 from engines.training.weight_shards import HeldPart
-from engines.weight_places import WeightPlace, whole_place
+from engines.weight_places import WeightPlace
 from infra.errors import ConfigError
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -111,13 +111,11 @@ class _Finder:
 
     def _global_name(self, name: str, first_layer: int) -> str:
         name = _LAYER.sub(lambda m: f"decoder.layers.{int(m[1]) + first_layer}.", name)
-        num_local = (self._config.num_moe_experts or 0) // self._layout.expert
-        first = self._place.expert * num_local
+        first = self._place.expert * ((self._config.num_moe_experts or 0) // self._layout.expert)
         return _LOCAL_EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + first}{m[3]}", name)
 
     def _blocks(self, name: str, parameter: nn.Parameter) -> Iterator[Block]:
-        is_value_head = name.startswith(VALUE_HEAD)
-        hub_names = [name] if is_value_head else self._architecture.hub_names(name)
+        hub_names = [name] if name.startswith(VALUE_HEAD) else self._architecture.hub_names(name)
         if name in _WORD_WEIGHTS:
             yield from self._word_rows(hub_names[0], parameter)
         elif name.endswith(("linear_qkv.weight", "linear_qkv.bias")):
@@ -183,63 +181,48 @@ class _Finder:
         """Return an expert's projection as a part of the stack: gate above up, or down."""
         stem, expert, kind = _HUB_EXPERT.findall(blocks[0].name)[0]
         name = f"{stem}.down_proj" if kind == "down" else f"{stem}.gate_up_proj"
-        rows = sum(block.shape[0] for block in blocks)
-        shape = (1, rows, blocks[0].shape[1])
+        shape = (1, sum(block.shape[0] for block in blocks), blocks[0].shape[1])
         whole = (self._config.num_moe_experts or 0, *shape[1:])
         return (Block(name, whole, (int(expert), 0, 0), shape, lambda t: t),)
 
 
 def _whole(name: str, parameter: nn.Parameter) -> Block:
-    return Block(*astuple(whole_place(name, parameter)), lambda t: t)
-
-
-class HubFiles:
-    """Blocks of the weights in a Hugging Face directory of safetensors files."""
-
-    def __init__(self, hf_dir: Path) -> None:
-        self._hf_dir = hf_dir
-        self._file: dict[str, Path] = {}
-        for file in sorted(hf_dir.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as handle:
-                self._file.update(dict.fromkeys(handle.keys(), file))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._file
-
-    def read(self, block: Block) -> Tensor:
-        """Return the values of a block with a hub name, on the CPU.
-
-        Raises:
-            ConfigError: the weight is absent or has another shape.
-        """
-        if block.name not in self._file:
-            raise ConfigError("model.path", f"{self._hf_dir} has no weight {block.name}")
-        with safe_open(self._file[block.name], framework="pt") as handle:
-            stored = handle.get_slice(block.name)
-            shape = tuple(stored.get_shape())
-            if shape != block.whole:
-                raise ConfigError(
-                    "model.path",
-                    f"{self._hf_dir}: {block.name} has shape {shape}; need {block.whole}",
-                )
-            return stored[block.slices]
+    shape = tuple(parameter.shape)
+    return Block(name, shape, (0,) * len(shape), shape, lambda t: t)
 
 
 @torch.no_grad()
 def load_hub_weights(parts: Sequence[Part], hf_dir: Path) -> None:
-    """Load parameters from a Hugging Face directory.
+    """Load parameters from a Hugging Face directory of safetensors files.
 
     Raises:
         ConfigError: a weight is absent or has another shape.
     """
-    files = HubFiles(hf_dir)
+    files: dict[str, Path] = {}
+    for file in sorted(hf_dir.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as handle:
+            files.update(dict.fromkeys(handle.keys(), file))
     for part in parts:
         if ".lora_" in part.name:
             continue
         part.parameter.zero_()  # for padded vocabulary rows and a new value head
         for block in part.hub:
-            if block.name in files or not block.name.startswith(VALUE_HEAD):
-                block.write(part.parameter, files.read(block))
+            if block.name in files:
+                block.write(part.parameter, _read(files[block.name], block))
+            elif not block.name.startswith(VALUE_HEAD):
+                raise ConfigError("model.path", f"{hf_dir} has no weight {block.name}")
+
+
+def _read(file: Path, block: Block) -> Tensor:
+    with safe_open(file, framework="pt") as handle:
+        stored = handle.get_slice(block.name)
+        shape = tuple(stored.get_shape())
+        if shape != block.whole:
+            raise ConfigError(
+                "model.path",
+                f"{file.parent}: {block.name} has shape {shape}; need {block.whole}",
+            )
+        return stored[block.slices]
 
 
 Values = Callable[[Part, Block], Tensor]

@@ -32,10 +32,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from engines import collectives
-from engines.training.backends.megatron.architecture import Architecture
 from engines.training.backends.megatron.layout import Layout
 from engines.training.backends.megatron.lora import Adapter, add_adapters
-from engines.training.backends.megatron.model import PackedModel, PackedRow
+from engines.training.backends.megatron.model import Architecture, PackedModel, PackedRow
 from engines.training.backends.megatron.optimizer import Shard, ShardedAdamW
 from engines.training.backends.megatron.parallel import Place, current_place
 from engines.training.backends.megatron.param_mapping import Block, Part, parts_of
@@ -56,128 +55,6 @@ def define_missing_names() -> None:
     """Let routers run without TransformerEngine; may be repeated."""
     if not hasattr(moe_utils, "te_general_gemm"):
         cast(Any, moe_utils).te_general_gemm = None
-
-
-class Pipeline:
-    """Runs the pieces of this rank; without `memory`, routers choose experts."""
-
-    def __init__(
-        self,
-        spec: EngineSpec,
-        layout: Layout,
-        place: Place,
-        chunks: Sequence[nn.Module],
-        memory: RouteMemory | None = None,
-    ) -> None:
-        self._spec, self._layout, self._place = spec, layout, place
-        self._chunks = list(chunks)
-        self._memory = memory
-
-    def forward(self, batch: TokenBatch, readouts: Readouts) -> ModelOutputs:
-        """Run one forward pass of a batch on the device, with one stage."""
-        row, read_N = self._row(batch, readouts)
-        return self._outputs(_call(self._chunks[0], row), batch, read_N, readouts)
-
-    def infer(
-        self, batches: Sequence[TokenBatch], scope: Scope, readouts: Readouts
-    ) -> list[ModelOutputs]:
-        """Return the outputs of each micro-batch on the last stage; [] on the others."""
-        found: list[ModelOutputs] = []
-
-        def keep(outputs: ModelOutputs, batch: TokenBatch) -> Tensor:
-            found.append(outputs)
-            return outputs.logprobs_T.new_zeros(())
-
-        if self._memory is not None:
-            self._memory.begin_inference()
-        num_fillers = self.run(batches, keep, scope, readouts, forward_only=True)
-        return found[num_fillers:]
-
-    def run(
-        self,
-        batches: Sequence[TokenBatch],
-        on_outputs: ScaledLoss,
-        scope: Scope,
-        readouts: Readouts,
-        *,
-        forward_only: bool,
-    ) -> int:
-        """Run the passes of all micro-batches, and reduce gradients unless `forward_only`.
-
-        Calls `on_outputs` on the last stage. Returns the number of fillers, which come first.
-        """
-        # The interleaved schedule needs a multiple of the number of stages.
-        missing = -len(batches) % self._layout.pipeline if self._layout.virtual > 1 else 0
-        batches = [filler(batches[0]).batch for _ in range(missing)] + list(batches)
-        device = self._spec.platform.device()
-        for chunk in self._chunks:
-            chunk.train(not forward_only)  # enables recomputation; there is no dropout
-
-        def step(iterator: Iterator[TokenBatch], chunk: nn.Module) -> Any:
-            batch = next(iterator).to(device)
-            row, read_N = self._row(batch, readouts)
-            piece, memory, routes = self._chunks.index(chunk), self._memory, RowRoutes()
-            if memory is not None:
-                if not forward_only:
-                    routes = memory.repeated(piece, batch, row.input_ids_S.numel())
-                row = replace(row, routes=routes)
-            with scope():
-                out = _call(chunk, row)
-            if memory is not None and forward_only:
-                memory.record(piece, batch, routes)
-
-            def loss(output: Tensor) -> Any:
-                outputs = self._outputs(output, batch, read_N, readouts)
-                no_tokens = torch.zeros((), dtype=torch.int, device=device)
-                return on_outputs(outputs, batch), no_tokens, {}
-
-            return out, loss
-
-        get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=[iter(batches) for _ in self._chunks],
-            model=self._chunks,
-            num_microbatches=len(batches),
-            seq_length=1,  # unused: shapes of micro-batches differ and are communicated
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
-        return missing
-
-    def _row(self, batch: TokenBatch, readouts: Readouts) -> tuple[PackedRow, Tensor]:
-        """Return this context rank's slice, and the places of the batch that it computes."""
-        size = self._layout.context
-        part = slice_sequence(
-            batch, self._place.context, size, multiple=self._layout.tokens_multiple
-        )
-        read_N = read_positions(batch, readouts, part)
-        row = PackedRow(
-            part.input_ids_S,
-            part.position_ids_S,
-            Packing.from_cu_seqlens(
-                part.cu_seqlens, self._place.context_group if size > 1 else None
-            ),
-            read_N - 1 - part.start,
-            targets_of(batch, read_N, self._spec.temperature, readouts),
-            self._spec.training.chunked_logprobs,
-        )
-        return row, read_N
-
-    def _outputs(
-        self, rows: Tensor, batch: TokenBatch, read_N: Tensor, readouts: Readouts
-    ) -> ModelOutputs:
-        """Combine the rows of slices into outputs of the whole row."""
-        group = self._place.context_group if self._layout.context > 1 else None
-        return whole_outputs(rows, read_N, batch, readouts, self._spec.model_type, group)
-
-
-def _call(chunk: nn.Module, row: PackedRow) -> Tensor:
-    return chunk(
-        input_ids=row.input_ids_S.unsqueeze(0),
-        position_ids=row.position_ids_S.unsqueeze(0),
-        attention_mask=None,
-        packed_seq_params=row,
-    )
 
 
 class Replica:
@@ -228,7 +105,7 @@ class Replica:
 
     def _chunk(self, piece: int, options: dict[str, Any]) -> PackedModel:
         stage, layout = self.place.pipeline, self._layout
-        chunk = PackedModel(
+        return PackedModel(
             self.architecture,
             layout,
             self.place,
@@ -237,8 +114,7 @@ class Replica:
             last=stage == layout.pipeline - 1 and piece == layout.virtual - 1,
             piece=piece if layout.virtual > 1 else None,
             use_transformer_engine=options.get("transformer_engine", False),
-        )
-        return chunk.to(self._spec.platform.device())
+        ).to(self._spec.platform.device())
 
     def shard(self, part: Part) -> Shard | None:
         """Return this rank's shard of a trained parameter, or None."""
@@ -317,9 +193,9 @@ class Replica:
     ) -> None:  # fmt: skip
         """Move weights, gradients and optimizer state; offloaded gradients are lost."""
         is_home = device == self._spec.platform.device()
-        for chunk in self.wrapped:
-            is_wrapped = isinstance(chunk, DistributedDataParallel)
-            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers] if is_wrapped else ():
+        # Only pieces that train are wrapped, and have gradients in buffers.
+        for chunk in self.wrapped if self.optimizer is not None else ():
+            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
                 move = buffer.reload_from_cpu if is_home else buffer.offload_to_cpu
                 move(move_params=model, move_grads=grad)
         if model:
@@ -330,12 +206,103 @@ class Replica:
         if optimizer and self.optimizer is not None:
             self.optimizer.to(device)
 
-    @property
-    def pipeline(self) -> Pipeline:
-        """The pipeline that runs the pieces."""
+    def infer(
+        self, batches: Sequence[TokenBatch], scope: Scope, readouts: Readouts
+    ) -> list[ModelOutputs]:
+        """Return the outputs of each micro-batch on the last stage; [] on the others."""
+        found: list[ModelOutputs] = []
+
+        def keep(outputs: ModelOutputs, batch: TokenBatch) -> Tensor:
+            found.append(outputs)
+            return outputs.logprobs_T.new_zeros(())
+
+        if self._memory is not None and self._is_adapted:
+            self._memory.begin_inference()
+        num_fillers = self.run(batches, keep, scope, readouts, forward_only=True)
+        return found[num_fillers:]
+
+    def run(
+        self,
+        batches: Sequence[TokenBatch],
+        on_outputs: ScaledLoss,
+        scope: Scope,
+        readouts: Readouts,
+        *,
+        forward_only: bool,
+    ) -> int:
+        """Run the passes of all micro-batches, and reduce gradients unless `forward_only`.
+
+        Calls `on_outputs` on the last stage. Returns the number of fillers, which come first.
+        """
+        # The interleaved schedule needs a multiple of the number of stages.
+        missing = -len(batches) % self._layout.pipeline if self._layout.virtual > 1 else 0
+        batches = [filler(batches[0]).batch for _ in range(missing)] + list(batches)
+        device = self._spec.platform.device()
         # Without its adapter the model is the reference, whose routes are not stored.
         memory = self._memory if self._is_adapted else None
-        return Pipeline(self._spec, self._layout, self.place, self.wrapped, memory)
+        for chunk in self.wrapped:
+            chunk.train(not forward_only)  # enables recomputation; there is no dropout
+
+        def step(iterator: Iterator[TokenBatch], chunk: nn.Module) -> Any:
+            batch = next(iterator).to(device)
+            row, read_N = self._row(batch, readouts)
+            piece, routes = self.wrapped.index(chunk), RowRoutes()
+            if memory is not None:
+                if not forward_only:
+                    routes = memory.repeated(piece, batch, row.input_ids_S.numel())
+                row = replace(row, routes=routes)
+            with scope():
+                out = chunk(
+                    input_ids=row.input_ids_S.unsqueeze(0),
+                    position_ids=row.position_ids_S.unsqueeze(0),
+                    attention_mask=None,
+                    packed_seq_params=row,
+                )
+            if memory is not None and forward_only:
+                memory.record(piece, batch, routes)
+
+            def loss(output: Tensor) -> Any:
+                outputs = self._outputs(output, batch, read_N, readouts)
+                no_tokens = torch.zeros((), dtype=torch.int, device=device)
+                return on_outputs(outputs, batch), no_tokens, {}
+
+            return out, loss
+
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(batches) for _ in self.wrapped],
+            model=self.wrapped,
+            num_microbatches=len(batches),
+            seq_length=1,  # unused: shapes of micro-batches differ and are communicated
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return missing
+
+    def _row(self, batch: TokenBatch, readouts: Readouts) -> tuple[PackedRow, Tensor]:
+        """Return this context rank's slice, and the places of the batch that it computes."""
+        size = self._layout.context
+        part = slice_sequence(
+            batch, self.place.context, size, multiple=self._layout.tokens_multiple
+        )
+        read_N = read_positions(batch, readouts, part)
+        return PackedRow(
+            part.input_ids_S,
+            part.position_ids_S,
+            Packing.from_cu_seqlens(
+                part.cu_seqlens, self.place.context_group if size > 1 else None
+            ),
+            read_N - 1 - part.start,
+            targets_of(batch, read_N, self._spec.temperature, readouts),
+            self._spec.training.chunked_logprobs,
+        ), read_N
+
+    def _outputs(
+        self, rows: Tensor, batch: TokenBatch, read_N: Tensor, readouts: Readouts
+    ) -> ModelOutputs:
+        """Combine the rows of slices into outputs of the whole row."""
+        group = self.place.context_group if self._layout.context > 1 else None
+        return whole_outputs(rows, read_N, batch, readouts, self._spec.model_type, group)
 
 
 def _finalize(model: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:

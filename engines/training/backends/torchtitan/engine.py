@@ -64,8 +64,9 @@ class TorchTitanEngine(ModuleEngine[Any]):
             with platform.library_scope("torchtitan"):
                 from engines.training.backends.torchtitan.model import sharded_decoder
 
+                options = TorchTitanOptions.model_validate(training.options)
                 self._model, self._hub_names = sharded_decoder(
-                    self.spec, self._options.fsdp_reshard_after_forward
+                    self.spec, options.fsdp_reshard_after_forward
                 )
         except ImportError as error:
             raise ConfigError(
@@ -82,10 +83,6 @@ class TorchTitanEngine(ModuleEngine[Any]):
             named = self._named_parameters()
             decayed = {name for name, parameter in named if parameter.dim() > 1}
             self._optimizer = make_adamw(named, decayed, self.spec.optimizer)
-
-    @property
-    def _options(self) -> TorchTitanOptions:
-        return TorchTitanOptions.model_validate(self.spec.training.options)
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return list(zip(self._hub_names, self.model.parameters(), strict=True))

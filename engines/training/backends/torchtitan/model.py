@@ -144,7 +144,10 @@ def sharded_decoder(spec: EngineSpec, reshard_after_forward: str) -> tuple[nn.Mo
     dims.build_mesh()
     with torch.device("meta"):
         model = config.build()
-    hub_names = _hub_names(model, Qwen3StateDictAdapter(config, None))
+    named = dict(model.named_parameters())
+    on_hub = Qwen3StateDictAdapter(config, None).to_hf(dict(named))
+    hub_names = {id(parameter): name for name, parameter in on_hub.items()}
+    names = [hub_names[id(parameter)] for parameter in named.values()]
     model = parallelize_qwen3(
         model,
         parallel_dims=dims,
@@ -175,13 +178,7 @@ def sharded_decoder(spec: EngineSpec, reshard_after_forward: str) -> tuple[nn.Mo
     _tie(model)
     with torch.no_grad():
         model.init_states(buffer_device=device)
-    return model, hub_names
-
-
-def _hub_names(model: nn.Module, adapter: Any) -> list[str]:
-    named = dict(model.named_parameters())
-    names = {id(parameter): name for name, parameter in adapter.to_hf(dict(named)).items()}
-    return [names[id(parameter)] for parameter in named.values()]
+    return model, names
 
 
 def _tie(model: Any) -> None:

@@ -209,8 +209,7 @@ def merged_weight(name: str, named: Mapping[str, Tensor], scaling: float) -> Ten
         for part in (_A, _B, _MAGNITUDE)
         if stem + part in named
     }
-    adapter = StoredAdapter(parts[_A], parts[_B], scaling, parts.get(_MAGNITUDE))
-    return adapter.merged_into(whole)
+    return StoredAdapter(parts[_A], parts[_B], scaling, parts.get(_MAGNITUDE)).merged_into(whole)
 
 
 def set_adapter_enabled(model: nn.Module, enabled: bool) -> None:

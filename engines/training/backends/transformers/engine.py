@@ -79,10 +79,9 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
         training, platform = self.spec.training, self.spec.platform
         self._join_ranks(alone_too=self._is_sharded())
         if dist.is_initialized():
-            ranks = collectives.world_size() // training.ulysses_size
             self._mesh = collectives.make_mesh(
                 platform.device_name,
-                (ranks, training.ulysses_size),
+                (collectives.world_size() // training.ulysses_size, training.ulysses_size),
                 (DATA, _ULYSSES),
                 training.collective_timeout_s,
             )

@@ -169,8 +169,8 @@ def test_blocks_are_where_mbridge_puts_them(make_model: MakeModel, rank: int) ->
     make_engine(path)  # process groups, which mbridge asks for
     weights = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
     with megatron_on_cpu():
-        from engines.training.backends.megatron.architecture import Architecture
         from engines.training.backends.megatron.layout import Layout
+        from engines.training.backends.megatron.model import Architecture
         from engines.training.backends.megatron.parallel import Place
         from engines.training.backends.megatron.param_mapping import parts_of
 
