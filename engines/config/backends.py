@@ -94,7 +94,7 @@ class BackendRow(Row):
     check_model: str | None = None
 
 
-_ON_PACKED_SEQUENCES = "engines.training.backends.transformers.build:check_model"
+_ON_PACKED_SEQUENCES = "engines.training.supported_models:check_packed"
 _HF_PARALLELISM = {
     "data": Tested.CONTRACT,
     "hybrid": Tested.CONTRACT,
@@ -114,7 +114,7 @@ BACKENDS: Mapping[str, Backend] = {
     "fsdp": Backend(
         language_model="engines.training.backends.fsdp.fsdp1:FSDPEngine",
         value_model="engines.training.backends.fsdp.fsdp1:FSDPEngine",
-        options="engines.training.backends.fsdp.options:FSDPOptions",
+        options="engines.training.backends.options:FSDPOptions",
         check_model=_ON_PACKED_SEQUENCES,
         devices={"cpu": Tested.CONTRACT, "cuda": Tested.GPU},
         parallelism=_HF_PARALLELISM,
@@ -124,7 +124,7 @@ BACKENDS: Mapping[str, Backend] = {
     "fsdp2": Backend(
         language_model="engines.training.backends.fsdp.engine:FSDP2Engine",
         value_model="engines.training.backends.fsdp.engine:FSDP2Engine",
-        options="engines.training.backends.fsdp.options:FSDP2Options",
+        options="engines.training.backends.options:FSDP2Options",
         check_model=_ON_PACKED_SEQUENCES,
         devices={"cpu": Tested.CONTRACT, "cuda": Tested.GPU},
         parallelism=_HF_PARALLELISM,
@@ -134,13 +134,13 @@ BACKENDS: Mapping[str, Backend] = {
     "megatron": Backend(
         language_model="engines.training.backends.megatron.engine:MegatronEngine",
         value_model="engines.training.backends.megatron.engine:MegatronEngine",
-        options="engines.training.backends.megatron_options:MegatronOptions",
-        check_model="engines.training.backends.megatron.models:check_model",
+        options="engines.training.backends.options:MegatronOptions",
+        check_model="engines.training.supported_models:check_megatron",
         devices={"cpu": Tested.CONTRACT, "cuda": Tested.GPU, "npu": Tested.REGISTRY},
         device_engines={
             "npu": (
                 "engines.training.backends.mindspeed.engine:MindSpeedMegatronEngine",
-                "engines.training.backends.mindspeed.options:MindSpeedOptions",
+                "engines.training.backends.options:MindSpeedOptions",
             )
         },
         parallelism={
@@ -164,7 +164,7 @@ BACKENDS: Mapping[str, Backend] = {
             "ulysses": Tested.ENVIRONMENT,
         },
         value_model="engines.training.backends.veomni.engine:VeOmniEngine",
-        options="engines.training.backends.veomni.options:VeOmniOptions",
+        options="engines.training.backends.options:VeOmniOptions",
         check_model=_ON_PACKED_SEQUENCES,
         features={"lora": Tested.ENVIRONMENT, "ema": Tested.ENVIRONMENT},
         requires="veomni",
@@ -173,7 +173,7 @@ BACKENDS: Mapping[str, Backend] = {
     "automodel": Backend(
         language_model="engines.training.backends.automodel.engine:AutomodelEngine",
         value_model="engines.training.backends.automodel.engine:AutomodelEngine",
-        options="engines.training.backends.automodel.options:AutomodelOptions",
+        options="engines.training.backends.options:AutomodelOptions",
         check_model=_ON_PACKED_SEQUENCES,
         devices={"cpu": Tested.ENVIRONMENT, "cuda": Tested.GPU},
         parallelism={
@@ -189,8 +189,8 @@ BACKENDS: Mapping[str, Backend] = {
     ),
     "torchtitan": Backend(
         language_model="engines.training.backends.torchtitan.engine:TorchTitanEngine",
-        options="engines.training.backends.torchtitan.options:TorchTitanOptions",
-        check_model="engines.training.backends.torchtitan.model:check_model",
+        options="engines.training.backends.options:TorchTitanOptions",
+        check_model="engines.training.supported_models:check_torchtitan",
         devices={"cpu": Tested.ENVIRONMENT, "cuda": Tested.GPU},
         parallelism={
             "data": Tested.ENVIRONMENT,

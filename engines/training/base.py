@@ -1,19 +1,19 @@
 """BaseEngine: one training API for all backends.
 
 Implements micro-batching by token budget, gradient accumulation, the non-finite guard, the
-schedule, the moving average of the weights, offload scopes and metrics. A loss is a sum divided by
-a *global* count (`LossOutput`), so the result does not depend on micro-batching or layout.
+schedule, the moving average of the weights, offload scopes and metrics. `create_engine` creates the
+engine of the configured backend.
 
-Creates the engine of the configured backend for a platform.
-
-A class is imported only when it is requested, so a missing library is reported only when its
-backend is used.
+Promises: a loss is a sum divided by a *global* count (`LossOutput`), so the result does not depend
+on micro-batching or layout. A backend's class is imported only when it is requested, so a missing
+library is reported only when its backend is used.
 """
 
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
 
@@ -30,9 +30,8 @@ from engines.errors import EngineError, NonFiniteError
 from engines.training.engine_backend import EngineBackend
 from engines.training.flops import flops_of
 from engines.training.outputs import from_columns, num_columns, num_others, to_columns
-from engines.training.preparation import Preparation, prepare
 from engines.training.spec import EngineSpec, LossFn, ModelType
-from engines.training.step.micro_batches import Totals
+from engines.training.step.micro_batches import Preparation, Totals, prepare
 from engines.training.step.optimizer_step import (
     StepMeter,
     decay_of_step,
@@ -41,7 +40,7 @@ from engines.training.step.optimizer_step import (
     start_average,
     take_average,
 )
-from engines.training.vision_support import check_vision
+from engines.training.supported_models import check_vision
 from engines.types import ONLY_LOGPROBS, ModelOutputs, Readouts, TokenBatch, TrainMetrics
 from hardware.base import PlatformBase
 from infra import env
@@ -72,7 +71,6 @@ class BaseEngine(EngineBackend):
         self._mode: Mode | None = None
         self._num_averaged = 0 if self._ema is not None else None
         self._flops = flops_of(spec)
-        self._meter: StepMeter | None = None
 
     @property
     def world_size(self) -> int:
@@ -97,9 +95,13 @@ class BaseEngine(EngineBackend):
     @property
     def lr(self) -> float:
         """Learning rate of the next optimizer step."""
+        return learning_rate(self._schedule_step, self._optimizer_config, self.spec.total_steps)
+
+    @property
+    def _optimizer_config(self) -> OptimizerConfig:
         if self.spec.optimizer is None:
             raise EngineError("this engine was made without an optimizer: it cannot train")
-        return learning_rate(self._schedule_step, self.spec.optimizer, self.spec.total_steps)
+        return self.spec.optimizer
 
     def train_mode(self) -> AbstractContextManager[None]:
         """Scope in which weights, gradients and optimizer are on the device."""
@@ -175,8 +177,11 @@ class BaseEngine(EngineBackend):
         ready = self._prepare(batch)
         if ready.counts.num_tokens == 0:
             raise EngineError("no token of this step is trained on: loss_mask is 0 everywhere")
-        counts = replace(ready.counts, extras=self._extras(batch, loss_fn))
-        totals = Totals(self.spec.platform.device())
+        device = self.spec.platform.device()
+        gather = partial(collectives.gather_ragged, device=device, group=self.data_parallel_group)
+        extras = getattr(loss_fn, "extras", lambda batch, gather: {})
+        counts = replace(ready.counts, extras=dict(extras(batch, gather)))
+        totals = Totals(device)
         factor = self.loss_factor(len(ready.micro_batches))
 
         def scaled_loss(outputs: ModelOutputs, micro_batch: TokenBatch) -> Tensor:
@@ -184,7 +189,7 @@ class BaseEngine(EngineBackend):
             totals.add(output)
             return output.loss * factor
 
-        with self.train_mode(), self._measured().step(ready.work):
+        with self.train_mode(), self._meter.step(ready.work):
             self.optimizer_zero_grad()
             micro_batches = [micro.batch for micro in ready.micro_batches]
             self._forward_backward(micro_batches, scaled_loss, readouts)
@@ -195,17 +200,10 @@ class BaseEngine(EngineBackend):
                 where = f", from data-parallel rank {ranks} of {size}" if size > 1 else ""
                 raise NonFiniteError(f"loss is {loss} at optimizer step {self.num_steps}{where}")
             grad_norm = self.optimizer_step()
-            self.lr_scheduler_step()
+            self._schedule_step += 1
             self.optimizer_zero_grad()
             self.spec.platform.synchronize()  # the optimizer's work is part of the step's time
         return TrainMetrics(loss, grad_norm, lr, ready.work.num_tokens, metrics)
-
-    def _extras(self, batch: TokenBatch, loss_fn: LossFn) -> dict[str, float]:
-        extras = getattr(loss_fn, "extras", None)
-        if extras is None:
-            return {}
-        device, group = self.spec.platform.device(), self.data_parallel_group
-        return dict(extras(batch, lambda own_N: collectives.gather_ragged(own_N, device, group)))
 
     def infer_batch(self, batch: TokenBatch, readouts: Readouts = ONLY_LOGPROBS) -> ModelOutputs:
         """Return logprobs or values, without gradient, on the CPU and in the order of `batch`.
@@ -234,9 +232,7 @@ class BaseEngine(EngineBackend):
         Raises:
             NonFiniteError: the norm is NaN or infinite; the weights are unchanged.
         """
-        if self.spec.optimizer is None:
-            raise EngineError("this engine was made without an optimizer: it cannot train")
-        grad_norm = self._clip_gradients(self.spec.optimizer.max_grad_norm)
+        grad_norm = self._clip_gradients(self._optimizer_config.max_grad_norm)
         if not math.isfinite(grad_norm):
             raise NonFiniteError(f"gradient norm is {grad_norm} at optimizer step {self.num_steps}")
         self._apply_optimizer(self.lr)
@@ -260,43 +256,43 @@ class BaseEngine(EngineBackend):
     def _ema(self) -> EmaConfig | None:
         return self.spec.optimizer.ema if self.spec.optimizer is not None else None
 
-    def _continue_average(self, stored: int | None) -> None:
-        """Continue the average of `stored` steps; None starts one from the loaded weights."""
-        if self._ema is None:
-            return
-        if stored is None:
-            with self.train_mode():
-                start_average(self._averaged())
-        self._num_averaged = stored or 0
+    def _continue_from(self, stored: EngineScalars, *, optimizer: bool) -> int:
+        """Continue with loaded weights; return their step.
+
+        Without `optimizer` the steps count from 0. An average that is not stored starts from the
+        loaded weights.
+        """
+        num_averaged = stored.num_averaged if optimizer else None
+        if self._ema is not None:
+            if num_averaged is None:
+                with self.train_mode():
+                    start_average(self._averaged())
+            self._num_averaged = num_averaged or 0
+        if optimizer:
+            self.num_steps, self._schedule_step = stored.num_steps, stored.schedule_step
+        return stored.step
 
     @property
     def _stored_state(self) -> tuple[str, ...]:
         return MOMENTS if self._num_averaged is None else (*MOMENTS, AVERAGE)
 
-    def lr_scheduler_step(self) -> float:
-        """Advance the schedule by one step and return the next learning rate."""
-        self._schedule_step += 1
-        return self.lr
-
     def performance_metrics(self) -> dict[str, float]:
         """Return the speed since the last call and this rank's peak memory; see `StepMeter`."""
-        return self._measured().take_metrics(self.spec.platform.max_memory_allocated_bytes())
+        return self._meter.take_metrics(self.spec.platform.max_memory_allocated_bytes())
 
-    def _measured(self) -> StepMeter:
-        if self._meter is None:
-            # Not in the constructor: there is no process group yet.
-            peak = self.spec.platform.peak_flops_per_s(self.spec.training.dtype)
-            self._meter = StepMeter(self.world_size, peak)
-        return self._meter
+    @cached_property
+    def _meter(self) -> StepMeter:
+        # Not in the constructor: there is no process group yet.
+        peak = self.spec.platform.peak_flops_per_s(self.spec.training.dtype)
+        return StepMeter(self.world_size, peak)
 
     def _join_ranks(self, *, alone_too: bool = True) -> None:
         """Seed this rank if it trains; create a process group of one rank if there is none."""
-        platform = self.spec.platform
-        if self.spec.optimizer is not None:
-            platform.manual_seed(self.spec.seed + self.rank)
+        spec = self.spec
+        if spec.optimizer is not None:
+            spec.platform.manual_seed(spec.seed + self.rank)
         if alone_too and not dist.is_initialized():
-            timeout_s = self.spec.training.collective_timeout_s
-            collectives.init_single_process_group(platform, timeout_s)
+            collectives.init_single_process_group(spec.platform, spec.training.collective_timeout_s)
 
     def _scalars(self, step: int, num_optimizer_steps: int) -> EngineScalars:
         return EngineScalars(
@@ -333,9 +329,7 @@ class BaseEngine(EngineBackend):
             return totals.reduce(self.data_parallel_group)
         last = dist.get_world_size(group) - 1
         reduced = totals.reduce(self.data_parallel_group) if dist.get_rank(group) == last else None
-        device = self.spec.platform.device()
-        loss, metrics, spoiled = collectives.broadcast_json(reduced, last, group, device)
-        return loss, metrics, spoiled
+        return tuple(collectives.broadcast_json(reduced, last, group, self.spec.platform.device()))
 
     def _from_last_stage(self, columns: Tensor) -> Tensor:
         group = self.pipeline_group
@@ -345,9 +339,6 @@ class BaseEngine(EngineBackend):
         last = dist.get_global_rank(group, dist.get_world_size(group) - 1)
         collectives.broadcast(on_device, src=last, group=group)
         return on_device.cpu()
-
-
-_SETTING = ENGINES.setting
 
 
 def create_engine(
@@ -377,13 +368,13 @@ def create_engine(
         device=env.RLHF_ENGINE_DEVICE.get() or platform.device_name,
         vendor=env.RLHF_ENGINE_VENDOR.get() or platform.vendor_name,
     )
-    if job_interpreter(training.backend, _SETTING) is not None:
+    if job_interpreter(training.backend, ENGINES.setting) is not None:
         raise ConfigError(
-            _SETTING, f"{training.backend} runs in a job environment of its own, not in this one"
+            ENGINES.setting,
+            f"{training.backend} runs in a job environment of its own, not in this one",
         )
     check_options(training.options, [row], "training.options")
-    engine_class = load_row(row, _SETTING)
     spec = EngineSpec(
         hf_dir, training, optimizer, total_steps, platform, seed, temperature, model_type
     )
-    return engine_class(spec)
+    return load_row(row, ENGINES.setting)(spec)

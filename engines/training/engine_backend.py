@@ -1,14 +1,12 @@
 """EngineBackend: what a training backend implements; `base` implements the rest of an engine.
 
 Methods that are not abstract have a default that fits a backend without pipelines or adapters.
-
-Keeps saved activations in host memory instead of on the device; weights stay there.
+`to_host` and `from_host` keep saved activations in host memory instead of on the device.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -28,62 +26,34 @@ from engines.weight_places import WeightShard, whole_place
 
 _MIN_BYTES = 1 << 16
 """Smaller tensors cost more to move than they free."""
-
-
-@dataclass(frozen=True)
-class _OnHost:
-    """A tensor's values on the host, and the function that restores the tensor."""
-
-    values: Tensor
-    restore: Callable[[Tensor], Tensor]
-
-
-_Packed = Tensor | _OnHost
-
-
-def activations_on_host(device: torch.device) -> AbstractContextManager[None]:
-    """Scope of a forward pass with saved activations in (pinned) host memory; no-op on a CPU."""
-    if device.type == "cpu":
-        return nullcontext()
-    return cast(AbstractContextManager[None], saved_tensors_hooks(to_host, from_host))
+_Packed = Tensor | Callable[[], Tensor]
+"""A saved tensor, or a function that restores it from its copy on the host."""
 
 
 def to_host(tensor: Tensor) -> _Packed:
     """Copy a large activation, or a DTensor's shard, to the host; pinned with an accelerator."""
-    if _is_weight(tensor) or tensor.nbytes < _MIN_BYTES:
+    is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+    if is_weight or tensor.nbytes < _MIN_BYTES:
         return tensor
-    restore: Callable[[Tensor], Tensor] = _same
-    if isinstance(tensor, DTensor):
-        tensor, restore = tensor.to_local(), _place_again(tensor)
-    home = tensor.device
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=home.type != "cpu")
-    host.copy_(tensor)
-    return _OnHost(host, lambda values: restore(values.to(home, non_blocking=True)))
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    home = local.device
+    host = torch.empty(local.shape, dtype=local.dtype, pin_memory=home.type != "cpu")
+    host.copy_(local)
+    if not isinstance(tensor, DTensor):
+        return lambda: host.to(home, non_blocking=True)
+    # Only these: the function must not keep the tensor itself alive.
+    mesh, placements, shape, stride = (
+        tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride(),
+    )  # fmt: skip
+    return lambda: DTensor.from_local(
+        host.to(home, non_blocking=True), mesh, placements, run_check=False, shape=shape,
+        stride=stride,
+    )  # fmt: skip
 
 
 def from_host(packed: _Packed) -> Tensor:
     """Restore the tensor that was given to `to_host`, on its device."""
-    return packed if isinstance(packed, Tensor) else packed.restore(packed.values)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _place_again(tensor: DTensor) -> Callable[[Tensor], Tensor]:
-    mesh, placements = tensor.device_mesh, tensor.placements
-    shape, stride = tensor.shape, tensor.stride()
-
-    def place(local: Tensor) -> Tensor:
-        return DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=shape, stride=stride
-        )
-
-    return place
-
-
-def _is_weight(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+    return packed if isinstance(packed, Tensor) else packed()
 
 
 class EngineBackend(ABC):
@@ -259,6 +229,6 @@ class EngineBackend(ABC):
 
     def _activation_scope(self) -> AbstractContextManager[None]:
         """Scope of a forward pass, with activations on the host if configured."""
-        if self.spec.training.activation_offload:
-            return activations_on_host(self.spec.platform.device())
-        return nullcontext()
+        if self.spec.platform.device().type == "cpu" or not self.spec.training.activation_offload:
+            return nullcontext()
+        return cast(AbstractContextManager[None], saved_tensors_hooks(to_host, from_host))

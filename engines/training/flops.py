@@ -47,17 +47,21 @@ class ModelFlops:
         projections, per_pair = _attention(config, hidden_size)
         sparse = _num_sparse_layers(config, num_layers)
         weights = num_layers * projections
-        weights += (
-            (num_layers - sparse) * _dense_mlp(config, hidden_size) if sparse < num_layers else 0
-        )
-        weights += sparse * _expert_mlp(config, hidden_size) if sparse else 0
+        if sparse < num_layers:
+            matrices = 2 if config.get("model_type") in _PLAIN_MLP else 3
+            size = _size(config, "intermediate_size")
+            weights += (num_layers - sparse) * matrices * hidden_size * size
+        if sparse:
+            weights += sparse * _expert_mlp(config, hidden_size)
         head = _size(config, "vocab_size") if num_outputs is None else num_outputs
-        windows = Counter(_windows(config, num_layers))
+        unknown = sorted({*(config.get("layer_types") or ())} - LAYER_TYPES)
+        if unknown:
+            raise ValueError(f"layer_types: got {unknown[0]!r}; its operations are not known here")
         return ModelFlops(
             layers_per_token=2.0 * weights,
             head_per_token=2.0 * hidden_size * head,
             attention_per_pair=2.0 * per_pair,
-            windows=tuple(windows.items()),
+            windows=tuple(Counter(layer_windows(config, num_layers)).items()),
         )
 
     def sequence_costs(self, lengths: Sequence[int]) -> list[float]:
@@ -67,16 +71,12 @@ class ModelFlops:
 
     def forward_flops(self, lengths: Sequence[int], num_predicted: int | None = None) -> float:
         """Return the operations of a forward pass; None predicts all tokens."""
-        head = self.head_flops(sum(lengths) if num_predicted is None else num_predicted)
-        return self.layer_flops(lengths) + head
+        num_predicted = sum(lengths) if num_predicted is None else num_predicted
+        return self.layer_flops(lengths) + self.head_per_token * num_predicted
 
     def layer_flops(self, lengths: Sequence[int]) -> float:
         """Return the forward operations without the output head."""
         return sum(n * self.layers_per_token + self._attention(n) for n in lengths)
-
-    def head_flops(self, num_predicted: int) -> float:
-        """Return the forward operations of the output head."""
-        return self.head_per_token * num_predicted
 
     def _attention(self, length: int) -> float:
         """Return the operations of one sequence's scores; a causal mask halves the square."""
@@ -110,12 +110,12 @@ class TrainingFlops:
         if not self.weights_frozen:
             return whole
         gradients = self.model.layers_per_token * sum(lengths)
-        return whole - gradients - self.model.head_flops(num_predicted)
+        return whole - gradients - self.model.head_per_token * num_predicted
 
     def hardware_flops(self, lengths: Sequence[int], num_predicted: int) -> float:
         """Return `model_flops` plus recomputed forward work, the numerator of HFU."""
         again = self.model.layer_flops(lengths) if self.layers_recomputed else 0.0
-        again += self.model.head_flops(num_predicted) if self.logits_recomputed else 0.0
+        again += self.model.head_per_token * num_predicted if self.logits_recomputed else 0.0
         return self.model_flops(lengths, num_predicted) + again
 
 
@@ -143,21 +143,14 @@ def _attention(config: Mapping[str, Any], hidden_size: int) -> tuple[int, int]:
         plain = _size(config, "qk_nope_head_dim")
         value, latent = _size(config, "v_head_dim"), _size(config, "kv_lora_rank")
         query = heads * (plain + rotary)
+        weights = hidden_size * query
         if config.get("q_lora_rank"):
-            rank = _size(config, "q_lora_rank")
-            weights = rank * (hidden_size + query)
-        else:
-            weights = hidden_size * query
+            weights = _size(config, "q_lora_rank") * (hidden_size + query)
         weights += hidden_size * (latent + rotary) + latent * heads * (plain + value)
         return weights + heads * value * hidden_size, heads * (plain + rotary + value)
     head_dim = _size(config, "head_dim") if config.get("head_dim") else hidden_size // heads
     kv_heads = _size(config, "num_key_value_heads") if config.get("num_key_value_heads") else heads
     return hidden_size * head_dim * 2 * (heads + kv_heads), heads * 2 * head_dim
-
-
-def _dense_mlp(config: Mapping[str, Any], hidden_size: int) -> int:
-    matrices = 2 if config.get("model_type") in _PLAIN_MLP else 3
-    return matrices * hidden_size * _size(config, "intermediate_size")
 
 
 def _expert_mlp(config: Mapping[str, Any], hidden_size: int) -> int:
@@ -186,15 +179,6 @@ def _num_sparse_layers(config: Mapping[str, Any], num_layers: int) -> int:
     first = int(config.get("first_k_dense_replace") or 0)
     step = int(config.get("decoder_sparse_step") or 1)
     return sum(i not in dense and i >= first and (i + 1) % step == 0 for i in range(num_layers))
-
-
-def _windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
-    """Return how many tokens a query of each layer sees; None is all before it."""
-    kinds = config.get("layer_types")
-    unknown = sorted(set(kinds or ()) - LAYER_TYPES)
-    if unknown:
-        raise ValueError(f"layer_types: got {unknown[0]!r}; its operations are not known here")
-    return layer_windows(config, num_layers)
 
 
 def _size(config: Mapping[str, Any], *names: str) -> int:

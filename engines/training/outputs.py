@@ -4,9 +4,13 @@ A row has T + 1 places. Place p holds what the hidden state of token p - 1 gives
 token p or, if p is the first place after a sequence, the value after its last token.
 """
 
+from typing import cast
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from engines.collectives import SumOverRanks
 from engines.errors import EngineError
 from engines.training.model.attention import SequenceSlice
 from engines.training.spec import ModelType
@@ -32,8 +36,25 @@ def read_positions(
     read_N = wanted.nonzero().squeeze(1)
     if part is None:
         return read_N
-    end = part.start + part.input_ids_S.numel()
-    return read_N[(read_N > part.start) & (read_N <= end)]
+    return read_N[(read_N > part.start) & (read_N <= part.start + part.input_ids_S.numel())]
+
+
+def whole_outputs(
+    rows: Tensor,
+    read_N: Tensor,
+    batch: TokenBatch,
+    readouts: Readouts,
+    model_type: ModelType,
+    group: dist.ProcessGroup | None = None,
+) -> ModelOutputs:
+    """Convert (K, N) float32 at the places `read_N` to outputs, with their gradient.
+
+    `group` are ranks that computed other places of the same batch.
+    """
+    whole = rows.new_zeros(rows.shape[0], batch.num_tokens + 1).index_copy(1, read_N, rows)
+    if group is not None:
+        whole = cast(Tensor, SumOverRanks.apply(whole, group))
+    return model_outputs(whole, batch, readouts, model_type)
 
 
 def model_outputs(
@@ -45,7 +66,14 @@ def model_outputs(
         EngineError: the backend did not compute all readouts.
     """
     if model_type == "value_model":
-        return _values(rows[0], batch, readouts)
+        values_T, last_values_B = rows[0, :-1], None
+        if readouts.last_values:
+            bounds = batch.cu_seqlens.to(torch.int64)
+            last_values_B = rows[0, bounds[1:]]
+            values_T = values_T.index_fill(0, bounds[:-1], 0.0)
+        return ModelOutputs(
+            torch.zeros_like(values_T), values_T=values_T, last_values_B=last_values_B
+        )
     num_needed = num_columns(readouts, model_type, batch)
     if rows.shape[0] != num_needed:
         raise EngineError(
@@ -68,21 +96,12 @@ def _of_tokens(rows: Tensor, batch: TokenBatch, readouts: Readouts) -> ModelOutp
     )
 
 
-def _values(row: Tensor, batch: TokenBatch, readouts: Readouts) -> ModelOutputs:
-    values_T, last_values_B = row[:-1], None
-    if readouts.last_values:
-        bounds = batch.cu_seqlens.to(torch.int64)
-        last_values_B = row[bounds[1:]]
-        values_T = values_T.index_fill(0, bounds[:-1], 0.0)
-    return ModelOutputs(torch.zeros_like(values_T), values_T=values_T, last_values_B=last_values_B)
-
-
 def num_columns(readouts: Readouts, model_type: ModelType, batch: TokenBatch) -> int:
     """Return the number of rows of `to_columns`."""
     if model_type == "value_model":
         return 1 + readouts.last_values
-    of_others = num_others(readouts, batch) * (2 if readouts.num_top else 1)
-    return 1 + readouts.entropy + readouts.sum_pi_squared + of_others
+    others = num_others(readouts, batch) * (2 if readouts.num_top else 1)
+    return 1 + readouts.entropy + readouts.sum_pi_squared + others
 
 
 def num_others(readouts: Readouts, batch: TokenBatch) -> int:

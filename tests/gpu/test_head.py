@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from engines.training.model import linear_tiles
-from engines.training.model.linear_logprobs import linear_logprobs_of, linear_token_logprobs
+from engines.training.model.linear_logprobs import (
+    linear_logprobs_of,
+    linear_token_logprobs,
+    linear_topk_logprobs,
+)
 from engines.training.model.linear_tiles import tile_elements
-from engines.training.model.linear_topk import linear_topk_logprobs
 from hardware.base import PlatformBase
 
 N, D, V = 700, 64, 5_003

@@ -36,6 +36,7 @@ from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer, check_vocabulary, text_config
 from engines.judges.judgement import question
 from engines.rewards.base import SampledTokens, ScoreRequest
+from engines.training.supported_models import check_vision
 from engines.training.vision_support import check_vision
 from infra.errors import ConfigError
 from infra.names import renamed_sections

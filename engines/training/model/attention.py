@@ -6,10 +6,9 @@ neighbouring sequences of equal length are one batched SDPA call; in bf16/fp16 o
 `torch.nn.attention.varlen.varlen_attn`. Dropout is ignored: training and inference need the same
 logprobs. Always call the model with `use_cache=False, attention_mask=None`.
 
-Ulysses sequence parallelism (arXiv:2309.14509).
-
-Each rank of a group holds an equal, contiguous slice of the packed row. Around attention an
-all-to-all turns (all heads, T / n tokens) into (heads / n, all T tokens) and back.
+With Ulysses sequence parallelism (arXiv:2309.14509), each rank of a group holds an equal and
+contiguous slice of the packed row. Around attention an all-to-all turns (all heads, T / n tokens)
+into (heads / n, all T tokens) and back.
 """
 
 import inspect
@@ -70,31 +69,25 @@ def heads_for_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
             "training.ulysses_size",
             f"got {size}; need a divisor of the {x.shape[1]} attention heads",
         )
-    # (n, heads / n, S, D): one block of heads per rank; after the exchange one block of tokens.
-    sent = x.squeeze(0).unflatten(0, (size, -1))
-    received = _AllToAll.apply(sent, group)
-    return received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+    return tokens_for_heads(x, group)
 
 
 def tokens_for_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(1, n * S, heads / n, head_dim), as attention returns it -> (1, S, heads, head_dim)."""
-    size = dist.get_world_size(group)
-    sent = x.squeeze(0).unflatten(0, (size, -1))
-    received = _AllToAll.apply(sent, group)
-    return received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+    # (n, S, heads / n, D): one block per rank; each rank gets one block of all others.
+    sent = x.squeeze(0).unflatten(0, (dist.get_world_size(group), -1))
+    return cast(Tensor, _AllToAll.apply(sent, group)).transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
 def repeated_kv(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Repeat key or value heads (1, kv, S, D) if there are fewer than ranks."""
     size, num_heads = dist.get_world_size(group), x.shape[1]
-    if num_heads % size == 0:
-        return x
-    if size % num_heads:
+    if num_heads % size and size % num_heads:
         raise ConfigError(
             "training.ulysses_size",
             f"got {size}; need a divisor or a multiple of the {num_heads} key-value heads",
         )
-    return x.repeat_interleave(size // num_heads, dim=1)
+    return x if num_heads % size == 0 else x.repeat_interleave(size // num_heads, dim=1)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -103,15 +96,11 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _exchange(x, group)
+        return all_to_all(x.contiguous(), group)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return _exchange(grad_outputs[0], ctx.group), None
-
-
-def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return all_to_all(x.contiguous(), group)
+        return all_to_all(grad_outputs[0].contiguous(), ctx.group), None
 
 
 ATTENTION_NAME = "rl_varlen"
@@ -192,11 +181,9 @@ def packed_attention(
         query, key, value = (heads_for_tokens(x, group) for x in (query, key, value))
     rows = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
     window = sliding_window if sliding_window and sliding_window < packing.max_length else None
-    if query.device.type != "cpu" and query.dtype != torch.float32:
-        out_THD = _varlen(rows, packing, scaling, window)
-    else:
-        out_THD = _batched_runs(rows, packing, scaling, window)  # pyright: ignore[reportCallIssue]
-    out = out_THD.unsqueeze(0)
+    is_fused = query.device.type != "cpu" and query.dtype != torch.float32
+    attend: Any = _varlen if is_fused else _batched_runs
+    out = attend(rows, packing, scaling, window).unsqueeze(0)
     return out if group is None else tokens_for_heads(out, group), None
 
 

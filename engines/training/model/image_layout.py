@@ -4,16 +4,23 @@ Ranks exchange the result as a few numbers, so that all ranks raise before one e
 waits in a collective.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from engines.errors import EngineError
 from engines.types import TokenBatch
 
-_NOT_SEEN, _GRID, _WIDTH, _TOKENS = 1, 2, 3, 4
+_NOT_SEEN, _GRID, _WIDTH, _TOKENS = range(4)
+_PROBLEMS = (
+    "has an image, but this engine's model sees none",
+    "has an image whose grid does not divide by the model's merge size {needed} in height and "
+    "width",
+    "has image patches of {found} values; the model needs {needed}",
+    "has {found} image placeholder tokens; its images need {needed}, in one unbroken run for each "
+    "image",
+)
 
 
 @dataclass(frozen=True)
@@ -35,8 +42,7 @@ class ImageLayout:
         return grid_thw.prod(1) // self.merge_size**2
 
 
-@dataclass(frozen=True)
-class ImageFault:
+class ImageFault(NamedTuple):
     """The first sequence of a rank whose images do not fit; -1: all fit."""
 
     sequence: int = -1
@@ -44,9 +50,10 @@ class ImageFault:
     found: int = 0
     needed: int = 0
 
-    def numbers(self) -> list[float]:
-        """Return the fields as numbers, for an exchange between ranks."""
-        return [float(self.sequence), float(self.kind), float(self.found), float(self.needed)]
+    @property
+    def problem(self) -> str:
+        """What is wrong with the sequence, in words."""
+        return _PROBLEMS[self.kind].format(found=self.found, needed=self.needed)
 
 
 def find_image_fault(batch: TokenBatch, layout: ImageLayout | None) -> ImageFault:
@@ -73,35 +80,6 @@ def find_image_fault(batch: TokenBatch, layout: ImageLayout | None) -> ImageFaul
         if held[i] != wanted[i]:
             return ImageFault(i, _TOKENS, sum(held[i]), sum(wanted[i]))
     return ImageFault()
-
-
-def raise_image_fault(rows: Sequence[Sequence[float]]) -> None:
-    """Raise the first fault in `rows`, the `ImageFault` numbers of all data-parallel ranks.
-
-    Raises:
-        EngineError: there is one; names rank and sequence.
-    """
-    for rank, row in enumerate(rows):
-        fault = ImageFault(*(int(number) for number in row))
-        if fault.sequence >= 0:
-            where = f"sequence {fault.sequence} of data-parallel rank {rank}"
-            raise EngineError(f"{where} {_problem(fault)}")
-
-
-def _problem(fault: ImageFault) -> str:
-    if fault.kind == _NOT_SEEN:
-        return "has an image, but this engine's model sees none"
-    if fault.kind == _WIDTH:
-        return f"has image patches of {fault.found} values; the model needs {fault.needed}"
-    if fault.kind == _GRID:
-        return (
-            f"has an image whose grid does not divide by the model's merge size {fault.needed} "
-            "in height and width"
-        )
-    return (
-        f"has {fault.found} image placeholder tokens; its images need {fault.needed}, in one "
-        "unbroken run for each image"
-    )
 
 
 def _placeholder_runs(batch: TokenBatch, token_id: int) -> list[list[int]]:

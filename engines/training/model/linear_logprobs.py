@@ -1,24 +1,21 @@
-"""Logprobs of given tokens from hidden states, without all logits in memory.
+"""The readouts of a language model's head, from hidden states, without all logits in memory.
 
-Only a few tiles of logits exist at a time; the backward pass recomputes them. Softmax statistics
-and sums of gradients are float32 (float64 for float64 inputs); logits are rounded to the dtype of
-the inputs, as by the model's own head. Does not cover: soft-capped logits, second derivatives.
-Letters: N predicting positions, D model width, V vocabulary.
+Logprobs of one token of each position (`linear_token_logprobs`), of K tokens, as on-policy
+distillation needs them from the student (`linear_logprobs_of`), the K most likely tokens, as it
+needs them from the teacher (`linear_topk_logprobs`), and all readouts as rows of numbers in the
+order that the backends share (`head_rows`; `engines.training.outputs` names the rows).
 
-Logprobs of K tokens per position from hidden states, without all logits in memory.
-
-On-policy distillation needs the student's logprobs of its teacher's tokens, with gradient.
-Works like `linear_logprobs`, with the same tiles and equal numbers for equal tokens.
-Letters: N predicting positions, D model width, V vocabulary, K tokens of each position.
-
-Computes the readouts of a language model's head as rows of numbers, tile by tile.
-
-All backends use this order of rows (`engines.training.outputs` names them). Never holds all logits.
+Promises: only a few tiles of logits exist at a time; the backward pass recomputes them. Softmax
+statistics and sums of gradients are float32 (float64 for float64 inputs); logits are rounded to the
+dtype of the inputs, as by the model's own head. For equal inputs and `chunk_elements` all functions
+have bit-identical logits, so a student equal to its teacher has its logprobs. Among equally
+likely tokens the lowest id comes first, for all tiles and shards.
+Does not cover: soft-capped logits, second derivatives.
 Letters: N predicting positions, D model width, V vocabulary, K other tokens of each position.
 """
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -28,11 +25,9 @@ from torch.autograd.function import once_differentiable
 from engines import collectives
 from engines.training.model.linear_tiles import (
     DEFAULT_CHUNK_ELEMENTS,
-    GradientSums,
     LogitSlopes,
     RowStatistics,
     check_inputs,
-    gradient_of_logits,
     no_statistics,
     places,
     scale_of,
@@ -41,8 +36,8 @@ from engines.training.model.linear_tiles import (
     statistics_dtype,
     tile,
     tile_shape,
+    tiled_gradients,
 )
-from engines.training.model.linear_topk import linear_topk_logprobs
 from engines.training.model.logprobs import TokenReadouts
 from engines.types import Readouts, TokenBatch
 
@@ -105,26 +100,22 @@ class _LinearTokenLogprobs(torch.autograd.Function):
         scale: Tensor | None, entropy: bool, squares: bool, chunk_elements: int,
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        num_rows, vocabulary = hidden_ND.shape[0], weight_VD.shape[0]
         rows_size, columns_size = tile_shape(hidden_ND, weight_VD, chunk_elements)
         dtype = statistics_dtype(hidden_ND)
-        parts: list[RowStatistics] = []
-        for rows in slices(num_rows, rows_size):
-            part = RowStatistics(token_ids_N[rows], dtype, entropy, squares)
-            for columns in slices(vocabulary, columns_size):
-                part.add(tile(hidden_ND, weight_VD, bias_V, rows, columns), scale, columns)
-            parts.append(part)
         statistics = RowStatistics(token_ids_N, dtype, entropy, squares)
+        parts: list[RowStatistics] = []
+        for rows in slices(hidden_ND.shape[0], rows_size):
+            parts.append(RowStatistics(token_ids_N[rows], dtype, entropy, squares))
+            for columns in slices(weight_VD.shape[0], columns_size):
+                parts[-1].add(tile(hidden_ND, weight_VD, bias_V, rows, columns), scale, columns)
         statistics.take(parts)
         if group is not None:
             statistics.sum_over(group)
-        log_sum_N, logprobs_N = statistics.log_sum(), statistics.logprobs()
-        entropy_N = statistics.entropy() if entropy else logprobs_N.new_empty(0)
+        logprobs_N, entropy_N, squares_N = statistics.readouts()
         ctx.save_for_backward(
-            hidden_ND, weight_VD, bias_V, token_ids_N, log_sum_N, entropy_N, scale
+            hidden_ND, weight_VD, bias_V, token_ids_N, statistics.log_sum(), entropy_N, scale
         )
         ctx.tile_shape = rows_size, columns_size
-        squares_N = statistics.sum_pi_squared() if squares else logprobs_N.new_empty(0)
         ctx.mark_non_differentiable(squares_N)
         ctx.set_materialize_grads(False)
         return logprobs_N, entropy_N, squares_N
@@ -139,22 +130,19 @@ class _LinearTokenLogprobs(torch.autograd.Function):
         if grad_logprobs_N is None:  # a loss of the entropy alone
             grad_logprobs_N = torch.zeros_like(log_sum_N)
         with_entropy = grad_entropy_N is not None and entropy_N.numel() > 0
-        rows_size, columns_size = ctx.tile_shape
-        sums = GradientSums(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad)
-        # Outer loop over the vocabulary: the float32 sum of weight gradients is one tile wide.
-        for columns in slices(weight_VD.shape[0], columns_size):
-            sums.begin(columns)
-            for rows in slices(hidden_ND.shape[0], rows_size):
-                place_R1, inside_R = places(token_ids_N[rows], columns)
-                slopes = LogitSlopes(
-                    grad_logprobs_N[rows, None], place_R1, inside_R[:, None], log_sum_N[rows],
-                    entropy_N[rows] if with_entropy else None,
-                    grad_entropy_N[rows] if with_entropy else None,
-                )  # fmt: skip
-                logits_RC = tile(hidden_ND, weight_VD, bias_V, rows, columns)
-                sums.add(gradient_of_logits(logits_RC, scale, slopes), rows)
-            sums.end()
-        return *sums.gradients(), None, None, None, None, None, None
+
+        def slopes_of(rows: slice, columns: slice) -> LogitSlopes:
+            place_R1, inside_R1 = places(token_ids_N[rows, None], columns)
+            return LogitSlopes(
+                grad_logprobs_N[rows, None], place_R1, inside_R1, log_sum_N[rows],
+                entropy_N[rows] if with_entropy else None,
+                grad_entropy_N[rows] if with_entropy else None,
+            )  # fmt: skip
+
+        gradients = tiled_gradients(
+            hidden_ND, weight_VD, bias_V, scale, ctx.tile_shape, ctx.needs_input_grad, slopes_of
+        )
+        return *gradients, None, None, None, None, None, None
 
 
 def linear_logprobs_of(
@@ -199,17 +187,16 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         rows_size, columns_size = tile_shape(hidden_ND, weight_VD, chunk_elements)
         chosen_NK = hidden_ND.new_zeros(token_ids_NK.shape, dtype=statistics_dtype(hidden_ND))
-        parts: list[RowStatistics] = []
+        statistics, parts = no_statistics(hidden_ND), list[RowStatistics]()
         for rows in slices(hidden_ND.shape[0], rows_size):
             part, chosen_RK = no_statistics(hidden_ND[rows]), chosen_NK[rows]
             for columns in slices(weight_VD.shape[0], columns_size):
                 logits_RC = tile(hidden_ND, weight_VD, bias_V, rows, columns)
-                place, inside = _places_of_all(token_ids_NK[rows], columns)
+                place, inside = places(token_ids_NK[rows], columns)
                 own_RK = scaled(logits_RC.gather(1, place), scale)
                 chosen_RK.copy_(torch.where(inside, own_RK, chosen_RK))
                 part.add(logits_RC, scale, columns)
             parts.append(part)
-        statistics = no_statistics(hidden_ND)
         statistics.take(parts)
         if group is not None:
             statistics.sum_over(group)
@@ -226,23 +213,137 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, bias_V, token_ids_NK, log_sum_N, scale = ctx.saved_tensors
         (grad_NK,) = grad_outputs
-        rows_size, columns_size = ctx.tile_shape
-        sums = GradientSums(hidden_ND, weight_VD, bias_V, ctx.needs_input_grad)
+
+        def slopes_of(rows: slice, columns: slice) -> LogitSlopes:
+            place, inside = places(token_ids_NK[rows], columns)
+            return LogitSlopes(grad_NK[rows], place, inside, log_sum_N[rows])
+
+        gradients = tiled_gradients(
+            hidden_ND, weight_VD, bias_V, scale, ctx.tile_shape, ctx.needs_input_grad, slopes_of
+        )
+        return *gradients, None, None, None, None
+
+
+_NO_TOKEN = torch.iinfo(torch.int64).max
+"""Pads ranks with fewer than K tokens; sorts after every token of equal logit."""
+
+
+class TopTokens(NamedTuple):
+    """Most likely tokens: distinct int64 ids per row, and logprobs without gradient."""
+
+    ids_NK: Tensor
+    logprobs_NK: Tensor
+
+
+@torch.no_grad()
+def linear_topk_logprobs(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    num_top: int,
+    *,
+    bias_V: Tensor | None = None,
+    temperature: float = 1.0,
+    chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
+    group: dist.ProcessGroup | None = None,
+    first_token: int = 0,
+    below: int | None = None,
+) -> TopTokens:
+    """Return the K most likely tokens of each row, without gradient, on every rank of the group.
+
+    Other arguments are those of `linear_token_logprobs`.
+
+    Args:
+        num_top: K, at most the size of the whole vocabulary; a rank may hold fewer rows.
+        chunk_elements: maximum logits of a tile; as many int32 and bool elements exist beside them.
+        below: return only tokens with a lower id, though all count in the distribution; None: any.
+
+    Raises:
+        ValueError: dtypes differ, `chunk_elements` is below 1, or `num_top` is out of range; the
+            last on all ranks of the group.
+    """
+    check_inputs(hidden_ND, weight_VD, bias_V, chunk_elements)
+    vocabulary = _vocabulary(weight_VD, group)
+    below = vocabulary if below is None else min(below, vocabulary)
+    if not 1 <= num_top <= below:
+        raise ValueError(f"most likely tokens: got {num_top}; need 1 to {below}")
+    rows_size, columns_size = tile_shape(hidden_ND, weight_VD, chunk_elements)
+    scale = scale_of(hidden_ND, temperature)
+    statistics, best = no_statistics(hidden_ND), _unset_best(hidden_ND, num_top)
+    parts: list[tuple[RowStatistics, _Best]] = []
+    for rows in slices(hidden_ND.shape[0], rows_size):
+        part, best_part = no_statistics(hidden_ND[rows]), _unset_best(hidden_ND[rows], 0)
         for columns in slices(weight_VD.shape[0], columns_size):
-            sums.begin(columns)
-            for rows in slices(hidden_ND.shape[0], rows_size):
-                place, inside = _places_of_all(token_ids_NK[rows], columns)
-                slopes = LogitSlopes(grad_NK[rows], place, inside, log_sum_N[rows])
-                logits_RC = tile(hidden_ND, weight_VD, bias_V, rows, columns)
-                sums.add(gradient_of_logits(logits_RC, scale, slopes), rows)
-            sums.end()
-        return *sums.gradients(), None, None, None, None
+            logits_RC = tile(hidden_ND, weight_VD, bias_V, rows, columns)
+            z_RC = scaled(logits_RC, scale)
+            first = first_token + columns.start
+            candidates_RC = z_RC[:, : max(0, below - first)]
+            if candidates_RC.shape[1]:
+                found = _best_of_tile(candidates_RC, num_top, first)
+                best_part = _best_of([best_part, found], num_top)
+            # If `z_RC` is `logits_RC`, it is already scaled in place.
+            part.add(logits_RC, None if z_RC is logits_RC else scale, columns)
+        parts.append((part, best_part))
+    if parts:
+        statistics.take([part for part, _ in parts])
+        best = _Best(*(torch.cat(each) for each in zip(*(b for _, b in parts), strict=True)))
+    if group is not None:
+        statistics.sum_over(group)
+        best = _best_over(best, num_top, group)
+    return TopTokens(best.ids_RJ, best.logits_RJ.sub_(statistics.log_sum()[:, None]))
 
 
-def _places_of_all(token_ids_RK: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return `places` of (R, K) tokens."""
-    place, inside = places(token_ids_RK.flatten(), columns)
-    return place.view_as(token_ids_RK), inside.view_as(token_ids_RK)
+class _Best(NamedTuple):
+    logits_RJ: Tensor
+    ids_RJ: Tensor
+
+
+def _unset_best(hidden_RD: Tensor, size: int) -> _Best:
+    logits = hidden_RD.new_empty(hidden_RD.shape[0], size, dtype=statistics_dtype(hidden_RD))
+    return _Best(logits, torch.empty_like(logits, dtype=torch.int64))
+
+
+def _best_of_tile(z_RC: Tensor, num_top: int, first_token: int) -> _Best:
+    """Return the largest logits of a tile, in any order; the first of equal ones.
+
+    `topk` alone may take any of equal logits, which are frequent in bfloat16; it only serves to
+    find the smallest logit to take.
+    """
+    width = z_RC.shape[1]
+    size = min(num_top, width)
+    smallest_R1 = z_RC.topk(size, dim=1).values[:, -1:]
+    nearness_C = torch.arange(width, 0, -1, dtype=torch.int32, device=z_RC.device)
+    rank_RC = (z_RC >= smallest_R1) * nearness_C
+    rank_RC.add_(z_RC > smallest_R1, alpha=width)
+    place = rank_RC.topk(size, dim=1).indices
+    return _Best(z_RC.gather(1, place), place + first_token)
+
+
+def _best_of(several: list[_Best], num_top: int) -> _Best:
+    """Return the largest logits of all candidates, sorted, then by lowest token id."""
+    logits, ids = (torch.cat(each, dim=1) for each in zip(*several, strict=True))
+    by_id = ids.argsort(dim=1)
+    logits, ids = logits.gather(1, by_id), ids.gather(1, by_id)
+    order = logits.argsort(dim=1, descending=True, stable=True)[:, :num_top]
+    return _Best(logits.gather(1, order), ids.gather(1, order))
+
+
+def _best_over(own: _Best, num_top: int, group: dist.ProcessGroup) -> _Best:
+    """Return the best of all ranks, on every rank; ranks may have fewer than `num_top`."""
+    missing = (0, num_top - own.ids_RJ.shape[1])
+    logits = torch.nn.functional.pad(own.logits_RJ, missing, value=-torch.inf)
+    ids = torch.nn.functional.pad(own.ids_RJ, missing, value=_NO_TOKEN)
+    pairs = zip(
+        collectives.all_gather(logits, group), collectives.all_gather(ids, group), strict=True
+    )
+    return _best_of([_Best(*pair) for pair in pairs], num_top)
+
+
+def _vocabulary(weight_VD: Tensor, group: dist.ProcessGroup | None) -> int:
+    if group is None:
+        return weight_VD.shape[0]
+    total = torch.tensor([weight_VD.shape[0]], device=weight_VD.device)
+    collectives.all_reduce(total, group)
+    return int(total)
 
 
 _EXACT = 1 << 24

@@ -1,19 +1,17 @@
 """Tiles of a head's logits, and sums of statistics and gradients over tiles.
 
-Equal inputs and tile shapes give bit-identical logits and statistics. Statistics and sums of
-gradients are float32 (float64 for float64 inputs). A rank may hold no rows of the weights.
-Letters: N predicting positions, R of them in a tile, D model width, V vocabulary, C columns of it.
-
-Element-wise work on a tile of logits: softmax sums and gradients.
-
-For 16-bit logits on a GPU where torch can compile, each function is one or two kernels without a
-float32 copy of the tile; otherwise it is plain in-place operators. They differ by rounding only.
-Letters: R rows and C columns of the tile, K tokens of each row.
+Promises: equal inputs and tile shapes give bit-identical logits and statistics. Statistics and sums
+of gradients are float32 (float64 for float64 inputs). A rank may hold no rows of the weights.
+For 16-bit logits on a GPU where torch can compile, element-wise work on a tile is one or two
+kernels without a float32 copy of the tile; otherwise plain in-place operators. They differ by
+rounding only.
+Letters: N predicting positions, R of them in a tile, D model width, V vocabulary, C columns of it,
+K tokens of each row.
 """
 
 import importlib.util
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -183,8 +181,7 @@ def _can_compile() -> bool:
 DEFAULT_CHUNK_ELEMENTS = 1 << 24
 """Elements of a tile: 64 MiB in float32."""
 FUSED_CHUNK_ELEMENTS = 1 << 26
-"""For fused kernels, which hold no float32 tile (see `tile_math`): 128 MiB, fewer launches."""
-_UNLIMITED = 1 << 62
+"""For fused kernels, which hold no float32 tile: 128 MiB, fewer launches."""
 
 _MIN_ROWS = 512
 """Minimum rows of a tile, so that it is not bound by reading the weights."""
@@ -195,7 +192,7 @@ _MOST_COLUMNS = 1 << 15
 def tile_elements(hidden_ND: Tensor, *, chunked: bool) -> int:
     """Return the maximum logits of a tile; one tile holds all logits if not `chunked`."""
     if not chunked:
-        return _UNLIMITED
+        return 1 << 62
     return FUSED_CHUNK_ELEMENTS if is_fused(hidden_ND) else DEFAULT_CHUNK_ELEMENTS
 
 
@@ -232,9 +229,9 @@ class RowStatistics:
 
     def add(self, logits_RC: Tensor, scale: Tensor | None, columns: slice) -> None:
         """Add a tile of logits, which is overwritten."""
-        place_R1, inside_R = places(self._token_ids_R, columns)
+        place_R, inside_R = places(self._token_ids_R, columns)
         self._sums = add_columns(
-            self._sums, logits_RC, scale, place_R1, inside_R,
+            self._sums, logits_RC, scale, place_R[:, None], inside_R,
             entropy=self._entropy, squares=self._squares,
         )  # fmt: skip
 
@@ -265,17 +262,15 @@ class RowStatistics:
         """(R,) log of the sum of exp(z)."""
         return self._sums.largest_R + self._sums.sum_R.log()
 
-    def logprobs(self) -> Tensor:
-        """(R,) logprob of each row's token."""
-        return self._sums.chosen_R - self.log_sum()
+    def readouts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(R,) logprob of each row's token, entropy in nats, and sum of squared probabilities.
 
-    def sum_pi_squared(self) -> Tensor:
-        """(R,) sum of the squared probabilities."""
-        return self._sums.squared_R / self._sums.sum_R.square()
-
-    def entropy(self) -> Tensor:
-        """(R,) entropy in nats, from sums relative to the largest logit."""
-        return self._sums.sum_R.log() - self._sums.weighted_R / self._sums.sum_R
+        The last two are empty if they are not requested.
+        """
+        sums, none = self._sums, self._sums.sum_R.new_empty(0)
+        entropy_R = sums.sum_R.log() - sums.weighted_R / sums.sum_R if self._entropy else none
+        squares_R = sums.squared_R / sums.sum_R.square() if self._squares else none
+        return sums.chosen_R - self.log_sum(), entropy_R, squares_R
 
 
 def no_statistics(hidden_RD: Tensor) -> RowStatistics:
@@ -284,60 +279,54 @@ def no_statistics(hidden_RD: Tensor) -> RowStatistics:
     return RowStatistics(no_token_R, statistics_dtype(hidden_RD), entropy=False, squares=False)
 
 
-class GradientSums:
-    """Sums of the needed gradients of hidden states, weights and bias."""
+def tiled_gradients(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    scale: Tensor | None,
+    shape: tuple[int, int],
+    needed: Sequence[bool],
+    slopes_of: Callable[[slice, slice], LogitSlopes],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the needed gradients of hidden states, weights and bias, tile by tile.
 
-    def __init__(
-        self, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, needed: tuple[bool, ...]
-    ) -> None:
-        self._hidden_ND, self._weight_VD = hidden_ND, weight_VD
-        self._sum_dtype = statistics_dtype(hidden_ND)
-        self._hidden_sum = self._zeros(hidden_ND.shape) if needed[0] else None
-        self._weight_grad = torch.empty_like(weight_VD) if needed[1] else None
-        self._bias_grad = torch.empty_like(bias_V) if needed[2] and bias_V is not None else None
+    `slopes_of` gets the rows and the columns of each tile.
+    """
+    dtype = statistics_dtype(hidden_ND)
+    hidden_sum = hidden_ND.new_zeros(hidden_ND.shape, dtype=dtype) if needed[0] else None
+    weight_grad = torch.empty_like(weight_VD) if needed[1] else None
+    bias_grad = torch.empty_like(bias_V) if needed[2] and bias_V is not None else None
+    # Outer loop over the vocabulary: the float32 sum of weight gradients is one tile wide.
+    for columns in slices(weight_VD.shape[0], shape[1]):
+        own_CD, width = weight_VD[columns], columns.stop - columns.start
+        weight_sum = hidden_ND.new_zeros(own_CD.shape, dtype=dtype) if needed[1] else None
+        bias_sum = hidden_ND.new_zeros(width, dtype=dtype)
+        for rows in slices(hidden_ND.shape[0], shape[0]):
+            logits_RC = tile(hidden_ND, weight_VD, bias_V, rows, columns)
+            grad_RC = gradient_of_logits(logits_RC, scale, slopes_of(rows, columns))
+            if hidden_sum is not None:
+                _accumulate(hidden_sum[rows], grad_RC, own_CD)
+            if weight_sum is not None:
+                _accumulate(weight_sum, grad_RC.T, hidden_ND[rows])
+            if bias_grad is not None:
+                bias_sum += grad_RC.sum(dim=0, dtype=dtype)
+        # Round to the dtype of the parameters.
+        if weight_grad is not None and weight_sum is not None:
+            weight_grad[columns] = weight_sum.to(weight_grad.dtype)
+        if bias_grad is not None:
+            bias_grad[columns] = bias_sum.to(bias_grad.dtype)
+    hidden_grad = None if hidden_sum is None else hidden_sum.to(hidden_ND.dtype)
+    return hidden_grad, weight_grad, bias_grad
 
-    def begin(self, columns: slice) -> None:
-        """Start a range of columns of the vocabulary."""
-        self._columns = columns
-        width = columns.stop - columns.start
-        if self._weight_grad is not None:
-            self._weight_sum = self._zeros((width, self._hidden_ND.shape[1]))
-        if self._bias_grad is not None:
-            self._bias_sum = self._zeros((width,))
 
-    def add(self, grad_RC: Tensor, rows: slice) -> None:
-        """Add the gradient of a tile of logits."""
-        if self._hidden_sum is not None:
-            self._accumulate(self._hidden_sum[rows], grad_RC, self._weight_VD[self._columns])
-        if self._weight_grad is not None:
-            self._accumulate(self._weight_sum, grad_RC.T, self._hidden_ND[rows])
-        if self._bias_grad is not None:
-            self._bias_sum += grad_RC.sum(dim=0, dtype=self._sum_dtype)
-
-    def end(self) -> None:
-        """Round the sums of the current columns to the dtype of the parameters."""
-        if self._weight_grad is not None:
-            self._weight_grad[self._columns] = self._weight_sum.to(self._weight_grad.dtype)
-        if self._bias_grad is not None:
-            self._bias_grad[self._columns] = self._bias_sum.to(self._bias_grad.dtype)
-
-    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of hidden states, weights and bias; None if not requested."""
-        hidden = self._hidden_sum
-        hidden = None if hidden is None else hidden.to(self._hidden_ND.dtype)
-        return hidden, self._weight_grad, self._bias_grad
-
-    def _accumulate(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        if total.dtype == left.dtype:
-            total.addmm_(left, right)
-        elif total.is_cuda and torch.version.cuda is not None:
-            # Adds the product before it is rounded, in one kernel.
-            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-        else:
-            total += left @ right
-
-    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
-        return self._hidden_ND.new_zeros(shape, dtype=self._sum_dtype)
+def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda and torch.version.cuda is not None:
+        # Adds the product before it is rounded, in one kernel.
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
 
 
 def tile(
@@ -349,17 +338,16 @@ def tile(
 
 
 def scale_of(hidden_ND: Tensor, temperature: float) -> Tensor | None:
-    """Return 1 / temperature for the functions of `tile_math`; None for 1."""
+    """Return 1 / temperature as a 0-d tensor; None for 1."""
     if temperature == 1.0:
         return None
-    dtype, device = statistics_dtype(hidden_ND), hidden_ND.device
-    return torch.full((), 1.0 / temperature, dtype=dtype, device=device)
+    return hidden_ND.new_full((), 1.0 / temperature, dtype=statistics_dtype(hidden_ND))
 
 
-def places(token_ids_R: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+def places(token_ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     """Return the index of each token among the columns (0 if absent) and if it is there."""
-    inside_R = (token_ids_R >= columns.start) & (token_ids_R < columns.stop)
-    return torch.where(inside_R, token_ids_R - columns.start, 0)[:, None], inside_R
+    inside = (token_ids >= columns.start) & (token_ids < columns.stop)
+    return torch.where(inside, token_ids - columns.start, 0), inside
 
 
 def tile_shape(
@@ -370,13 +358,11 @@ def tile_shape(
     Tiles have whole rows if at least `_MIN_ROWS` of them fit. `weight_VD` may be empty.
     """
     num_rows, vocabulary = hidden_ND.shape[0], max(1, weight_VD.shape[0])
-    enough = max(_MIN_ROWS, chunk_elements // max(vocabulary, 1), chunk_elements // _MOST_COLUMNS)
-    rows = min(max(1, num_rows), enough)
-    rows = min(rows, chunk_elements)
+    enough = max(_MIN_ROWS, chunk_elements // vocabulary, chunk_elements // _MOST_COLUMNS)
+    rows = min(max(1, num_rows), enough, chunk_elements)
     return rows, max(1, min(vocabulary, chunk_elements // rows))
 
 
-def slices(total: int, size: int) -> Iterator[slice]:
-    """Yield consecutive slices of a range, each of `size` except the last."""
-    for start in range(0, total, size):
-        yield slice(start, min(start + size, total))
+def slices(total: int, size: int) -> list[slice]:
+    """Return consecutive slices of a range, each of `size` except the last."""
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]

@@ -1,21 +1,19 @@
-"""Logprobs of given tokens from logits, without a float32 copy of all logits.
+"""Logprobs of given tokens from logits, and values from a head that computes in float32.
 
-At most one chunk of rows exists in float32 at a time, besides the logits and their gradient.
+Promises: at most one chunk of rows exists in float32 at a time, besides the logits and their
+gradient. Values are float32 in any model dtype: advantages are differences of values, and around 9,
+bfloat16 values are 0.06 apart, so the difference of two close ones would be rounding noise.
 Letters: N predicting positions, V vocabulary.
-
-Computes the head of a value model in float32, in any model dtype.
-
-Advantages are differences of values: around 9, bfloat16 values are 0.06 apart, so the difference of
-two close values would be rounding noise.
 """
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+
+from engines.training.model.linear_tiles import slices
 
 _CHUNK_ELEMENTS = 1 << 24
 """Elements of a float32 chunk (64 MiB): large enough that small vocabularies need one chunk."""
@@ -70,8 +68,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for rows in _row_chunks(logits_NV):
             z = _scaled(logits_NV[rows], scale)
             log_sum_N[rows] = torch.logsumexp(z, dim=1)
-            chosen = z.gather(1, token_ids_N[rows, None]).squeeze(1)
-            logprobs_N[rows] = chosen - log_sum_N[rows]
+            logprobs_N[rows] = z.gather(1, token_ids_N[rows, None]).squeeze(1) - log_sum_N[rows]
             if entropy:
                 # Not log_sum - sum(p * z): for large logits that loses three digits.
                 log_probs = z - log_sum_N[rows, None]
@@ -106,11 +103,9 @@ def _scaled(logits: Tensor, scale: float) -> Tensor:
     return logits if scale == 1.0 else logits * scale
 
 
-def _row_chunks(logits_NV: Tensor) -> Iterator[slice]:
+def _row_chunks(logits_NV: Tensor) -> list[slice]:
     num_rows, vocabulary = logits_NV.shape
-    size = max(1, _CHUNK_ELEMENTS // max(1, vocabulary))
-    for start in range(0, num_rows, size):
-        yield slice(start, min(start + size, num_rows))
+    return slices(num_rows, max(1, _CHUNK_ELEMENTS // max(1, vocabulary)))
 
 
 def float32_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

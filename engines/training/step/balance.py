@@ -86,8 +86,7 @@ def fewest_parts(sizes: Sequence[int], max_size: int) -> int:
     It is at most 11/9 of the smallest such number, plus 6/9 (Dosa 2007).
     """
     capped = sorted((float(size) for size in sizes if size <= max_size), reverse=True)
-    num_alone = len(sizes) - len(capped)
-    return num_alone + len(_first_fit(_Items(capped, capped, max_size)))
+    return len(sizes) - len(capped) + len(_first_fit(_Items(capped, capped, max_size)))
 
 
 def _check(
@@ -121,10 +120,8 @@ def _partition(items: _Items, num_parts: int) -> Parts | None:
         feasible += [by_size] if items.fits(by_size) else []
     if not feasible:
         packed = _spread_out(_first_fit(items), num_parts)
-        if packed is None:
-            return None
-        feasible = [packed]
-    return _refine(items, min(feasible, key=items.largest_cost))
+        feasible = [packed] if packed is not None else []
+    return _refine(items, min(feasible, key=items.largest_cost)) if feasible else None
 
 
 def _differencing(costs: Sequence[float], num_parts: int) -> Parts:
@@ -133,10 +130,10 @@ def _differencing(costs: Sequence[float], num_parts: int) -> Parts:
     A partial partition is an ascending list of (cost, node) of its nonempty parts; two are joined
     costliest with cheapest. A node is an item or a pair of nodes.
     """
-    pairs: list[tuple[int, int]] = []
-    heap = [(-cost, i, [(cost, i)]) for i, cost in enumerate(costs)]
     if num_parts == 1:
         return [list(range(len(costs)))]
+    pairs: list[tuple[int, int]] = []
+    heap = [(-cost, i, [(cost, i)]) for i, cost in enumerate(costs)]
     heapq.heapify(heap)
     num_items = order = len(costs)
     while len(heap) > 1:
@@ -210,68 +207,64 @@ def _spread_out(parts: Parts, num_parts: int) -> Parts | None:
         return None
     parts = list(parts)
     while len(parts) < num_parts:
+        # An empty part is made if no part has two items.
         fullest = max(range(len(parts)), key=lambda p: len(parts[p]))
-        if len(parts[fullest]) < 2:
-            return parts + [[] for _ in range(num_parts - len(parts))]
-        parts.append([parts[fullest][0]])
-        parts[fullest] = parts[fullest][1:]
+        num_given = 1 if len(parts[fullest]) > 1 else 0
+        parts.append(parts[fullest][:num_given])
+        parts[fullest] = parts[fullest][num_given:]
     return parts
-
-
-class _Refinement:
-    def __init__(self, items: _Items, parts: Parts) -> None:
-        self.parts = parts
-        self._max_size = items.max_size
-        self._costs = np.array(items.costs)
-        self._sizes = np.array(items.sizes)
-        self.loads = [float(self._costs[part].sum()) for part in parts]
-
-    def relieve(self, heavy: int, light: int) -> bool:
-        """Move or swap items so that both parts cost less than `heavy` now; False if impossible.
-
-        Takes the exchange that leaves the two costs closest.
-        """
-        gap = self.loads[heavy] - self.loads[light]
-        given, taken = self._thinned(self.parts[heavy]), self._thinned(self.parts[light])
-        # The last column is a move: nothing is taken in return.
-        moved_cost = _differences(self._costs[given], self._costs[taken])
-        moved_size = _differences(self._sizes[given], self._sizes[taken])
-        light_room = self._max_size - self._sizes[self.parts[light]].sum()
-        heavy_room = self._max_size - self._sizes[self.parts[heavy]].sum()
-        allowed = (moved_cost > 0) & (moved_cost < gap)
-        allowed &= (moved_size <= light_room) & (-moved_size <= heavy_room)
-        if not allowed.any():
-            return False
-        distance = np.where(allowed, np.abs(moved_cost - gap / 2), np.inf)
-        row, column = divmod(int(distance.argmin()), distance.shape[1])
-        self._exchange(heavy, light, given[row], taken[column] if column < len(taken) else None)
-        return True
-
-    def _exchange(self, heavy: int, light: int, given: int, taken: int | None) -> None:
-        left = [i for i in self.parts[heavy] if i != given] + ([] if taken is None else [taken])
-        right = [i for i in self.parts[light] if i != taken] + [given]
-        for part, members in ((heavy, left), (light, right)):
-            self.parts[part] = sorted(members)
-            self.loads[part] = float(self._costs[members].sum())
-
-    def _thinned(self, part: list[int]) -> list[int]:
-        """Return at most `_SEARCH_LIMIT` items, spread over all costs."""
-        return part[:: 1 + (len(part) - 1) // _SEARCH_LIMIT] if part else part
-
-
-def _differences(given: NDArray[np.float64], taken: NDArray[np.float64]) -> NDArray[np.float64]:
-    return given[:, None] - np.append(taken, 0.0)[None, :]
 
 
 def _refine(items: _Items, parts: Parts) -> Parts:
     """Relieve the costliest part until no move or swap lowers its cost."""
-    state = _Refinement(items, [list(part) for part in parts])
+    parts = [list(part) for part in parts]
+    costs, sizes = np.array(items.costs), np.array(items.sizes)
+    loads = [float(costs[part].sum()) for part in parts]
     enough = math.fsum(items.costs) / len(parts) * (1 + _TOLERANCE)
     for _ in range(_MAX_ROUNDS_PER_PART * len(parts)):
-        by_load = sorted(range(len(parts)), key=lambda p: (state.loads[p], p))
-        heavy = by_load.pop()
-        if state.loads[heavy] <= enough or len(state.parts[heavy]) < 2:
+        *others, heavy = sorted(range(len(parts)), key=lambda p: (loads[p], p))
+        if loads[heavy] <= enough or len(parts[heavy]) < 2:
             break
-        if not any(state.relieve(heavy, light) for light in by_load):
+        for light in others:
+            gap = loads[heavy] - loads[light]
+            relieved = _relieved(costs, sizes, items.max_size, parts[heavy], parts[light], gap)
+            if relieved is not None:
+                break
+        else:
             break
-    return state.parts
+        for part, members in zip((heavy, light), relieved, strict=True):
+            parts[part] = sorted(members)
+            loads[part] = float(costs[members].sum())
+    return parts
+
+
+def _relieved(
+    costs: NDArray[np.float64],
+    sizes: NDArray[np.float64],
+    max_size: float,
+    heavy: list[int],
+    light: list[int],
+    gap: float,
+) -> tuple[list[int], list[int]] | None:
+    """Move or swap items so that both parts cost less than `heavy` does; None if impossible.
+
+    `gap` is the difference of their costs. Takes the exchange that leaves the two costs closest.
+    """
+    # At most `_SEARCH_LIMIT` items of each, spread over all costs.
+    given, taken = (part[:: 1 + max(0, len(part) - 1) // _SEARCH_LIMIT] for part in (heavy, light))
+    # The last column is a move: nothing is taken in return.
+    moved_cost, moved_size = (
+        values[given][:, None] - np.append(values[taken], 0.0)[None, :] for values in (costs, sizes)
+    )
+    allowed = (moved_cost > 0) & (moved_cost < gap)
+    allowed &= moved_size <= max_size - sizes[light].sum()
+    allowed &= -moved_size <= max_size - sizes[heavy].sum()
+    if not allowed.any():
+        return None
+    distance = np.where(allowed, np.abs(moved_cost - gap / 2), np.inf)
+    row, column = divmod(int(distance.argmin()), distance.shape[1])
+    back = [taken[column]] if column < len(taken) else []
+    return (
+        [i for i in heavy if i != given[row]] + back,
+        [i for i in light if i not in back] + [given[row]],
+    )

@@ -1,10 +1,12 @@
-"""Cuts one rank's batch into micro-batches under a token budget.
+"""One rank's part of an optimizer step: micro-batches, the counts of all ranks, and their sums.
 
-Deterministic; only a single unit (sequences that stay together) may exceed the budget. Sequences
-are sorted by length, which makes packed attention cheap. The smallest number of micro-batches is
-not guaranteed.
+`prepare` cuts a batch under a token budget after an exchange between the ranks; `Totals` sums
+losses and metrics over micro-batches.
 
-Sums of one optimizer step: denominators before it, losses and metrics after it.
+Promises: deterministic; only a single unit (sequences that stay together) may exceed the budget.
+Sequences are sorted by length, which makes packed attention cheap. All checks run after the
+exchange, so that all ranks raise together and none waits in a collective.
+Does not promise the smallest number of micro-batches.
 """
 
 import math
@@ -16,8 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines import collectives
+from engines.errors import EngineError
+from engines.training.flops import TrainingFlops
+from engines.training.model.image_layout import ImageFault, ImageLayout, find_image_fault
 from engines.training.step.balance import balanced_partition, fewest_parts
-from engines.types import LossOutput, TokenBatch
+from engines.training.step.optimizer_step import StepWork
+from engines.types import GlobalCounts, LossOutput, TokenBatch
+from infra.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,109 @@ class MicroBatch:
 
     batch: TokenBatch
     token_index_T: Tensor | None
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """One rank's part of a step: denominators and work of all ranks, and micro-batches.
+
+    The number of micro-batches is the same on every rank; fillers come first.
+    """
+
+    counts: GlobalCounts
+    work: StepWork
+    micro_batches: list[MicroBatch]
+
+
+def prepare(
+    batch: TokenBatch,
+    max_tokens: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    flops: TrainingFlops | None,
+    *,
+    image_layout: ImageLayout | None,
+    rotary_limit: int | None,
+) -> Preparation:
+    """Cut this rank's batch, on the CPU, into the same number of micro-batches on every rank.
+
+    `flops` balances micro-batches by operations instead of tokens. `rotary_limit` is the longest
+    sequence that does not change the others of a micro-batch.
+
+    Raises:
+        EngineError: a rank has no sequence, a sequence has no token, images do not fit, or a loss
+            mask is not 0 at a first token.
+        ConfigError: a sequence exceeds the budget, or the model's `rotary_limit`.
+    """
+    lengths, units = batch.lengths_B.tolist(), batch.units
+    costs = flops.model.sequence_costs(lengths) if flops is not None else None
+    plan = plan_micro_batches(lengths, max_tokens, costs=costs, units=units)
+    counts = loss_counts(batch)
+    own_flops = (
+        (flops.model_flops(lengths, counts[0]), flops.hardware_flops(lengths, counts[0]))
+        if flops is not None
+        else (0.0, 0.0)
+    )
+    own_maxima = (
+        len(plan),
+        max(lengths, default=0),
+        max((sum(lengths[i] for i in unit) for unit in units), default=0),
+        # Minima are maxima of negatives.
+        -len(lengths),
+        -min(lengths, default=1),
+    )
+    faults = (trained_first_token(batch), *find_image_fault(batch, image_layout))
+    own = [*counts, batch.num_tokens, *own_flops, *own_maxima, *faults]
+    rows = collectives.gather_rows(own, device, group)
+    trained, sequences, trained_units, num_tokens, model_flops, hardware_flops = (
+        collectives.column_sums([row[:6] for row in rows])
+    )
+    maxima = [int(value) for value in collectives.column_maxima([row[6:11] for row in rows])]
+    _check(maxima[1:], [list(map(int, row[11:])) for row in rows], max_tokens, rotary_limit)
+    if maxima[0] > len(plan):
+        plan = plan_micro_batches(lengths, max_tokens, maxima[0], costs=costs, units=units)
+    # Fillers run first: the last micro-batch, which reduces gradients, is a real one.
+    return Preparation(
+        GlobalCounts(int(trained), int(sequences), int(trained_units)),
+        StepWork(int(num_tokens), model_flops or None, hardware_flops or None),
+        [filler(batch) for _ in range(maxima[0] - len(plan))] + cut(batch, plan),
+    )
+
+
+def _check(
+    maxima: Sequence[int],
+    faults: Sequence[Sequence[int]],
+    max_tokens: int,
+    rotary_limit: int | None,
+) -> None:
+    """Raise, on all ranks alike, the fault of any rank's batch."""
+    longest, largest_unit, minus_fewest_sequences, minus_shortest = maxima
+    if minus_fewest_sequences == 0:
+        raise EngineError(f"a rank has no sequence; give each of {len(faults)} ranks one or more")
+    if minus_shortest == 0:
+        raise EngineError("a sequence has no token")
+    for rank, (sequence, *numbers) in enumerate(faults):
+        if sequence >= 0:
+            raise EngineError(
+                f"loss_mask: sequence {sequence} of data-parallel rank {rank} has its first "
+                "token in it; need 0 there, for nothing predicts that token; set it to 0"
+            )
+        image_fault = ImageFault(*numbers)
+        if image_fault.sequence >= 0:
+            where = f"sequence {image_fault.sequence} of data-parallel rank {rank}"
+            raise EngineError(f"{where} {image_fault.problem}")
+    if largest_unit > max_tokens:
+        what = "the longest sequence" if largest_unit == longest else "sequences that stay together"
+        raise ConfigError(
+            "training.max_tokens_per_micro_batch",
+            f"got {max_tokens}; need at least {largest_unit}, {what}; raise it",
+        )
+    if rotary_limit is not None and longest > rotary_limit:
+        raise ConfigError(
+            "model.path",
+            f"its rotary embeddings compute a micro-batch otherwise when a sequence exceeds "
+            f"{rotary_limit} tokens; got {longest}; set model.max_length to {rotary_limit} or less",
+        )
 
 
 def plan_micro_batches(
@@ -66,8 +176,10 @@ def plan_micro_batches(
 
 
 def cut(batch: TokenBatch, plan: Sequence[Sequence[int]]) -> list[MicroBatch]:
-    """Return the micro-batches of a plan."""
-    return [_take(batch, sequences) for sequences in plan]
+    """Return the micro-batches of a plan; one that is the whole batch is not copied."""
+    if [list(part) for part in plan] == [list(range(batch.num_sequences))]:
+        return [MicroBatch(batch, torch.arange(batch.num_tokens, device=batch.input_ids_T.device))]
+    return [MicroBatch(batch.select(part), batch.token_index_T(part)) for part in plan]
 
 
 def filler(batch: TokenBatch) -> MicroBatch:
@@ -91,27 +203,17 @@ def untrained(batch: TokenBatch) -> TokenBatch:
     return batch.with_columns(loss_mask=mask)
 
 
-def _take(batch: TokenBatch, sequences: Sequence[int]) -> MicroBatch:
-    if list(sequences) == list(range(batch.num_sequences)):
-        device = batch.input_ids_T.device
-        return MicroBatch(batch, torch.arange(batch.num_tokens, device=device))
-    return MicroBatch(batch.select(sequences), batch.token_index_T(sequences))
-
-
 def loss_counts(batch: TokenBatch) -> tuple[int, int, int]:
     """Return the numbers of trained tokens, and of sequences and units that have one."""
     mask_T = batch.columns.get("loss_mask")
     if mask_T is None:
         return 0, 0, 0
-    on_T = mask_T != 0
-    cumulative = torch.cat([torch.zeros(1, dtype=torch.int64), on_T.cumsum(0).cpu()])
-    per_sequence_B = cumulative[batch.cu_seqlens.to(torch.int64).cpu()].diff()
-    trained_B = per_sequence_B > 0
+    cumulative = torch.cat([torch.zeros(1, dtype=torch.int64), (mask_T != 0).cumsum(0).cpu()])
+    trained_B = cumulative[batch.cu_seqlens.to(torch.int64).cpu()].diff() > 0
     num_sequences = int(trained_B.sum())
     if batch.unit_B is None:
         return int(cumulative[-1]), num_sequences, num_sequences
-    num_units = batch.unit_B.cpu()[trained_B].unique().numel()
-    return int(cumulative[-1]), num_sequences, num_units
+    return int(cumulative[-1]), num_sequences, len(batch.unit_B.cpu()[trained_B].unique())
 
 
 def trained_first_token(batch: TokenBatch) -> int:
@@ -141,20 +243,16 @@ class Totals:
             self._sums[name] = self._sums[name] + value if name in self._sums else value
         for name, value in output.maxima.items():
             value = value.detach().double()
-            seen = self._maxima.get(name)
-            self._maxima[name] = value if seen is None else torch.maximum(seen, value)
+            self._maxima[name] = torch.maximum(self._maxima.get(name, value), value)
 
     def reduce(self, group: dist.ProcessGroup | None) -> tuple[float, dict[str, float], list[int]]:
         """Return the loss, the metrics, and the group ranks whose own loss is not finite."""
-        sum_names, max_names = sorted(self._sums), sorted(self._maxima)
-        values = [
-            self._loss,
-            *(self._sums[name] for name in sum_names),
-            *(self._maxima[name] for name in max_names),
-        ]
-        rows = collectives.gather_rows(torch.stack(values), self._device, group)
-        split = 1 + len(sum_names)
+        own_sums, own_maxima = sorted(self._sums.items()), sorted(self._maxima.items())
+        own = [self._loss, *(value for _, value in own_sums + own_maxima)]
+        rows = collectives.gather_rows(torch.stack(own), self._device, group)
+        split = 1 + len(own_sums)
         loss, *sums = collectives.column_sums([row[:split] for row in rows])
         maxima = collectives.column_maxima([row[split:] for row in rows])
+        names = [name for name, _ in own_sums + own_maxima]
         spoiled = [place for place, row in enumerate(rows) if not math.isfinite(row[0])]
-        return loss, dict(zip([*sum_names, *max_names], [*sums, *maxima], strict=True)), spoiled
+        return loss, dict(zip(names, [*sums, *maxima], strict=True)), spoiled

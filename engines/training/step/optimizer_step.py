@@ -1,18 +1,13 @@
-"""Gradient clipping for tensors on several device meshes.
+"""One optimizer step: AdamW, clipping, learning rate, moving average of the weights, and speed.
 
-torch's `clip_grad_norm_` takes tensors of one mesh only. The norm is the same on every rank;
-parameters replicated over tensor-parallel ranks count once.
+Promises: AdamW's state exists before the first step, so that every checkpoint holds the same
+tensors. The gradient norm is the same on every rank, also over several device meshes; parameters
+replicated over tensor-parallel ranks count once.
+Does not promise to synchronize the device: a step has to be done when `StepMeter` stops.
 
-The learning rate as a pure function of the optimizer step.
-
-Speed of optimizer steps: tokens and operations per second, and the share of peak FLOPs.
-
-Does not synchronize the device: the work of a step has to be done when the step ends.
-
-Exponential moving average of the trained weights.
-
-``average_t = d_t average_{t-1} + (1 - d_t) theta_t`` (arXiv:1412.6980 sec. 7.2), with d_t the decay
-of step t. Unlike in the paper, it starts at the weights, not at 0, so it needs no bias correction.
+The exponential moving average is ``average_t = d_t average_{t-1} + (1 - d_t) theta_t``
+(arXiv:1412.6980 sec. 7.2), with d_t the decay of step t. Unlike in the paper, it starts at the
+weights, not at 0, so it needs no bias correction.
 """
 
 import math
@@ -20,19 +15,37 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from engines.checkpoint.engine_state import AVERAGE, MOMENTS
 from engines.config.training import EmaConfig, OptimizerConfig
+
+
+def started_adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.AdamW:
+    """Return AdamW (arXiv:1711.05101) with the state of 0 steps; `groups` have a weight decay."""
+    optimizer = torch.optim.AdamW(
+        groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+    )
+    for parameter in (p for group in groups for p in group["params"]):
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            **{name: torch.zeros_like(parameter) for name in MOMENTS},
+        }
+        if config.ema is not None:
+            optimizer.state[parameter][AVERAGE] = parameter.detach().clone()
+    return optimizer
 
 
 @torch.no_grad()
 def clip_across_meshes(parameters: Iterable[Tensor], max_norm: float) -> float:
     """Scale gradients to a global L2 norm of at most `max_norm`. Collective.
 
-    Returns the norm before. Parameters are plain tensors or DTensors of any mesh.
+    Returns the norm before. Parameters are plain tensors or DTensors of any mesh, for which torch's
+    `clip_grad_norm_` takes one mesh only.
     """
     kinds: dict[object, list[Tensor]] = {}
     for grad in (p.grad for p in parameters if p.grad is not None):

@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from transformers import PreTrainedModel
 
 from engines import collectives
-from engines.training.backends.automodel.options import AutomodelOptions
 from engines.training.backends.fsdp.engine import FSDP2Engine
+from engines.training.backends.options import AutomodelOptions
 from engines.training.backends.transformers.build import build_model, decoder_layers
 from engines.training.spec import EngineSpec
 from engines.training.step.optimizer_step import clip_across_meshes
@@ -84,7 +84,9 @@ class AutomodelEngine(FSDP2Engine):
         from nemo_automodel.components.distributed.model_parallelizer import parallelize_model
 
         if collectives.world_size() == 1:
-            _shard_alone(model, self._precision)
+            for layer in decoder_layers(model):
+                fully_shard(layer, mp_policy=self._precision)
+            fully_shard(model, mp_policy=self._precision, reshard_after_forward=False)
         else:
             self._setup = self._distributed_setup(model)
             parallelize_model(model, self._setup.mesh_context)
@@ -111,12 +113,6 @@ class AutomodelEngine(FSDP2Engine):
 
         synchronize_tp_replica_gradients([self.model], self._setup.mesh_context.device_mesh)
         return clip_across_meshes(self.model.parameters(), max_norm)
-
-
-def _shard_alone(model: PreTrainedModel, precision: MixedPrecisionPolicy) -> None:
-    for layer in decoder_layers(model):
-        fully_shard(layer, mp_policy=precision)
-    fully_shard(model, mp_policy=precision, reshard_after_forward=False)
 
 
 def _tensor_parallel_plan(model: PreTrainedModel, sequence_parallel: bool) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel
 
 from engines import collectives
-from engines.training.backends.fsdp.options import FSDP2Options
+from engines.training.backends.options import FSDP2Options
 from engines.training.backends.transformers.build import build_model, decoder_layers
 from engines.training.backends.transformers.engine import TransformersModelEngine
 
@@ -57,7 +57,6 @@ class FSDP2Engine(TransformersModelEngine):
     def _shard(self, model: PreTrainedModel) -> None:
         """Shard one unit per decoder layer, and one for the rest."""
         options = self._own_options
-        on_accelerator = self.spec.platform.device_name != "cpu"
         settings = {
             "mesh": sharding_mesh(
                 self.spec.platform.device_name,
@@ -67,7 +66,7 @@ class FSDP2Engine(TransformersModelEngine):
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=self._compute_dtype, reduce_dtype=torch.float32
             ),
-            "offload_policy": CPUOffloadPolicy(pin_memory=on_accelerator)
+            "offload_policy": CPUOffloadPolicy(pin_memory=self.spec.platform.device_name != "cpu")
             if options.cpu_offload
             else OffloadPolicy(),
         }

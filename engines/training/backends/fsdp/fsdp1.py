@@ -29,10 +29,10 @@ from transformers import PreTrainedModel
 from engines import collectives
 from engines.checkpoint.hub_names import named_state
 from engines.training.backends.fsdp.engine import sharding_mesh
-from engines.training.backends.fsdp.options import FSDPOptions
+from engines.training.backends.options import FSDPOptions
 from engines.training.backends.transformers.build import build_model, decoder_layers
 from engines.training.backends.transformers.engine import TransformersModelEngine
-from engines.training.backends.transformers.optimizer import decayed_names
+from engines.training.backends.transformers.module_engine import decayed_names
 from engines.training.spec import EngineSpec
 
 _WRAPPER = "_fsdp_wrapped_module."
@@ -105,10 +105,9 @@ class FSDPEngine(TransformersModelEngine):
     def _end_inference(self) -> None:
         # Without a backward pass, gathered weights stay: the root's, or those of every layer
         # without `reshard_after_forward`.
-        for module in _units(self._wrapped):
-            handle = cast(Any, module)._handle
-            if handle is not None and handle.uses_sharded_strategy:
-                _reshard(cast(Any, module), handle, free_unsharded_flat_param=True)
+        for unit in _units(self._wrapped):
+            if unit._handle.uses_sharded_strategy:
+                _reshard(unit, unit._handle, free_unsharded_flat_param=True)
 
     def _state_scope(self) -> AbstractContextManager[None]:
         # The wrapper gathers weights and optimizer states on the device.
@@ -158,17 +157,17 @@ class FSDPEngine(TransformersModelEngine):
         if model and not grad:
             self.optimizer_zero_grad()
         if model:
-            for module in _units(wrapped):
-                handle = cast(Any, module)._handle
-                if handle is not None:
-                    handle.flat_param_to(torch.device(device), non_blocking=False)
-                    handle.flat_param._local_shard = handle.flat_param.data
+            for unit in _units(wrapped):
+                unit._handle.flat_param_to(torch.device(device), non_blocking=False)
+                unit._handle.flat_param._local_shard = unit._handle.flat_param.data
         if optimizer:
             super().to(device, model=False, optimizer=True, grad=False)
 
 
-def _units(wrapped: FullyShardedDataParallel | None) -> list[FullyShardedDataParallel]:
-    return FullyShardedDataParallel.fsdp_modules(wrapped) if wrapped is not None else []
+def _units(wrapped: FullyShardedDataParallel | None) -> list[Any]:
+    """Return the wrapped modules that have parameters of their own."""
+    units = FullyShardedDataParallel.fsdp_modules(wrapped) if wrapped is not None else []
+    return [unit for unit in units if unit._handle is not None]
 
 
 def _strategy(reshard_after_forward: bool, *, hybrid: bool) -> ShardingStrategy:

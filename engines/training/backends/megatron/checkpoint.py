@@ -1,17 +1,18 @@
-"""Weights and optimizer state of a replica, with names and shapes of the transformers module.
+"""Weights and optimizer state of a replica as files, named and shaped as in transformers.
 
-A checkpoint of one layout loads bit-identically under any other; main weights and moments are
-float32. One rank writes each value; saving gathers one parameter of the stage at a time.
+Ranks write rectangular regions of plain tensors, which `engines.checkpoint.sharded` reads.
 
-Write rectangular regions of plain tensors as files that `sharded` reads.
-
-Promises: the directory reads like one from `save_sharded`, however the tensors were cut; at most
+Promises: a checkpoint of one layout loads bit-identically under any other; main weights and moments
+are float32. One rank writes each value; saving gathers one parameter of the stage at a time. The
+directory reads like one from `save_sharded`, however the tensors were cut; at most
 `_MAX_FILE_BYTES`, or one larger region, are held in memory.
 """
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from engines.checkpoint.tensor_files import write_tensors
 from engines.config.training import LoraConfig
 from engines.errors import CheckpointError
 from engines.training.backends.megatron.optimizer import Shard
-from engines.training.backends.megatron.param_mapping import Block, Part
+from engines.training.backends.megatron.param_mapping import Part
 from engines.training.backends.megatron.replica import Replica
 from engines.training.backends.transformers.adapters import (
     base_name,
@@ -54,17 +55,16 @@ def save_regions(path: Path, regions: Iterable[Region]) -> None:
     use collectives. Raises `OSError` on every rank, if the disk of one is full or fails.
     """
     writer = _RegionWriter(path, collectives.rank())
+    on_host = (
+        replace(region, values=region.values.detach().to("cpu", copy=True).contiguous())
+        for region in regions
+    )
+    steps = chain((partial(writer.add, region) for region in on_host), [writer.flush])
     problem: OSError | None = None
-    for region in regions:
-        if problem is None:
-            values = region.values.detach().to("cpu", copy=True).contiguous()
-            try:
-                writer.add(replace(region, values=values))
-            except OSError as error:
-                problem = error
-    if problem is None:
+    for step in steps:
         try:
-            writer.flush()
+            if problem is None:
+                step()
         except OSError as error:
             problem = error
     collectives.raise_together(problem, f"cannot save {path}")
@@ -107,15 +107,13 @@ class _RegionWriter:
 
     def add(self, region: Region) -> None:
         """Add a region, contiguous on the CPU; a full file is written first."""
-        size = region.values.numel() * region.values.element_size()
-        if self._size_bytes and self._size_bytes + size > _MAX_FILE_BYTES:
+        if self._size_bytes and self._size_bytes + region.values.nbytes > _MAX_FILE_BYTES:
             self.flush()
-        free = next((file for file in self._files if region.name not in file), None)
-        if free is None:
-            free = {}
-            self._files.append(free)
+        if all(region.name in file for file in self._files):
+            self._files.append({})
+        free = next(file for file in self._files if region.name not in file)
         free[region.name] = region
-        self._size_bytes += size
+        self._size_bytes += region.values.nbytes
 
     def flush(self) -> None:
         """Write the held regions."""
@@ -129,33 +127,11 @@ class _RegionWriter:
         self._files, self._size_bytes = [], 0
 
 
-def save_state(path: Path, replica: Replica, kept: Sequence[str]) -> None:
-    """Write this rank's share. Collective.
-
-    Raises:
-        OSError: on every rank, if any rank fails to write.
-    """
-    tensors_dir = path / TENSORS_DIR
-    tensors_dir.mkdir(exist_ok=True)
-    save_regions(tensors_dir, _regions(replica, kept))
-
-
-def stage_state(
-    path: Path, replica: Replica, buffers: StagingBuffers, kept: Sequence[str]
-) -> Callable[[], None]:
-    """Copy this rank's share to the host. Collective.
-
-    Returns a function that writes the copies from any thread; it may raise `OSError`.
-    """
-    tensors_dir = path / TENSORS_DIR
-    tensors_dir.mkdir(exist_ok=True)
-    return stage_regions(tensors_dir, _regions(replica, kept), buffers)
-
-
 @torch.no_grad()
-def _regions(replica: Replica, kept: Sequence[str]) -> Iterator[Region]:
+def stored_regions(replica: Replica, kept: Sequence[str]) -> Iterator[Region]:
+    """Yield what this rank stores: weights, and the optimizer's state `kept`. Collective."""
     for number, part in enumerate(replica.parts):
-        group = _group(replica, part)
+        group = replica.group_of(part)
         is_writer = part.is_primary and number % dist.get_world_size(group) == dist.get_rank(group)
         for prefix, values in _tensors(replica, part, kept):
             for block in part.stored if is_writer else ():
@@ -170,69 +146,51 @@ def _tensors(replica: Replica, part: Part, kept: Sequence[str]) -> Iterator[tupl
     else:
         yield MODEL_PREFIX, _gathered(replica, part, lambda shard: shard.main)
     for name in kept if is_trained else ():
-        yield (
-            moment_prefix(name),
-            _gathered(replica, part, lambda shard, name=name: shard.state[name]),
-        )
-
-
-def moment_prefix(moment: str) -> str:
-    """Return the name prefix of stored moments or averages."""
-    return f"optimizer.{moment}."
+        whole = _gathered(replica, part, lambda shard, name=name: shard.state[name])
+        yield f"optimizer.{name}.", whole
 
 
 def _gathered(replica: Replica, part: Part, pick: Callable[[Shard], Tensor]) -> Tensor:
-    parameter, group = part.parameter, _group(replica, part)
-    whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-    shard = replica.optimizer.shard(parameter) if replica.optimizer is not None else None
+    parameter, group, shard = part.parameter, replica.group_of(part), replica.shard(part)
+    whole = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
     if shard is not None:
-        whole[shard.start : shard.start + shard.main.numel()] = pick(shard).view(-1)
+        shard.of(whole).copy_(pick(shard).view(-1))
     if dist.get_world_size(group) > 1:
         collectives.all_reduce(whole, group)  # adds zeros: exact
-    return whole.view(parameter.shape)
+    return whole
 
 
-def _group(replica: Replica, part: Part) -> dist.ProcessGroup:
-    place = replica.place
-    return place.expert_replica_group if part.is_expert else place.replica_group
+def _fill(
+    target: Tensor,
+    path: Path,
+    reader: ShardedReader,
+    part: Part,
+    prefix: str,
+    *,
+    merge: LoraConfig | None = None,
+) -> None:
+    """Copy the stored blocks of a parameter into a tensor of its shape.
 
+    The tensor keeps its values outside of the blocks. `merge` adds a stored adapter.
 
-class StoredState:
-    """Blocks of a checkpoint."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.reader = ShardedReader(path / TENSORS_DIR)
-
-    def fill(
-        self, part: Part, prefix: str, target: Tensor, merge: LoraConfig | None = None
-    ) -> None:  # fmt: skip
-        """Copy the stored blocks of a parameter into a tensor of its shape.
-
-        The tensor keeps its values outside of the blocks. `merge` adds a stored adapter.
-
-        Raises:
-            CheckpointError: a weight is absent or has another shape.
-        """
-        for block in part.stored:
-            name = base_name(block.name)
-            wrapped = prefix + wrapped_name(name)
-            found = wrapped if wrapped in self.reader else prefix + name
-            values = self._read(found, block)
-            adapter = stored_adapter(name, self.reader, merge) if merge is not None else None
-            if adapter is not None:
-                values = adapter.merged_into(self.reader.read(found))[block.slices]
-            block.write(target, values)
-
-    def _read(self, name: str, block: Block) -> Tensor:
-        if name not in self.reader:
-            raise CheckpointError(f"{self._path} holds no {name}")
-        if self.reader.shape(name) != block.whole:
+    Raises:
+        CheckpointError: a weight is absent or has another shape.
+    """
+    for block in part.stored:
+        name = base_name(block.name)
+        wrapped = prefix + wrapped_name(name)
+        found = wrapped if wrapped in reader else prefix + name
+        if found not in reader:
+            raise CheckpointError(f"{path} holds no {found}")
+        if reader.shape(found) != block.whole:
             raise CheckpointError(
-                f"{self._path}: {name} has shape {self.reader.shape(name)}; "
-                f"this model's has {block.whole}"
+                f"{path}: {found} has shape {reader.shape(found)}; this model's has {block.whole}"
             )
-        return self.reader.read_region(name, block.offsets, block.shape)
+        adapter = stored_adapter(name, reader, merge) if merge is not None else None
+        if adapter is None:
+            block.write(target, reader.read_region(found, block.offsets, block.shape))
+        else:
+            block.write(target, adapter.merged_into(reader.read(found))[block.slices])
 
 
 @torch.no_grad()
@@ -246,7 +204,7 @@ def load_weights(
     Raises:
         CheckpointError: a weight is absent or has another shape.
     """
-    stored = StoredState(path)
+    reader = ShardedReader(path / TENSORS_DIR)
     if fold:
         replica.start_adapters()
     for part in replica.parts:
@@ -254,11 +212,11 @@ def load_weights(
         if fold and is_adapter_name(part.name):
             whole.copy_(part.parameter)
         else:
-            stored.fill(part, MODEL_PREFIX, whole, stored_lora if fold else None)
+            _fill(whole, path, reader, part, MODEL_PREFIX, merge=stored_lora if fold else None)
         part.parameter.copy_(whole)
-        shard = _shard(replica, part)
+        shard = replica.shard(part)
         if shard is not None:
-            shard.main.copy_(_own(whole, shard))
+            shard.main.copy_(shard.of(whole))
 
 
 @torch.no_grad()
@@ -268,22 +226,13 @@ def load_moments(path: Path, replica: Replica, num_steps: int, kept: Sequence[st
     Raises:
         CheckpointError: a moment is absent or has another shape.
     """
-    stored = StoredState(path)
+    reader = ShardedReader(path / TENSORS_DIR)
     for part in replica.parts:
-        shard = _shard(replica, part)
-        if shard is None:
-            continue
-        for name in kept:
-            whole = torch.zeros(part.parameter.shape, dtype=torch.float32)
-            stored.fill(part, moment_prefix(name), whole)
-            shard.state[name].copy_(_own(whole, shard).view(shard.state[name].shape))
+        shard = replica.shard(part)
+        if shard is not None:
+            for name in kept:
+                whole = torch.zeros(part.parameter.shape, dtype=torch.float32)
+                _fill(whole, path, reader, part, f"optimizer.{name}.")
+                shard.state[name].copy_(shard.of(whole).view(shard.state[name].shape))
     if replica.optimizer is not None:
         replica.optimizer.continue_from(num_steps)
-
-
-def _shard(replica: Replica, part: Part) -> Shard | None:
-    return replica.optimizer.shard(part.parameter) if replica.optimizer is not None else None
-
-
-def _own(whole: Tensor, shard: Shard) -> Tensor:
-    return whole.view(-1)[shard.start : shard.start + shard.main.numel()]

@@ -1,26 +1,20 @@
 """The Megatron engine: tensor, pipeline, context, expert and data parallelism.
 
 Main weights and gradients are float32; optimizer state is sharded over the ranks that hold the same
-weights. Checkpoints have transformers' names and whole shapes, so any layout and any backend of the
-transformers family reads them. Megatron-Core is imported only inside the platform's scope for it.
+weights.
 
-Transfers weights between the transformers model and the parameters of the ranks.
-
-Each rank reads only its blocks of the files; a missing weight is an error, but a value head may be
-absent and starts at 0. Streaming holds one whole tensor at a time.
+Promises: checkpoints have transformers' names and whole shapes, so any layout and any backend of
+the transformers family reads them. Megatron-Core is imported only in the platform's scope for it.
 """
 
-import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -28,6 +22,7 @@ from engines import collectives
 from engines.architecture import text_settings
 from engines.checkpoint.background import StagingBuffers
 from engines.checkpoint.engine_state import (
+    TENSORS_DIR,
     EngineScalars,
     load_engine_state,
     read_scalars,
@@ -36,16 +31,15 @@ from engines.checkpoint.engine_state import (
 )
 from engines.errors import EngineError
 from engines.training.backends.megatron.layout import Layout, check_layout
-from engines.training.backends.megatron.models import check_model
-from engines.training.backends.megatron.param_mapping import Block, Part
+from engines.training.backends.merging import stored_weights
 from engines.training.backends.transformers.build import check_stored_names
-from engines.training.backends.transformers.head import stored_weights
 from engines.training.base import BaseEngine
-from engines.training.spec import VALUE_HEAD, EngineSpec, ScaledLoss
+from engines.training.spec import EngineSpec, ScaledLoss
 from engines.training.step.optimizer_step import Averaged
-from engines.training.weight_shards import HeldPart, owned_parts, stream_parts
+from engines.training.supported_models import check_megatron
+from engines.training.weight_shards import owned_parts, stream_parts
 from engines.types import ModelOutputs, Readouts, TokenBatch
-from engines.weight_places import WeightPlace, WeightShard
+from engines.weight_places import WeightShard
 from infra.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,7 +60,7 @@ class MegatronEngine(BaseEngine):
     def _library(self) -> Iterator[None]:
         """Scope of every call into Megatron-Core."""
         with self.spec.platform.library_scope("megatron"):
-            from engines.training.backends.megatron.layout import activate
+            from engines.training.backends.megatron.parallel import activate
 
             activate(self._layout, self.spec.training.collective_timeout_s)
             yield
@@ -93,7 +87,7 @@ class MegatronEngine(BaseEngine):
                 "got true with training.lora; need one of the two: TransformerEngine's matrices "
                 "hide the output of the norm before them, which an adapter reads; remove one",
             )
-        check_model(self.spec.hf_dir, text_settings(config))
+        check_megatron(self.spec.hf_dir, text_settings(config))
         if load_weights:
             check_stored_names(self.spec.hf_dir, self.spec.model_type)
         self._join_ranks()
@@ -110,22 +104,13 @@ class MegatronEngine(BaseEngine):
         with warnings.catch_warnings():
             # Imports warn about absent optional libraries and deprecated names.
             warnings.simplefilter("ignore")
-            from engines.training.backends.megatron.replica import Replica
+            from engines.training.backends.megatron import param_mapping, replica
 
-        replica = Replica(self.spec, config, self._layout)
+        self._replica = replica.Replica(self.spec, config, self._layout)
         if load_weights:
-            load_hub_weights(replica.parts, self.spec.hf_dir)
-        self._stream = WeightStream(replica.parts, self.spec.platform.device())
-        if self.spec.optimizer is not None:
-            patterns = self.spec.training.frozen_parameters
-            if patterns:
-                stored = WeightStream(replica.parts, self.spec.platform.device(), "stored")
-                replica.freeze(patterns, stored.names)
-            replica.prepare_training(self.spec.optimizer)
-        else:
-            for chunk in replica.chunks:
-                chunk.requires_grad_(False)
-        self._replica = replica
+            param_mapping.load_hub_weights(self._replica.parts, self.spec.hf_dir)
+        self._stream = param_mapping.WeightStream(self._replica.parts, self.spec.platform.device())
+        self._replica.prepare_training()
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
@@ -142,18 +127,19 @@ class MegatronEngine(BaseEngine):
         return 1.0
 
     def _forward(self, batch: TokenBatch, readouts: Readouts) -> ModelOutputs:
-        with self._library():
-            return self.replica.pipeline.forward(batch, readouts)
+        raise EngineError("megatron runs all micro-batches of a step in a schedule of its own")
 
     def _forward_backward(
         self, batches: Sequence[TokenBatch], scaled_loss: ScaledLoss, readouts: Readouts
     ) -> None:
         with self._library():
-            self.replica.pipeline.train(batches, scaled_loss, self._activation_scope, readouts)
+            self.replica.run(
+                batches, scaled_loss, self._activation_scope, readouts, forward_only=False
+            )
 
     def _infer(self, batches: Sequence[TokenBatch], readouts: Readouts) -> Iterator[ModelOutputs]:
         with self._library():
-            outputs = self.replica.pipeline.infer(batches, self._activation_scope, readouts)
+            outputs = self.replica.infer(batches, self._activation_scope, readouts)
         yield from outputs
 
     def _set_adapter(self, enabled: bool) -> None:
@@ -210,19 +196,22 @@ class MegatronEngine(BaseEngine):
 
     def save_checkpoint(self, path: Path, step: int) -> None:
         """Write this rank's shard."""
-        from engines.training.backends.megatron.checkpoint import save_state
+        from engines.training.backends.megatron.checkpoint import save_regions, stored_regions
 
+        (path / TENSORS_DIR).mkdir(exist_ok=True)
         # On the device, because offloaded weights outside the optimizer cannot be read.
         with self.eval_mode(), self._library():
-            save_state(path, self.replica, self._stored_state)
+            save_regions(path / TENSORS_DIR, stored_regions(self.replica, self._stored_state))
         save_engine_state(path, {}, self._own_scalars(step), self.spec.platform)
 
     def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:
         """Copy this rank's shard to the host; the returned function writes it."""
-        from engines.training.backends.megatron.checkpoint import stage_state
+        from engines.training.backends.megatron.checkpoint import stage_regions, stored_regions
 
+        (path / TENSORS_DIR).mkdir(exist_ok=True)
         with self.eval_mode(), self._library():
-            write_tensors = stage_state(path, self.replica, self._staging, self._stored_state)
+            regions = stored_regions(self.replica, self._stored_state)
+            write_tensors = stage_regions(path / TENSORS_DIR, regions, self._staging)
         write_rest = stage_engine_state(
             path, {}, self._own_scalars(step), self.spec.platform, self._staging
         )
@@ -245,143 +234,8 @@ class MegatronEngine(BaseEngine):
             if optimizer:
                 self._num_averaged = loaded.num_averaged if self._ema is not None else None
                 load_moments(path, self.replica, loaded.num_optimizer_steps, self._stored_state)
-        self._continue_average(loaded.num_averaged if optimizer else None)
-        if optimizer:
-            self.num_steps, self._schedule_step = loaded.num_steps, loaded.schedule_step
-        return loaded.step
+        return self._continue_from(loaded, optimizer=optimizer)
 
     def _own_scalars(self, step: int) -> EngineScalars:
         optimizer = self.replica.optimizer
         return self._scalars(step, optimizer.num_steps if optimizer is not None else 0)
-
-
-Values = Callable[[Part, Block], Tensor]
-"""Returns a block's values, with or without an adapter merged in."""
-
-
-class HubFiles:
-    """Blocks of the weights in a Hugging Face directory of safetensors files."""
-
-    def __init__(self, hf_dir: Path) -> None:
-        self._hf_dir = hf_dir
-        self._file: dict[str, Path] = {}
-        for file in sorted(hf_dir.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as handle:
-                self._file.update(dict.fromkeys(handle.keys(), file))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._file
-
-    def read(self, block: Block) -> Tensor:
-        """Return the values of a block with a hub name, on the CPU.
-
-        Raises:
-            ConfigError: the weight is absent or has another shape.
-        """
-        if block.name not in self._file:
-            raise ConfigError("model.path", f"{self._hf_dir} has no weight {block.name}")
-        with safe_open(self._file[block.name], framework="pt") as handle:
-            stored = handle.get_slice(block.name)
-            shape = tuple(stored.get_shape())
-            if shape != block.whole:
-                raise ConfigError(
-                    "model.path",
-                    f"{self._hf_dir}: {block.name} has shape {shape}; need {block.whole}",
-                )
-            return stored[block.slices]
-
-
-@torch.no_grad()
-def load_hub_weights(parts: Sequence[Part], hf_dir: Path) -> None:
-    """Load parameters from a Hugging Face directory.
-
-    Raises:
-        ConfigError: a weight is absent or has another shape.
-    """
-    files = HubFiles(hf_dir)
-    for part in parts:
-        if ".lora_" in part.name:
-            continue
-        part.parameter.zero_()  # for padded vocabulary rows and a new value head
-        for block in part.hub:
-            if block.name in files or not block.name.startswith(VALUE_HEAD):
-                block.write(part.parameter, files.read(block))
-
-
-class WeightStream:
-    """Streams whole weights. Collective. Blocks with hub names include no adapter."""
-
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        device: torch.device,
-        names: Literal["hub", "stored"] = "hub",
-    ) -> None:
-        self._device = device
-        self._own: dict[WeightPlace, tuple[Part, Block]] = {}
-        for part in parts:
-            blocks = part.hub if names == "hub" else part.stored
-            for block in blocks if part.is_primary else ():
-                place = WeightPlace(block.name, block.whole, block.offsets, block.shape)
-                self._own[place] = part, block
-        mine = [astuple(place) for place in self._own]
-        # By name: the blocks of each weight and their sending rank.
-        self._plan: dict[str, dict[WeightPlace, int]] = {}
-        for rank, rows in enumerate(_from_every_rank(mine, device)):
-            for name, *sizes in rows:
-                # Data-parallel ranks hold the same blocks: the first one sends.
-                self._plan.setdefault(name, {}).setdefault(
-                    WeightPlace(name, *map(tuple, sizes)), rank
-                )
-
-    @property
-    def names(self) -> list[str]:
-        """All names, in the order of the stream."""
-        return list(self._plan)
-
-    def held(self, values: Values) -> list[HeldPart]:
-        """Return the blocks of this rank, without communication."""
-        return [
-            HeldPart(place, lambda part=part, block=block: values(part, block).contiguous())
-            for place, (part, block) in self._own.items()
-        ]
-
-    def walk(self, values: Values, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight's hub name and whole tensor, on the device."""
-        for name in self._plan:
-            yield name, self._whole(name, values, dtype)
-
-    @torch.no_grad()
-    def _whole(self, name: str, values: Values, dtype: torch.dtype) -> Tensor:
-        senders = self._plan[name]
-        first = next(iter(senders))
-        if first.shape == first.whole:
-            return self._broadcast(first, senders[first], values, dtype)
-        whole = self._empty(first.whole, dtype)
-        for place, sender in senders.items():
-            whole[place.slices] = self._broadcast(place, sender, values, dtype)
-        return whole
-
-    def _broadcast(
-        self, place: WeightPlace, sender: int, values: Values, dtype: torch.dtype
-    ) -> Tensor:
-        if sender == collectives.rank():
-            sent = values(*self._own[place]).contiguous()
-        else:
-            sent = self._empty(place.shape, dtype)
-        if collectives.world_size() > 1:
-            collectives.broadcast(sent, src=sender)
-        return sent
-
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self._device)
-
-
-def _from_every_rank(value: object, device: torch.device) -> list[Any]:
-    world = dist.group.WORLD
-    if world is None:
-        return [json.loads(json.dumps(value))]
-    return [
-        collectives.broadcast_json(value, rank, world, device)
-        for rank in range(collectives.world_size())
-    ]

@@ -1,18 +1,9 @@
-"""The parallel layout of a Megatron engine and its checks, without Megatron-Core.
-
-Process groups of a layout, which Megatron-Core keeps in module globals.
-
-Engines with several layouts can live in one process; each activates its own.
-"""
+"""The parallel layout of a Megatron engine and its checks, without Megatron-Core."""
 
 from dataclasses import dataclass
-from typing import Any, cast
 
-import torch.distributed as dist
-from megatron.core import parallel_state
 from transformers import PretrainedConfig
 
-from engines import collectives
 from engines.config.training import TrainingConfig
 from infra.errors import ConfigError
 
@@ -72,9 +63,8 @@ def check_layout(layout: Layout, config: PretrainedConfig, world_size: int) -> N
         f"got {world_size}; need a multiple of {model_parallel} "
         "(tensor x pipeline x context parallel size)",
     )
-    expert_multiple = layout.pipeline * layout.expert
     _require(
-        world_size % expert_multiple == 0,
+        world_size % (layout.pipeline * layout.expert) == 0,
         "training.expert_parallel_size",
         f"got {layout.expert}; need a divisor of the {world_size // layout.pipeline} ranks of a "
         "pipeline stage",
@@ -141,84 +131,3 @@ def _check_experts(layout: Layout, config: PretrainedConfig) -> None:
 def _require(holds: bool, setting: str, problem: str) -> None:
     if not holds:
         raise ConfigError(setting, problem)
-
-
-_State = dict[str, Any]
-_made: dict[Layout, tuple[Any, _State]] = {}
-
-
-def _globals() -> _State:
-    return {
-        name: value
-        for name, value in vars(parallel_state).items()
-        if name.startswith("_") and name[1:2].isupper() and name.isupper()
-    }
-
-
-def _set_globals(state: _State) -> None:
-    for name, value in state.items():
-        setattr(parallel_state, name, value)
-
-
-_PRISTINE = _globals()
-
-
-@dataclass(frozen=True)
-class Place:
-    """This rank's place in each dimension.
-
-    Attributes:
-        context_group: ranks that share sequences.
-        data_group: ranks that hold different sequences.
-        replica_group: ranks that hold the same dense weights (data x context).
-        expert_replica_group: ranks that hold the same experts.
-    """
-
-    tensor: int
-    context: int
-    pipeline: int
-    expert: int
-    tensor_group: dist.ProcessGroup
-    context_group: dist.ProcessGroup
-    pipeline_group: dist.ProcessGroup
-    data_group: dist.ProcessGroup
-    replica_group: dist.ProcessGroup
-    expert_replica_group: dist.ProcessGroup
-
-
-def activate(layout: Layout, timeout_s: float) -> None:
-    """Make a layout the active one of Megatron-Core. Collective the first time."""
-    world = dist.group.WORLD
-    made = _made.get(layout)
-    if made is not None and made[0] is world:
-        _set_globals(made[1])
-        return
-    _set_globals(_PRISTINE)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
-        context_parallel_size=layout.context,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=1,
-        create_gloo_process_groups=False,
-    )
-    collectives.limit_waits(timeout_s)
-    _made[layout] = (world, _globals())
-
-
-def current_place() -> Place:
-    """Return this rank's place in the active layout."""
-    ps = cast(Any, parallel_state)
-    return Place(
-        tensor=ps.get_tensor_model_parallel_rank(),
-        context=ps.get_context_parallel_rank(),
-        pipeline=ps.get_pipeline_model_parallel_rank(),
-        expert=ps.get_expert_model_parallel_rank(),
-        tensor_group=ps.get_tensor_model_parallel_group(),
-        context_group=ps.get_context_parallel_group(),
-        pipeline_group=ps.get_pipeline_model_parallel_group(),
-        data_group=ps.get_data_parallel_group(),
-        replica_group=ps.get_data_parallel_group(with_context_parallel=True),
-        expert_replica_group=ps.get_expert_data_parallel_group(),
-    )

@@ -16,13 +16,21 @@ from torch.nn.functional import linear
 
 from engines.config.training import LoraConfig
 from engines.training.backends.megatron.param_mapping import Block, Part
-from engines.training.backends.transformers.adapters import initialize_adapter, wrapped_name
+from engines.training.backends.transformers.adapters import wrapped_name
 from engines.training.spec import VALUE_HEAD
 from infra.errors import ConfigError
 
 _SETTING = "training.lora"
 _COLUMNS_CUT = ("linear_proj.weight", "linear_fc2.weight")
 _ROWS_CUT = ("linear_qkv.weight", "linear_fc1.weight")
+
+_EXCHANGES = {
+    (False, False): tensor_parallel.reduce_from_tensor_model_parallel_region,
+    (False, True): tensor_parallel.reduce_scatter_to_sequence_parallel_region,
+    (True, False): tensor_parallel.copy_to_tensor_model_parallel_region,
+    (True, True): tensor_parallel.gather_from_sequence_parallel_region,
+}
+"""(rows of the matrix are cut, sequence parallel) -> exchange of ranks between A and B."""
 
 
 def _target(block: Block) -> str:
@@ -62,34 +70,21 @@ class Adapter(nn.Module):
 
     def delta(self, x: Tensor) -> Tensor:
         """Return what the pairs add for the matrix's input `x`, (S, 1, inputs)."""
-        down = self._down_rows if self._is_row_cut else self._down_columns
+        exchange = _EXCHANGES[self._is_row_cut, self._sequence_parallel]
         found = {
-            name: linear(down(linear(x, a)), self.b[name]) * self.scaling
+            name: linear(exchange(linear(x, a)), self.b[name]) * self.scaling
             for name, a in self.a.items()
         }
         if not self._is_row_cut:
             return found[_target(self._blocks[0])]
-        return self._interleaved(found, next(iter(found.values())))
-
-    def _down_rows(self, h: Tensor) -> Tensor:
-        if self._sequence_parallel:
-            return tensor_parallel.gather_from_sequence_parallel_region(h)
-        return tensor_parallel.copy_to_tensor_model_parallel_region(h)
-
-    def _down_columns(self, h: Tensor) -> Tensor:
-        if self._sequence_parallel:
-            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(h)
-        return tensor_parallel.reduce_from_tensor_model_parallel_region(h)
-
-    def _interleaved(self, found: dict[str, Tensor], like: Tensor) -> Tensor:
-        """Order the outputs of q, k, v or gate, up as in the fused matrix."""
-        tokens = like.shape[:-1]
+        # Order the outputs of q, k, v or gate, up as in the fused matrix.
+        like = next(iter(found.values()))
         groups: list[Tensor] = []
         for block, rows in zip(self._blocks, self._rows, strict=True):
             part = found.get(_target(block))
-            part = like.new_zeros(*tokens, block.shape[0]) if part is None else part
-            groups.append(part.view(*tokens, *rows))
-        return torch.cat(groups, dim=-1).flatten(len(tokens))
+            part = like.new_zeros(*like.shape[:-1], block.shape[0]) if part is None else part
+            groups.append(part.unflatten(-1, rows))
+        return torch.cat(groups, dim=-1).flatten(like.dim() - 1)
 
     @torch.no_grad()
     def merged_into(self, block: Block, weight: Tensor) -> Tensor:
@@ -140,7 +135,11 @@ def add_adapters(
         raise ConfigError(
             f"{_SETTING}.use_dora", "got true; megatron has no DoRA; use training.backend: fsdp2"
         )
-    matrices = {p.parameter: p for p in parts if _is_wrappable(p)}
+    matrices = {
+        part.parameter: part
+        for part in parts
+        if part.name.endswith((*_ROWS_CUT, *_COLUMNS_CUT)) and not part.is_expert
+    }
     known = {_target(block) for part in matrices.values() for block in part.stored}
     targets = known if lora.target_modules == "all-linear" else set(lora.target_modules)
     if targets - known:
@@ -154,25 +153,17 @@ def add_adapters(
     adapters: dict[nn.Parameter, Adapter] = {}
     for module in [module for chunk in chunks for module in chunk.modules()]:
         matrix = matrices.get(cast(Any, getattr(module, "weight", None)))
-        if matrix is None or not any(_target(block) in targets for block in matrix.stored):
-            continue
-        adapter = Adapter(matrix, sorted(targets), lora, sequence_parallel=sequence_parallel)
-        module.add_module("lora_adapter", adapter)
-        module.register_forward_hook(_add_delta)
-        adapters[matrix.parameter] = adapter
+        if matrix is not None and any(_target(block) in targets for block in matrix.stored):
+            adapter = Adapter(matrix, sorted(targets), lora, sequence_parallel=sequence_parallel)
+            module.add_module("lora_adapter", adapter)
+            module.register_forward_hook(_add_delta)
+            adapters[matrix.parameter] = adapter
     return list(_with_adapters(parts, adapters)), adapters
 
 
-def _is_wrappable(part: Part) -> bool:
-    return part.name.endswith((*_ROWS_CUT, *_COLUMNS_CUT)) and not part.is_expert
-
-
 def _add_delta(module: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
-    adapter = cast(Any, module).lora_adapter
-    if not adapter.enabled:
-        return output
-    out, bias = output
-    return out + adapter.delta(inputs[0]), bias
+    adapter, (out, bias) = cast(Any, module).lora_adapter, output
+    return (out + adapter.delta(inputs[0]) if adapter.enabled else out), bias
 
 
 def _with_adapters(
@@ -182,20 +173,11 @@ def _with_adapters(
         adapter = adapters.get(part.parameter)
         if adapter is None:
             yield part
-            continue
-        stored = tuple(
-            replace(block, name=wrapped_name(block.name)) if _target(block) in adapter.a else block
-            for block in part.stored
-        )
-        yield replace(part, stored=stored)
-        yield from adapter.parts(part)
-
-
-@torch.no_grad()
-def start_adapters(parts: Sequence[Part], seed: int) -> None:
-    """Initialize adapters from `seed` and names; the model's outputs stay the same."""
-    for part in parts:
-        for block in part.stored if ".lora_" in part.name else ():
-            whole = torch.empty(block.whole)
-            initialize_adapter({block.name: whole}, seed)
-            block.write(part.parameter, whole[block.slices])
+        else:
+            stored = (
+                replace(block, name=wrapped_name(block.name) if _target(block) in adapter.a
+                        else block.name)
+                for block in part.stored
+            )  # fmt: skip
+            yield replace(part, stored=tuple(stored))
+            yield from adapter.parts(part)

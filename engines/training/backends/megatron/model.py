@@ -1,14 +1,20 @@
-"""A pipeline stage of a packed language or value model in Megatron-Core.
+"""A model of the hub in Megatron-Core: settings and names by mbridge, and a packed pipeline stage.
+
+Adds settings that transformers 5 moved, and layers without TransformerEngine. Architectures that
+the mapping would change are refused before by `engines.training.supported_models`.
 
 Attention is `packed_attention`, with Ulysses (arXiv:2309.14509) for context parallelism; the other
 layers are Megatron-Core's or TransformerEngine's. The last stage returns readouts of the requested
 positions; whole logits never exist.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from mbridge.core.bridge import _MODEL_REGISTRY
+from mbridge.core.llm_bridge import LLMBridge
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -21,15 +27,130 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engines.training.backends.megatron.architecture import Architecture, rotary_frequencies
-from engines.training.backends.megatron.layout import Layout, Place
+from engines.attention_needs import rotary_type
+from engines.training.backends.megatron.layout import Layout
+from engines.training.backends.megatron.parallel import Place
 from engines.training.backends.megatron.router_replay import LayerRoutes, RowRoutes
 from engines.training.model.attention import Packing, packed_attention
 from engines.training.model.linear_logprobs import Targets, head_rows
 from engines.training.model.linear_tiles import tile_elements
 from engines.training.model.logprobs import float32_linear
 from engines.training.spec import ModelType
+from infra.errors import ConfigError
+
+_LOCAL_NAMES = (
+    (re.compile(r"(layers\.\d+)\.input_layernorm\."), r"\1.self_attention.linear_qkv.layer_norm_"),
+    (
+        re.compile(r"(experts)\.local_experts\.(\d+)\.(linear_fc\d)\.weight$"),
+        r"\1.\3.weight\2",
+    ),
+)
+"""Parameter names of layers without TransformerEngine -> names that mbridge knows."""
+_DENSE_NORM = (
+    re.compile(r"(layers\.\d+)\.pre_mlp_layernorm\."), r"\1.mlp.linear_fc1.layer_norm_",
+)  # fmt: skip
+
+
+def head_size(config: PretrainedConfig) -> int:
+    """Return the width of one attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def rotary_frequencies(config: PretrainedConfig, device: torch.device) -> Tensor:
+    """Return (head size / 2,) float32 angles per position, as in transformers."""
+    kind = rotary_type(config.to_dict())
+    if kind == "default":
+        exponents = torch.arange(0, head_size(config), 2, dtype=torch.int64).float()
+        theta = cast(Any, config).rope_parameters["rope_theta"]
+        return (1.0 / (theta ** (exponents / head_size(config)))).to(device)
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    if scaling != 1.0:
+        raise ConfigError(
+            "model.path",
+            f"got rotary embeddings that scale attention by {scaling}; need 1.0, for the megatron "
+            "backend does not; choose another, or set training.backend: fsdp2",
+        )
+    return frequencies.to(device)
+
+
+class Architecture:
+    """One model's settings and names in Megatron-Core, optionally with recomputed layers."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        layout: Layout,
+        dtype: torch.dtype,
+        *,
+        recompute: bool = False,
+    ) -> None:
+        self.hub = config
+        self.is_mixture = bool(getattr(config, "num_experts", 0))
+        self._bridge = _make_bridge(config, dtype)
+        self._bridge.set_extra_args(
+            **_settings(config, layout),
+            **({"recompute_granularity": "full", "recompute_method": "uniform",
+                "recompute_num_layers": 1} if recompute else {}),
+        )  # fmt: skip
+
+    @property
+    def config(self) -> TransformerConfig:
+        """Megatron-Core's configuration."""
+        return cast(TransformerConfig, self._bridge.config)
+
+    def hub_names(self, name: str) -> list[str]:
+        """Return the hub weights (q, k, v; gate, up; or one) of a parameter of the whole model."""
+        for pattern, replacement in _LOCAL_NAMES:
+            name = pattern.sub(replacement, name)
+        if not self.is_mixture:
+            name = _DENSE_NORM[0].sub(_DENSE_NORM[1], name)
+        return self._bridge._weight_name_mapping_mcore_to_hf(name)
+
+
+def _make_bridge(config: PretrainedConfig, dtype: torch.dtype) -> LLMBridge:
+    """Return a bridge of its own class, because mbridge writes tied weights into the class."""
+    base = _MODEL_REGISTRY[config.model_type]
+    names = dict(LLMBridge._DIRECT_MAPPING)
+    if config.tie_word_embeddings:
+        names["output_layer.weight"] = names["embedding.word_embeddings.weight"]
+    return type(base.__name__, (base,), {"_DIRECT_MAPPING": names})(config, dtype=dtype)
+
+
+def _settings(config: PretrainedConfig, layout: Layout) -> dict[str, Any]:
+    """Return settings where mbridge needs TransformerEngine or differs from transformers."""
+    settings: dict[str, Any] = {
+        "kv_channels": head_size(config),
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "sequence_parallel": layout.sequence_parallel,
+        "virtual_pipeline_model_parallel_size": layout.virtual if layout.virtual > 1 else None,
+        "perform_initialization": False,
+        # The engine divides by global counts: gradients are plain sums.
+        "calculate_per_token_loss": True,
+        "variable_seq_lengths": True,
+        # With virtual pieces, two stages would send to each other in one batch.
+        "batch_p2p_comm": layout.virtual == 1,
+        "overlap_p2p_comm": layout.virtual > 1,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        "moe_grouped_gemm": False,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    if getattr(config, "num_experts", 0):
+        settings |= {
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            # With `norm_topk_prob`, probabilities of the chosen experts are normalised to 1.
+            "moe_router_pre_softmax": not cast(Any, config).norm_topk_prob,
+        }
+    return settings
 
 
 @dataclass(frozen=True)
@@ -134,7 +255,7 @@ class PackedModel(GPTModel):
     ) -> None:
         hub, config = architecture.hub, architecture.config
         is_tied = bool(hub.tie_word_embeddings) and model_type == "language_model"
-        spec = (_engine_layers if use_transformer_engine else _own_layers)(architecture, piece)
+        spec = _layers(config, piece, use_transformer_engine=use_transformer_engine)
         super().__init__(
             config=config,
             transformer_layer_spec=cast(Any, spec),
@@ -183,57 +304,42 @@ class PackedModel(GPTModel):
         hidden_ND = hidden_states.squeeze(1)[row.rows_N]
         if self.score is not None:
             return self.score(hidden_ND)
-        return self._logprobs(hidden_ND, row)
-
-    def _logprobs(self, hidden_ND: Tensor, row: PackedRow) -> Tensor:
-        weight_VD = self.output_weight
+        # This rank's (V / t, D) rows of the language model's head.
+        weight_VD = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else cast(Any, self.output_layer).weight
+        )
         first = self._place.tensor * weight_VD.shape[0]
-        num_real = max(0, min(weight_VD.shape[0], self._vocab_size - first))
         return head_rows(
             hidden_ND,
-            weight_VD[:num_real],
+            weight_VD[: max(0, min(weight_VD.shape[0], self._vocab_size - first))],
             row.targets,
             group=self._place.tensor_group,
             first_token=first,
             chunk_elements=tile_elements(hidden_ND, chunked=row.chunked_logprobs),
         )
 
-    @property
-    def output_weight(self) -> Tensor:
-        """This rank's (V / t, D) rows of the language model's head."""
-        if self.share_embeddings_and_output_weights:
-            return self.shared_embedding_or_output_weight()
-        return cast(Any, self.output_layer).weight
 
-
-def _own_layers(architecture: Architecture, piece: int | None) -> TransformerBlockSubmodules:
-    config = architecture.config
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=False,
-        qk_layernorm=config.qk_layernorm,
-        normalization="RMSNorm",
-    )
+def _layers(
+    config: TransformerConfig, piece: int | None, *, use_transformer_engine: bool
+) -> TransformerBlockSubmodules:
+    kind: dict[str, Any] = {
+        "num_experts": config.num_moe_experts,
+        "moe_grouped_gemm": False,
+        "qk_layernorm": config.qk_layernorm,
+    }
+    if use_transformer_engine:
+        spec = get_gpt_layer_with_transformer_engine_spec(**kind)
+    else:
+        spec = get_gpt_layer_local_spec(**kind, normalization="RMSNorm")
     layer = cast(Any, spec.submodules)
     attention = layer.self_attention.submodules
     attention.core_attention = PackedCoreAttention
-    layer.input_layernorm = layer.pre_mlp_layernorm = RowNorm
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RowNorm
-    num_layers = get_num_layers_to_build(config, vp_stage=piece)
-    return TransformerBlockSubmodules(
-        layer_specs=[spec] * num_layers, layer_norm=cast(Any, RowNorm)
-    )
-
-
-def _engine_layers(architecture: Architecture, piece: int | None) -> TransformerBlockSubmodules:
-    config = architecture.config
-    spec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=False,
-        qk_layernorm=config.qk_layernorm,
-    )
-    cast(Any, spec.submodules).self_attention.submodules.core_attention = PackedCoreAttention
+    if not use_transformer_engine:
+        layer.input_layernorm = layer.pre_mlp_layernorm = RowNorm
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RowNorm
     num_layers = get_num_layers_to_build(config, vp_stage=piece)
     return TransformerBlockSubmodules(
         layer_specs=[spec] * num_layers, layer_norm=cast(Any, RowNorm)

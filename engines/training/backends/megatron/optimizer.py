@@ -1,12 +1,13 @@
 """AdamW on Megatron-Core's distributed optimizer: each data-parallel rank updates its shard.
 
 Main parameters and moments are float32; one-dimensional parameters are not decayed. AdamW is
-torch's. Megatron-Core's own saving and loading of state is not used; see `upstream_fixes`.
+torch's. Megatron-Core's own saving and loading of state is not used; see `replica`.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -17,8 +18,9 @@ from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
 from engines import collectives
-from engines.checkpoint.engine_state import AVERAGE, MOMENTS
+from engines.checkpoint.engine_state import AVERAGE
 from engines.config.training import OptimizerConfig
+from engines.training.step.optimizer_step import started_adamw
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,17 @@ class Shard:
     start: int
     state: dict[str, Tensor]
 
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the flat values of the shard in a tensor of the parameter's shape."""
+        return whole.view(-1)[self.start : self.start + self.main.numel()]
+
 
 class ShardedAdamW:
-    """The optimizer of one rank, over the stage's pieces wrapped for gradient reduction."""
+    """The optimizer of one rank, over the stage's pieces wrapped for gradient reduction.
+
+    Attributes:
+        shards: of the parameters that this rank updates.
+    """
 
     def __init__(
         self,
@@ -52,24 +62,27 @@ class ShardedAdamW:
             params_dtype=dtype,
             use_distributed_optimizer=True,
         )
-        made = get_megatron_optimizer(
+        self._made: Any = get_megatron_optimizer(
             settings, cast(Any, self._chunks), use_gloo_process_groups=False
         )
-        self._made = cast(Any, made)
         # One for dense weights, one for experts, which are sharded over other ranks.
         self._parts: list[Any] = [
             part for part in self._made.chained_optimizers if not part.is_stub_optimizer
         ]
         for part in self._parts:
             _detach_shards(part)
-            part.optimizer = _torch_adamw(part.optimizer.param_groups, config)
-        self._shards = dict(self._find_shards())
+            groups = [
+                {"params": g["params"], "weight_decay": config.weight_decay * g["wd_mult"]}
+                for g in part.optimizer.param_groups
+            ]
+            part.optimizer = started_adamw(groups, config)
+        self.shards: dict[nn.Parameter, Shard] = dict(self._find_shards())
         self.num_steps = 0
 
     @property
     def averaged(self) -> list[tuple[Tensor, Tensor]]:
         """Main weights of this rank, each with its average; needs `ema`."""
-        return [(shard.main, shard.state[AVERAGE]) for shard in self._shards.values()]
+        return [(shard.main, shard.state[AVERAGE]) for shard in self.shards.values()]
 
     def share_weights(self) -> None:
         """Copy the main weights to the parameters of all ranks that hold them. Collective."""
@@ -80,25 +93,17 @@ class ShardedAdamW:
 
     def _find_shards(self) -> Iterator[tuple[nn.Parameter, Shard]]:
         for part in self._parts:
-            pairs = (
-                (part.model_float16_groups, part.shard_fp32_from_float16_groups),
-                (part.model_fp32_groups, part.shard_fp32_groups),
-            )
-            for models, mains in pairs:
-                for model_group, main_group in zip(models, mains, strict=True):
-                    for parameter, main in zip(model_group, main_group, strict=True):
-                        place = part._get_model_param_range_map(parameter)["param"]
-                        yield parameter, Shard(main, place.start, part.optimizer.state[main])
+            models = [*part.model_float16_groups, *part.model_fp32_groups]
+            mains = [*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups]
+            for parameter, main in zip(chain(*models), chain(*mains), strict=True):
+                place = part._get_model_param_range_map(parameter)["param"]
+                yield parameter, Shard(main, place.start, part.optimizer.state[main])
 
     def continue_from(self, num_steps: int) -> None:
         """Set the number of steps taken."""
         self.num_steps = num_steps
-        for shard in self._shards.values():
+        for shard in self.shards.values():
             shard.state["step"].fill_(float(num_steps))
-
-    def shard(self, parameter: nn.Parameter) -> Shard | None:
-        """Return this rank's shard of a parameter, or None."""
-        return self._shards.get(parameter)
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> float:
@@ -136,7 +141,7 @@ class ShardedAdamW:
     @torch.no_grad()
     def to(self, device: torch.device) -> None:
         """Move the state, and main weights that are not the parameters themselves."""
-        for parameter, shard in self._shards.items():
+        for parameter, shard in self.shards.items():
             if parameter.dtype != torch.float32:
                 shard.main.data = shard.main.data.to(device)
             for name, value in shard.state.items():
@@ -155,25 +160,3 @@ def _detach_shards(part: Any) -> None:
             leaves[id(main)] = group[i] = leaf
     for group in part.optimizer.param_groups:
         group["params"] = [leaves.get(id(main), main) for main in group["params"]]
-
-
-def _torch_adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.AdamW:
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": g["params"], "weight_decay": config.weight_decay * g["wd_mult"]}
-            for g in groups
-        ],
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=True,
-    )
-    for group in optimizer.param_groups:
-        for main in group["params"]:
-            optimizer.state[main] = {
-                "step": torch.zeros((), dtype=torch.float32, device=main.device),
-                **{name: torch.zeros_like(main) for name in MOMENTS},
-            }
-            if config.ema is not None:
-                optimizer.state[main][AVERAGE] = main.detach().clone()
-    return optimizer

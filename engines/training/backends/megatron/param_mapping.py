@@ -1,35 +1,44 @@
-"""The blocks of transformers weights in the parameters of a Megatron-Core rank.
+"""The blocks of transformers weights in the parameters of a Megatron-Core rank, and their transfer.
 
 Megatron-Core interleaves queries, keys and values, stacks gate and up projections, pads the
 vocabulary and shards; each such part is a rectangular block of one transformers weight. Storing,
 loading and streaming use these blocks, so that a checkpoint does not depend on layout or backend.
+
+Promises: each rank reads only its blocks of the files; a missing weight is an error, but a value
+head may be absent and starts at 0. Streaming holds one whole tensor at a time.
 """
 
+import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
 
+import torch
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from safetensors import safe_open
 from torch import Tensor, nn
 
-from engines.training.backends.megatron.architecture import Architecture, head_size
-from engines.training.backends.megatron.layout import Layout, Place
+from engines import collectives
+from engines.training.backends.megatron.layout import Layout
+from engines.training.backends.megatron.model import Architecture, head_size
+from engines.training.backends.megatron.parallel import Place
 from engines.training.spec import VALUE_HEAD
+from engines.training.weight_shards import HeldPart
 from engines.weight_places import WeightPlace
+from infra.errors import ConfigError
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _LOCAL_EXPERT = re.compile(r"(local_experts\.)(\d+)(\.)")
 _HUB_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 _WORD_WEIGHTS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
-View = Callable[[Tensor], Tensor]
-
 
 @dataclass(frozen=True)
 class Block(WeightPlace):
     """A block of a whole weight; `view` selects it in a tensor of the parameter's shape."""
 
-    view: View
+    view: Callable[[Tensor], Tensor]
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return the block of a tensor of the parameter's shape."""
@@ -102,15 +111,11 @@ class _Finder:
 
     def _global_name(self, name: str, first_layer: int) -> str:
         name = _LAYER.sub(lambda m: f"decoder.layers.{int(m[1]) + first_layer}.", name)
-        num_local = (self._config.num_moe_experts or 0) // self._layout.expert
-        first = self._place.expert * num_local
+        first = self._place.expert * ((self._config.num_moe_experts or 0) // self._layout.expert)
         return _LOCAL_EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + first}{m[3]}", name)
 
     def _blocks(self, name: str, parameter: nn.Parameter) -> Iterator[Block]:
-        if name.startswith(VALUE_HEAD):
-            yield _whole(name, parameter)
-            return
-        hub_names = self._architecture.hub_names(name)
+        hub_names = [name] if name.startswith(VALUE_HEAD) else self._architecture.hub_names(name)
         if name in _WORD_WEIGHTS:
             yield from self._word_rows(hub_names[0], parameter)
         elif name.endswith(("linear_qkv.weight", "linear_qkv.bias")):
@@ -176,12 +181,102 @@ class _Finder:
         """Return an expert's projection as a part of the stack: gate above up, or down."""
         stem, expert, kind = _HUB_EXPERT.findall(blocks[0].name)[0]
         name = f"{stem}.down_proj" if kind == "down" else f"{stem}.gate_up_proj"
-        rows = sum(block.shape[0] for block in blocks)
-        shape = (1, rows, blocks[0].shape[1])
+        shape = (1, sum(block.shape[0] for block in blocks), blocks[0].shape[1])
         whole = (self._config.num_moe_experts or 0, *shape[1:])
         return (Block(name, whole, (int(expert), 0, 0), shape, lambda t: t),)
 
 
 def _whole(name: str, parameter: nn.Parameter) -> Block:
     shape = tuple(parameter.shape)
-    return Block(name, shape, tuple(0 for _ in shape), shape, lambda t: t)
+    return Block(name, shape, (0,) * len(shape), shape, lambda t: t)
+
+
+@torch.no_grad()
+def load_hub_weights(parts: Sequence[Part], hf_dir: Path) -> None:
+    """Load parameters from a Hugging Face directory of safetensors files.
+
+    Raises:
+        ConfigError: a weight is absent or has another shape.
+    """
+    files: dict[str, Path] = {}
+    for file in sorted(hf_dir.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as handle:
+            files.update(dict.fromkeys(handle.keys(), file))
+    for part in parts:
+        if ".lora_" in part.name:
+            continue
+        part.parameter.zero_()  # for padded vocabulary rows and a new value head
+        for block in part.hub:
+            if block.name in files:
+                block.write(part.parameter, _read(files[block.name], block))
+            elif not block.name.startswith(VALUE_HEAD):
+                raise ConfigError("model.path", f"{hf_dir} has no weight {block.name}")
+
+
+def _read(file: Path, block: Block) -> Tensor:
+    with safe_open(file, framework="pt") as handle:
+        stored = handle.get_slice(block.name)
+        shape = tuple(stored.get_shape())
+        if shape != block.whole:
+            raise ConfigError(
+                "model.path",
+                f"{file.parent}: {block.name} has shape {shape}; need {block.whole}",
+            )
+        return stored[block.slices]
+
+
+Values = Callable[[Part, Block], Tensor]
+"""Returns a block's values, with or without an adapter merged in."""
+
+
+class WeightStream:
+    """Streams whole weights by hub name. Collective."""
+
+    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
+        self._device = device
+        self._own = {
+            WeightPlace(block.name, block.whole, block.offsets, block.shape): (part, block)
+            for part in parts
+            for block in (part.hub if part.is_primary else ())
+        }
+        mine = json.dumps([astuple(place) for place in self._own])
+        # By name: the blocks of each weight and their sending rank.
+        self._plan: dict[str, dict[WeightPlace, int]] = {}
+        for rank, rows in enumerate(collectives.gather_texts(mine)):
+            for name, *sizes in json.loads(rows or "[]"):
+                # Data-parallel ranks hold the same blocks: the first one sends.
+                self._plan.setdefault(name, {}).setdefault(WeightPlace.of(name, *sizes), rank)
+
+    def held(self, values: Values) -> list[HeldPart]:
+        """Return the blocks of this rank, without communication."""
+        return [
+            HeldPart(place, lambda part=part, block=block: values(part, block).contiguous())
+            for place, (part, block) in self._own.items()
+        ]
+
+    def walk(self, values: Values, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield every weight's hub name and whole tensor, on the device."""
+        for name in self._plan:
+            yield name, self._whole(name, values, dtype)
+
+    @torch.no_grad()
+    def _whole(self, name: str, values: Values, dtype: torch.dtype) -> Tensor:
+        senders = self._plan[name]
+        first = next(iter(senders))
+        if first.shape == first.whole:
+            return self._broadcast(first, senders[first], values, dtype)
+        whole = torch.empty(first.whole, dtype=dtype, device=self._device)
+        for place, sender in senders.items():
+            whole[place.slices] = self._broadcast(place, sender, values, dtype)
+        return whole
+
+    def _broadcast(
+        self, place: WeightPlace, sender: int, values: Values, dtype: torch.dtype
+    ) -> Tensor:
+        if sender == collectives.rank():
+            sent = values(*self._own[place]).contiguous()
+        else:
+            sent = torch.empty(place.shape, dtype=dtype, device=self._device)
+        if collectives.world_size() > 1:
+            collectives.broadcast(sent, src=sender)
+        return sent

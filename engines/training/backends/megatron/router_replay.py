@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engines import collectives
-from engines.training.backends.megatron.layout import Layout, Place
+from engines.training.backends.megatron.layout import Layout
+from engines.training.backends.megatron.parallel import Place
 from engines.types import TokenBatch
 
 _FREE = -1

@@ -9,7 +9,7 @@ import importlib
 
 from engines.config.training import TrainingConfig
 from engines.training.backends.megatron.engine import MegatronEngine
-from engines.training.backends.mindspeed.options import MindSpeedOptions
+from engines.training.backends.options import MindSpeedOptions
 from infra.errors import ConfigError
 
 Argument = bool | int | str

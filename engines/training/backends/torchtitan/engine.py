@@ -17,16 +17,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from engines import collectives
 from engines.errors import EngineError
-from engines.training.backends.torchtitan.options import TorchTitanOptions
+from engines.training.backends.options import TorchTitanOptions
 from engines.training.backends.transformers.adapters import whole_tensor
-from engines.training.backends.transformers.build import check_stored_names
-from engines.training.backends.transformers.module_engine import DATA, ModuleEngine
-from engines.training.backends.transformers.optimizer import make_adamw
-from engines.training.backends.transformers.slices import load_hub_weights
+from engines.training.backends.transformers.build import check_stored_names, load_hub_weights
+from engines.training.backends.transformers.module_engine import DATA, ModuleEngine, make_adamw
 from engines.training.model.attention import Packing
 from engines.training.model.linear_logprobs import Targets, head_rows, targets_of
 from engines.training.model.linear_tiles import tile_elements
-from engines.training.outputs import model_outputs, read_positions
+from engines.training.outputs import read_positions, whole_outputs
 from engines.training.spec import EngineSpec
 from engines.training.step.optimizer_step import clip_across_meshes
 from engines.training.weight_shards import (
@@ -66,8 +64,9 @@ class TorchTitanEngine(ModuleEngine[Any]):
             with platform.library_scope("torchtitan"):
                 from engines.training.backends.torchtitan.model import sharded_decoder
 
+                options = TorchTitanOptions.model_validate(training.options)
                 self._model, self._hub_names = sharded_decoder(
-                    self.spec, self._options.fsdp_reshard_after_forward
+                    self.spec, options.fsdp_reshard_after_forward
                 )
         except ImportError as error:
             raise ConfigError(
@@ -84,10 +83,6 @@ class TorchTitanEngine(ModuleEngine[Any]):
             named = self._named_parameters()
             decayed = {name for name, parameter in named if parameter.dim() > 1}
             self._optimizer = make_adamw(named, decayed, self.spec.optimizer)
-
-    @property
-    def _options(self) -> TorchTitanOptions:
-        return TorchTitanOptions.model_validate(self.spec.training.options)
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return list(zip(self._hub_names, self.model.parameters(), strict=True))
@@ -117,8 +112,7 @@ class TorchTitanEngine(ModuleEngine[Any]):
         finally:
             self._wanted = None
         rows = rows * 0.0 if idle else rows
-        whole = rows.new_zeros(rows.shape[0], batch.num_tokens + 1).index_copy(1, read_N, rows)
-        return model_outputs(whole, batch, readouts, self.spec.model_type)
+        return whole_outputs(rows, read_N, batch, readouts, self.spec.model_type)
 
     def _head_forward(self, hidden: Tensor) -> Tensor:
         """Map (1, T, D) hidden states to (1, N, K) readouts, in place of the model's head."""

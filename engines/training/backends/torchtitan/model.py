@@ -4,14 +4,10 @@ TorchTitan's Qwen3 decoder matches transformers for dense models with rotary emb
 without the norms of queries and keys it is Llama's. Other architectures are refused: experts,
 scaled rotary embeddings, biases, sliding windows.
 
-Models that the backend torchtitan supports, without torch.
-
-A TorchTitan decoder sharded over the ranks, with undefined weights.
-
 Import it inside the platform's scope for TorchTitan.
+Promises: the decoder is sharded over the ranks; its weights are undefined.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,45 +32,9 @@ from torchtitan.protocols.module import Module
 from transformers import AutoConfig
 
 from engines.architecture import text_settings
-from engines.attention_needs import has_windows, rotary_type
 from engines.training.model.attention import Packing, packed_attention
 from engines.training.spec import EngineSpec
-from infra.errors import ConfigError
-
-HAS_HEAD_NORMS = {"qwen3": True, "llama": False}
-"""Supported `model_type` -> whether queries and keys are normalized per head."""
-
-
-def check_model(hf_dir: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a model that TorchTitan's decoder would compute differently.
-
-    Raises:
-        ConfigError: names the unsupported feature.
-    """
-    kind = config.get("model_type")
-    if kind not in HAS_HEAD_NORMS:
-        needed = f"a {kind} model; need one of {', '.join(sorted(HAS_HEAD_NORMS))}"
-        raise _refused(hf_dir, needed)
-    rope, activation = rotary_type(config), config.get("hidden_act", "silu")
-    layer_types = {*(config.get("layer_types") or ())} - {"full_attention"}
-    unlike = {
-        f"the activation {activation}": activation != "silu",
-        "attention biases": config.get("attention_bias"),
-        "biases in its MLP": config.get("mlp_bias"),
-        f"rotary embeddings of type {rope}": rope != "default",
-        f"layers of type {', '.join(sorted(layer_types))}": layer_types,
-        "sliding windows": has_windows(config),
-    }
-    for what, is_there in unlike.items():
-        if is_there:
-            raise _refused(hf_dir, f"a {kind} model with {what}; need one without")
-
-
-def _refused(hf_dir: Path, problem: str) -> ConfigError:
-    return ConfigError(
-        "model.path", f"got {hf_dir}, {problem}; choose another, or another training.backend"
-    )
-
+from engines.training.supported_models import TITAN_HEAD_NORMS, check_torchtitan
 
 # Weights are read from files: no initialization is needed.
 _INIT = {"weight": skip_param_init}
@@ -113,7 +73,7 @@ def decoder_config(hf_dir: Path, *, sequence_parallel: bool) -> Qwen3Model.Confi
         ConfigError: TorchTitan's decoder would compute differently from transformers.
     """
     config = AutoConfig.from_pretrained(hf_dir, trust_remote_code=False)
-    check_model(hf_dir, text_settings(config))
+    check_torchtitan(hf_dir, text_settings(config))
     dim, vocabulary = config.hidden_size, config.vocab_size
     decoder = Qwen3Model.Config(
         vocab_size=vocabulary,
@@ -150,7 +110,7 @@ def _block(config: Any) -> Qwen3TransformerBlock.Config:
                 max_seq_len=config.max_position_embeddings,
                 theta=config.rope_parameters["rope_theta"],
             ),
-            qk_norm=_norm(head_dim, eps) if HAS_HEAD_NORMS[config.model_type] else None,
+            qk_norm=_norm(head_dim, eps) if TITAN_HEAD_NORMS[config.model_type] else None,
         ),
         feed_forward=make_ffn_config(
             dim=dim,
@@ -184,7 +144,10 @@ def sharded_decoder(spec: EngineSpec, reshard_after_forward: str) -> tuple[nn.Mo
     dims.build_mesh()
     with torch.device("meta"):
         model = config.build()
-    hub_names = _hub_names(model, Qwen3StateDictAdapter(config, None))
+    named = dict(model.named_parameters())
+    on_hub = Qwen3StateDictAdapter(config, None).to_hf(dict(named))
+    hub_names = {id(parameter): name for name, parameter in on_hub.items()}
+    names = [hub_names[id(parameter)] for parameter in named.values()]
     model = parallelize_qwen3(
         model,
         parallel_dims=dims,
@@ -215,13 +178,7 @@ def sharded_decoder(spec: EngineSpec, reshard_after_forward: str) -> tuple[nn.Mo
     _tie(model)
     with torch.no_grad():
         model.init_states(buffer_device=device)
-    return model, hub_names
-
-
-def _hub_names(model: nn.Module, adapter: Any) -> list[str]:
-    named = dict(model.named_parameters())
-    names = {id(parameter): name for name, parameter in adapter.to_hf(dict(named)).items()}
-    return [names[id(parameter)] for parameter in named.values()]
+    return model, names
 
 
 def _tie(model: Any) -> None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from engines.checkpoint.engine_state import MODEL_PREFIX
 from engines.checkpoint.export import write_peft_adapter
+from engines.checkpoint.sharded import ShardedReader
 from engines.config.training import LoraConfig
 from engines.training.spec import VALUE_HEAD
 from infra.errors import ConfigError
@@ -30,16 +31,6 @@ _MAGNITUDE = f".lora_magnitude_vector.{_ADAPTER}.weight"
 _SETTING = "training.lora"
 _NESTED = ".language_model."
 """Part of the names in a model that contains a language model."""
-
-
-class TensorReader(Protocol):
-    """Reads whole tensors by name."""
-
-    def __contains__(self, name: str) -> bool: ...
-
-    def read(self, name: str) -> Tensor:
-        """Return one tensor on the CPU."""
-        ...
 
 
 def add_adapter(model: PreTrainedModel, lora: LoraConfig, *, inside: str = "") -> None:
@@ -93,15 +84,14 @@ def _targets(model: PreTrainedModel, lora: LoraConfig, inside: str) -> list[str]
         and not f"{name}.".startswith(VALUE_HEAD)
         and name.startswith(inside)
     }
-    if lora.target_modules == "all-linear":
-        return sorted(linear)
-    unknown = sorted(set(lora.target_modules) - linear)
+    wanted = linear if lora.target_modules == "all-linear" else lora.target_modules
+    unknown = sorted(set(wanted) - linear)
     if unknown:
         raise ConfigError(
             f"{_SETTING}.target_modules",
             f"got {', '.join(unknown)}; need some of {', '.join(sorted(linear))}",
         )
-    return sorted(lora.target_modules)
+    return sorted(wanted)
 
 
 @torch.no_grad()
@@ -181,7 +171,7 @@ class StoredAdapter:
         return merged
 
 
-def stored_adapter(name: str, reader: TensorReader, lora: LoraConfig) -> StoredAdapter | None:
+def stored_adapter(name: str, reader: ShardedReader, lora: LoraConfig) -> StoredAdapter | None:
     """Return a checkpoint's adapter of the weight `name`, or None if there is none."""
     stem, _, last = name.rpartition(".")
     a, b, magnitude = (MODEL_PREFIX + stem + part for part in (_A, _B, _MAGNITUDE))
@@ -195,25 +185,8 @@ def stored_adapter(name: str, reader: TensorReader, lora: LoraConfig) -> StoredA
     )
 
 
-def merged_state(
-    named: Mapping[str, Tensor], scaling: float
-) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
-    """Stream a model's whole tensors with the adapter merged in. Collective for DTensors."""
-    for name in named:
-        if is_adapter_name(name):
-            continue
-        yield base_name(name), merged_weight(name, named, scaling)
-
-
-def frozen_state(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Stream like `merged_state`, without the adapter."""
-    for name, tensor in named.items():
-        if not is_adapter_name(name):
-            yield base_name(name), whole_tensor(tensor)
-
-
 def adapter_state(named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Stream an adapter's whole `lora_A.weight` and `lora_B.weight`, like `merged_state`."""
+    """Stream an adapter's whole `lora_A.weight` and `lora_B.weight`. Collective for DTensors."""
     for name, tensor in named.items():
         if name.endswith((_A, _B)):
             yield name.replace(f".{_ADAPTER}.", "."), whole_tensor(tensor)
@@ -230,15 +203,13 @@ def merged_weight(name: str, named: Mapping[str, Tensor], scaling: float) -> Ten
     whole = whole_tensor(named[name])
     if not has_adapter(name):
         return whole
-    stem, _, _ = name.rpartition(_BASE)
-    magnitude = named.get(stem + _MAGNITUDE)
-    adapter = StoredAdapter(
-        whole_tensor(named[stem + _A]),
-        whole_tensor(named[stem + _B]),
-        scaling,
-        None if magnitude is None else whole_tensor(magnitude),
-    )
-    return adapter.merged_into(whole)
+    stem = name.rpartition(_BASE)[0]
+    parts = {
+        part: whole_tensor(named[stem + part])
+        for part in (_A, _B, _MAGNITUDE)
+        if stem + part in named
+    }
+    return StoredAdapter(parts[_A], parts[_B], scaling, parts.get(_MAGNITUDE)).merged_into(whole)
 
 
 def set_adapter_enabled(model: nn.Module, enabled: bool) -> None:

@@ -1,17 +1,12 @@
 """Builds the transformers module of an engine: on one device, or on the meta device for sharding.
 
-Weights are float32; a missing or unexpected weight is an error (but a value head may be absent and
-starts at 0). The model stays in evaluation mode, so that training and inference compute the same
-logprobs. Ranks of a sharded model read only their slices, unless transformers converts tensors.
+Weights are float32. The model stays in evaluation mode, so that training and inference compute the
+same logprobs. Liger's kernels and torch.compile make a model's layers faster.
 
-Faster passes of a transformers module by Liger's kernels and torch.compile.
-
-Changes only the given model, not transformers' classes. Not covered: attention (see `attention`),
-the output head (see `head`), rotary embeddings.
-
-Which models can train on packed sequences, without torch.
-
-The plan checks this, and every rank again. Others may still be refused when they are built.
+Promises: a missing or unexpected weight is an error (but a value head may be absent and starts at
+0). Ranks of a sharded model read only their slices, unless transformers converts tensors. Only the
+given model changes, not transformers' classes.
+Does not cover: attention (see `attention`), the output head (see `head`), rotary embeddings.
 """
 
 from collections.abc import Callable, Mapping, Set
@@ -19,10 +14,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
@@ -33,6 +30,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.activations import ACT2FN
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engines.architecture import (
@@ -41,17 +39,14 @@ from engines.architecture import (
     position_refusal,
     text_settings,
 )
-from engines.attention_needs import unusual_attention
+from engines.checkpoint.hub_names import named_state
 from engines.checkpoint.model_directory import stored_tensor_names, without_progress_bars
+from engines.checkpoint.sharded import load_sharded
+from engines.errors import CheckpointError
 from engines.training.backends.transformers.adapters import (
     add_adapter,
     base_name,
     initialize_adapter,
-)
-from engines.training.backends.transformers.slices import (
-    disk_names_of,
-    load_slices,
-    unexpected_names,
 )
 from engines.training.backends.transformers.vision import (
     attention_names,
@@ -60,6 +55,7 @@ from engines.training.backends.transformers.vision import (
 )
 from engines.training.model.attention import register_packed_attention
 from engines.training.spec import VALUE_HEAD, EngineSpec, ModelType
+from engines.training.supported_models import check_packed
 from infra.errors import ConfigError
 
 _SETTING = "training.use_liger"
@@ -109,16 +105,13 @@ def use_kernels(model: PreTrainedModel, kernels: FusedKernels) -> int:
     if kind.removesuffix("_text") not in _PLAIN_NORMS:
         known = ", ".join(sorted(_PLAIN_NORMS))
         raise ConfigError(_SETTING, f"got true for a {kind}; need one of {known}; set it to false")
-    num_changed = 0
-    for module in cast(list[Any], list(model.modules())):
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = partial(_norm, module, kernels)
-        elif _is_gated(module):
-            module.forward = partial(_gated, module, kernels)
-        else:
-            continue
-        num_changed += 1
-    return num_changed
+    norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
+    gated = [m for m in model.modules() if _is_gated(m)]
+    for module in norms:
+        module.forward = partial(_norm, module, kernels)
+    for module in gated:
+        module.forward = partial(_gated, module, kernels)
+    return len(norms) + len(gated)
 
 
 def _is_gated(module: nn.Module) -> bool:
@@ -134,30 +127,6 @@ def _norm(module: Any, kernels: FusedKernels, hidden_states: Tensor) -> Tensor:
 
 def _gated(module: Any, kernels: FusedKernels, x: Tensor) -> Tensor:
     return module.down_proj(kernels.silu_mul(module.gate_proj(x), module.up_proj(x)))
-
-
-def compile_layers(layers: list[nn.Module], backend: str) -> None:
-    """Compile each decoder layer separately; all share one graph, for inputs of any length.
-
-    Recomputation wraps the compiled layer: traced into it, it would prevent compilation.
-    """
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward, backend=backend, dynamic=True)
-
-
-def check_model(hf_dir: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a text model whose attention `rl_varlen` does not compute.
-
-    Raises:
-        ConfigError: names the unsupported feature.
-    """
-    lacking = unusual_attention(config)
-    if lacking is not None:
-        raise ConfigError(
-            "model.path",
-            f"got {hf_dir}, a {config.get('model_type')} model with {lacking}; need attention that "
-            "packed sequences can train with; choose another architecture",
-        )
 
 
 Shard = Callable[[PreTrainedModel], None]
@@ -186,36 +155,39 @@ def build_model(
         ConfigError: the directory does not hold such a model, or a pattern or adapter target
             matches nothing in it.
     """
-    device = spec.platform.device()
-    if shard is None and load_weights:
-        model = _prepared(_from_pretrained(spec.hf_dir, spec.model_type), spec)
-        nn.Module.to(model, device)
-        return _with_adapter_values(model, spec)
-    model = build_on_meta(spec.hf_dir, spec.model_type, architecture)
-    disk_names = disk_names_of(model, spec.hf_dir) if load_weights else None
-    direct = not load_weights or disk_names is not None
-    if not direct and architecture is not None:
+    device, hf_dir = spec.platform.device(), spec.hf_dir
+    model = (
+        build_on_meta(hf_dir, spec.model_type, architecture)
+        if shard is not None or not load_weights
+        else None
+    )
+    disk_names = disk_names_of(model, hf_dir) if model is not None and load_weights else None
+    is_filled = load_weights and disk_names is None
+    if is_filled and architecture is not None:
         raise ConfigError(
             "model.path",
-            f"{spec.hf_dir} is a {type(model).__name__}, whose weights have another form on disk "
-            f"than in memory, which {spec.training.backend} cannot load; use fsdp2",
+            f"{hf_dir} is a {type(model).__name__}, whose weights have another form on disk than "
+            f"in memory, which {spec.training.backend} cannot load; use fsdp2",
         )
-    if not direct:
-        model = _from_pretrained(spec.hf_dir, spec.model_type)
+    if model is None or is_filled:
+        model = _from_pretrained(hf_dir, spec.model_type)
     elif load_weights:
-        check_stored_names(spec.hf_dir, spec.model_type)
-    model = _prepared(model, spec)
+        check_stored_names(hf_dir, spec.model_type)
+    _prepare(model, spec)
     if shard is not None:
         shard(model)
-    if not direct:
-        if not weights_on_host:
-            nn.Module.to(model, device)
-        return _with_adapter_values(_with_buffers_on(model, device), spec)
-    _materialize(model, torch.device("cpu") if weights_on_host else device)
-    _with_buffers_on(model, device)
+    if not is_filled:
+        _materialize(model, torch.device("cpu") if weights_on_host else device)
+    elif not weights_on_host:
+        nn.Module.to(model, device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
     if disk_names is not None:
-        load_slices(model, spec.hf_dir, disk_names)
-    return _with_adapter_values(model, spec)
+        load_slices(model, hf_dir, disk_names)
+    if spec.training.lora is not None and spec.optimizer is not None:
+        initialize_adapter(dict(model.named_parameters()), spec.seed)
+    return model
 
 
 def build_on_meta(
@@ -238,9 +210,78 @@ def check_stored_names(hf_dir: Path, model_type: ModelType) -> None:
     Raises:
         ConfigError: names some of them.
     """
-    model, stored = build_on_meta(hf_dir, model_type), set(stored_tensor_names(hf_dir))
-    unexpected = unexpected_names(model, stored)
+    stored = set(stored_tensor_names(hf_dir))
+    unexpected = unexpected_names(build_on_meta(hf_dir, model_type), stored)
     _refuse_misfits(hf_dir, {"unexpected": _new_to_both(unexpected, hf_dir, model_type)})
+
+
+def unexpected_names(model: PreTrainedModel, stored: Set[str]) -> set[str]:
+    """Return the stored names that the architecture lacks, as `from_pretrained` does."""
+    held = {
+        name: torch.empty(tensor.shape, device="meta")
+        for name, tensor in model.state_dict(keep_vars=True).items()
+    }
+    # The two fields that it reads; the others differ between releases.
+    info: Any = SimpleNamespace(
+        missing_keys=set(),
+        unexpected_keys=set(stored - revert_weight_conversion(model, held).keys()),
+    )
+    model._adjust_missing_and_unexpected_keys(info)
+    return info.unexpected_keys
+
+
+def disk_names_of(model: PreTrainedModel, hf_dir: Path) -> dict[str, str] | None:
+    """Map names in memory to names on disk; None if files differ by more than names.
+
+    The head of a value model is included only if it is on disk.
+    """
+    stored = set(stored_tensor_names(hf_dir))
+    held = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in named_state(model)
+    }
+    names = {id(tensor): name for name, tensor in held.items()}
+    # A tensor that is only renamed is returned as the same object.
+    found = {
+        names.get(id(tensor)): on_disk
+        for on_disk, tensor in revert_weight_conversion(model, dict(held)).items()
+    }
+    if found.keys() != held.keys():
+        return None
+    renamed = {
+        name: on_disk
+        for name, on_disk in found.items()
+        if name is not None and (on_disk in stored or not name.startswith(VALUE_HEAD))
+    }
+    return renamed if set(renamed.values()) <= stored else None
+
+
+def load_slices(model: PreTrainedModel, hf_dir: Path, disk_names: Mapping[str, str]) -> None:
+    """Fill this rank's part of a model by `disk_names_of`; a head that is absent becomes 0.
+
+    Raises:
+        ConfigError: the directory holds no such weights.
+    """
+    wanted: dict[str, Tensor] = {}
+    for name, tensor in named_state(model):
+        if base_name(name) in disk_names:
+            wanted[disk_names[base_name(name)]] = tensor
+        elif name.startswith(VALUE_HEAD):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local.detach().zero_()
+    load_hub_weights(hf_dir, wanted)
+
+
+def load_hub_weights(hf_dir: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill tensors, sharded or not and named as on the hub, from a model directory.
+
+    Raises:
+        ConfigError: the directory holds no such weights.
+    """
+    try:
+        load_sharded(hf_dir, tensors)
+    except CheckpointError as error:
+        raise ConfigError("model.path", f"does not fit its own config: {error}") from error
 
 
 def enable_activation_checkpointing(model: PreTrainedModel) -> None:
@@ -259,16 +300,21 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in wanted]
 
 
-def _prepared(model: PreTrainedModel, spec: EngineSpec) -> PreTrainedModel:
+def _prepare(model: PreTrainedModel, spec: EngineSpec) -> None:
     """Add kernels and adapter, and disable gradients of parameters that are not trained."""
     training = spec.training
     if training.use_liger:
         use_kernels(model, liger_kernels(spec.platform.device()))
-    if training.use_torch_compile:
-        compile_layers(decoder_layers(model), training.torch_compile_backend)
+    for layer in decoder_layers(model) if training.use_torch_compile else ():
+        # All layers share one graph, for inputs of any length. Recomputation wraps the compiled
+        # layer: traced into it, it would prevent compilation.
+        layer.forward = torch.compile(
+            layer.forward, backend=training.torch_compile_backend, dynamic=True
+        )
     if spec.optimizer is None:
         # No adapter without an optimizer: it is merged when a checkpoint is loaded.
-        return model.requires_grad_(False)
+        model.requires_grad_(False)
+        return
     if training.lora is not None:
         add_adapter(model, training.lora, inside=language_model_prefix(model))
     for pattern in training.frozen_parameters:
@@ -279,13 +325,6 @@ def _prepared(model: PreTrainedModel, spec: EngineSpec) -> PreTrainedModel:
             parameter.requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError("training.frozen_parameters", "nothing is left to train; remove some")
-    return model
-
-
-def _with_adapter_values(model: PreTrainedModel, spec: EngineSpec) -> PreTrainedModel:
-    if spec.training.lora is not None and spec.optimizer is not None:
-        initialize_adapter(dict(model.named_parameters()), spec.seed)
-    return model
 
 
 def _auto_class(model_type: ModelType, config: PretrainedConfig, hf_dir: Path) -> Any:
@@ -306,17 +345,10 @@ def _refuse(refusal: str | None, hf_dir: Path) -> None:
         )
 
 
-def _with_buffers_on(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
-    return model
-
-
 def _from_pretrained(hf_dir: Path, model_type: ModelType) -> PreTrainedModel:
     config = _config(hf_dir, model_type)
     with without_progress_bars():
-        loaded: Any = _auto_class(model_type, config, hf_dir).from_pretrained(
+        model, info = _auto_class(model_type, config, hf_dir).from_pretrained(
             hf_dir,
             config=config,
             dtype=torch.float32,
@@ -324,8 +356,9 @@ def _from_pretrained(hf_dir: Path, model_type: ModelType) -> PreTrainedModel:
             trust_remote_code=False,
             output_loading_info=True,
         )
-    model, info = loaded
-    missing = {name for name in info["missing_keys"] if not _is_value_head(name, model_type)}
+    missing = set(info["missing_keys"])
+    if model_type == "value_model":
+        missing = {name for name in missing if not name.startswith(VALUE_HEAD)}
     unexpected = _new_to_both(info["unexpected_keys"], hf_dir, model_type)
     _refuse_misfits(
         hf_dir,
@@ -354,14 +387,9 @@ def _refuse_misfits(hf_dir: Path, names_by_kind: Mapping[str, Set[Any]]) -> None
         )
 
 
-def _is_value_head(name: str, model_type: ModelType) -> bool:
-    return model_type == "value_model" and name.startswith(VALUE_HEAD)
-
-
 def _checked(model: PreTrainedModel, hf_dir: Path) -> PreTrainedModel:
     # A model with its own attention would let packed sequences see each other.
-    _refuse(attention_refusal(type(model)), hf_dir)
-    _refuse(position_refusal(model), hf_dir)
+    _refuse(attention_refusal(type(model)) or position_refusal(model), hf_dir)
     # Permanent: training mode has dropout, dropped layers and router noise.
     return model.eval()
 
@@ -372,7 +400,7 @@ def _config(hf_dir: Path, model_type: ModelType) -> PretrainedConfig:
     config.use_cache = False
     if model_type == "value_model":
         config.num_labels = 1
-    check_model(hf_dir, text_settings(config))
+    check_packed(hf_dir, text_settings(config))
     return config
 
 

@@ -1,14 +1,14 @@
 """Engines whose model is a transformers module with plain or DTensor parameters.
 
 Master weights are float32; computation is in `training.dtype`. A backend implements `_build_model`
-and the reduction of gradients. Equal calls give equal bits on a CPU.
+and the reduction of gradients.
 
-The hub weights in a rank's shard of a transformers module.
+Promises: equal calls give equal bits on a CPU.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
+from functools import cached_property, partial
 from typing import cast
 
 import torch
@@ -24,26 +24,29 @@ from engines.errors import EngineError
 from engines.training.backends.transformers.adapters import (
     adapter_state,
     base_name,
-    frozen_state,
     has_adapter,
     is_adapter_name,
-    merged_state,
     merged_weight,
     set_adapter_enabled,
+    whole_tensor,
 )
 from engines.training.backends.transformers.build import (
     build_on_meta,
     enable_activation_checkpointing,
 )
 from engines.training.backends.transformers.head import LogprobHead
-from engines.training.backends.transformers.module_engine import DATA, ModuleEngine
-from engines.training.backends.transformers.optimizer import decayed_names, make_adamw
+from engines.training.backends.transformers.module_engine import (
+    DATA,
+    ModuleEngine,
+    decayed_names,
+    make_adamw,
+)
 from engines.training.backends.transformers.vision import Vision, sees_images
 from engines.training.model.attention import Packing, SequenceSlice, slice_sequence
 from engines.training.model.image_layout import ImageLayout
 from engines.training.model.linear_logprobs import targets_of
 from engines.training.model.logprobs import compute_in_float32
-from engines.training.outputs import model_outputs, read_positions
+from engines.training.outputs import read_positions, whole_outputs
 from engines.training.spec import VALUE_HEAD, EngineSpec
 from engines.training.weight_shards import (
     HeldPart,
@@ -54,48 +57,7 @@ from engines.training.weight_shards import (
     stream_parts,
 )
 from engines.types import ModelOutputs, Readouts, TokenBatch
-from engines.weight_places import WeightShard
-
-SlotsByParameter = Mapping[str, list[tuple[str, Slot]]]
-"""Parameter name in memory -> hub names, and where in it each weight lies."""
-
-
-def slots_by_parameter(model: PreTrainedModel) -> SlotsByParameter:
-    """Return the hub weights in each parameter of a model.
-
-    Raises:
-        ConfigError: a weight on the hub is no regular part of one parameter.
-    """
-    found: dict[str, list[tuple[str, Slot]]] = {}
-    for hub_name, slot in hub_slots(model).items():
-        found.setdefault(slot.parameter, []).append((hub_name, slot))
-    return found
-
-
-def held_parts(
-    named: Mapping[str, Tensor], slots: SlotsByParameter, scaling: float
-) -> Iterator[HeldPart]:
-    """Yield this rank's parts of the weights, adapters merged in; some may be empty.
-
-    Raises:
-        EngineError: a shard boundary cuts through a hub weight.
-    """
-    for name, tensor in named.items():
-        if is_adapter_name(name):
-            continue
-        inside = slots.get(base_name(name), [])
-        if any(not slot.is_all_of(tensor) for _, slot in inside):
-            yield from parts_in_slots(name, tensor, inside)
-            continue
-        place = local_place(inside[0][0] if inside else name, tensor)
-        if has_adapter(name):
-            yield HeldPart(
-                place,
-                lambda name=name, place=place: merged_weight(name, named, scaling)[place.slices],
-            )
-        else:
-            yield HeldPart(place, lambda tensor=tensor: local_values(tensor))
-
+from engines.weight_places import WeightPlace, WeightShard
 
 _ULYSSES = "ulysses"
 
@@ -105,8 +67,6 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
-        self._names: HubNames | None = None
-        self._slots: SlotsByParameter | None = None
         self._head: LogprobHead | None = None
         self._vision: Vision | None = None
 
@@ -119,10 +79,9 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
         training, platform = self.spec.training, self.spec.platform
         self._join_ranks(alone_too=self._is_sharded())
         if dist.is_initialized():
-            ranks = collectives.world_size() // training.ulysses_size
             self._mesh = collectives.make_mesh(
                 platform.device_name,
-                (ranks, training.ulysses_size),
+                (collectives.world_size() // training.ulysses_size, training.ulysses_size),
                 (DATA, _ULYSSES),
                 training.collective_timeout_s,
             )
@@ -180,10 +139,7 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
         rows = self._rows(batch, part, read_N, readouts)
         if idle:
             read_N, rows = read_N.clamp(max=batch.num_tokens), rows * 0.0
-        whole = rows.new_zeros(rows.shape[0], batch.num_tokens + 1).index_copy(1, read_N, rows)
-        if group is not None:
-            whole = collectives.SumOverRanks.apply(whole, group)
-        return model_outputs(whole, batch, readouts, self.spec.model_type)
+        return whole_outputs(rows, read_N, batch, readouts, self.spec.model_type, group)
 
     def _rows(
         self, batch: TokenBatch, part: SequenceSlice, read_N: Tensor, readouts: Readouts
@@ -212,23 +168,38 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
         norm = torch.nn.utils.clip_grad_norm_(trained, max_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
+    @cached_property
+    def _names(self) -> HubNames:
+        return HubNames(build_on_meta(self.spec.hf_dir, self.spec.model_type))
+
+    @cached_property
+    def _slots(self) -> Mapping[str, list[tuple[str, Slot]]]:
+        """Parameter name in memory -> hub names, and where in it each weight lies."""
+        found: dict[str, list[tuple[str, Slot]]] = {}
+        model = build_on_meta(self.spec.hf_dir, self.spec.model_type)
+        for hub_name, slot in hub_slots(model).items():
+            found.setdefault(slot.parameter, []).append((hub_name, slot))
+        return found
+
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         """Stream whole weights with the adapter merged in. Tensors must not be changed."""
-        yield from self._whole_weights(partial(merged_state, scaling=self._adapter_scaling))
-
-    def _whole_weights(
-        self, gathered: Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Stream, by hub name, what `gathered` returns for this rank's tensors."""
-        if self._names is None:
-            self._names = HubNames(build_on_meta(self.spec.hf_dir, self.spec.model_type))
         with self.eval_mode():
-            yield from self._names.stream(gathered(dict(self._named_state())))
+            named = dict(self._named_state())
+            yield from self._names.stream(
+                (base_name(name), merged_weight(name, named, self._adapter_scaling))
+                for name in named
+                if not is_adapter_name(name)
+            )
 
     def get_frozen_param(self) -> Iterator[tuple[str, Tensor]]:
         """Stream the base weights below an adapter."""
         self._require_adapter()
-        yield from self._whole_weights(frozen_state)
+        with self.eval_mode():
+            yield from self._names.stream(
+                (base_name(name), whole_tensor(tensor))
+                for name, tensor in self._named_state()
+                if not is_adapter_name(name)
+            )
 
     def get_adapter_param(self) -> Iterator[tuple[str, Tensor]]:
         """Stream the adapter without DoRA's magnitudes."""
@@ -241,13 +212,31 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
             raise EngineError("this engine trains all weights: it has no adapter")
 
     def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
-        """Stream this rank's shards; a weight with an adapter is gathered to be merged."""
-        if self._slots is None:
-            self._slots = slots_by_parameter(build_on_meta(self.spec.hf_dir, self.spec.model_type))
+        """Stream this rank's shards; a weight with an adapter is gathered to be merged.
+
+        Raises:
+            EngineError: a shard boundary cuts through a hub weight.
+        """
         with self.eval_mode():
-            named = dict(self._named_state())
-            parts = held_parts(named, self._slots, self._adapter_scaling)
-            yield from stream_parts(owned_parts(parts))
+            yield from stream_parts(owned_parts(self._held_parts(dict(self._named_state()))))
+
+    def _held_parts(self, named: Mapping[str, Tensor]) -> Iterator[HeldPart]:
+        """Yield this rank's parts of the weights, adapters merged in; some may be empty."""
+        for name, tensor in named.items():
+            if is_adapter_name(name):
+                continue
+            inside = self._slots.get(base_name(name), [])
+            if any(not slot.is_all_of(tensor) for _, slot in inside):
+                yield from parts_in_slots(name, tensor, inside)
+                continue
+            place = local_place(inside[0][0] if inside else name, tensor)
+            if has_adapter(name):
+                yield HeldPart(place, partial(self._merged_part, name, named, place))
+            else:
+                yield HeldPart(place, partial(local_values, tensor))
+
+    def _merged_part(self, name: str, named: Mapping[str, Tensor], place: WeightPlace) -> Tensor:
+        return merged_weight(name, named, self._adapter_scaling)[place.slices]
 
     @property
     def _adapter_scaling(self) -> float:

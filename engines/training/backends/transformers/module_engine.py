@@ -4,7 +4,7 @@ Such backends share one checkpoint format, so each can load what another stored.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from engines.checkpoint.background import StagingBuffers
 from engines.checkpoint.engine_state import (
@@ -25,11 +26,12 @@ from engines.checkpoint.engine_state import (
     save_engine_state,
     stage_engine_state,
 )
+from engines.config.training import OptimizerConfig
 from engines.errors import EngineError
-from engines.training.backends.transformers.head import load_folded, stored_weights
+from engines.training.backends.merging import load_folded, stored_weights
 from engines.training.base import BaseEngine
 from engines.training.spec import EngineSpec
-from engines.training.step.optimizer_step import Averaged
+from engines.training.step.optimizer_step import Averaged, started_adamw
 from engines.training.weight_shards import local_values
 
 DATA = "data"
@@ -125,20 +127,16 @@ class ModuleEngine(BaseEngine, Generic[Model]):
     def load_checkpoint(self, path: Path, *, optimizer: bool = True) -> int:
         """Restore a checkpoint; without the optimizer, merge a stored adapter."""
         stored = read_scalars(path)
-        num_averaged = stored.num_averaged if optimizer else None
         with self._state_scope(), self._loading() as (model, states):
             if optimizer:
-                self._num_averaged = num_averaged if self._ema is not None else None
+                self._num_averaged = stored.num_averaged if self._ema is not None else None
                 tensors, own = self._state_of(model, states, 0)
                 load_engine_state(path, tensors, own.lora, self.spec.platform)
                 for values in states.values():
                     values["step"].fill_(float(stored.num_optimizer_steps))
             else:
                 load_folded(path, dict(model), self.spec)
-        self._continue_average(num_averaged)
-        if optimizer:
-            self.num_steps, self._schedule_step = stored.num_steps, stored.schedule_step
-        return stored.step
+        return self._continue_from(stored, optimizer=optimizer)
 
     def _state_scope(self) -> AbstractContextManager[None]:
         return self.eval_mode()
@@ -172,3 +170,23 @@ class ModuleEngine(BaseEngine, Generic[Model]):
                 tensors[f"optimizer.{key}.{name}"] = values[key]
         first = next(iter(states.values()), None)
         return tensors, self._scalars(step, int(first["step"]) if first else 0)
+
+
+def decayed_names(model: nn.Module) -> set[str]:
+    """Return the parameters with weight decay: not one-dimensional ones (norms, biases)."""
+    return {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
+
+
+def make_adamw(
+    named: Iterable[tuple[str, nn.Parameter]], decayed: Collection[str], config: OptimizerConfig
+) -> torch.optim.AdamW:
+    """Create AdamW over the trained parameters."""
+    groups: dict[tuple[bool, DeviceMesh | None], dict[str, Any]] = {}
+    for name, parameter in named:
+        if parameter.requires_grad:
+            # The fused step takes tensors of one mesh; tensor parallelism has two.
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            weight_decay = config.weight_decay if name in decayed else 0.0
+            group = {"params": list[nn.Parameter](), "weight_decay": weight_decay}
+            groups.setdefault((name in decayed, mesh), group)["params"].append(parameter)
+    return started_adamw(list(groups.values()), config)

@@ -79,21 +79,16 @@ class Vision:
     def inputs(self, batch: TokenBatch) -> dict[str, Any]:
         """Return the model's keyword arguments for the next forward pass."""
         self._images = images = batch.images
-        inputs: dict[str, Any] = {"position_ids": self._position_ids(batch)}
+        # (3, 1, T) int64 of time, height and width, each sequence from 0. With a fourth row, of
+        # plain positions, the model would detect packing by itself.
+        positions = image_positions(self._inner, batch, self.layout.token_id)
+        inputs: dict[str, Any] = {"position_ids": positions.to(batch.input_ids_T.device)}
         if images is None:
             return inputs | {_DUMMY: True}
         return inputs | {
             "pixel_values": torch.cat(images.patches).to(batch.input_ids_T.device),
             "image_grid_thw": images.grid_thw_I3,
         }
-
-    def _position_ids(self, batch: TokenBatch) -> Tensor:
-        """Return (3, 1, T) int64 of time, height and width, each sequence from 0.
-
-        With a fourth row, of plain positions, the model would detect packing by itself.
-        """
-        positions = image_positions(self._inner, batch, self.layout.token_id)
-        return positions.to(batch.input_ids_T.device)
 
     def _see_each_image_once(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]

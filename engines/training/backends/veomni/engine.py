@@ -14,8 +14,8 @@ import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
 from engines.training.backends.fsdp.engine import FSDP2Engine
+from engines.training.backends.options import VeOmniOptions
 from engines.training.backends.transformers.build import build_model
-from engines.training.backends.veomni.options import VeOmniOptions
 from engines.training.model.attention import ATTENTION_NAME
 from infra.errors import ConfigError
 

@@ -13,8 +13,7 @@ from engines.algorithms.distillation import (
     TopKDistillation,
     forward_kl_topk,
 )
-from engines.training.model.linear_logprobs import linear_logprobs_of
-from engines.training.model.linear_topk import linear_topk_logprobs
+from engines.training.model.linear_logprobs import linear_logprobs_of, linear_topk_logprobs
 from engines.types import GlobalCounts, ModelOutputs, TokenBatch
 from infra.errors import UnknownPluginError
 

@@ -14,7 +14,7 @@ from engines.config.backends import BACKENDS, ENGINES, job_interpreter
 from engines.config.plugins import register_plugin
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.backends.mindspeed.engine import MindSpeedMegatronEngine, mindspeed_arguments
-from engines.training.backends.transformers.optimizer import make_adamw
+from engines.training.backends.transformers.module_engine import make_adamw
 from engines.training.base import create_engine
 from engines.training.spec import EngineSpec
 from engines.training.step.optimizer_step import clip_across_meshes

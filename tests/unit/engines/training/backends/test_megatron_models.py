@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoConfig
 
 from engines.architecture import text_settings
-from engines.training.backends.megatron.models import SUPPORTED, check_model
+from engines.training.supported_models import MEGATRON_MODELS, check_megatron
 from infra.errors import ConfigError
 
 HF_DIR = Path("/models/tiny")
@@ -43,21 +43,21 @@ def test_architectures_are_refused_in_one_line(model: dict[str, Any], needs: str
     whole = text_settings(AutoConfig.for_model(**model))
     for config in (whole, model):  # as the ranks have it, and as `config.json` may
         with pytest.raises(ConfigError, match=r"^model\.path: got /models/tiny, a ") as error:
-            check_model(HF_DIR, config)
+            check_megatron(HF_DIR, config)
         assert needs in str(error.value)
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("model_type", SUPPORTED)
+@pytest.mark.parametrize("model_type", MEGATRON_MODELS)
 def test_what_was_tested_is_taken(model_type: str) -> None:
-    check_model(HF_DIR, {"model_type": model_type})
-    check_model(HF_DIR, text_settings(AutoConfig.for_model(model_type)))
+    check_megatron(HF_DIR, {"model_type": model_type})
+    check_megatron(HF_DIR, text_settings(AutoConfig.for_model(model_type)))
 
 
-@pytest.mark.parametrize("model_type", SUPPORTED)
+@pytest.mark.parametrize("model_type", MEGATRON_MODELS)
 @pytest.mark.parametrize("switch", [{}, {"use_sliding_window": False}])
 def test_a_window_that_is_not_in_use_is_no_matter(model_type: str, switch: dict[str, Any]) -> None:
     """As Qwen publishes most of its models; a Llama's attention does not ask for it."""
     model = {"model_type": model_type, "sliding_window": 4096, "max_window_layers": 8, **switch}
     for config in (text_settings(AutoConfig.for_model(**model)), model):
-        check_model(HF_DIR, config)
+        check_megatron(HF_DIR, config)

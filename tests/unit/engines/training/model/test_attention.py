@@ -120,7 +120,7 @@ def test_what_a_configuration_tells_would_end_the_first_forward_pass(
     path = make_model(model_type, **config)
     with pytest.raises(ConfigError, match=f"a {model_type} model with .*; need .*; choose"):
         engine_for(path)
-    monkeypatch.setattr(build, "check_model", lambda hf_dir, config: None)
+    monkeypatch.setattr(build, "check_packed", lambda hf_dir, config: None)
     with pytest.raises(ConfigError, match=feature):
         engine_for(path).infer_batch(TokenBatch.from_sequences([[3, 4, 5], [6, 7]]))
 

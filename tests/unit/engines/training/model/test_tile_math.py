@@ -14,8 +14,11 @@ from torch import Tensor
 from torch._dynamo import lookup_backend
 
 from engines.training.model import linear_tiles
-from engines.training.model.linear_logprobs import linear_logprobs_of, linear_token_logprobs
-from engines.training.model.linear_topk import linear_topk_logprobs
+from engines.training.model.linear_logprobs import (
+    linear_logprobs_of,
+    linear_token_logprobs,
+    linear_topk_logprobs,
+)
 
 N, D, V = 9, 6, 23
 

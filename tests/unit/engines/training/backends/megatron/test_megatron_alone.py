@@ -140,7 +140,7 @@ def test_each_parameter_counts_its_own_steps_after_a_resume(
     resumed.train_batch(BATCH, loss_fn)
     optimizer = resumed.replica.optimizer
     assert optimizer is not None
-    states = [shard.state["step"] for shard in optimizer._shards.values()]
+    states = [shard.state["step"] for shard in optimizer.shards.values()]
     assert len({step.data_ptr() for step in states}) == len(states) > 10
     assert {float(step) for step in states} == {4.0}
 
@@ -169,8 +169,9 @@ def test_blocks_are_where_mbridge_puts_them(make_model: MakeModel, rank: int) ->
     make_engine(path)  # process groups, which mbridge asks for
     weights = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
     with megatron_on_cpu():
-        from engines.training.backends.megatron.architecture import Architecture
-        from engines.training.backends.megatron.layout import Layout, Place
+        from engines.training.backends.megatron.layout import Layout
+        from engines.training.backends.megatron.model import Architecture
+        from engines.training.backends.megatron.parallel import Place
         from engines.training.backends.megatron.param_mapping import parts_of
 
         config = AutoConfig.from_pretrained(path)

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoConfig
 
 from engines.architecture import text_settings
-from engines.training.backends.torchtitan.model import HAS_HEAD_NORMS, check_model
+from engines.training.supported_models import TITAN_HEAD_NORMS, check_torchtitan
 from infra.errors import ConfigError
 
 HF_DIR = Path("/models/tiny")
@@ -41,10 +41,10 @@ HF_DIR = Path("/models/tiny")
 )
 def test_what_the_decoder_has_not_is_refused(config: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=rf"^model\.path: got {HF_DIR}, a .*{said}.*; choose "):
-        check_model(HF_DIR, config)
+        check_torchtitan(HF_DIR, config)
 
 
-@pytest.mark.parametrize("model_type", HAS_HEAD_NORMS)
+@pytest.mark.parametrize("model_type", TITAN_HEAD_NORMS)
 def test_what_was_tested_is_taken(model_type: str) -> None:
-    check_model(HF_DIR, {"model_type": model_type})
-    check_model(HF_DIR, text_settings(AutoConfig.for_model(model_type)))
+    check_torchtitan(HF_DIR, {"model_type": model_type})
+    check_torchtitan(HF_DIR, text_settings(AutoConfig.for_model(model_type)))
