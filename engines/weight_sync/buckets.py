@@ -102,8 +102,8 @@ class Entry:
 
     def view(self, memory: Tensor) -> Tensor:
         """Return the tensor as a view of its bucket's memory, (N,) uint8."""
-        part = memory[self.offset_bytes : self.end_bytes]
-        return part.view(getattr(torch, self.dtype)).view(self.shape)
+        flat = memory[self.offset_bytes : self.end_bytes].view(getattr(torch, self.dtype))
+        return flat.view(self.shape)
 
 
 def entries_to_json(entries: Sequence[Entry]) -> str:

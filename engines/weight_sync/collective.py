@@ -33,7 +33,6 @@ from torch._C._distributed_c10d import (
 from torch.distributed import distributed_c10d
 
 from engines.collectives import rank
-from engines.errors import WeightSyncError
 from engines.weight_sync.base import ReceiverGoneError, WeightDigest
 from engines.weight_sync.buckets import (
     CastStream,
@@ -69,7 +68,7 @@ class CollectiveSource(RendezvousSource):
         """See `WeightSource`; a tensor is a view of a bucket, valid until the next one."""
         rendezvous = self.join()
         with rendezvous.reporting():
-            announce(rendezvous)
+            rendezvous.announce()
             with receiving(rendezvous) as entries:
                 for entry, tensor in entries:
                     yield entry.name, tensor
@@ -103,7 +102,7 @@ def sending(rendezvous: Rendezvous, bucket_bytes: int) -> Iterator[Packer]:
         ReceiverGoneError: a process gave up.
         DeadlineError: a reader did not come, or stopped reading.
     """
-    _await_readers(rendezvous, "reader", "come")
+    rendezvous.await_readers("reader", "come")
     rendezvous.say(ALL_CAME)
     sender = _BucketSender(rendezvous)
     try:
@@ -111,22 +110,15 @@ def sending(rendezvous: Rendezvous, bucket_bytes: int) -> Iterator[Packer]:
         yield packer
         packer.flush()
         sender.finish()
-        _await_readers(rendezvous, "taken", "read on")
+        rendezvous.await_readers("taken", "read on")
         rendezvous.say(ALL_TAKEN)
     finally:
         sender.thread.put(None)
 
 
-def announce(rendezvous: Rendezvous) -> None:
-    """Tell the sender that its reader is there; a WeightSyncError if it has come before."""
-    reader = rendezvous.source.reader
-    if rendezvous.count(f"reader {reader}") > 1:
-        raise WeightSyncError(f"weights for rollout engine {reader} are read twice")
-
-
 @contextmanager
 def receiving(rendezvous: Rendezvous) -> Iterator[Iterator[tuple[Entry, Tensor]]]:
-    """Yield the (entry, tensor) pairs of a sender to which `announce` was called.
+    """Yield the (entry, tensor) pairs of a sender; `Rendezvous.announce` has been called.
 
     A tensor is a view of a bucket, valid until the next one. The pairs must be read to the end.
 
@@ -193,8 +185,8 @@ class CollectiveThread(Generic[Item, Result]):
         except PipelineError as error:
             self._results.put(error)
         except Exception as error:  # noqa: BLE001  thread boundary: raised by get()
-            gone = f"a process of the broadcast is gone: {first_line(error)}"
-            lost = self._rendezvous.error(gone)
+            text = f"a process of the broadcast is gone: {first_line(error)}"
+            lost = self._rendezvous.error(text)
             lost.__cause__ = error
             self._results.put(lost)
 
@@ -233,8 +225,8 @@ class _BucketSender:
         self._number += 1
 
     def _free_bucket(self) -> Tensor:
-        timeout_s = self._rendezvous.source.timeout_s
-        return self.thread.get("the rollout engines to read on", timeout_s)
+        what = "the rollout engines to read on"
+        return self.thread.get(what, self._rendezvous.source.timeout_s)
 
     def _broadcast(self, filled: Iterator[tuple[Tensor, int]]) -> Iterator[Tensor]:
         """Yield empty buckets, then each bucket once it was sent; runs in the thread."""
@@ -278,12 +270,6 @@ def _entries(
             yield entry, entry.view(memory)
         thread.put(memory)
         del bucket, memory
-
-
-def _await_readers(rendezvous: Rendezvous, key: str, to: str) -> None:
-    source = rendezvous.source
-    for reader in range(source.num_readers):
-        rendezvous.wait(f"{key} {reader}", f"rollout engine {reader} to {to}", source.timeout_s)
 
 
 def _group(rendezvous: Rendezvous, number: int) -> "BroadcastGroup":

@@ -85,8 +85,7 @@ class RendezvousTransport:
     def stop(self) -> None:
         """See `Delivery`; the store ends with this object."""
         if self.server is not None:
-            store = PrefixStore(self.sources[0].token, self.server)
-            store.compare_set(FAILED, "", SENDER_GAVE_UP)
+            PrefixStore(self.sources[0].token, self.server).compare_set(FAILED, "", SENDER_GAVE_UP)
 
 
 @dataclass(frozen=True)
@@ -148,10 +147,13 @@ class Rendezvous:
         with self._reached():
             self.store.set(key, text)
 
-    def count(self, key: str) -> int:
-        """Increment the counter of a key and return it."""
+    def announce(self) -> None:
+        """Tell the sender that this reader is there; a WeightSyncError if it has come before."""
+        reader = self.source.reader
         with self._reached():
-            return self.store.add(key, 1)
+            times = self.store.add(f"reader {reader}", 1)
+        if times > 1:
+            raise WeightSyncError(f"weights for rollout engine {reader} are read twice")
 
     def check(self) -> None:
         """Raise the error if any process gave up."""
@@ -179,6 +181,12 @@ class Rendezvous:
             if now > start + timeout_s:
                 raise DeadlineError(what, timeout_s)
             time.sleep(POLL_S)
+
+    def await_readers(self, key: str, to: str) -> None:
+        """Wait for the key of every reader; `to` says in error texts what a reader has to do."""
+        for reader in range(self.source.num_readers):
+            what = f"rollout engine {reader} to {to}"
+            self.wait(f"{key} {reader}", what, self.source.timeout_s)
 
     @contextmanager
     def reporting(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from engines.errors import WeightSyncError
 from engines.weight_places import WeightPlace, WeightShard
 from engines.weight_sync.base import ReceiverGoneError, WeightDigest
 from engines.weight_sync.buckets import Entry, Packer, in_step, received_dtype
-from engines.weight_sync.collective import announce, receiving, sending
+from engines.weight_sync.collective import receiving, sending
 from engines.weight_sync.rendezvous import (
     GRACE_S,
     Rendezvous,
@@ -46,11 +46,11 @@ class ShardedSource(RendezvousSource):
         """See `WeightSource`."""
         rendezvous = self.join()
         with rendezvous.reporting():
-            text = rendezvous.wait(PLAN, "the trainer's plan of parts", self.timeout_s + GRACE_S)
-            plan = SendPlan.from_json(text)
+            what = "the trainer's plan of parts"
+            plan = SendPlan.from_json(rendezvous.wait(PLAN, what, self.timeout_s + GRACE_S))
             # Announced to all first: a sender starts only when all of its readers are there.
             for sender in plan.senders:
-                announce(rendezvous.channel(sender))
+                rendezvous.channel(sender).announce()
             checksums: dict[str, str] = {}
             num_bytes = 0
             with ExitStack() as channels:
@@ -241,8 +241,9 @@ class SendPlan:
 
     def to_json(self) -> str:
         """Return the plan as text for `from_json`."""
-        rounds = [[[astuple(place) for place in own] for own in each.parts] for each in self.rounds]
-        return json.dumps(rounds)
+        return json.dumps(
+            [[[astuple(place) for place in own] for own in each.parts] for each in self.rounds]
+        )
 
     @classmethod
     def from_json(cls, text: str) -> "SendPlan":

@@ -17,10 +17,9 @@ from engines.checkpoint.model_directory import (
 from engines.config.algorithm import RewardConfig
 from engines.config.model import JudgeConfig, RewardModelConfig
 from engines.config.training import TrainingConfig
-from engines.controller.frozen_replica import FrozenModel, replica_beside
 from engines.controller.model_worker import ModelWorker
 from engines.controller.replica import ReplicaSpec
-from engines.controller.rollout import LaunchedEngines
+from engines.controller.rollout import FrozenModel, LaunchedEngines, replica_beside
 from engines.controller.worker_group import WorkerGroup
 from engines.jobs.policy.files import write_hf_files
 from engines.jobs.policy.stage import policy_tokenizer

@@ -6,9 +6,8 @@ from typing import Any
 
 from engines.config.algorithm import DistillationConfig
 from engines.config.sections import RLConfig
-from engines.controller.frozen_replica import FrozenModel, replica_beside
 from engines.controller.replica import ReplicaSpec
-from engines.controller.rollout import LaunchedEngines
+from engines.controller.rollout import FrozenModel, LaunchedEngines, replica_beside
 from engines.jobs.policy.files import copy_hf_files, teacher_source
 from engines.jobs.process.runtime import JobContext
 from engines.trainers.teacher import ServedTeacher
