@@ -38,7 +38,7 @@ ANSWER_DEADLINE_S = 600.0
 BRING_DEADLINE_S = 7200.0
 """How long to wait while another process of this machine copies the same directory."""
 MARK = "driver"
-_BROUGHT = "brought"
+_COPIES = "brought"
 _DIGITS = 16
 
 
@@ -242,7 +242,7 @@ def access_for(nodes: Sequence[str], own_node: str, directory: Path) -> DiskAcce
     token, server = _server(own_node, os.getpid())
     make_directories(directory)
     atomic_write_bytes(directory / MARK, token.encode())
-    root = env.home() / _BROUGHT / f"{TEMPORARY_PREFIX}{token}"
+    root = env.home() / _COPIES / f"{TEMPORARY_PREFIX}{token}"
     return DiskAccess(directory / MARK, token, root, server)
 
 
@@ -253,5 +253,5 @@ def _server(node: str, process: int) -> tuple[str, Any]:  # noqa: ARG001  (a for
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(node, soft=False)
-    server: Any = ray.remote(num_cpus=0, max_concurrency=4, scheduling_strategy=here)(FileServer)
-    return uuid.uuid4().hex, server.remote()
+    remote: Any = ray.remote(num_cpus=0, max_concurrency=4)(FileServer)
+    return uuid.uuid4().hex, remote.options(scheduling_strategy=here).remote()

@@ -270,15 +270,14 @@ def connect_ray() -> None:
     connection: Future[object] = Future()
 
     def connect() -> None:
-        # By default Ray starts actors with the Python of the cluster.
-        runtime = {"py_executable": sys.executable} if is_inside() else None
         try:
             connection.set_result(
                 ray.init(
                     address=RAY_ADDRESS,
                     log_to_driver=False,
                     configure_logging=False,
-                    runtime_env=runtime,
+                    # By default Ray starts actors with the Python of the cluster.
+                    runtime_env={"py_executable": sys.executable} if is_inside() else None,
                 )
             )
         except BaseException as error:  # noqa: BLE001  thread boundary: raised by result()

@@ -2,7 +2,7 @@
 
 A tensor is put once while it lives: itself, or the tensor that the batch was selected from. A call
 then carries references and the row spans of each sequence.
-Promises: a share is bitwise equal to the result of `dispatch.take`; a rank reads node-local shared
+Promises: a share is bitwise equal to the result of `worker_group.take`; a rank reads node-local shared
 memory and copies only its own rows; an object is freed with its tensor or with the group.
 Does not promise to notice writes that bypass torch (see `engines.selection`).
 """
@@ -169,10 +169,15 @@ class TensorStore:
         found: list[tuple[Share, list[Any]]] = []
         for part in parts:
             own, sequences = list(refs), part or shortest_unit(batch)
-            shown = batch.images and batch.images.select(sequences)
-            images = shown and self._images(shown, own)
             share = whole.select(sequences, trains=bool(part))
-            found.append((replace(share, images=images), own))
+            images = batch.images and batch.images.select(sequences)
+            if images is not None:
+                placed = PlacedImages(
+                    tuple(self._placed(x, np.array([[0, len(x)]]), own) for x in images.patches),
+                    (images.grid_thw_U3, images.image_index_I, images.num_images_B),
+                )
+                share = replace(share, images=placed)
+            found.append((share, own))
         return found
 
     def placed(self, batch: TokenBatch) -> TokenBatch:
@@ -188,12 +193,6 @@ class TensorStore:
     def clear(self) -> None:
         """Free everything."""
         self._held.clear()
-
-    def _images(self, images: ImagePatches, refs: list[Any]) -> PlacedImages:
-        return PlacedImages(
-            tuple(self._placed(each, np.array([[0, len(each)]]), refs) for each in images.patches),
-            (images.grid_thw_U3, images.image_index_I, images.num_images_B),
-        )
 
     def _placed(self, tensor: Tensor, spans_B2: Spans, refs: list[Any]) -> PlacedRows:
         """Put a tensor, append its reference to `refs` and return its rows."""

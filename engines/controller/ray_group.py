@@ -110,10 +110,10 @@ class RayWorkerGroup:
 
     def __init__(self, factory: Callable[[], Any], options: RayGroupOptions, pool: Pool) -> None:
         self._options, self._pool = options, pool
-        self._at = pool.places(0, options.world_size)
+        self._rank_places = pool.places(0, options.world_size)
         self._actors: list[Any] = []
         self.world_size = options.world_size
-        self._places: list[int] = [0] * options.world_size
+        self._data_parallel_ranks: list[int] = []
         self._tensors = TensorStore()
         self._watches = [
             BeatWatch(partial(read_beat, options.heartbeat_path(rank)))
@@ -135,7 +135,9 @@ class RayWorkerGroup:
             results = self._call_all(name, [((args, kwargs), ())], [0] * self.world_size)
             return results[0] if mode is Dispatch.RANK_ZERO else equal_result(name, "rank", results)
         whole, *rest = args
-        places = self._places if mode is Dispatch.SPLIT else list(range(self.world_size))
+        places = (
+            self._data_parallel_ranks if mode is Dispatch.SPLIT else list(range(self.world_size))
+        )
         parts = split_plan(whole, max(places) + 1)
         if isinstance(whole, TokenBatch):
             shares = self._tensors.shares(whole, parts)
@@ -164,9 +166,11 @@ class RayWorkerGroup:
         import ray
 
         options, start_s = self._options, self._options.start_timeout_s
-        access = access_for([place.node for place in self._at], this_node(), options.log_dir)
+        access = access_for(
+            [place.node for place in self._rank_places], this_node(), options.log_dir
+        )
         remote: Any = ray.remote(max_restarts=0, max_task_retries=0)(RankProcess)
-        for seat, place in zip(seats(self._at), self._at, strict=True):
+        for seat, place in zip(seats(self._rank_places), self._rank_places, strict=True):
             options.heartbeat_path(seat.rank).unlink(missing_ok=True)
             environment = {
                 "OMP_NUM_THREADS": str(options.num_threads),
@@ -185,7 +189,7 @@ class RayWorkerGroup:
         ((host, port),) = self._await(opened, "rank 0 to open its store", start_s)
         self._await([each.join.remote(host, port) for each in actors], "all ranks to meet", start_s)
         built = [each.build.remote(factory) for each in actors]
-        self._places = self._await(built, "build", options.call_timeout_s)
+        self._data_parallel_ranks = self._await(built, "build", options.call_timeout_s)
 
     def _call_all(self, name: str, calls: Sequence[Call], places: Sequence[int]) -> list[Any]:
         """Send each rank the call of its place; shared arguments are put into Ray once."""
@@ -258,8 +262,8 @@ class RayWorkerGroup:
 
     def _fail(self, what: str, rank: int, problem: str, cause: Exception | None = None) -> None:
         tail, node = self._tail(rank), ""
-        if len({place.node for place in self._at}) > 1:
-            node = f" on node {self._at[rank].address}"
+        if len({place.node for place in self._rank_places}) > 1:
+            node = f" on node {self._rank_places[rank].address}"
         self._kill()
         raise WorkerError(
             f"rank {rank} of {self.world_size}{node} failed in {what}: {problem}{tail}"
@@ -276,7 +280,7 @@ class RayWorkerGroup:
             if silence_s > self._options.silence_s:
                 return rank, f"no heartbeat for {self._options.silence_s:g} s"
             # Ray takes a minute to notice that a machine lost power.
-            if silence_s > NODE_SILENCE_S and not self._at[rank].node_answers():
+            if silence_s > NODE_SILENCE_S and not self._rank_places[rank].node_answers():
                 return rank, f"no heartbeat for {NODE_SILENCE_S:g} s, and its node does not answer"
         return None
 
