@@ -35,7 +35,7 @@ def _host_pieces(tensor: Tensor) -> Iterator[Tensor]:
     if tensor.is_contiguous():
         # `view(-1)` would keep the stride of a single element.
         flat = tensor.as_strided((tensor.numel(),), (1,))
-        yield from [flat] if tensor.device.type == "cpu" else _brought_to_host(flat)
+        yield from [flat] if tensor.device.type == "cpu" else _copied_to_host(flat)
     elif tensor.nbytes <= CHUNK_BYTES:
         yield from _host_pieces(tensor.contiguous())
     else:
@@ -44,7 +44,7 @@ def _host_pieces(tensor: Tensor) -> Iterator[Tensor]:
             yield from _host_pieces(part)
 
 
-def _brought_to_host(flat: Tensor) -> Iterator[Tensor]:
+def _copied_to_host(flat: Tensor) -> Iterator[Tensor]:
     """Yield pieces of a flat device tensor through one pinned buffer."""
     size = max(1, CHUNK_BYTES // flat.element_size())
     # Copies to pageable memory go through a small buffer of the driver, several times slower.

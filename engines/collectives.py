@@ -1,21 +1,16 @@
 """Process groups and the few collectives of the engines, guarded against pitfalls of gloo.
 
+`group=None` is the default group. `device` is where a collective runs. Tensors have the same shape
+and dtype on every rank. Processes find each other through torch's key-value store.
 Promises: a tensor that is not contiguous is refused with a ValueError (gloo's all-reduce and
 broadcast silently corrupt it and its neighbours), and so is a dtype that not every backend
 supports; counts and metrics are summed in float64 and in rank order, so every rank gets the same
 bits. Every group has a timeout; a failure is a `CollectiveError` that names the group, its ranks
-and the collective.
-Not covered: collectives inside torch, Megatron-Core and similar libraries; their groups have the
-same timeouts.
-
-`group=None` is the default group. `device` is where a collective runs. Tensors have the same shape
-and dtype on every rank.
-
-Torch's key-value store, through which processes find each other before they form a group.
-
-Promises: a server listens on one address only (torch by default opens it on every interface) and on
-a free port chosen by the operating system; connecting to a dead server fails within seconds.
-Does not promise security: the store has no passwords.
+and the collective. A store listens on one address only (torch by default opens it on every
+interface) and on a free port chosen by the operating system; connecting to a dead store fails
+within seconds.
+Does not promise security (the store has no passwords), or anything about collectives inside torch,
+Megatron-Core and similar libraries, except that their groups have the same timeouts.
 """
 
 import json
@@ -37,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from engines.errors import CollectiveError
 from hardware.base import PlatformBase
 
+CONNECT_DEADLINE_S = 20.0
 CARRIED_DTYPES = frozenset(
     {
         torch.float64, torch.float32, torch.float16, torch.bfloat16,
@@ -90,37 +86,27 @@ def limit_waits(timeout_s: float) -> None:
             distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
-def describe(group: dist.ProcessGroup | None) -> str:
-    """Return a group's name, backend and ranks, and this process's rank, as text for errors."""
-    found = group if group is not None else dist.group.WORLD
-    if found is None:
-        return "no group"
-    ranks = dist.get_process_group_ranks(found)
-    name = f"group {found.group_desc}" if found.group_desc != "default_pg" else "the group of all"
-    own = f"; this is rank {dist.get_rank()}"
-    return f"{name} ({dist.get_backend(found)}, ranks {', '.join(map(str, ranks))}{own})"
-
-
 @contextmanager
-def naming(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Turn an error of torch inside the block into a `CollectiveError` that names the group."""
+def _guarded(
+    what: str, group: dist.ProcessGroup | None = None, tensor: Tensor | None = None
+) -> Iterator[None]:
+    """Refuse a tensor that gloo corrupts; an error of torch becomes a `CollectiveError`."""
+    if tensor is not None:
+        if not tensor.is_contiguous():
+            shape = tuple(tensor.shape)
+            raise ValueError(f"a collective got a non-contiguous tensor of shape {shape}")
+        if tensor.dtype not in CARRIED_DTYPES:
+            raise ValueError(f"a collective got {tensor.dtype}; send tensor.view(torch.uint8)")
+        what = f"{what} of {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
     try:
         yield
     except RuntimeError as error:
+        name = group.group_desc if group is not None else "default_pg"
+        name = f"group {name}" if name != "default_pg" else "the group of all"
+        ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
+        where = f"({dist.get_backend(group)}, ranks {ranks}; this is rank {dist.get_rank()})"
         reason = str(error).splitlines()[0]
-        raise CollectiveError(f"{what} failed in {describe(group)}: {reason}") from error
-
-
-def _sendable(tensor: Tensor) -> Tensor:
-    if not tensor.is_contiguous():
-        raise ValueError(f"a collective got a non-contiguous tensor of shape {tuple(tensor.shape)}")
-    if tensor.dtype not in CARRIED_DTYPES:
-        raise ValueError(f"a collective got {tensor.dtype}; send tensor.view(torch.uint8)")
-    return tensor
-
-
-def _text(name: str, tensor: Tensor) -> str:
-    return f"{name} of {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        raise CollectiveError(f"{what} failed in {name} {where}: {reason}") from error
 
 
 def all_reduce(
@@ -130,30 +116,30 @@ def all_reduce(
 ) -> None:
     """Reduce a contiguous tensor over the group in place; a no-op if there is no group."""
     if group is not None or dist.is_initialized():
-        with naming(_text("all_reduce", tensor), group):
-            dist.all_reduce(_sendable(tensor), op, group=group)
+        with _guarded("all_reduce", group, tensor):
+            dist.all_reduce(tensor, op, group=group)
 
 
 def broadcast(tensor: Tensor, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
     """Copy a contiguous tensor from the global rank `src` to all ranks in place."""
     if group is not None or dist.is_initialized():
-        with naming(_text("broadcast", tensor), group):
-            dist.broadcast(_sendable(tensor), src=src, group=group)
+        with _guarded("broadcast", group, tensor):
+            dist.broadcast(tensor, src=src, group=group)
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
     """Return the contiguous tensors of all ranks in rank order, on every rank."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    with naming(_text("all_gather", tensor), group):
-        dist.all_gather(parts, _sendable(tensor), group=group)
+    with _guarded("all_gather", group, tensor):
+        dist.all_gather(parts, tensor, group=group)
     return parts
 
 
 def all_to_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send block i of the first dimension to rank i; return the received blocks in rank order."""
     received = torch.empty_like(tensor)
-    with naming(_text("all_to_all", tensor), group):
-        dist.all_to_all_single(received, _sendable(tensor), group=group)
+    with _guarded("all_to_all", group, tensor):
+        dist.all_to_all_single(received, tensor, group=group)
     return received
 
 
@@ -162,7 +148,7 @@ def gather_texts(text: str | None) -> list[str | None]:
     if not dist.is_initialized():
         return [text]
     texts: list[str | None] = [None] * dist.get_world_size()
-    with naming("gathering of texts", None):
+    with _guarded("gathering of texts"):
         dist.all_gather_object(texts, text)
     return texts
 
@@ -179,7 +165,7 @@ def raise_together(problem: OSError | None, what: str) -> None:
 def barrier() -> None:
     """Wait for all ranks of the default group, if there is one."""
     if dist.is_initialized():
-        with naming("barrier", None):
+        with _guarded("barrier"):
             dist.barrier()
 
 
@@ -223,8 +209,7 @@ def gather_rows(
 ) -> list[list[float]]:
     """Return one list of numbers per rank in rank order; whole numbers are exact up to 2**53."""
     row = torch.as_tensor(values, dtype=torch.float64, device=device)
-    there = group is not None or dist.is_initialized()
-    size = dist.get_world_size(group) if there else 1
+    size = dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
     return [row.tolist()] if size == 1 else torch.stack(all_gather(row, group)).tolist()
 
 
@@ -253,9 +238,6 @@ def column_maxima(rows: Sequence[Sequence[float]]) -> list[float]:
         math.nan if any(map(math.isnan, column)) else max(column)
         for column in zip(*rows, strict=True)
     ]
-
-
-CONNECT_DEADLINE_S = 20.0
 
 
 def open_store(num_clients: int, timeout_s: float, host: str) -> TCPStore:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from infra import env
 from infra.errors import DeadlineError
@@ -38,62 +38,36 @@ ANSWER_DEADLINE_S = 600.0
 BRING_DEADLINE_S = 7200.0
 """How long to wait while another process of this machine copies the same directory."""
 MARK = "driver"
-_BROUGHT = "brought"
+_COPIES = "brought"
 _DIGITS = 16
 
 
-class Disk(Protocol):
-    """Access of one process to the driver's disk."""
+class Disk:
+    """The driver's disk, as a process reaches it; here one that shares it and copies nothing."""
 
     def local(self, path: Path) -> Path:
         """Return the path on this machine that corresponds to a path of the driver."""
-        ...
+        return path
 
     def bring(self, path: Path) -> Path:
         """Return a readable copy of an immutable directory of the driver."""
-        ...
+        return path
 
     def own(self, path: Path) -> Path:
         """Return a directory in which this process writes its part of `path`."""
-        ...
+        return path
 
     def deliver(self, own: Path, path: Path) -> None:
         """Hand all files of `own` over to `path`; `own` is removed if it is another directory."""
-        ...
 
     def put(self, path: Path, data: bytes) -> None:
-        """Replace a file of the driver atomically."""
-        ...
+        """Replace a file of the driver atomically but not durably."""
+        temporary = temporary_sibling(path)  # a reader may move its directory at once
+        temporary.write_bytes(data)
+        temporary.replace(path)
 
     def follow(self, path: Path, every_s: float) -> None:
         """Copy `local(path)`, a log or a heartbeat, to the driver every `every_s` seconds."""
-        ...
-
-
-class SameDisk:
-    """A `Disk` of a process that shares the driver's disk: paths are used directly."""
-
-    def local(self, path: Path) -> Path:
-        """Return `path`."""
-        return path
-
-    def bring(self, path: Path) -> Path:
-        """Return `path`."""
-        return path
-
-    def own(self, path: Path) -> Path:
-        """Return `path`."""
-        return path
-
-    def deliver(self, own: Path, path: Path) -> None:
-        """Do nothing: the files are already there."""
-
-    def put(self, path: Path, data: bytes) -> None:
-        """Replace a file atomically."""
-        _put(path, data)
-
-    def follow(self, path: Path, every_s: float) -> None:
-        """Do nothing: the driver reads the file itself."""
 
 
 class FileServer:
@@ -119,11 +93,11 @@ class FileServer:
 
     def put(self, path: Path, data: bytes) -> None:
         """Replace a file atomically."""
-        _put(path, data)
+        Disk().put(path, data)
 
 
-class OtherDisk:
-    """A `Disk` of a process on another machine; `root` holds its copies of this driver's files."""
+class OtherDisk(Disk):
+    """Of a process on another machine; `root` holds its copies of this driver's files."""
 
     def __init__(self, server: Any, root: Path) -> None:
         self._server, self._root = server, root
@@ -134,9 +108,9 @@ class OtherDisk:
 
     def local(self, path: Path) -> Path:
         """Return a path below `root` that depends on the parent directory of `path`."""
-        place = hashlib.sha256(str(path.parent).encode()).hexdigest()[:_DIGITS]
-        make_directories(self._root / place)
-        return self._root / place / path.name
+        directory = self._root / hashlib.sha256(str(path.parent).encode()).hexdigest()[:_DIGITS]
+        make_directories(directory)
+        return directory / path.name
 
     def bring(self, path: Path) -> Path:
         """Copy the directory once per machine and return the copy."""
@@ -211,8 +185,9 @@ class OtherDisk:
         from ray.exceptions import GetTimeoutError, RayTaskError
 
         try:
-            answer = getattr(self._server, method).remote(*arguments)
-            return ray.get(answer, timeout=ANSWER_DEADLINE_S)
+            return ray.get(
+                getattr(self._server, method).remote(*arguments), timeout=ANSWER_DEADLINE_S
+            )
         except GetTimeoutError:
             what = f"the driver's machine to {method} {arguments[0]}"
             raise DeadlineError(what, ANSWER_DEADLINE_S) from None
@@ -238,18 +213,11 @@ class DiskAccess:
         """Return the driver's disk as this process reaches it."""
         with suppress(OSError):
             if self.mark.read_text() == self.token:
-                return SameDisk()
+                return Disk()
         return OtherDisk(self.server, self.root)
 
 
-def _put(path: Path, data: bytes) -> None:
-    """Replace a file atomically but not durably: a reader may move its directory at once."""
-    temporary = temporary_sibling(path)
-    temporary.write_bytes(data)
-    temporary.replace(path)
-
-
-_current: Disk = SameDisk()
+_current = Disk()
 
 
 def current() -> Disk:
@@ -260,7 +228,7 @@ def current() -> Disk:
 def use(access: DiskAccess | None) -> Disk:
     """Set `current` for this process; None means that it runs on the driver's machine."""
     global _current  # noqa: PLW0603  one per process, as its process group
-    _current = SameDisk() if access is None else access.disk()
+    _current = Disk() if access is None else access.disk()
     return _current
 
 
@@ -274,7 +242,7 @@ def access_for(nodes: Sequence[str], own_node: str, directory: Path) -> DiskAcce
     token, server = _server(own_node, os.getpid())
     make_directories(directory)
     atomic_write_bytes(directory / MARK, token.encode())
-    root = env.home() / _BROUGHT / f"{TEMPORARY_PREFIX}{token}"
+    root = env.home() / _COPIES / f"{TEMPORARY_PREFIX}{token}"
     return DiskAccess(directory / MARK, token, root, server)
 
 
@@ -285,6 +253,5 @@ def _server(node: str, process: int) -> tuple[str, Any]:  # noqa: ARG001  (a for
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(node, soft=False)
-    remote: Any = ray.remote(FileServer)
-    options = {"num_cpus": 0, "max_concurrency": 4, "scheduling_strategy": here}
-    return uuid.uuid4().hex, remote.options(**options).remote()
+    remote: Any = ray.remote(num_cpus=0, max_concurrency=4)(FileServer)
+    return uuid.uuid4().hex, remote.options(scheduling_strategy=here).remote()

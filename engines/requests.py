@@ -1,12 +1,8 @@
-"""Requests to a rollout engine and its answers.
+"""Requests to a rollout engine and its answers; tokens of one origin in arrays.
 
-Promises: nothing in a request depends on when or where it is sampled.
-Letters: N tokens of a sample.
-
-Consecutive tokens of one origin, in arrays.
-
-Promises: no token is a Python object; lengths and dtypes of the arrays are checked.
-Letters: N tokens of a segment, K further numbers for each.
+Promises: nothing in a request depends on when or where it is sampled; no token of an answer is a
+Python object; lengths and dtypes of the arrays are checked.
+Letters: N tokens of a sample or segment, K further numbers for each.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -101,8 +97,6 @@ class Segment:
             else value == theirs[name]
             for name, value in ours.items()
         )
-
-    __hash__ = None  # type: ignore[assignment]
 
     def _values(self) -> dict[str, Any]:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -272,9 +266,12 @@ class Completion:
         finish_reason: str,
     ) -> None:
         """Make a completion from N token ids, N logprobs and N or 0 versions."""
-        tokens = Segment.sampled(token_ids, logprobs, policy_versions)
-        named = {"request_id": request_id, "sample_index": sample_index}
-        vars(self).update(named, tokens=tokens, finish_reason=finish_reason)
+        vars(self).update(
+            request_id=request_id,
+            sample_index=sample_index,
+            tokens=Segment.sampled(token_ids, logprobs, policy_versions),
+            finish_reason=finish_reason,
+        )
 
     @property
     def token_ids(self) -> Int32Array:

@@ -23,8 +23,7 @@ class Prompt:
     @staticmethod
     def of(request: RolloutRequest) -> "Prompt":
         """Return the prompt of a request."""
-        ids_P = np.asarray(request.prompt_ids, np.int32)
-        return Prompt(request.request_id, ids_P, request.images)
+        return Prompt(request.request_id, np.asarray(request.prompt_ids, np.int32), request.images)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +52,9 @@ class Trajectory:
     @staticmethod
     def of(prompt: Prompt, completion: Completion) -> "Trajectory":
         """Return the trajectory of a single answer: one trained segment."""
-        segments = (completion.tokens,)
-        return Trajectory(prompt, completion.sample_index, segments, completion.finish_reason)
+        return Trajectory(
+            prompt, completion.sample_index, (completion.tokens,), completion.finish_reason
+        )
 
     @property
     def name(self) -> str:

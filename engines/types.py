@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from engines.images import ImagePatches
-from engines.requests import Completion as Completion
-from engines.requests import RolloutRequest as RolloutRequest
-from engines.requests import SamplingParams as SamplingParams
-from engines.requests import StructuredOutput as StructuredOutput
+from engines.requests import (  # noqa: F401  plugins import them from here
+    Completion,
+    RolloutRequest,
+    SamplingParams,
+    StructuredOutput,
+)
 from engines.selection import RowSelection
 
 
@@ -138,7 +140,11 @@ class TokenBatch:
         index_T = self.token_index_T(sequences)
         chosen = torch.tensor(list(sequences), dtype=torch.int64, device=self.input_ids_T.device)
         if self.unit_B is not None:
-            self._check_whole_units(self.unit_B, chosen)
+            is_of_unit_B = torch.isin(self.unit_B, self.unit_B[chosen])
+            if int(is_of_unit_B.sum()) != chosen.numel():
+                is_of_unit_B[chosen] = False
+                apart = sorted({*self.unit_B[is_of_unit_B].tolist()})[:5]
+                raise ValueError(f"units are taken apart or repeated: {apart}")
         ends_B = self.lengths_B[chosen].to(torch.int64).cumsum(0)
         tokens = RowSelection(index_T, self.cu_seqlens, sequences)
         rows = RowSelection(chosen, torch.arange(len(self.cu_seqlens)), sequences)
@@ -150,16 +156,6 @@ class TokenBatch:
             {name: rows.of(row) for name, row in self.rows.items()},
             rows.of(self.unit_B) if self.unit_B is not None else None,
         )
-
-    @staticmethod
-    def _check_whole_units(unit_B: Tensor, chosen: Tensor) -> None:
-        taken = unit_B[chosen]
-        of_them = torch.isin(unit_B, taken)
-        if int(of_them.sum()) != chosen.numel():
-            kept = torch.ones_like(unit_B, dtype=torch.bool)
-            kept[chosen] = False
-            apart = unit_B[kept & of_them].tolist()
-            raise ValueError(f"units are taken apart or repeated: {sorted({*apart})[:5]}")
 
     def with_columns(self, **columns: Tensor) -> "TokenBatch":
         """Return the batch with columns added or replaced."""

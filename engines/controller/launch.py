@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,8 +20,7 @@ from engines.config.plugins import ROLLOUT_ENGINES, is_embedded
 from engines.config.rollout import RolloutConfig
 from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.controller.placement import NO_NEWS, Options, Place, Pool, Queueing, reserve, this_node
-from engines.controller.rank_process import RayGroupOptions
-from engines.controller.ray_group import RayWorkerGroup
+from engines.controller.ray_group import RayGroupOptions, RayWorkerGroup
 from engines.controller.replica import RayReplicas, ReplicaSpec
 from engines.controller.rollout import (
     LaunchedEngines,
@@ -45,47 +44,6 @@ MARGIN_S = 120.0
 """How much longer than a rank's own timeout the group waits for its error."""
 
 
-@dataclass(frozen=True)
-class LaunchedModel:
-    """A served frozen model and the models that score its answers; `pool` is closed last."""
-
-    engines: LaunchedEngines
-    beside: WorkerGroup | None
-    judge: LaunchedEngines | None
-    pool: Pool = field(default_factory=lambda: Pool(None, ()))
-
-
-def trains_here(spec: WorkerSpec) -> bool:
-    """True if the policy trains in the caller's process.
-
-    This needs a single rank. A device that Ray assigns can be reserved together with those of
-    replicas only for an actor.
-    """
-    if spec.training.num_workers > 1:
-        return False
-    beside = spec.rollout is not None and not is_embedded(spec.rollout)
-    return not (beside and planned(spec.platform).is_assigned_by_ray)
-
-
-def launch_policy_group(
-    spec: WorkerSpec, log_dir: Path, queueing: Queueing = NO_NEWS
-) -> WorkerGroup:
-    """Start and initialize the ranks of a policy; Ray ranks log to `log_dir`."""
-    if trains_here(spec):
-        return _group_here(spec, None)
-    connect_ray()
-    bundles = [planned(spec.platform).ray_resource_options(1)] * spec.training.num_workers
-    return _group_of_actors(spec, log_dir, reserve(bundles, queueing))
-
-
-def launch_policy_with_rollout(
-    spec: WorkerSpec, log_dir: Path, queueing: Queueing = NO_NEWS
-) -> tuple[WorkerGroup, Rollout]:
-    """Like `launch_policy_beside` without other models."""
-    workers, rollout, _ = launch_policy_beside(spec, {}, log_dir, queueing)
-    return workers, rollout
-
-
 def launch_policy_beside(
     spec: WorkerSpec,
     others: Mapping[str, ReplicaSpec],
@@ -100,97 +58,139 @@ def launch_policy_beside(
     if spec.rollout is None:
         raise ValueError("a policy without a rollout is started by launch_policy_group")
     here, replica = trains_here(spec), policy_replica(spec, spec.rollout, log_dir)
+    trained = replace(spec, rollout=None)
     if is_embedded(spec.rollout) and here:
         engines = launch_engines(replica)  # first, because it may raise
         beside = {name: launch_engines(other) for name, other in others.items()}
-        workers = _group_here(replace(spec, rollout=None), None)
+        workers: WorkerGroup = _group_here(trained, None)
         return workers, ServedRollout(engines, workers), beside
     connect_ray()
-    seating = _Seating.of(spec, replica, here=here)
+    num_ranks, num_replicas = spec.training.num_workers, spec.rollout.num_replicas
+    bundles = _rank_bundles(spec.platform, num_ranks)
+    first, num_actors_on_device = num_ranks, 1
+    if is_embedded(spec.rollout):
+        num_replicas = 0
+    elif replica.shares_devices:
+        # One replica on the devices of each rank, in the rank's place.
+        bundles, first, num_replicas = [], 0, num_ranks
+        num_actors_on_device = 1 if here else 2
+    bundles += _replica_bundles(replica, num_replicas)
+    num_sharing = [num_actors_on_device] * len(bundles)
     # All in one reservation: two runs that each hold half of it would wait forever.
-    bundles = [*seating.bundles, *_bundles_of(others.values())]
-    pool = reserve(bundles, queueing, 0 if here else None, seating.num_sharing)
+    for other in others.values():
+        bundles += _replica_bundles(other, other.rollout.num_replicas)
+    pool = reserve(bundles, queueing, 0 if here else None, num_sharing)
     try:
-        beside = _launch_each(others, pool, len(seating.bundles))
-        return *_launch_in(pool, seating, spec, replica, log_dir), beside
+        launched = _launch_each(others.values(), pool, len(num_sharing))
+        beside = dict(zip(others, launched, strict=True))
+        if not num_replicas:
+            workers = _group_of_actors(spec, log_dir, pool)
+            return workers, RankRollout(workers), beside
+        # Device collectives (NCCL) cannot join two processes on one device.
+        has_device = not here and not replica.shares_devices
+        sender = Sender(pool.places(0, num_ranks)[0].node, has_device, num_ranks)
+        # First, because it may raise.
+        engines = launch_engines(replica, pool.places(first, num_replicas), sender)
+        workers = _group_here(trained, pool) if here else _group_of_actors(trained, log_dir, pool)
+        return workers, ServedRollout(engines, workers), beside
     except BaseException:
         pool.close()
         raise
 
 
+def launch_policy_group(
+    spec: WorkerSpec, log_dir: Path, queueing: Queueing = NO_NEWS
+) -> WorkerGroup:
+    """Start and initialize the ranks of a policy; Ray ranks log to `log_dir`."""
+    if trains_here(spec):
+        return _group_here(spec, None)
+    connect_ray()
+    bundles = _rank_bundles(spec.platform, spec.training.num_workers)
+    return _group_of_actors(spec, log_dir, reserve(bundles, queueing))
+
+
 @dataclass(frozen=True)
-class _Seating:
-    """Places of a policy's ranks and engines in a pool, ranks first.
+class LaunchedModel:
+    """A served frozen model and the models that score its answers; `pool` is closed last."""
 
-    `first` is 0 if engines share the devices of ranks; `num_replicas` is 0 if they are inside
-    ranks.
+    engines: LaunchedEngines
+    beside: WorkerGroup | None
+    judge: LaunchedEngines | None
+    pool: Pool
+
+
+def launch_served_model(
+    spec: ReplicaSpec,
+    beside: WorkerSpec | None = None,
+    judge: ReplicaSpec | None = None,
+    queueing: Queueing = NO_NEWS,
+) -> LaunchedModel:
+    """Start engines of a frozen model and the models that score its answers.
+
+    `beside` is one more model on one rank, such as a reward model. The engines of `judge` are
+    embedded if and only if those of `spec` are.
     """
+    replicas = [spec] if judge is None else [spec, judge]
+    num_ranks = int(beside is not None)
+    pool = reserve_replicas(replicas, queueing, num_ranks)
+    try:
+        engines, *judges = _launch_each(replicas, pool, num_ranks)
+        group = None
+        if beside is not None and is_embedded(spec.rollout):
+            group = _group_here(beside, None)
+        elif beside is not None:
+            group = _group_of_actors(beside, spec.log_dir, pool)
+    except BaseException:
+        pool.close()
+        raise
+    return LaunchedModel(engines, group, judges[0] if judges else None, pool)
 
-    here: bool
-    bundles: tuple[Options, ...]
-    num_sharing: tuple[int, ...]
-    first: int
-    num_replicas: int
 
-    @staticmethod
-    def of(spec: WorkerSpec, replica: ReplicaSpec, *, here: bool) -> "_Seating":
-        """Return the seating of ranks and of engines outside this process."""
-        first, num_replicas = spec.training.num_workers, replica.rollout.num_replicas
-        if is_embedded(replica.rollout):
-            num_replicas = 0
-        elif replica.shares_devices:
-            first, num_replicas = 0, spec.training.num_workers
-        ranks = [planned(spec.platform).ray_resource_options(1)] * first
-        bundles = (*ranks, *_replica_bundles(replica, num_replicas))
-        num_sharing = (2 if first == 0 and not here else 1,) * len(bundles)
-        return _Seating(here, bundles, num_sharing, first, num_replicas)
+def reserve_replicas(
+    replicas: Sequence[ReplicaSpec], queueing: Queueing = NO_NEWS, num_ranks: int = 0
+) -> Pool:
+    """Reserve places for `num_ranks` ranks, then for all replicas; the caller closes the pool.
+
+    Embedded engines need no place: all of `replicas` are embedded, or none.
+    """
+    if is_embedded(replicas[0].rollout):
+        return Pool(None, ())
+    connect_ray()
+    bundles = _rank_bundles(replicas[0].platform, num_ranks)
+    for each in replicas:
+        bundles += _replica_bundles(each, each.rollout.num_replicas)
+    return reserve(bundles, queueing)
+
+
+def _rank_bundles(platform: str, num_ranks: int) -> list[Options]:
+    return [planned(platform).ray_resource_options(1)] * num_ranks
 
 
 def _replica_bundles(replica: ReplicaSpec, num_replicas: int) -> list[Options]:
-    options = planned(replica.platform).ray_resource_options
-    return [options(replica.rollout.num_workers_per_replica)] * num_replicas
+    num_devices = replica.rollout.num_workers_per_replica
+    return [planned(replica.platform).ray_resource_options(num_devices)] * num_replicas
 
 
-def _bundles_of(replicas: Iterable[ReplicaSpec]) -> list[Options]:
-    return [
-        bundle for each in replicas for bundle in _replica_bundles(each, each.rollout.num_replicas)
-    ]
-
-
-def _launch_each(
-    replicas: Mapping[str, ReplicaSpec], pool: Pool, first: int
-) -> dict[str, LaunchedEngines]:
+def _launch_each(replicas: Iterable[ReplicaSpec], pool: Pool, first: int) -> list[LaunchedEngines]:
     """Start engines of several models in the places of a pool from `first` on."""
-    launched: dict[str, LaunchedEngines] = {}
-    for name, replica in replicas.items():
+    launched: list[LaunchedEngines] = []
+    for replica in replicas:
         num_replicas = replica.rollout.num_replicas
-        launched[name] = launch_engines(replica, pool.places(first, num_replicas))
+        launched.append(launch_engines(replica, pool.places(first, num_replicas)))
         first += num_replicas
     return launched
 
 
-def _launch_in(
-    pool: Pool, seating: _Seating, spec: WorkerSpec, replica: ReplicaSpec, log_dir: Path
-) -> tuple[WorkerGroup, Rollout]:
-    if not seating.num_replicas:
-        workers = _group_of_actors(spec, log_dir, pool)
-        return workers, RankRollout(workers)
-    num_ranks = spec.training.num_workers
-    sender = pool.places(0, num_ranks)[0]
-    # Device collectives (NCCL) cannot join two processes on one device.
-    has_device = not seating.here and not replica.shares_devices
-    # First, because it may raise.
-    engines = launch_engines(
-        replica,
-        pool.places(seating.first, seating.num_replicas),
-        Sender(sender.node, has_device, num_ranks),
-    )
-    trained = replace(spec, rollout=None)
-    if seating.here:
-        workers: WorkerGroup = _group_here(trained, pool)
-    else:
-        workers = _group_of_actors(trained, log_dir, pool)
-    return workers, ServedRollout(engines, workers)
+def trains_here(spec: WorkerSpec) -> bool:
+    """True if the policy trains in the caller's process.
+
+    This needs a single rank. A device that Ray assigns can be reserved together with those of
+    replicas only for an actor.
+    """
+    if spec.training.num_workers > 1:
+        return False
+    beside = spec.rollout is not None and not is_embedded(spec.rollout)
+    return not (beside and planned(spec.platform).is_assigned_by_ray)
 
 
 def policy_replica(spec: WorkerSpec, rollout: RolloutConfig, log_dir: Path) -> ReplicaSpec:
@@ -207,57 +207,6 @@ def policy_replica(spec: WorkerSpec, rollout: RolloutConfig, log_dir: Path) -> R
         shares_devices=rollout.placement == "colocated",
         adapter=training.lora if adapter_travels(training, rollout) else None,
     )
-
-
-def launch_served_model(
-    spec: ReplicaSpec,
-    beside: WorkerSpec | None = None,
-    judge: ReplicaSpec | None = None,
-    queueing: Queueing = NO_NEWS,
-) -> LaunchedModel:
-    """Start engines of a frozen model and the models that score its answers.
-
-    `beside` is one more model on one rank, such as a reward model. The engines of `judge` are
-    embedded if and only if those of `spec` are.
-    """
-    if is_embedded(spec.rollout):
-        engines = launch_engines(spec)
-        group = None if beside is None else _group_here(beside, None)
-        return LaunchedModel(engines, group, None if judge is None else launch_engines(judge))
-    num_ranks = int(beside is not None)
-    pool = reserve_replicas(spec, queueing, num_ranks, judge)
-    num_replicas = spec.rollout.num_replicas
-    try:
-        engines = launch_engines(spec, pool.places(num_ranks, num_replicas))
-        judges = None
-        if judge is not None:
-            first = num_ranks + num_replicas
-            judges = launch_engines(judge, pool.places(first, judge.rollout.num_replicas))
-        group = None
-        if beside is not None:
-            group = _group_of_actors(beside, spec.log_dir, pool)
-    except BaseException:
-        pool.close()
-        raise
-    return LaunchedModel(engines, group, judges, pool)
-
-
-def reserve_replicas(
-    spec: ReplicaSpec,
-    queueing: Queueing = NO_NEWS,
-    num_ranks: int = 0,
-    judge: ReplicaSpec | None = None,
-) -> Pool:
-    """Reserve places for `num_ranks` ranks, then replicas of `spec`, then replicas of `judge`.
-
-    An embedded engine needs no place. The caller closes the pool.
-    """
-    if is_embedded(spec.rollout):
-        return Pool(None, ())
-    connect_ray()
-    bundles = [planned(spec.platform).ray_resource_options(1)] * num_ranks
-    bundles += _bundles_of([spec] if judge is None else [spec, judge])
-    return reserve(bundles, queueing)
 
 
 def launch_engines(
@@ -318,28 +267,25 @@ def connect_ray() -> None:
 
     if ray.is_initialized():
         return
-    # In a thread: ray.init retries forever, and would replace our SIGTERM handler.
     connection: Future[object] = Future()
-    connecting = threading.Thread(target=_connect, args=(connection,), daemon=True)
-    connecting.start()
+
+    def connect() -> None:
+        try:
+            connection.set_result(
+                ray.init(
+                    address=RAY_ADDRESS,
+                    log_to_driver=False,
+                    configure_logging=False,
+                    # By default Ray starts actors with the Python of the cluster.
+                    runtime_env={"py_executable": sys.executable} if is_inside() else None,
+                )
+            )
+        except BaseException as error:  # noqa: BLE001  thread boundary: raised by result()
+            connection.set_exception(error)
+
+    # In a thread: ray.init retries forever, and would replace our SIGTERM handler.
+    threading.Thread(target=connect, daemon=True).start()
     try:
         connection.result(timeout=CONNECT_DEADLINE_S)
     except TimeoutError:
         raise DeadlineError("the Ray cluster of this job to answer", CONNECT_DEADLINE_S) from None
-
-
-def _connect(connection: "Future[object]") -> None:
-    import ray
-
-    try:
-        connection.set_result(
-            ray.init(
-                address=RAY_ADDRESS,
-                log_to_driver=False,
-                configure_logging=False,
-                # By default Ray starts actors with the Python of the cluster.
-                runtime_env={"py_executable": sys.executable} if is_inside() else None,
-            )
-        )
-    except BaseException as error:  # noqa: BLE001  thread boundary: raised by result()
-        connection.set_exception(error)

@@ -7,7 +7,6 @@ Knows nothing of rewards, advantages, data, or where checkpoints are kept.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -88,16 +87,15 @@ class ModelWorker:
     """The worker of a group; call `initialize` first."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        self._spec = spec = _brought(spec)
+        self._spec = spec = _with_local_paths(spec)
         self._platform, _ = detect(spec.platform)
         if self._platform.device_count() > 1:
             # Ray hides other devices only for vendors whose visibility variable it knows.
             index = int(env.LOCAL_RANK.get() or 0)
             self._platform.set_device(index % self._platform.device_count())
         check_planned(self._platform, spec.platform, spec.device_kind)
-        leading = spec.leading
         self._engines: dict[RoleName, BaseEngine] = {
-            leading: self._create_engine(spec.roles[leading])
+            spec.leading: self._create_engine(spec.roles[spec.leading])
         }
         self._rollout: RolloutService | None = None
         self._send_plan: SendPlan | None = None
@@ -105,25 +103,21 @@ class ModelWorker:
     def initialize(self) -> None:
         """Build and load the models; raise ConfigError if the engine cannot serve. Collective."""
         # First, because it is cheap and may raise.
-        rollout = self._spec.rollout
+        spec, rollout = self._spec, self._spec.rollout
         if rollout is not None:
-            dtype = rollout.dtype or self._spec.training.dtype
+            dtype = rollout.dtype or spec.training.dtype
             engine = create_rollout_engine(
-                rollout.engine,
-                self._spec.serving_dir,
-                behind_service(rollout),
-                dtype,
-                self._platform,
+                rollout.engine, spec.serving_dir, behind_service(rollout), dtype, self._platform
             )
             self._rollout = RolloutService([engine], rollout.timeout_s)
-            self._new_transport = new_transport(self._spec.serving_dir, dtype, rollout.timeout_s)
-        leading = self._spec.leading
-        _load(self._engines[leading], self._spec.roles[leading])
-        for name, role in self._spec.roles.items():
-            if name == leading or (name == REFERENCE and self._adapter_off_is_reference):
-                continue
-            self._engines[name] = self._create_engine(role)
-            _load(self._engines[name], role)
+            self._new_transport = new_transport(spec.serving_dir, dtype, rollout.timeout_s)
+        _load(self._engines[spec.leading], spec.roles[spec.leading])
+        for name, role in spec.roles.items():
+            if name not in self._engines and not (
+                name == REFERENCE and self._adapter_off_is_reference
+            ):
+                self._engines[name] = self._create_engine(role)
+                _load(self._engines[name], role)
 
     @property
     def _policy(self) -> BaseEngine:
@@ -172,14 +166,15 @@ class ModelWorker:
         self, batch: TokenBatch, readouts: Readouts = ONLY_LOGPROBS, role: RoleName = POLICY
     ) -> ModelOutputs:
         """Run a forward pass of a role and return the outputs on the CPU."""
-        with self._speaking_as(role) as engine:
-            return engine.infer_batch(batch.widened(), readouts)
+        if role == REFERENCE and self._adapter_off_is_reference:
+            with self._policy.disable_adapter():
+                return self._policy.infer_batch(batch.widened(), readouts)
+        return self._engine(role).infer_batch(batch.widened(), readouts)
 
     @dispatch(Dispatch.SPLIT)
     def infer_logprobs(self, batch: TokenBatch, role: RoleName = POLICY) -> Tensor:
         """Return logprobs of a role, (T,) float32 on the CPU."""
-        with self._speaking_as(role) as engine:
-            return engine.infer_batch(batch.widened()).logprobs_T
+        return self.infer(batch, role=role).logprobs_T
 
     @dispatch(Dispatch.SHARD_PER_RANK)
     def generate(
@@ -203,7 +198,7 @@ class ModelWorker:
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def send_weights(self, delivery: Transport | ShardedTransport) -> WeightDigest:
-        """Send the policy's weights to engines elsewhere and return the receipt. Collective."""
+        """Send the policy's weights to engines elsewhere; return their digest. Collective."""
         if not isinstance(delivery, ShardedTransport):
             return delivery.send(iter(self._policy.get_per_tensor_param()))
         if self._send_plan is None:
@@ -223,12 +218,11 @@ class ModelWorker:
     @dispatch(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: Path, step: int) -> None:
         """Write this rank's shards of every role that trains into `path`. Collective."""
-        disk = remote_files.current()
-        own = disk.own(path)
+        own = remote_files.current().own(path)
         for directory, engine in self._checkpointed(own):
             directory.mkdir(parents=True, exist_ok=True)
             engine.save_checkpoint(directory, step)
-        disk.deliver(own, path)
+        remote_files.current().deliver(own, path)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def begin_checkpoint(self, path: Path, step: int) -> None:
@@ -280,15 +274,6 @@ class ModelWorker:
             raise ValueError(f"this worker was built without a {role} model")
         return self._engines[role]
 
-    @contextmanager
-    def _speaking_as(self, role: RoleName) -> Iterator[BaseEngine]:
-        """Yield the engine of a role; the reference may be the policy with its adapter disabled."""
-        if role == REFERENCE and self._adapter_off_is_reference:
-            with self._policy.disable_adapter():
-                yield self._policy
-        else:
-            yield self._engine(role)
-
     def _checkpointed(self, path: Path) -> Iterator[tuple[Path, BaseEngine]]:
         """Yield the checkpoint directory and engine of each role that trains, the policy first."""
         for name, engine in self._engines.items():
@@ -308,16 +293,13 @@ class ModelWorker:
         )
 
 
-def _brought(spec: WorkerSpec) -> WorkerSpec:
+def _with_local_paths(spec: WorkerSpec) -> WorkerSpec:
     """Return the spec with local paths of the driver's files."""
     bring = remote_files.current().bring
-
-    def here(role: RoleSpec) -> RoleSpec:
-        given = role.source
-        checkpoint = given.checkpoint_dir and bring(given.checkpoint_dir)
-        return replace(role, source=ModelSource(bring(given.hf_dir), checkpoint))
-
-    roles = {name: here(role) for name, role in spec.roles.items()}
+    roles: dict[RoleName, RoleSpec] = {}
+    for name, role in spec.roles.items():
+        checkpoint = role.source.checkpoint_dir and bring(role.source.checkpoint_dir)
+        roles[name] = replace(role, source=ModelSource(bring(role.source.hf_dir), checkpoint))
     return replace(spec, roles=roles, serving_dir=bring(spec.serving_dir))
 
 

@@ -2,7 +2,7 @@
 
 A tensor is put once while it lives: itself, or the tensor that the batch was selected from. A call
 then carries references and the row spans of each sequence.
-Promises: a share is bitwise equal to the result of `dispatch.take`; a rank reads node-local shared
+Promises: a share is bitwise equal to the result of `worker_group.take`; a rank reads node-local shared
 memory and copies only its own rows; an object is freed with its tensor or with the group.
 Does not promise to notice writes that bypass torch (see `engines.selection`).
 """
@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -106,29 +106,17 @@ class Share:
         return made if self.trains else untrained(made)
 
 
-class ObjectStore(Protocol):
-    """Store of arrays."""
+class ObjectStore:
+    """Ray's object store of arrays."""
 
     def put(self, array: Array) -> Any:
         """Copy an array and return a reference; deleting the reference frees the copy."""
-        ...
-
-    def get(self, reference: Any) -> Array:
-        """Return the read-only copy itself; it lives as long as the returned array."""
-        ...
-
-
-class RayObjectStore:
-    """Ray's object store."""
-
-    def put(self, array: Array) -> Any:
-        """Put an array into Ray."""
         import ray
 
         return ray.put(array)
 
     def get(self, reference: Any) -> Array:
-        """Get an array from Ray."""
+        """Return the read-only copy itself; it lives as long as the returned array."""
         import ray
         from ray.exceptions import GetTimeoutError
 
@@ -151,7 +139,7 @@ class TensorStore:
     """The tensors that a group holds in the object store; `num_bytes_put` counts their bytes."""
 
     def __init__(self, store: ObjectStore | None = None) -> None:
-        self._store = store or RayObjectStore()
+        self._store = store or ObjectStore()
         self._held = WeakTensorKeyDictionary()
         self.num_bytes_put = 0
 
@@ -181,10 +169,15 @@ class TensorStore:
         found: list[tuple[Share, list[Any]]] = []
         for part in parts:
             own, sequences = list(refs), part or shortest_unit(batch)
-            shown = batch.images and batch.images.select(sequences)
-            images = shown and self._images(shown, own)
             share = whole.select(sequences, trains=bool(part))
-            found.append((replace(share, images=images), own))
+            images = batch.images and batch.images.select(sequences)
+            if images is not None:
+                placed = PlacedImages(
+                    tuple(self._placed(x, np.array([[0, len(x)]]), own) for x in images.patches),
+                    (images.grid_thw_U3, images.image_index_I, images.num_images_B),
+                )
+                share = replace(share, images=placed)
+            found.append((share, own))
         return found
 
     def placed(self, batch: TokenBatch) -> TokenBatch:
@@ -194,25 +187,12 @@ class TensorStore:
         """
         tokens_B2 = spans_of(batch.cu_seqlens)
 
-        def of(tensor: Tensor) -> Tensor:
-            return (
-                tensor if source_of(tensor, tokens_B2).whole is not tensor else self._view(tensor)
-            )
-
-        columns = {name: of(column) for name, column in batch.columns.items()}
-        return replace(batch, input_ids_T=of(batch.input_ids_T), columns=columns)
+        columns = {name: self._view(each, tokens_B2) for name, each in batch.columns.items()}
+        return replace(batch, input_ids_T=self._view(batch.input_ids_T, tokens_B2), columns=columns)
 
     def clear(self) -> None:
         """Free everything."""
         self._held.clear()
-
-    def _images(self, images: ImagePatches, refs: list[Any]) -> PlacedImages:
-        patches = tuple(
-            self._placed(each, np.array([[0, len(each)]]), refs) for each in images.patches
-        )
-        return PlacedImages(
-            patches, (images.grid_thw_U3, images.image_index_I, images.num_images_B)
-        )
 
     def _placed(self, tensor: Tensor, spans_B2: Spans, refs: list[Any]) -> PlacedRows:
         """Put a tensor, append its reference to `refs` and return its rows."""
@@ -220,8 +200,10 @@ class TensorStore:
         refs.append(self._put(source.whole).reference)
         return PlacedRows(len(refs) - 1, tensor.dtype, tuple(tensor.shape[1:]), source.spans_B2)
 
-    def _view(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of equal values that lives in the store's memory."""
+    def _view(self, tensor: Tensor, spans_B2: Spans) -> Tensor:
+        """Return a tensor of equal values in the store's memory; itself if its source lives."""
+        if source_of(tensor, spans_B2).whole is not tensor:
+            return tensor
         held = self._put(tensor)
         if held.is_view:
             return tensor

@@ -1,14 +1,10 @@
-"""Resources of a run's processes, reserved at once as a Ray placement group.
+"""Resources of a run's processes, reserved at once as a Ray placement group, and the ranks in them.
 
 Promises: all or nothing, so that competing runs queue instead of each holding a part; a waiting run
 reports what it waits for and what the cluster has; a request that exceeds the nodes is refused
-soon; `close` or the end of the process releases everything.
+soon; `close` or the end of the process releases everything. Ranks of one node are consecutive; a
+group on one node uses only loopback, a group over several nodes uses Ray's interface.
 Does not promise an order: Ray decides which waiting run is next.
-
-The rank of each process on its node and the address at which it is reached.
-
-Promises: ranks of one node are consecutive; a group on one node uses only loopback, a group over
-several nodes uses Ray's interface.
 """
 
 import logging
@@ -16,6 +12,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +29,8 @@ NODE_ANSWERS_S = 3.0
 POLL_S = 2.0
 NODE_SHARE = 0.001
 """Share of a node's own Ray resource (`node:<address>`): enough to pin a bundle to the node."""
+
+LOOPBACK = "127.0.0.1"
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +67,10 @@ class Place:
 
     def node_answers(self) -> bool:
         """True if the raylet of the node accepts a connection."""
-        try:
+        with suppress(OSError):
             socket.create_connection((self.address, self.port), NODE_ANSWERS_S).close()
-        except OSError:
-            return False
-        return True
+            return True
+        return False
 
 
 class Pool:
@@ -120,8 +118,7 @@ def reserve(
     try:
         _wait(group, wanted, queueing)
         numbers = [*num_sharing, *[1] * (len(bundles) - len(num_sharing))]
-        shares = [_share(*each) for each in zip(bundles, numbers, strict=True)]
-        return Pool(group, _places(group, shares))
+        return Pool(group, _places(group, list(map(_share, bundles, numbers))))
     except BaseException:
         ray.util.remove_placement_group(group)
         raise
@@ -143,15 +140,18 @@ def this_address() -> str:
 
 def _wait(group: Any, wanted: Sequence[Mapping[str, float]], queueing: Queueing) -> None:
     """Wait until the group is reserved."""
+    import ray
+
     start = fitted_at = time.monotonic()
     said_at = start - SAY_EVERY_S
     while not group.wait(POLL_S):
         queueing.waiting()
-        now, nodes = time.monotonic(), _node_totals()
-        fits = _could_fit(wanted, nodes)
-        fitted_at = now if fits else fitted_at
-        what = f"room for {_told(wanted)} (the cluster has {_totals_told(nodes)})"
-        if not fits and now - fitted_at >= queueing.fit_deadline_s:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        now = time.monotonic()
+        what = f"room for {_request_text(wanted)} (the cluster has {_nodes_text(nodes)})"
+        if _could_fit(wanted, nodes):
+            fitted_at = now
+        elif now - fitted_at >= queueing.fit_deadline_s:
             raise DeadlineError(f"{what}: more than its nodes have", queueing.fit_deadline_s)
         if now - start >= queueing.deadline_s:
             raise DeadlineError(what, queueing.deadline_s)
@@ -171,8 +171,11 @@ def _share(options: Options, num_sharing: int) -> Options:
 
 def _resources(options: Options) -> dict[str, float]:
     """Return Ray's resource names and amounts of these arguments."""
-    named = {"CPU": options.get("num_cpus", 0), "GPU": options.get("num_gpus", 0)}
-    asked = {**named, **options.get("resources", {})}
+    asked = {
+        "CPU": options.get("num_cpus", 0),
+        "GPU": options.get("num_gpus", 0),
+        **options.get("resources", {}),
+    }
     return {name: float(amount) for name, amount in asked.items() if amount}
 
 
@@ -215,13 +218,7 @@ def _could_fit(wanted: Sequence[Mapping[str, float]], nodes: Sequence[dict[str, 
     return True
 
 
-def _node_totals() -> list[dict[str, float]]:
-    import ray
-
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
-
-
-def _told(wanted: Sequence[Mapping[str, float]]) -> str:
+def _request_text(wanted: Sequence[Mapping[str, float]]) -> str:
     kinds = Counter(
         " + ".join(f"{amount:g} {name}" for name, amount in bundle.items() if "node:" not in name)
         for bundle in wanted
@@ -229,16 +226,13 @@ def _told(wanted: Sequence[Mapping[str, float]]) -> str:
     return ", ".join(f"{num} x {kind}" for kind, num in kinds.items())
 
 
-def _totals_told(totals: Sequence[Mapping[str, float]]) -> str:
+def _nodes_text(totals: Sequence[Mapping[str, float]]) -> str:
     hidden = ("node:", "memory", "object_store_memory", "accelerator_type:")
     nodes = Counter(
         " + ".join(f"{v:g} {n}" for n, v in sorted(node.items()) if not n.startswith(hidden))
         for node in totals
     )
     return ", ".join(f"{num} x ({kind or 'nothing'})" for kind, num in nodes.items())
-
-
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)

@@ -3,29 +3,39 @@
 Promises: every call has a deadline; a rank that dies or whose heartbeat stops becomes a
 `WorkerError` with the rank, its node, the call and the last lines of its log; after a hang each
 rank's log has the stacks of its threads; after such an error all ranks are killed, so none waits in
-a collective for a dead peer. No rank starts before all have a place.
+a collective for a dead peer. No rank starts before all have a place. The operating system chooses
+the port of the process group's store on the machine of rank 0, so two groups that start together
+cannot collide.
 Does not restart ranks: the stage continues from its step checkpoints.
 """
 
+import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Concatenate
 
-from engines.controller.placed_batches import TensorStore
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from engines import remote_files
+from engines.collectives import close_process_group, open_store
+from engines.controller.placed_batches import Array, Share, TensorStore
 from engines.controller.placement import (
-    Place,
     Pool,
-    Queueing,
-    reserve,
+    Seat,
     seat_environment,
     seats,
     this_node,
+    use_interface_of,
 )
-from engines.controller.process_log import log_tail
-from engines.controller.rank_process import Arguments, RankProcess, RayGroupOptions
+from engines.controller.process_log import log_tail, log_to
 from engines.controller.worker_group import (
     Dispatch,
     P,
@@ -37,13 +47,15 @@ from engines.controller.worker_group import (
     take,
 )
 from engines.errors import WorkerError
-from engines.remote_files import access_for
+from engines.remote_files import DiskAccess, access_for
 from engines.types import TokenBatch
 from infra.errors import DeadlineError, PipelineError
 from infra.host.stacks import ask_for_stacks
-from infra.store.heartbeat import BeatWatch, read_beat
+from infra.plugins import import_external_modules
+from infra.store.heartbeat import BeatWatch, Heartbeat, read_beat
 
-WorkerFactory = Callable[[], Any]
+Arguments = tuple[Sequence[Any], Mapping[str, Any]]
+"""Positional and keyword arguments of a call."""
 Call = tuple[Arguments, Sequence[Any]]
 """Arguments, and references to the arrays of a `Share` among them."""
 
@@ -56,21 +68,52 @@ SETTLE_S = 2.0
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class RayGroupOptions:
+    """How a group of actors is started and watched.
+
+    Attributes:
+        log_dir: where each rank writes `rank-<r>.log` and its heartbeat.
+        sees_all_devices: True if a rank sees all devices of its node; otherwise it has one.
+        timeouts_s: deadlines by method name; `call_timeout_s` is for all others.
+        start_timeout_s: deadline for all ranks to start and join, once they have their places.
+        silence_s: a rank with an older heartbeat counts as dead.
+    """
+
+    world_size: int
+    backend: str
+    num_threads: int
+    log_dir: Path
+    sees_all_devices: bool = False
+    collective_timeout_s: float = 600.0
+    call_timeout_s: float = 7200.0
+    timeouts_s: Mapping[str, float] = field(default_factory=dict)
+    start_timeout_s: float = 180.0
+    heartbeat_s: float = 1.0
+    silence_s: float = 60.0
+
+    def log_path(self, rank: int) -> Path:
+        """Return the log file of a rank."""
+        return self.log_dir / f"rank-{rank}.log"
+
+    def heartbeat_path(self, rank: int) -> Path:
+        """Return the heartbeat file of a rank."""
+        return self.log_dir / f"rank-{rank}.heartbeat"
+
+
 class RayWorkerGroup:
     """A `WorkerGroup` over Ray actors. Ray must be connected.
 
     `factory` makes a rank's worker in its actor after the ranks have joined. `pool` holds the
-    ranks' places first and is closed with the group; None reserves them.
+    ranks' places first and is closed with the group.
     """
 
-    def __init__(
-        self, factory: WorkerFactory, options: RayGroupOptions, pool: Pool | None = None
-    ) -> None:
-        self._options = options
-        self._pool = pool
-        self._at: tuple[Place, ...] = ()
+    def __init__(self, factory: Callable[[], Any], options: RayGroupOptions, pool: Pool) -> None:
+        self._options, self._pool = options, pool
+        self._rank_places = pool.places(0, options.world_size)
         self._actors: list[Any] = []
-        self._places: list[int] = [0] * options.world_size
+        self.world_size = options.world_size
+        self._data_parallel_ranks: list[int] = []
         self._tensors = TensorStore()
         self._watches = [
             BeatWatch(partial(read_beat, options.heartbeat_path(rank)))
@@ -83,33 +126,26 @@ class RayWorkerGroup:
             self._kill()
             raise
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._options.world_size
-
     def run(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a `@dispatch` method on the ranks and return its collected result."""
-        name = method.__name__
+        name, mode = method.__name__, dispatch_mode(method)
         if not self._actors:
             raise WorkerError(f"{name} was called on a closed group")
-        deadline_s = self._options.timeouts_s.get(name, self._options.call_timeout_s)
-        mode = dispatch_mode(method)
         if mode in (Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO):
-            call = (args, kwargs), ()
-            results = self._call_all(name, [call], [0] * self.world_size, deadline_s)
+            results = self._call_all(name, [((args, kwargs), ())], [0] * self.world_size)
             return results[0] if mode is Dispatch.RANK_ZERO else equal_result(name, "rank", results)
         whole, *rest = args
-        places = self._places if mode is Dispatch.SPLIT else list(range(self.world_size))
+        places = (
+            self._data_parallel_ranks if mode is Dispatch.SPLIT else list(range(self.world_size))
+        )
         parts = split_plan(whole, max(places) + 1)
         if isinstance(whole, TokenBatch):
             shares = self._tensors.shares(whole, parts)
         else:
             shares = [(take(whole, items), ()) for items in parts]
         calls = [(((share, *rest), kwargs), arrays) for share, arrays in shares]
-        results = self._call_all(name, calls, places, deadline_s)
-        first_ranks = [places.index(place) for place in range(len(parts))]
-        return collect(whole, parts, [results[rank] for rank in first_ranks])
+        results = self._call_all(name, calls, places)
+        return collect(whole, parts, [results[places.index(i)] for i in range(len(parts))])
 
     def place(self, batch: TokenBatch) -> TokenBatch:
         """Put a batch into the object store and return it as read from there."""
@@ -126,31 +162,15 @@ class RayWorkerGroup:
         finally:
             self._kill()
 
-    def _start(self, factory: WorkerFactory) -> None:
-        start_s = self._options.start_timeout_s
-        self._start_actors()
-        # All start before any joins, so that a rank that does not start is reported as such and not
-        # as a store timeout.
-        started = [actor.started.remote() for actor in self._actors]
-        self._await(started, "all ranks to start", start_s)
-        opened = [self._actors[0].open_store.remote()]
-        (meeting,) = self._await(opened, "rank 0 to open its store", start_s)
-        joined = [actor.join.remote(meeting) for actor in self._actors]
-        self._await(joined, "all ranks to meet", start_s)
-        built = [actor.build.remote(factory) for actor in self._actors]
-        self._places = self._await(built, "build", self._options.call_timeout_s)
-
-    def _start_actors(self) -> None:
+    def _start(self, factory: Callable[[], Any]) -> None:
         import ray
 
-        options = self._options
-        if self._pool is None:
-            bundles = [options.resources] * options.world_size
-            self._pool = reserve(bundles, Queueing(fit_deadline_s=options.start_timeout_s))
-        self._at = places = self._pool.places(0, options.world_size)
-        access = access_for([place.node for place in places], this_node(), options.log_dir)
+        options, start_s = self._options, self._options.start_timeout_s
+        access = access_for(
+            [place.node for place in self._rank_places], this_node(), options.log_dir
+        )
         remote: Any = ray.remote(max_restarts=0, max_task_retries=0)(RankProcess)
-        for seat, place in zip(seats(places), places, strict=True):
+        for seat, place in zip(seats(self._rank_places), self._rank_places, strict=True):
             options.heartbeat_path(seat.rank).unlink(missing_ok=True)
             environment = {
                 "OMP_NUM_THREADS": str(options.num_threads),
@@ -161,10 +181,17 @@ class RayWorkerGroup:
                     seat, options, access
                 )
             )
+        # All start before any joins, so that a rank that does not start is reported as such and not
+        # as a store timeout.
+        actors = self._actors
+        self._await([each.started.remote() for each in actors], "all ranks to start", start_s)
+        opened = [actors[0].open_store.remote()]
+        ((host, port),) = self._await(opened, "rank 0 to open its store", start_s)
+        self._await([each.join.remote(host, port) for each in actors], "all ranks to meet", start_s)
+        built = [each.build.remote(factory) for each in actors]
+        self._data_parallel_ranks = self._await(built, "build", options.call_timeout_s)
 
-    def _call_all(
-        self, name: str, calls: Sequence[Call], places: Sequence[int], deadline_s: float
-    ) -> list[Any]:
+    def _call_all(self, name: str, calls: Sequence[Call], places: Sequence[int]) -> list[Any]:
         """Send each rank the call of its place; shared arguments are put into Ray once."""
         import ray
 
@@ -172,9 +199,12 @@ class RayWorkerGroup:
             ray.put(arguments) if places.count(place) > 1 else arguments
             for place, (arguments, _) in enumerate(calls)
         ]
-        ranks = zip(self._actors, places, strict=True)
-        refs = [actor.call.remote(name, sent[place], *calls[place][1]) for actor, place in ranks]
-        return self._await(refs, name, deadline_s)
+        refs = [
+            actor.call.remote(name, sent[place], *calls[place][1])
+            for actor, place in zip(self._actors, places, strict=True)
+        ]
+        options = self._options
+        return self._await(refs, name, options.timeouts_s.get(name, options.call_timeout_s))
 
     def _await(self, refs: Sequence[Any], what: str, deadline_s: float) -> list[Any]:
         """Return results in rank order; all waiting for ranks happens here."""
@@ -202,11 +232,11 @@ class RayWorkerGroup:
         if failures:
             self._raise(what, failures, all_answered=not pending)
         if pending:
-            ranks = ", ".join(str(rank) for rank in sorted(pending.values()))
+            ranks = sorted(pending.values())
             self._ask_for_stacks()
-            tail = self._tail(min(pending.values()))
             self._kill()
-            raise DeadlineError(f"{what} on rank {ranks}{tail}", deadline_s)
+            on_ranks = f"{what} on rank {', '.join(map(str, ranks))}"
+            raise DeadlineError(f"{on_ranks}{self._tail(ranks[0])}", deadline_s)
         return [results[rank] for rank in range(len(refs))]
 
     def _raise(self, what: str, failures: dict[int, Exception], *, all_answered: bool) -> None:
@@ -231,9 +261,9 @@ class RayWorkerGroup:
         self._fail(what, rank, f"{type(cause).__name__}: {cause}", error)
 
     def _fail(self, what: str, rank: int, problem: str, cause: Exception | None = None) -> None:
-        tail = self._tail(rank)
-        spans = len({place.node for place in self._at}) > 1
-        node = f" on node {self._at[rank].address}" if spans else ""
+        tail, node = self._tail(rank), ""
+        if len({place.node for place in self._rank_places}) > 1:
+            node = f" on node {self._rank_places[rank].address}"
         self._kill()
         raise WorkerError(
             f"rank {rank} of {self.world_size}{node} failed in {what}: {problem}{tail}"
@@ -250,7 +280,7 @@ class RayWorkerGroup:
             if silence_s > self._options.silence_s:
                 return rank, f"no heartbeat for {self._options.silence_s:g} s"
             # Ray takes a minute to notice that a machine lost power.
-            if silence_s > NODE_SILENCE_S and not self._at[rank].node_answers():
+            if silence_s > NODE_SILENCE_S and not self._rank_places[rank].node_answers():
                 return rank, f"no heartbeat for {NODE_SILENCE_S:g} s, and its node does not answer"
         return None
 
@@ -268,5 +298,76 @@ class RayWorkerGroup:
 
             for actor in actors:
                 ray.kill(actor)
-        if self._pool is not None:
-            self._pool.close()
+        self._pool.close()
+
+
+class RankProcess:
+    """Class of a rank's Ray actor; its methods run one at a time, in the order of the calls.
+
+    The log file holds the worker's log and, after a crash, the Python stack of every thread.
+    """
+
+    def __init__(
+        self, seat: Seat, options: RayGroupOptions, access: DiskAccess | None = None
+    ) -> None:
+        rank = seat.rank
+        self._seat, self._options = seat, options
+        disk = remote_files.use(access)
+        log_to(disk.local(options.log_path(rank)))
+        self._worker: Any = None
+        self._store: TCPStore | None = None
+        torch.set_num_threads(options.num_threads)
+        beats = options.heartbeat_path(rank)
+        self._heartbeat = Heartbeat(disk.local(beats), options.heartbeat_s)
+        self._heartbeat.__enter__()
+        for path in (beats, options.log_path(rank)):
+            disk.follow(path, options.heartbeat_s)
+
+    def started(self) -> None:
+        """Return, which shows that the process is up."""
+
+    def open_store(self) -> tuple[str, int]:
+        """Open the rendezvous store and return its host and port; called on rank 0 only."""
+        host, timeout_s = self._seat.address, self._options.collective_timeout_s
+        self._store = open_store(self._options.world_size, timeout_s, host)
+        return host, self._store.port
+
+    def join(self, host: str, port: int) -> None:
+        """Join the default process group through the store of rank 0."""
+        options, rank = self._options, self._seat.rank
+        logger.info("collectives over %s", use_interface_of(self._seat.address))
+        # Deadline of the rendezvous and of each collective.
+        timeout = timedelta(seconds=options.collective_timeout_s)
+        size = options.world_size
+        store = self._store or TCPStore(host, port, size, is_master=False, timeout=timeout)
+        dist.init_process_group(
+            options.backend, store=store, rank=rank, world_size=size, timeout=timeout
+        )
+
+    def build(self, factory: Callable[[], Any]) -> int:
+        """Make and initialize the worker; return its data-parallel rank."""
+        for broken in import_external_modules():
+            logger.warning("%s", broken)
+        # As in `engines.jobs.process.torch_setup`. A collection on one rank makes all others wait.
+        gc.freeze()
+        self._worker = factory()
+        self._worker.initialize()
+        return int(self._worker.data_parallel_rank)
+
+    def call(self, name: str, arguments: Arguments, *arrays: Array) -> Any:
+        """Call a method of the worker; a `Share` as first argument becomes a batch.
+
+        Ray resolves the arrays before the call, so no wait with a deadline is needed here.
+        """
+        logger.info("%s", name)
+        args, kwargs = arguments
+        if args and isinstance(share := args[0], Share):
+            args = (share.batch(arrays), *args[1:])
+        return getattr(self._worker, name)(*args, **kwargs)
+
+    def stop(self) -> None:
+        """Free the worker and leave the process group."""
+        if self._worker is not None:
+            self._worker.close()
+        close_process_group()
+        self._heartbeat.__exit__(None, None, None)

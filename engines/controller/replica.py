@@ -1,14 +1,10 @@
-"""A rollout engine in its own Ray actor, and the driver's handle of it.
+"""A rollout engine in its own Ray actor, the driver's handle of it, and how both are started.
 
 Promises: `RemoteReplica` fulfils the engine's interface wherever it runs; its errors arrive as they
-were raised; a dead replica is a `ReplicaLostError` with the last lines of its log.
-`engines.controller.replica` starts replicas. Does not set deadlines, except in `close`: the
-caller does.
-
-Starts and restarts rollout engines in Ray actors.
-
-Promises: replicas that are started together all run, or none is left; a replacement is built
-like the replica that it replaces, after that one was killed.
+were raised; a dead replica is a `ReplicaLostError` with the last lines of its log. Replicas that
+are started together all run, or none is left; a replacement is built like the replica that it
+replaces, after that one was killed.
+Does not set deadlines of calls, except in `close`: the caller does.
 """
 
 import asyncio
@@ -16,8 +12,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -55,6 +51,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 NO_VERSION = -1
 
+START_DEADLINE_S = 600.0
+"""Deadline of one start; an engine that compiles or loads kernels takes minutes."""
 CLOSE_DEADLINE_S = 30.0
 LOG_EVERY_S = 2.0
 """How often a replica on another disk sends its log to the driver."""
@@ -98,11 +96,6 @@ class ReplicaLocation:
     node_id: str
     process: ProcessIdentity
 
-    @staticmethod
-    def own() -> "ReplicaLocation":
-        """Return those of this process."""
-        return ReplicaLocation(this_node(), own_identity())
-
 
 def end_process(process: ProcessIdentity) -> None:
     """Kill a process of this machine, even a stopped one, which cannot react to Ray."""
@@ -124,7 +117,7 @@ class ReplicaProcess:
     async def build(self) -> ReplicaLocation:
         """Make the engine. In the constructor, Ray would report its errors as the actor's death."""
         serving_dir = await asyncio.to_thread(self._disk.bring, self._spec.serving_dir)
-        self._spec = spec = replace(self._spec, serving_dir=serving_dir)
+        spec = replace(self._spec, serving_dir=serving_dir)
         if spec.interpreter is not None:
             who = f"a replica of {spec.rollout.engine}"
             refuse_other_libraries(spec.libraries, Path(sys.executable), who)
@@ -144,8 +137,8 @@ class ReplicaProcess:
         if spec.shares_devices:
             await self._engine.sleep()
         if spec.rollout.openai_endpoint:
-            await self._open_endpoint()
-        return ReplicaLocation.own()
+            self._endpoint = await self._serve_openai(spec)
+        return ReplicaLocation(this_node(), own_identity())
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
         """Stream the engine's completions."""
@@ -158,31 +151,29 @@ class ReplicaProcess:
             return await self._endpoint.call(name, arguments)
         return await getattr(self._engine, name)(*arguments)
 
-    async def _open_endpoint(self) -> None:
+    async def _serve_openai(self, spec: ReplicaSpec) -> "Endpoint":
         try:
             from engines.rollout.openai_endpoint import serve
         except ModuleNotFoundError as error:
             raise ConfigError(
                 "rollout.openai_endpoint",
-                f"got true; need {error.name} in the environment of {self._spec.rollout.engine}; "
+                f"got true; need {error.name} in the environment of {spec.rollout.engine}; "
                 "install it there",
             ) from error
-        spec = self._spec
         path = self._disk.local(spec.log_path(self._number).with_suffix(".openai.json"))
-        self._endpoint = await serve(self._engine, spec.serving_dir, spec.rollout.timeout_s, path)
+        endpoint = await serve(self._engine, spec.serving_dir, spec.rollout.timeout_s, path)
         logger.info("OpenAI's API: address and key are in %s", path)
+        return endpoint
 
 
 class RemoteReplica(RolloutEngine):
     """The driver's handle of a `ReplicaProcess`; `num_workers` processes share its model."""
 
     def __init__(self, actor: Any, number: int, log_path: Path, num_workers: int = 1) -> None:
-        self.num_workers = num_workers
-        self._actor = actor
-        self._number = number
-        self._log_path = log_path
+        self.num_workers, self._number = num_workers, number
+        self._actor, self._log_path = actor, log_path
         self._version = NO_VERSION
-        self._whereabouts: ReplicaLocation | None = None
+        self._location: ReplicaLocation | None = None
 
     @property
     def version(self) -> int:
@@ -192,12 +183,7 @@ class RemoteReplica(RolloutEngine):
     async def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
         """See the base class."""
         method = self._actor.generate.options(num_returns="streaming")
-        stream = aiter(method.remote(requests))
-        while True:
-            try:
-                reference = await anext(stream)
-            except StopAsyncIteration:
-                return
+        async for reference in method.remote(requests):
             yield await self._answer(reference)
 
     async def update_weights(self, source: WeightSource, version: int) -> WeightDigest:
@@ -267,58 +253,45 @@ class RemoteReplica(RolloutEngine):
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         ray.kill(self._actor)
-        found = self._whereabouts
-        if found is None:
-            return
-        if found.node_id == this_node():
-            end_process(found.process)
-        else:
-            there = NodeAffinitySchedulingStrategy(found.node_id, soft=False)
+        location = self._location
+        if location is not None and location.node_id == this_node():
+            end_process(location.process)
+        elif location is not None:
+            there = NodeAffinitySchedulingStrategy(location.node_id, soft=False)
             task: Any = ray.remote(num_cpus=0)(end_process)
-            task.options(scheduling_strategy=there).remote(found.process)
+            task.options(scheduling_strategy=there).remote(location.process)
 
     async def build(self) -> None:
         """Make the engine in its process; raises the engine's `PipelineError`."""
-        self._whereabouts = await self._answer(self._actor.build.remote())
+        self._location = await self._answer(self._actor.build.remote())
 
     async def _call(self, name: str, *arguments: Any) -> Any:
         return await self._answer(self._actor.call.remote(name, arguments))
 
     async def _answer(self, reference: Awaitable[T]) -> T:
-        with _told(self._number, self._log_path):
+        """Await an answer; Ray's errors become those of the replica."""
+        from ray.exceptions import RayActorError, RayTaskError
+
+        who = f"replica {self._number}"
+        try:
             return await reference
-
-
-@contextmanager
-def _told(number: int, log_path: Path) -> Iterator[None]:
-    """Translate Ray's errors around a call of a replica."""
-    from ray.exceptions import RayActorError, RayTaskError
-
-    try:
-        yield
-    except RayActorError as error:
-        tail = log_tail(log_path, f"replica {number}")
-        raise ReplicaLostError(f"replica {number}: its process died{tail}") from error
-    except RayTaskError as error:
-        cause = error.cause
-        if not isinstance(cause, PipelineError):
-            raise
-        cause.add_note(f"raised in replica {number}")
-        raise cause from None
-
-
-START_DEADLINE_S = 600.0
-"""Deadline of one start; an engine that compiles or loads kernels takes minutes."""
+        except RayActorError as error:
+            tail = log_tail(self._log_path, who)
+            raise ReplicaLostError(f"{who}: its process died{tail}") from error
+        except RayTaskError as error:
+            cause = error.cause
+            if not isinstance(cause, PipelineError):
+                raise
+            cause.add_note(f"raised in {who}")
+            raise cause from None
 
 
 class RayReplicas:
     """A `ReplicaStarter` on the connected cluster, with one place per replica."""
 
     def __init__(self, spec: ReplicaSpec, places: Sequence[Place]) -> None:
-        self._spec = spec
-        self._places = tuple(places)
-        nodes = [place.node for place in places]
-        self._access = access_for(nodes, this_node(), spec.log_dir)
+        self._spec, self._places = spec, tuple(places)
+        self._access = access_for([place.node for place in places], this_node(), spec.log_dir)
 
     def start(self) -> list[RemoteReplica]:
         """Start a replica in every place and wait until all engines are built, without weights.
@@ -330,15 +303,13 @@ class RayReplicas:
         async def build() -> None:
             await asyncio.gather(*(self._build(replica) for replica in replicas))
 
-        loop = EventLoopThread("replica-start")
-        try:
-            loop.run(build(), f"{len(replicas)} replicas to start", 2 * START_DEADLINE_S)
-        except BaseException:
-            for replica in replicas:
-                replica.kill()
-            raise
-        finally:
-            loop.close()
+        with closing(EventLoopThread("replica-start")) as loop:
+            try:
+                loop.run(build(), f"{len(replicas)} replicas to start", 2 * START_DEADLINE_S)
+            except BaseException:
+                for replica in replicas:
+                    replica.kill()
+                raise
         return replicas
 
     async def restart(self, place: int, lost: RolloutEngine) -> RemoteReplica:

@@ -1,19 +1,22 @@
-"""Completions of an RL round, from engines inside the training ranks or beside them.
+"""Rollout engines as a trainer sees them, and the way of its weights to them.
 
-Promises: the same requests and weights give the same samples in either placement if one engine
-takes all of them; nothing is sampled from weights that were not verified.
+Promises: the same requests and weights give the same samples inside the training ranks or beside
+them if one engine takes all of them; nothing is sampled from weights that were not verified.
 Knows nothing of rewards, data, or what is trained.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Protocol
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from engines.checkpoint.hub_names import served_float32_names
+from engines.checkpoint.tensor_files import stored_tensors
 from engines.config.rollout import RoutingName
 from engines.controller.model_worker import ModelWorker
 from engines.controller.placement import Place, this_address
@@ -31,105 +34,6 @@ from engines.weight_sync.collective import CollectiveTransport
 from engines.weight_sync.sharded import ShardedTransport
 from hardware.detection import planned
 from infra.errors import ConfigError
-
-
-class Rollout(Protocol):
-    """The rollout engines as a trainer sees them."""
-
-    def generate(
-        self, requests: Sequence[RolloutRequest], on_completion: Receive | None = None
-    ) -> list[list[Completion]]:
-        """Sample every request; completions are in the order of each request's seeds."""
-        ...
-
-    @property
-    def num_restarts(self) -> int:
-        """Number of engines that were lost and replaced."""
-        ...
-
-    def publish(self, version: int, probe: Probe | None = None) -> SyncReport:
-        """Serve the policy's current weights as `version`, verified by digest.
-
-        `probe` is a check that each engine must pass before it serves. Raise WeightSyncError if an
-        engine fails it or holds other weights.
-        """
-        ...
-
-    def sleep(self) -> None:
-        """Release the device memory that the ranks need for training.
-
-        Engines on the ranks' devices sample nothing until the next `publish`; others are
-        unaffected.
-        """
-        ...
-
-    def close(self) -> None:
-        """Free everything; may be called again."""
-        ...
-
-
-class RankRollout:
-    """An engine inside each training rank; every rank samples its share.
-
-    If the ranks are other processes, `on_completion` is called only after the last sample.
-    """
-
-    def __init__(self, workers: WorkerGroup) -> None:
-        self._workers = workers
-
-    def generate(
-        self, requests: Sequence[RolloutRequest], on_completion: Receive | None = None
-    ) -> list[list[Completion]]:
-        """Sample every request on the ranks."""
-        if isinstance(self._workers, InProcessGroup):
-            return self._workers.run(ModelWorker.generate, requests, on_completion)
-        rows = self._workers.run(ModelWorker.generate, requests)
-        for completion in chain.from_iterable(rows):
-            if on_completion is not None and completion.finish_reason != "abort":
-                on_completion(completion)
-        return rows
-
-    @property
-    def num_restarts(self) -> int:
-        """Always 0: an engine dies with its rank."""
-        return 0
-
-    def publish(self, version: int, probe: Probe | None = None) -> SyncReport:
-        """Sync the weights inside each rank."""
-        report = self._workers.run(ModelWorker.sync_weights, version)
-        if probe is not None:
-            places = range(self._workers.world_size)
-            requests = [probe.request(place, version) for place in places]
-            probe.check(requests, [row[0] for row in self.generate(requests)])
-        return report
-
-    def sleep(self) -> None:
-        """Put the engines of all ranks to sleep."""
-        self._workers.run(ModelWorker.sleep)
-
-    def close(self) -> None:
-        """Do nothing: the ranks close their engines."""
-
-
-@dataclass(frozen=True)
-class LaunchedEngines:
-    """Engines without weights, and what their service needs.
-
-    The transport factories take the number of workers of each engine; the one for adapters is None
-    if no adapter is sent alone.
-    """
-
-    engines: Sequence[RolloutEngine]
-    timeout_s: float
-    new_transport: NewTransport
-    shares_devices: bool
-    new_adapter_transport: NewTransport | None = None
-    routing: RoutingName = "by_place"
-    restarts: RestartPolicy | None = None
-
-    def service(self) -> RolloutService:
-        """Return a service that owns the engines."""
-        return RolloutService(self.engines, self.timeout_s, self.routing, self.restarts)
 
 
 @dataclass(frozen=True)
@@ -176,27 +80,144 @@ def choose_transport(
     )
 
 
+@dataclass(frozen=True)
+class LaunchedEngines:
+    """Engines without weights, and what their service needs.
+
+    The transport factories take the number of workers of each engine; the one for adapters is None
+    if no adapter is sent alone.
+    """
+
+    engines: Sequence[RolloutEngine]
+    timeout_s: float
+    new_transport: NewTransport
+    shares_devices: bool
+    new_adapter_transport: NewTransport | None = None
+    routing: RoutingName = "by_place"
+    restarts: RestartPolicy | None = None
+
+    def service(self) -> RolloutService:
+        """Return a service that owns the engines."""
+        return RolloutService(self.engines, self.timeout_s, self.routing, self.restarts)
+
+
 class ServedRollout(RolloutService):
     """Engines beside the ranks; the ranks send weights to them. It owns the engines."""
 
     def __init__(self, engines: LaunchedEngines, workers: WorkerGroup) -> None:
         super().__init__(engines.engines, engines.timeout_s, engines.routing, engines.restarts)
-        self._workers = workers
-        self._new_transport = engines.new_transport
-        self._new_adapter_transport = engines.new_adapter_transport
-        self._shares_devices = engines.shares_devices
-
-    def sleep(self) -> None:
-        """Put the engines to sleep if they share devices with the ranks."""
-        if self._shares_devices:
-            super().sleep()
+        self._launched, self._workers = engines, workers
 
     def publish(self, version: int, probe: Probe | None = None) -> SyncReport:
-        """Send the weights, or the base once and then the adapter."""
-        run, new_adapter_transport = self._workers.run, self._new_adapter_transport
-        if new_adapter_transport is None:
-            send = partial(run, ModelWorker.send_weights)
-            return self.sync(self._new_transport, send, version, probe)
-        adapter = WeightRoute(new_adapter_transport, partial(run, ModelWorker.send_adapter))
-        send = partial(run, ModelWorker.send_frozen_weights)
-        return self.sync(self._new_transport, send, version, probe, adapter)
+        """Serve the policy's current weights as `version`, verified by digest.
+
+        The ranks send the weights, or the base once and then the adapter. `probe` is a check that
+        each engine must pass before it serves.
+
+        Raises:
+            WeightSyncError: an engine fails the probe or holds other weights.
+        """
+        run, new_transport = self._workers.run, self._launched.new_transport
+        if self._launched.new_adapter_transport is None:
+            return self.sync(new_transport, partial(run, ModelWorker.send_weights), version, probe)
+        send_adapter = partial(run, ModelWorker.send_adapter)
+        adapter = WeightRoute(self._launched.new_adapter_transport, send_adapter)
+        send_frozen = partial(run, ModelWorker.send_frozen_weights)
+        return self.sync(new_transport, send_frozen, version, probe, adapter)
+
+    def sleep(self) -> None:
+        """Release device memory that the ranks need: put engines on their devices to sleep.
+
+        They sample nothing until the next `publish`; engines on other devices are unaffected.
+        """
+        if self._launched.shares_devices:
+            super().sleep()
+
+
+class RankRollout:
+    """An engine inside each training rank; every rank samples its share.
+
+    If the ranks are other processes, `on_completion` is called only after the last sample.
+    """
+
+    num_restarts = 0
+    """An engine dies with its rank."""
+
+    def __init__(self, workers: WorkerGroup) -> None:
+        self._workers = workers
+
+    def generate(
+        self, requests: Sequence[RolloutRequest], on_completion: Receive | None = None
+    ) -> list[list[Completion]]:
+        """Sample every request; completions are in the order of each request's seeds."""
+        if isinstance(self._workers, InProcessGroup):
+            return self._workers.run(ModelWorker.generate, requests, on_completion)
+        rows = self._workers.run(ModelWorker.generate, requests)
+        for completion in chain.from_iterable(rows):
+            if on_completion is not None and completion.finish_reason != "abort":
+                on_completion(completion)
+        return rows
+
+    def publish(self, version: int, probe: Probe | None = None) -> SyncReport:
+        """Sync the weights inside each rank; see `ServedRollout.publish`."""
+        report = self._workers.run(ModelWorker.sync_weights, version)
+        if probe is not None:
+            requests = [probe.request(i, version) for i in range(self._workers.world_size)]
+            probe.check(requests, [row[0] for row in self.generate(requests)])
+        return report
+
+    def sleep(self) -> None:
+        """Put the engines of all ranks to sleep."""
+        self._workers.run(ModelWorker.sleep)
+
+    def close(self) -> None:
+        """Do nothing: the ranks close their engines."""
+
+
+Rollout = RankRollout | ServedRollout
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A judge or a teacher on disk, served by engines beside those of the policy."""
+
+    replica: ReplicaSpec
+    weights_dir: Path
+
+    @contextmanager
+    def served_by(self, engines: LaunchedEngines) -> Iterator[RolloutService]:
+        """Yield a service over `engines` with the weights sent; it closes the engines."""
+        with closing(engines.service()) as service:
+            service.sync(
+                engines.new_transport, lambda to: to.send(stored_tensors(self.weights_dir)), 0
+            )
+            yield service
+
+
+def replica_beside(
+    like: ReplicaSpec,
+    serving_dir: Path,
+    num_replicas: int,
+    options: Mapping[str, Any],
+    *,
+    embedded: bool,
+) -> ReplicaSpec:
+    """Return the spec of engines like the policy's for another model, on their own devices.
+
+    `serving_dir` has the model's configuration and tokenizer and gets the engines' logs. `embedded`
+    is True if the policy's engine is in this process; the model's is then, too.
+    """
+    changes = {
+        "placement": "colocated" if embedded else "disaggregated",
+        "num_replicas": num_replicas,
+        "options": dict(options),
+        "openai_endpoint": False,
+    }
+    return replace(
+        like,
+        serving_dir=serving_dir,
+        rollout=like.rollout.model_copy(update=changes),
+        log_dir=serving_dir,
+        shares_devices=False,
+        adapter=None,
+    )

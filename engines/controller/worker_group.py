@@ -4,22 +4,18 @@
 
 The method itself is passed, not its name, so arguments and result are type-checked; `@dispatch` on
 the method says how the call is distributed. `InProcessGroup` is one rank in the caller's process,
-`ray_group.RayWorkerGroup` is one Ray actor per rank.
+where a debugger works; `ray_group.RayWorkerGroup` is one Ray actor per rank.
 
-How a call on a worker group reaches its ranks; declared once on the worker's method.
-
-A `SPLIT` call cuts its first argument over the data-parallel ranks, balanced by tokens, and returns
-the results in the original order, so the caller does not need to know the number of ranks. Ranks
-that share a data-parallel place (tensor or pipeline parallel) get the same share; with
-`SHARD_PER_RANK` every rank gets its own.
+A `SPLIT` call cuts its first argument over the data-parallel ranks, balanced by tokens. Ranks that
+share a data-parallel place (tensor or pipeline parallel) get the same share; with `SHARD_PER_RANK`
+every rank gets its own.
+Promises: results of a split call come in the original order, so the caller does not need to know
+the number of ranks.
 Does not promise equal numbers of sequences per rank, or that every rank gets one.
-
-A worker group of one rank in the caller's process: no Ray, and a debugger works.
-
-Errors of the worker reach the caller unchanged.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import fields
 from enum import Enum
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -39,10 +35,8 @@ R = TypeVar("R")
 class WorkerGroup(Protocol):
     """A group of equal workers."""
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        ...
+    world_size: int
+    """Number of ranks."""
 
     def run(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a `@dispatch` method; raise WorkerError if a rank dies or misses its deadline."""
@@ -106,9 +100,16 @@ def split_plan(value: object, num_parts: int) -> Parts:
         sizes = [sum(lengths[i] for i in unit) for unit in units]
         parts = balanced_partition(sizes, num_parts)
         return [sorted(i for unit in part for i in units[unit]) for part in parts]
-    if isinstance(value, list | tuple):
-        return balanced_partition([_weight(item) for item in value], num_parts)
-    raise TypeError(f"cannot split a {type(value).__name__} over ranks")
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"cannot split a {type(value).__name__} over ranks")
+    # A request weighs its maximum number of tokens.
+    sizes = [
+        len(item.prompt_ids) + item.num_samples * item.sampling.max_new_tokens
+        if isinstance(item, RolloutRequest)
+        else 1
+        for item in value
+    ]
+    return balanced_partition(sizes, num_parts)
 
 
 def take(value: Any, items: Sequence[int]) -> Any:
@@ -119,9 +120,7 @@ def take(value: Any, items: Sequence[int]) -> Any:
     """
     if not isinstance(value, TokenBatch):
         return [value[i] for i in items]
-    if items:
-        return value.select(items)
-    return filler(value).batch
+    return value.select(items) if items else filler(value).batch
 
 
 def collect(value: object, parts: Parts, results: Sequence[Any]) -> Any:
@@ -135,31 +134,28 @@ def collect(value: object, parts: Parts, results: Sequence[Any]) -> Any:
         return _collect_outputs(value, parts, results)
     if not isinstance(first, list | Tensor):
         return equal_result("a split call", "share", results)
+    if isinstance(first, Tensor) and not isinstance(value, TokenBatch):
+        raise ValueError("a tensor came back for something that has no tokens")
     entries: dict[int, Any] = {}
     for items, result in zip(parts, results, strict=True):
-        if not items:
-            continue
-        pieces = result
-        if isinstance(result, Tensor):
-            if not isinstance(value, TokenBatch):
-                raise ValueError("a tensor came back for something that has no tokens")
-            pieces = result.split(value.lengths_B[items].tolist())
-        entries.update(zip(items, pieces, strict=True))
+        if items:
+            pieces = result
+            if isinstance(value, TokenBatch) and isinstance(result, Tensor):
+                pieces = result.split(value.lengths_B[items].tolist())
+            entries.update(zip(items, pieces, strict=True))
     ordered = [entries[i] for i in range(len(entries))]
     return torch.cat(ordered) if isinstance(first, Tensor) else ordered
 
 
 def _collect_outputs(value: object, parts: Parts, results: Sequence[ModelOutputs]) -> ModelOutputs:
-    found: dict[str, Tensor | None] = {}
+    found: dict[str, Any] = {}
     for field in fields(ModelOutputs):
         own = [getattr(result, field.name) for result in results]
-        if own[0] is None:
-            found[field.name] = None
-        elif field.name.endswith("_B"):
+        if field.name.endswith("_B") and own[0] is not None:
             found[field.name] = torch.stack(collect(value, parts, [list(rows) for rows in own]))
-        else:
+        elif own[0] is not None:
             found[field.name] = collect(value, parts, own)
-    return ModelOutputs(**found)  # pyright: ignore[reportArgumentType]
+    return ModelOutputs(**found)
 
 
 def equal_result(call: str, place: str, results: Sequence[Any]) -> Any:
@@ -178,35 +174,21 @@ def equal_result(call: str, place: str, results: Sequence[Any]) -> Any:
     return results[0]
 
 
-def _weight(item: object) -> int:
-    """Return the maximum number of tokens of a request; 1 for anything else."""
-    if isinstance(item, RolloutRequest):
-        return len(item.prompt_ids) + item.num_samples * item.sampling.max_new_tokens
-    return 1
-
-
-class Closable(Protocol):
-    """What a group needs of its worker besides the methods it calls."""
-
-    def close(self) -> None:
-        """Free everything."""
-        ...
-
-
 class InProcessGroup:
     """A `WorkerGroup` of world size 1: every dispatch mode is a plain call.
 
-    `reserved` holds cluster resources for the worker; it is closed after the worker.
+    Errors of the worker reach the caller unchanged. `reserved` holds cluster resources for the
+    worker; it is closed after the worker.
     """
 
-    def __init__(self, worker: Closable, reserved: Closable | None = None) -> None:
-        self._worker: Closable | None = worker
-        self._reserved = reserved
+    world_size = 1
 
-    @property
-    def world_size(self) -> int:
-        """Always 1."""
-        return 1
+    def __init__(self, worker: Any, reserved: Any = None) -> None:
+        self._worker = worker
+        self._resources = ExitStack()
+        if reserved is not None:
+            self._resources.callback(reserved.close)
+        self._resources.callback(worker.close)
 
     def run(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the method on the worker."""
@@ -221,10 +203,5 @@ class InProcessGroup:
 
     def close(self) -> None:
         """Close the worker once."""
-        worker, self._worker = self._worker, None
-        try:
-            if worker is not None:
-                worker.close()
-        finally:
-            if self._reserved is not None:
-                self._reserved.close()
+        self._worker = None
+        self._resources.close()

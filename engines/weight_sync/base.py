@@ -5,10 +5,11 @@ on both sides. A `SyncReport` exists only after every receiver has confirmed ver
 otherwise a `WeightSyncError` is raised, and the receiver samples nothing until a sync succeeds.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -85,3 +86,10 @@ class SyncReport:
     version: int
     sent: WeightDigest
     seconds: float = field(compare=False)
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Receipt":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"{__name__}.Receipt is now WeightDigest", DeprecationWarning, stacklevel=2)
+    return WeightDigest

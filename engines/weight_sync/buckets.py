@@ -1,11 +1,9 @@
-"""Tensors packed into buckets: flat uint8 memory with a description of where each tensor lies.
+"""What every transport does with a tensor before it is sent: cast, checksum, pack into a bucket.
 
-Every tensor begins at a multiple of `ALIGNMENT_BYTES`; one that is larger than a bucket gets a
-bucket of its own size. Readers get views, no copies.
-
-Casts weights to the receiver's dtype and computes a checksum of each before it is sent.
-
-A cast tensor has its own memory, so it can be read while the next one is made.
+A bucket is flat uint8 memory with a description of where each tensor lies. Every tensor begins at a
+multiple of `ALIGNMENT_BYTES`; one that is larger than a bucket gets a bucket of its own size.
+Promises: a cast tensor has its own memory, so it can be read while the next one is made; readers of
+a bucket get views, no copies.
 """
 
 import json
@@ -28,6 +26,65 @@ BUCKET_BYTES = 16 * 2**20
 """Larger buckets cost more page faults at the first touch than they save."""
 
 
+class CastStream(Iterator[tuple[str, Tensor]]):
+    """Casts (name, full tensor) pairs by `received_dtype` and keeps the checksum of each."""
+
+    def __init__(
+        self,
+        tensors: Iterator[tuple[str, Tensor]],
+        dtype: torch.dtype,
+        float32_names: Collection[str] = (),
+    ) -> None:
+        self._tensors = tensors
+        self._dtype = dtype
+        self._float32_names = frozenset(float32_names)
+        self._checksums: dict[str, str] = {}
+        self._num_bytes = 0
+
+    def __next__(self) -> tuple[str, Tensor]:
+        name, tensor = next(self._tensors)
+        tensor = tensor.detach()
+        if name in self._checksums:
+            raise WeightSyncError(f"{name}: the training engine sent it twice")
+        tensor = tensor.to(received_dtype(name, tensor.dtype, self._dtype, self._float32_names))
+        self._checksums[name] = tensor_checksum(tensor)
+        self._num_bytes += tensor.nbytes
+        return name, tensor
+
+    @property
+    def sent(self) -> WeightDigest:
+        """Digest of the tensors so far."""
+        digest = combine(self._checksums.items())
+        return WeightDigest(digest, len(self._checksums), self._num_bytes)
+
+
+def received_dtype(
+    name: str, sent: torch.dtype, served: torch.dtype, float32_names: Collection[str]
+) -> torch.dtype:
+    """Return the dtype in which a receiver that serves dtype `served` holds a weight.
+
+    Weights in `float32_names` are float32; weights that are not floating-point keep theirs.
+    """
+    if not sent.is_floating_point:
+        return sent
+    return torch.float32 if name in float32_names else served
+
+
+@contextmanager
+def in_step(tensors: Iterable[object]) -> Iterator[None]:
+    """Consume the rest of `tensors` before a lost receiver's error is raised.
+
+    All ranks gather each tensor together: one that stopped midway would leave the others waiting.
+    """
+    try:
+        yield
+    except (ReceiverGoneError, DeadlineError):
+        if world_size() > 1:
+            for _ in tensors:
+                pass
+        raise
+
+
 @dataclass(frozen=True)
 class Entry:
     """Where a tensor lies in its bucket; `checksum` is empty where only digests are compared."""
@@ -41,16 +98,12 @@ class Entry:
     @property
     def end_bytes(self) -> int:
         """Offset behind the last byte."""
-        return self.offset_bytes + math.prod(self.shape) * self._dtype.itemsize
+        return self.offset_bytes + math.prod(self.shape) * getattr(torch, self.dtype).itemsize
 
     def view(self, memory: Tensor) -> Tensor:
         """Return the tensor as a view of its bucket's memory, (N,) uint8."""
-        part = memory[self.offset_bytes : self.end_bytes]
-        return part.view(self._dtype).view(self.shape)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
+        flat = memory[self.offset_bytes : self.end_bytes].view(getattr(torch, self.dtype))
+        return flat.view(self.shape)
 
 
 def entries_to_json(entries: Sequence[Entry]) -> str:
@@ -98,62 +151,3 @@ class Packer:
         if self._entries:
             entries, self._entries, self._offset_bytes = self._entries, [], 0
             self._publish(entries)
-
-
-class OutgoingStream(Iterator[tuple[str, Tensor]]):
-    """Casts (name, full tensor) pairs by `received_dtype` and keeps the checksum of each."""
-
-    def __init__(
-        self,
-        tensors: Iterator[tuple[str, Tensor]],
-        dtype: torch.dtype,
-        float32_names: Collection[str] = (),
-    ) -> None:
-        self._tensors = tensors
-        self._dtype = dtype
-        self._float32_names = frozenset(float32_names)
-        self._checksums: dict[str, str] = {}
-        self._num_bytes = 0
-
-    def __next__(self) -> tuple[str, Tensor]:
-        name, tensor = next(self._tensors)
-        tensor = tensor.detach()
-        if name in self._checksums:
-            raise WeightSyncError(f"{name}: the training engine sent it twice")
-        tensor = tensor.to(received_dtype(name, tensor.dtype, self._dtype, self._float32_names))
-        self._checksums[name] = tensor_checksum(tensor)
-        self._num_bytes += tensor.nbytes
-        return name, tensor
-
-    @property
-    def sent(self) -> WeightDigest:
-        """WeightDigest of what passed so far."""
-        digest = combine(self._checksums.items())
-        return WeightDigest(digest, len(self._checksums), self._num_bytes)
-
-
-def received_dtype(
-    name: str, sent: torch.dtype, served: torch.dtype, float32_names: Collection[str]
-) -> torch.dtype:
-    """Return the dtype in which a receiver that serves dtype `served` holds a weight.
-
-    Weights in `float32_names` are float32; weights that are not floating-point keep theirs.
-    """
-    if not sent.is_floating_point:
-        return sent
-    return torch.float32 if name in float32_names else served
-
-
-@contextmanager
-def in_step(tensors: Iterable[object]) -> Iterator[None]:
-    """Consume the rest of `tensors` before a lost receiver's error is raised.
-
-    All ranks gather each tensor together: one that stopped midway would leave the others waiting.
-    """
-    try:
-        yield
-    except (ReceiverGoneError, DeadlineError):
-        if world_size() > 1:
-            for _ in tensors:
-                pass
-        raise

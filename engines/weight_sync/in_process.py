@@ -18,7 +18,7 @@ from torch import Tensor
 from engines.checkpoint.hub_names import served_float32_names
 from engines.errors import WeightSyncError
 from engines.weight_sync.base import ReceiverGoneError, WeightDigest
-from engines.weight_sync.buckets import OutgoingStream
+from engines.weight_sync.buckets import CastStream
 from infra.errors import DeadlineError
 
 
@@ -36,7 +36,7 @@ class InProcessTransport:
 
     def send(self, tensors: Iterator[tuple[str, Tensor]]) -> WeightDigest:
         """See `Transport`."""
-        stream = OutgoingStream(tensors, self._dtype, self._float32_names)
+        stream = CastStream(tensors, self._dtype, self._float32_names)
         try:
             for item in stream:
                 self._put(item)

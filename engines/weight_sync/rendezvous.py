@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from engines.collectives import connect_store, open_store
 from engines.errors import WeightSyncError
-from engines.weight_sync.base import first_of_each
+from engines.weight_sync.base import ReceiverGoneError, first_of_each
 from engines.weight_sync.buckets import BUCKET_BYTES
 from infra.errors import DeadlineError, PipelineError
 
@@ -28,150 +28,23 @@ WATCH_S = 0.05
 FAILED = "failed"
 GRACE_S = 30.0
 """Added to timeouts that follow from another one, so that the one naming the cause fires first."""
-TRAINER, SENT = "the trainer", "sent weights"
-SENDER_GAVE_UP = f"{TRAINER} gave up while it {SENT}"
-
-
-class Meeting:
-    """One process's view of the meeting; raises `error` when a process gave up.
-
-    `failures` is the store of the failure message; None uses `store`, which serves one transfer.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        error: type[WeightSyncError] = WeightSyncError,
-        failures: Store | None = None,
-    ) -> None:
-        self.store = store
-        self.error = error
-        self._failures = store if failures is None else failures
-
-    def lane(self, number: int) -> "Meeting":
-        """Return a view with its own keys; a failure reported there reaches every view."""
-        return Meeting(PrefixStore(f"lane {number}", self.store), self.error, self._failures)
-
-    def say(self, key: str, text: str = "") -> None:
-        """Set a key that the other processes wait for."""
-        with self._reached():
-            self.store.set(key, text)
-
-    def count(self, key: str) -> int:
-        """Increment the counter of a key and return it."""
-        with self._reached():
-            return self.store.add(key, 1)
-
-    def fail(self, sentence: str) -> None:
-        """Report a failure; only the first report counts."""
-        with self._reached():
-            self._failures.compare_set(FAILED, "", sentence)
-
-    def check(self) -> None:
-        """Raise the error if any process gave up."""
-        with self._reached():
-            found = self._failures.check([FAILED]) and self._failures.get(FAILED).decode()
-        if found:
-            raise self.error(found)
-
-    def wait(self, key: str, what: str, timeout_s: float) -> str:
-        """Return the text of a key once it is set; `what` names it in the error text.
-
-        Raises:
-            WeightSyncError: a process gave up; of the class that this view was made with.
-            DeadlineError: the key was not set within `timeout_s`.
-        """
-        start = looked_at = time.monotonic()
-        while True:
-            with self._reached():
-                if self.store.check([key]):
-                    return self.store.get(key).decode()
-            now = time.monotonic()
-            if now > looked_at + WATCH_S:
-                self.check()
-                looked_at = now
-            if now > start + timeout_s:
-                raise DeadlineError(what, timeout_s)
-            time.sleep(POLL_S)
-
-    @contextmanager
-    def telling(self, who: str, what: str) -> Iterator[None]:
-        """Report a failure of the block to the others; `what` completes "gave up while it ..."."""
-        try:
-            yield
-        except PipelineError as error:
-            self.fail(f"{who}: {error}")
-            raise
-        except BaseException:
-            self.fail(f"{who} gave up while it {what}")
-            raise
-
-    @contextmanager
-    def _reached(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise self.error(f"the store of the transfer is gone: {first_line(error)}") from error
-
-
-def attend(host: str, port: int, token: str, error: type[WeightSyncError]) -> tuple[Meeting, str]:
-    """Join a meeting, or raise `error` if it is over.
-
-    Return it and this machine's address as seen from its host.
-    """
-    try:
-        store, address = connect_store(host, port)
-    except (OSError, RuntimeError) as problem:
-        what = f"the transfer of weights at {host}:{port} is over: {first_line(problem)}"
-        raise error(what) from problem
-    return Meeting(PrefixStore(token, store), error), address
-
-
-def first_line(error: BaseException) -> str:
-    """Return an error's message without torch's stack trace."""
-    return str(error).partition("\n")[0]
+SENDER_GAVE_UP = "the trainer gave up while it sent weights"
 
 
 @dataclass(frozen=True)
-class MeetingSource(ABC):
-    """A `WeightSource` that is read at a meeting; plain data.
-
-    Workers of one receiver have consecutive numbers `reader`. `timeout_s` limits the wait for a
-    bucket, `device_name` is the torch device type of the buckets.
-    """
-
-    host: str
-    port: int
-    token: str
-    reader: int
-    num_readers: int
-    timeout_s: float
-    backend: str
-    device_name: str
-
-    @abstractmethod
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `WeightSource`."""
-
-    def of_worker(self, worker: int) -> Self:
-        """See `WeightSource`."""
-        return replace(self, reader=self.reader + worker)
-
-
-@dataclass(frozen=True)
-class MeetingTransport:
-    """A `Delivery` through a meeting; plain data except the store, which is not pickled.
+class RendezvousTransport:
+    """A `Delivery` through a rendezvous; plain data except the store, which is not pickled.
 
     Receivers hold weights in `dtype`, except `float32_names`. Each side has two buckets of
     `bucket_bytes`, which are its extra memory. `server` is None outside the store's process.
     """
 
-    source_type: ClassVar[type[MeetingSource]]
+    source_type: ClassVar[type["RendezvousSource"]]
 
     dtype: str
     float32_names: frozenset[str]
     bucket_bytes: int
-    sources: tuple[MeetingSource, ...]
+    sources: tuple["RendezvousSource", ...]
     server: TCPStore | None = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -212,4 +85,133 @@ class MeetingTransport:
     def stop(self) -> None:
         """See `Delivery`; the store ends with this object."""
         if self.server is not None:
-            Meeting(PrefixStore(self.sources[0].token, self.server)).fail(SENDER_GAVE_UP)
+            PrefixStore(self.sources[0].token, self.server).compare_set(FAILED, "", SENDER_GAVE_UP)
+
+
+@dataclass(frozen=True)
+class RendezvousSource(ABC):
+    """A `WeightSource` that is read through a rendezvous; plain data.
+
+    Workers of one receiver have consecutive numbers `reader`. `timeout_s` limits the wait for a
+    bucket, `device_name` is the torch device type of the buckets.
+    """
+
+    host: str
+    port: int
+    token: str
+    reader: int
+    num_readers: int
+    timeout_s: float
+    backend: str
+    device_name: str
+
+    @abstractmethod
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `WeightSource`."""
+
+    def of_worker(self, worker: int) -> Self:
+        """See `WeightSource`."""
+        return replace(self, reader=self.reader + worker)
+
+    def join(self, error: type[WeightSyncError] = WeightSyncError) -> "Rendezvous":
+        """Join the rendezvous, or raise `error` if it is over; a sender's: `ReceiverGoneError`."""
+        try:
+            store, address = connect_store(self.host, self.port)
+        except (OSError, RuntimeError) as problem:
+            what = f"the transfer of weights at {self.host}:{self.port} is over"
+            raise error(f"{what}: {first_line(problem)}") from problem
+        of_transfer = PrefixStore(self.token, store)
+        return Rendezvous(self, address, error, of_transfer, of_transfer)
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """One process's view of the rendezvous; raises `error` when a process gave up.
+
+    `address` is this machine's as seen from the store's host. `store` holds the keys of this view,
+    `failures` the failure message of the whole transfer.
+    """
+
+    source: RendezvousSource
+    address: str
+    error: type[WeightSyncError]
+    failures: Store
+    store: Store
+
+    def channel(self, number: int) -> "Rendezvous":
+        """Return a view with its own keys; a failure reported there reaches every view."""
+        return replace(self, store=PrefixStore(f"channel {number}", self.failures))
+
+    def say(self, key: str, text: str = "") -> None:
+        """Set a key that the other processes wait for."""
+        with self._reached():
+            self.store.set(key, text)
+
+    def announce(self) -> None:
+        """Tell the sender that this reader is there; a WeightSyncError if it has come before."""
+        reader = self.source.reader
+        with self._reached():
+            times = self.store.add(f"reader {reader}", 1)
+        if times > 1:
+            raise WeightSyncError(f"weights for rollout engine {reader} are read twice")
+
+    def check(self) -> None:
+        """Raise the error if any process gave up."""
+        with self._reached():
+            found = self.failures.check([FAILED]) and self.failures.get(FAILED).decode()
+        if found:
+            raise self.error(found)
+
+    def wait(self, key: str, what: str, timeout_s: float) -> str:
+        """Return the text of a key once it is set; `what` names it in the error text.
+
+        Raises:
+            WeightSyncError: a process gave up; of the class that this view was made with.
+            DeadlineError: the key was not set within `timeout_s`.
+        """
+        start = checked_at = time.monotonic()
+        while True:
+            with self._reached():
+                if self.store.check([key]):
+                    return self.store.get(key).decode()
+            now = time.monotonic()
+            if now > checked_at + WATCH_S:
+                self.check()
+                checked_at = now
+            if now > start + timeout_s:
+                raise DeadlineError(what, timeout_s)
+            time.sleep(POLL_S)
+
+    def await_readers(self, key: str, to: str) -> None:
+        """Wait for the key of every reader; `to` says in error texts what a reader has to do."""
+        for reader in range(self.source.num_readers):
+            what = f"rollout engine {reader} to {to}"
+            self.wait(f"{key} {reader}", what, self.source.timeout_s)
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Report a failure of the block to the other processes; only the first report counts."""
+        if self.error is ReceiverGoneError:
+            who, gave_up = "the trainer", SENDER_GAVE_UP
+        else:
+            who = f"rollout engine {self.source.reader}"
+            gave_up = f"{who} gave up while it took weights"
+        try:
+            yield
+        except BaseException as error:
+            text = f"{who}: {error}" if isinstance(error, PipelineError) else gave_up
+            with self._reached():
+                self.failures.compare_set(FAILED, "", text)
+            raise
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.error(f"the store of the transfer is gone: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error's message without torch's stack trace."""
+    return str(error).partition("\n")[0]

@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +23,8 @@ from engines.collectives import rank
 from engines.errors import WeightSyncError
 from engines.weight_sync.base import ReceiverGoneError, WeightDigest, first_of_each
 from engines.weight_sync.buckets import (
+    CastStream,
     Entry,
-    OutgoingStream,
     Packer,
     entries_from_json,
     entries_to_json,
@@ -40,50 +40,26 @@ POLL_S = 0.0005
 FAILED = "failed"
 
 
-@dataclass(frozen=True)
-class SharedMemorySource:
-    """Source that reads shared memory; workers of one receiver have consecutive `reader`s."""
-
-    directory: Path
-    reader: int
-    timeout_s: float
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `WeightSource`; a tensor is a view of a bucket, valid until the next one."""
-        done = False
-        try:
-            (self.directory / f"reader-{self.reader}").touch()
-            number = 0
-            buckets = _Buckets(self.directory)
-            while entries := self._bucket(number):
-                memory = buckets.memory(number)
-                for entry in entries:
-                    yield entry.name, entry.view(memory)
-                fault("weights.bucket_read")
-                (self.directory / f"{number}.read-{self.reader}").touch()
-                number += 1
-            done = True
-        except FileNotFoundError as error:
-            raise WeightSyncError("the trainer gave up while it sent weights") from error
-        finally:
-            if not done:
-                _mark_failed(self.directory)
-
-    def of_worker(self, worker: int) -> "SharedMemorySource":
-        """See `WeightSource`."""
-        return replace(self, reader=self.reader + worker)
-
-    def _bucket(self, number: int) -> list[Entry]:
-        """Return the entries of a bucket; empty at the end."""
-        message = self.directory / f"{number}.json"
-        end = time.monotonic() + self.timeout_s
-        while not message.exists():
-            if (self.directory / FAILED).exists() or not self.directory.exists():
-                raise WeightSyncError("the trainer gave up while it sent weights")
-            if time.monotonic() > end:
-                raise DeadlineError("the trainer to send weights", self.timeout_s)
-            time.sleep(POLL_S)
-        return entries_from_json(message.read_text(encoding="utf-8"))
+def open_transport(
+    dtype: str,
+    float32_names: frozenset[str],
+    timeout_s: float,
+    num_workers: Sequence[int],
+    bucket_bytes: int = BUCKET_BYTES,
+) -> "SharedMemoryTransport":
+    """Return a transport with its own directory; removes directories of killed processes."""
+    # Containers may share memory but not process ids.
+    own_namespace = str(Path("/proc/self/ns/pid").stat().st_ino)
+    for left in SHARED_MEMORY.glob(f"{PREFIX}*"):
+        namespace, process, _ = left.name.removeprefix(PREFIX).split("-")
+        if namespace == own_namespace and not Path("/proc", process).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    name = f"{PREFIX}{own_namespace}-{os.getpid()}-{secrets.token_hex(8)}"
+    directory = SHARED_MEMORY / name
+    directory.mkdir(mode=0o700)
+    return SharedMemoryTransport(
+        dtype, float32_names, tuple(num_workers), timeout_s, bucket_bytes, directory
+    )
 
 
 @dataclass(frozen=True)
@@ -102,7 +78,7 @@ class SharedMemoryTransport:
     directory: Path
 
     @property
-    def sources(self) -> tuple[SharedMemorySource, ...]:
+    def sources(self) -> "tuple[SharedMemorySource, ...]":
         """See `Transport`."""
         return tuple(
             SharedMemorySource(self.directory, first, self.timeout_s)
@@ -110,19 +86,34 @@ class SharedMemoryTransport:
         )
 
     def send(self, tensors: Iterator[tuple[str, Tensor]]) -> WeightDigest:
-        """See `Transport`; rank 0 sends, the other ranks only compute the receipt."""
-        stream = OutgoingStream(tensors, getattr(torch, self.dtype), frozenset(self.float32_names))
-        if rank() != 0:
-            for _ in stream:
-                pass
-            return stream.sent
+        """See `Transport`; rank 0 sends, the other ranks only compute the digest."""
+        stream = CastStream(tensors, getattr(torch, self.dtype), self.float32_names)
         with in_step(tensors):
-            self._pass_on(stream)
+            if rank() == 0:
+                self._write(stream)
+        for _ in stream:  # on ranks that do not send
+            pass
         return stream.sent
 
-    def _pass_on(self, stream: OutgoingStream) -> None:
+    def stop(self) -> None:
+        """See `Transport`; removes the directory."""
+        _mark_failed(self.directory)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def await_readers(self, key: str, what: str) -> None:
+        """Wait for the file `key` of every reader; `what` completes the error text."""
+        end = time.monotonic() + self.timeout_s
+        for reader in range(sum(self.num_workers)):
+            while not (self.directory / f"{key}-{reader}").exists():
+                if (self.directory / FAILED).exists() or not self.directory.exists():
+                    raise ReceiverGoneError("a rollout engine gave up while it took weights")
+                if time.monotonic() > end:
+                    raise DeadlineError(f"rollout engine {reader} to {what}", self.timeout_s)
+                time.sleep(POLL_S)
+
+    def _write(self, stream: CastStream) -> None:
         try:
-            self._await_files([f"reader-{n}" for n in range(sum(self.num_workers))], "come")
+            self.await_readers("reader", "come")
             writer = _Writer(self)
             packer = Packer(self.bucket_bytes, writer.open_bucket, writer.publish)
             for name, tensor in stream:
@@ -134,44 +125,74 @@ class SharedMemoryTransport:
             self.stop()
             raise
 
-    def stop(self) -> None:
-        """See `Transport`; removes the directory."""
-        _mark_failed(self.directory)
-        shutil.rmtree(self.directory, ignore_errors=True)
 
-    def await_read(self, bucket: int) -> None:
-        """Wait until every receiver has left a bucket."""
-        self._await_files([f"{bucket}.read-{n}" for n in range(sum(self.num_workers))], "read on")
+@dataclass(frozen=True)
+class SharedMemorySource:
+    """Source that reads shared memory; workers of one receiver have consecutive `reader`s."""
 
-    def _await_files(self, names: Collection[str], what: str) -> None:
+    directory: Path
+    reader: int
+    timeout_s: float
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `WeightSource`; a tensor is a view of a bucket, valid until the next one."""
+        try:
+            (self.directory / f"reader-{self.reader}").touch()
+            number = 0
+            buckets = _Buckets(self.directory)
+            while entries := self._await_bucket(number):
+                memory = buckets.memory(number)
+                for entry in entries:
+                    yield entry.name, entry.view(memory)
+                fault("weights.bucket_read")
+                (self.directory / f"{number}.read-{self.reader}").touch()
+                number += 1
+        except BaseException as error:
+            _mark_failed(self.directory)
+            if isinstance(error, FileNotFoundError):
+                raise WeightSyncError("the trainer gave up while it sent weights") from error
+            raise
+
+    def of_worker(self, worker: int) -> "SharedMemorySource":
+        """See `WeightSource`."""
+        return replace(self, reader=self.reader + worker)
+
+    def _await_bucket(self, number: int) -> list[Entry]:
+        """Return the entries of a bucket; empty at the end."""
+        message = self.directory / f"{number}.json"
         end = time.monotonic() + self.timeout_s
-        for number, name in enumerate(names):
-            while not (self.directory / name).exists():
-                if (self.directory / FAILED).exists() or not self.directory.exists():
-                    raise ReceiverGoneError("a rollout engine gave up while it took weights")
-                if time.monotonic() > end:
-                    raise DeadlineError(f"rollout engine {number} to {what}", self.timeout_s)
-                time.sleep(POLL_S)
+        while not message.exists():
+            if (self.directory / FAILED).exists() or not self.directory.exists():
+                raise WeightSyncError("the trainer gave up while it sent weights")
+            if time.monotonic() > end:
+                raise DeadlineError("the trainer to send weights", self.timeout_s)
+            time.sleep(POLL_S)
+        return entries_from_json(message.read_text(encoding="utf-8"))
 
 
-def open_transport(
-    dtype: str,
-    float32_names: frozenset[str],
-    timeout_s: float,
-    num_workers: Sequence[int],
-    bucket_bytes: int = BUCKET_BYTES,
-) -> SharedMemoryTransport:
-    """Return a transport with its own directory; removes directories of killed processes."""
-    for left in SHARED_MEMORY.glob(f"{PREFIX}*"):
-        namespace, process, _ = left.name.removeprefix(PREFIX).split("-")
-        if namespace == _process_namespace() and not Path("/proc", process).exists():
-            shutil.rmtree(left, ignore_errors=True)
-    owner = f"{_process_namespace()}-{os.getpid()}"
-    directory = SHARED_MEMORY / f"{PREFIX}{owner}-{secrets.token_hex(8)}"
-    directory.mkdir(mode=0o700)
-    return SharedMemoryTransport(
-        dtype, float32_names, tuple(num_workers), timeout_s, bucket_bytes, directory
-    )
+class _Writer:
+    def __init__(self, transport: SharedMemoryTransport) -> None:
+        self._transport = transport
+        self._buckets = _Buckets(transport.directory)
+        self._number = 0
+
+    def open_bucket(self, num_bytes: int) -> Tensor:
+        """Wait for the bucket before the last one and return its memory."""
+        self.await_read()
+        return self._buckets.memory(self._number, num_bytes)
+
+    def await_read(self) -> None:
+        """Wait until the bucket before the last one was read."""
+        if self._number > 1:
+            self._transport.await_readers(f"{self._number - 2}.read", "read on")
+
+    def publish(self, entries: Sequence[Entry]) -> None:
+        """Describe the next bucket; no entries mean the end."""
+        message = self._transport.directory / f"{self._number}.json"
+        draft = message.with_suffix(".draft")
+        draft.write_text(entries_to_json(entries), "utf-8")
+        draft.rename(message)
+        self._number += 1
 
 
 class _Buckets:
@@ -197,36 +218,6 @@ class _Buckets:
         return held
 
 
-class _Writer:
-    def __init__(self, to: SharedMemoryTransport) -> None:
-        self._to = to
-        self._buckets = _Buckets(to.directory)
-        self._number = 0
-
-    def open_bucket(self, num_bytes: int) -> Tensor:
-        """Wait for the bucket before the last one and return its memory."""
-        self.await_read()
-        return self._buckets.memory(self._number, num_bytes)
-
-    def await_read(self) -> None:
-        """Wait until the bucket before the last one was read."""
-        if self._number > 1:
-            self._to.await_read(self._number - 2)
-
-    def publish(self, entries: Sequence[Entry]) -> None:
-        """Describe the next bucket; no entries mean the end."""
-        message = self._to.directory / f"{self._number}.json"
-        draft = message.with_suffix(".draft")
-        draft.write_text(entries_to_json(entries), "utf-8")
-        draft.rename(message)
-        self._number += 1
-
-
 def _mark_failed(directory: Path) -> None:
     with suppress(FileNotFoundError):  # removed: receivers treat that as a failure too
         (directory / FAILED).touch()
-
-
-def _process_namespace() -> str:
-    """Return the PID namespace: containers may share memory but not process ids."""
-    return str(Path("/proc/self/ns/pid").stat().st_ino)

@@ -1,7 +1,7 @@
 """Weights by broadcast to a rollout engine's process, against gloo's bare broadcast of the same.
 
 A model of 0.5 GB in float32 goes from this process to another one of this machine. In turn: one
-transfer through `engines.weight_sync.collective` (the meeting, a group of its own, packing,
+transfer through `engines.weight_sync.collective` (the rendezvous, a group of its own, packing,
 checksums on both sides, and the copy into the receiver's parameters, until the receiver has said
 what it holds); `broadcast` of one parameter after the other into those of the receiver, through a
 group that is there already, nothing checked; and the transfer through shared memory.

@@ -29,8 +29,8 @@ from measure import Measurement, cost_line, machine
 from engines.config.algorithm import RewardConfig
 from engines.config.model import TokenizerConfig
 from engines.config.stages.rl import RLRoundStageConfig
-from engines.controller.rank_process import RayGroupOptions
-from engines.controller.ray_group import RayWorkerGroup
+from engines.controller.placement import reserve
+from engines.controller.ray_group import RayGroupOptions, RayWorkerGroup
 from engines.controller.worker_group import Dispatch, dispatch
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.examples import rl_prompts
@@ -252,8 +252,9 @@ def main() -> None:
     ray.init(num_cpus=NUM_RANKS, include_dashboard=False, log_to_driver=False)
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        group_options = RayGroupOptions(NUM_RANKS, "gloo", 1, directory / "logs", {"num_cpus": 1})
-        workers = RayWorkerGroup(NotingWorker, group_options)
+        group_options = RayGroupOptions(NUM_RANKS, "gloo", 1, directory / "logs")
+        pool = reserve([{"num_cpus": 1}] * NUM_RANKS)
+        workers = RayWorkerGroup(NotingWorker, group_options, pool)
         try:
             with RewardScorer(RewardConfig.model_validate({"function": "math"})) as rewards:
                 step = DriverStep(options, directory, workers, rewards)

@@ -73,7 +73,7 @@ def service_of(engine: str, root: Path, num_threads: int) -> Iterator[RolloutSer
         options=options,
     )
     spec = ReplicaSpec(root / "model", rollout, DTYPE, "cpu", None, num_threads, root)
-    pool = reserve_replicas(spec)
+    pool = reserve_replicas([spec])
     with closing(pool):
         launched = launch_engines(spec, pool.places(0, 1))
         with closing(launched.service()) as service:

@@ -13,7 +13,7 @@ import torch
 from engines.algorithms.supervised import sft_loss_fn
 from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
-from engines.controller.launch import launch_policy_with_rollout
+from engines.controller.launch import launch_policy_beside
 from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.training.spec import POLICY, ModelSource, RoleSpec
 from engines.types import RolloutRequest, SamplingParams, TokenBatch
@@ -58,7 +58,7 @@ def test_phases_hold_what_the_guide_says(
     )
     before_bytes = _settled_bytes(platform)
     with ExitStack() as stack:
-        workers, rollout = launch_policy_with_rollout(spec, tmp_path)
+        workers, rollout, _ = launch_policy_beside(spec, {}, tmp_path)
         stack.enter_context(closing(workers))
         stack.enter_context(closing(rollout))
         weights_bytes = rollout.publish(0).sent.num_bytes

@@ -26,7 +26,7 @@ from engines.controller.frozen_replica import FrozenModel, replica_beside
 from engines.controller.launch import launch_served_model
 from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.controller.replica import ReplicaSpec
-from engines.controller.rollout import LaunchedEngines
+from engines.controller.rollout import FrozenModel, LaunchedEngines, replica_beside
 from engines.controller.worker_group import WorkerGroup
 from engines.jobs.policy import (
     copy_hf_files,

@@ -12,7 +12,7 @@ import pytest
 from engines.checkpoint.model_directory import create_random_model
 from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.rollout import RolloutConfig
-from engines.controller.launch import launch_policy_with_rollout
+from engines.controller.launch import launch_policy_beside
 from engines.controller.model_worker import WorkerSpec
 from engines.controller.replica import RemoteReplica
 from engines.controller.rollout import ServedRollout
@@ -54,8 +54,8 @@ def actor_of(rollout: ServedRollout) -> psutil.Process:
     """The process of the only replica."""
     (slot,) = rollout._pool.slots
     assert isinstance(slot.engine, RemoteReplica)
-    assert slot.engine._whereabouts is not None
-    return psutil.Process(slot.engine._whereabouts.process.pid)
+    assert slot.engine._location is not None
+    return psutil.Process(slot.engine._location.process.pid)
 
 
 def strike(rollout: ServedRollout, victim: psutil.Process) -> None:
@@ -81,7 +81,7 @@ def test_fault_row_6_an_engine_whose_subprocess_dies_is_replaced(
             engine=engine, placement="disaggregated", timeout_s=START_S, max_num_restarts=1
         ),
     )
-    workers, rollout = launch_policy_with_rollout(spec, tmp_path)
+    workers, rollout, _ = launch_policy_beside(spec, {}, tmp_path)
     with closing(workers), closing(rollout):
         assert isinstance(rollout, ServedRollout)
         rollout.publish(3)

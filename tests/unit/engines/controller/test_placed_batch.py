@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engines.controller.placed_batches import Array, TensorStore
-from engines.controller.rank_process import RayGroupOptions
-from engines.controller.ray_group import RayWorkerGroup
+from engines.controller.placement import reserve
+from engines.controller.ray_group import RayGroupOptions, RayWorkerGroup
 from engines.controller.worker_group import Dispatch, dispatch, split_plan, take
 from engines.images import ImagePatches
 from engines.selection import source_of, spans_of
@@ -333,10 +333,9 @@ class Receiver:
 @pytest.fixture
 def group(cluster: None, tmp_path: Path) -> Iterator[RayWorkerGroup]:
     options = RayGroupOptions(
-        world_size=2, backend="gloo", num_threads=1, log_dir=tmp_path / "ranks",
-        resources={"num_cpus": 1}, call_timeout_s=60.0,
+        world_size=2, backend="gloo", num_threads=1, log_dir=tmp_path / "ranks", call_timeout_s=60.0
     )  # fmt: skip
-    made = RayWorkerGroup(Receiver, options)
+    made = RayWorkerGroup(Receiver, options, reserve([{"num_cpus": 1}] * 2))
     yield made
     made.close()
 

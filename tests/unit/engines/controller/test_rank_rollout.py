@@ -41,7 +41,7 @@ def answer(name: str, index: int) -> Completion:
 
 def test_the_rank_of_this_process_hands_over_while_it_samples() -> None:
     service = Service()
-    worker: Any = SimpleNamespace(_served=lambda: service)
+    worker: Any = SimpleNamespace(_served=lambda: service, close=lambda: None)
     rows = RankRollout(InProcessGroup(worker)).generate(REQUESTS, service.receive)
     assert service.log == ["a0", "b0", "b1", "answered"]
     assert rows == RankRollout(InProcessGroup(worker)).generate(REQUESTS)

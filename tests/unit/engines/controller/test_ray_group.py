@@ -20,8 +20,7 @@ from engines.algorithms.supervised import sft_loss_fn
 from engines.config.training import TrainingConfig
 from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.controller.placement import Queueing, reserve
-from engines.controller.rank_process import RayGroupOptions
-from engines.controller.ray_group import RayWorkerGroup
+from engines.controller.ray_group import RayGroupOptions, RayWorkerGroup
 from engines.controller.worker_group import Dispatch, InProcessGroup, dispatch
 from engines.errors import NonFiniteError, WorkerError
 from engines.training.spec import POLICY
@@ -101,10 +100,11 @@ def start(tmp_path: Path) -> Iterator[GroupFactory]:
             backend="gloo",
             num_threads=1,
             log_dir=tmp_path / "ranks",
-            resources={"num_cpus": 1},
             **{"collective_timeout_s": 600.0, "heartbeat_s": 0.2, **changes},
         )
-        groups.append(RayWorkerGroup(factory, options))
+        queueing = Queueing(fit_deadline_s=options.start_timeout_s)
+        pool = reserve([{"num_cpus": 1}] * world_size, queueing)
+        groups.append(RayWorkerGroup(factory, options, pool))
         return groups[-1]
 
     yield make

@@ -14,10 +14,9 @@ from engines.checkpoint.step_store import StepCheckpoints, TrainerState
 from engines.config.training import TrainingConfig
 from engines.controller import ray_group
 from engines.controller.model_worker import ModelWorker, WorkerSpec
-from engines.controller.placement import this_node
-from engines.controller.rank_process import RayGroupOptions
-from engines.controller.ray_group import RayWorkerGroup
-from engines.remote_files import DiskAccess, OtherDisk, SameDisk, access_for
+from engines.controller.placement import reserve, this_node
+from engines.controller.ray_group import RayGroupOptions, RayWorkerGroup
+from engines.remote_files import Disk, DiskAccess, OtherDisk, access_for
 from engines.training.spec import POLICY
 from infra.errors import DeadlineError
 from infra.waiting import wait_for
@@ -29,7 +28,7 @@ def access(directory: Path) -> DiskAccess:
     """As of a process that does not find the mark."""
     found = access_for(["another node"], this_node(), directory)
     assert found is not None
-    assert isinstance(found.disk(), SameDisk)
+    assert type(found.disk()) is Disk
     return replace(found, mark=directory / "not here")
 
 
@@ -107,13 +106,12 @@ def ranks(
         backend="gloo",
         num_threads=1,
         log_dir=tmp_path / "ranks",
-        resources={"num_cpus": 1},
         heartbeat_s=0.2,
     )
     training = TrainingConfig(num_threads=1, num_workers=2)
     role = replace(policy_spec.policy, training=training)
     spec = replace(policy_spec, roles={POLICY: role}, rollout=None)
-    group = RayWorkerGroup(partial(ModelWorker, spec), options)
+    group = RayWorkerGroup(partial(ModelWorker, spec), options, reserve([{"num_cpus": 1}] * 2))
     yield group
     group.close()
 

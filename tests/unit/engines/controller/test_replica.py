@@ -19,12 +19,11 @@ import torch
 from engines.algorithms.supervised import sft_loss_fn
 from engines.config.rollout import RolloutConfig
 from engines.controller import launch
-from engines.controller.frozen_replica import FrozenModel, replica_beside
-from engines.controller.launch import launch_policy_with_rollout, policy_replica, reserve_replicas
+from engines.controller.launch import launch_policy_beside, policy_replica, reserve_replicas
 from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.controller.placement import Queueing, reserve
 from engines.controller.replica import RayReplicas, RemoteReplica, ReplicaSpec
-from engines.controller.rollout import Rollout, ServedRollout
+from engines.controller.rollout import FrozenModel, Rollout, ServedRollout, replica_beside
 from engines.controller.worker_group import WorkerGroup
 from engines.errors import ReplicaLostError, WeightSyncError
 from engines.rollout.prompt_logprobs import PromptRequest
@@ -55,7 +54,7 @@ def launched(
     log_dir.mkdir()
     spec = replace(spec, rollout=RolloutConfig(timeout_s=60.0, **rollout))
     with ExitStack() as stack:
-        workers, engines = launch_policy_with_rollout(spec, log_dir)
+        workers, engines, _ = launch_policy_beside(spec, {}, log_dir)
         stack.enter_context(closing(workers))
         stack.enter_context(closing(engines))
         yield workers, engines
@@ -209,7 +208,7 @@ def test_a_replica_beside_other_libraries_than_planned_does_not_start(
         libraries={**installed_distributions(interpreter), "torch": "1.0"},
     )
     with (
-        closing(reserve_replicas(spec)) as pool,
+        closing(reserve_replicas([spec])) as pool,
         pytest.raises(ConfigError, match=r"a replica of transformers .* torch 2.* for 1\.0"),
     ):
         RayReplicas(spec, pool.places(0, 1)).start()
@@ -224,7 +223,7 @@ def replica_processes(rollout: Rollout) -> list[psutil.Process]:
 def processes_of(service: RolloutService) -> list[psutil.Process]:
     """Of the replicas that live: nobody hears of a death before a replica is asked again."""
     remote = [cast(RemoteReplica, slot.engine) for slot in service._pool.slots]
-    pids = [one._whereabouts.process.pid for one in remote if one._whereabouts]
+    pids = [one._location.process.pid for one in remote if one._location]
     return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
 
 
@@ -315,8 +314,8 @@ def test_a_policy_that_does_not_start_leaves_nothing_of_the_models_beside_it(
     with pytest.raises(ConfigError, match="max_prefil_tokens"):
         launch.launch_policy_beside(spec, {"teacher": beside}, tmp_path)
     [teacher] = started
-    assert teacher._whereabouts is not None
-    process = teacher._whereabouts.process
+    assert teacher._location is not None
+    process = teacher._location.process
     wait_for(lambda: not is_alive(process), "the teacher to end", 30.0)
     # All of the four CPUs can be had again.
     with closing(reserve([{"num_cpus": 1}] * 4, Queueing(deadline_s=240.0))):

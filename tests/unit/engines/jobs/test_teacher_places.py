@@ -11,9 +11,9 @@ import pytest
 from engines.checkpoint.model_directory import create_random_model
 from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.stages.rl import RLRoundStageConfig
-from engines.controller.frozen_replica import FrozenModel
 from engines.controller.launch import launch_engines, policy_replica
 from engines.controller.model_worker import WorkerSpec
+from engines.controller.rollout import FrozenModel
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.jobs.rl_round import _roles
 from engines.jobs.serving.frozen_models import served_teacher

@@ -14,7 +14,7 @@ from engines.rollout.publishing import WeightRoute
 from engines.rollout.replica_pool import RestartPolicy
 from engines.rollout.service import RolloutService
 from engines.weight_sync.base import Transport, WeightDigest
-from engines.weight_sync.buckets import OutgoingStream
+from engines.weight_sync.buckets import CastStream
 from engines.weight_sync.in_process import InProcessTransport
 
 ADAPTER = {"q_proj.lora_A.weight": torch.ones(2, 4), "q_proj.lora_B.weight": torch.zeros(4, 2)}
@@ -44,7 +44,7 @@ def taking(engine: RolloutEngine) -> RolloutEngine:
     """It takes adapters, which change nothing of what it samples."""
 
     async def update_adapter(source, version: int) -> WeightDigest:
-        found = OutgoingStream(source.tensors(), torch.float32)
+        found = CastStream(source.tensors(), torch.float32)
         await asyncio.to_thread(list, found)
         engine._pending = (version, found.sent.digest)
         return found.sent

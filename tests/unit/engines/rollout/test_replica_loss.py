@@ -17,7 +17,7 @@ from engines.rollout.replica_pool import TRANSITIONS, ReplicaPool, ReplicaState,
 from engines.rollout.service import RolloutService
 from engines.types import Completion, RolloutRequest, SamplingParams
 from engines.weight_sync.base import WeightDigest
-from engines.weight_sync.buckets import OutgoingStream
+from engines.weight_sync.buckets import CastStream
 from engines.weight_sync.in_process import InProcessTransport
 from infra.errors import DeadlineError
 
@@ -317,7 +317,7 @@ class EachReads:
         return iter(self.weights)
 
     def send(self) -> WeightDigest:
-        stream = OutgoingStream(self.tensors(), torch.float32)
+        stream = CastStream(self.tensors(), torch.float32)
         for _ in stream:
             pass
         return stream.sent

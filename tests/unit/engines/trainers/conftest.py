@@ -18,9 +18,9 @@ from engines.checkpoint.step_store import StepCheckpoints
 from engines.config.algorithm import RewardConfig
 from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.stages.rl import RLRoundStageConfig
-from engines.controller.frozen_replica import FrozenModel, replica_beside
 from engines.controller.launch import launch_policy_beside, policy_replica
 from engines.controller.model_worker import WorkerSpec
+from engines.controller.rollout import FrozenModel, replica_beside
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.dataset import load_dataset
 from engines.data.read.examples import rl_prompts

@@ -110,7 +110,7 @@ def test_while_a_step_trains_its_sampler_holds_neither_weights_nor_cache(
 
 
 def test_few_files_lie_between_the_loop_and_the_optimizer(run_round, stacks) -> None:
-    """In one process; a group of Ray actors adds `rank_process.py`."""
+    """In one process; a group of Ray actors adds `ray_group.py`."""
     run_round("odd_length")
     first, second = stacks
     assert first == second

@@ -15,10 +15,10 @@ from engines.config.algorithm import DistillationConfig
 from engines.config.rollout import RolloutConfig
 from engines.config.sections import RLConfig
 from engines.config.training import TrainingConfig
-from engines.controller.frozen_replica import FrozenModel, replica_beside
 from engines.controller.launch import launch_engines
 from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.controller.replica import ReplicaSpec
+from engines.controller.rollout import FrozenModel, replica_beside
 from engines.controller.worker_group import InProcessGroup
 from engines.errors import RolloutError
 from engines.jobs.serving.frozen_models import asked_teacher

@@ -21,7 +21,6 @@ from engines.rollout.served.weight_receiver import source_from_json, source_to_j
 from engines.weight_sync import buckets
 from engines.weight_sync.base import ReceiverGoneError
 from engines.weight_sync.collective import CollectiveSource, CollectiveTransport
-from engines.weight_sync.rendezvous import attend
 from engines.weight_sync.shared_memory import open_transport as open_shared_memory
 from hardware.cpu import CPUPlatform
 from infra.errors import DeadlineError
@@ -87,8 +86,7 @@ def give_up(source: CollectiveSource, _) -> None:
 
 
 def wait_until_come(source: CollectiveSource) -> None:
-    meeting, _ = attend(source.host, source.port, source.token, WeightSyncError)
-    meeting.wait(f"reader {source.reader}", "the reader to come", HANG_S)
+    source.join().wait(f"reader {source.reader}", "the reader to come", HANG_S)
 
 
 def impatient(sending: CollectiveTransport, timeout_s: float) -> CollectiveTransport:
