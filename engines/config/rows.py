@@ -122,7 +122,7 @@ ADVANTAGES = PluginTable(
         ),
         AlgorithmRow(
             name="raft",
-            target=f"{_ESTIMATORS}.selection:raft_advantages",
+            target=f"{_ESTIMATORS}.group_relative:raft_advantages",
             options=f"{_OPTIONS}:RaftOptions",
             paper="RAFT, arXiv:2304.06767 alg. 1; several right answers: RFT, arXiv:2308.01825 "
             "sec. 3.3",
@@ -133,7 +133,7 @@ ADVANTAGES = PluginTable(
         ),
         AlgorithmRow(
             name="optimal_token_baseline",
-            target=f"{_ESTIMATORS}.token_baseline:optimal_token_baseline_advantages",
+            target=f"{_ESTIMATORS}.returns:optimal_token_baseline_advantages",
             paper="arXiv:2602.07078",
             columns=("old_logprobs", "sum_pi_squared"),
             group_relative=True,
@@ -141,7 +141,7 @@ ADVANTAGES = PluginTable(
         ),
         AlgorithmRow(
             name="tir_optimal_token_baseline",
-            target=f"{_ESTIMATORS}.token_baseline:turn_baseline_advantages",
+            target=f"{_ESTIMATORS}.returns:turn_baseline_advantages",
             paper="arXiv:2602.07078, by turns",
             columns=("old_logprobs", "sum_pi_squared"),
             group_relative=True,
