@@ -42,10 +42,9 @@ from engines.jobs.serving.teacher import asked_teacher, served_teacher
 from engines.judges.asking import Judges
 from engines.rewards.mixture import check_data_sources
 from engines.rewards.scorer import RewardScorer
-from engines.trainers.assembly import RoundInputs, assemble
 from engines.trainers.guards import probe_prompt
 from engines.trainers.prompts import PromptSource
-from engines.trainers.rl import train_round
+from engines.trainers.rl import RLTrainer
 from engines.trainers.scoring import CompletionScorer
 from engines.trainers.teacher import ServedTeacher
 from engines.training.spec import (
@@ -81,7 +80,8 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
             launched = _launch(context, stack, worker_spec)
         progress = stage_progress(context, config.checkpoint, rl.num_steps_per_round)
         before = context.optional_input("policy")
-        inputs = RoundInputs(
+        trainer = RLTrainer(
+            config,
             workers=launched.workers,
             rollout=launched.rollout,
             prompts=prompts,
@@ -99,8 +99,7 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
             attempt_dir=context.attempt_dir,
             teacher=launched.teacher,
         )
-        trained = train_round(assemble(config, inputs))
-        return policy_output(context, progress, hf_dir, trained)
+        return policy_output(context, progress, hf_dir, trainer.train_round())
 
 
 def _worker_spec(context: JobContext[RLRoundStageConfig]) -> WorkerSpec:

@@ -1,35 +1,22 @@
 """Collect the scored samples of a step until it has enough groups to train on.
 
 Promises: unscored and aborted samples, and with dynamic sampling uninformative groups, are left out
-and counted, never scored 0. Samples keep the order of their prompts.
-
-Guard against training only on samples that finish quickly.
-
-Without the longest answers, unfinished at the deadline, the policy would learn to be short.
-
-Take the samples of a step: generated from the published weights, scored and filtered.
-
-Promises: samples of other weights, or of a step with too many unfinished ones, are not trained on.
+and counted, never scored 0. Samples keep the order of their prompts. Too many aborted samples are
+an error: without the longest answers the policy would learn to be short.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 
 from engines.algorithms.groups import informative_samples
 from engines.config.algorithm import FilterGroupsConfig
-from engines.config.stages.rl import RLRoundStageConfig
-from engines.controller.rollout import Rollout
 from engines.errors import RolloutError
-from engines.rollout.publishing import Probe
-from engines.trainers.guards import check_versions
 from engines.trainers.packing import See, pack, viewed
-from engines.trainers.progress import LoopStep
-from engines.trainers.prompts import GREEDY_SCORES, PromptSource
+from engines.trainers.prompts import GREEDY_SCORES
 from engines.trainers.rollout_batch import Experience, Place, as_it_is
-from engines.trainers.scoring import CompletionScorer, ScoredBatch, ScoredSample
+from engines.trainers.scoring import ScoredBatch, ScoredSample
 from engines.types import Completion, TokenBatch
 
 MIN_SHARED_TOKENS = 1 << 20
@@ -148,65 +135,3 @@ def check_aborted(
         "are left are the short ones; need time for all of them; raise it, or lower "
         "rl.sampling.max_new_tokens"
     )
-
-
-class Sampler:
-    """Samples and scores generation batches; `probe` checks each engine after a weight sync."""
-
-    def __init__(
-        self,
-        config: RLRoundStageConfig,
-        rollout: Rollout,
-        prompts: PromptSource,
-        scorer: CompletionScorer,
-        probe: Probe,
-        place: Place,
-    ) -> None:
-        self._config, self._timeout_s = config.rl, config.rollout.timeout_s
-        self._rollout, self._prompts, self._scorer = rollout, prompts, scorer
-        self._probe, self._place = probe, place
-        self._is_serving = False
-        self._see = prompts.images.processor.of_sequences if prompts.images else None
-
-    def take(self, step: LoopStep, version: int) -> Collector:
-        """Generate and score until the step has enough groups.
-
-        With any group, the engines sleep afterwards, until `publish`.
-
-        Raises:
-            RolloutError: other weights sampled, or too many samples timed out.
-            RewardError: the reward function is broken, or left too many samples unscored.
-        """
-        config = self._config
-        collector = Collector(
-            config.batch_size_prompts, config.algorithm.filter_groups, self._see, self._place
-        )
-        for prompts in self._prompts.generation_batches(step.global_number):
-            with self._scorer.begin(prompts) as scoring:
-                with step.clock("gen"):
-                    completions = self._rollout.generate(prompts.all_requests, scoring.accept)
-                check_versions(completions, version)
-                check_aborted(completions, config.max_aborted_frac, self._timeout_s)
-                with step.clock("reward"):
-                    scored = scoring.finish(completions)
-            collector.add(scored)
-            if collector.full:
-                break
-        if collector.num_groups:
-            with step.clock("sleep"):
-                self._rollout.sleep()
-            self._is_serving = False
-        return collector
-
-    def publish(self, version: int, step: LoopStep | None = None) -> int:
-        """Publish the policy's weights if the engines do not serve them; return the bytes sent.
-
-        Raises:
-            WeightSyncError: an engine holds other weights, or does not compute with them.
-        """
-        if self._is_serving:
-            return 0
-        with step.clock("update_weights") if step else nullcontext():
-            report = self._rollout.publish(version, self._probe)
-        self._is_serving = True
-        return report.sent.num_bytes

@@ -1,17 +1,12 @@
 """The samples of a step with their packed tokens, and their split into mini-batches.
 
 Letters: B samples, K of them kept, T tokens, G groups (prompts), R reward components.
-
-Fill in the columns that the algorithm reads: logprobs, values, the teacher's outputs.
-
-Promises: nothing else is computed; random draws depend only on the seed and the step.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,18 +15,11 @@ from engines.algorithms.advantage import SCORE, advantages
 from engines.algorithms.reward_shaping import reward_kl
 from engines.algorithms.sequences import on_last_token
 from engines.config.algorithm import AlgorithmConfig
-from engines.config.rows import ADVANTAGES, POLICY_LOSSES
 from engines.config.rules.models import KEYS, compared_components
-from engines.config.sections import RLConfig
-from engines.controller.model_worker import ModelWorker
 from engines.errors import RewardError
 from engines.trainers.packing import segment_rewards_T
-from engines.trainers.progress import LoopStep
-from engines.trainers.prompts import derive_seed
 from engines.trainers.scoring import ScoredSample
-from engines.trainers.teacher import RankTeacher, Teacher
-from engines.training.spec import CRITIC, REFERENCE
-from engines.types import Readouts, TokenBatch
+from engines.types import TokenBatch
 
 KL_IN_REWARD = "actor/reward_kl_penalty"
 
@@ -193,78 +181,3 @@ class Experience:
         for _ in range(num_epochs):
             for number in range(num_batches):
                 yield self.batch.select(sample_K[batch_K == number].tolist())
-
-
-OLD, SQUARES, REFERENCE_LOGPROBS = "old_logprobs", "sum_pi_squared", "ref_logprobs"
-UNIFORM, POSITIVE = "uniform", "positive"
-VALUES, LAST_VALUES = "values", "last_values"
-
-
-class Preparer:
-    """Computes the columns; a `teacher` of None uses the ranks' role `teacher`, if configured."""
-
-    def __init__(
-        self,
-        config: RLConfig,
-        run: Callable[..., Any],
-        seed: int,
-        vocab_size: int,
-        teacher: Teacher | None = None,
-    ) -> None:
-        algorithm = config.algorithm
-        self._config, self._run, self._seed = config, run, seed
-        if teacher is None and config.distillation is not None:
-            teacher = RankTeacher(config.distillation, run, vocab_size)
-        self._teacher = teacher
-        self._needed = {
-            *ADVANTAGES.find(algorithm.adv_estimator).columns,
-            *POLICY_LOSSES.find(algorithm.loss_mode).columns,
-            *({REFERENCE_LOGPROBS} if algorithm.needs_reference else ()),
-            *({OLD} if algorithm.use_kl_in_reward else ()),
-            *({POSITIVE} if algorithm.positive_nll_coef else ()),
-        }
-
-    def fill(self, step: LoopStep, experience: Experience) -> Experience:
-        """Add every column that is read before the split into updates, if there are samples."""
-        if not experience.num_groups:
-            return experience
-        clock, columns = step.clock, dict[str, Tensor]()
-        with clock("old_log_prob"):
-            if OLD in self._needed or self._several_updates(experience):
-                readouts = Readouts(sum_pi_squared=SQUARES in self._needed)
-                found = self._run(ModelWorker.infer, experience.batch, readouts)
-                columns[OLD] = found.logprobs_T
-                if found.sum_pi_squared_T is not None:
-                    columns[SQUARES] = found.sum_pi_squared_T
-        with clock("ref"):
-            if REFERENCE_LOGPROBS in self._needed:
-                infer = ModelWorker.infer_logprobs
-                columns[REFERENCE_LOGPROBS] = self._run(infer, experience.batch, REFERENCE)
-        with clock("teacher"):
-            if self._teacher is not None:
-                columns |= self._teacher.columns(experience.batch)
-        with clock("values"):
-            if VALUES in self._needed:
-                experience = self._with_values(experience)
-        if UNIFORM in self._needed:
-            columns[UNIFORM] = self._uniform_T(experience.batch.num_tokens, step.global_number)
-        if POSITIVE in self._needed:
-            columns[POSITIVE] = experience.positive_T
-        return experience.with_columns(**columns)
-
-    def _with_values(self, experience: Experience) -> Experience:
-        """Add the critic's value of every state, and of the state after each answer."""
-        found = self._run(ModelWorker.infer, experience.batch, Readouts(last_values=True), CRITIC)
-        batch = experience.batch.with_rows(**{LAST_VALUES: found.last_values_B})
-        return replace(experience, batch=batch.with_columns(**{VALUES: found.values_T}))
-
-    def _several_updates(self, experience: Experience) -> bool:
-        """Return True if an update is off-policy; a single one computes the old logprobs itself."""
-        config = self._config
-        return experience.num_groups > config.prompts_per_update or config.num_epochs > 1
-
-    def _uniform_T(self, num_tokens: int, global_step: int) -> Tensor:
-        """Return (T,) float64, fine enough that no two tokens of a step have the same number."""
-        seed = derive_seed(self._seed, f"step={global_step}/uniform")
-        generator = torch.Generator().manual_seed(seed)
-        return torch.rand(num_tokens, generator=generator, dtype=torch.float64)
