@@ -153,13 +153,14 @@ class RLTrainer:
             rl.batch_size_prompts, rl.algorithm.filter_groups, see, self.workers.place
         )
         for prompts in self.prompts.generation_batches(step.global_number):
-            with self.scorer.begin(prompts) as scoring:
+            with self.scorer.begin(prompts.asked_rows, prompts.all_requests) as scoring:
                 with step.clock("gen"):
                     completions = self.rollout.generate(prompts.all_requests, scoring.accept)
                 check_versions(completions, version)
                 check_aborted(completions, rl.max_aborted_frac, self.config.rollout.timeout_s)
                 with step.clock("reward"):
-                    scored = scoring.finish(completions)
+                    scores = scoring.scores(completions)
+                    scored = self.scorer.samples(prompts, completions, scores)
             collected.add(scored)
             if collected.full:
                 break
