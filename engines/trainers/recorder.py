@@ -17,10 +17,9 @@ from engines.algorithms.groups import group_statistics
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.model_worker import ModelWorker
 from engines.data.read.tokenizer import ChatTokenizer
-from engines.trainers.collector import Collector
+from engines.trainers.experience import Collector, Experience
 from engines.trainers.loop_state import Updates, update_metrics
 from engines.trainers.progress import LoopStep
-from engines.trainers.rollout_batch import Experience
 from engines.trainers.step_timer import PhaseClock
 from engines.types import TokenBatch
 from infra.tracking.samples import KeptSample, KeptStep, write_samples

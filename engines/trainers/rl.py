@@ -31,7 +31,7 @@ from engines.controller.model_worker import ModelWorker
 from engines.controller.rollout import Rollout
 from engines.controller.worker_group import WorkerGroup
 from engines.errors import NothingToTrainOnError
-from engines.trainers.collector import Collector, check_aborted
+from engines.trainers.experience import KL_IN_REWARD, Collector, Experience, check_aborted
 from engines.trainers.guards import (
     NUM_POISONED,
     ROW,
@@ -46,7 +46,6 @@ from engines.trainers.loop_state import LoopState, Updates
 from engines.trainers.progress import LoopStep, StageProgress, TrainedSteps
 from engines.trainers.prompts import PromptSource, derive_seed
 from engines.trainers.recorder import SampleKeeper, step_metrics
-from engines.trainers.rollout_batch import KL_IN_REWARD, Experience
 from engines.trainers.scoring import CompletionScorer
 from engines.trainers.teacher import RankTeacher, Teacher
 from engines.training.spec import CRITIC, POLICY, REFERENCE, LossFn, RoleName

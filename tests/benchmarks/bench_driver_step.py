@@ -37,7 +37,7 @@ from engines.data.read.examples import rl_prompts
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.rewards.scorer import RewardScorer
-from engines.trainers.collector import Collector
+from engines.trainers.experience import Collector
 from engines.trainers.progress import LoopStep
 from engines.trainers.prompts import PromptSource
 from engines.trainers.rl import RLTrainer

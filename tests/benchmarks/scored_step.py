@@ -15,7 +15,7 @@ from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.controller.worker_group import InProcessGroup
 from engines.data.read.tokenizer import text_config
-from engines.trainers.collector import Collector
+from engines.trainers.experience import Collector
 from engines.trainers.progress import LoopStep
 from engines.trainers.recorder import step_metrics
 from engines.trainers.rl import RLTrainer

@@ -14,8 +14,8 @@ from engines.config.rows import ADVANTAGES, POLICY_LOSSES
 from engines.controller.rollout import ServedRollout
 from engines.errors import NothingToTrainOnError
 from engines.rewards.base import Score
+from engines.trainers.experience import KL_IN_REWARD, Experience
 from engines.trainers.recorder import SampleKeeper
-from engines.trainers.rollout_batch import KL_IN_REWARD, Experience
 from engines.trainers.scoring import BatchScoring
 from engines.types import RolloutRequest, TokenBatch
 

@@ -16,7 +16,7 @@ from engines.errors import NothingToTrainOnError, RewardError, RolloutError, Wei
 from engines.jobs.process.failure_messages import phase_of
 from engines.rewards.scorer import ScoringBatch
 from engines.rollout.transformers.engine import TransformersEngine
-from engines.trainers.collector import Collector
+from engines.trainers.experience import Collector
 from engines.trainers.guards import LOGPROB_MEAN, WeightProbe
 from engines.trainers.progress import LoopStep
 from engines.trainers.rl import RLTrainer
