@@ -17,7 +17,7 @@ from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.supervised_stage import Start, launched, start_of, training_pairs
 from engines.trainers.progress import TrainedSteps
 from engines.trainers.supervised.preference import PolicyPairs
-from engines.trainers.supervised.trainer import SupervisedStage, train_supervised
+from engines.trainers.supervised.trainer import SupervisedTrainer
 from engines.training.spec import POLICY, REFERENCE, RoleName, RoleSpec
 
 
@@ -40,17 +40,15 @@ def preference(context: JobContext[PreferenceStageConfig]) -> JobOutput:
                 roles[REFERENCE] = RoleSpec(source=start.source, training=config.training)
             workers = launched(context, stack, start.hf_dir, roles, pairs)
         progress = stage_progress(context, config.checkpoint, section.num_steps)
-        trained = train_supervised(
-            SupervisedStage.of(
-                section,
-                pairs,
-                section.batch_size_pairs,
-                workers,
-                progress,
-                context.spec.seed,
-                "preference",
-            )
-        )
+        trained = SupervisedTrainer(
+            section,
+            pairs,
+            section.batch_size_pairs,
+            workers,
+            progress,
+            context.spec.seed,
+            "preference",
+        ).train()
         steps = TrainedSteps(stage="preference", num_steps=trained.num_steps)
         return policy_output(context, progress, start.hf_dir, steps, trained.metrics)
 

@@ -22,7 +22,7 @@ from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.supervised_stage import Start, launched, start_of, training_pairs
 from engines.trainers.progress import StageProgress
 from engines.trainers.supervised.preference import RewardPairs
-from engines.trainers.supervised.trainer import SupervisedStage, train_supervised
+from engines.trainers.supervised.trainer import SupervisedTrainer
 from engines.training.backends.merging import checkpoint_weights, merge_checkpoint
 from engines.training.spec import REWARD, ModelSource, RoleSpec, role_checkpoint
 
@@ -54,17 +54,15 @@ def reward_model(context: JobContext[RewardModelStageConfig]) -> JobOutput:
             )
             workers = launched(context, stack, start.hf_dir, {REWARD: role}, training_set)
         progress = stage_progress(context, config.checkpoint, section.num_steps)
-        trained = train_supervised(
-            SupervisedStage.of(
-                section,
-                training_set,
-                section.batch_size_pairs,
-                workers,
-                progress,
-                context.spec.seed,
-                KIND,
-            )
-        )
+        trained = SupervisedTrainer(
+            section,
+            training_set,
+            section.batch_size_pairs,
+            workers,
+            progress,
+            context.spec.seed,
+            KIND,
+        ).train()
         _write(context, progress, config_dir)
         return JobOutput(KIND, {"num_steps": float(trained.num_steps), **trained.metrics})
 

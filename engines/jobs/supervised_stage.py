@@ -20,7 +20,7 @@ from engines.jobs.policy.stage import policy_output, policy_tokenizer, queueing,
 from engines.jobs.process.runtime import JobContext, JobOutput
 from engines.jobs.process.torch_setup import prepare_torch
 from engines.trainers.progress import TrainedSteps
-from engines.trainers.supervised.trainer import SupervisedStage, train_supervised
+from engines.trainers.supervised.trainer import SupervisedTrainer
 from engines.trainers.supervised.training_set import TrainingSet
 from engines.training.spec import POLICY, ModelSource, RoleName, RoleSpec
 from infra.errors import ConfigError
@@ -130,16 +130,14 @@ def train_policy(
             )
             workers = launched(context, stack, start.hf_dir, {POLICY: policy}, trained_on)
         progress = stage_progress(context, config.checkpoint, section.num_steps)
-        trained = train_supervised(
-            SupervisedStage.of(
-                section,
-                trained_on,
-                rows_per_step,
-                workers,
-                progress,
-                context.spec.seed,
-                config.stage,
-            )
-        )
+        trained = SupervisedTrainer(
+            section,
+            trained_on,
+            rows_per_step,
+            workers,
+            progress,
+            context.spec.seed,
+            config.stage,
+        ).train()
         steps = TrainedSteps(stage=config.stage, num_steps=trained.num_steps)
         return policy_output(context, progress, start.hf_dir, steps, trained.metrics)

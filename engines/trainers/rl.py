@@ -11,11 +11,12 @@ and is counted; so is an update that is not finite, which changes no weight. Wit
 round samples from the weights themselves and commits their average.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -174,7 +175,8 @@ class RLTrainer:
 
         A single update per step is on-policy: it computes the old logprobs itself.
         """
-        rl, run, batch = self.config.rl, self.workers.run, experience.batch
+        rl, batch = self.config.rl, experience.batch
+        run: Callable[..., Any] = self.workers.run
         columns: dict[str, Tensor] = {}
         has_several_updates = experience.num_groups > rl.prompts_per_update or rl.num_epochs > 1
         with step.clock("old_log_prob"):
