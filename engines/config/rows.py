@@ -319,7 +319,7 @@ PREFERENCE_LOSSES = PluginTable(
 
 BRADLEY_TERRY = PreferenceRow(
     name="bradley_terry",
-    target="engines.algorithms.preference.objectives:bradley_terry_loss",
+    target=f"{_PAIRS}:bradley_terry_loss",
     options=f"{_PREFERENCE_OPTIONS}:RewardModelOptions",
     paper="arXiv:2204.05862; margins arXiv:2307.09288 eq. 2; centering arXiv:2312.09244",
 )

@@ -20,15 +20,15 @@ from engines.algorithms.preference.answers import (
     answers_of,
     right_side,
 )
-from engines.algorithms.preference.kto import MISMATCH
-from engines.algorithms.preference.objectives import (
-    BEHIND,
-    RewardModelObjective,
-    mismatched,
-    preference_objective,
-)
+from engines.algorithms.preference.kto import MISMATCH, mismatched
 from engines.algorithms.preference.options import RewardModelOptions, SigmoidOptions
-from engines.algorithms.preference.pair_objective import PairObjective, sigmoid_loss
+from engines.algorithms.preference.pair_objective import (
+    BEHIND,
+    PairObjective,
+    RewardModelObjective,
+    preference_objective,
+    sigmoid_loss,
+)
 from engines.config.sections import PreferenceConfig, RewardTrainingConfig
 from engines.controller.model_worker import ModelWorker
 from engines.controller.worker_group import WorkerGroup
