@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from engines.algorithms.advantage import SCORE, advantages
-from engines.algorithms.groups import informative_samples
-from engines.algorithms.reward_shaping import reward_kl
-from engines.algorithms.sequences import on_last_token
+from engines.algorithms.kl import reward_kl
+from engines.algorithms.sequences import group_statistics, on_last_token
 from engines.config.algorithm import AlgorithmConfig, FilterGroupsConfig
 from engines.config.rules.models import KEYS, compared_components
 from engines.errors import RewardError, RolloutError
@@ -273,6 +272,20 @@ class Collector:
         if not greedy:
             return batch
         return batch.with_rows(**{GREEDY_SCORES: torch.tensor(greedy, dtype=torch.float64)})
+
+
+def informative_samples(
+    filter_groups: FilterGroupsConfig, scores_B: Tensor, group_index_B: Tensor
+) -> Tensor:
+    """Return (B,) bool, True for samples whose group has at least two different scores.
+
+    DAPO, arXiv:2503.14476 eq. 11. A group of equal scores, or of one sample, has advantage 0 and
+    only dilutes the mean. If `filter_groups` is off, all are kept.
+    """
+    if not filter_groups.enable or scores_B.numel() == 0:
+        return torch.ones(scores_B.shape, dtype=torch.bool, device=scores_B.device)
+    groups = group_statistics(scores_B, group_index_B, int(group_index_B.max()) + 1)
+    return ~groups.equal_P[group_index_B]
 
 
 def check_aborted(

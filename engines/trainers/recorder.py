@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.algorithms.groups import group_statistics
+from engines.algorithms.sequences import group_statistics
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.model_worker import ModelWorker
 from engines.data.read.tokenizer import ChatTokenizer

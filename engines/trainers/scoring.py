@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from engines.algorithms.reward_shaping import overlong_penalty
 from engines.config.algorithm import OverlongConfig
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import ChatTokenizer
@@ -210,6 +210,18 @@ class BatchScoring:
         self._taken[place] = (completion, sample)
         if self._judges == NO_JUDGES:
             self._batch.add(place, sample)
+
+
+def overlong_penalty(lengths_B: Tensor, max_new_tokens: int, overlong: OverlongConfig) -> Tensor:
+    """Return (B,) float32 to add to the scores: 0, falling to `-penalty_factor` at the limit.
+
+    DAPO, arXiv:2503.14476 eq. 13: with the buffer b, the limit L = `max_new_tokens` and the length
+    with end token, ``min(0, -(length - (L - b)) / b * penalty_factor)``. All 0 if switched off.
+    """
+    if not overlong.enable:
+        return torch.zeros(lengths_B.shape, dtype=torch.float32, device=lengths_B.device)
+    excess_B = lengths_B.to(torch.float32) - (max_new_tokens - overlong.buffer_length)
+    return (-excess_B / overlong.buffer_length * overlong.penalty_factor).clamp(max=0.0)
 
 
 def is_correct(score: Score) -> bool:
