@@ -1,9 +1,9 @@
-"""The loss of an update with a teacher: the teacher's loss plus the policy loss, in one forward.
-
-On-policy distillation: a student learns a teacher's distributions on the student's own samples.
+"""On-policy distillation: a student learns a teacher's distributions on its own samples.
 
 GKD (arXiv:2306.13649). Two losses per token: the KL from the teacher over its K most likely tokens,
-or an estimate of the KL to the teacher from the sampled token alone.
+or an estimate of the KL to the teacher from the sampled token alone. The policy loss is added in
+the same forward pass.
+
 Promises: a micro-batch's share of the step's loss and metrics, independent of how the step is cut.
 With `bucket`, a student whose logprobs equal its teacher's has exactly loss 0 and gradient 0.
 Letters: T tokens, K most likely tokens of the teacher.
@@ -99,19 +99,26 @@ def forward_kl_topk(
     return kl_T + value_T + slope_T * (mass_T - mass_T.detach())
 
 
-@dataclass(frozen=True)
-class TopKDistillation:
-    """Loss of a step: the KL from the teacher over its K most likely tokens.
+@dataclass(frozen=True, kw_only=True)
+class _TeacherLoss:
+    """A token's loss is clamped to +-`loss_max_clamp`; None: no clamp."""
 
-    A token's loss is clamped to +-`loss_max_clamp`; None: no clamp.
-    """
-
-    tail: Tail = "bucket"
-    log_prob_min_clamp: float | None = None
-    tail_mass_eps: float = TAIL_MASS_EPS
     loss_max_clamp: float | None = None
     loss_agg_mode: LossAggMode = "token-mean"
     scale_factor: float = 1.0
+
+    def _aggregated(self, kl_T: Tensor, batch: TokenBatch, counts: GlobalCounts) -> Tensor:
+        if self.loss_max_clamp is not None:
+            kl_T = kl_T.clamp(-self.loss_max_clamp, self.loss_max_clamp)
+        mask_T = batch.columns["loss_mask"] > 0
+        return aggregate(kl_T, mask_T, batch, counts, self.loss_agg_mode, self.scale_factor)
+
+
+@dataclass(frozen=True)
+class TopKDistillation(_TeacherLoss):
+    """Loss of a step: the KL from the teacher over its K most likely tokens."""
+
+    tail: Tail = "bucket"
     readouts: Readouts = OF_TEACHERS_TOKENS
 
     def __call__(
@@ -126,8 +133,7 @@ class TopKDistillation:
         Raises:
             ValueError: the student's logprobs are absent or do not have the teacher's shape.
         """
-        teacher_TK = batch.columns[TOPK_LOGPROBS]
-        logprobs_TK = outputs.topk_logprobs_TK
+        teacher_TK, logprobs_TK = batch.columns[TOPK_LOGPROBS], outputs.topk_logprobs_TK
         if logprobs_TK is None:
             raise ValueError(f"outputs: got no logprobs of the tokens {TOPK_IDS}; ask for them")
         if logprobs_TK.shape != teacher_TK.shape:
@@ -135,22 +141,17 @@ class TopKDistillation:
                 f"logprobs of the teacher's tokens: got {tuple(logprobs_TK.shape)}; need "
                 f"{tuple(teacher_TK.shape)}"
             )
-        kl_T = forward_kl_topk(
-            logprobs_TK, teacher_TK, tail=self.tail, log_prob_min_clamp=self.log_prob_min_clamp,
-            tail_mass_eps=self.tail_mass_eps,
-        )  # fmt: skip
-        loss = _aggregated(self, kl_T, batch, counts)
-        mask_T = batch.columns["loss_mask"] > 0
-        mass = {"teacher": teacher_TK, "student": logprobs_TK.detach()}
-        metrics = {
-            f"distillation/{name}_mass": token_mean(of_TK.exp().sum(dim=1), mask_T, counts)
-            for name, of_TK in mass.items()
-        }
-        return LossOutput(loss, {"distillation/loss": loss.detach(), **metrics})
+        kl_T = forward_kl_topk(logprobs_TK, teacher_TK, tail=self.tail)
+        loss, mask_T = self._aggregated(kl_T, batch, counts), batch.columns["loss_mask"] > 0
+        metrics = {"distillation/loss": loss.detach()}
+        for name, of_TK in (("teacher", teacher_TK), ("student", logprobs_TK.detach())):
+            mass_T = of_TK.exp().sum(dim=1)
+            metrics[f"distillation/{name}_mass"] = token_mean(mass_T, mask_T, counts)
+        return LossOutput(loss, metrics)
 
 
 @dataclass(frozen=True)
-class SampledDistillation:
+class SampledDistillation(_TeacherLoss):
     """Loss of a step: an estimate of KL(student || teacher) from the sampled tokens.
 
     Only for samples of the current student: they are not reweighted for an older one. With `k2` or
@@ -159,9 +160,6 @@ class SampledDistillation:
     """
 
     estimator: str = "k3+"
-    loss_max_clamp: float | None = None
-    loss_agg_mode: LossAggMode = "token-mean"
-    scale_factor: float = 1.0
     readouts: Readouts = ONLY_LOGPROBS
 
     def __call__(
@@ -173,18 +171,8 @@ class SampledDistillation:
             UnknownPluginError: there is no such estimator.
         """
         kl_T = kl_estimate(self.estimator, outputs.logprobs_T, batch.columns[SAMPLED_LOGPROBS])
-        loss = _aggregated(self, kl_T, batch, counts)
+        loss = self._aggregated(kl_T, batch, counts)
         return LossOutput(loss, {"distillation/loss": loss.detach()})
-
-
-def _aggregated(
-    of: TopKDistillation | SampledDistillation, kl_T: Tensor, batch: TokenBatch,
-    counts: GlobalCounts,
-) -> Tensor:  # fmt: skip
-    if of.loss_max_clamp is not None:
-        kl_T = kl_T.clamp(-of.loss_max_clamp, of.loss_max_clamp)
-    mask_T = batch.columns["loss_mask"] > 0
-    return aggregate(kl_T, mask_T, batch, counts, of.loss_agg_mode, of.scale_factor)
 
 
 @dataclass(frozen=True)
@@ -233,17 +221,11 @@ def round_loss_fn(rl: RLConfig) -> Objective:
     section = rl.distillation
     if section is None:
         return policy
-    scale = rl.algorithm.loss_scale_factor or float(rl.sampling.max_new_tokens)
-    teacher: TopKDistillation | SampledDistillation
-    if section.loss == TOPK:
-        teacher = TopKDistillation(
-            tail=section.tail,
-            loss_max_clamp=section.loss_max_clamp,
-            loss_agg_mode=rl.algorithm.loss_agg_mode,
-            scale_factor=scale,
-        )
-    else:
-        teacher = SampledDistillation(
-            section.loss, section.loss_max_clamp, rl.algorithm.loss_agg_mode, scale
-        )
+    is_topk = section.loss == TOPK
+    teacher = replace(
+        TopKDistillation(section.tail) if is_topk else SampledDistillation(section.loss),
+        loss_max_clamp=section.loss_max_clamp,
+        loss_agg_mode=rl.algorithm.loss_agg_mode,
+        scale_factor=rl.algorithm.loss_scale_factor or float(rl.sampling.max_new_tokens),
+    )
     return DistilledObjective(teacher, policy, section.weight, section.policy_weight)

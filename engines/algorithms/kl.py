@@ -1,9 +1,12 @@
-"""Estimators of KL(policy || reference) from the logprobs of sampled tokens.
+"""KL(policy || reference) from the logprobs of sampled tokens: estimators, and a KL in the reward.
 
 Schulman, "Approximating KL divergence" (2020). With d = log pi - log pi_ref on tokens sampled
 from pi: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. The *gradient* of k1 is zero on average and
 that of k3 is biased as a loss; a trailing `+` keeps the estimator's value and takes the gradient
 of k2, whose expectation is the gradient of the KL.
+
+A KL that is subtracted from the reward of each token (Ziegler et al., arXiv:1909.08593 sec. 2.2)
+reaches earlier tokens through the returns, unlike one in the loss, and has no gradient of its own.
 """
 
 import math
@@ -12,10 +15,14 @@ import torch
 from torch import Tensor
 
 from engines.algorithms.parts import find_part
+from engines.algorithms.sequences import mean_by_sequence
+from engines.config.algorithm import KlControlConfig
 from engines.config.rows import KL_ESTIMATORS
+from engines.types import TokenBatch
 
 K3_BEND = 2.6104
 """In nats; exp(x) - 1 - x is about 10 there."""
+_MAX_ERROR = 0.2
 
 
 def k1(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
@@ -57,3 +64,28 @@ def kl_estimate(name: str, logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor
         return value_T
     gradient_T = k2(logprobs_T, ref_logprobs_T)
     return value_T.detach() + gradient_T - gradient_T.detach()
+
+
+def reward_kl(estimator: str, batch: TokenBatch) -> tuple[Tensor, float]:
+    """Return the KL in the reward, before any coefficient.
+
+    Returns:
+        (T,) float32 KL of each trained token, 0 elsewhere; and its mean over each sample's
+        tokens, averaged over the samples.
+    """
+    columns, mask_T = batch.columns, batch.columns["loss_mask"] > 0
+    kl_T = kl_estimate(estimator, columns["old_logprobs"], columns["ref_logprobs"]) * mask_T
+    return kl_T, float(mean_by_sequence(kl_T.double(), mask_T, batch).mean())
+
+
+def next_coefficient(control: KlControlConfig, coef: float, kl: float, num_samples: int) -> float:
+    """Return the reward's KL coefficient for the next step from that of this one.
+
+    A fixed one is unchanged.
+
+    Adaptive: ``coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)`` with n = `num_samples`.
+    """
+    if control.type == "fixed":
+        return coef
+    error = min(max(kl / control.target_kl - 1, -_MAX_ERROR), _MAX_ERROR)
+    return coef * (1 + error * num_samples / control.horizon)

@@ -1,15 +1,14 @@
 """The loss function of one RL update: policy loss - entropy bonus + KL to the reference + NLL.
 
+Advantages, reference logprobs and scores are columns made beforehand. With PF-PPO
+(arXiv:2409.06957) the answers of each prompt are resampled before the update, weighted by their
+rewards, because a reward model is most reliable where it is most certain.
+
 Promises: every term is aggregated with the same mode over global counts; metrics are shares that
 add up over micro-batches and ranks. Without a column `old_logprobs` the batch counts as on-policy
-(one update per batch): the ratio is 1 and its gradient is that of REINFORCE.
-Advantages, reference logprobs and scores are columns made beforehand.
-
-PF-PPO: answers are resampled by how far their rewards can be trusted (arXiv:2409.06957).
-
-A reward model is most reliable where it is most certain, so the answers of each prompt are
-resampled with replacement, weighted by their rewards. Promises: a prompt keeps its number of
-answers; the draw depends on the seed alone; a drawn sample keeps its advantage in the whole step.
+(one update per batch): the ratio is 1 and its gradient is that of REINFORCE. When answers are
+resampled, a prompt keeps its number of answers and a sample its advantage; the draw depends on the
+seed alone.
 """
 
 from collections.abc import Mapping
@@ -53,18 +52,18 @@ class PolicyObjective:
     @property
     def required_columns(self) -> frozenset[str]:
         """Columns that the batch must have."""
-        row = find_part(POLICY_LOSSES, self.algorithm.loss_mode).row
-        reference = {"ref_logprobs"} if self.algorithm.use_kl_loss else set()
-        positive = {"positive"} if self.algorithm.positive_nll_coef else set()
+        row, algorithm = find_part(POLICY_LOSSES, self.algorithm.loss_mode).row, self.algorithm
+        reference = {"ref_logprobs"} if algorithm.use_kl_loss else set()
+        positive = {"positive"} if algorithm.positive_nll_coef else set()
         return frozenset({*row.columns, "loss_mask", *reference, *positive})
 
     def extras(self, batch: TokenBatch, gather: Gather) -> Mapping[str, float]:
         """Return the numbers of the whole step that the policy loss needs; see `LossFn`."""
         part = find_part(POLICY_LOSSES, self.algorithm.loss_mode)
-        mask_T, found = batch.columns["loss_mask"] > 0, {}
+        mask_T, found = batch.columns["loss_mask"] > 0, dict[str, float]()
         if part.prepass is not None:
             options = part.options(self.algorithm)
-            found = {**part.prepass(PrepassInputs(batch, mask_T, gather, options))}
+            found |= part.prepass(PrepassInputs(batch, mask_T, gather, options))
         if self.algorithm.positive_nll_coef:
             own = (batch.columns["positive"] * mask_T).sum().reshape(1)
             found[_NUM_POSITIVE] = float(gather(own).sum())
@@ -80,40 +79,42 @@ class PolicyObjective:
                 f"loss {self.algorithm.loss_mode} needs the columns {missing}; the batch has "
                 f"{sorted(batch.columns)}"
             )
-        mask_T = batch.columns["loss_mask"] > 0
-        old_logprobs_T = batch.columns.get("old_logprobs", outputs.logprobs_T.detach())
-        policy = self._policy_loss(outputs, old_logprobs_T, mask_T, batch, counts)
+        algorithm, mask_T = self.algorithm, batch.columns["loss_mask"] > 0
+        policy = self._policy_loss(outputs, mask_T, batch, counts)
         loss = self._aggregate(policy.loss_T, mask_T, batch, counts)
         metrics = {"actor/pg_loss": loss.detach()}
         for name, values_T in policy.token_metrics.items():
             metrics[name] = token_mean(values_T.detach(), mask_T, counts)
         if outputs.entropy_T is not None:
             metrics["actor/entropy"] = token_mean(outputs.entropy_T.detach(), mask_T, counts)
-        if self.algorithm.entropy_coeff:
-            loss = loss - self._entropy_bonus(outputs, mask_T, batch, counts)
-        if self.algorithm.positive_nll_coef:
-            nll = self._positive_nll(outputs, mask_T, batch, counts)
+        if algorithm.entropy_coeff:
+            if outputs.entropy_T is None:
+                raise ValueError("entropy_coeff is set but the forward pass returned no entropy")
+            entropy = self._aggregate(outputs.entropy_T, mask_T, batch, counts)
+            loss = loss - algorithm.entropy_coeff * entropy
+        if algorithm.positive_nll_coef:
+            # A mean over the tokens of right answers of the step (VAPO, arXiv:2504.05118).
+            positive_T = mask_T & (batch.columns["positive"] > 0)
+            num_positive = max(counts.extras[_NUM_POSITIVE], 1.0)
+            nll = masked_sum(-outputs.logprobs_T, positive_T) / num_positive
             metrics["actor/positive_nll"] = nll.detach()
-            loss = loss + self.algorithm.positive_nll_coef * nll
-        if self.algorithm.use_kl_loss:
-            kl = self._aggregate(self._kl_T(outputs, batch), mask_T, batch, counts)
+            loss = loss + algorithm.positive_nll_coef * nll
+        if algorithm.use_kl_loss:
+            reference_T = batch.columns["ref_logprobs"]
+            kl_T = kl_estimate(algorithm.kl_loss_type, outputs.logprobs_T, reference_T)
+            kl = self._aggregate(kl_T, mask_T, batch, counts)
             metrics["actor/kl_loss"] = kl.detach()
-            loss = loss + self.algorithm.kl_loss_coef * kl
+            loss = loss + algorithm.kl_loss_coef * kl
         return LossOutput(loss, metrics)
 
     def _policy_loss(
-        self,
-        outputs: ModelOutputs,
-        old_logprobs_T: Tensor,
-        mask_T: Tensor,
-        batch: TokenBatch,
-        counts: GlobalCounts,
+        self, outputs: ModelOutputs, mask_T: Tensor, batch: TokenBatch, counts: GlobalCounts
     ) -> TokenLoss:
         part = find_part(POLICY_LOSSES, self.algorithm.loss_mode)
         return part.function(
             PolicyLossInputs(
                 logprobs_T=outputs.logprobs_T,
-                old_logprobs_T=old_logprobs_T,
+                old_logprobs_T=batch.columns.get("old_logprobs", outputs.logprobs_T.detach()),
                 advantages_T=batch.columns["advantages"],
                 mask_T=mask_T,
                 batch=batch,
@@ -121,29 +122,6 @@ class PolicyObjective:
                 algorithm=self.algorithm,
                 options=part.options(self.algorithm),
             )
-        )
-
-    def _entropy_bonus(
-        self, outputs: ModelOutputs, mask_T: Tensor, batch: TokenBatch, counts: GlobalCounts
-    ) -> Tensor:
-        if outputs.entropy_T is None:
-            raise ValueError("entropy_coeff is set but the forward pass returned no entropy")
-        entropy = self._aggregate(outputs.entropy_T, mask_T, batch, counts)
-        return self.algorithm.entropy_coeff * entropy
-
-    def _positive_nll(
-        self, outputs: ModelOutputs, mask_T: Tensor, batch: TokenBatch, counts: GlobalCounts
-    ) -> Tensor:
-        """Return the mean over the tokens of right answers of the step (VAPO, arXiv:2504.05118)."""
-        positive_T = mask_T & (batch.columns["positive"] > 0)
-        num_positive = max(counts.extras[_NUM_POSITIVE], 1.0)
-        return masked_sum(-outputs.logprobs_T, positive_T) / num_positive
-
-    def _kl_T(self, outputs: ModelOutputs, batch: TokenBatch) -> Tensor:
-        return kl_estimate(
-            self.algorithm.kl_loss_type,
-            outputs.logprobs_T,
-            batch.columns["ref_logprobs"],
         )
 
     def _aggregate(
@@ -168,8 +146,7 @@ def resampling_weights(rewards_B: Tensor, index_B: Tensor, config: PfPpoConfig) 
     `pow`: ``|R| ** weight_pow``; `max_min`: 1 for the largest and the smallest reward of a prompt,
     else 0; `max_random`: 0.4 for the largest, else 0.1.
     """
-    rewards_B = rewards_B.to(torch.float64)
-    index_B = _dense(index_B)
+    rewards_B, index_B = rewards_B.to(torch.float64), _dense(index_B)
     if config.reweight_method == "pow":
         return rewards_B.abs() ** config.weight_pow
     is_max_B = rewards_B == _extreme_B(rewards_B, index_B, "amax")
@@ -205,7 +182,5 @@ def _dense(index_B: Tensor) -> Tensor:
 
 def _extreme_B(rewards_B: Tensor, index_B: Tensor, which: str) -> Tensor:
     """Return (B,) the largest or smallest reward of each sample's prompt."""
-    num_groups = int(index_B.max()) + 1 if index_B.numel() else 0
-    extreme_P = rewards_B.new_zeros(num_groups)
-    extreme_P.scatter_reduce_(0, index_B, rewards_B, which, include_self=False)
-    return extreme_P[index_B]
+    zeros_P = rewards_B.new_zeros(int(index_B.max()) + 1 if index_B.numel() else 0)
+    return zeros_P.scatter_reduce(0, index_B, rewards_B, which, include_self=False)[index_B]

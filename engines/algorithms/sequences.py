@@ -1,7 +1,10 @@
-"""Convert between tokens and sequences of a packed batch.
+"""Convert between tokens, sequences and groups (sequences that answer one prompt) of a batch.
 
-Letters: B sequences, T tokens, L trained tokens of the longest sequence.
+Groups may differ in size and be in any order; their statistics are float64.
+Letters: B sequences, P groups, T tokens, L trained tokens of the longest sequence.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -82,3 +85,30 @@ def masked_whiten(values_T: Tensor, mask_T: Tensor, eps: float = 1e-8) -> Tensor
         return white_T
     white_T[mask_T] = (values_N - values_N.mean()) * (values_N.var() + eps).rsqrt()
     return white_T
+
+
+@dataclass(frozen=True)
+class GroupStatistics:
+    """Statistics of each group, all (P,) float64; a group without samples has zeros.
+
+    `std_P` is unbiased (n - 1), 0 for a single sample; `equal_P` is bool, exact equality.
+    """
+
+    count_P: Tensor
+    mean_P: Tensor
+    std_P: Tensor
+    equal_P: Tensor
+
+
+def group_statistics(scores_B: Tensor, group_index_B: Tensor, num_groups: int) -> GroupStatistics:
+    """Return count, mean, standard deviation and equality of each group's scores."""
+    scores_B = scores_B.to(torch.float64)
+    zeros_P = torch.zeros(num_groups, dtype=torch.float64, device=scores_B.device)
+    count_P = zeros_P.index_add(0, group_index_B, torch.ones_like(scores_B))
+    mean_P = zeros_P.index_add(0, group_index_B, scores_B) / count_P.clamp(min=1)
+    deviation_B = scores_B - mean_P[group_index_B]
+    squares_P = zeros_P.index_add(0, group_index_B, deviation_B.square())
+    variance_P = squares_P / (count_P - 1).clamp(min=1)
+    lowest_P = zeros_P.scatter_reduce(0, group_index_B, scores_B, "amin", include_self=False)
+    highest_P = zeros_P.scatter_reduce(0, group_index_B, scores_B, "amax", include_self=False)
+    return GroupStatistics(count_P, mean_P, variance_P.sqrt(), lowest_P == highest_P)

@@ -133,7 +133,7 @@ ADVANTAGES = PluginTable(
         ),
         AlgorithmRow(
             name="optimal_token_baseline",
-            target=f"{_ESTIMATORS}.token_baseline:optimal_token_baseline_advantages",
+            target=f"{_ESTIMATORS}.returns:optimal_token_baseline_advantages",
             paper="arXiv:2602.07078",
             columns=("old_logprobs", "sum_pi_squared"),
             group_relative=True,
@@ -141,7 +141,7 @@ ADVANTAGES = PluginTable(
         ),
         AlgorithmRow(
             name="tir_optimal_token_baseline",
-            target=f"{_ESTIMATORS}.token_baseline:turn_baseline_advantages",
+            target=f"{_ESTIMATORS}.returns:turn_baseline_advantages",
             paper="arXiv:2602.07078, by turns",
             columns=("old_logprobs", "sum_pi_squared"),
             group_relative=True,
@@ -158,34 +158,34 @@ POLICY_LOSSES = PluginTable(
     [
         AlgorithmRow(
             name="vanilla",
-            target=f"{_LOSSES}.ppo_clip:ppo_clip_loss",
+            target=f"{_LOSSES}:ppo_clip_loss",
             paper="arXiv:1707.06347 eq. 7; dual clip 1912.09729 eq. 5; clip-higher 2503.14476 "
             "eq. 8",
             columns=("advantages",),
         ),
         AlgorithmRow(
             name="gspo",
-            target=f"{_LOSSES}.sequence_ratio:gspo_loss",
+            target=f"{_LOSSES}:gspo_loss",
             paper="arXiv:2507.18071 eq. 5, 11",
             columns=("advantages",),
             loss_agg_mode=_OF_ANSWERS,
         ),
         AlgorithmRow(
             name="geo_mean",
-            target=f"{_LOSSES}.sequence_ratio:geo_mean_loss",
+            target=f"{_LOSSES}:geo_mean_loss",
             paper="GMPO, arXiv:2507.20673 eq. 4",
             columns=("advantages",),
             loss_agg_mode=_OF_ANSWERS,
         ),
         AlgorithmRow(
             name="cispo",
-            target=f"{_LOSSES}.soft_clip:cispo_loss",
+            target=f"{_LOSSES}:cispo_loss",
             paper="arXiv:2506.13585 eq. 4",
             columns=("advantages",),
         ),
         AlgorithmRow(
             name="sapo",
-            target=f"{_LOSSES}.soft_clip:sapo_loss",
+            target=f"{_LOSSES}:sapo_loss",
             options=f"{_OPTIONS}:SapoOptions",
             paper="arXiv:2511.20347",
             columns=("advantages",),
@@ -193,47 +193,47 @@ POLICY_LOSSES = PluginTable(
         ),
         AlgorithmRow(
             name="gpg",
-            target=f"{_LOSSES}.soft_clip:reinforce_loss",
+            target=f"{_LOSSES}:reinforce_loss",
             paper="arXiv:2504.02546 eq. 6",
             columns=("advantages",),
         ),
         AlgorithmRow(
             name="reinforce",
-            target=f"{_LOSSES}.soft_clip:reinforce_loss",
+            target=f"{_LOSSES}:reinforce_loss",
             paper="Williams, Simple statistical gradient-following algorithms, 1992",
             columns=("advantages",),
         ),
         AlgorithmRow(
             name="clip_cov",
-            target=f"{_LOSSES}.covariance:clip_cov_loss",
-            prepass=f"{_LOSSES}.covariance:clip_cov_prepass",
+            target=f"{_LOSSES}:clip_cov_loss",
+            prepass=f"{_LOSSES}:clip_cov_prepass",
             options=f"{_OPTIONS}:ClipCovOptions",
             paper="arXiv:2505.22617 sec. 4.2",
             columns=("advantages", "old_logprobs", "uniform"),
         ),
         AlgorithmRow(
             name="kl_cov",
-            target=f"{_LOSSES}.covariance:kl_cov_loss",
-            prepass=f"{_LOSSES}.covariance:kl_cov_prepass",
+            target=f"{_LOSSES}:kl_cov_loss",
+            prepass=f"{_LOSSES}:kl_cov_prepass",
             options=f"{_OPTIONS}:KlCovOptions",
             paper="arXiv:2505.22617 sec. 4.3",
             columns=("advantages", "old_logprobs"),
         ),
         AlgorithmRow(
             name="dppo_tv",
-            target=f"{_LOSSES}.trust_region:dppo_tv_loss",
+            target=f"{_LOSSES}:dppo_tv_loss",
             paper="arXiv:2602.04879",
             columns=("advantages",),
         ),
         AlgorithmRow(
             name="dppo_kl",
-            target=f"{_LOSSES}.trust_region:dppo_kl_loss",
+            target=f"{_LOSSES}:dppo_kl_loss",
             paper="arXiv:2602.04879",
             columns=("advantages",),
         ),
         AlgorithmRow(
             name="dro",
-            target=f"{_LOSSES}.trust_region:dro_loss",
+            target=f"{_LOSSES}:dro_loss",
             options=f"{_OPTIONS}:DroOptions",
             paper="arXiv:2405.19107",
             columns=("advantages",),
@@ -319,7 +319,7 @@ PREFERENCE_LOSSES = PluginTable(
 
 BRADLEY_TERRY = PreferenceRow(
     name="bradley_terry",
-    target="engines.algorithms.preference.objectives:bradley_terry_loss",
+    target=f"{_PAIRS}:bradley_terry_loss",
     options=f"{_PREFERENCE_OPTIONS}:RewardModelOptions",
     paper="arXiv:2204.05862; margins arXiv:2307.09288 eq. 2; centering arXiv:2312.09244",
 )

@@ -45,10 +45,9 @@ from engines.jobs.serving.frozen_models import (
 from engines.judges.asking import Judges
 from engines.rewards.resolve import check_data_sources
 from engines.rewards.scorer import RewardScorer
-from engines.trainers.assembly import RoundInputs, assemble
 from engines.trainers.guards import probe_prompt
 from engines.trainers.prompts import PromptSource
-from engines.trainers.rl import train_round
+from engines.trainers.rl import RLTrainer
 from engines.trainers.scoring import CompletionScorer
 from engines.trainers.teacher import ServedTeacher
 from engines.training.spec import (
@@ -84,7 +83,8 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
             workers, rollout, judges, teacher = _launch(context, stack, worker_spec)
         progress = stage_progress(context, config.checkpoint, rl.num_steps_per_round)
         before = context.optional_input("policy")
-        inputs = RoundInputs(
+        trainer = RLTrainer(
+            config,
             workers=workers,
             rollout=rollout,
             prompts=prompts,
@@ -102,7 +102,7 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
             attempt_dir=context.attempt_dir,
             teacher=teacher,
         )
-        return policy_output(context, progress, hf_dir, train_round(assemble(config, inputs)))
+        return policy_output(context, progress, hf_dir, trainer.train_round())
 
 
 def _worker_spec(context: JobContext[RLRoundStageConfig]) -> WorkerSpec:

@@ -27,7 +27,7 @@ from engines.jobs.policy import (
 from engines.jobs.process.runtime import JobContext, JobOutput
 from engines.jobs.process.torch_setup import prepare_torch
 from engines.trainers.progress import StageProgress, TrainedSteps
-from engines.trainers.supervised.trainer import SupervisedStage, Trained, train_supervised
+from engines.trainers.supervised.trainer import SupervisedTrainer, Trained
 from engines.trainers.supervised.training_set import TrainingSet
 from engines.training.spec import POLICY, REFERENCE, ModelSource, RoleName, RoleSpec
 from infra.errors import ConfigError
@@ -148,7 +148,7 @@ def train(
         group = launch_policy_group(spec, context.attempt_dir, queueing(context, config.hardware))
         workers = stack.enter_context(closing(group))
     progress = stage_progress(context, config.checkpoint, section.num_steps)
-    stage = SupervisedStage.of(
+    trainer = SupervisedTrainer(
         section, training_set, rows_per_step, workers, progress, seed, config.stage
     )
-    return progress, train_supervised(stage)
+    return progress, trainer.train()

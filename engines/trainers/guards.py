@@ -1,19 +1,14 @@
-"""Check that samples come from the published weights and from the trained distribution.
+"""Guards of a training run: stale weights, another sampling distribution, non-finite updates.
 
 Stale weights, another sampling distribution and numerical drift all show as a difference between
 the sampler's and the trainer's logprobs. The training pass measures it at no extra cost; a step
-that trains on nothing takes an extra pass, because a broken sampler may score nothing.
+that trains on nothing takes an extra pass, because a broken sampler may score nothing. After a
+weight sync each engine also answers a fixed prompt, longer than a cache block: digests prove only
+which bytes arrived, while packed copies of a head or a prefix cache may be stale.
 
-Updates with a non-finite loss or gradient: left out, counted, logged and limited.
-
-Promises: such an update changes no weight. The journal names the rows and tensors that are not
-finite, or says that only the gradient overflowed.
-
-Check after a weight sync that each engine computes with the new weights.
-
-A digest proves only which bytes arrived: packed copies of a head or a prefix cache may be stale. So
-every engine answers a fixed prompt, longer than a cache block, and the trainer must find the same
-logprobs, up to the rounding of `mismatch.BOUNDS`.
+Promises: an update with a non-finite loss or gradient changes no weight, is counted, and is limited
+in number. The journal names the rows and tensors that are not finite, or says that only the
+gradient overflowed.
 """
 
 import json
@@ -181,16 +176,20 @@ class PoisonGuard:
         """
         if not isinstance(update, PoisonedUpdate):
             return update
-        num_poisoned = num_before + 1
         numbers = batch.rows[ROW].tolist()
         rows = [
             f"{name_of(int(numbers[row]))} ({', '.join(tensors)})"
             for row, tensors in sorted(self._spoiled(batch, role).items())
         ]
-        line = f"{role}: {update.reason}; the update is left out; {_described(rows)}"
-        if num_poisoned > self._limit:
+        cause = f"spoiled by {', '.join(rows[:_MAX_NUM_NAMED])}"
+        if len(rows) > _MAX_NUM_NAMED:
+            cause += f" and {len(rows) - _MAX_NUM_NAMED} more"
+        elif not rows:
+            cause = "every row is finite by itself, so a gradient overflowed"
+        line = f"{role}: {update.reason}; the update is left out; {cause}"
+        if num_before >= self._limit:
             raise NonFiniteError(
-                f"{line}: {num_poisoned} updates, more than {self._setting} {self._limit}; "
+                f"{line}: {num_before + 1} updates, more than {self._setting} {self._limit}; "
                 "look at these rows, lower the learning rate, or raise the limit"
             )
         self._say(line)
@@ -202,20 +201,12 @@ class PoisonGuard:
         tensors = {"logprobs": outputs.logprobs_T, "values": outputs.values_T, **batch.columns}
         spoiled: dict[int, list[str]] = {}
         for name, tensor in tensors.items():
-            if tensor is None:
-                continue
-            finite = torch.isfinite(tensor.float())
-            finite_T = finite if finite.dim() == 1 else finite.all(dim=1)
-            for row in {*batch.sequence_index_T[~finite_T].tolist()}:
-                spoiled.setdefault(row, []).append(name)
+            if tensor is not None:
+                finite = torch.isfinite(tensor.float())
+                finite_T = finite if finite.dim() == 1 else finite.all(dim=1)
+                for row in {*batch.sequence_index_T[~finite_T].tolist()}:
+                    spoiled.setdefault(row, []).append(name)
         return spoiled
-
-
-def _described(rows: Sequence[str]) -> str:
-    if not rows:
-        return "every row is finite by itself, so a gradient overflowed"
-    more = len(rows) - _MAX_NUM_NAMED
-    return f"spoiled by {', '.join(rows[:_MAX_NUM_NAMED])}" + (f" and {more} more" * (more > 0))
 
 
 NUM_PROMPT_TOKENS = 160

@@ -3,8 +3,6 @@
 Promises: requests depend only on (seed, round, step), so a resumed run needs no cursor. Every step
 takes the next batch of an endless order; refills of dynamic sampling come from a second order, so
 that the first one still visits every row once per epoch.
-
-Convert the sampling section of a configuration to sampling parameters.
 """
 
 import hashlib
@@ -12,7 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from engines.config.rollout import SamplingConfig, StructuredOutputConfig
+from engines.config.rollout import SamplingConfig
 from engines.config.rows import ADVANTAGES
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.data.order import VisitedRow, order_of
@@ -25,6 +23,11 @@ from engines.vision.processor import PromptImages
 
 def sampling_params(config: SamplingConfig) -> SamplingParams:
     """Return the sampling parameters of a configuration."""
+    structured = config.structured_output
+    if structured is not None:
+        # Keys are not sorted: their order is the order of the fields in the answer.
+        schema = None if structured.json_schema is None else json.dumps(structured.json_schema)
+        structured = StructuredOutput(schema, structured.regex, structured.choice)
     return SamplingParams(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
@@ -32,19 +35,7 @@ def sampling_params(config: SamplingConfig) -> SamplingParams:
         top_k=config.top_k,
         stop=config.stop,
         stop_token_ids=config.stop_token_ids,
-        structured_output=_structured(config.structured_output),
-    )
-
-
-def _structured(config: StructuredOutputConfig | None) -> StructuredOutput | None:
-    if config is None:
-        return None
-    schema = config.json_schema
-    return StructuredOutput(
-        # Keys are not sorted: their order is the order of the fields in the answer.
-        json_schema=None if schema is None else json.dumps(schema),
-        regex=config.regex,
-        choice=config.choice,
+        structured_output=structured,
     )
 
 
@@ -91,8 +82,7 @@ class PromptSource:
         self._config, self._round = config.rl, config.round
         self.seed = seed
         self._sampling = sampling_params(config.rl.sampling)
-        estimator = ADVANTAGES.find(config.rl.algorithm.adv_estimator)
-        self._greedy = GREEDY_SCORES in estimator.rows
+        self._greedy = GREEDY_SCORES in ADVANTAGES.find(config.rl.algorithm.adv_estimator).rows
         size = config.rl.batch_size_prompts
         rows = Made(prompts, _visited)
         self._num_refills = config.rl.algorithm.filter_groups.max_num_gen_batches - 1
@@ -133,15 +123,17 @@ class PromptSource:
             for place, prompt in enumerate(prompts)
         )
         rows = tuple(prompt.row for prompt in prompts)
-        greedy = tuple(self._greedy_request(request) for request in requests if self._greedy)
-        return PromptBatch(first_group, rows, requests, greedy)
-
-    def _greedy_request(self, request: RolloutRequest) -> RolloutRequest:
-        sampling = replace(self._sampling, temperature=0.0)
-        name = f"{request.request_id}/greedy"
-        return RolloutRequest(
-            name, request.prompt_ids, sampling, request.seeds[:1], images=request.images
+        greedy = tuple(
+            replace(
+                request,
+                request_id=f"{request.request_id}/greedy",
+                sampling=replace(self._sampling, temperature=0.0),
+                seeds=request.seeds[:1],
+            )
+            for request in requests
+            if self._greedy
         )
+        return PromptBatch(first_group, rows, requests, greedy)
 
 
 def _visited(prompt: RLPrompt) -> VisitedRow:

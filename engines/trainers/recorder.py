@@ -1,13 +1,7 @@
-"""Record a step: its metrics, and some of its samples for people.
+"""What is recorded of an RL step: metrics with verl's names, and some samples for people to read.
 
-Promises: every step measures the difference between sampler and trainer; a run with too many
-skipped steps in a row is stopped.
-
-Keep samples of some steps for people to read, with the trainer's logprobs before the update.
-
-Promises: training does not depend on it, and a failed write loses only that step's samples.
-
-The metrics of one RL step, with verl's names.
+Samples have the trainer's logprobs before the update.
+Promises: training does not depend on kept samples; a failed write loses only that step's samples.
 """
 
 import logging
@@ -19,22 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.algorithms.groups import group_statistics
-from engines.config.sections import RLConfig
+from engines.algorithms.sequences import group_statistics
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.model_worker import ModelWorker
-from engines.controller.rollout import Rollout
-from engines.controller.worker_group import WorkerGroup
 from engines.data.read.tokenizer import ChatTokenizer
-from engines.errors import NothingToTrainOnError
-from engines.trainers.collector import Collector
-from engines.trainers.guards import NUM_POISONED, MismatchGate, untrained_differences
-from engines.trainers.loop_state import LoopState, Updates, update_metrics
-from engines.trainers.progress import LoopStep, StageProgress
-from engines.trainers.prompts import PromptSource
-from engines.trainers.rollout_batch import Experience
+from engines.trainers.experience import Collector, Experience
+from engines.trainers.loop_state import Updates, update_metrics
+from engines.trainers.progress import LoopStep
 from engines.trainers.step_timer import PhaseClock
-from engines.types import TokenBatch
 from infra.tracking.samples import KeptSample, KeptStep, write_samples
 
 MAX_NUM_TOKENS = 2048
@@ -85,16 +71,17 @@ class SampleKeeper:
     def _sample(self, first: Experience, place: int) -> KeptSample:
         sample, answer = first.samples[place], first.samples[place].trajectory
         prompt_ids, token_ids = answer.prompt.token_ids_P.tolist(), answer.token_ids.tolist()
-        row = first.batch.select([place])
-        columns = {name: column[len(prompt_ids) :] for name, column in row.columns.items()}
-        half = MAX_NUM_TOKENS // 2
-        num_tokens = len(token_ids)
-        is_long = num_tokens > MAX_NUM_TOKENS
-        parts = [slice(0, half), slice(num_tokens - half, None)] if is_long else [slice(None)]
-        mismatch_T = None
+        columns = first.batch.select([place]).columns
+        half, num_tokens, parts = MAX_NUM_TOKENS // 2, len(token_ids), [slice(None)]
+        if num_tokens > MAX_NUM_TOKENS:
+            parts = [slice(0, half), slice(num_tokens - half, None)]
+        mismatch: tuple[float | None, ...] = ()
         if "old_logprobs" in columns:
-            mismatch_T = columns["old_logprobs"] - columns["rollout_logprobs"]
-        advantages_T = columns.get("advantages")
+            mismatch_T = (columns["old_logprobs"] - columns["rollout_logprobs"])[len(prompt_ids) :]
+            mismatch = tuple(_finite(x) for part in parts for x in mismatch_T[part].tolist())
+        advantage = None
+        if "advantages" in columns:
+            advantage = _finite(float(columns["advantages"][len(prompt_ids) :].mean()))
         prompt = self._tokenizer.decode(prompt_ids)
         return KeptSample(
             name=first.name_of(place),
@@ -104,10 +91,10 @@ class SampleKeeper:
                 text for part in parts for text in token_texts(self._tokenizer, token_ids[part])
             ),
             num_tokens=num_tokens,
-            mismatch=() if mismatch_T is None else _numbers(mismatch_T, parts),
+            mismatch=mismatch,
             score=_finite(sample.score),
             reward=_finite(sample.reward),
-            advantage=None if advantages_T is None else _finite(float(advantages_T.mean())),
+            advantage=advantage,
             finish_reason=answer.finish,
             extras={name: _finite(value) for name, value in sample.extras.items()},
         )
@@ -130,10 +117,6 @@ def token_texts(tokenizer: ChatTokenizer, token_ids: Sequence[int]) -> list[str]
         del window[:num_read]
         num_read, known = len(window), tokenizer.decode(window)
     return texts
-
-
-def _numbers(values_T: Tensor, parts: Sequence[slice]) -> tuple[float | None, ...]:
-    return tuple(_finite(value) for part in parts for value in values_T[part].tolist())
 
 
 def _finite(value: float) -> float | None:
@@ -180,37 +163,26 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
     cut = [each.finish == "length" for each in sampled]
     sampled_T = experience.batch.columns["loss_mask"] > 0
     groups = group_statistics(experience.rewards_B, experience.group_index_B, experience.num_groups)
-    return {
+    metrics = {
         **_spread("critic/score", experience.scores_B),
         **_spread("critic/rewards", experience.rewards_B),
-        **_spread("critic/advantages", experience.batch.columns["advantages"][sampled_T]),
         **_spread("response_length", lengths),
         "response_length/clip_ratio": sum(cut) / len(cut),
         **_spread("prompt_length", prompts),
         "critic/equal_groups": float(groups.equal_P.sum()),
-        **_of_critic(experience.batch, sampled_T),
         **experience.metrics,
-        **_extra_scores(experience),
     }
-
-
-def _of_critic(batch: TokenBatch, sampled_T: Tensor) -> dict[str, float]:
-    """Return the critic's values and their targets; empty without a critic."""
-    return {
-        key: value
-        for name in ("values", "returns")
-        if name in batch.columns
-        for key, value in _spread(f"critic/{name}", batch.columns[name][sampled_T]).items()
-    }
-
-
-def _extra_scores(experience: Experience) -> dict[str, float]:
-    """Return means of the reward's extra values, each over the samples that have it."""
-    values: dict[str, list[float]] = {}
+    # Values and their targets are of a critic.
+    for name in ("advantages", "values", "returns"):
+        if name in experience.batch.columns:
+            metrics |= _spread(f"critic/{name}", experience.batch.columns[name][sampled_T])
+    # The reward's extra values: means over the samples that have them.
+    extras: dict[str, list[float]] = {}
     for sample in experience.samples:
         for name, value in sample.extras.items():
-            values.setdefault(name, []).append(value)
-    return {f"reward/{name}/mean": sum(own) / len(own) for name, own in sorted(values.items())}
+            extras.setdefault(name, []).append(value)
+    means = {f"reward/{name}/mean": sum(own) / len(own) for name, own in sorted(extras.items())}
+    return metrics | means
 
 
 def _spread(name: str, values: Tensor) -> dict[str, float]:
@@ -219,75 +191,3 @@ def _spread(name: str, values: Tensor) -> dict[str, float]:
         f"{name}/max": float(values.max()),
         f"{name}/min": float(values.min()),
     }
-
-
-class Recorder:
-    """Records steps into the journal and checks their sanity."""
-
-    def __init__(
-        self,
-        config: RLConfig,
-        workers: WorkerGroup,
-        rollout: Rollout,
-        prompts: PromptSource,
-        gate: MismatchGate,
-        keeper: SampleKeeper,
-        progress: StageProgress,
-    ) -> None:
-        self._config, self._workers, self._rollout = config, workers, rollout
-        self._prompts, self._gate, self._keeper = prompts, gate, keeper
-        self._progress = progress
-
-    def keep(self, step: LoopStep, collected: Collector, experience: Experience) -> None:
-        """Keep samples of the step for people if it is due; called before its first update."""
-        self._keeper.keep(step, experience if experience.num_groups else collected.scored())
-
-    def record(
-        self,
-        step: LoopStep,
-        collected: Collector,
-        experience: Experience,
-        updates: Updates,
-        state: LoopState,
-        num_sync_bytes: int,
-    ) -> None:
-        """Record a finished step; `state` is after it.
-
-        Raises:
-            WeightSyncError: the sampler does not sample from the distribution that is trained.
-            NothingToTrainOnError: more than `max_num_skipped_steps` in a row were skipped.
-        """
-        run = self._workers.run
-        untrained = {} if updates.policy else self._untrained(step, collected.scored().batch)
-        metrics = step_metrics(collected, experience, updates, step.clock, self._workers.world_size)
-        metrics |= run(ModelWorker.performance_metrics) | untrained
-        metrics |= {
-            "training/global_step": float(step.global_number),
-            "training/policy_version": float(state.version),
-            NUM_POISONED: float(state.num_poisoned),
-            "rollout/sync_bytes": float(num_sync_bytes),
-            "rollout/num_restarts": float(self._rollout.num_restarts),
-            "training/epoch": self._prompts.epoch(step.global_number),
-        }
-        self._progress.record(step.global_number, step.number, metrics, step.clock)
-        self._check_skipped(step, state.num_skipped)
-
-    def _untrained(self, step: LoopStep, scored: TokenBatch) -> dict[str, float]:
-        """Measure the difference between sampler and trainer if no policy update did."""
-        if not scored.num_sequences:
-            return {}
-        with step.clock("old_log_prob"):
-            logprobs_T = self._workers.run(ModelWorker.infer_logprobs, scored)
-        found = untrained_differences(logprobs_T, scored)
-        self._gate.check([found])
-        return found
-
-    def _check_skipped(self, step: LoopStep, num_skipped: int) -> None:
-        limit = self._config.max_num_skipped_steps
-        if num_skipped > limit:
-            raise NothingToTrainOnError(
-                f"step {step.number}: {num_skipped} steps in a row had nothing to train on, more "
-                f"than rl.max_num_skipped_steps {limit}: all samples were aborted, unscored, in "
-                "groups of equal scores or kept by no estimator; look at the rewards of the last "
-                "steps, take prompts that the policy sometimes solves, or raise the limit"
-            )

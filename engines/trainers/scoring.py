@@ -3,17 +3,15 @@
 Promises: a completion that was aborted or could not be scored is counted and left out; shaping (the
 overlong penalty) changes `reward`, not `score`. Scoring during generation gives the same result as
 scoring after it, in any order, because a reward is a function of one sample.
-
-Scored samples for the RL loop; separate from it, so that scoring imports no algorithm.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Self
 
 import torch
+from torch import Tensor
 
-from engines.algorithms.reward_shaping import overlong_penalty
 from engines.config.algorithm import OverlongConfig
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import ChatTokenizer
@@ -66,85 +64,71 @@ Place = tuple[int, int]
 """Index of a request, and of the completion within it."""
 
 
+@dataclass(frozen=True)
 class CompletionScorer:
     """Scores completions; judges are asked before the reward function is called.
 
     `overlong` penalizes long answers relative to `max_new_tokens`; evaluation has no penalty.
     """
 
-    def __init__(
-        self,
-        rewards: RewardScorer,
-        tokenizer: ChatTokenizer,
-        overlong: OverlongConfig = NO_SHAPING,
-        max_new_tokens: int = 1,
-        judges: Judges = NO_JUDGES,
-    ) -> None:
-        self._rewards = rewards
-        self.tokenizer = tokenizer
-        self._overlong = overlong
-        self._max_new_tokens = max_new_tokens
-        self._judges = judges
+    rewards: RewardScorer
+    tokenizer: ChatTokenizer
+    overlong: OverlongConfig = NO_SHAPING
+    max_new_tokens: int = 1
+    judges: Judges = NO_JUDGES
 
     def decode(self, completion: Completion) -> str:
         """Return the text of a completion, without special tokens."""
         return self.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
 
+    @contextmanager
+    def begin(
+        self, rows: Sequence[RLRow], requests: Sequence[RolloutRequest]
+    ) -> Iterator["BatchScoring"]:
+        """Score a batch, of one row per request, while it is sampled; contexts must not overlap."""
+        with self.rewards.batch() as batch:
+            yield BatchScoring(rows, requests, batch, self.decode, self.judges)
+
     def judge(
-        self,
-        rows: Sequence[RLRow],
-        completions: Completions,
-        requests: Sequence[RolloutRequest],
+        self, rows: Sequence[RLRow], completions: Completions, requests: Sequence[RolloutRequest]
     ) -> Scores:
         """Score the completions of each prompt, given one row and one request per prompt.
 
         Raises `RewardError` if the reward function is broken, or left too many samples unscored.
         """
-        batch = self._rewards.batch()
-        with ArrivingScores(rows, requests, batch, self.decode, self._judges) as arriving:
-            return arriving.scores(completions)
+        with self.begin(rows, requests) as scoring:
+            return scoring.scores(completions)
 
-    def score(self, prompts: PromptBatch, completions: Completions) -> ScoredBatch:
-        """Score the completions of one generation batch: of its requests, then of its greedy ones.
-
-        Samples without a score, or whose greedy answer has none, are left out. Errors as in
-        `judge`.
-        """
-        with self.begin(prompts) as scoring:
-            return scoring.finish(completions)
-
-    def begin(self, prompts: PromptBatch) -> "BatchScoring":
-        """Return a context that scores a batch while it is sampled; contexts must not overlap."""
-        batch = self._rewards.batch()
-        return BatchScoring(prompts, batch, self.decode, self._judges, self._scored)
-
-    def _scored(
+    def samples(
         self, prompts: PromptBatch, completions: Completions, scores: Scores
     ) -> ScoredBatch:
+        """Return the samples of a generation batch: of its requests, then of its greedy ones.
+
+        Samples without a score, or whose greedy answer has none, are left out.
+        """
         num_prompts = len(prompts.requests)
-        greedy = [
-            self._reward(row[0], of_row[0])
-            for row, of_row in zip(completions[num_prompts:], scores[num_prompts:], strict=True)
-        ]
         samples: list[ScoredSample] = []
         for place, request in enumerate(prompts.requests):
-            baseline = greedy[place] if greedy else None
-            if greedy and baseline is None:
-                continue
+            baseline = None
+            if prompts.greedy_requests:
+                [greedy], [score] = completions[num_prompts + place], scores[num_prompts + place]
+                if score is None:
+                    continue
+                baseline = score.value + self._shaping(greedy)
             prompt = Prompt.of(request)
-            for completion, score in zip(completions[place], scores[place], strict=True):
-                if score is not None:
-                    samples.append(
-                        ScoredSample(
-                            group=prompts.first_group + place,
-                            trajectory=Trajectory.of(prompt, completion),
-                            score=score.value,
-                            reward=score.value + self._shaping(completion),
-                            extras=score.extras,
-                            correct=is_correct(score),
-                            greedy_reward=baseline,
-                        )
-                    )
+            samples += [
+                ScoredSample(
+                    group=prompts.first_group + place,
+                    trajectory=Trajectory.of(prompt, completion),
+                    score=score.value,
+                    reward=score.value + self._shaping(completion),
+                    extras=score.extras,
+                    correct=is_correct(score),
+                    greedy_reward=baseline,
+                )
+                for completion, score in zip(completions[place], scores[place], strict=True)
+                if score is not None
+            ]
         everything = [completion for row in completions[:num_prompts] for completion in row]
         num_aborted = sum(completion.finish_reason == "abort" for completion in everything)
         return ScoredBatch(
@@ -154,18 +138,13 @@ class CompletionScorer:
             num_aborted=num_aborted,
         )
 
-    def _reward(self, completion: Completion, score: Score | None) -> float | None:
-        return None if score is None else score.value + self._shaping(completion)
-
     def _shaping(self, completion: Completion) -> float:
-        if not self._overlong.enable:
-            return 0.0
         length = torch.tensor([len(completion.token_ids)])
-        return float(overlong_penalty(length, self._max_new_tokens, self._overlong))
+        return float(overlong_penalty(length, self.max_new_tokens, self.overlong))
 
 
-class ArrivingScores:
-    """Scores completions as they arrive; a context manager for one thread.
+class BatchScoring:
+    """One generation batch that is scored as its completions arrive; for one thread.
 
     If there are judges, only decoding is done early: they get all completions in one call.
     """
@@ -190,9 +169,8 @@ class ArrivingScores:
     def accept(self, completion: Completion) -> None:
         """Accept a completion before the others are complete; an aborted one is ignored."""
         if completion.finish_reason != "abort":
-            place = self._places[completion.request_id, completion.sample_index]
             with errors_in("reward"):
-                self._take(place, completion)
+                self._take(self._places[completion.request_id, completion.sample_index], completion)
 
     def scores(self, completions: Completions) -> Scores:
         """Score all completions, those not accepted too; errors as in `CompletionScorer.judge`."""
@@ -215,12 +193,6 @@ class ArrivingScores:
             scores[row][sample] = result if isinstance(result, Score) else None
         return scores
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._batch.close()
-
     def _take(self, place: Place, completion: Completion) -> None:
         row, asked = self._rows[place[0]], self._requests[place[0]]
         sample = ScoreRequest(
@@ -240,28 +212,16 @@ class ArrivingScores:
             self._batch.add(place, sample)
 
 
-class BatchScoring(ArrivingScores):
-    """One generation batch that is scored while it is generated.
+def overlong_penalty(lengths_B: Tensor, max_new_tokens: int, overlong: OverlongConfig) -> Tensor:
+    """Return (B,) float32 to add to the scores: 0, falling to `-penalty_factor` at the limit.
 
-    with scorer.begin(prompts) as scoring:
-        completions = rollout.generate(prompts.all_requests, scoring.accept)
-        scored = scoring.finish(completions)
+    DAPO, arXiv:2503.14476 eq. 13: with the buffer b, the limit L = `max_new_tokens` and the length
+    with end token, ``min(0, -(length - (L - b)) / b * penalty_factor)``. All 0 if switched off.
     """
-
-    def __init__(
-        self,
-        prompts: PromptBatch,
-        batch: ScoringBatch,
-        decode: Callable[[Completion], str],
-        judges: Judges,
-        scored: Callable[[PromptBatch, Completions, Scores], ScoredBatch],
-    ) -> None:
-        super().__init__(prompts.asked_rows, prompts.all_requests, batch, decode, judges)
-        self._prompts, self._scored = prompts, scored
-
-    def finish(self, completions: Completions) -> ScoredBatch:
-        """Return the scored batch as `CompletionScorer.score` does; score what was not accepted."""
-        return self._scored(self._prompts, completions, self.scores(completions))
+    if not overlong.enable:
+        return torch.zeros(lengths_B.shape, dtype=torch.float32, device=lengths_B.device)
+    excess_B = lengths_B.to(torch.float32) - (max_new_tokens - overlong.buffer_length)
+    return (-excess_B / overlong.buffer_length * overlong.penalty_factor).clamp(max=0.0)
 
 
 def is_correct(score: Score) -> bool:

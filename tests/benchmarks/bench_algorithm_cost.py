@@ -36,7 +36,7 @@ from engines.algorithms.value_objective import ValueObjective
 from engines.config.algorithm import FilterGroupsConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.model_worker import ModelWorker
-from engines.trainers.collector import Collector
+from engines.trainers.experience import Collector
 from engines.trainers.guards import MeasuredObjective
 from engines.trainers.packing import pack
 from engines.trainers.scoring import ScoredBatch

@@ -37,10 +37,10 @@ from engines.data.read.examples import rl_prompts
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.rewards.scorer import RewardScorer
-from engines.trainers.assembly import RoundInputs, assemble
-from engines.trainers.collector import Collector
+from engines.trainers.experience import Collector
 from engines.trainers.progress import LoopStep
 from engines.trainers.prompts import PromptSource
+from engines.trainers.rl import RLTrainer
 from engines.trainers.scoring import CompletionScorer
 from engines.training.spec import POLICY, LossFn, RoleName
 from engines.types import Completion, RolloutRequest, SamplingParams, TokenBatch, TrainMetrics
@@ -168,7 +168,8 @@ class DriverStep:
         self._rollout = StandInRollout(NUM_TOKENS, options.generation_s)
         prompts = PromptSource(rl_prompts(rows, tokenizer), config, 0)
         scorer = CompletionScorer(rewards, tokenizer)
-        inputs = RoundInputs(
+        self._trainer = RLTrainer(
+            config,
             workers,
             cast(Any, self._rollout),
             prompts,
@@ -177,18 +178,18 @@ class DriverStep:
             [4, 5],
             NUM_TOKENS,
         )
-        self._workers, self._round, self._number = workers, assemble(config, inputs), 0
+        self._workers, self._number = workers, 0
 
     def turn(self) -> tuple[float, float]:
         """Seconds between the last answer and the first mini-batch; resident bytes a token."""
         gc.collect()
         before = resident_bytes()
         self._number += 1
-        parts, step = self._round, LoopStep(self._number, self._number)
-        collected: Collector = parts.sampler.take(step, 0)
-        batch = parts.preparer.fill(step, collected.experience())
-        batch = parts.objective.advantages(step, batch, parts.start)
-        parts.updater.train(step, batch, parts.start)
+        trainer, step = self._trainer, LoopStep(self._number, self._number)
+        collected: Collector = trainer.generate(step, 0)
+        batch = trainer.infer(step, collected.experience())
+        batch = trainer.estimate_advantages(step, batch, trainer.start.kl_coef)
+        trainer.update(step, batch, trainer.start)
         arrived_s = self._workers.run(NotingWorker.arrived_s)
         gc.collect()
         held = (resident_bytes() - before) / batch.batch.num_tokens

@@ -15,10 +15,10 @@ from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.controller.worker_group import InProcessGroup
 from engines.data.read.tokenizer import text_config
-from engines.trainers.assembly import RoundInputs, assemble
-from engines.trainers.collector import Collector
+from engines.trainers.experience import Collector
 from engines.trainers.progress import LoopStep
 from engines.trainers.recorder import step_metrics
+from engines.trainers.rl import RLTrainer
 from engines.trainers.scoring import ScoredBatch, ScoredSample
 from engines.training.spec import CRITIC, POLICY, REFERENCE, ModelSource, RoleName, RoleSpec
 from engines.trajectory import Prompt, Segment, Trajectory
@@ -97,10 +97,9 @@ class ScoredStep:
         around = cast(Any, NothingAround())
         self._config = config.rl
         vocab_size = text_config(hf_dir)["vocab_size"]
-        inputs = RoundInputs(
-            self._workers, around, around, around, around, [NUM_SPECIAL], vocab_size
+        self._trainer = RLTrainer(
+            config, self._workers, around, around, around, around, [NUM_SPECIAL], vocab_size
         )
-        self._round = assemble(config, inputs)
         self._step = 0
 
     def close(self) -> None:
@@ -110,12 +109,12 @@ class ScoredStep:
     def take(self) -> dict[str, float]:
         """One step; returns its metrics."""
         self._step += 1
-        config, parts, step = self._config, self._round, LoopStep(self._step, self._step)
+        config, trainer, step = self._config, self._trainer, LoopStep(self._step, self._step)
         collector = Collector(config.batch_size_prompts, config.algorithm.filter_groups)
         collector.add(self._scored)
-        batch = parts.preparer.fill(step, collector.experience())
-        batch = parts.objective.advantages(step, batch, parts.start)
-        updates = parts.updater.train(step, batch, parts.start)
+        batch = trainer.infer(step, collector.experience())
+        batch = trainer.estimate_advantages(step, batch, trainer.start.kl_coef)
+        updates = trainer.update(step, batch, trainer.start)
         return step_metrics(collector, batch, updates, step.clock, self._workers.world_size)
 
 

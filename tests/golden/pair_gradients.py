@@ -17,8 +17,7 @@ from torch import Tensor
 from engines import collectives
 from engines.algorithms.distillation import TopKDistillation
 from engines.algorithms.preference.kto import KtoObjective
-from engines.algorithms.preference.objectives import RewardModelObjective
-from engines.algorithms.preference.pair_objective import PairObjective
+from engines.algorithms.preference.pair_objective import PairObjective, RewardModelObjective
 from engines.config.training import TrainingConfig
 from engines.training.base import BaseEngine, create_engine
 from engines.training.spec import LossFn, ModelType

@@ -15,7 +15,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from transformers import PreTrainedModel
 
 from engines.algorithms.preference.answers import answers_of
-from engines.algorithms.preference.objectives import mismatched
+from engines.algorithms.preference.kto import mismatched
 from engines.algorithms.preference.options import (
     IpoOptions,
     KtoOptions,

@@ -17,9 +17,10 @@ from trl_golden import FLOAT32, GOLDEN, batch_of, by_answer, flat
 
 from engines.algorithms.advantage import advantages
 from engines.algorithms.advantages import group_relative
-from engines.algorithms.reward_shaping import overlong_penalty, reward_kl
+from engines.algorithms.kl import reward_kl
 from engines.algorithms.sequences import on_last_token
 from engines.config.algorithm import AlgorithmConfig, OverlongConfig
+from engines.trainers.scoring import overlong_penalty
 
 TRL_EPS = 1e-4
 """TRL adds it to a standard deviation; we add 1e-6, and 1e-8 to the variance when we whiten."""

@@ -17,10 +17,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engines.algorithms.groups import GroupStatistics, group_statistics
 from engines.algorithms.options import GdpoOptions, GpgOptions, RaftOptions
 from engines.algorithms.parts import AdvantageInputs, Advantages, options_as
-from engines.algorithms.sequences import masked_whiten, num_trained_B
+from engines.algorithms.sequences import (
+    GroupStatistics,
+    group_statistics,
+    masked_whiten,
+    num_trained_B,
+)
 
 STD_EPS = 1e-6
 

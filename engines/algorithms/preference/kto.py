@@ -12,13 +12,13 @@ computed before the step is cut. A trainer computes it before each step:
 each micro-batch, which would make the loss depend on how the step is cut.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engines.algorithms.parts import Gather, PrepassInputs
+from engines.algorithms.parts import Gather
 from engines.algorithms.preference.answers import (
     CHOSEN,
     MASK,
@@ -65,20 +65,6 @@ def kto_loss(answers: Answers, chosen_N: Tensor, z0: float, options: KtoOptions)
     return AnswerLoss(weight_N * torch.sigmoid(-margin_N), reward_N, margin_N)
 
 
-def kto_prepass(inputs: PrepassInputs) -> Mapping[str, float]:
-    """Return ``z0 = max(0, mean of h)`` over the answers to other prompts, and the counts.
-
-    Reads the rows `mismatch_log_ratio` and `chosen`. NaN is kept, so that the step is refused.
-    """
-    trained_B = num_trained_B(inputs.batch, inputs.mask_T) > 0
-    rows = inputs.batch.rows
-    log_ratio_N = inputs.gather(rows[MISMATCH][trained_B])
-    chosen_N = inputs.gather((rows[CHOSEN][trained_B] > 0).to(torch.float64))
-    num_chosen = float(chosen_N.sum())
-    z0 = (log_ratio_N.sum() / max(log_ratio_N.numel(), 1)).clamp(min=0.0)
-    return {Z0: float(z0), NUM_CHOSEN: num_chosen, NUM_REJECTED: chosen_N.numel() - num_chosen}
-
-
 @dataclass(frozen=True)
 class KtoObjective:
     """A loss function (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
@@ -90,9 +76,17 @@ class KtoObjective:
     loss: Callable[[Answers, Tensor, float, KtoOptions], AnswerLoss] = kto_loss
 
     def extras(self, batch: TokenBatch, gather: Gather) -> Mapping[str, float]:
-        """Return the numbers of the whole step; see `LossFn`."""
+        """Return ``z0 = max(0, mean of h)`` over answers to other prompts, and the counts.
+
+        Numbers of the whole step, see `LossFn`. NaN is kept, so that the step is refused.
+        """
         check_batch(batch, [MASK], [CHOSEN, MISMATCH])
-        return kto_prepass(PrepassInputs(batch, batch.columns[MASK] > 0, gather, self.options))
+        trained_B = num_trained_B(batch, batch.columns[MASK] > 0) > 0
+        log_ratio_N = gather(batch.rows[MISMATCH][trained_B])
+        chosen_N = gather((batch.rows[CHOSEN][trained_B] > 0).to(torch.float64))
+        num_chosen = float(chosen_N.sum())
+        z0 = (log_ratio_N.sum() / max(log_ratio_N.numel(), 1)).clamp(min=0.0)
+        return {Z0: float(z0), NUM_CHOSEN: num_chosen, NUM_REJECTED: chosen_N.numel() - num_chosen}
 
     def __call__(
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
@@ -128,3 +122,52 @@ class KtoObjective:
                 own_B = torch.where(trained_B & of_side_B, reward_B, 0.0)
                 metrics[f"preference/{side}_reward"] = own_B.sum() / counts.extras[number]
         return LossOutput(loss, metrics)
+
+
+def mismatched(batch: TokenBatch, max_length: int) -> TokenBatch:
+    """Combine prompts with each other's answers (arXiv:2402.01306 sec. 4.1), in the same order.
+
+    Each answer, good or bad, is used once, for another prompt if there is one: the result estimates
+    an expectation over the answers of the step. A prompt ends before the first trained token; a
+    sequence without one is unchanged. The result has only the column `loss_mask`.
+
+    Args:
+        batch: a whole step, on the CPU, with no sequence longer than `max_length`.
+        max_length: a longer result loses its end, but keeps at least one token of the answer.
+    """
+    lengths = batch.lengths_B.tolist()
+    ids, masks = batch.input_ids_T.split(lengths), batch.columns[MASK].split(lengths)
+    # A prompt ends before its first trained token; without one it is the whole sequence.
+    starts = [next(iter((mask > 0).nonzero().flatten().tolist()), len(mask)) for mask in masks]
+    prompts = [tuple(each[:start].tolist()) for each, start in zip(ids, starts, strict=True)]
+    givers = _givers(prompts, [start < size for start, size in zip(starts, lengths, strict=True)])
+
+    def exchanged(parts: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            torch.cat([parts[i][: starts[i]], parts[j][starts[j] :]])[:max_length]
+            for i, j in enumerate(givers)
+        ]
+
+    new_ids = exchanged(ids)
+    ends_B = torch.tensor([0, *(each.numel() for each in new_ids)]).cumsum(0)
+    columns = {MASK: torch.cat(exchanged(masks))}
+    return TokenBatch(torch.cat(new_ids), ends_B.to(torch.int32), columns, batch.images)
+
+
+def _givers(prompts: Sequence[tuple[int, ...]], answered: Sequence[bool]) -> list[int]:
+    """Return whose answer each sequence gets: sorted by prompt, rotated by the largest count.
+
+    A smaller rotation would leave that prompt some of its own answers. If a prompt has more than
+    half of all answers, no other assignment leaves it fewer.
+    """
+    givers = list(range(len(prompts)))
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
+    for index in givers:
+        if answered[index]:
+            by_prompt.setdefault(prompts[index], []).append(index)
+    order = [index for indexes in by_prompt.values() for index in indexes]
+    largest = max(map(len, by_prompt.values()), default=0)
+    by = largest if largest < len(order) else 1
+    for place, index in enumerate(order):
+        givers[index] = order[(place + by) % len(order)]
+    return givers

@@ -1,24 +1,27 @@
-"""The loss function of preference training on pairs.
+"""Losses over pairs of answers, for a policy (the DPO family) and for a reward model.
+
+A policy's losses are pure functions of `PairInputs` to a `PairLoss`. A reward model's score is the
+output of a value model behind the last token of a sequence, as the role `reward` reads it.
 
 Promises: the mean over the pairs of the step for every number of ranks or micro-batches; metrics
-add up likewise. Reference logprobs are a column made beforehand.
-
-Losses over pairs of answers: pure functions of `PairInputs` to a `PairLoss`.
-
-Promises: finite values and gradients for finite log-probabilities. Pairs are independent, so no
-loss depends on how a step is cut.
+add up likewise. Values and gradients are finite for finite log-probabilities. Pairs are
+independent, so no loss depends on how a step is cut. Reference logprobs are a column and margins a
+row, made beforehand.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from engines.algorithms.parts import options_as
 from engines.algorithms.preference.answers import (
     CHOSEN,
+    MARGIN,
     MASK,
     REFERENCE,
     Answers,
@@ -29,14 +32,20 @@ from engines.algorithms.preference.answers import (
     pairs_of,
     share_of_pairs,
 )
+from engines.algorithms.preference.kto import KtoObjective
 from engines.algorithms.preference.options import (
     IpoOptions,
+    KtoOptions,
     OrpoOptions,
     PairOptions,
+    RewardModelOptions,
     SigmoidOptions,
     SimpoOptions,
 )
-from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
+from engines.config.options import own_options
+from engines.config.rows import PREFERENCE_LOSSES
+from engines.types import GlobalCounts, LossOutput, ModelOutputs, Readouts, TokenBatch
+from infra.plugins import load_row
 
 ODDS_BEND = 1e-4
 """Nats per token; odds are about 10,000 at a mean log-probability this close to 0."""
@@ -130,11 +139,6 @@ class PairObjective:
     loss: Callable[[PairInputs], PairLoss]
     options: PairOptions
 
-    @property
-    def required_columns(self) -> frozenset[str]:
-        """Columns that the batch must have."""
-        return frozenset({MASK, REFERENCE} if self.options.needs_reference else {MASK})
-
     def __call__(
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
     ) -> LossOutput:
@@ -143,13 +147,87 @@ class PairObjective:
         Raises:
             ValueError: the batch lacks a column or the row `chosen`, or a unit is no pair.
         """
-        found, pairs = self.of_pairs(outputs, batch)
-        return share_of_pairs("preference", found, pairs, counts)
+        return share_of_pairs("preference", *self.of_pairs(outputs, batch), counts)
 
     def of_pairs(self, outputs: ModelOutputs, batch: TokenBatch) -> tuple[PairLoss, Pairs]:
         """Return loss and rewards of each pair; raises as a call."""
-        check_batch(batch, self.required_columns, [CHOSEN])
+        with_reference = self.options.needs_reference
+        check_batch(batch, [MASK, REFERENCE] if with_reference else [MASK], [CHOSEN])
         pairs = pairs_of(batch)
-        answers = answers_of(outputs.logprobs_T, batch, reference=self.options.needs_reference)
+        answers = answers_of(outputs.logprobs_T, batch, reference=with_reference)
         chosen, rejected = answers.take(pairs.chosen_P), answers.take(pairs.rejected_P)
         return self.loss(PairInputs(chosen, rejected, self.options)), pairs
+
+
+def preference_objective(loss: str, options: Mapping[str, Any]) -> PairObjective | KtoObjective:
+    """Return the loss of that name: over pairs, or over single answers.
+
+    Raises:
+        ConfigError: there is no such loss, or it does not have these options.
+        TypeError: its row names the schema of another kind of loss.
+    """
+    row = PREFERENCE_LOSSES.find(loss)
+    own = own_options(options, row, "preference.options")
+    function = load_row(row, PREFERENCE_LOSSES.setting)
+    if row.paired:
+        return PairObjective(function, options_as(PairOptions, own))
+    return KtoObjective(options_as(KtoOptions, own), function)
+
+
+BEHIND = Readouts(last_values=True)
+
+
+def bradley_terry_loss(
+    chosen_P: Tensor, rejected_P: Tensor, margin_P: Tensor | None, options: RewardModelOptions
+) -> PairLoss:
+    """Bradley-Terry: ``-log sigmoid(s_w - s_l - a m) + c (s_w + s_l)^2``; rewards are the scores.
+
+    The first term is that of arXiv:2204.05862, with the margin m of Llama 2 (arXiv:2307.09288
+    eq. 2); the second that of arXiv:2312.09244: a comparison does not determine a constant added to
+    both scores. a is `margin_coef`, c is `center_coef`; `margin_P` None is 0.
+    """
+    gap_P = chosen_P - rejected_P
+    if margin_P is not None:
+        gap_P = gap_P - options.margin_coef * margin_P
+    centre_P = options.center_coef * (chosen_P + rejected_P).square()
+    return PairLoss(centre_P - logsigmoid(gap_P), chosen_P, rejected_P)
+
+
+@dataclass(frozen=True)
+class RewardModelObjective:
+    """A loss function (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`."""
+
+    options: RewardModelOptions
+    readouts: Readouts = BEHIND
+
+    @property
+    def required_rows(self) -> frozenset[str]:
+        """Rows that the batch must have."""
+        return frozenset({CHOSEN, MARGIN} if self.options.margin_coef else {CHOSEN})
+
+    def __call__(
+        self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
+    ) -> LossOutput:
+        """Return this micro-batch's share of the loss and metrics, see `share_of_pairs`.
+
+        Args:
+            batch: whole pairs, as units with the `required_rows` (of margins the chosen answer's
+                counts). A pair counts if `loss_mask` is set on any of its tokens but the first.
+
+        Raises:
+            ValueError: the outputs are of a language model, the batch lacks something, or a unit
+                is no pair.
+        """
+        return share_of_pairs("reward_model", *self.of_pairs(outputs, batch), counts)
+
+    def of_pairs(self, outputs: ModelOutputs, batch: TokenBatch) -> tuple[PairLoss, Pairs]:
+        """Return loss and scores of each pair; raises as a call."""
+        if outputs.last_values_B is None:
+            raise ValueError("a reward model's loss needs a value model and its last_values")
+        check_batch(batch, [MASK], self.required_rows)
+        pairs, scores_B = pairs_of(batch), outputs.last_values_B.to(torch.float64)
+        margin_P = batch.rows[MARGIN][pairs.chosen_P] if self.options.margin_coef else None
+        found = bradley_terry_loss(
+            scores_B[pairs.chosen_P], scores_B[pairs.rejected_P], margin_P, self.options
+        )
+        return found, pairs

@@ -37,7 +37,6 @@ from engines.data.read.tokenizer import DirectoryTokenizer, check_vocabulary, te
 from engines.judges.judgement import question
 from engines.rewards.base import SampledTokens, ScoreRequest
 from engines.training.supported_models import check_vision
-from engines.training.vision_support import check_vision
 from infra.errors import ConfigError
 from infra.names import renamed_sections
 from infra.plugins import Row, load_row

@@ -22,7 +22,6 @@ from engines.config.model import JudgeConfig, RewardModelConfig
 from engines.config.sections import RLConfig
 from engines.config.stages.serving import ServingStageConfig
 from engines.config.training import TrainingConfig
-from engines.controller.frozen_replica import FrozenModel, replica_beside
 from engines.controller.launch import launch_served_model
 from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.controller.replica import ReplicaSpec

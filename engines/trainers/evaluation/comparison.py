@@ -1,17 +1,14 @@
 """Compare two models on the same problems, metric by metric; imports no torch.
 
-Promises: a metric called better or worse differs beyond chance at the stated confidence
-(`engines.trainers.evaluation.comparison`); without a known direction it is called higher or lower.
-Does not promise a joint confidence: of twenty metrics one may differ by chance.
-
-Test whether one model beats another on the same problems beyond chance; imports no torch.
-
 Paired randomization test (Fisher, The Design of Experiments, 1935, sec. 21; Noreen, Computer
 Intensive Methods for Testing Hypotheses, 1989): the sum of each problem's differences is compared
 with sums over random signs. For verdicts, whose differences are -1, 0 and 1, it is the exact
 McNemar (sign) test up to the error of its draws. Rows of one problem share one sign.
-Promises: equal models are told apart with probability at most (1 - confidence) / 2.
-Does not promise: an interval for the size of a large gain; it is wider than that of a bootstrap.
+
+Promises: a metric called better or worse differs beyond chance: equal models are told apart with
+probability at most (1 - confidence) / 2. Without a known direction it is called higher or lower.
+Does not promise: a joint confidence (of twenty metrics one may differ by chance), or an interval
+for the size of a large gain; it is wider than that of a bootstrap.
 """
 
 import json
@@ -24,13 +21,13 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
+from engines.trainers.evaluation.accuracy import SampledAnswer, sampled_values, sums_by_problem
 from engines.trainers.evaluation.documents import (
     document_values,
     has_documents,
     higher_is_better,
     is_mean,
 )
-from engines.trainers.evaluation.sampled import SampledAnswer, sampled_values, sums_by_problem
 from infra.errors import ConfigError
 from infra.tracking.comparison import GAIN, HIGHER_IS_BETTER, MARGIN, Verdict, verdict
 
@@ -89,11 +86,9 @@ def differences_of(evaluation: Path, incumbent: Path, metric: str) -> list[float
             f"got other problems than those of the candidate ({len(differing)} differ, the first "
             f"is problem {index} of {source}); need the same; evaluate both on one dataset",
         )
-    pairs = [(new, before[row].value) for row, new in now.items()]
+    pairs = [(problem, new, before[row][1]) for row, (problem, new) in now.items()]
     differences = [
-        (new.problem, new.value - old)
-        for new, old in pairs
-        if new.value is not None and old is not None
+        (problem, new - old) for problem, new, old in pairs if new is not None and old is not None
     ]
     return sums_by_problem(differences).weighted_means if differences else []
 
@@ -102,24 +97,17 @@ RowKey = tuple[int, str, str]
 """Index in the evaluation split, data source, and true answer or digest of a harness's document."""
 
 
-@dataclass(frozen=True)
-class _Row:
-    """The identity of a row's problem, and the row's contribution to a metric."""
-
-    problem: Hashable
-    value: float | None
-
-
-def _rows(directory: Path, metric: str) -> Mapping[RowKey, _Row]:
+def _rows(directory: Path, metric: str) -> Mapping[RowKey, tuple[Hashable, float | None]]:
+    """Return the identity of each row's problem, and the row's contribution to a metric."""
     if has_documents(directory):
         values = document_values(directory, metric)
-        return {key: _Row(key[1:], value) for key, value in values.items()}
+        return {key: (key[1:], value) for key, value in values.items()}
     columns = ["index", "data_source", "prompt", "ground_truth", "images", "greedy", "samples"]
     path = directory / "rows.parquet"
     stored = pq.read_schema(path).names
     rows = pq.read_table(path, columns=[each for each in columns if each in stored]).to_pylist()
     return {
-        (row["index"], row["data_source"], row["ground_truth"]): _Row(
+        (row["index"], row["data_source"], row["ground_truth"]): (
             # Older evaluations have no column of image digests.
             (row["prompt"], row["ground_truth"], tuple(row.get("images") or ())),
             problem_value(row, metric),
@@ -196,23 +184,12 @@ def metric_gain(
         return None
     gain = paired_gain(differences, confidence, seed)
     value, other = (metrics_of(each)[metric] for each in (evaluation, against))
-    return MetricGain(
-        metric,
-        value,
-        other,
-        gain.mean,
-        gain.margin,
-        gain.num_problems,
-        _direction(evaluation, against, metric),
-    )
-
-
-def _direction(evaluation: Path, against: Path, metric: str) -> bool | None:
-    """Return the direction of a metric; None if two harness measurements disagree."""
-    if not has_documents(evaluation):
-        return True
-    ours, theirs = (higher_is_better(each, metric) for each in (evaluation, against))
-    return ours if ours == theirs else None
+    direction: bool | None = True
+    if has_documents(evaluation):
+        # Two measurements of the harness may disagree.
+        ours, theirs = (higher_is_better(each, metric) for each in (evaluation, against))
+        direction = ours if ours == theirs else None
+    return MetricGain(metric, value, other, gain.mean, gain.margin, gain.num_problems, direction)
 
 
 def comparison_metrics(gains: Sequence[MetricGain]) -> dict[str, float]:

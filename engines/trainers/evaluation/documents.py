@@ -60,8 +60,7 @@ class Document:
 
 def metric_name(task: str, metric: str, filter_name: str) -> str:
     """Return e.g. `arc_easy/acc`, or with a filter `gsm8k/exact_match/strict-match`."""
-    parts = (task, metric) if filter_name == NO_FILTER else (task, metric, filter_name)
-    return "/".join(parts)
+    return f"{task}/{metric}" + (f"/{filter_name}" if filter_name != NO_FILTER else "")
 
 
 def write_measurement(
@@ -75,7 +74,12 @@ def write_measurement(
         [asdict(each) | {"metrics": sorted(each.metrics.items())} for each in documents], _SCHEMA
     )
     pq.write_table(table, directory / DOCUMENTS_NAME, compression="zstd", store_schema=False)
-    summary = {"schema": SCHEMA_VERSION, "metrics": dict(metrics), "tasks": dict(tasks)}
+    write_summary(directory, {"metrics": dict(metrics), "tasks": dict(tasks)})
+
+
+def write_summary(directory: Path, content: Mapping[str, Any]) -> None:
+    """Write the `summary.json` of an evaluation, equal bytes for equal content."""
+    summary = {"schema": SCHEMA_VERSION, **content}
     text = json.dumps(summary, indent=2, sort_keys=True, allow_nan=False)
     (directory / SUMMARY_NAME).write_text(f"{text}\n", encoding="utf-8", newline="")
 

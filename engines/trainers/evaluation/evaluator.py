@@ -3,13 +3,12 @@
 Promises: one greedy answer per row decides `accuracy`; a row whose answer could not be scored is
 left out, not wrong; intervals count distinct problems; seeds are derived from (seed, row, sample),
 so results do not depend on the batch. maj@k needs a reward that reports answers.
-
-Write `summary.json` and `rows.parquet` of an evaluation; equal evaluations give equal bytes.
+Equal evaluations give equal bytes of `summary.json` and `rows.parquet`.
 """
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -21,15 +20,16 @@ from engines.config.sections import EvaluationConfig
 from engines.data.read.chat import prompt_text
 from engines.data.read.examples import RLPrompt
 from engines.rewards.base import Score
-from engines.trainers.evaluation.sampled import (
+from engines.trainers.evaluation.accuracy import (
     SampledAnswer,
     sampled_metrics,
     share_interval,
     sums_by_problem,
 )
+from engines.trainers.evaluation.documents import write_summary
 from engines.trainers.prompts import sample_seeds, sampling_params
 from engines.trainers.scoring import CompletionScorer, is_correct
-from engines.types import Completion, RolloutRequest, SamplingParams
+from engines.types import Completion, RolloutRequest
 from engines.vision.processor import PromptImages
 
 PROBLEMS_PER_CALL = 1024
@@ -108,20 +108,20 @@ class Evaluator:
         self._prompts = prompts[: config.num_problems]
         self._scorer = scorer
         self._seed = seed
-        self._greedy = sampling_params(config.sampling(greedy=True))
-        self._sampled = sampling_params(config.sampling(greedy=False))
+        self._sampling = {
+            kind: sampling_params(config.sampling(greedy=kind == "greedy"))
+            for kind in ("greedy", "sampled")
+        }
 
     def run(self, generate: Generate, report: Callable[[int, int], None]) -> Evaluation:
         """Answer and score every problem; `report` is called with (problems done, all problems)."""
-        problems: list[EvaluatedProblem] = []
+        config, problems = self._config, list[EvaluatedProblem]()
         for start in range(0, len(self._prompts), PROBLEMS_PER_CALL):
             chunk = self._prompts[start : start + PROBLEMS_PER_CALL]
-            greedy = self._answers(generate, chunk, "greedy", self._greedy)
+            greedy = self._answers(generate, chunk, "greedy", 1)
             sampled: list[list[Answer]] = [[] for _ in chunk]
-            if self._config.num_samples:
-                sampled = self._answers(
-                    generate, chunk, "sampled", self._sampled, self._config.num_samples
-                )
+            if config.num_samples:
+                sampled = self._answers(generate, chunk, "sampled", config.num_samples)
             problems += [
                 EvaluatedProblem(
                     prompt,
@@ -135,12 +135,10 @@ class Evaluator:
         names = sorted({problem.prompt.row.data_source for problem in problems})
         return Evaluation(
             tuple(problems),
-            summarize(problems, self._config, self._seed),
+            summarize(problems, config, self._seed),
             {
                 name: summarize(
-                    [p for p in problems if p.prompt.row.data_source == name],
-                    self._config,
-                    self._seed,
+                    [p for p in problems if p.prompt.row.data_source == name], config, self._seed
                 )
                 for name in names
             },
@@ -151,14 +149,13 @@ class Evaluator:
         generate: Generate,
         prompts: Sequence[RLPrompt],
         kind: Literal["greedy", "sampled"],
-        sampling: SamplingParams,
-        num_samples: int = 1,
+        num_samples: int,
     ) -> list[list[Answer]]:
         requests = [
             RolloutRequest(
                 name := f"evaluation/{kind}/problem={prompt.index}",
                 prompt.prompt_ids,
-                sampling,
+                self._sampling[kind],
                 sample_seeds(self._seed, name, num_samples),
                 images=self._images.encoded(prompt.row) if self._images else (),
             )
@@ -213,19 +210,20 @@ def summarize(
             "accuracy_high": high,
         }
     ks = config.pass_at if config.num_samples else ()
-    scored = [(problem.identity, scored_samples(problem)) for problem in problems]
+    scored = [
+        (
+            problem.identity,
+            [
+                SampledAnswer(each.answer, each.correct, each.score)
+                for each in problem.samples
+                if each.correct is not None and each.score is not None
+            ],
+        )
+        for problem in problems
+    ]
     for name, found in sampled_metrics(scored, ks, config.confidence, seed).items():
         metrics |= {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
     return metrics
-
-
-def scored_samples(problem: EvaluatedProblem) -> list[SampledAnswer]:
-    """Return the samples of a problem that could be scored."""
-    return [
-        SampledAnswer(each.answer, each.correct, each.score)
-        for each in problem.samples
-        if each.correct is not None and each.score is not None
-    ]
 
 
 def by_source(evaluation: Evaluation) -> dict[str, dict[str, float]]:
@@ -247,9 +245,6 @@ def told_sources(evaluation: Evaluation) -> dict[str, float]:
 
 
 ROWS_NAME = "rows.parquet"
-SUMMARY_NAME = "summary.json"
-SCHEMA_VERSION = 1
-
 _ANSWER = pa.struct(
     [
         ("text", pa.string()),
@@ -275,35 +270,18 @@ _SCHEMA = pa.schema(
 
 def write_evaluation(evaluation: Evaluation, directory: Path) -> None:
     """Write both files into an existing directory."""
-    table = pa.Table.from_pylist([_row(problem) for problem in evaluation.problems], _SCHEMA)
+    rows = [
+        {
+            "index": problem.prompt.index,
+            "data_source": problem.prompt.row.data_source,
+            "prompt": problem.prompt_text,
+            "ground_truth": problem.ground_truth,
+            "images": problem.image_digests,
+            "greedy": asdict(problem.greedy),
+            "samples": [asdict(answer) for answer in problem.samples],
+        }
+        for problem in evaluation.problems
+    ]
+    table = pa.Table.from_pylist(rows, _SCHEMA)
     pq.write_table(table, directory / ROWS_NAME, compression="zstd", store_schema=False)
-    summary = {
-        "schema": SCHEMA_VERSION,
-        "metrics": evaluation.metrics,
-        "sources": evaluation.sources,
-    }
-    text = json.dumps(summary, indent=2, sort_keys=True, allow_nan=False)
-    (directory / SUMMARY_NAME).write_text(text + "\n", encoding="utf-8", newline="")
-
-
-def _row(problem: EvaluatedProblem) -> dict[str, object]:
-    return {
-        "index": problem.prompt.index,
-        "data_source": problem.prompt.row.data_source,
-        "prompt": problem.prompt_text,
-        "ground_truth": problem.ground_truth,
-        "images": problem.image_digests,
-        "greedy": _answer(problem.greedy),
-        "samples": [_answer(answer) for answer in problem.samples],
-    }
-
-
-def _answer(answer: Answer) -> dict[str, object]:
-    return {
-        "text": answer.text,
-        "score": answer.score,
-        "correct": answer.correct,
-        "finish_reason": answer.finish_reason,
-        "num_tokens": answer.num_tokens,
-        "answer": answer.answer,
-    }
+    write_summary(directory, {"metrics": evaluation.metrics, "sources": evaluation.sources})

@@ -1,15 +1,13 @@
 """Run tasks of lm-evaluation-harness by its API (`lm_eval.simple_evaluate`).
 
-Promises: nothing is cached as a pickle, no code of a data set is run, and a task that the harness
-marks as unsafe is refused. Python functions of the user's own tasks are run, like a reward file.
-Does not promise reproducible data: the harness fetches a hub's data sets without a commit.
-
-Our models behind lm-evaluation-harness's interface (`lm_eval.api.model.TemplateLM`).
-
+Our models are behind the harness's interface, `lm_eval.api.model.TemplateLM`.
 Promises: texts are tokenized like in the harness's `hf` model; log-likelihoods are sums over the
 continuation's tokens; answers are sampled by the rollout engine, greedily or with derived seeds;
-unsupported generation parameters are refused.
-Does not promise the `hf` model's context for texts that are too long: it fits one token more.
+unsupported generation parameters are refused. Nothing is cached as a pickle, no code of a data set
+is run, and a task that the harness marks as unsafe is refused. Python functions of the user's own
+tasks are run, like a reward file.
+Does not promise: reproducible data, since the harness fetches a hub's data sets without a commit;
+or the `hf` model's context for texts that are too long: it fits one token more.
 """
 
 import contextlib
@@ -265,9 +263,6 @@ def _sums(batch: TokenBatch, outputs: ModelOutputs) -> list[tuple[float, bool]]:
     return list(zip(sums_B.tolist(), (num_differing_B == 0).tolist(), strict=True))
 
 
-_STDERR = "_stderr"
-
-
 @dataclass(frozen=True)
 class Measurement:
     """Results of the harness.
@@ -357,7 +352,9 @@ def run_tasks(
             }
             for name, counts in found["n-samples"].items()
         },
-        tuple(_documents(found["samples"])),
+        tuple(
+            _document(task, row) for task, rows in sorted(found["samples"].items()) for row in rows
+        ),
     )
 
 
@@ -369,36 +366,33 @@ def _metrics(found: Mapping[str, Any], confidence: float) -> dict[str, float]:
     for task, values in {**found["results"], **found.get("groups", {})}.items():
         for key, value in values.items():
             metric, comma, filter_name = key.partition(",")
-            if not comma or metric.endswith(_STDERR) or not _is_number(value):
+            if not comma or metric.endswith("_stderr") or not _is_number(value):
                 continue
             name = metric_name(task, metric, filter_name)
             metrics[name] = float(value)
-            error = values.get(f"{metric}{_STDERR},{filter_name}")
+            error = values.get(f"{metric}_stderr,{filter_name}")
             if _is_number(error):
                 metrics[f"{name}_low"] = float(value - width * error)
                 metrics[f"{name}_high"] = float(value + width * error)
     return metrics
 
 
-def _documents(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Document]:
-    for task, rows in sorted(samples.items()):
-        for row in rows:
-            metrics = {
-                metric_name(task, name, row["filter"]): float(row[name])
-                for name in row["metrics"]
-                if _is_number(row[name])
-            }
-            yield Document(
-                task=task,
-                filter=row["filter"],
-                index=row["doc_id"],
-                digest=row["doc_hash"],
-                document=_json(row["doc"]),
-                target=row["target"] if isinstance(row["target"], str) else _json(row["target"]),
-                requests=tuple(_json(each) for each in row["arguments"]),
-                responses=tuple(_json(each) for each in row["resps"]),
-                metrics=metrics,
-            )
+def _document(task: str, row: Mapping[str, Any]) -> Document:
+    return Document(
+        task=task,
+        filter=row["filter"],
+        index=row["doc_id"],
+        digest=row["doc_hash"],
+        document=_json(row["doc"]),
+        target=row["target"] if isinstance(row["target"], str) else _json(row["target"]),
+        requests=tuple(_json(each) for each in row["arguments"]),
+        responses=tuple(_json(each) for each in row["resps"]),
+        metrics={
+            metric_name(task, name, row["filter"]): float(row[name])
+            for name in row["metrics"]
+            if _is_number(row[name])
+        },
+    )
 
 
 def _is_number(value: Any) -> bool:

@@ -4,10 +4,10 @@ Promises: a pair is not split across ranks or micro-batches; held-out pairs are 
 rewards of the loss. Does not promise that a policy of a high accuracy writes such answers.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from statistics import fmean
-from typing import Protocol
 
 import torch
 
@@ -20,21 +20,23 @@ from engines.algorithms.preference.answers import (
     answers_of,
     right_side,
 )
-from engines.algorithms.preference.kto import MISMATCH
-from engines.algorithms.preference.objectives import (
-    BEHIND,
-    RewardModelObjective,
-    mismatched,
-    preference_objective,
-)
+from engines.algorithms.preference.kto import MISMATCH, mismatched
 from engines.algorithms.preference.options import RewardModelOptions, SigmoidOptions
-from engines.algorithms.preference.pair_objective import PairObjective, sigmoid_loss
+from engines.algorithms.preference.pair_objective import (
+    BEHIND,
+    PairObjective,
+    RewardModelObjective,
+    preference_objective,
+    sigmoid_loss,
+)
 from engines.config.sections import PreferenceConfig, RewardTrainingConfig
 from engines.controller.model_worker import ModelWorker
 from engines.controller.worker_group import WorkerGroup
 from engines.data.order import VisitedRow
 from engines.data.read.examples import Pair
 from engines.data.read.lazy_sequence import Made
+from engines.data.read.pairs import Pair
+from engines.trainers.evaluation.accuracy import share_interval, sums_by_problem
 from engines.trainers.evaluation.sampled import share_interval, sums_by_problem
 from engines.trainers.guards import ROW
 from engines.training import spec
@@ -46,7 +48,34 @@ from infra.tracking.comparison import NUM_PAIRS, PAIR_ACCURACY, PAIR_MARGIN
 CONFIDENCE = 0.95
 
 
-class PolicyPairs:
+Judged = Callable[[TokenBatch], tuple[PairLoss, Pairs]]
+"""Computes the rewards of the pairs of a batch, without gradient."""
+
+
+class _PairRows:
+    """The part of a training set that does not depend on what is trained on the pairs."""
+
+    def __init__(
+        self,
+        config: PreferenceConfig | RewardTrainingConfig,
+        pairs: Sequence[Pair],
+        held_out: Sequence[Pair],
+    ) -> None:
+        self._pairs, self._held_out = pairs, held_out
+        self._chunk = config.batch_size_pairs
+        self.measures_every: int | None = config.held_out_every_num_steps
+
+    @property
+    def visited(self) -> Sequence[VisitedRow]:
+        """Pairs, with the length of the longer conversation."""
+        return Made(self._pairs, _visited)
+
+    def name_of(self, row: int) -> str:
+        """Return the row's number in the data."""
+        return f"row {self._pairs[row].index} of data.preference"
+
+
+class PolicyPairs(_PairRows):
     """Pairs for a policy; `max_length` (tokens) cuts the exchanged answers of `kto`."""
 
     role: RoleName = spec.POLICY
@@ -58,9 +87,8 @@ class PolicyPairs:
         held_out: Sequence[Pair],
         max_length: int,
     ) -> None:
-        self._pairs, self._held_out, self._max_length = pairs, held_out, max_length
-        self._chunk = config.batch_size_pairs
-        self.measures_every = config.held_out_every_num_steps
+        super().__init__(config, pairs, held_out)
+        self._max_length = max_length
         objective = preference_objective(config.loss, config.options)
         self.loss_fn: LossFn = objective
         self._is_paired = isinstance(objective, PairObjective)
@@ -74,20 +102,17 @@ class PolicyPairs:
     @property
     def needs_reference(self) -> bool:
         """True if the loss reads logprobs of the reference."""
-        return REFERENCE in self._judge.required_columns
-
-    @property
-    def visited(self) -> Sequence[VisitedRow]:
-        """Pairs, with the length of the longer conversation."""
-        return visited(self._pairs)
+        return self._judge.options.needs_reference
 
     @property
     def largest_unit(self) -> int:
         """Tokens of the largest pair, or of a prompt with the longest answer to another."""
-        held_out = largest_pair(self._held_out)
-        if self._is_paired:
-            return max(held_out, largest_pair(self._pairs))
-        return max(held_out, longest_exchanged(self._pairs, self._max_length))
+        trained = (
+            largest_pair(self._pairs)
+            if self._is_paired
+            else longest_exchanged(self._pairs, self._max_length)
+        )
+        return max(largest_pair(self._held_out), trained)
 
     def batch(self, rows: Sequence[int]) -> TokenBatch:
         """See `TrainingSet.batch`."""
@@ -112,10 +137,6 @@ class PolicyPairs:
 
         return measured(self._held_out, self._chunk, judged)
 
-    def name_of(self, row: int) -> str:
-        """Return the row's number in the data."""
-        return f"row {self._pairs[row].index} of data.preference"
-
     def _with_reference(self, batch: TokenBatch, workers: WorkerGroup) -> TokenBatch:
         if not self.needs_reference:
             return batch
@@ -123,7 +144,7 @@ class PolicyPairs:
         return batch.with_columns(**{REFERENCE: logprobs_T})
 
 
-class RewardPairs:
+class RewardPairs(_PairRows):
     """Pairs for a reward model; `ConfigError` if the loss reads margins and one is missing."""
 
     role: RoleName = spec.REWARD
@@ -135,18 +156,17 @@ class RewardPairs:
         pairs: Sequence[Pair],
         held_out: Sequence[Pair],
     ) -> None:
-        self._pairs, self._held_out = pairs, held_out
-        self._chunk = config.batch_size_pairs
-        self.measures_every = config.held_out_every_num_steps
+        super().__init__(config, pairs, held_out)
         self._objective = RewardModelObjective(options)
         self.loss_fn: LossFn = self._objective
-        if options.margin_coef:
-            self._check_margins()
-
-    @property
-    def visited(self) -> Sequence[VisitedRow]:
-        """Pairs, with the length of the longer conversation."""
-        return visited(self._pairs)
+        bare = next((pair for pair in pairs if options.margin_coef and pair.margin is None), None)
+        if bare is not None:
+            raise ConfigError(
+                "reward_model.options.margin_coef",
+                f"got {options.margin_coef}; row {bare.index} of data.preference, of "
+                f"{bare.data_source}, has no margin; need one on every row; add the column "
+                "`margin`, or set this to 0",
+            )
 
     @property
     def largest_unit(self) -> int:
@@ -170,33 +190,6 @@ class RewardPairs:
 
         return measured(self._held_out, self._chunk, judged)
 
-    def name_of(self, row: int) -> str:
-        """Return the row's number in the data."""
-        return f"row {self._pairs[row].index} of data.preference"
-
-    def _check_margins(self) -> None:
-        bare = next((pair for pair in self._pairs if pair.margin is None), None)
-        if bare is not None:
-            raise ConfigError(
-                "reward_model.options.margin_coef",
-                f"got {self._objective.options.margin_coef}; row {bare.index} of data.preference, "
-                f"of {bare.data_source}, has no margin; need one on every row; add the column "
-                "`margin`, or set this to 0",
-            )
-
-
-class Judged(Protocol):
-    """Computes the rewards of the pairs of a batch."""
-
-    def __call__(self, batch: TokenBatch) -> tuple[PairLoss, Pairs]:
-        """Compute them without gradient."""
-        ...
-
-
-def visited(pairs: Sequence[Pair]) -> Sequence[VisitedRow]:
-    """Return the pairs in the form that an order reads."""
-    return Made(pairs, _visited)
-
 
 def largest_pair(pairs: Iterable[Pair]) -> int:
     """Return the tokens of the largest pair, both conversations together; 0 without pairs."""
@@ -213,7 +206,7 @@ def longest_exchanged(pairs: Iterable[Pair], max_length: int) -> int:
 
 
 def _visited(pair: Pair) -> VisitedRow:
-    longer = max(map(len, (pair.chosen.input_ids, pair.rejected.input_ids)))
+    longer = max(len(pair.chosen.input_ids), len(pair.rejected.input_ids))
     return VisitedRow(pair.data_source, longer, {})
 
 
@@ -226,19 +219,16 @@ def packed(pairs: Sequence[Pair], rows: Sequence[int], *, paired: bool) -> Token
     batch = TokenBatch.from_sequences(
         [side.input_ids for side in sides], loss_mask=[side.loss_mask for side in sides]
     )
-    numbers = torch.tensor(rows, dtype=torch.int64).repeat_interleave(2)
     margin = torch.tensor([pair.margin or 0.0 for pair in pairs], dtype=torch.float64)
-    batch = batch.with_rows(
-        **{
+    return replace(
+        batch,
+        rows={
             CHOSEN: torch.tensor([1.0, 0.0]).repeat(len(pairs)),
             MARGIN: margin.repeat_interleave(2),
-            ROW: numbers,
-        }
-    )
-    # Units are numbered by place: a batch that spans two epochs may hold a row twice.
-    unit_B = torch.arange(len(pairs)).repeat_interleave(2) if paired else None
-    return TokenBatch(
-        batch.input_ids_T, batch.cu_seqlens, batch.columns, rows=batch.rows, unit_B=unit_B
+            ROW: torch.tensor(rows, dtype=torch.int64).repeat_interleave(2),
+        },
+        # Units are numbered by place: a batch that spans two epochs may hold a row twice.
+        unit_B=torch.arange(len(pairs)).repeat_interleave(2) if paired else None,
     )
 
 

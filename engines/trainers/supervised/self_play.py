@@ -8,6 +8,7 @@ rendered text, as training sees it.
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from engines.config.rollout import SamplingConfig
 from engines.data.order import ResumableOrder
@@ -52,10 +53,14 @@ def requests_of(
 ) -> list[RolloutRequest]:
     """Return one request per prompt; `prompt.index`, its place in the iteration, is in the name."""
     asked = sampling_params(sampling)
-    names = [f"self_play={iteration}/prompt={prompt.index}" for prompt in prompts]
     return [
-        RolloutRequest(name, prompt.prompt_ids, asked, sample_seeds(seed, name, num_samples))
-        for name, prompt in zip(names, prompts, strict=True)
+        RolloutRequest(
+            name := f"self_play={iteration}/prompt={prompt.index}",
+            prompt.prompt_ids,
+            asked,
+            sample_seeds(seed, name, num_samples),
+        )
+        for prompt in prompts
     ]
 
 
@@ -87,7 +92,7 @@ def best_worst_pair(row: RLRow, answers: Sequence[OwnAnswer]) -> PreferenceRow |
     scored = [(each.score, each.text) for each in answers if each.score is not None]
     if not scored:
         return None
-    best, worst = max(scored, key=_score), min(scored, key=_score)
+    best, worst = max(scored, key=itemgetter(0)), min(scored, key=itemgetter(0))
     if best[0] == worst[0] or best[1].strip() == worst[1].strip():
         return None
     margin = best[0] - worst[0]
@@ -100,7 +105,3 @@ def fitting(
     """Return the pairs whose conversations have at most `max_length` tokens."""
     lengths = pair_lengths(pairs, tokenizer) if pairs else []
     return [pair for pair, length in zip(pairs, lengths, strict=True) if length <= max_length]
-
-
-def _score(scored: tuple[float, str]) -> float:
-    return scored[0]

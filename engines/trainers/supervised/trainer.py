@@ -4,8 +4,6 @@ Promises: the rows of a step are a pure function of (seed, step), so a killed ru
 newest valid step checkpoint with bitwise the same result; the loss is the mean over a step's rows
 for any number of ranks or micro-batches. With a `target_loss` only the training loss decides the
 number of steps. With `optimizer.ema` the averaged weights are committed and measured last.
-
-State of a supervised loop between two steps, as a step checkpoint keeps it.
 """
 
 from collections.abc import Mapping
@@ -15,7 +13,8 @@ from engines.checkpoint.step_store import TrainerState
 from engines.config.sections import SupervisedConfig
 from engines.controller.model_worker import ModelWorker
 from engines.controller.worker_group import WorkerGroup
-from engines.data.order import Order, order_of
+from engines.data.order import order_of
+from engines.data.order.training_order import order_of
 from engines.trainers.guards import NUM_POISONED, PoisonGuard
 from engines.trainers.progress import LoopStep, StageProgress
 from engines.trainers.supervised.training_set import TrainingSet
@@ -92,67 +91,79 @@ class Trained:
         return {**self.after, **{BEFORE + name: value for name, value in self.before.items()}}
 
 
-@dataclass(frozen=True)
-class SupervisedStage:
-    """The parts of a stage; `workers` hold the role with its first weights loaded."""
+@dataclass
+class SupervisedTrainer:
+    """Trains a model on given answers.
+
+    Attributes:
+        rows_per_step: rows of one optimizer step, over all ranks.
+        workers: ranks that hold the role of `training_set`, with its first weights loaded.
+        section: name of the section `config`, for errors.
+    """
 
     config: SupervisedConfig
     training_set: TrainingSet
-    order: Order
+    rows_per_step: int
     workers: WorkerGroup
-    guard: PoisonGuard
     progress: StageProgress
+    seed: int
+    section: str
 
-    @staticmethod
-    def of(
-        config: SupervisedConfig,
-        training_set: TrainingSet,
-        rows_per_step: int,
-        workers: WorkerGroup,
-        progress: StageProgress,
-        seed: int,
-        section: str,
-    ) -> "SupervisedStage":
-        """Build the stage; `rows_per_step` is over all ranks, errors name `section`."""
-        setting = f"{section}.max_num_poisoned_updates"
-        guard = PoisonGuard(workers, config.max_num_poisoned_updates, setting, progress.say)
-        rows, path = training_set.visited, f"{section}.order"
-        order = order_of(config.order, rows, rows_per_step, seed, path=path)
-        return SupervisedStage(config, training_set, order, workers, guard, progress)
+    def __post_init__(self) -> None:
+        limit, setting = self.config.max_num_poisoned_updates, "max_num_poisoned_updates"
+        self._guard = PoisonGuard(
+            self.workers, limit, f"{self.section}.{setting}", self.progress.say
+        )
+        rows, path = self.training_set.visited, f"{self.section}.order"
+        self._order = order_of(self.config.order, rows, self.rows_per_step, self.seed, path=path)
 
-    def resumed(self) -> SupervisedState:
-        """Load the newest valid step checkpoint and return its state, or a measured first state."""
-        state = SupervisedState.saved(self.progress.resume(self.workers))
-        return state if state.step else replace(state, before=self.measure(0))
+    def train(self) -> Trained:
+        """Train the remaining steps, or until the target loss is reached.
 
-    def is_last(self, state: SupervisedState) -> bool:
+        Raises:
+            NonFiniteError: more than `max_num_poisoned_updates` were left out.
+        """
+        state, rows = SupervisedState.saved(self.progress.resume(self.workers)), self.training_set
+        if not state.step:
+            state = replace(state, before=self._measure(0))
+        is_last = self._is_last(state)
+        while not is_last:
+            step = LoopStep(state.step + 1, state.step + 1)
+            batch = self.batch(step)
+            with step.clock("train"):
+                found = self.workers.run(ModelWorker.train, batch, rows.loss_fn, rows.role)
+            update = self._guard.taken(
+                found, batch, rows.name_of, rows.role, num_before=state.num_poisoned
+            )
+            state = state.after(update)
+            self._record(step, update, state)
+            is_last, every = self._is_last(state), rows.measures_every
+            # After the last step held-out rows are measured once, with the committed weights.
+            if every is not None and state.step % every == 0 and not is_last:
+                self._measure(state.step)
+            self.progress.checkpoint_when_due(
+                state.step, self.workers, values=state.values, last=is_last
+            )
+        self.progress.adopt_average(self.workers)
+        return Trained(state.step, state.before, self._measure(state.step))
+
+    def batch(self, step: LoopStep) -> TokenBatch:
+        """Return the packed rows of a step, with the columns that need a model's inference."""
+        batch = self.training_set.batch(self._order.batch(step.number - 1))
+        with step.clock("infer"):
+            return self.training_set.complete(batch, self.workers)
+
+    def _is_last(self, state: SupervisedState) -> bool:
         """Return True if all steps are done or the target loss is reached."""
         target, average = self.config.target_loss, state.loss_average
         reached = target is not None and average is not None and average <= target
         return reached or state.step >= self.config.num_steps
 
-    def batch(self, step: LoopStep) -> TokenBatch:
-        """Return the packed rows of a step, with the columns that need a model's inference."""
-        batch = self.training_set.batch(self.order.batch(step.number - 1))
-        with step.clock("infer"):
-            return self.training_set.complete(batch, self.workers)
-
-    def train(
-        self, step: LoopStep, batch: TokenBatch, state: SupervisedState
-    ) -> TrainMetrics | None:
-        """Run one optimizer step; None if left out, `NonFiniteError` if too many were."""
-        rows = self.training_set
-        with step.clock("train"):
-            found = self.workers.run(ModelWorker.train, batch, rows.loss_fn, rows.role)
-        return self.guard.taken(
-            found, batch, rows.name_of, rows.role, num_before=state.num_poisoned
-        )
-
-    def record(self, step: LoopStep, update: TrainMetrics | None, state: SupervisedState) -> None:
+    def _record(self, step: LoopStep, update: TrainMetrics | None, state: SupervisedState) -> None:
         """Record a finished step; `update` is None if left out, `state` is after the step."""
         metrics = {
             "training/global_step": float(step.number),
-            "training/epoch": self.order.epoch(step.number),
+            "training/epoch": self._order.epoch(step.number),
             NUM_POISONED: float(state.num_poisoned),
             "timing_s/step": (step_s := step.clock.elapsed_s),
             **self.workers.run(ModelWorker.performance_metrics),
@@ -168,36 +179,9 @@ class SupervisedStage:
             }
         self.progress.record(step.number, step.number, metrics, step.clock)
 
-    def measure(self, step: int) -> Mapping[str, float]:
+    def _measure(self, step: int) -> Mapping[str, float]:
         """Return and record the held-out metrics after a step; step 0 is before the first one."""
         with self.progress.clock("evaluate"):
             found = self.training_set.measure(self.workers)
         self.progress.measured(step, {f"val-core/{name}": each for name, each in found.items()})
         return found
-
-    def checkpoint(self, state: SupervisedState) -> None:
-        """Measure held-out rows and publish a step checkpoint, if either is due."""
-        is_last, every = self.is_last(state), self.training_set.measures_every
-        # After the last step held-out rows are measured once, with the committed weights.
-        if every is not None and state.step % every == 0 and not is_last:
-            self.measure(state.step)
-        self.progress.checkpoint_when_due(
-            state.step, self.workers, values=state.values, last=is_last
-        )
-
-
-def train_supervised(stage: SupervisedStage) -> Trained:
-    """Train the remaining steps, or until the target loss is reached.
-
-    Raises:
-        NonFiniteError: more than `max_num_poisoned_updates` were left out.
-    """
-    state = stage.resumed()
-    while not stage.is_last(state):
-        step = LoopStep(state.step + 1, state.step + 1)
-        update = stage.train(step, stage.batch(step), state)
-        state = state.after(update)
-        stage.record(step, update, state)
-        stage.checkpoint(state)
-    stage.progress.adopt_average(stage.workers)
-    return Trained(state.step, state.before, stage.measure(state.step))

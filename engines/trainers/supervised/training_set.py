@@ -21,15 +21,11 @@ from engines.types import TokenBatch
 class TrainingSet(Protocol):
     """Rows with answers, and how a model learns from them."""
 
-    @property
-    def role(self) -> RoleName:
-        """The role that is trained."""
-        ...
-
-    @property
-    def loss_fn(self) -> LossFn:
-        """See `LossFn`."""
-        ...
+    role: RoleName
+    """The role that is trained."""
+    loss_fn: LossFn
+    measures_every: int | None
+    """Steps between calls of `measure`; None measures only before and after training."""
 
     @property
     def visited(self) -> Sequence[VisitedRow]:
@@ -39,11 +35,6 @@ class TrainingSet(Protocol):
     @property
     def largest_unit(self) -> int:
         """Tokens of the largest unit of a micro-batch, held-out rows included."""
-        ...
-
-    @property
-    def measures_every(self) -> int | None:
-        """Steps between calls of `measure`; None measures only before and after training."""
         ...
 
     def batch(self, rows: Sequence[int]) -> TokenBatch:
@@ -67,7 +58,7 @@ class Conversations:
     """Conversations to imitate."""
 
     role: RoleName = POLICY
-    measures_every = None
+    measures_every: int | None = None
 
     def __init__(self, examples: SFTExamples) -> None:
         self._examples, self._lengths = examples.examples, examples.lengths

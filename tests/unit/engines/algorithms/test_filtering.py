@@ -3,8 +3,8 @@
 import torch
 from rlhf.testing.algorithm_samples import estimate_B
 
-from engines.algorithms.groups import informative_samples
 from engines.config.algorithm import AlgorithmConfig, FilterGroupsConfig
+from engines.trainers.experience import informative_samples
 
 ON = FilterGroupsConfig(enable=True)
 SCORES_B = torch.tensor([1.0, 0.1, 0.0, 0.1, 1.0, 7.0, 0.1])

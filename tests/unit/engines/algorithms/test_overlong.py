@@ -2,8 +2,8 @@
 
 import torch
 
-from engines.algorithms.reward_shaping import overlong_penalty
 from engines.config.algorithm import OverlongConfig
+from engines.trainers.scoring import overlong_penalty
 
 
 def test_corners_of_the_ramp():

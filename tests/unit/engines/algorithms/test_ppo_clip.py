@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from engines.algorithms.losses.ppo_clip import clip_range, ppo_clip_loss, probability_ratio
+from engines.algorithms.losses import clip_range, ppo_clip_loss, probability_ratio
 from engines.algorithms.parts import PolicyLossInputs
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.options import NoOptions

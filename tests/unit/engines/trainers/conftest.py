@@ -30,11 +30,10 @@ from engines.data.read.tokenizer import DirectoryTokenizer, text_config
 from engines.jobs.serving.frozen_models import asked_teacher
 from engines.rewards.scorer import RewardScorer
 from engines.rollout.transformers import scheduler
-from engines.trainers.assembly import RoundInputs, assemble
 from engines.trainers.guards import probe_prompt
 from engines.trainers.progress import StageProgress, TrainedSteps
 from engines.trainers.prompts import PromptSource
-from engines.trainers.rl import train_round
+from engines.trainers.rl import RLTrainer
 from engines.trainers.scoring import CompletionScorer
 from engines.trainers.step_timer import PhaseClock
 from engines.training.spec import (
@@ -257,9 +256,8 @@ def _run(
         )
         source = PromptSource(prompts, config, 0, images)
         prompt = probe_prompt(model, config.model.max_length)
-        inputs = RoundInputs(
-            workers, rollout, source, scorer, progress, prompt, vocab_size, before, work, teacher
-        )
-        train_round(assemble(config, inputs))
+        parts = (workers, rollout, source, scorer, progress)
+        trainer = RLTrainer(config, *parts, prompt, vocab_size, before, work, teacher)
+        trainer.train_round()
     records, _ = read_records(work / "journal.jsonl", 0)
     return [dict(record.values) for record in records if record.kind == "metrics"]

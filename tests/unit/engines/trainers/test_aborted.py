@@ -3,7 +3,7 @@
 import pytest
 
 from engines.errors import RolloutError
-from engines.trainers.collector import check_aborted
+from engines.trainers.experience import check_aborted
 from engines.types import Completion
 
 

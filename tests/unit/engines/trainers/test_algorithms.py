@@ -14,9 +14,9 @@ from engines.config.rows import ADVANTAGES, POLICY_LOSSES
 from engines.controller.rollout import ServedRollout
 from engines.errors import NothingToTrainOnError
 from engines.rewards.base import Score
+from engines.trainers.experience import KL_IN_REWARD, Experience
 from engines.trainers.recorder import SampleKeeper
-from engines.trainers.rollout_batch import KL_IN_REWARD, Experience
-from engines.trainers.scoring import ArrivingScores
+from engines.trainers.scoring import BatchScoring
 from engines.types import RolloutRequest, TokenBatch
 
 Round = Callable[..., list[dict[str, float]]]
@@ -50,7 +50,7 @@ def test_remax_samples_one_greedy_answer_for_each_prompt(
     asked: list[Sequence[RolloutRequest]] = []
     judged: list[list[list[Score | None]]] = []
     trained: list[Experience] = []
-    generate, score = ServedRollout.generate, ArrivingScores.scores
+    generate, score = ServedRollout.generate, BatchScoring.scores
     estimate = Experience.with_advantages
 
     def spy_generate(rollout: ServedRollout, requests: Sequence[RolloutRequest], *receive: Any):
@@ -66,7 +66,7 @@ def test_remax_samples_one_greedy_answer_for_each_prompt(
         return trained[-1]
 
     monkeypatch.setattr(ServedRollout, "generate", spy_generate)
-    monkeypatch.setattr(ArrivingScores, "scores", spy_scores)
+    monkeypatch.setattr(BatchScoring, "scores", spy_scores)
     monkeypatch.setattr(Experience, "with_advantages", spy_estimate)
     run_round("odd_length", algorithm={"adv_estimator": "remax"})
     for requests, scores, experience in zip(asked, judged, trained, strict=True):

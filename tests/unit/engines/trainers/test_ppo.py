@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engines.controller.model_worker import ModelWorker
-from engines.trainers.rollout_batch import Experience
+from engines.trainers.experience import Experience
 from engines.types import TokenBatch
 from infra.tracking.journal import Journal
 

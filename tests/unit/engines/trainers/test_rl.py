@@ -16,9 +16,10 @@ from engines.errors import NothingToTrainOnError, RewardError, RolloutError, Wei
 from engines.jobs.process.failure_messages import phase_of
 from engines.rewards.scorer import ScoringBatch
 from engines.rollout.transformers.engine import TransformersEngine
-from engines.trainers.collector import Collector, Sampler
+from engines.trainers.experience import Collector
 from engines.trainers.guards import LOGPROB_MEAN, WeightProbe
 from engines.trainers.progress import LoopStep
+from engines.trainers.rl import RLTrainer
 from engines.trainers.scoring import BatchScoring
 from engines.types import Completion
 from engines.weight_sync.base import SyncReport
@@ -119,7 +120,6 @@ def test_few_files_lie_between_the_loop_and_the_optimizer(run_round, stacks) -> 
         "engines/training/base.py",
         "engines/controller/model_worker.py",
         "engines/controller/worker_group.py",
-        "engines/trainers/updater.py",
         "engines/trainers/rl.py",
     ]
 
@@ -139,7 +139,6 @@ def test_few_files_lie_between_the_loop_and_a_sampled_token(run_round, sampling_
             "engines/rollout/transformers/engine.py",
             "engines/rollout/event_loop.py",
             "engines/rollout/service.py",
-            "engines/trainers/collector.py",
             "engines/trainers/rl.py",
         ]
 
@@ -324,15 +323,15 @@ def test_the_batch_of_a_step_is_freed_before_the_next_one_begins(
     run_round, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[weakref.ref] = []
-    take = Sampler.take
+    generate = RLTrainer.generate
 
-    def spy(sampler: Sampler, step: LoopStep, version: int) -> Collector:
+    def spy(trainer: RLTrainer, step: LoopStep, version: int) -> Collector:
         assert not [each for each in held if each() is not None]
-        collected = take(sampler, step, version)
+        collected = generate(trainer, step, version)
         held.append(weakref.ref(collected))
         return collected
 
-    monkeypatch.setattr(Sampler, "take", spy)
+    monkeypatch.setattr(RLTrainer, "generate", spy)
     gc.disable()  # no cycle holds it either
     try:
         run_round("odd_length")

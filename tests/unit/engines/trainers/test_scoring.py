@@ -1,6 +1,7 @@
 """Completions to scored samples: shaping beside the score, unscored and aborted left out."""
 
 import random
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from engines.judges.asking import Judges
 from engines.rewards.base import Score
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.prompts import PromptBatch
-from engines.trainers.scoring import CompletionScorer
+from engines.trainers.scoring import BatchScoring, CompletionScorer, ScoredBatch
 from engines.types import Completion, RolloutRequest, SamplingParams
 from infra.waiting import wait_for
 
@@ -56,9 +57,25 @@ def scorer(rewards: RewardScorer, **overlong) -> CompletionScorer:
     return CompletionScorer(rewards, Digits(), OverlongConfig(**overlong), 8)  # pyright: ignore[reportArgumentType]
 
 
+def begin(scorer: CompletionScorer, prompts: PromptBatch) -> AbstractContextManager[BatchScoring]:
+    return scorer.begin(prompts.asked_rows, prompts.all_requests)
+
+
+def scored(
+    scorer: CompletionScorer, scoring: BatchScoring, prompts: PromptBatch, rows: Any
+) -> ScoredBatch:
+    return scorer.samples(prompts, rows, scoring.scores(rows))
+
+
+def score(scorer: CompletionScorer, prompts: PromptBatch, rows: Any) -> ScoredBatch:
+    with begin(scorer, prompts) as scoring:
+        return scored(scorer, scoring, prompts, rows)
+
+
 def test_groups_scores_and_counts() -> None:
     with RewardScorer(RewardConfig(function="exact", max_unscored_frac=0.5)) as rewards:
-        batch = scorer(rewards).score(
+        batch = score(
+            scorer(rewards),
             # A ground truth that is an object cannot be compared: unscored, not 0.
             prompt_batch("12", {"not": "comparable"}),
             [[completion(1, 2), completion(1, 3)], [completion(1), completion(9, reason="abort")]],
@@ -72,7 +89,9 @@ def test_the_overlong_punishment_changes_the_reward_and_not_the_score() -> None:
     """Limit 8, buffer 4: 6 tokens are 2 into the buffer, -2/4 x factor 1."""
     with RewardScorer(RewardConfig(function="exact")) as rewards:
         punish = scorer(rewards, enable=True, buffer_length=4, penalty_factor=1.0)
-        batch = punish.score(prompt_batch("111111"), [[completion(*[1] * 6), completion(*[1] * 4)]])
+        batch = score(
+            punish, prompt_batch("111111"), [[completion(*[1] * 6), completion(*[1] * 4)]]
+        )
     assert [(s.score, s.reward) for s in batch.samples] == [(1.0, 0.5), (0.0, 0.0)]
 
 
@@ -81,7 +100,7 @@ def test_too_many_unscored_samples_stop_the_run() -> None:
         RewardScorer(RewardConfig(function="exact")) as rewards,
         pytest.raises(RewardError, match="could not be scored"),
     ):
-        scorer(rewards).score(prompt_batch({"no": "text"}), [[completion(1), completion(2)]])
+        score(scorer(rewards), prompt_batch({"no": "text"}), [[completion(1), completion(2)]])
 
 
 TRUTHS = ("12", "3", {"not": "comparable"})
@@ -118,13 +137,13 @@ def test_the_order_in_which_samples_come_changes_nothing(
     overlong = {"enable": True, "buffer_length": 4, "penalty_factor": 1.0}
     config = RewardConfig(function="exact", max_unscored_frac=1.0, cache_size=cache_size)
     with RewardScorer(config) as rewards:
-        expected = scorer(rewards, **overlong).score(prompts, rows)
+        expected = score(scorer(rewards, **overlong), prompts, rows)
     with RewardScorer(config) as rewards:
         scoring_in = scorer(rewards, **overlong)
-        with scoring_in.begin(prompts) as scoring:
+        with begin(scoring_in, prompts) as scoring:
             for completion in coming:
                 scoring.accept(completion)
-            found = scoring.finish(rows)
+            found = scored(scoring_in, scoring, prompts, rows)
     # Arrays and all, to the last digit; trajectories are compared by identity.
     assert repr(found) == repr(expected)
     num_whole = sum(each.finish_reason != "abort" for each in made)
@@ -153,13 +172,14 @@ def test_samples_are_judged_before_the_last_one_is_generated(tmp_path: Path) -> 
     *early, last = [each for row in first for each in row]
     with RewardScorer(RewardConfig(function=str(file), num_workers=1)) as rewards:
         scoring_in = scorer(rewards)
-        with scoring_in.begin(prompts) as scoring:
+        with begin(scoring_in, prompts) as scoring:
             for completion in early:
                 scoring.accept(completion)
             wait_for(lambda: judged.read_text() == "1 " * len(early), "all but the last", 600.0)
             scoring.accept(last)
             again = completion_of(first[1][0], 2)
-            found = scoring.finish([first[0], [again, first[1][1]], first[2]])
+            rows = [first[0], [again, first[1][1]], first[2]]
+            found = scored(scoring_in, scoring, prompts, rows)
     assert [sample.score for sample in found.samples] == [1, 1, 1, 0, 0, 0]
     assert judged.read_text().split() == ["1"] * 6 + ["2"]
 
@@ -175,10 +195,10 @@ def test_a_batch_that_is_given_up_ends_the_scoring_of_it(tmp_path: Path) -> None
     file.write_text("import time\ndef compute_score(**rest): time.sleep(600)\n")
     prompts = prompt_batch("1")
     with RewardScorer(RewardConfig(function=str(file), timeout_s=600)) as rewards:
-        with scorer(rewards).begin(prompts) as scoring:
+        with begin(scorer(rewards), prompts) as scoring:
             scoring.accept(answers_of(prompts, (1,))[0][0])
         with pytest.raises(RewardError, match="closed"):
-            scorer(rewards).score(prompts, answers_of(prompts, (1,)))
+            score(scorer(rewards), prompts, answers_of(prompts, (1,)))
 
 
 def test_models_that_judge_are_asked_about_the_whole_batch_before_anything_is_scored(
@@ -198,10 +218,10 @@ def test_models_that_judge_are_asked_about_the_whole_batch_before_anything_is_sc
         monkeypatch.setattr(rewards, "_score_here", lambda sample: Score(sample.model_score))
         digits = Digits()
         judging = CompletionScorer(rewards, digits, judges=Judges(model))  # pyright: ignore[reportArgumentType]
-        with judging.begin(prompts) as scoring:
+        with begin(judging, prompts) as scoring:
             for completion in (rows[1][1], rows[0][0], rows[1][0]):
                 scoring.accept(completion)
             assert (digits.num_decoded, asked) == (3, [])
-            found = scoring.finish(rows)
+            found = scored(judging, scoring, prompts, rows)
     assert (digits.num_decoded, asked) == (4, [4])
     assert [sample.score for sample in found.samples] == [0, 1, 2, 3]

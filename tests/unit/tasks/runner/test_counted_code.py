@@ -36,7 +36,7 @@ def test_plugins_that_are_loaded_by_name_count_as_sources(tmp_path: Path) -> Non
 
 RL_PARTS = {
     "engines.algorithms.advantages.group_relative",
-    "engines.algorithms.losses.ppo_clip",
+    "engines.algorithms.losses",
     "engines.algorithms.kl",
 }
 

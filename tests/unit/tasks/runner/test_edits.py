@@ -63,7 +63,7 @@ NOTHING = (
 )
 STAGES = {
     "engines/algorithms/advantages/group_relative.py": RL,
-    "engines/algorithms/losses/ppo_clip.py": RL,
+    "engines/algorithms/losses.py": RL,
     "engines/algorithms/kl.py": RL,
     "engines/algorithms/policy_objective.py": RL,
     "engines/algorithms/supervised.py": {"sft"},

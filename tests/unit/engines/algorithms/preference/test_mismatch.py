@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.algorithms.preference.objectives import mismatched
+from engines.algorithms.preference.kto import mismatched
 from engines.types import TokenBatch
 
 Sequence = tuple[list[int], list[int]]

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engines.algorithms.preference.kto import KtoObjective
-from engines.algorithms.preference.objectives import RewardModelObjective
 from engines.algorithms.preference.options import (
     IpoOptions,
     KtoOptions,
@@ -24,6 +23,7 @@ from engines.algorithms.preference.options import (
 )
 from engines.algorithms.preference.pair_objective import (
     PairObjective,
+    RewardModelObjective,
     ipo_loss,
     orpo_loss,
     sigmoid_loss,

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from engines.algorithms.preference.objectives import (
+from engines.algorithms.preference.options import RewardModelOptions
+from engines.algorithms.preference.pair_objective import (
     RewardModelObjective,
     bradley_terry_loss,
 )
-from engines.algorithms.preference.options import RewardModelOptions
 from engines.training.step.micro_batches import loss_counts
 from engines.types import GlobalCounts, ModelOutputs, TokenBatch
 

@@ -36,8 +36,7 @@ from transformers import (
 )
 
 from engines.algorithms.preference.kto import KtoObjective
-from engines.algorithms.preference.objectives import RewardModelObjective
-from engines.algorithms.preference.pair_objective import PairObjective
+from engines.algorithms.preference.pair_objective import PairObjective, RewardModelObjective
 from engines.config.training import TrainingConfig
 from engines.training.base import create_engine
 from engines.types import TokenBatch

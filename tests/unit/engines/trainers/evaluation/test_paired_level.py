@@ -11,8 +11,8 @@ from math import comb
 import numpy as np
 import pytest
 
+from engines.trainers.evaluation.accuracy import sums_by_problem
 from engines.trainers.evaluation.comparison import paired_gain
-from engines.trainers.evaluation.sampled import sums_by_problem
 
 NUM_TIES = 1_000
 NUM_DRAWS = 399

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.trainers.evaluation.accuracy import wilson_interval
-from engines.trainers.evaluation.sampled import (
+from engines.trainers.evaluation.accuracy import (
     bootstrap_interval,
     estimate,
     share_interval,
     sums_by_problem,
+    wilson_interval,
 )
 
 EQUAL = np.full(30, 32)

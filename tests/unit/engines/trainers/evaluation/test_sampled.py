@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.trainers.evaluation.accuracy import wilson_interval
-from engines.trainers.evaluation.sampled import (
+from engines.trainers.evaluation.accuracy import (
     Estimate,
     ProblemSums,
     SampledAnswer,
@@ -18,6 +17,7 @@ from engines.trainers.evaluation.sampled import (
     sampled_metrics,
     sampled_values,
     sums_by_problem,
+    wilson_interval,
 )
 
 GOLDEN = (0.16, 1.06)

@@ -30,7 +30,7 @@ from engines.trainers.supervised.preference import (
     measured,
     packed,
 )
-from engines.trainers.supervised.trainer import SupervisedStage, Trained, train_supervised
+from engines.trainers.supervised.trainer import SupervisedTrainer, Trained
 from engines.training.spec import POLICY, REFERENCE, ModelSource, RoleName, RoleSpec
 from engines.types import TokenBatch
 from infra.store.heartbeat import Heartbeat
@@ -105,9 +105,9 @@ def train(tiny_model: Path, pairs: Callable[[int, int], tuple[Pair, ...]]) -> Ca
         ):
             heartbeat = Heartbeat(work / "heartbeat.json", 60.0)
             progress = StageProgress(journal, heartbeat, checkpoints, 100, num_steps, PhaseClock())
-            trained = train_supervised(
-                SupervisedStage.of(config, examples, 8, workers, progress, 0, "preference")
-            )
+            trained = SupervisedTrainer(
+                config, examples, 8, workers, progress, 0, "preference"
+            ).train()
         records, _ = read_records(work / "journal.jsonl", 0)
         metrics: dict[int, dict[str, float]] = {}
         for record in records:

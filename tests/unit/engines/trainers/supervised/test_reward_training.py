@@ -24,7 +24,7 @@ from engines.errors import CheckpointError
 from engines.trainers.progress import StageProgress
 from engines.trainers.step_timer import PhaseClock
 from engines.trainers.supervised.preference import RewardPairs, packed
-from engines.trainers.supervised.trainer import SupervisedStage, Trained, train_supervised
+from engines.trainers.supervised.trainer import SupervisedTrainer, Trained
 from engines.training.backends.merging import checkpoint_weights
 from engines.training.spec import REWARD, ModelSource, RoleSpec, role_checkpoint
 from engines.types import Readouts
@@ -74,9 +74,9 @@ class Run:
                 NUM_STEPS,
                 PhaseClock(),
             )
-            self.trained: Trained = train_supervised(
-                SupervisedStage.of(config, training_set, 10, workers, progress, 0, "reward_model")
-            )
+            self.trained: Trained = SupervisedTrainer(
+                config, training_set, 10, workers, progress, 0, "reward_model"
+            ).train()
             self.batch = packed(self.held_out, range(len(self.held_out)), paired=True)
             outputs = workers.run(ModelWorker.infer, self.batch, Readouts(last_values=True), REWARD)
             self.scores_B = outputs.last_values_B

@@ -25,9 +25,8 @@ from engines.trainers.progress import LoopStep, StageProgress
 from engines.trainers.step_timer import PhaseClock
 from engines.trainers.supervised.trainer import (
     LOSS_AVERAGE,
-    SupervisedStage,
+    SupervisedTrainer,
     moving_average,
-    train_supervised,
 )
 from engines.trainers.supervised.training_set import Conversations
 from engines.training.spec import POLICY, ModelSource, RoleSpec
@@ -98,9 +97,7 @@ def train(tiny_model: Path, examples: SFTExamples) -> Callable[..., Attempt]:
                 journal, heartbeat, checkpoints, every_num_steps, num_steps, PhaseClock()
             )
             rows = Conversations(examples)
-            done = train_supervised(
-                SupervisedStage.of(config, rows, 4, workers, progress, 0, "sft")
-            ).num_steps
+            done = SupervisedTrainer(config, rows, 4, workers, progress, 0, "sft").train().num_steps
             committed = progress.last_checkpoint()
         records, _ = read_records(work / "journal.jsonl", 0)
         losses = {
@@ -247,15 +244,15 @@ def test_a_spoiled_update_is_left_out_named_and_limited(
     train: Callable[..., Attempt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step whose loss mask is infinite for one row: the next step starts where this one did."""
-    whole = SupervisedStage.batch
+    whole = SupervisedTrainer.batch
 
-    def spoiled(stage: SupervisedStage, step: LoopStep) -> TokenBatch:
+    def spoiled(stage: SupervisedTrainer, step: LoopStep) -> TokenBatch:
         batch = whole(stage, step)
         mask_T = batch.columns["loss_mask"].clone()
         mask_T[batch.cu_seqlens[1] - 1] = torch.inf if step.number == 2 else 1.0
         return batch.with_columns(loss_mask=mask_T)
 
-    monkeypatch.setattr(SupervisedStage, "batch", spoiled)
+    monkeypatch.setattr(SupervisedTrainer, "batch", spoiled)
     monkeypatch.setattr(
         ModelWorker, "train", poisoned_where_the_mask_is_infinite(ModelWorker.train)
     )

@@ -12,9 +12,8 @@ from engines.config.algorithm import AlgorithmConfig, FilterGroupsConfig
 from engines.config.rules.models import resolved_algorithm
 from engines.config.sections import RLConfig
 from engines.errors import RewardError
-from engines.trainers.collector import Collector
+from engines.trainers.experience import Collector, Experience
 from engines.trainers.recorder import experience_metrics
-from engines.trainers.rollout_batch import Experience
 from engines.trainers.scoring import ScoredBatch, ScoredSample
 from engines.trajectory import Prompt, Segment, Trajectory
 

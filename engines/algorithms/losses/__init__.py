@@ -1,1 +1,0 @@
-"""Policy losses: one pure function each."""
