@@ -39,7 +39,7 @@ from engines.config.rules.models import (
 from engines.config.suite import suite_sections
 from engines.config.training import TrainingConfig
 from engines.data.prepare.arithmetic import generate
-from engines.data.prepare.sources import first_preference_row, first_rl_row, first_sft_row
+from engines.data.prepare.sources import PREFERENCE_ROWS, RL_ROWS, SFT_ROWS, first_usable_row
 from engines.data.read.chat import render_conversations
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
@@ -146,16 +146,16 @@ def first_rows(
     if a column is missing, no row is usable or the template fails.
     """
     for path, source in _local(data, section, "sft"):
-        row = first_sft_row(source, path)
+        row = first_usable_row(source, path, SFT_ROWS)
         if tokenizer is not None:
             render_conversations(tokenizer, [row.messages])
     for path, source in _local(data, section, "preference", "preference_evaluation"):
-        pair = first_preference_row(source, path)
+        pair = first_usable_row(source, path, PREFERENCE_ROWS)
         if tokenizer is not None:
             render_conversations(tokenizer, pair.conversations)
     rows: dict[str, RLRow] = {}
     for path, source in _local(data, section, *_PROMPTS):
-        rows[path] = first_rl_row(source, path)
+        rows[path] = first_usable_row(source, path, RL_ROWS)
         if tokenizer is not None:
             look_at_prompt(rows[path], tokenizer)
     return rows
@@ -166,7 +166,7 @@ def first_row(data: DataConfig, rows: Mapping[str, RLRow]) -> RLRow | None:
     if rows or data.arithmetic is None:
         return next(iter(rows.values()), None)
     few = data.arithmetic.model_copy(update={"num_sft": 1, "num_rl": 1, "num_eval": 1})
-    return generate(few, seed=0).rl[0]
+    return generate(few, seed=0)["rl"][0]
 
 
 def show_images(data: DataConfig, rows: Mapping[str, RLRow], section: str) -> list[str]:

@@ -35,9 +35,7 @@ from engines.controller.worker_group import WorkerGroup
 from engines.data.order import VisitedRow
 from engines.data.read.examples import Pair
 from engines.data.read.lazy_sequence import Made
-from engines.data.read.pairs import Pair
 from engines.trainers.evaluation.accuracy import share_interval, sums_by_problem
-from engines.trainers.evaluation.sampled import share_interval, sums_by_problem
 from engines.trainers.guards import ROW
 from engines.training import spec
 from engines.training.spec import LossFn, RoleName
