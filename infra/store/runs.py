@@ -59,20 +59,20 @@ class Runs:
 
     def begin(self, key: str, name: str) -> None:
         """Record a run; `key` is a sha256, `name` is for people."""
-        self._record(lambda: self._files.create(f"{_run(key)}/name", name.encode()))
+        self._record(self._files.create, f"{_run(key)}/name", name.encode())
 
     def use(self, key: str, fingerprint: str) -> None:
         """Record that a run uses a stage; called before the stage is looked up."""
-        self._touch(f"{_run(key)}/stages/{check_fingerprint(fingerprint)}")
+        self._record(self._files.touch, f"{_run(key)}/stages/{check_fingerprint(fingerprint)}")
 
     def read(self, key: str, digest: str) -> None:
         """Record that a run reads an artifact of the store that none of its stages made."""
-        self._touch(f"{_run(key)}/artifacts/{check_fingerprint(digest)}")
+        self._record(self._files.touch, f"{_run(key)}/artifacts/{check_fingerprint(digest)}")
 
     def keep(self, key: str, kept: bool) -> None:
         """Set or clear the mark that keeps everything a run used and read, however old."""
         if kept:
-            self._touch(f"{_run(key)}/kept")
+            self._record(self._files.touch, f"{_run(key)}/kept")
         else:
             self._files.delete([f"{_run(key)}/kept"])
 
@@ -99,14 +99,11 @@ class Runs:
         self._check_removal()
         self._files.remove(_run(key))
 
-    def _touch(self, name: str) -> None:
-        self._record(lambda: self._files.touch(name))
-
-    def _record(self, write: Callable[[], object]) -> None:
+    def _record(self, write: Callable[..., object], *arguments: object) -> None:
         """Write a record, and again after a collection, so that every later one sees it."""
-        write()
+        write(*arguments)
         while self._wait_until_over():
-            write()
+            write(*arguments)
 
     def _name(self, key: str) -> str:
         if key not in self._names:

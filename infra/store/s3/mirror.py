@@ -249,15 +249,12 @@ class SharedSteps:
 
     def fetch(self, last: int) -> None:
         """Download the newest valid checkpoint up to step `last`, unless the local is as new."""
-        try:
+        own = None
+        with suppress(ArtifactCorruptError):
             own = newest_valid(self._root, last)
-        except ArtifactCorruptError:
-            own = None
-        for each in reversed(self._visible()):
-            if each[0] > last:
-                continue
-            if own is not None and own[0] >= each[0]:
-                return
+        own_step = own[0] if own else -1
+        newer = [each for each in self._visible() if own_step < each[0] <= last]
+        for each in reversed(newer):
             try:
                 self._download(each)
             except (ArtifactNotFoundError, ArtifactCorruptError) as error:

@@ -261,11 +261,10 @@ class S3Storage(Storage):
                 )
         if level == "bytes":
             for name, entry in manifest.files.items():
-                found, at = hashlib.sha256(), 0
-                while at < entry.size_bytes:
+                found = hashlib.sha256()
+                for at in range(0, entry.size_bytes, objects_of.PART_BYTES):
                     end = min(at + objects_of.PART_BYTES, entry.size_bytes)
                     found.update(self._objects.part(f"{root}/{name}", at, end))
-                    at = end
                 if found.hexdigest() != entry.sha256:
                     raise ArtifactCorruptError(
                         f"{self._objects.place(f'{root}/{name}')}: sha256 {found.hexdigest()} != "
