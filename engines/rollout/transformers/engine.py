@@ -72,7 +72,7 @@ class TransformersEngine(StatefulEngine):
                 request,
                 place,
                 call,
-                self._model.eos_token_ids | set(request.sampling.stop_token_ids),
+                self._model.eos_token_ids,
                 self._stop_strings.follow(request, place),
             )
             for request in requests

@@ -36,7 +36,7 @@ class Sample(SampleOfCall):
         versions: policy versions of the first of these; the current version sampled the rest.
     """
 
-    stop_token_ids: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()
     text: SampledText | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -61,8 +61,10 @@ class Sample(SampleOfCall):
         """Append a sampled token; return True if the sample is finished."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
-        self.stopped = token in self.stop_token_ids or (
-            self.text is not None and self.text.contains_stop([token]) is not None
+        self.stopped = (
+            token in self.eos_token_ids
+            or token in self.request.sampling.stop_token_ids
+            or (self.text is not None and self.text.contains_stop([token]) is not None)
         )
         return self.stopped or len(self.token_ids) >= self.request.sampling.max_new_tokens
 
