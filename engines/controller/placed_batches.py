@@ -2,8 +2,8 @@
 
 A tensor is put once while it lives: itself, or the tensor that the batch was selected from. A call
 then carries references and the row spans of each sequence.
-Promises: a share is bitwise equal to the result of `worker_group.take`; a rank reads node-local shared
-memory and copies only its own rows; an object is freed with its tensor or with the group.
+Promises: a share is bitwise equal to the result of `worker_group.take`; a rank reads node-local
+shared memory and copies only its own rows; an object is freed with its tensor or with the group.
 Does not promise to notice writes that bypass torch (see `engines.selection`).
 """
 
