@@ -251,5 +251,6 @@ def _server(node: str, process: int) -> tuple[str, Any]:  # noqa: ARG001  (a for
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(node, soft=False)
-    remote: Any = ray.remote(num_cpus=0, max_concurrency=4)(FileServer)
-    return uuid.uuid4().hex, remote.options(scheduling_strategy=here).remote()
+    remote: Any = ray.remote(FileServer)
+    options = {"num_cpus": 0, "max_concurrency": 4, "scheduling_strategy": here}
+    return uuid.uuid4().hex, remote.options(**options).remote()
