@@ -133,7 +133,11 @@ class OtherDisk(Disk):
     def deliver(self, own: Path, path: Path) -> None:
         """Send all files of `own` to the driver and remove `own`."""
         for file in sorted(each for each in own.rglob("*") if each.is_file()):
-            self._send(file, path / file.relative_to(own))
+            target = path / file.relative_to(own)
+            with file.open("rb") as source:
+                self._ask("write", target, 0, source.read(PART_BYTES))
+                while data := source.read(PART_BYTES):
+                    self._ask("write", target, source.tell() - len(data), data)
         remove_directory(own)
 
     def put(self, path: Path, data: bytes) -> None:
@@ -173,12 +177,6 @@ class OtherDisk(Disk):
                 if not data:
                     raise OSError(f"{path} of the driver became shorter while it was read")
                 file.write(data)
-
-    def _send(self, file: Path, path: Path) -> None:
-        with file.open("rb") as source:
-            self._ask("write", path, 0, source.read(PART_BYTES))
-            while data := source.read(PART_BYTES):
-                self._ask("write", path, source.tell() - len(data), data)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         import ray

@@ -103,7 +103,8 @@ class ModelWorker:
     def initialize(self) -> None:
         """Build and load the models; raise ConfigError if the engine cannot serve. Collective."""
         # First, because it is cheap and may raise.
-        spec, rollout = self._spec, self._spec.rollout
+        spec = self._spec
+        rollout = spec.rollout
         if rollout is not None:
             dtype = rollout.dtype or spec.training.dtype
             engine = create_rollout_engine(

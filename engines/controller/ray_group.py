@@ -109,7 +109,8 @@ class RayWorkerGroup:
     """
 
     def __init__(self, factory: Callable[[], Any], options: RayGroupOptions, pool: Pool) -> None:
-        self._options, self._pool = options, pool
+        self._options = options
+        self._pool = pool
         self._rank_places = pool.places(0, options.world_size)
         self._actors: list[Any] = []
         self.world_size = options.world_size
@@ -128,9 +129,10 @@ class RayWorkerGroup:
 
     def run(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a `@dispatch` method on the ranks and return its collected result."""
-        name, mode = method.__name__, dispatch_mode(method)
+        name = method.__name__
         if not self._actors:
             raise WorkerError(f"{name} was called on a closed group")
+        mode = dispatch_mode(method)
         if mode in (Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO):
             results = self._call_all(name, [((args, kwargs), ())], [0] * self.world_size)
             return results[0] if mode is Dispatch.RANK_ZERO else equal_result(name, "rank", results)
@@ -261,9 +263,9 @@ class RayWorkerGroup:
         self._fail(what, rank, f"{type(cause).__name__}: {cause}", error)
 
     def _fail(self, what: str, rank: int, problem: str, cause: Exception | None = None) -> None:
-        tail, node = self._tail(rank), ""
-        if len({place.node for place in self._rank_places}) > 1:
-            node = f" on node {self._rank_places[rank].address}"
+        tail = self._tail(rank)
+        spans = len({place.node for place in self._rank_places}) > 1
+        node = f" on node {self._rank_places[rank].address}" if spans else ""
         self._kill()
         raise WorkerError(
             f"rank {rank} of {self.world_size}{node} failed in {what}: {problem}{tail}"

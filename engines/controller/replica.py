@@ -170,8 +170,10 @@ class RemoteReplica(RolloutEngine):
     """The driver's handle of a `ReplicaProcess`; `num_workers` processes share its model."""
 
     def __init__(self, actor: Any, number: int, log_path: Path, num_workers: int = 1) -> None:
-        self.num_workers, self._number = num_workers, number
-        self._actor, self._log_path = actor, log_path
+        self.num_workers = num_workers
+        self._actor = actor
+        self._number = number
+        self._log_path = log_path
         self._version = NO_VERSION
         self._location: ReplicaLocation | None = None
 
@@ -290,7 +292,8 @@ class RayReplicas:
     """A `ReplicaStarter` on the connected cluster, with one place per replica."""
 
     def __init__(self, spec: ReplicaSpec, places: Sequence[Place]) -> None:
-        self._spec, self._places = spec, tuple(places)
+        self._spec = spec
+        self._places = tuple(places)
         self._access = access_for([place.node for place in places], this_node(), spec.log_dir)
 
     def start(self) -> list[RemoteReplica]:

@@ -1,9 +1,8 @@
-"""Weights from a trainer to a rollout engine of the same process, from thread to thread.
+"""Weights from a trainer to a rollout engine of the same process, or from a file to any engine.
 
-Promises: tensors are gathered in the trainer's thread and passed on without a copy. At most one
-tensor waits while another is read. If one side fails, the other ends with a `WeightSyncError`.
-
-Weights in a safetensors file, which the writer keeps until the receivers are done.
+Promises: tensors are gathered in the trainer's thread and passed on to the engine's without a copy.
+At most one tensor waits while another is read. If one side fails, the other ends with a
+`WeightSyncError`. The writer of a safetensors file keeps it until the receivers are done.
 """
 
 import threading
@@ -26,7 +25,7 @@ class InProcessTransport:
     """Transport and source in one object; casts to `dtype`, except `float32_names`."""
 
     def __init__(self, dtype: str, timeout_s: float, float32_names: Collection[str] = ()) -> None:
-        self._float32_names = frozenset(float32_names)
+        self._float32_names = float32_names
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._timeout_s = timeout_s
         self._changed = threading.Condition()

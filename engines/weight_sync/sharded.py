@@ -116,7 +116,7 @@ class ShardedTransport(RendezvousTransport):
                 if rank() in plan.senders:
                     with sending(rendezvous.channel(rank()), self.round_bytes) as packer:
                         stream.pack(plan, packer)
-                for _ in stream:  # shards that other ranks send; checksummed only
+                for _ in stream:  # on ranks that send nothing
                     pass
         except (ReceiverGoneError, DeadlineError) as error:
             problem = error
@@ -143,7 +143,7 @@ class _CastShards(Iterator[WeightShard]):
         return replace(shard, values=values)
 
     def pack(self, plan: "SendPlan", packer: Packer) -> None:
-        """Pack what this rank sends; a round ends with a flush."""
+        """Pack what this rank sends, a flush after each round; the other shards are only read."""
         for each in plan.rounds:
             for place in each.parts[rank()]:
                 shard = next((shard for shard in self if shard.is_owner), None)
@@ -152,6 +152,10 @@ class _CastShards(Iterator[WeightShard]):
                     raise WeightSyncError(f"rank {rank()} planned to send {place}, has {found}")
                 packer.add(place.name, shard.values, self.checksums[_key(place)])
             packer.flush()
+        for (
+            _
+        ) in self:  # before readers are awaited: other ranks may read their shards with this one
+            pass
 
 
 def _assemble(

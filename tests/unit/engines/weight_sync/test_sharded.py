@@ -46,7 +46,14 @@ def shards(rank: int, damage: str = "") -> Iterator[WeightShard]:
     weights = whole_weights()
     if damage == "small":
         weights = {f"w{number}": torch.ones(40, 9) for number in range(NUM_SMALL)}
+    if damage == "tail":
+        weights = {"rows": weights["rows"], "tail": weights["odd"]}
     for name, tensor in weights.items():
+        if name == "tail":
+            dist.barrier()
+            place = WeightPlace(name, tuple(tensor.shape), (0, 0), tuple(tensor.shape))
+            yield WeightShard(place, tensor, rank == 1)
+            continue
         if tensor.ndim == 0:
             copy = tensor + 1 if damage == "copy" and rank else tensor
             yield WeightShard(WeightPlace(name, (), (), ()), copy, rank == 0)
@@ -72,7 +79,7 @@ def send(transport: ShardedTransport, results, rank: int, place: Path, damage: s
     if damage == "bit" and rank == 1:
         spoil_what_is_sent()
     try:
-        plan = transport.plan(shards(rank, damage if damage == "small" else ""))
+        plan = transport.plan(shards(rank, damage if damage in ("small", "tail") else ""))
         sent = [transport.send_parts(shards(rank, damage), plan)]
     except (WeightSyncError, DeadlineError) as error:
         sent = [f"{type(error).__name__}: {error}"]
@@ -165,6 +172,13 @@ def test_readers_put_together_what_no_rank_had_whole(transfer) -> None:
     digest = combine((name, checksum) for name, (checksum, _) in expected.items())
     num_bytes = sum(tensor.nbytes for tensor in served.values())
     assert found["rank", 0] == found["rank", 1] == WeightDigest(digest, len(served), num_bytes)
+
+
+def test_a_rank_that_has_sent_all_its_parts_still_reads_with_the_others(transfer) -> None:
+    found = transfer("tail")
+    assert found["reader", 0] == found["reader", 1]
+    assert found["reader", 0].keys() == {"rows", "tail"}
+    assert found["rank", 0] == found["rank", 1]
 
 
 def test_a_bit_that_changes_on_its_way_is_found_by_part(transfer) -> None:
