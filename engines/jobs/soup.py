@@ -4,7 +4,7 @@ from engines.checkpoint.export import write_model
 from engines.checkpoint.soup import mean_tensors
 from engines.config.stages.final import SoupStageConfig
 from engines.config.training import HardwareConfig
-from engines.jobs.policy import write_hf_files
+from engines.jobs.process.policy import write_hf_files
 from engines.jobs.process.runtime import DEADLINES_S, JobContext, JobOutput, run_job
 from engines.jobs.process.torch_setup import prepare_torch
 

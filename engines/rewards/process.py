@@ -194,6 +194,7 @@ class ScoringProcess:
         self.write()
 
     def _receive(self, line: bytes) -> None:
+        reply: dict[str, Any]
         try:
             reply = json.loads(line)
         except ValueError:

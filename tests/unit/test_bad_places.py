@@ -23,8 +23,8 @@ from engines.config.preflight_request import PreflightRequest
 from engines.config.training import HardwareConfig, LoraConfig, TrainingConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.errors import CheckpointError
-from engines.jobs.policy import initial_source
 from engines.jobs.preflight.models import BYTES_PER_PARAMETER, checkpoint_bytes
+from engines.jobs.process.policy import initial_source
 from flows.preflight import platform as platform_probe
 from flows.preflight import preflight, storage
 from flows.preflight.platform import check_devices, memory_shortage
