@@ -263,7 +263,7 @@ class ScoringPool:
     @property
     def form(self) -> Form:
         """Form of the function; `sample`, which sees most, until a process has reported it."""
-        known = [each.form for each in self._processes if each.form is not None]
+        known: list[Form] = [each.form for each in self._processes if each.form is not None]
         return known[0] if known else "sample"
 
     def close(self) -> None:
