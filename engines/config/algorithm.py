@@ -1,7 +1,4 @@
-"""The RL algorithm and its rewards; estimators and losses have verl's names.
-
-A teacher in the RL rounds: how the policy learns its distributions.
-"""
+"""The RL algorithm, its rewards and its teacher; estimators and losses have verl's names."""
 
 from collections.abc import Mapping
 from pathlib import Path

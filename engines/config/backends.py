@@ -77,8 +77,8 @@ class Backend:
     @property
     def targets(self) -> dict[str, str]:
         """Model type -> ``module:Class``."""
-        found = {"language_model": self.language_model, "value_model": self.value_model}
-        return {kind: target for kind, target in found.items() if target is not None}
+        value_model = {"value_model": self.value_model} if self.value_model else {}
+        return {"language_model": self.language_model, **value_model}
 
 
 @dataclass(frozen=True, kw_only=True)

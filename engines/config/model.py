@@ -1,6 +1,6 @@
 """The model that is trained, loaded or made from scratch, and the models beside it.
 
-Decides if a sync sends only the LoRA adapter; imports neither torch nor an engine.
+`adapter_travels` decides if a sync sends only the adapter. Imports neither torch nor an engine.
 """
 
 from typing import Annotated, Any, Literal
@@ -127,7 +127,6 @@ class JudgeConfig(JudgingModelConfig):
             )
 
 
-SETTING = "rollout.lora_sync"
 STREAMS_ADAPTER = "adapter stream"
 ADAPTERS = "adapters"
 
@@ -142,7 +141,9 @@ def adapter_travels(training: TrainingConfig, rollout: RolloutConfig) -> bool:
         return False
     hindrance = _hindrance(training, rollout)
     if hindrance is not None and rollout.lora_sync == "adapter":
-        raise ConfigError(SETTING, f"got adapter, and {hindrance}; choose auto or merged")
+        raise ConfigError(
+            "rollout.lora_sync", f"got adapter, and {hindrance}; choose auto or merged"
+        )
     return hindrance is None
 
 

@@ -91,8 +91,6 @@ class DiagnosisConfig(StrictModel):
 
 ModelT = TypeVar("ModelT", bound=StrictModel)
 
-RUN_NAME_DIGITS = 8
-SUITE_NAME = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 MODEL_SETTINGS = (
     "model.path", "rl.reward.model.path", "rl.reward.judge.path", "rl.distillation.path",
     "against.path",
@@ -197,7 +195,7 @@ class Recipe(StrictModel):
     """Train the policy on `data.preference` before RL (DPO and its family); null skips it."""
     rl: RLConfig = RLConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    suites: dict[Annotated[str, Field(pattern=SUITE_NAME)], SuiteConfig] = {}
+    suites: dict[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")], SuiteConfig] = {}
     """Further held-out sets for the final model, by a name of your choice. In a recipe file a value
     may be the name of a built-in suite (`rlhf evaluate --help` lists them) or a YAML file."""
     against: ModelConfig | None = None
@@ -220,7 +218,7 @@ class Recipe(StrictModel):
     def run_name(self) -> str:
         """Name of this run; equal recipes share it, whatever directories they use."""
         identity = self.model_dump(mode="json", exclude=NOT_IDENTITY)
-        return f"{self.name}-seed{self.seed}-{sha256_json(identity)[:RUN_NAME_DIGITS]}"
+        return f"{self.name}-seed{self.seed}-{sha256_json(identity)[:8]}"
 
     @property
     def asks_reward_model(self) -> bool:

@@ -1,6 +1,6 @@
-"""Advantage estimators, policy losses and KL estimators by name; imports none of them.
+"""Advantage estimators, policy losses, KL estimators and preference losses by name.
 
-Preference losses by name; imports none of them.
+Imports none of them.
 """
 
 from dataclasses import dataclass

@@ -9,8 +9,8 @@ from engines.config.rules.models import check_seen_by_judges
 from engines.config.stages.final import EvaluateStageConfig
 from engines.data.read.dataset import load_dataset
 from engines.data.read.lazy_sequence import MappedRows
-from engines.jobs.policy import local_reward, policy_tokenizer, prompts_within
-from engines.jobs.process.runtime import JobContext, JobOutput, run_job
+from engines.jobs.process.policy import local_reward, policy_tokenizer, prompts_within
+from engines.jobs.process.runtime import DEADLINES_S, JobContext, JobOutput, run_job
 from engines.jobs.serving.answers import KeptAnswers
 from engines.jobs.serving.frozen_models import serve
 from engines.jobs.serving.model import load_served
@@ -26,9 +26,6 @@ from engines.trainers.evaluation.evaluator import (
 )
 from engines.vision.processor import prompt_images
 from infra.names import renamed_sections
-
-EVALUATION_DEADLINE_S = 7200.0
-"""Time without an answer after which an evaluation counts as hanging."""
 
 
 def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
@@ -72,7 +69,7 @@ def evaluate(context: JobContext[EvaluateStageConfig]) -> JobOutput:
 
 def _run(context: JobContext, generate: Generate, evaluator: Evaluator) -> Evaluation:
     """Evaluate with timing and progress, and log the result."""
-    context.heartbeat.enter("evaluate", EVALUATION_DEADLINE_S)
+    context.heartbeat.enter("evaluate", DEADLINES_S["evaluate"])
 
     def report(done: int, total: int) -> None:
         context.heartbeat.tick()

@@ -10,17 +10,13 @@ from engines.checkpoint.model_directory import load_tokenizer
 from engines.config.stages.final import HarnessStageConfig
 from engines.controller.launch import launch_served_model
 from engines.controller.model_worker import ModelWorker, WorkerSpec
-from engines.jobs.policy import queueing
-from engines.jobs.process.runtime import JobContext, JobOutput, run_job
+from engines.jobs.process.policy import queueing
+from engines.jobs.process.runtime import DEADLINES_S, JobContext, JobOutput, run_job
 from engines.jobs.serving.model import ServedOnDemand, load_served, replica_of
 from engines.trainers.evaluation.documents import write_measurement
 from engines.trainers.evaluation.harness import HarnessModel, run_tasks
 from engines.training.spec import POLICY, ModelSource, RoleSpec
 from engines.types import ModelOutputs, Readouts, TokenBatch
-
-HARNESS_DEADLINE_S = 7200.0
-"""Time without an answer after which a measurement counts as hanging."""
-_LIKELIEST = Readouts(num_top=1)
 
 
 def harness(context: JobContext[HarnessStageConfig]) -> JobOutput:
@@ -29,7 +25,7 @@ def harness(context: JobContext[HarnessStageConfig]) -> JobOutput:
     with ExitStack() as stack:
         with context.clock("load"):
             model = _model(context, stack)
-        context.heartbeat.enter("evaluate", HARNESS_DEADLINE_S)
+        context.heartbeat.enter("evaluate", DEADLINES_S["evaluate"])
         with context.clock("evaluate"):
             found = run_tasks(
                 config.harness,
@@ -72,7 +68,7 @@ def _model(context: JobContext[HarnessStageConfig], stack: ExitStack) -> Harness
         ranks = engines.launched.beside
         if ranks is None:
             raise ValueError("no rank was launched beside the engines")
-        return ranks.run(ModelWorker.infer, batch, _LIKELIEST, POLICY)
+        return ranks.run(ModelWorker.infer, batch, Readouts(num_top=1), POLICY)
 
     def report(done: int, total: int, what: str) -> None:
         context.heartbeat.tick()

@@ -4,13 +4,10 @@ from engines.checkpoint.engine_state import read_scalars
 from engines.checkpoint.step_store import CHECKPOINT_DIR
 from engines.config.stages.final import MergeStageConfig
 from engines.config.training import HardwareConfig
-from engines.jobs.process.runtime import JobContext, JobOutput, run_job
+from engines.jobs.process.runtime import DEADLINES_S, JobContext, JobOutput, run_job
 from engines.jobs.process.torch_setup import prepare_torch
 from engines.training.backends.merging import extract_adapter, merge_checkpoint
 from infra.errors import ConfigError
-
-MERGE_DEADLINE_S = 7200.0
-"""Time after which a merge counts as hanging."""
 
 
 def merge(context: JobContext[MergeStageConfig]) -> JobOutput:
@@ -22,7 +19,7 @@ def merge(context: JobContext[MergeStageConfig]) -> JobOutput:
     written_by = read_scalars(policy_dir / CHECKPOINT_DIR).backend
     if written_by != config.backend:
         raise ConfigError("backend", f"got {config.backend!r}; need {written_by!r}, which wrote it")
-    context.heartbeat.enter("merge", MERGE_DEADLINE_S)
+    context.heartbeat.enter("merge", DEADLINES_S["merge"])
     with context.clock("save"):
         if config.adapter_only:
             extract_adapter(policy_dir, context.output_dir, config.dtype)

@@ -10,17 +10,14 @@ from engines.data.prepare.files import some_of
 from engines.data.read.dataset import load_dataset
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
-from engines.jobs.process.runtime import JobContext, JobOutput, run_job
+from engines.jobs.process.runtime import DEADLINES_S, JobContext, JobOutput, run_job
 from engines.vision.sizes import find_image_length
-
-PREPROCESS_DEADLINE_S = 6 * 3600.0
-"""Time after which preprocessing counts as hanging."""
 
 
 def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
     """Generate or read the rows, check them, and write the dataset."""
     config, spec = context.config, context.spec
-    context.heartbeat.enter("preprocess", PREPROCESS_DEADLINE_S)
+    context.heartbeat.enter("preprocess", DEADLINES_S["preprocess"])
     tokenizer = image_length = None
     model = config.model
     if model and model.init == "pretrained":

@@ -17,7 +17,7 @@ from engines.controller.worker_group import WorkerGroup
 from engines.data.read.dataset import load_dataset
 from engines.data.read.lazy_sequence import MappedRows
 from engines.data.read.tokenizer import ChatTokenizer, check_same_tokens, text_config
-from engines.jobs.policy import (
+from engines.jobs.process.policy import (
     HF_DIR,
     critic_source,
     initial_source,

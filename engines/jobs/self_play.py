@@ -23,8 +23,8 @@ from engines.data.read.row_files import PREFERENCE_FORMAT, write_batches
 from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer
 from engines.errors import NothingToTrainOnError
-from engines.jobs.policy import local_reward, policy_tokenizer, prompts_within
-from engines.jobs.process.runtime import JobContext, JobOutput, run_job
+from engines.jobs.process.policy import local_reward, policy_tokenizer, prompts_within
+from engines.jobs.process.runtime import DEADLINES_S, JobContext, JobOutput, run_job
 from engines.jobs.serving.answers import Generate, KeptAnswers
 from engines.jobs.serving.frozen_models import serve
 from engines.jobs.serving.model import load_served
@@ -43,8 +43,6 @@ from engines.trainers.supervised.self_play import (
 from infra.errors import ConfigError
 
 KIND = "pairs"
-SAMPLING_DEADLINE_S = 7200.0
-"""Time without an answered call after which sampling counts as hanging."""
 PROMPTS_PER_CALL = 256
 """Prompts of one call, whose answers are stored together."""
 
@@ -70,7 +68,7 @@ def self_play(context: JobContext[SelfPlayStageConfig]) -> JobOutput:
             engines, scorer = serve(context, stack, served, rewards)
             # Stored call by call, so that a restarted job does not sample again.
             answers = KeptAnswers(context, engines.generate)
-        context.heartbeat.enter("evaluate", SAMPLING_DEADLINE_S)
+        context.heartbeat.enter("evaluate", DEADLINES_S["evaluate"])
         with context.clock("gen"):
             made = stored(
                 context.attempt_dir / "pairs.arrow",

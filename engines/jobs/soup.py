@@ -4,9 +4,8 @@ from engines.checkpoint.export import write_model
 from engines.checkpoint.soup import mean_tensors
 from engines.config.stages.final import SoupStageConfig
 from engines.config.training import HardwareConfig
-from engines.jobs.merge import MERGE_DEADLINE_S
-from engines.jobs.policy import write_hf_files
-from engines.jobs.process.runtime import JobContext, JobOutput, run_job
+from engines.jobs.process.policy import write_hf_files
+from engines.jobs.process.runtime import DEADLINES_S, JobContext, JobOutput, run_job
 from engines.jobs.process.torch_setup import prepare_torch
 
 
@@ -18,7 +17,7 @@ def soup(context: JobContext[SoupStageConfig]) -> JobOutput:
     models = [context.input(config.input_name(place)) for place in range(config.num_models)]
     hf_dir = context.attempt_dir / "hf"
     write_hf_files(models[0], hf_dir, None)
-    context.heartbeat.enter("merge", MERGE_DEADLINE_S)
+    context.heartbeat.enter("merge", DEADLINES_S["merge"])
     with context.clock("save"):
         write_model(
             mean_tensors(models), hf_dir, context.output_dir, config.dtype, config.max_shard_bytes

@@ -14,7 +14,7 @@ from engines.data.read.dataset import Dataset, load_dataset
 from engines.data.read.row_files import RowFile
 from engines.data.read.rows import PreferenceRow
 from engines.data.read.tokenizer import ChatTokenizer
-from engines.jobs.policy import (
+from engines.jobs.process.policy import (
     HF_DIR,
     initial_source,
     policy_output,

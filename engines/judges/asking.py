@@ -1,17 +1,13 @@
-"""Ask every judge before the reward function is called.
+"""Judges: a language model that is asked about answers, and a discriminative reward model.
 
-Judgements by a language model that is served by a rollout service.
-
+They are asked before the reward function is called.
 Promises: equal questions are asked once per call, and their seed comes from the text, so that a
 resumed run gets the same judgement. A question without room for its answer, or whose answer was cut
-or aborted, has no judgement.
-Does not promise that answers are independent of the batch; that is up to the engine.
-
-Scores of a discriminative reward model: the role `reward`.
-
-Promises: a score is the head's output after the last token of the conversation in the model's own
-chat template, as in transformers' sequence classification models. A conversation that is too long
-has no score. The template closes the turn of a cut answer as usual.
+or aborted, has no judgement. A reward model's score is the head's output after the last token of
+the conversation in the model's own chat template, as in transformers' sequence classification
+models; a conversation that is too long has none. The template closes the turn of a cut answer as
+usual.
+Does not promise: that judgements are independent of the batch; that is up to the engine.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,8 +46,8 @@ class GenerativeJudge:
         self, prompts: Sequence[Sequence[Message]], samples: Sequence[ScoreRequest]
     ) -> list[str | None]:
         """Return the judge's text for each sample; None if it did not finish."""
-        template = self._config.prompt
-        texts = [question(template, *pair) for pair in zip(prompts, samples, strict=True)]
+        pairs = zip(prompts, samples, strict=True)
+        texts = [question(self._config.prompt, *pair) for pair in pairs]
         unique = list(dict.fromkeys(texts))
         if not unique:
             return []
@@ -100,8 +96,8 @@ class RewardModelJudge:
         read = list(dict.fromkeys(each for each in ids if 0 < len(each) <= self._max_length))
         if not read:
             return [None] * len(ids)
-        found = self._behind(TokenBatch.from_sequences([list(each) for each in read])).tolist()
-        score_of = dict(zip(read, found, strict=True))
+        found = self._behind(TokenBatch.from_sequences([list(each) for each in read]))
+        score_of = dict(zip(read, found.tolist(), strict=True))
         return [score_of.get(each) for each in ids]
 
 

@@ -61,8 +61,9 @@ def compute_score(
                     break
         except httpx2.TransportError as error:
             problem = f"{type(error).__name__}: {error}"
-    host = httpx2.URL(url).host
-    raise ConnectionError(f"the reward server at {host}: {problem} (try {attempt + 1})")
+    raise ConnectionError(
+        f"the reward server at {httpx2.URL(url).host}: {problem} (try {attempt + 1})"
+    )
 
 
 def _parsed(reply: httpx2.Response) -> Any:

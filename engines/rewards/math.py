@@ -33,7 +33,6 @@ from engines.rewards.text_rules import (
 
 _MAX_LOG10 = 300.0
 """A multiplier with more digits counts as infinite."""
-_LOG10_2 = math.log10(2)
 
 
 def max_num_digits(expression: Any) -> float:
@@ -50,7 +49,7 @@ def max_num_digits(expression: Any) -> float:
         case binomial():
             largest, taken = map(max_num_digits, expression.args)
             # n over k is at most n^k and at most 2^n.
-            digits = min(_times(largest, _value(taken)), _times(_LOG10_2, _value(largest)))
+            digits = min(_times(largest, _value(taken)), _times(math.log10(2), _value(largest)))
             return max(digits, largest, taken)
         case factorial() | factorial2() | subfactorial():
             [digits] = map(max_num_digits, expression.args)
@@ -59,14 +58,10 @@ def max_num_digits(expression: Any) -> float:
             factor, *ranges = expression.args
             ends = [max_num_digits(end) for each in ranges for end in each.args[1:]]
             return _times(max_num_digits(factor) + sum(ends), sum(map(_value, ends)))
-    parts = (
-        getattr(expression, "args", ()) if isinstance(expression, Basic) else _entries(expression)
-    )
-    return sum(map(max_num_digits, parts))
-
-
-def _entries(expression: Any) -> tuple[Any, ...]:
-    return () if isinstance(expression, str) else tuple(getattr(expression, "flat", tuple)())
+    if isinstance(expression, Basic):
+        return sum(map(max_num_digits, expression.args))
+    entries = () if isinstance(expression, str) else getattr(expression, "flat", tuple)()
+    return sum(map(max_num_digits, entries))
 
 
 def _log10(number: int) -> float:
@@ -137,7 +132,10 @@ def compute_score(
         ValueError: the ground truth cannot be parsed.
         Exception: a comparison failed, and no other one found the answer right.
     """
-    truths = _parse_ground_truth(ground_truth)
+    text = truth_text(ground_truth)
+    truths = _parse_answer(text)
+    if not truths:
+        raise ValueError(f"the ground truth {text[:80]!r} cannot be parsed")
     answers: list[Any] = []
     try:
         with cpu_limit(max_cpu_s):
@@ -145,34 +143,33 @@ def compute_score(
             right = _is_right(truths, answers, num_decimals)
     except (CpuLimitError, MemoryError, RecursionError, OverflowError):
         right = False
-    return {"score": float(right), ANSWER: _text(answers)}
+    # The parser puts the text of an answer behind the parsed expression.
+    texts = [answer for answer in answers if isinstance(answer, str)]
+    return {"score": float(right), ANSWER: math_form(texts[-1]) if texts else None}
 
 
 def _is_right(truths: list[Any], answers: list[Any], num_decimals: int) -> bool:
     """Return True if a reading of the truth equals one of the answer; see `compute_score`."""
     failure: Exception | None = None
-    for truth, answer in product(*map(_comparable, (truths, answers))):
+    # Readings that are too long are not evaluated for a comparison.
+    short = (
+        [r for r in each if max_num_digits(r) <= _MAX_NUM_DIGITS] for each in (truths, answers)
+    )
+    for truth, answer in product(*short):
         try:
-            right = verify(
+            if verify(
                 truth,
                 answer,
                 float_rounding=num_decimals,
                 timeout_seconds=None,
                 raise_on_error=True,
-            )
+            ):
+                return True
         except Exception as error:  # noqa: BLE001 - sympy raises anything; raised again below
             failure = error
-            continue
-        if right:
-            return True
     if failure is not None:
         raise failure
     return False
-
-
-def _comparable(readings: list[Any]) -> list[Any]:
-    """Drop readings that are too long to be evaluated for a comparison."""
-    return [each for each in readings if max_num_digits(each) <= _MAX_NUM_DIGITS]
 
 
 def _answers(solution_str: str, extraction: Extraction) -> list[Any]:
@@ -182,25 +179,10 @@ def _answers(solution_str: str, extraction: Extraction) -> list[Any]:
     return _parse_answer(found.strip()) if found and found.strip() else []
 
 
-def _text(answers: list[Any]) -> str | None:
-    """Return the text of the answer; the parser puts it behind the parsed expression."""
-    texts = [answer for answer in answers if isinstance(answer, str)]
-    return math_form(texts[-1]) if texts else None
-
-
-def _parse_ground_truth(ground_truth: object) -> list[Any]:
-    text = truth_text(ground_truth)
-    parsed = _parse_answer(text)
-    if not parsed:
-        raise ValueError(f"the ground truth {text[:80]!r} cannot be parsed")
-    return parsed
-
-
 def _parse_answer(text: str) -> list[Any]:
     """Parse a text that consists of an answer only."""
     boxed = text if "\\boxed" in text else f"\\boxed{{{text}}}"
-    forms = dict.fromkeys((boxed, text))
-    return next((parsed for parsed in map(_parse, forms) if parsed), [])
+    return _parse(boxed) or _parse(text)
 
 
 def _parse(text: str) -> list[Any]:

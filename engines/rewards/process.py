@@ -130,17 +130,16 @@ class ScoringProcess:
         overdue = not self.is_idle and time.monotonic() >= self._deadline
         exited = self._process.poll() is not None
         if exited or overdue:
-            self._drain()
+            while not self._ended and self._broken is None and self.read():
+                pass
             overdue = overdue and not self.is_idle
         if self._broken is not None:
             return self._broken
         if self._ended or exited:
             return f"the scoring process ended with code {self._wait()}"
-        if overdue:
-            if not self.was_ready:
-                return f"the scoring process was not ready after {_START_DEADLINE_S:g} s"
-            return f"missed the deadline of {self._timeout_s:g} s"
-        return None
+        if overdue and not self.was_ready:
+            return f"the scoring process was not ready after {_START_DEADLINE_S:g} s"
+        return f"missed the deadline of {self._timeout_s:g} s" if overdue else None
 
     def take_results(self) -> list[tuple[int, Score | Unscored]]:
         """Return (index, result) of what arrived since the last call."""
@@ -154,9 +153,7 @@ class ScoringProcess:
         except BlockingIOError:
             return
         except BrokenPipeError:
-            self._outgoing = memoryview(b"")
-            self._watch_stdin(False)
-            return
+            written = len(self._outgoing)
         self._outgoing = self._outgoing[written:]
         self._watch_stdin(bool(self._outgoing))
 
@@ -191,32 +188,28 @@ class ScoringProcess:
         timed = self.index is not None and self.num_judged > 0
         return time.monotonic() - self._submitted_s if timed else 0.0
 
-    def _drain(self) -> None:
-        while not self._ended and self._broken is None and self.read():
-            pass
-
     def _send(self, message: Mapping[str, Any]) -> None:
-        data = json.dumps(message).encode() + b"\n"
-        self._outgoing = memoryview(bytes(self._outgoing) + data)
+        line = json.dumps(message).encode() + b"\n"
+        self._outgoing = memoryview(bytes(self._outgoing) + line)
         self.write()
 
     def _receive(self, line: bytes) -> None:
+        reply: dict[str, Any]
         try:
             reply = json.loads(line)
         except ValueError:
-            self._broken = "the scoring process sent something that is not a reply"
-            return
+            reply = {"failed": "the scoring process sent something that is not a reply"}
         if "failed" in reply:
             self._broken = reply["failed"]
         elif "ready" in reply:
             self.was_ready = True
             self.form, self.start_s = reply["form"], reply["start_s"]
         elif self.index is not None:
-            unscored = reply.get("unscored")
-            if unscored is None:
-                result = Score(reply["score"], reply["extras"], reply["answer"])
-            else:
-                result = Unscored(str(unscored))
+            result = (
+                Unscored(str(reply["unscored"]))
+                if "unscored" in reply
+                else Score(reply["score"], reply["extras"], reply["answer"])
+            )
             self._results.append((self.index, result))
             self._timed_s += self._in_flight_s()
             self.num_judged += 1

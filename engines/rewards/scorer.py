@@ -1,20 +1,26 @@
 """Score batches of completions with the configured reward function.
 
+Functions that take microseconds run in this process, others in a pool of processes of their own.
 Promises: one result per sample, in order. A sample that could not be scored is `Unscored` with a
-reason, never 0; too many of those stop the run. A batch is judged while its samples come. Functions
-that take microseconds run in this process, others in processes of their own with a deadline.
-
-Cache of scores for one stage, keyed by a digest of what the function sees of a sample.
-
-Unscored samples are not kept. Assumes that the function is deterministic.
+reason, never 0; too many of those stop the run. A batch is judged while its samples come. In the
+pool, a sample that hangs past its deadline, crashes its process or floods its reply does not affect
+others; a process past its deadline is killed with its process group, and none outlives the pool.
+With `cache_size`, scores of one stage are kept by a digest of what the function sees of a sample;
+unscored samples are not kept.
+Does not promise: that a cached function is deterministic; a sandbox: a child in a new session
+survives. The pool has one batch at a time, for one thread.
 """
 
 import hashlib
 import json
+import logging
 import os
-from collections import Counter, OrderedDict
+import selectors
+import threading
+import weakref
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import Self
+from contextlib import AbstractContextManager
 
 from engines.config.algorithm import RewardConfig
 from engines.errors import RewardError
@@ -29,9 +35,76 @@ from engines.rewards.base import (
     form_of,
     judge,
 )
-from engines.rewards.pool import ScoringPool
-from engines.rewards.process import WorkerSetup, message_of
+from engines.rewards.process import ScoringProcess, WorkerSetup, message_of
 from engines.rewards.resolve import load, resolve
+from infra.errors import DeadlineError
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+_THREAD_DEADLINE_S = 60.0
+"""For the thread's last turn, which may kill a process and start another."""
+_WORTH = 2.0
+"""Start another process if the remaining work exceeds its start time by this factor."""
+
+
+class RewardScorer(AbstractContextManager["RewardScorer"]):
+    """The reward of a run; a context manager. Its first process starts when it is created.
+
+    Raises:
+        ConfigError: the function, its file or an option does not exist.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        reward = resolve(config)
+        function, self._kwargs = reward.function, reward.kwargs
+        self._cache = ScoreCache(config.cache_size) if config.cache_size else None
+        self._function: ComputeScore | None = None
+        self._form: Form = "text"
+        self._pool: ScoringPool | None = None
+        if function.in_process:
+            self._function = load(function.target)
+            self._form = form_of(self._function)
+        else:
+            setup = WorkerSetup(
+                function.target, self._kwargs, config.timeout_s,
+                function.memory_limit_bytes, config.environment,
+            )  # fmt: skip
+            num_workers = config.num_workers or min(len(os.sched_getaffinity(0)), 16)
+            self._pool = ScoringPool(setup, num_workers, config.num_workers or 1)
+
+    def score(self, samples: Sequence[ScoreRequest]) -> list[Score | Unscored]:
+        """Score all samples of one step, in order; raises as `ScoringBatch.results`."""
+        with self.batch() as batch:
+            for place, sample in enumerate(samples):
+                batch.add(place, sample)
+            return batch.results(range(len(samples)))
+
+    def batch(self) -> "ScoringBatch":
+        """Begin a step whose samples come one by one; RewardError if another one has not ended."""
+        # Fixed for the batch: otherwise equal samples could get different cache keys.
+        form = self._form if self._pool is None else self._pool.form
+        judging: Judging
+        judging = JudgingHere(self._score_here) if self._pool is None else self._pool.batch()
+        if self._cache is not None:
+            judging = CachedJudging(self._cache, form, judging)
+        return ScoringBatch(judging, self._config.max_unscored_frac)
+
+    def close(self) -> None:
+        """End the scoring processes; callable repeatedly."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _score_here(self, sample: ScoreRequest) -> Score | Unscored:
+        assert self._function is not None  # noqa: S101 - no pool means a function
+        try:
+            return judge(self._function, self._form, sample, self._kwargs)
+        except Exception as error:  # noqa: BLE001 - boundary to a plugin: one sample, reported
+            return Unscored(describe(error))
 
 
 class ScoreCache:
@@ -47,10 +120,9 @@ class ScoreCache:
 
     def keep(self, key: bytes, result: Score | Unscored) -> None:
         """Record a use of this digest; only a `Score` is stored."""
-        if not isinstance(result, Score):
-            return
-        self._scores[key] = result
-        self._scores.move_to_end(key)
+        if isinstance(result, Score):
+            self._scores[key] = result
+            self._scores.move_to_end(key)
         if len(self._scores) > self._size:
             self._scores.popitem(last=False)
 
@@ -67,7 +139,8 @@ class CachedJudging:
 
     def add(self, request: ScoreRequest) -> int:
         """See `Judging`."""
-        key = _key(request, self._form)
+        message = json.dumps(message_of(request, self._form), sort_keys=True)
+        key = hashlib.sha256(message.encode()).digest()
         self._keys.append(key)
         if key not in self._known and key not in self._asked:
             known = self._cache.find(key)
@@ -93,15 +166,6 @@ class CachedJudging:
         self._judging.close()
 
 
-def _key(request: ScoreRequest, form: Form) -> bytes:
-    return hashlib.sha256(json.dumps(message_of(request, form), sort_keys=True).encode()).digest()
-
-
-_SHOWN_REASONS = 3
-_MAX_WORKERS = 16
-"""Used if the recipe sets no number."""
-
-
 class JudgingHere:
     """Judges each request in this process when it is added."""
 
@@ -122,7 +186,7 @@ class JudgingHere:
         """See `Judging`; does nothing."""
 
 
-class ScoringBatch:
+class ScoringBatch(AbstractContextManager["ScoringBatch"]):
     """The samples of one step, judged as they are added; a context manager, for one thread."""
 
     def __init__(self, judging: Judging, max_unscored_frac: float) -> None:
@@ -152,77 +216,8 @@ class ScoringBatch:
         """End the batch; also the processes, unless all is judged. Callable repeatedly."""
         self._judging.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-class RewardScorer:
-    """The reward of a run; a context manager. Its first process starts when it is created.
-
-    Raises:
-        ConfigError: the function, its file or an option does not exist.
-    """
-
-    def __init__(self, config: RewardConfig) -> None:
-        self._config = config
-        reward = resolve(config)
-        function, self._kwargs = reward.function, reward.kwargs
-        self._cache = ScoreCache(config.cache_size) if config.cache_size else None
-        self._function: ComputeScore | None = None
-        self._form: Form = "text"
-        self._pool: ScoringPool | None = None
-        if function.in_process:
-            self._function = load(function.target)
-            self._form = form_of(self._function)
-        else:
-            setup = WorkerSetup(
-                function.target, self._kwargs, config.timeout_s,
-                function.memory_limit_bytes, config.environment,
-            )  # fmt: skip
-            num_cores = len(os.sched_getaffinity(0))
-            self._pool = ScoringPool(
-                setup,
-                config.num_workers or min(num_cores, _MAX_WORKERS),
-                config.num_workers or 1,
-            )
-
-    def score(self, samples: Sequence[ScoreRequest]) -> list[Score | Unscored]:
-        """Score all samples of one step, in order; raises as `ScoringBatch.results`."""
-        with self.batch() as batch:
-            for place, sample in enumerate(samples):
-                batch.add(place, sample)
-            return batch.results(range(len(samples)))
-
-    def batch(self) -> ScoringBatch:
-        """Begin a step whose samples come one by one; RewardError if another one has not ended."""
-        # Fixed for the batch: otherwise equal samples could get different cache keys.
-        form = self._form if self._pool is None else self._pool.form
-        judging: Judging
-        judging = JudgingHere(self._score_here) if self._pool is None else self._pool.batch()
-        if self._cache is not None:
-            judging = CachedJudging(self._cache, form, judging)
-        return ScoringBatch(judging, self._config.max_unscored_frac)
-
-    def close(self) -> None:
-        """End the scoring processes; callable repeatedly."""
-        if self._pool is not None:
-            self._pool.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _score_here(self, sample: ScoreRequest) -> Score | Unscored:
-        assert self._function is not None  # noqa: S101 - no pool means a function
-        try:
-            return judge(self._function, self._form, sample, self._kwargs)
-        except Exception as error:  # noqa: BLE001 - boundary to a plugin: one sample, reported
-            return Unscored(describe(error))
 
 
 def check_unscored(results: Sequence[Score | Unscored], max_unscored_frac: float) -> None:
@@ -231,8 +226,190 @@ def check_unscored(results: Sequence[Score | Unscored], max_unscored_frac: float
     num_unscored = reasons.total()
     if num_unscored <= max_unscored_frac * len(results):
         return
-    shown = "; ".join(f"{n} x {reason}" for reason, n in reasons.most_common(_SHOWN_REASONS))
+    shown = "; ".join(f"{n} x {reason}" for reason, n in reasons.most_common(3))
     raise RewardError(
         f"{num_unscored} of {len(results)} samples could not be scored, more than "
         f"rl.reward.max_unscored_frac = {max_unscored_frac:g}: {shown}"
     )
+
+
+class ScoringPool:
+    """Scoring processes; `min_workers` start at once (None: all), others when `worth_another`."""
+
+    def __init__(
+        self, setup: WorkerSetup, max_workers: int, min_workers: int | None = None
+    ) -> None:
+        self._setup = setup
+        self._max_workers = max_workers
+        self._min_workers = max_workers if min_workers is None else min_workers
+        self._selector = selectors.DefaultSelector()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._processes: list[ScoringProcess] = []
+        self._open: PoolBatch | None = None
+        self._finalizer = weakref.finalize(self, _end, self._processes, self._selector, self._wake)
+        for _ in range(self._min_workers):
+            self._processes.append(ScoringProcess(setup, self._selector))
+
+    def batch(self) -> "PoolBatch":
+        """Begin an empty batch; RewardError if the pool is closed or has an open batch."""
+        if not self._finalizer.alive:
+            raise RewardError("the scoring pool is closed")
+        if self._open is not None:
+            raise RewardError("the scoring pool has a batch that has not ended")
+        self._open = PoolBatch(self)
+        return self._open
+
+    @property
+    def form(self) -> Form:
+        """Form of the function; `sample`, which sees most, until a process has reported it."""
+        known: list[Form] = [each.form for each in self._processes if each.form is not None]
+        return known[0] if known else "sample"
+
+    def close(self) -> None:
+        """End every process and an open batch; callable repeatedly."""
+        if self._open is not None:
+            self._open.close()
+        self._finalizer()
+
+    def _turn(self, batch: "PoolBatch") -> None:
+        """Replace failed processes, submit requests, wait a moment, and collect results."""
+        for place, process in reversed(list(enumerate(self._processes))):
+            failure = process.failure()
+            batch.found.update(process.take_results())
+            if failure is not None:
+                self._replace(place, failure, batch)
+        for process in self._processes:
+            if process.is_idle and batch.waiting:
+                process.submit(*batch.waiting.popleft())
+        while len(self._processes) < self._max_workers and worth_another(
+            self._processes, len(batch.waiting)
+        ):
+            try:
+                self._processes.append(ScoringProcess(self._setup, self._selector))
+            except OSError as error:
+                self._go_on_without(str(error))
+        wait_s = min(process.seconds_left() for process in self._processes)
+        for key, events in self._selector.select(max(0.0, min(wait_s, _POLL_S))):
+            process: ScoringProcess | None = key.data
+            if process is None:
+                os.eventfd_read(self._wake)
+                continue
+            if events & selectors.EVENT_WRITE:
+                process.write()
+            if events & selectors.EVENT_READ:
+                process.read()
+        for process in self._processes:
+            batch.found.update(process.take_results())
+
+    def _go_on_without(self, failure: str) -> None:
+        """Keep the current number of processes: a further one would only save time."""
+        self._max_workers = len(self._processes)
+        logger.warning("scoring processes: going on with %d; %s", self._max_workers, failure)
+
+    def _replace(self, place: int, failure: str, batch: "PoolBatch") -> None:
+        process = self._processes[place]
+        if not process.was_ready and place >= self._min_workers:
+            process.kill()
+            del self._processes[place]
+            self._go_on_without(f"a further one did not start: {failure}")
+            return
+        if not process.was_ready:
+            raise RewardError(f"the reward function cannot be loaded: {failure}")
+        if process.index is not None:
+            batch.found[process.index] = Unscored(failure)
+        process.kill()
+        self._processes[place] = ScoringProcess(self._setup, self._selector)
+
+
+class PoolBatch:
+    """Requests that a thread judges from the first one on; after `results`, the caller does."""
+
+    def __init__(self, pool: ScoringPool) -> None:
+        self._pool = pool
+        self._num_added = 0
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+        self._error: BaseException | None = None
+        self.waiting: deque[tuple[int, ScoreRequest]] = deque()
+        self.found: dict[int, Score | Unscored] = {}
+
+    def add(self, request: ScoreRequest) -> int:
+        """Submit a request; return its number: 0, 1, ...
+
+        Raises:
+            RewardError: the function cannot be loaded, or a process does not start.
+        """
+        self._raise_error()
+        if self._pool._open is not self:
+            raise RewardError("the batch has ended")
+        number = self._num_added
+        self._num_added += 1
+        self.waiting.append((number, request))
+        if self._thread is None:
+            # A daemon thread, so that a batch that is never ended does not keep the process alive.
+            self._thread = threading.Thread(target=self._work, name="scoring", daemon=True)
+            self._thread.start()
+        os.eventfd_write(self._pool._wake, 1)
+        return number
+
+    def results(self) -> list[Score | Unscored]:
+        """Wait for all results, end the batch, and return them by number; raises as `add`."""
+        if self._pool._open is not self:
+            raise RewardError("the batch has ended")
+        try:
+            self._stop()
+            self._raise_error()
+            while len(self.found) < self._num_added:
+                self._pool._turn(self)
+        except BaseException:
+            self.close()
+            raise
+        self._pool._open = None
+        return [self.found[number] for number in range(self._num_added)]
+
+    def close(self) -> None:
+        """End the batch, and the pool unless all is judged: late replies must not mix."""
+        if self._pool._open is not self:
+            return
+        self._pool._open = None
+        try:
+            self._stop()
+        finally:
+            if self._error is not None or len(self.found) < self._num_added:
+                self._pool._finalizer()
+
+    def _work(self) -> None:
+        try:
+            while not self._stopped:
+                self._pool._turn(self)
+        except BaseException as error:  # noqa: BLE001 - thread boundary: raised in the caller's
+            self._error = error
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _stop(self) -> None:
+        self._stopped = True
+        if self._thread is not None:
+            os.eventfd_write(self._pool._wake, 1)
+            self._thread.join(_THREAD_DEADLINE_S)
+            if self._thread.is_alive():
+                raise DeadlineError("the scoring thread to end", _THREAD_DEADLINE_S)
+
+
+def worth_another(processes: Sequence[ScoringProcess], num_waiting: int) -> bool:
+    """Return True if a further process would save more time than it takes to start."""
+    start_s = max((process.start_s or 0.0 for process in processes), default=0.0)
+    num_timed = sum(max(0, process.num_judged - 1) for process in processes)
+    request_s = sum(process.timed_s for process in processes) / max(1, num_timed)
+    return 0.0 < _WORTH * start_s < num_waiting * request_s / len(processes)
+
+
+def _end(processes: list[ScoringProcess], selector: selectors.BaseSelector, wake: int) -> None:
+    for process in processes:
+        process.kill()
+    processes.clear()
+    selector.close()
+    os.close(wake)

@@ -26,8 +26,6 @@ from engines.rewards.base import ANSWER, ScoreRequest
 
 Extraction = Literal["any", "boxed", "hash", "answer", "last_number"]
 
-_BOX = re.compile(r"\\(boxed|fbox)\s*(\{)?")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _NUMBER = re.compile(r"(?:(?<![^\W_])(?<![)\]}])-)?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")
 
@@ -38,14 +36,14 @@ def boxed(text: str) -> str | None:
     Braces are balanced; escaped ones are text. `\boxed 5$` holds the text up to the dollar sign or
     the end of the line. None: there is no box, or the last one is not closed.
     """
-    boxes = list(_BOX.finditer(text))
+    boxes = list(re.finditer(r"\\(boxed|fbox)\s*(\{)?", text))
     last = next((box for box in reversed(boxes) if box[1] == "boxed"), boxes[-1] if boxes else None)
     if last is None:
         return None
     if last[2] is None:
         return re.split(r"[$\n]", text[last.end() :], maxsplit=1)[0]
     depth = 1
-    for brace in _BRACE.finditer(text, last.end()):
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, last.end()):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
             return text[last.end() : brace.start()]
@@ -280,9 +278,6 @@ def math_boxed(
     return {"score": float(form == truth), ANSWER: form}
 
 
-_NUM_CHARACTERS_BOXED = 100
-
-
 def math_dapo(
     data_source: str,
     solution_str: str,
@@ -300,7 +295,7 @@ def math_dapo(
     """
     truth = truth_text(ground_truth)
     if strict_box_verify:
-        form = boxed(solution_str[-_NUM_CHARACTERS_BOXED:])
+        form = boxed(solution_str[-100:])
     else:
         answer = after_answer(solution_str[-_NUM_CHARACTERS:])
         form = None if answer is None else minerva_form(answer)

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from flows.preflight.platform import check_devices, memory_shortage
 from safetensors.torch import load_file, save_file
 
 from engines.checkpoint.model_directory import check_finite, create_random_model, num_parameters
@@ -24,8 +25,8 @@ from engines.config.preflight_request import PreflightRequest
 from engines.config.training import HardwareConfig, LoraConfig, TrainingConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.errors import CheckpointError
-from engines.jobs.policy import initial_source
 from engines.jobs.preflight.models import BYTES_PER_PARAMETER, checkpoint_bytes
+from engines.jobs.process.policy import initial_source
 from flows.preflight import machine, preflight
 from flows.preflight.machine import check_devices, check_tracking_database, memory_shortage
 from flows.preflight.resolve import request_of

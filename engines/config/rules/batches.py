@@ -1,10 +1,6 @@
-"""Rules of sizes: what must fit into a context, and what must divide among ranks.
+"""Rules of sizes, orders and weight averages, and for training on pairs of answers.
 
-The rule for a moving average of weights.
-
-Rules for the order in which rows are trained on.
-
-Rules for the trainers that learn from pairs of answers.
+Sizes are what must fit into a context, and what must divide among ranks.
 """
 
 from engines.config.backends import BACKENDS
@@ -58,16 +54,12 @@ def check_divides(path: str, size: int, training: TrainingConfig) -> None:
     )
 
 
-FEATURE = "ema"
-"""Feature of a training backend that keeps a moving average of weights."""
-
-
 def check_average(path: str, optimizer: OptimizerConfig, training: TrainingConfig) -> None:
     """Refuse an average that a built-in backend cannot keep; raises `ConfigError`."""
     backend = BACKENDS.get(training.backend)
-    if optimizer.ema is None or backend is None or FEATURE in backend.features:
+    if optimizer.ema is None or backend is None or "ema" in backend.features:
         return
-    able = [name for name, other in BACKENDS.items() if FEATURE in other.features]
+    able = [name for name, other in BACKENDS.items() if "ema" in other.features]
     raise ConfigError(
         f"{path}.ema",
         f"got one; {training.backend} keeps no average of its weights; need null; remove it, or "

@@ -1,15 +1,10 @@
-"""Rules for the models beside the policy: critics, reward models, judges.
+"""Rules for the models beside the policy: critics, reward models, judges, and their scores.
 
-The rule for structured output.
-
-Rules for rows with images: which models would read their prompts as text alone.
-
-`shown` names the source of images, as the beginning of a sentence. Every rule raises `ConfigError`.
-
-The score components that an estimator compares, and their weights.
-
-Promises: they follow from the recipe alone, so a step's samples cannot change the objective. Does
-not promise that a reward reports them: only for mixtures is that known in advance.
+Every rule raises `ConfigError`. `shown` names the source of images, as the beginning of a sentence:
+models that would read its prompts as text alone are refused.
+Promises: which score components an estimator compares, and their weights, follow from the recipe
+alone, so a step's samples cannot change the objective.
+Does not promise: that a reward reports them, which is known in advance for mixtures only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -75,7 +70,6 @@ def check_seen_by_teacher(shown: str, teacher: DistillationConfig | None) -> Non
 
 GDPO = "gdpo"
 KEYS = "rl.algorithm.options.gdpo_reward_keys"
-_OF_ANY_MIXTURE = ("score", "acc")
 
 
 def resolved_algorithm(rl: RLConfig) -> AlgorithmConfig:
@@ -89,7 +83,15 @@ def resolved_algorithm(rl: RLConfig) -> AlgorithmConfig:
         return algorithm
     given = _options(algorithm)
     keys = given.gdpo_reward_keys or _all_of(reward)
-    _check_given(keys, reward)
+    for source, names in _routes(reward).items():
+        able = (*names, "score", "acc")
+        for key in keys:
+            if key not in able:
+                raise ConfigError(
+                    KEYS,
+                    f"got {key!r}, which does not judge data_source {source!r}; need one of "
+                    f"{', '.join(able)}; name one, or add it to the route",
+                )
     parts = reward.components
     weights = given.gdpo_reward_weights
     if weights is None:
@@ -122,18 +124,6 @@ def _all_of(reward: RewardConfig) -> tuple[str, ...]:
     if found:
         got = f"null, and routes of different components ({', '.join(reward.routes)})"
     raise ConfigError(KEYS, f"got {got}; need names of what every sample has; set it")
-
-
-def _check_given(keys: Sequence[str], reward: RewardConfig) -> None:
-    for source, names in _routes(reward).items():
-        able = (*names, *_OF_ANY_MIXTURE)
-        for key in keys:
-            if key not in able:
-                raise ConfigError(
-                    KEYS,
-                    f"got {key!r}, which does not judge data_source {source!r}; need one of "
-                    f"{', '.join(able)}; name one, or add it to the route",
-                )
 
 
 def check_value_models(rl: RLConfig, training: TrainingConfig) -> None:

@@ -1,8 +1,7 @@
 """The declaration of a stage: name, configuration, plugins, external files and rules.
 
-All of a stage's configuration counts for its fingerprint, except `NotIdentity` fields.
-
-The user's files and directories that several stages read.
+All of a stage's configuration counts for its fingerprint, except `NotIdentity` fields. Functions
+return the user's files and directories that several stages read.
 """
 
 from collections.abc import Collection, Iterator, Mapping

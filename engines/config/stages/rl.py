@@ -139,13 +139,12 @@ class RLRoundStageConfig(TrainingStageConfig):
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """Return files of reward and teacher, and the model if policy or reference starts there."""
-        from_model = "policy" not in given or (
-            self.rl.algorithm.needs_reference and "reference" not in given
-        )
+        needs_reference = self.rl.algorithm.needs_reference and "reference" not in given
         return {
             **reward_inputs(self.rl.reward),
             **teacher_input(self.rl.distillation),
-            **(model_input(self.model) if from_model else {}),
+            **super().external_inputs(given),
+            **(model_input(self.model) if needs_reference else {}),
         }
 
     def check(self) -> None:

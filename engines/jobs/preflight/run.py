@@ -65,8 +65,6 @@ from infra.identity.hub import RepoType, hub_commit
 from infra.names import renamed_sections
 
 _PROMPTS = ("rl", "evaluation")
-_TAUGHT = "data.rl."
-"""Prefix of sources that are trained on; models are evaluated on all others."""
 OnHub = TypeVar("OnHub", bound=ModelConfig | NamedModelConfig | SourceConfig)
 
 _MODELS = {
@@ -226,7 +224,8 @@ def look_at_images(at: PreflightRequest, sources: Sequence[str]) -> None:
     if at.trains and at.training is not None:
         _look_at_training(at.training, shown, has_critic=at.has_critic)
     _look_at_model(at.model, shown)
-    taught = [source for source in sources if source.startswith(_TAUGHT)]
+    # Models are evaluated on all other sources.
+    taught = [source for source in sources if source.startswith("data.rl.")]
     measured = [source for source in sources if source not in taught]
     if at.self_play is not None and at.self_play.source == "best_worst" and taught:
         check_not_self_played(_shown(taught[0]))

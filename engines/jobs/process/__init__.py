@@ -1,1 +1,1 @@
-"""The process of a job: setup of torch, runtime, and causes of failures."""
+"""What jobs share: the runtime, the setup of torch, causes of failures, and policies."""

@@ -19,7 +19,6 @@ from infra.store.work_channel import Cause, JobProblem
 from infra.waiting import FULL_DISK, ROOM
 
 _MEMORY = re.compile(r"out of memory|can't allocate memory|OutOfMemoryError|\bMemoryError\b", re.I)
-_RANK_IS_LATE = re.compile(r" on rank \d")
 
 
 def job_problem(error: BaseException, exit_code: int) -> JobProblem:
@@ -50,20 +49,19 @@ def phase_of(error: BaseException) -> str:
 
 def _cause(error: BaseException) -> Cause:
     for each in _chain(error):
-        if isinstance(each, OSError) and each.errno in FULL_DISK:
-            return "disk_full"
-        if isinstance(each, DeadlineError) and each.waited_for.startswith(ROOM):
+        waited_for = each.waited_for if isinstance(each, DeadlineError) else ""
+        is_full = isinstance(each, OSError) and each.errno in FULL_DISK
+        if is_full or waited_for.startswith(ROOM):
             return "disk_full"
         if isinstance(each, NonFiniteError):
             return "non_finite"
         # Also by text: each device library has its own error class; a rank's error is text.
-        if isinstance(each, MemoryError) or getattr(each, "errno", None) == errno.ENOMEM:
-            return "out_of_memory"
-        if isinstance(each, RuntimeError | WorkerError) and _MEMORY.search(str(each)):
+        says_so = isinstance(each, RuntimeError | WorkerError) and _MEMORY.search(str(each))
+        if isinstance(each, MemoryError) or getattr(each, "errno", 0) == errno.ENOMEM or says_so:
             return "out_of_memory"
         if isinstance(each, WorkerError):
             return "hang" if "no heartbeat" in str(each) else "dead_rank"
-        if isinstance(each, DeadlineError) and _RANK_IS_LATE.search(each.waited_for):
+        if re.search(r" on rank \d", waited_for):
             return "hang"
     return ""
 

@@ -62,9 +62,14 @@ from infra.tracking.journal import Journal, read_journal
 from infra.waiting import when_there_is_room
 
 EXIT_FAILURE = 1
-LOAD_DEADLINE_S = 3600.0
-PUBLISH_DEADLINE_S = 7200.0
-"""Time without progress after which publishing (or loading, above) counts as hanging."""
+DEADLINES_S = {
+    "load": 3600.0,
+    "preprocess": 6 * 3600.0,
+    "merge": 7200.0,
+    "evaluate": 7200.0,
+    "publish": 7200.0,
+}
+"""Seconds without progress after which a phase counts as hanging, unless the recipe says others."""
 
 Config = TypeVar("Config", bound=StageConfig, covariant=True)
 
@@ -177,8 +182,10 @@ def _run_attempt(
     """Run one attempt and record its error; return exit code and claimed next stage."""
     report: Callable[[JobProblem], None] | None = None
     try:
-        storage, fingerprint, attempt = _read_arguments(argv)
-        channel = storage.channel(fingerprint)
+        if len(argv) != 4 or not argv[3].isdigit():
+            raise ConfigError("argv", f"got {argv[1:]}; need STORE FINGERPRINT ATTEMPT")
+        storage, attempt = open_storage(argv[1]), int(argv[3])
+        channel = storage.channel(argv[2])
         spec = channel.read_specification(attempt)
         report = partial(channel.write_error, attempt)
         config_type, body = job or importlib.import_module(spec.job_module).JOB
@@ -226,7 +233,7 @@ def _run(
         context = _open_context(stack, storage, channel, spec, config, runtime, clock)
         stack.enter_context(_noting_phase(context.heartbeat))
         output = body(context)
-        context.heartbeat.enter("publish", PUBLISH_DEADLINE_S)
+        context.heartbeat.enter("publish", DEADLINES_S["publish"])
         num_bytes = sum(path.stat().st_size for path in context.output_dir.rglob("*"))
         with clock("save"):
             artifact = when_there_is_room(
@@ -332,7 +339,7 @@ def _open_context(
         stacks,
         deadlines_s=runtime.progress_deadlines_s,
     )
-    stack.enter_context(heartbeat).enter("load", LOAD_DEADLINE_S)
+    stack.enter_context(heartbeat).enter("load", DEADLINES_S["load"])
     entries = storage.attempts.entries(spec.fingerprint)
     earlier, _ = read_journal(storage, spec.fingerprint)
     journal = Journal(directory / "journal.jsonl", earlier, spec.adopted)
@@ -375,12 +382,6 @@ def _end_stalled(channel: WorkChannel, attempt: int, stall: Stall) -> None:
         with contextlib.suppress(psutil.Error):
             child.kill()
     os._exit(EXIT_FAILURE)
-
-
-def _read_arguments(argv: list[str]) -> tuple[Storage, str, int]:
-    if len(argv) != 4 or not argv[3].isdigit():
-        raise ConfigError("argv", f"got {argv[1:]}; need STORE FINGERPRINT ATTEMPT")
-    return open_storage(argv[1]), argv[2], int(argv[3])
 
 
 def _terminate(signum: int, frame: object) -> NoReturn:

@@ -27,7 +27,7 @@ from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.controller.replica import ReplicaSpec
 from engines.controller.rollout import FrozenModel, LaunchedEngines, replica_beside
 from engines.controller.worker_group import WorkerGroup
-from engines.jobs.policy import (
+from engines.jobs.process.policy import (
     copy_hf_files,
     policy_tokenizer,
     queueing,

@@ -22,7 +22,7 @@ from engines.config.model import ModelConfig
 from engines.config.stages.serving import AnsweringStageConfig
 from engines.controller.launch import LaunchedModel
 from engines.controller.replica import ReplicaSpec
-from engines.jobs.policy import HF_DIR, trained_steps, write_hf_files
+from engines.jobs.process.policy import HF_DIR, trained_steps, write_hf_files
 from engines.jobs.process.runtime import JobContext
 from engines.jobs.process.torch_setup import prepare_torch
 from engines.rollout.service import RolloutService

@@ -17,7 +17,7 @@ from engines.controller.replica import ReplicaSpec
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.rows import Message
 from engines.data.read.tokenizer import DirectoryTokenizer
-from engines.jobs.policy import write_hf_files
+from engines.jobs.process.policy import write_hf_files
 from engines.jobs.serving.frozen_models import question_seed
 from engines.judges.asking import GenerativeJudge
 from engines.judges.judgement import judge_score, question

@@ -11,9 +11,8 @@ import pytest
 
 from engines.config.algorithm import RewardConfig
 from engines.rewards.base import Score, ScoreRequest, Unscored
-from engines.rewards.pool import ScoringPool
 from engines.rewards.process import WorkerSetup
-from engines.rewards.scorer import RewardScorer
+from engines.rewards.scorer import RewardScorer, ScoringPool
 
 FILE = """
 import asyncio

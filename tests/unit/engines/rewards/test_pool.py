@@ -16,8 +16,8 @@ import pytest
 
 from engines.errors import RewardError
 from engines.rewards.base import Score, ScoreRequest, Unscored
-from engines.rewards.pool import ScoringPool, worth_another
 from engines.rewards.process import ScoringProcess, WorkerSetup
+from engines.rewards.scorer import ScoringPool, worth_another
 from infra.waiting import wait_for
 
 TIMEOUT_S = 1.0
@@ -361,7 +361,7 @@ def test_no_process_outlives_a_killed_parent(file: Path) -> None:
     program = (
         "import sys\n"
         "from engines.rewards.base import ScoreRequest\n"
-        "from engines.rewards.pool import ScoringPool\n"
+        "from engines.rewards.scorer import ScoringPool\n"
         "from engines.rewards.process import WorkerSetup\n"
         f"pool = ScoringPool(WorkerSetup({str(file)!r} + ':compute_score', {{}}, 3.0, None), 2)\n"
         # What they end by themselves comes earlier than this.

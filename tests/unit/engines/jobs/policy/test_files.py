@@ -8,7 +8,7 @@ import pytest
 from engines.config.model import ModelConfig, TokenizerConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.tokenizer import TOOL_TEMPLATE, DirectoryTokenizer
-from engines.jobs.policy import (
+from engines.jobs.process.policy import (
     initial_source,
     trained_steps,
     write_hf_files,
