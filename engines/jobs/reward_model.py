@@ -13,8 +13,6 @@ from engines.config.options import own_options
 from engines.config.rows import BRADLEY_TERRY
 from engines.config.stages.supervised import RewardModelStageConfig
 from engines.data.read.examples import as_reward_model, read_pairs
-from engines.data.read.pairs import as_reward_model, read_pairs
-from engines.jobs.policy import exported_policy
 from engines.jobs.process.policy import exported_policy
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.supervised_stage import start_of, train, training_pairs

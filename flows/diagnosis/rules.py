@@ -10,6 +10,7 @@ from math import isfinite
 from statistics import median
 
 from engines.config.diagnosis import DiagnosisConfig, RoundSymptom
+
 from flows.diagnosis.findings import (
     Evidence,
     Finding,

@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from flows.preflight.platform import check_devices, memory_shortage
 from safetensors.torch import load_file, save_file
 
 from engines.checkpoint.model_directory import check_finite, create_random_model, num_parameters
