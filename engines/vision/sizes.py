@@ -73,15 +73,22 @@ def image_sizes(hf_dir: Path) -> ImageSizes | None:
     found = read_json(newer).get(_NESTED)
     if found is None and not older.exists():
         return None
-    sizes = _sizes(read_json(older) if found is None else found)
-    wrong = {name: value for name, value in asdict(sizes).items() if not _is_count(value)}
-    if wrong:
-        name, value = next(iter(wrong.items()))
-        raise ConfigError(
-            "model.path",
-            f"{hf_dir}: its image processor has {name} {value}; need a whole number from 1; set "
-            "size to shortest_edge and longest_edge, or copy its configuration again",
-        )
+    config: Mapping[str, Any] = read_json(older) if found is None else found
+    size = _given(config.get("size"), _SIZE)
+    edges = size if isinstance(size, dict) else {}
+    sizes = ImageSizes(
+        patch_size=config.get("patch_size", _PATCH_SIZE),
+        merge_size=config.get("merge_size", _MERGE_SIZE),
+        min_pixels=_given(config.get("min_pixels"), edges.get("shortest_edge")),
+        max_pixels=_given(config.get("max_pixels"), edges.get("longest_edge")),
+    )
+    for name, value in asdict(sizes).items():
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(
+                "model.path",
+                f"{hf_dir}: its image processor has {name} {value}; need a whole number from 1; "
+                "set size to shortest_edge and longest_edge, or copy its configuration again",
+            )
     return sizes
 
 
@@ -91,20 +98,5 @@ def find_image_length(hf_dir: Path) -> Callable[[int, int], int] | None:
     return None if sizes is None else sizes.num_tokens
 
 
-def _sizes(config: Mapping[str, Any]) -> ImageSizes:
-    size = _given(config.get("size"), _SIZE)
-    edges: Mapping[str, Any] = size if isinstance(size, dict) else {}
-    return ImageSizes(
-        patch_size=config.get("patch_size", _PATCH_SIZE),
-        merge_size=config.get("merge_size", _MERGE_SIZE),
-        min_pixels=_given(config.get("min_pixels"), edges.get("shortest_edge")),
-        max_pixels=_given(config.get("max_pixels"), edges.get("longest_edge")),
-    )
-
-
 def _given(value: Any, otherwise: Any) -> Any:
     return otherwise if value is None else value
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and value > 0

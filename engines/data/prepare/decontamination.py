@@ -96,9 +96,8 @@ class EvaluationIndex:
         runs: defaultdict[str, dict[Place, None]] = defaultdict(dict)
         exact: defaultdict[str, dict[Place, None]] = defaultdict(dict)
         lengths: set[int] = set()
-        for source, texts in evaluation.items():
-            for row, text in enumerate(texts):
-                prompt = _prompt(text)
+        for source, prompts in evaluation.items():
+            for row, prompt in enumerate(map(_prompt, prompts)):
                 for words in prompt.forms:
                     exact[" ".join(words)][source, row] = None
                 for length, run in self._runs_of(prompt):

@@ -62,11 +62,8 @@ class SourceFiles:
     @property
     def note(self) -> str:
         """Part of an error about columns that names the ignored files."""
-        if not self.passed_over:
-            return ""
-        return (
-            f"; not read beside it: {some_of(self.passed_over)} (to read one, name it as the path)"
-        )
+        shown = some_of(self.passed_over)
+        return f"; not read beside it: {shown} (to read one, name it as the path)" if shown else ""
 
 
 def resolve_source(source: SourceConfig, field: str, default_subset: str | None) -> SourceFiles:

@@ -275,8 +275,8 @@ def _recognised(source: SourceConfig, path: str, kind: RowKind[RowT]) -> Layout[
 
 def _example(present: Sequence[str], kind: RowKind[Any]) -> str:
     """Suggest `columns` if only the name of the question column differs, else nothing."""
-    asked = [name for name in _QUESTIONS if name in present]
-    if kind is PREFERENCE_ROWS or "answer" not in present or not asked:
+    asked = [name for name in _QUESTIONS if name in present and "answer" in present]
+    if kind is PREFERENCE_ROWS or not asked:
         return ""
     return f", as {{format: columns, options: {{prompt_column: {asked[0]}}}}}"
 

@@ -151,14 +151,13 @@ class RowWriter(Generic[RowT]):
 
     def stored(self) -> StoredRows[RowT]:
         """Return the rows, once the writer is closed."""
-        sources = np.array(self._sources, np.int32)
         return StoredRows(
             path=self._path,
             format=self._format,
             prompts=np.frombuffer(self._prompts, np.uint64).reshape(-1, 2),
-            sources=sources,
+            sources=np.array(self._sources, np.int32),
             data_sources=tuple(self._places),
-            kept=np.ones(len(sources), bool),
+            kept=np.ones(len(self._sources), bool),
             is_plain=self._is_plain,
         )
 

@@ -32,6 +32,7 @@ from engines.data.read.chat import (
 from infra.errors import ConfigError
 
 _SPECIAL_TOKENS = (PAD_TOKEN, END_TOKEN, UNKNOWN_TOKEN, *ROLE_TOKENS)
+_ADDED_TOKENS = [AddedToken(token, special=True, normalized=False) for token in _SPECIAL_TOKENS]
 _NUM_BYTES = 256
 
 
@@ -52,14 +53,22 @@ def train_tokenizer(
     Raises:
         ConfigError: `vocab_size` cannot hold the bytes and special tokens of `bpe`.
     """
-    if config.kind == "character":
-        tokenizer = _character_tokenizer(texts)
-    else:
-        tokenizer = _bpe_tokenizer(texts, config.vocab_size)
+    is_character = config.kind == "character"
+    tokenizer = (
+        _character_tokenizer(texts) if is_character else _bpe_tokenizer(texts, config.vocab_size)
+    )
+    settings = {
+        "clean_up_tokenization_spaces": False,
+        "eos_token": END_TOKEN,
+        "model_max_length": max_length,
+        "pad_token": PAD_TOKEN,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": UNKNOWN_TOKEN,
+    }
     out_dir.mkdir(parents=True, exist_ok=True)
     files = {
         "tokenizer.json": tokenizer.to_str(pretty=True),
-        "tokenizer_config.json": json.dumps(_tokenizer_config(max_length), indent=2),
+        "tokenizer_config.json": json.dumps(settings, indent=2),
         "chat_template.jinja": chat_template or DEFAULT_CHAT_TEMPLATE,
     }
     for name, text in files.items():
@@ -74,7 +83,7 @@ def _character_tokenizer(texts: Iterable[str]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     # Without a decoder the library joins the characters with spaces.
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(_added_tokens())
+    tokenizer.add_special_tokens(_ADDED_TOKENS)
     return tokenizer
 
 
@@ -96,7 +105,7 @@ def _bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=_added_tokens(),
+        special_tokens=_ADDED_TOKENS,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -112,18 +121,3 @@ def _distinct(texts: Iterable[str]) -> Iterator[str]:
         if digest not in seen:
             seen.add(digest)
             yield text
-
-
-def _added_tokens() -> list[AddedToken]:
-    return [AddedToken(token, special=True, normalized=False) for token in _SPECIAL_TOKENS]
-
-
-def _tokenizer_config(max_length: int) -> dict[str, object]:
-    return {
-        "clean_up_tokenization_spaces": False,
-        "eos_token": END_TOKEN,
-        "model_max_length": max_length,
-        "pad_token": PAD_TOKEN,
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": UNKNOWN_TOKEN,
-    }

@@ -157,8 +157,9 @@ def _image(item: object, where: str) -> Image:
     if isinstance(item, Mapping):
         item, where = item.get("bytes"), f"{where}.bytes"
     if not isinstance(item, bytes):
-        shown = "null" if item is None else type_name(item)
-        raise RowError(f"{where} is {shown}; need the bytes of a file, embedded in the table")
+        raise RowError(
+            f"{where} is {type_name(item)}; need the bytes of a file, embedded in the table"
+        )
     return Image.of(item)
 
 
@@ -204,7 +205,7 @@ def parse_json_list(value: object, name: str) -> Sequence[Any]:
     if isinstance(value, str):
         value = parse_json(check_text(value, name), name, "need a list")
     if not isinstance(value, list | tuple):
-        raise RowError(f"{name} is {'null' if value is None else type_name(value)}; need a list")
+        raise RowError(f"{name} is {type_name(value)}; need a list")
     if not value:
         raise RowError(f"{name} is empty")
     return value
@@ -270,19 +271,18 @@ def preference_row(columns: Mapping[str, Any]) -> PreferenceRow:
     rejected_prompt, rejected = _answer(columns.get("rejected"), "rejected")
     if chosen_prompt != rejected_prompt:
         raise RowError("chosen and rejected answer different prompts; need one that both answer")
-    prompt = chosen_prompt
     asked = messages_of_text(columns.get("prompt"), "prompt")
     if asked is not None:
         given = parse_messages(asked, "prompt")
         # A text `prompt` may repeat one message of the conversation.
-        repeats = isinstance(asked, str) and given[0] in prompt
-        if prompt and given != prompt and not repeats:
+        repeats = isinstance(asked, str) and given[0] in chosen_prompt
+        if chosen_prompt and given != chosen_prompt and not repeats:
             raise RowError("chosen answers another prompt than the column prompt; need the same")
-        prompt = prompt or given
-    if not prompt:
+        chosen_prompt = chosen_prompt or given
+    if not chosen_prompt:
         raise RowError("prompt is null, and chosen is no conversation that holds it")
     return PreferenceRow(
-        _with_extras(prompt, columns),
+        _with_extras(chosen_prompt, columns),
         chosen.content_or_null,
         rejected.content_or_null,
         check_text(columns.get("data_source") or "unknown", "data_source"),

@@ -23,7 +23,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice, starmap
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -147,11 +147,8 @@ class RowFile(Generic[RowT]):
             return file.metadata.num_rows
 
     def __iter__(self) -> Iterator[RowT]:
-        number = 0
-        for batch in self.batches():
-            for columns in batch.to_pylist():
-                yield self.parse(number, columns)
-                number += 1
+        rows = chain.from_iterable(batch.to_pylist() for batch in self.batches())
+        yield from starmap(self.parse, enumerate(rows))
 
     def parse(self, number: int, columns: Mapping[str, Any]) -> RowT:
         """Make row `number` from one value per column; `ConfigError` if it is not valid."""
@@ -168,11 +165,8 @@ class RowFile(Generic[RowT]):
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Yield columns of `BATCH_ROWS` rows or fewer, in order; `ConfigError` if not parquet."""
-        try:
-            with self._opened() as file:
-                yield from file.iter_batches(BATCH_ROWS)
-        except pa.ArrowInvalid as error:
-            raise ConfigError(str(self.path), f"not a parquet file ({error})") from None
+        with damage_as_config_error(self.path, "not a parquet file ({})"), self._opened() as file:
+            yield from file.iter_batches(BATCH_ROWS)
 
     def _opened(self) -> pq.ParquetFile:
         try:
@@ -279,9 +273,8 @@ def _conversations(conversations: Sequence[Sequence[Message]]) -> pa.Array:
     if all(message.is_plain for message in flat):
         columns += [pa.nulls(len(flat), field.type) for field in _MORE_OF_MESSAGES]
     else:
-        columns.append(_calls([m.tool_calls for m in flat]))
-        columns += [_texts([m.tool_call_id or None for m in flat])]
-        columns += [_texts([m.name or None for m in flat])]
+        ids, names = ([m.tool_call_id or None for m in flat], [m.name or None for m in flat])
+        columns += [_calls([m.tool_calls for m in flat]), _texts(ids), _texts(names)]
     turns = pa.StructArray.from_arrays(columns, fields=list(_MESSAGES.value_type))
     ends = np.cumsum([len(messages) for messages in conversations], dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(np.insert(ends, 0, 0)), turns, type=_MESSAGES)

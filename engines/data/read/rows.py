@@ -318,10 +318,9 @@ def _check_object(text: str, name: str) -> None:
 
 def check_text(value: object, name: str) -> str:
     """Return the value if it is non-blank Unicode text without NUL, else raise `RowError`."""
-    if value is None:
-        raise RowError(f"{name} is null")
     if not isinstance(value, str):
-        raise RowError(f"{name} is {type_name(value)}; need a string")
+        need = "" if value is None else "; need a string"
+        raise RowError(f"{name} is {type_name(value)}{need}")
     if not value.strip():
         raise RowError(f"{name} is empty")
     _check_unicode(value, name)
@@ -373,4 +372,4 @@ def _check_unicode(text: object, name: str) -> None:
 def type_name(value: object) -> str:
     """Return the JSON name of the value's type, for errors."""
     names = {dict: "an object", list: "a list", bool: "a boolean", int: "an integer"}
-    return names.get(type(value), f"a {type(value).__name__}")
+    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
