@@ -1,6 +1,7 @@
 """Engines of one module and one AdamW, whose checkpoints hold tensors by name.
 
-Such backends share one checkpoint format, so each can load what another stored.
+Promises: such backends share one checkpoint format, so each can load what another stored. An engine
+that starts anew from a checkpoint of an adapter loads its sum with the frozen weights.
 """
 
 from abc import abstractmethod
