@@ -9,6 +9,7 @@ on micro-batching or layout. A backend's class is imported only when it is reque
 library is reported only when its backend is used.
 """
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -28,9 +29,9 @@ from engines.config.options import check_options
 from engines.config.training import EmaConfig, OptimizerConfig, TrainingConfig
 from engines.errors import EngineError, NonFiniteError
 from engines.training.engine_backend import EngineBackend
-from engines.training.flops import flops_of
 from engines.training.outputs import from_columns, num_columns, num_others, to_columns
 from engines.training.spec import EngineSpec, LossFn, ModelType
+from engines.training.step.flops import ModelFlops, TrainingFlops
 from engines.training.step.micro_batches import Preparation, Totals, prepare
 from engines.training.step.optimizer_step import (
     StepMeter,
@@ -339,6 +340,22 @@ class BaseEngine(EngineBackend):
         last = dist.get_global_rank(group, dist.get_world_size(group) - 1)
         collectives.broadcast(on_device, src=last, group=group)
         return on_device.cpu()
+
+
+def flops_of(spec: EngineSpec) -> TrainingFlops | None:
+    """Return the operations of an engine's training; None if the model cannot be counted."""
+    values = spec.model_type == "value_model"
+    try:
+        config = json.loads((spec.hf_dir / "config.json").read_text(encoding="utf-8"))
+        model = ModelFlops.from_config(config, num_outputs=1 if values else None)
+    except (FileNotFoundError, ValueError):
+        return None
+    return TrainingFlops(
+        model,
+        weights_frozen=spec.training.lora is not None,
+        layers_recomputed=spec.training.gradient_checkpointing,
+        logits_recomputed=not values,
+    )
 
 
 def create_engine(

@@ -28,6 +28,8 @@ CONTROL_PLANE = (
     "engines.config.stages.final",
     "engines.config.plugins",
     "engines.errors",
+    "engines.training.supported_models",
+    "engines.training.backends.options",
 )
 
 PROGRAM = """
@@ -65,6 +67,12 @@ def test_the_control_plane_imports_without_the_data_plane() -> None:
 def test_stages_without_a_model_need_no_torch(module: str) -> None:
     blocked = ("torch", "transformers", "ray", "prefect")
     ended = run(PROGRAM.format(blocked=blocked, modules=(module,)))
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_the_megatron_engine_imports_its_library_only_in_the_platforms_scope() -> None:
+    module = "engines.training.backends.megatron.engine"
+    ended = run(PROGRAM.format(blocked=("megatron", "mbridge"), modules=(module,)))
     assert ended.returncode == 0, ended.stderr
 
 

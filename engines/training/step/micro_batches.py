@@ -19,9 +19,9 @@ from torch import Tensor
 
 from engines import collectives
 from engines.errors import EngineError
-from engines.training.flops import TrainingFlops
 from engines.training.model.image_layout import ImageFault, ImageLayout, find_image_fault
 from engines.training.step.balance import balanced_partition, fewest_parts
+from engines.training.step.flops import TrainingFlops
 from engines.training.step.optimizer_step import StepWork
 from engines.types import GlobalCounts, LossOutput, TokenBatch
 from infra.errors import ConfigError

@@ -53,19 +53,28 @@ class AutomodelEngine(FSDP2Engine):
         # The chunked head would treat the rank's shard of the vocabulary as all of it.
         return self.spec.training.chunked_logprobs and not self._is_tensor_parallel
 
-    def _distributed_setup(self, model: PreTrainedModel) -> Any:
+    def _shard(self, model: PreTrainedModel) -> None:
         from nemo_automodel.components.distributed.config import DistributedSetup, FSDP2Config
         from nemo_automodel.components.distributed.mesh import ParallelismSizes
+        from nemo_automodel.components.distributed.model_parallelizer import parallelize_model
 
         training = self.spec.training
+        precision = MixedPrecisionPolicy(
+            param_dtype=self._compute_dtype, reduce_dtype=torch.float32
+        )
+        if collectives.world_size() == 1:
+            for layer in decoder_layers(model):
+                fully_shard(layer, mp_policy=precision)
+            fully_shard(model, mp_policy=precision, reshard_after_forward=False)
+            return
         options = AutomodelOptions.model_validate(training.options)
-        return DistributedSetup.build(
+        self._setup = DistributedSetup.build(
             strategy=FSDP2Config(
                 sequence_parallel=training.sequence_parallel,
                 tp_plan=_tensor_parallel_plan(model, training.sequence_parallel)
                 if self._is_tensor_parallel
                 else None,
-                mp_policy=self._precision,
+                mp_policy=precision,
                 reshard_after_forward=options.reshard_after_forward,
                 enable_fsdp2_prefetch=options.enable_fsdp2_prefetch,
             ),
@@ -75,21 +84,7 @@ class AutomodelEngine(FSDP2Engine):
                 tp_size=training.tensor_parallel_size,
             ),
         )
-
-    @property
-    def _precision(self) -> MixedPrecisionPolicy:
-        return MixedPrecisionPolicy(param_dtype=self._compute_dtype, reduce_dtype=torch.float32)
-
-    def _shard(self, model: PreTrainedModel) -> None:
-        from nemo_automodel.components.distributed.model_parallelizer import parallelize_model
-
-        if collectives.world_size() == 1:
-            for layer in decoder_layers(model):
-                fully_shard(layer, mp_policy=self._precision)
-            fully_shard(model, mp_policy=self._precision, reshard_after_forward=False)
-        else:
-            self._setup = self._distributed_setup(model)
-            parallelize_model(model, self._setup.mesh_context)
+        parallelize_model(model, self._setup.mesh_context)
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:

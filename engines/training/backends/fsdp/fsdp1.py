@@ -36,6 +36,13 @@ from engines.training.backends.transformers.module_engine import decayed_names
 from engines.training.spec import EngineSpec
 
 _WRAPPER = "_fsdp_wrapped_module."
+_STRATEGIES = {
+    (False, False): ShardingStrategy.SHARD_GRAD_OP,
+    (False, True): ShardingStrategy.FULL_SHARD,
+    (True, False): ShardingStrategy._HYBRID_SHARD_ZERO2,
+    (True, True): ShardingStrategy.HYBRID_SHARD,
+}
+"""(hybrid sharding, gathered weights are freed after the forward pass) -> torch's name for it."""
 
 
 class FSDPEngine(TransformersModelEngine):
@@ -65,9 +72,9 @@ class FSDPEngine(TransformersModelEngine):
             device_mesh=sharding_mesh(
                 platform.device_name, training.replicate_size, training.collective_timeout_s
             ),
-            sharding_strategy=_strategy(
-                options.reshard_after_forward, hybrid=training.replicate_size > 1
-            ),
+            sharding_strategy=_STRATEGIES[
+                training.replicate_size > 1, options.reshard_after_forward
+            ],
             auto_wrap_policy=ModuleWrapPolicy({type(layer) for layer in decoder_layers(model)}),
             mixed_precision=MixedPrecision(
                 param_dtype=getattr(torch, training.dtype), reduce_dtype=torch.float32
@@ -168,11 +175,3 @@ def _units(wrapped: FullyShardedDataParallel | None) -> list[Any]:
     """Return the wrapped modules that have parameters of their own."""
     units = FullyShardedDataParallel.fsdp_modules(wrapped) if wrapped is not None else []
     return [unit for unit in units if unit._handle is not None]
-
-
-def _strategy(reshard_after_forward: bool, *, hybrid: bool) -> ShardingStrategy:
-    if hybrid:
-        full, grads = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
-    else:
-        full, grads = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
-    return full if reshard_after_forward else grads

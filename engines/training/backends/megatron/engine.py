@@ -31,8 +31,8 @@ from engines.checkpoint.engine_state import (
 )
 from engines.errors import EngineError
 from engines.training.backends.megatron.layout import Layout, check_layout
-from engines.training.backends.merging import stored_weights
 from engines.training.backends.transformers.build import check_stored_names
+from engines.training.backends.transformers.module_engine import stored_weights
 from engines.training.base import BaseEngine
 from engines.training.spec import EngineSpec, ScaledLoss
 from engines.training.step.optimizer_step import Averaged

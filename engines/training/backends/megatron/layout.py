@@ -69,12 +69,6 @@ def check_layout(layout: Layout, config: PretrainedConfig, world_size: int) -> N
         f"got {layout.expert}; need a divisor of the {world_size // layout.pipeline} ranks of a "
         "pipeline stage",
     )
-    _check_virtual(layout, config)
-    _check_heads(layout, config)
-    _check_experts(layout, config)
-
-
-def _check_virtual(layout: Layout, config: PretrainedConfig) -> None:
     _require(
         layout.virtual == 1 or layout.pipeline > 1,
         "training.virtual_pipeline_parallel_size",
@@ -88,6 +82,8 @@ def _check_virtual(layout: Layout, config: PretrainedConfig) -> None:
         f"got {layout.virtual if layout.virtual > 1 else layout.pipeline}; the "
         f"{config.num_hidden_layers} layers do not divide over {layout.num_chunks} pieces",
     )
+    _check_heads(layout, config)
+    _check_experts(layout, config)
 
 
 def _check_heads(layout: Layout, config: PretrainedConfig) -> None:

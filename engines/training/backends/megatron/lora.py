@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from engines.config.training import LoraConfig
 from engines.training.backends.megatron.param_mapping import Block, Part
-from engines.training.backends.transformers.adapters import wrapped_name
+from engines.training.backends.transformers.adapters import StoredAdapter, wrapped_name
 from engines.training.spec import VALUE_HEAD
 from infra.errors import ConfigError
 
@@ -92,23 +92,17 @@ class Adapter(nn.Module):
         name = _target(block)
         if name not in self.a:
             return weight
-        merged = self.b[name].float() @ self.a[name].float()
-        merged *= self.scaling  # in place: the sum reuses the memory of the product
-        merged += weight
-        return merged
+        return StoredAdapter(self.a[name], self.b[name], self.scaling).merged_into(weight)
 
     def parts(self, part: Part) -> Iterator[Part]:
         """Yield A and B as parts of the model, by PEFT's names."""
         for block in self._blocks:
-            name = _target(block)
-            if name not in self.a:
-                continue
-            stem = block.name.removesuffix(".weight")
-            (rows, columns), (row, column) = block.whole, block.offsets
-            a, b = self.a[name], self.b[name]
-            rank = a.shape[0]
-            yield _part(part, f"{stem}.lora_A.default.weight", a, (rank, columns), (0, column))
-            yield _part(part, f"{stem}.lora_B.default.weight", b, (rows, rank), (row, 0))
+            name, stem = _target(block), block.name.removesuffix(".weight")
+            if name in self.a:
+                a, b, rank = self.a[name], self.b[name], self.a[name].shape[0]
+                (rows, columns), (row, column) = block.whole, block.offsets
+                yield _part(part, f"{stem}.lora_A.default.weight", a, (rank, columns), (0, column))
+                yield _part(part, f"{stem}.lora_B.default.weight", b, (rows, rank), (row, 0))
 
 
 def _part(

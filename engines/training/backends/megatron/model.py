@@ -89,7 +89,12 @@ class Architecture:
     ) -> None:
         self.hub = config
         self.is_mixture = bool(getattr(config, "num_experts", 0))
-        self._bridge = _make_bridge(config, dtype)
+        # A class of its own, because mbridge writes tied weights into the class.
+        base, names = _MODEL_REGISTRY[config.model_type], dict(LLMBridge._DIRECT_MAPPING)
+        if config.tie_word_embeddings:
+            names["output_layer.weight"] = names["embedding.word_embeddings.weight"]
+        kind = type(base.__name__, (base,), {"_DIRECT_MAPPING": names})
+        self._bridge: LLMBridge = kind(config, dtype=dtype)
         self._bridge.set_extra_args(
             **_settings(config, layout),
             **({"recompute_granularity": "full", "recompute_method": "uniform",
@@ -108,15 +113,6 @@ class Architecture:
         if not self.is_mixture:
             name = _DENSE_NORM[0].sub(_DENSE_NORM[1], name)
         return self._bridge._weight_name_mapping_mcore_to_hf(name)
-
-
-def _make_bridge(config: PretrainedConfig, dtype: torch.dtype) -> LLMBridge:
-    """Return a bridge of its own class, because mbridge writes tied weights into the class."""
-    base = _MODEL_REGISTRY[config.model_type]
-    names = dict(LLMBridge._DIRECT_MAPPING)
-    if config.tie_word_embeddings:
-        names["output_layer.weight"] = names["embedding.word_embeddings.weight"]
-    return type(base.__name__, (base,), {"_DIRECT_MAPPING": names})(config, dtype=dtype)
 
 
 def _settings(config: PretrainedConfig, layout: Layout) -> dict[str, Any]:

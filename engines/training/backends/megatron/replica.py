@@ -261,8 +261,10 @@ class Replica:
             if memory is not None and forward_only:
                 memory.record(piece, batch, routes)
 
-            def loss(output: Tensor) -> Any:
-                outputs = self._outputs(output, batch, read_N, readouts)
+            def loss(rows: Tensor) -> Any:
+                group = self.place.context_group if self._layout.context > 1 else None
+                kind = self._spec.model_type
+                outputs = whole_outputs(rows, read_N, batch, readouts, kind, group)
                 no_tokens = torch.zeros((), dtype=torch.int, device=device)
                 return on_outputs(outputs, batch), no_tokens, {}
 
@@ -296,13 +298,6 @@ class Replica:
             targets_of(batch, read_N, self._spec.temperature, readouts),
             self._spec.training.chunked_logprobs,
         ), read_N
-
-    def _outputs(
-        self, rows: Tensor, batch: TokenBatch, read_N: Tensor, readouts: Readouts
-    ) -> ModelOutputs:
-        """Combine the rows of slices into outputs of the whole row."""
-        group = self.place.context_group if self._layout.context > 1 else None
-        return whole_outputs(rows, read_N, batch, readouts, self._spec.model_type, group)
 
 
 def _finalize(model: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:

@@ -92,20 +92,18 @@ class RouteMemory:
         if self._layout.context > 1:
             local = _concatenated(local, self._place.context_group)
         whole = local[: batch.num_tokens].to("cpu", torch.int16)
-        for key, routes in zip(_keys(batch), whole.split(batch.lengths_B.tolist()), strict=True):
-            self._known[piece][key] = routes
+        routes = whole.split(batch.lengths_B.tolist())
+        self._known[piece].update(zip(_keys(batch), routes, strict=True))
 
     def repeated(self, piece: int, batch: TokenBatch, num_local: int) -> RowRoutes:
         """Return the choices for this rank's tokens; negative where unknown."""
         self._is_used = True
         size = (num_local * self._layout.context, self._num_layers[piece], self._topk)
         whole = torch.full(size, _FREE, dtype=torch.int64)
-        start = 0
-        for key, length in zip(_keys(batch), batch.lengths_B.tolist(), strict=True):
-            routes = self._known[piece].get(key)
-            if routes is not None:
-                whole[start : start + length] = routes
-            start += length
+        parts = whole[: batch.num_tokens].split(batch.lengths_B.tolist())
+        for key, part in zip(_keys(batch), parts, strict=True):
+            if key in self._known[piece]:
+                part.copy_(self._known[piece][key])
         own = whole.chunk(self._layout.context)[self._place.context]
         if self._layout.sequence_parallel:
             own = own.chunk(self._layout.tensor)[self._place.tensor]

@@ -57,7 +57,7 @@ from engines.training.weight_shards import (
     stream_parts,
 )
 from engines.types import ModelOutputs, Readouts, TokenBatch
-from engines.weight_places import WeightPlace, WeightShard
+from engines.weight_places import WeightShard
 
 _ULYSSES = "ulysses"
 
@@ -231,12 +231,10 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
                 continue
             place = local_place(inside[0][0] if inside else name, tensor)
             if has_adapter(name):
-                yield HeldPart(place, partial(self._merged_part, name, named, place))
+                whole = partial(merged_weight, name, named, self._adapter_scaling)
+                yield HeldPart(place, lambda whole=whole, place=place: whole()[place.slices])
             else:
                 yield HeldPart(place, partial(local_values, tensor))
-
-    def _merged_part(self, name: str, named: Mapping[str, Tensor], place: WeightPlace) -> Tensor:
-        return merged_weight(name, named, self._adapter_scaling)[place.slices]
 
     @property
     def _adapter_scaling(self) -> float:

@@ -10,8 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from engines.config.training import LoraConfig, TrainingConfig
-from engines.training.flops import ModelFlops, TrainingFlops, flops_of
+from engines.training.base import flops_of
 from engines.training.spec import EngineSpec, ModelType
+from engines.training.step.flops import ModelFlops, TrainingFlops
 from hardware.cpu import CPUPlatform
 
 BASE = {

@@ -31,7 +31,7 @@ from engines.errors import EngineError
 from engines.images import ImagePatches
 from engines.training.backends.fsdp.engine import FSDP2Engine
 from engines.training.backends.transformers.vision import at_every_place
-from engines.training.flops import flops_of
+from engines.training.base import flops_of
 from engines.training.spec import EngineSpec
 from engines.types import TokenBatch
 from hardware.cpu import CPUPlatform

@@ -6,14 +6,12 @@ Element-wise work and vision or audio towers are not counted; layers without sof
 refused.
 """
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engines.attention_needs import LAYER_TYPES, layer_windows
-from engines.training.spec import EngineSpec
 
 _PLAIN_MLP = frozenset({"gpt_neox", "nemotron", "phi", "starcoder2"})
 """Model types whose feed-forward layer has two matrices, not three."""
@@ -117,22 +115,6 @@ class TrainingFlops:
         again = self.model.layer_flops(lengths) if self.layers_recomputed else 0.0
         again += self.model.head_per_token * num_predicted if self.logits_recomputed else 0.0
         return self.model_flops(lengths, num_predicted) + again
-
-
-def flops_of(spec: EngineSpec) -> TrainingFlops | None:
-    """Return the operations of an engine's training; None if the model cannot be counted."""
-    values = spec.model_type == "value_model"
-    try:
-        config = json.loads((spec.hf_dir / "config.json").read_text(encoding="utf-8"))
-        model = ModelFlops.from_config(config, num_outputs=1 if values else None)
-    except (FileNotFoundError, ValueError):
-        return None
-    return TrainingFlops(
-        model,
-        weights_frozen=spec.training.lora is not None,
-        layers_recomputed=spec.training.gradient_checkpointing,
-        logits_recomputed=not values,
-    )
 
 
 def _attention(config: Mapping[str, Any], hidden_size: int) -> tuple[int, int]:
