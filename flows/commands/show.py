@@ -11,8 +11,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from engines.config.diagnosis import DiagnosisConfig
-
+from engines.config.recipe import DiagnosisConfig
 from flows.diagnosis import page as diagnosis_page
 from flows.diagnosis.diagnosis import diagnose as find_causes
 from flows.diagnosis.findings import run_views

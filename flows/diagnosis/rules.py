@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isfinite
 from statistics import median
 
-from engines.config.diagnosis import DiagnosisConfig, RoundSymptom
-
+from engines.config.recipe import DiagnosisConfig, RoundSymptom
 from flows.diagnosis.findings import (
     Evidence,
     Finding,
