@@ -9,7 +9,7 @@ from engines.config.rules.models import check_seen_by_judges
 from engines.config.stages.final import EvaluateStageConfig
 from engines.data.read.dataset import load_dataset
 from engines.data.read.lazy_sequence import MappedRows
-from engines.jobs.process.policy import local_reward, policy_tokenizer, prompts_within
+from engines.jobs.process.policy_stage import local_reward, policy_tokenizer, prompts_within
 from engines.jobs.process.runtime import DEADLINES_S, JobContext, JobOutput, run_job
 from engines.jobs.serving.answers import KeptAnswers
 from engines.jobs.serving.frozen_models import serve

@@ -10,7 +10,7 @@ from engines.checkpoint.model_directory import load_tokenizer
 from engines.config.stages.final import HarnessStageConfig
 from engines.controller.launch import launch_served_model
 from engines.controller.model_worker import ModelWorker, WorkerSpec
-from engines.jobs.process.policy import queueing
+from engines.jobs.process.policy_stage import queueing
 from engines.jobs.process.runtime import DEADLINES_S, JobContext, JobOutput, run_job
 from engines.jobs.serving.model import ServedOnDemand, load_served, replica_of
 from engines.trainers.evaluation.documents import write_measurement

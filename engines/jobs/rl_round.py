@@ -19,33 +19,28 @@ from engines.data.read.lazy_sequence import MappedRows
 from engines.data.read.tokenizer import ChatTokenizer, check_same_tokens, text_config
 from engines.jobs.process.policy import (
     HF_DIR,
-    critic_source,
     initial_source,
+    policy_source,
+    trained_steps,
+    write_hf_files,
+)
+from engines.jobs.process.policy_stage import (
     local_reward,
     policy_output,
-    policy_source,
     policy_tokenizer,
     prompts_within,
     queueing,
     stage_progress,
-    teacher_source,
-    trained_steps,
-    write_hf_files,
 )
+from engines.jobs.process.role_sources import critic_source, teacher_source
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.process.torch_setup import prepare_torch
-from engines.jobs.serving.frozen_models import (
-    JUDGE,
-    asked_judges,
-    asked_teacher,
-    judge_source,
-    reward_role,
-    served_teacher,
-)
+from engines.jobs.serving.frozen_models import JUDGE, asked_judges, judge_source, reward_role
+from engines.jobs.serving.teacher import asked_teacher, served_teacher
 from engines.judges.asking import Judges
 from engines.rewards.resolve import check_data_sources
 from engines.rewards.scorer import RewardScorer
-from engines.trainers.guards import probe_prompt
+from engines.trainers.mismatch import probe_prompt
 from engines.trainers.prompts import PromptSource
 from engines.trainers.rl import RLTrainer
 from engines.trainers.scoring import CompletionScorer

@@ -23,7 +23,7 @@ from engines.data.read.row_files import PREFERENCE_FORMAT, write_batches
 from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer
 from engines.errors import NothingToTrainOnError
-from engines.jobs.process.policy import local_reward, policy_tokenizer, prompts_within
+from engines.jobs.process.policy_stage import local_reward, policy_tokenizer, prompts_within
 from engines.jobs.process.runtime import DEADLINES_S, JobContext, JobOutput, run_job
 from engines.jobs.serving.answers import Generate, KeptAnswers
 from engines.jobs.serving.frozen_models import serve

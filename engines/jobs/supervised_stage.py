@@ -14,21 +14,19 @@ from engines.data.read.dataset import Dataset, load_dataset
 from engines.data.read.row_files import RowFile
 from engines.data.read.rows import PreferenceRow
 from engines.data.read.tokenizer import ChatTokenizer
-from engines.jobs.process.policy import (
-    HF_DIR,
-    initial_source,
+from engines.jobs.process.policy import HF_DIR, initial_source, policy_source, write_hf_files
+from engines.jobs.process.policy_stage import (
     policy_output,
-    policy_source,
     policy_tokenizer,
     queueing,
     stage_progress,
-    write_hf_files,
 )
 from engines.jobs.process.runtime import JobContext, JobOutput
 from engines.jobs.process.torch_setup import prepare_torch
-from engines.trainers.progress import StageProgress, TrainedSteps
+from engines.trainers.progress import StageProgress
 from engines.trainers.supervised.trainer import SupervisedTrainer, Trained
 from engines.trainers.supervised.training_set import TrainingSet
+from engines.trainers.trained_steps import TrainedSteps
 from engines.training.spec import POLICY, REFERENCE, ModelSource, RoleName, RoleSpec
 from infra.errors import ConfigError
 

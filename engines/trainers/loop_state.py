@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from engines.checkpoint.step_store import TrainerState
 from engines.config.sections import RLConfig
-from engines.trainers.progress import TrainedSteps
+from engines.trainers.trained_steps import TrainedSteps
 from engines.types import TrainMetrics
 
 

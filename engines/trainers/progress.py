@@ -2,10 +2,6 @@
 
 Promises: every step has metrics in the journal, once. They are recorded before the step's
 checkpoint, and a checkpoint is not loaded if its steps are missing in the journal.
-
-The number of a step and its clock.
-
-Counters of the training steps behind a policy, over all rounds.
 """
 
 import logging
@@ -18,7 +14,6 @@ from engines.checkpoint.step_store import StepCheckpoint, StepCheckpoints, Train
 from engines.controller.model_worker import ModelWorker
 from engines.controller.worker_group import WorkerGroup
 from engines.trainers.step_timer import PhaseClock
-from infra.frozen_model import FrozenModel
 from infra.store.heartbeat import Heartbeat
 from infra.tracking.journal import Journal
 
@@ -176,19 +171,3 @@ class LoopStep:
     number: int
     global_number: int
     clock: PhaseClock = field(default_factory=PhaseClock)
-
-
-class TrainedSteps(FrozenModel):
-    """Content of `trainer.json` in a `policy` artifact."""
-
-    schema_version: int = 1
-    stage: str
-    """`sft`, `preference` or `rl_round`."""
-    num_steps: int
-    """Trainer steps over all stages so far."""
-    num_skipped: int = 0
-    """Trailing steps in a row that trained on nothing."""
-    kl_coef: float | None = None
-    """Coefficient of the KL in the reward for the next step; null without one."""
-    num_critic_steps: int = 0
-    """Steps that trained the current critic; 0 without one."""

@@ -33,22 +33,21 @@ from engines.controller.rollout import Rollout
 from engines.controller.worker_group import WorkerGroup
 from engines.errors import NothingToTrainOnError
 from engines.trainers.experience import KL_IN_REWARD, Collector, Experience, check_aborted
-from engines.trainers.guards import (
-    NUM_POISONED,
-    ROW,
+from engines.trainers.loop_state import LoopState, Updates
+from engines.trainers.mismatch import (
     MeasuredObjective,
     MismatchGate,
-    PoisonGuard,
     WeightProbe,
     check_versions,
     untrained_differences,
 )
-from engines.trainers.loop_state import LoopState, Updates
-from engines.trainers.progress import LoopStep, StageProgress, TrainedSteps
+from engines.trainers.nonfinite_guard import NUM_POISONED, ROW, PoisonGuard
+from engines.trainers.progress import LoopStep, StageProgress
 from engines.trainers.prompts import PromptSource, derive_seed
 from engines.trainers.recorder import SampleKeeper, step_metrics
 from engines.trainers.scoring import CompletionScorer
 from engines.trainers.teacher import RankTeacher, Teacher
+from engines.trainers.trained_steps import TrainedSteps
 from engines.training.spec import CRITIC, POLICY, REFERENCE, LossFn, RoleName
 from engines.types import Readouts, TrainMetrics
 from infra.faults import fault

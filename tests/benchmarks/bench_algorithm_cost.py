@@ -37,7 +37,7 @@ from engines.config.algorithm import FilterGroupsConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.model_worker import ModelWorker
 from engines.trainers.experience import Collector
-from engines.trainers.guards import MeasuredObjective
+from engines.trainers.mismatch import MeasuredObjective
 from engines.trainers.packing import pack
 from engines.trainers.scoring import ScoredBatch
 from engines.training.backends.transformers.engine import TransformersModelEngine

@@ -17,9 +17,8 @@ from engines.checkpoint.model_directory import (
     resolve_model,
     stated_context,
 )
-from engines.config.algorithm import DistillationConfig, RewardConfig
+from engines.config.algorithm import RewardConfig
 from engines.config.model import JudgeConfig, RewardModelConfig
-from engines.config.sections import RLConfig
 from engines.config.stages.serving import ServingStageConfig
 from engines.config.training import TrainingConfig
 from engines.controller.launch import launch_served_model
@@ -27,21 +26,15 @@ from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.controller.replica import ReplicaSpec
 from engines.controller.rollout import FrozenModel, LaunchedEngines, replica_beside
 from engines.controller.worker_group import WorkerGroup
-from engines.jobs.process.policy import (
-    copy_hf_files,
-    policy_tokenizer,
-    queueing,
-    teacher_source,
-    write_hf_files,
-)
+from engines.jobs.process.policy import write_hf_files
+from engines.jobs.process.policy_stage import policy_tokenizer, queueing
 from engines.jobs.process.runtime import JobContext
 from engines.jobs.serving.model import ServedModel, ServedOnDemand, replica_of
 from engines.judges.asking import NO_JUDGES, GenerativeJudge, Judges, RewardModelJudge
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.prompts import derive_seed, sampling_params
 from engines.trainers.scoring import CompletionScorer
-from engines.trainers.teacher import ServedTeacher
-from engines.training.spec import REWARD, TEACHER, ModelSource, RoleSpec
+from engines.training.spec import REWARD, ModelSource, RoleSpec
 from engines.types import Readouts, TokenBatch
 from infra.names import renamed_sections
 
@@ -141,47 +134,6 @@ def longest_read(model: RewardModelConfig, directory: Path) -> int:
 def question_seed(seed: int, text: str) -> int:
     """Return the seed of a question to a judge; it depends only on the run seed and the text."""
     return derive_seed(seed, f"judge/{text}")
-
-
-def served_teacher(
-    context: JobContext[Any],
-    config: DistillationConfig | None,
-    policy: ModelSource,
-    max_length: int,
-    like: ReplicaSpec,
-    *,
-    embedded: bool,
-) -> FrozenModel | None:
-    """Return the checked teacher with its engines; None if no engine serves a teacher.
-
-    `max_length` is the policy's context. `embedded` is True if the policy's engine is in this
-    process.
-    """
-    if config is None or config.served is None:
-        return None
-    given, engine, served = context.optional_input("teacher"), like.rollout.engine, config.served
-    weights_dir = teacher_source(config, given, policy, max_length, engine).hf_dir
-    serving_dir = context.attempt_dir / TEACHER
-    copy_hf_files(weights_dir, serving_dir)
-    replica = replica_beside(
-        like, serving_dir, served.num_replicas, served.options, embedded=embedded
-    )
-    return FrozenModel(replica, weights_dir)
-
-
-@contextmanager
-def asked_teacher(
-    rl: RLConfig, teacher: FrozenModel, engines: LaunchedEngines, vocab_size: int
-) -> Iterator[ServedTeacher]:
-    """Yield a served teacher after a test query; raise RolloutError if it cannot answer."""
-    if rl.distillation is None:
-        raise ValueError("nothing is learned from a teacher")
-    with teacher.served_by(engines) as service:
-        asked = ServedTeacher(
-            rl.distillation, service.prompt_logprobs, rl.sampling.temperature, vocab_size
-        )
-        asked.columns(TokenBatch.from_sequences([[0, 0]], loss_mask=[[0.0, 1.0]]))
-        yield asked
 
 
 def serve(

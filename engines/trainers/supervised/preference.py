@@ -36,7 +36,7 @@ from engines.data.order import VisitedRow
 from engines.data.read.examples import Pair
 from engines.data.read.lazy_sequence import Made
 from engines.trainers.evaluation.accuracy import share_interval, sums_by_problem
-from engines.trainers.guards import ROW
+from engines.trainers.nonfinite_guard import ROW
 from engines.training import spec
 from engines.training.spec import LossFn, RoleName
 from engines.types import ModelOutputs, TokenBatch

@@ -14,7 +14,7 @@ from engines.config.sections import SupervisedConfig
 from engines.controller.model_worker import ModelWorker
 from engines.controller.worker_group import WorkerGroup
 from engines.data.order import order_of
-from engines.trainers.guards import NUM_POISONED, PoisonGuard
+from engines.trainers.nonfinite_guard import NUM_POISONED, PoisonGuard
 from engines.trainers.progress import LoopStep, StageProgress
 from engines.trainers.supervised.training_set import TrainingSet
 from engines.types import TokenBatch, TrainMetrics

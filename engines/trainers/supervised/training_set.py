@@ -13,7 +13,7 @@ from engines.controller.worker_group import WorkerGroup
 from engines.data.order import VisitedRow
 from engines.data.read.examples import SFTExamples
 from engines.data.read.lazy_sequence import Made
-from engines.trainers.guards import ROW
+from engines.trainers.nonfinite_guard import ROW
 from engines.training.spec import POLICY, LossFn, RoleName
 from engines.types import TokenBatch
 

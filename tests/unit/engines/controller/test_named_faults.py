@@ -27,7 +27,7 @@ from engines.errors import ReplicaLostError, RolloutError, WeightSyncError
 from engines.rollout.base import RolloutEngine
 from engines.rollout.replica_pool import RestartPolicy
 from engines.rollout.transformers.engine import TransformersEngine
-from engines.trainers.guards import MismatchGate, WeightProbe, probe_prompt
+from engines.trainers.mismatch import MismatchGate, WeightProbe, probe_prompt
 from engines.training.spec import POLICY
 from engines.types import RolloutRequest, SamplingParams, TokenBatch
 from engines.weight_sync.base import WeightDigest

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from engines.config.algorithm import RewardConfig
-from engines.jobs.process.policy import local_reward
+from engines.jobs.process.policy_stage import local_reward
 from engines.rewards.base import Score, ScoreRequest, Unscored
 from engines.rewards.scorer import RewardScorer
 from infra.identity.imported_code import script_artifact

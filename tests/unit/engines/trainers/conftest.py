@@ -27,15 +27,16 @@ from engines.data.read.examples import rl_prompts
 from engines.data.read.lazy_sequence import MappedRows
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer, text_config
-from engines.jobs.serving.frozen_models import asked_teacher
+from engines.jobs.serving.teacher import asked_teacher
 from engines.rewards.scorer import RewardScorer
 from engines.rollout.transformers import scheduler
-from engines.trainers.guards import probe_prompt
-from engines.trainers.progress import StageProgress, TrainedSteps
+from engines.trainers.mismatch import probe_prompt
+from engines.trainers.progress import StageProgress
 from engines.trainers.prompts import PromptSource
 from engines.trainers.rl import RLTrainer
 from engines.trainers.scoring import CompletionScorer
 from engines.trainers.step_timer import PhaseClock
+from engines.trainers.trained_steps import TrainedSteps
 from engines.training.spec import (
     CRITIC,
     POLICY,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from engines.checkpoint.step_store import TrainerState
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.trainers.loop_state import LoopState, Updates
-from engines.trainers.progress import TrainedSteps
+from engines.trainers.trained_steps import TrainedSteps
 from engines.types import TrainMetrics
 
 UPDATE = TrainMetrics(loss=0.5, grad_norm=1.0, lr=0.1, num_tokens=3, metrics={})

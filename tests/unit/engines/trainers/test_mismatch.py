@@ -8,7 +8,7 @@ import torch
 from engines.algorithms.policy_objective import policy_loss_fn
 from engines.config.algorithm import AlgorithmConfig, MismatchConfig
 from engines.errors import RolloutError, WeightSyncError
-from engines.trainers.guards import (
+from engines.trainers.mismatch import (
     LOGPROB_MAX,
     LOGPROB_MEAN,
     MeasuredObjective,

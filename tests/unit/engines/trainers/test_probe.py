@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engines.errors import WeightSyncError
-from engines.trainers.guards import (
+from engines.trainers.mismatch import (
     NUM_NEW_TOKENS,
     NUM_PROMPT_TOKENS,
     MismatchGate,

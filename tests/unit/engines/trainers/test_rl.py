@@ -17,7 +17,7 @@ from engines.jobs.process.failure_messages import phase_of
 from engines.rewards.scorer import ScoringBatch
 from engines.rollout.transformers.engine import TransformersEngine
 from engines.trainers.experience import Collector
-from engines.trainers.guards import LOGPROB_MEAN, WeightProbe
+from engines.trainers.mismatch import LOGPROB_MEAN, WeightProbe
 from engines.trainers.progress import LoopStep
 from engines.trainers.rl import RLTrainer
 from engines.trainers.scoring import BatchScoring

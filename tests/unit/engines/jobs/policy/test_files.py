@@ -14,7 +14,7 @@ from engines.jobs.process.policy import (
     write_hf_files,
     write_policy,
 )
-from engines.trainers.progress import TrainedSteps
+from engines.trainers.trained_steps import TrainedSteps
 from infra.errors import ConfigError
 
 TURNS_WITHOUT_END = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

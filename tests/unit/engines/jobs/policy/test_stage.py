@@ -8,7 +8,7 @@ import pytest
 from engines.config.model import TokenizerConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.rows import Message, RewardModel, RLRow
-from engines.jobs.process.policy import policy_tokenizer, prompts_within
+from engines.jobs.process.policy_stage import policy_tokenizer, prompts_within
 from infra.errors import ConfigError
 
 

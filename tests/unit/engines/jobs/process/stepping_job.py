@@ -14,7 +14,7 @@ from typing import Any, cast
 from engines.config.sections import CheckpointConfig
 from engines.config.stages.final import PromoteStageConfig
 from engines.controller.worker_group import WorkerGroup
-from engines.jobs.process.policy import stage_progress
+from engines.jobs.process.policy_stage import stage_progress
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.trainers.step_timer import PhaseClock
 from infra.store.stage_log import Holder

@@ -15,7 +15,7 @@ from engines.collectives import close_process_group
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.rows import KL_ESTIMATORS, POLICY_LOSSES
 from engines.config.training import OptimizerConfig, TrainingConfig
-from engines.trainers.guards import MeasuredObjective
+from engines.trainers.mismatch import MeasuredObjective
 from engines.training.backends.transformers.engine import TransformersModelEngine
 from engines.training.base import create_engine
 from engines.training.spec import LossFn, ModelType
