@@ -1,6 +1,4 @@
-"""Write streamed weights as an ordinary Hugging Face directory, or an adapter as PEFT does.
-
-PEFT and vLLM load the adapter.
+"""Write streamed weights as an ordinary Hugging Face directory.
 
 Promises: equal input gives equal bytes. Memory holds at most one output file, including the next
 tensor and its conversion, or a large tensor beside half a file.
@@ -9,7 +7,7 @@ Does not promise: a limit for the source of the tensors, nor atomicity, as the c
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -17,7 +15,6 @@ from torch import Tensor
 
 from engines.checkpoint.model_directory import QUANTIZATION
 from engines.checkpoint.tensor_files import own_storage, write_tensors
-from engines.config.training import LoraConfig
 
 _WEIGHTS = "model"
 _METADATA = {"format": "pt"}
@@ -107,33 +104,3 @@ def _set_dtype(path: Path, dtype: str) -> None:
             section.pop(name, None)
     config["dtype"] = dtype
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def write_peft_adapter(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    lora: LoraConfig,
-    target_modules: Sequence[str] | str,
-    heads: Sequence[str] = (),
-) -> None:
-    """Write an adapter into an existing directory.
-
-    Tensors are whole, on the CPU, named by module with `lora_A.weight`, `lora_B.weight` and
-    `lora_magnitude_vector`. `target_modules` are last parts of names, or a pattern of whole names;
-    `heads` are modules that were trained in full.
-    """
-    named = {f"base_model.model.{name}": tensor for name, tensor in sorted(tensors.items())}
-    write_tensors(named, path / "adapter_model.safetensors", metadata=_METADATA)
-    config = {
-        "peft_type": "LORA",
-        "task_type": "TOKEN_CLS" if heads else "CAUSAL_LM",
-        "modules_to_save": list(heads) or None,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
-        "use_dora": lora.use_dora,
-        "target_modules": target_modules if isinstance(target_modules, str) else [*target_modules],
-        "bias": "none",
-    }
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    (path / "adapter_config.json").write_text(text, encoding="utf-8")

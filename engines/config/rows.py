@@ -47,7 +47,7 @@ ADVANTAGES = PluginTable(
     [
         AlgorithmRow(
             name="gae",
-            target=f"{_ESTIMATORS}.token_baseline:gae_advantages",
+            target=f"{_ESTIMATORS}.returns:gae_advantages",
             options=f"{_OPTIONS}:GaeOptions",
             paper="arXiv:1506.02438 eq. 16; decoupled and length-adaptive: VAPO, arXiv:2504.05118 "
             "sec. 4.1",
@@ -101,7 +101,7 @@ ADVANTAGES = PluginTable(
         ),
         AlgorithmRow(
             name="reinforce_plus_plus",
-            target=f"{_ESTIMATORS}.token_baseline:reinforce_plus_plus_advantages",
+            target=f"{_ESTIMATORS}.returns:reinforce_plus_plus_advantages",
             options=f"{_OPTIONS}:DiscountOptions",
             paper="arXiv:2501.03262 sec. 3",
             properties=("shift", "scale", "silent_steps"),
@@ -115,7 +115,7 @@ ADVANTAGES = PluginTable(
         ),
         AlgorithmRow(
             name="remax",
-            target=f"{_ESTIMATORS}.token_baseline:remax_advantages",
+            target=f"{_ESTIMATORS}.returns:remax_advantages",
             options=f"{_OPTIONS}:DiscountOptions",
             paper="arXiv:2310.10505 sec. 4",
             rows=("greedy_scores",),

@@ -3,7 +3,6 @@
 Promises: unscored and aborted samples, and with dynamic sampling uninformative groups, are left out
 and counted, never scored 0. Samples keep the order of their prompts. Too many aborted samples are
 an error: without the longest answers the policy would learn to be short.
-
 Letters: B samples, K of them kept, T tokens, G groups (prompts), R reward components.
 """
 
@@ -27,8 +26,7 @@ from engines.trainers.scoring import ScoredBatch, ScoredSample
 from engines.types import Completion, TokenBatch
 
 KL_IN_REWARD = "actor/reward_kl_penalty"
-MIN_SHARED_TOKENS = 1 << 20
-"""Below this, creating views takes more time than their 8 bytes per token are worth."""
+MIN_SHARED_TOKENS = 1 << 20  # below, views take more time than their 8 bytes a token are worth
 
 Place = Callable[[TokenBatch], TokenBatch]
 
@@ -46,7 +44,6 @@ class Experience:
         group_index_B: (B,) int64 in [0, G).
         batch: narrow, see `TokenBatch.widened`, with the columns `loss_mask` (bool: sampled tokens)
             and `rollout_logprobs`, later `advantages`, `old_logprobs`, `ref_logprobs`.
-        metrics: metrics of the advantage estimator.
         kept_B: (B,) bool: samples that are trained on; None: all.
         place: stores the batch where the ranks read it: `WorkerGroup.place`.
     """

@@ -300,6 +300,8 @@ def _hash_regular(path: Path) -> FileEntry:
 def _hash_all(
     paths: Mapping[str, Path], hash_file: Callable[[Path], FileEntry] = _hash_regular
 ) -> dict[str, FileEntry]:
+    if len(paths) < 2:  # without a thread, Ctrl-C ends the hashing of a large file at once
+        return {name: hash_file(path) for name, path in paths.items()}
     with ThreadPoolExecutor(NUM_HASH_THREADS, "hash") as pool:
         return dict(zip(paths, pool.map(hash_file, paths.values()), strict=True))
 

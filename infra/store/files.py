@@ -92,7 +92,9 @@ class LocalFiles(Files):
     def listed(self, prefix: str) -> list[Found]:
         """Walk the directory."""
         found: list[Found] = []
-        for parent, directories, names in os.walk(self._root / prefix, onerror=_raise_if_there):
+        for parent, directories, names in os.walk(
+            self._root / prefix, onerror=_raise_if_there, followlinks=True
+        ):
             directories[:] = [name for name in directories if not name.startswith(".")]
             for path in (Path(parent, name) for name in names if not name.startswith(".")):
                 with suppress(FileNotFoundError):  # removed after the listing

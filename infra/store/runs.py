@@ -59,7 +59,12 @@ class Runs:
 
     def begin(self, key: str, name: str) -> None:
         """Record a run; `key` is a sha256, `name` is for people."""
-        self._record(self._files.create, f"{_run(key)}/name", name.encode())
+        place = f"{_run(key)}/name"
+        # A resumed run needs no room on a full disk.
+        if self._files.get(place) is None:
+            self._files.create(place, name.encode())
+        while self._wait_until_over():
+            self._files.create(place, name.encode())
 
     def use(self, key: str, fingerprint: str) -> None:
         """Record that a run uses a stage; called before the stage is looked up."""
@@ -81,11 +86,11 @@ class Runs:
         at: dict[str, dict[str, dict[str, float]]] = {}
         kept: set[str] = set()
         for each in self._files.listed("runs/"):
-            _, key, what, *name = each.name.split("/")
-            if what == "kept":
+            _, key, *name = each.name.split("/")
+            if name == ["kept"]:
                 kept.add(key)
-            elif name:
-                at.setdefault(key, {}).setdefault(what, {})[name[0]] = each.changed_at
+            elif len(name) > 1:
+                at.setdefault(key, {}).setdefault(name[0], {})[name[1]] = each.changed_at
         runs = [
             KnownRun(
                 key, self._name(key), key in kept, of.get("stages", {}), of.get("artifacts", {})

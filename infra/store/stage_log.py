@@ -18,6 +18,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -258,12 +259,9 @@ class StageLogs(ABC):
         known = self._known.get((fingerprint, number))
         if known is not None:
             return known
-        name = f"{_log(fingerprint)}/{number}"
-        path, data = self._files.place(name), self._files.get(name)
-        if data is None:
-            raise ArtifactCorruptError(f"{path} is lost; restore it")
+        path = self._files.place(f"{_log(fingerprint)}/{number}")
         try:
-            entry = LogEntry.model_validate_json(data)
+            entry = LogEntry.model_validate_json(self._read(f"{_log(fingerprint)}/{number}"))
         except ValidationError as error:
             reason = str(error).splitlines()[0]
             raise ArtifactCorruptError(f"{path} is no entry of a stage log: {reason}") from error
@@ -272,6 +270,12 @@ class StageLogs(ABC):
             raise ArtifactCorruptError(f"{path} is entry {entry.number} of {of}")
         self._known[fingerprint, number] = entry
         return entry
+
+    def _read(self, name: str) -> bytes:
+        data = self._files.get(name)
+        if data is None:
+            raise ArtifactCorruptError(f"{self._files.place(name)} is lost; restore it")
+        return data
 
 
 class LocalStageLogs(StageLogs):
@@ -293,6 +297,20 @@ class LocalStageLogs(StageLogs):
         """See `StageLogs.followed_by`."""
         found = self._root.glob(f"work/*/followers/{check_fingerprint(follower)}")
         return sorted(path.parent.parent.name for path in found)
+
+    def _numbers(self, prefix: str) -> dict[str, list[int]]:
+        """See `StageLogs`. Entries are not opened: one that cannot be read is not absent."""
+        logs = self._root.glob("stages/[!.]*") if prefix == "stages/" else [self._root / prefix]
+        found: dict[str, list[int]] = {}
+        for log in logs:
+            with suppress(FileNotFoundError):
+                names = [path.name for path in log.iterdir()]
+                found[log.name] = sorted(int(name) for name in names if name.isdigit())
+        return found
+
+    def _read(self, name: str) -> bytes:
+        # An `OSError` is retried: a collector may have hidden the log and put it back.
+        return (self._root / name).read_bytes()
 
     def _forget(self, fingerprint: str, follower: str) -> None:
         path = self._root / follower_name(fingerprint, follower)

@@ -102,8 +102,10 @@ class WorkChannel(ABC):
         found: dict[int, bytes] = {}
         for each in self._files.listed(f"{self._name(attempt, SAMPLES_DIR)}/"):
             path = PurePosixPath(each.name)
-            data = self._files.get(each.name) if path.stem.isdigit() else None
-            if data is not None:
+            if path.parent.name != SAMPLES_DIR or path.suffix != ".json":
+                continue
+            data = self._files.get(each.name)
+            if data is not None and path.stem.isdigit():
                 found[int(path.stem)] = data
         return found
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.checkpoint.export import write_peft_adapter
+from engines.checkpoint.peft_adapter import write_peft_adapter
 from engines.config.rollout import RolloutConfig
 from engines.config.training import LoraConfig
 from engines.errors import WeightSyncError

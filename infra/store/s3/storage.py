@@ -123,13 +123,14 @@ class S3Channel(WorkChannel):
         """See `WorkChannel.prune`; logs stay on the machine that wrote them."""
         for shipper in self._shippers:
             shipper.end()
+        remove_directory(steps)
         self._shared(steps).remove()
         if not self._objects.children(f"{self._root}/steps-"):
             self._objects.delete([f"{_WITH_STEPS}{self._fingerprint}"])
         for attempt in attempts:
             self._ship(attempt)
             mirror.end(self._local_path(attempt))
-        super().prune(attempts, steps)
+            super().prune([attempt], steps)
 
     def _leave_what_was(self) -> None:
         """Remove this machine's directory if it belongs to a log that the bucket no longer has."""

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from engines.checkpoint.engine_state import MODEL_PREFIX
-from engines.checkpoint.export import write_peft_adapter
+from engines.checkpoint.peft_adapter import write_peft_adapter
 from engines.checkpoint.sharded import ShardedReader
 from engines.config.training import LoraConfig
 from engines.training.spec import VALUE_HEAD
