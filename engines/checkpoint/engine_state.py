@@ -139,7 +139,7 @@ def _load_parts(path: Path, tensors: Mapping[str, Tensor]) -> None:
     try:
         load_sharded(path / TENSORS_DIR, tensors)
     except CheckpointError as error:
-        if not any((path / TENSORS_DIR).glob("shard-*")):
+        if not any((path / TENSORS_DIR).glob("shard-*.safetensors")):
             raise
         there = ShardedReader(path / TENSORS_DIR).names()
         parts, held = ({name.partition(".")[0] for name in names} for names in (tensors, there))

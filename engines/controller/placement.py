@@ -118,7 +118,9 @@ def reserve(
     try:
         _wait(group, wanted, queueing)
         numbers = [*num_sharing, *[1] * (len(bundles) - len(num_sharing))]
-        return Pool(group, _places(group, list(map(_share, bundles, numbers))))
+        return Pool(
+            group, _places(group, [_share(*each) for each in zip(bundles, numbers, strict=True)])
+        )
     except BaseException:
         ray.util.remove_placement_group(group)
         raise

@@ -141,11 +141,7 @@ class ResumableOrder:
     difficulty: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.num_rows < 1 or self.batch_size < 1 or self.seed < 0:
-            raise ValueError(
-                "need num_rows >= 1, batch_size >= 1, seed >= 0; got "
-                f"{self.num_rows}, {self.batch_size}, {self.seed}"
-            )
+        _check_order(self.num_rows, self.batch_size, self.seed, self.difficulty or ())
 
     def batch(self, step: int) -> list[int]:
         """Return the `batch_size` row indices of a 0-based step, in visiting order."""
@@ -260,6 +256,7 @@ class BandedOrder:
     seed: int
 
     def __post_init__(self) -> None:
+        _check_order(len(self.difficulty), self.batch_size, self.seed, self.difficulty)
         steps = [band.first_step for band in self.bands]
         limits = [band.max_difficulty for band in self.bands]
         if steps[:1] != [0] or steps != sorted(set(steps)) or limits != sorted(set(limits)):
@@ -326,6 +323,15 @@ def permutation(num_rows: int, seed: int, epoch: int = 0) -> np.ndarray:
     order = np.argsort(keys, kind="stable")
     order.setflags(write=False)
     return order
+
+
+def _check_order(num_rows: int, batch_size: int, seed: int, difficulty: Sequence[float]) -> None:
+    if num_rows < 1 or batch_size < 1 or seed < 0:
+        raise ValueError(
+            f"need num_rows >= 1, batch_size >= 1, seed >= 0; got {num_rows}, {batch_size}, {seed}"
+        )
+    if not np.isfinite(difficulty).all():
+        raise ValueError("difficulty: got a value that is not finite; need a number for each row")
 
 
 def _check_step(step: int) -> None:

@@ -13,7 +13,7 @@ from engines.config.options import own_options
 from engines.config.rows import BRADLEY_TERRY
 from engines.config.stages.supervised import RewardModelStageConfig
 from engines.data.read.examples import as_reward_model, read_pairs
-from engines.jobs.process.policy_stage import exported_policy
+from engines.jobs.process.exported_policy import exported_policy
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.supervised_stage import start_of, train, training_pairs
 from engines.trainers.supervised.preference import RewardPairs

@@ -313,11 +313,12 @@ class _Transfer:
         engine = slot.engine
         update = engine.update_adapter if self._is_adapter else engine.update_weights
         try:
-            self.outcomes[slot.place] = await update(source, self.version)
+            # An answer after `give_up` changes nothing: the replica counts as lost.
+            self.outcomes.setdefault(slot.place, await update(source, self.version))
         except SILENCE as error:
-            self.outcomes[slot.place] = silence(LATE.format(slot.place), error)
+            self.outcomes.setdefault(slot.place, silence(LATE.format(slot.place), error))
         except PipelineError as error:
-            self.outcomes[slot.place] = error
+            self.outcomes.setdefault(slot.place, error)
         finally:
             if not isinstance(self.outcomes.get(slot.place), WeightDigest):
                 transport.stop()  # else the sender would wait for this receiver

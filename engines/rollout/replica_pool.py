@@ -60,7 +60,7 @@ TRANSITIONS: dict[tuple[ReplicaState, ReplicaState], str] = {
     (_S.RESTARTING, _S.DEAD): "it ended while it started",
     (_S.STALE, _S.HEALTHY): "it confirmed the weights and their digest, and passed the probe",
 }
-"""All allowed transitions and their reasons; shown in `docs/operate.md`."""
+"""All allowed transitions and their reasons; shown in `docs/guides/operate.md`."""
 
 
 @dataclass

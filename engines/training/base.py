@@ -180,8 +180,8 @@ class BaseEngine(EngineBackend):
             raise EngineError("no token of this step is trained on: loss_mask is 0 everywhere")
         device = self.spec.platform.device()
         gather = partial(collectives.gather_ragged, device=device, group=self.data_parallel_group)
-        extras = getattr(loss_fn, "extras", lambda batch, gather: {})
-        counts = replace(ready.counts, extras=dict(extras(batch, gather)))
+        extras = getattr(loss_fn, "extras", None)
+        counts = replace(ready.counts, extras=dict(extras(batch, gather)) if extras else {})
         totals = Totals(device)
         factor = self.loss_factor(len(ready.micro_batches))
 

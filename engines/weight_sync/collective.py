@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -169,10 +169,11 @@ class CollectiveThread(Generic[Item, Result]):
         result: Result | Exception | None = None
         while result is None:
             self._rendezvous.check()
-            if time.monotonic() > end:
-                raise DeadlineError(what, timeout_s)
-            with suppress(queue.Empty):
+            try:
                 result = self._results.get(timeout=WATCH_S)
+            except queue.Empty:
+                if time.monotonic() > end:
+                    raise DeadlineError(what, timeout_s) from None
         if isinstance(result, Exception):
             self._rendezvous.check()  # that process's own error says more than a broken connection
             raise result
@@ -182,6 +183,7 @@ class CollectiveThread(Generic[Item, Result]):
         try:
             for result in self._work(iter(self._items.get, None)):
                 self._results.put(result)
+                del result  # the caller may free a bucket while the next one is on its way
         except PipelineError as error:
             self._results.put(error)
         except Exception as error:  # noqa: BLE001  thread boundary: raised by get()
@@ -210,8 +212,8 @@ class _BucketSender:
 
     def publish(self, entries: Sequence[Entry]) -> None:
         """Describe and send the bucket that was opened last."""
-        self._say(entries)
         settle(self._memory)  # the thread uses another stream
+        self._say(entries)
         self.thread.put((self._memory, entries[-1].end_bytes))
 
     def finish(self) -> None:

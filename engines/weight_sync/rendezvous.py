@@ -84,8 +84,13 @@ class RendezvousTransport:
 
     def stop(self) -> None:
         """See `Delivery`; the store ends with this object."""
-        if self.server is not None:
-            PrefixStore(self.sources[0].token, self.server).compare_set(FAILED, "", SENDER_GAVE_UP)
+        if self.server is None:
+            return
+        store = PrefixStore(self.sources[0].token, self.server)
+        try:
+            store.compare_set(FAILED, "", SENDER_GAVE_UP)
+        except RuntimeError as error:
+            raise WeightSyncError(f"the weight transfer's store is gone: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ def _service(name: str, url: str | None, path: str, otherwise: str) -> Check:
 def _engines() -> Iterator[Check]:
     """Report a missing engine as a warning, because every engine is optional."""
     for table in (ENGINES, ROLLOUT_ENGINES):
-        for row in (row for row in table.rows if "." not in row.name):
+        for row in {row.name: row for row in table.rows if "." not in row.name}.values():
             try:
                 table.find(row.name)
             except ConfigError as error:

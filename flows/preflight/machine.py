@@ -9,6 +9,7 @@ and jobs refuse to start on another.
 """
 
 import contextlib
+import re
 import shutil
 import subprocess
 import sys
@@ -204,20 +205,27 @@ def platform_of(report: SurveyReport) -> FoundPlatform:
 
 NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "afs", "fuse.sshfs", "fuse.glusterfs"})
 """File systems on which database locks are unreliable."""
+MOUNTS = Path("/proc/self/mounts")
 
 
 def file_system_of(path: Path) -> str | None:
     """Return the type (`ext4`, `nfs4`) of an absolute path's file system; None if it is unknown."""
-    place, found = path.resolve(), None
-    with contextlib.suppress(OSError):
-        mounts = [
-            each
-            for each in psutil.disk_partitions(all=True)
-            if place.is_relative_to(each.mountpoint)
-        ]
+    try:
+        # Not psutil: it reads /etc/mtab, which may be a stale file in a container.
+        lines = MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return None
+    place, found = path.resolve(), ("", None)
+    for line in lines:
+        mounted, kind = map(_unescaped, line.split(" ")[1:3])
         # A later mount on the same path hides an earlier one.
-        found = max(reversed(mounts), key=lambda each: len(each.mountpoint), default=None)
-    return found.fstype if found else None
+        if place.is_relative_to(mounted) and len(mounted) >= len(found[0]):
+            found = (mounted, kind)
+    return found[1]
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 NUM_CHECKPOINTS = 2

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
@@ -20,6 +19,29 @@ _log = logging.getLogger(__name__)
 
 def show_report(report: Report, directory: Path) -> None:
     """Create the artifacts of a finished run."""
+    show(f"{report.run}: report", partial(_report, report, directory))
+    show_diagnosis(report.recipe, report.run, directory)
+
+
+def show_diagnosis(recipe: str, run: str, directory: Path) -> None:
+    """Create the artifact of a run's diagnosis, if its directory has one with findings."""
+    show(f"{run}: diagnosis", partial(_diagnosis, recipe, run, directory))
+
+
+def show_page(key: str, description: str, render: Callable[..., str], directory: Path) -> None:
+    """Create an artifact of Markdown; `render(embed=True)` embeds the plots of `directory`."""
+    show(description, partial(_page, key, description, render, directory))
+
+
+def show(what: str, create: Callable[[], None]) -> None:
+    """Call `create`; an error is only a warning, because everything is on disk, too."""
+    try:
+        create()
+    except Exception as error:  # noqa: BLE001  the run page is optional
+        _log.warning("%s is not shown on the run page: %s", what, error)
+
+
+def _report(report: Report, directory: Path) -> None:
     key = _key(report.recipe)
     rows = [
         {
@@ -32,38 +54,26 @@ def show_report(report: Report, directory: Path) -> None:
         }
         for stage in report.stages
     ]
-    show(create_table_artifact, f"stages-{key}", report.run, table=rows)
-    show_page(f"report-{key}", report.run, partial(markdown, report, directory), directory)
+    create_table_artifact(table=rows, key=f"stages-{key}", description=report.run)
+    _page(f"report-{key}", report.run, partial(markdown, report, directory), directory)
     page = directory / PAGE_NAME
     if page.exists():
         samples = samples_markdown(page.read_text("utf-8"), page)
-        show(create_markdown_artifact, f"samples-{key}", f"{report.run}: samples", markdown=samples)
-    show_diagnosis(report.recipe, report.run, directory)
+        create_markdown_artifact(samples, f"samples-{key}", f"{report.run}: samples")
 
 
-def show_diagnosis(recipe: str, run: str, directory: Path) -> None:
-    """Create the artifact of a run's diagnosis, if its directory has one with findings."""
+def _diagnosis(recipe: str, run: str, directory: Path) -> None:
     path = directory / DIAGNOSIS_MD
     if path.exists():
         text = path.read_text("utf-8")[:MAX_PAGE_BYTES]
-        key = f"diagnosis-{_key(recipe)}"
-        show(create_markdown_artifact, key, f"{run}: diagnosis", markdown=text)
+        create_markdown_artifact(text, f"diagnosis-{_key(recipe)}", f"{run}: diagnosis")
 
 
-def show_page(key: str, description: str, render: Callable[..., str], directory: Path) -> None:
-    """Create an artifact of Markdown; `render(embed=True)` embeds the plots of `directory`."""
+def _page(key: str, description: str, render: Callable[..., str], directory: Path) -> None:
     page = render(embed=True)
     if len(page) > MAX_PAGE_BYTES:
         page = f"{render()}\nThe plots are in `{directory}`."
-    show(create_markdown_artifact, key, description, markdown=page)
-
-
-def show(create: Callable[..., Any], key: str, description: str, **content: Any) -> None:
-    """Create an artifact; an error is only a warning, because everything is on disk, too."""
-    try:
-        create(key=key, description=description, **content)
-    except Exception as error:  # noqa: BLE001  the run page is optional
-        _log.warning("%s is not shown on the run page: %s", description, error)
+    create_markdown_artifact(page, key, description)
 
 
 def _key(recipe: str) -> str:

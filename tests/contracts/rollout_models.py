@@ -17,7 +17,7 @@ from transformers import (
 
 from engines.checkpoint.hub_names import hub_slots
 from engines.checksum import combine, tensor_checksum
-from engines.rollout.transformers.scheduler import filter_logits
+from engines.rollout.transformers.sampling import filter_logits
 from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import WeightDigest
 from engines.weight_sync.in_process import SafetensorsSource

@@ -1,7 +1,7 @@
 """A model that sees images, on one device: batches with, without and with mixed images.
 
 Losses and gradient norms of three steps are compared with the CPU's in float32; the CPU half of
-that is held against plain transformers in tests/unit/engines/training/transformers.
+that is held against plain transformers in tests/unit/engines/training/backends/transformers.
 """
 
 from pathlib import Path

@@ -306,6 +306,8 @@ def parse_number(value: object, name: str, need: str = "a number") -> float:
 
 
 def _with_extras(messages: Sequence[Message], columns: Mapping[str, Any]) -> tuple[Message, ...]:
+    if not columns.get("tools") and not columns.get("images"):  # an empty cell is none
+        return tuple(messages)
     offered = with_tools(messages, parse_tools(columns.get("tools"), "tools"))
     return with_images(offered, parse_images(columns.get("images"), "images"))
 

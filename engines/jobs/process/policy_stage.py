@@ -1,6 +1,5 @@
 """What stages of a policy share: tokenizer, prompts, reward file, progress and output."""
 
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
@@ -24,19 +23,10 @@ from engines.jobs.process.policy import CHECKPOINT_DIR, write_policy
 from engines.jobs.process.runtime import JobContext, JobOutput
 from engines.trainers.progress import StageProgress
 from engines.trainers.trained_steps import TrainedSteps
-from engines.training.backends.merging import merge_checkpoint
-from engines.training.spec import ModelSource
 from engines.vision.processor import PromptImages
 from infra.errors import ConfigError
 from infra.identity.imported_code import copy_script
 from infra.store.artifacts import read_manifest
-
-
-def exported_policy(policy_dir: Path, target: Path, max_shard_bytes: int = 2**30) -> ModelSource:
-    """Write the weights of a `policy` artifact in float32, an adapter merged in, to `target`."""
-    shutil.rmtree(target, ignore_errors=True)
-    merge_checkpoint(policy_dir, target, "float32", max_shard_bytes)
-    return ModelSource(target)
 
 
 def policy_tokenizer(hf_dir: Path, chat_template: str | None = None) -> ChatTokenizer:

@@ -9,8 +9,8 @@ from engines.checkpoint.teacher import TEACHER_SECTION, check_teacher
 from engines.config.algorithm import DistillationConfig
 from engines.config.rules.algorithm import num_spare_tokens
 from engines.data.read.tokenizer import check_same_tokens
+from engines.jobs.process.exported_policy import exported_policy
 from engines.jobs.process.policy import CHECKPOINT_DIR, HF_DIR
-from engines.jobs.process.policy_stage import exported_policy
 from engines.training.spec import CRITIC, ModelSource, role_checkpoint
 from infra.names import renamed_sections
 

@@ -324,6 +324,8 @@ class ServedEngine(StatefulEngine):
             self._deliver(sample.call, failure)
 
     def _forget_call(self, call: int) -> None:
+        if call not in self._calls:
+            return  # a second cancellation would interrupt the first one's clean-up
         super()._forget_call(call)
         for sample, task in self._in_flight.items():
             if sample.call == call:

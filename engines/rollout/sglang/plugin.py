@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engines.rollout.served.weight_receiver import NamedTensors, carry_out
-from engines.rollout.transformers.scheduler import SamplingColumns, sample_tokens, uniforms
+from engines.rollout.transformers.sampling import SamplingColumns, sample_tokens, uniforms
 from infra import env
 from infra.faults import fault
 

@@ -19,7 +19,7 @@ from typing import Any
 from engines.errors import RolloutError
 from engines.rollout.served.sampler import RunningSample
 from engines.rollout.sglang.server import Client, Server
-from engines.rollout.transformers.scheduler import GAMMA, stream_starts
+from engines.rollout.transformers.sampling import GAMMA, stream_starts
 from engines.types import Completion, RolloutRequest
 from infra.errors import DeadlineError
 
@@ -214,6 +214,9 @@ class SglangSampler:
                         self._drop(sample.name)
         except RolloutError as refusal:
             error = refusal
+        except (KeyError, TypeError, ValueError) as unreadable:
+            error = RolloutError(f"an answer of SGLang cannot be read: {unreadable!r}")
+            error.__cause__ = unreadable
         finally:
             for _, answer in left.values():
                 if not answer.done():

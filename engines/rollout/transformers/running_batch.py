@@ -21,16 +21,13 @@ from engines.errors import RolloutError
 from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
 from engines.rollout.transformers.attention import DecodeStep, KVCache, PrefillStep
 from engines.rollout.transformers.inference_model import InferenceModel
-from engines.rollout.transformers.scheduler import (
-    Prefix,
-    Sample,
+from engines.rollout.transformers.sampling import (
     SamplingColumns,
-    fill_holes,
-    prefill_chunks,
     sample_tokens,
     stream_starts,
     uniforms,
 )
+from engines.rollout.transformers.scheduler import Prefix, Sample, fill_holes, prefill_chunks
 from engines.training.model.linear_logprobs import targets_of
 from engines.training.outputs import model_outputs, read_positions
 from engines.types import ModelOutputs, Readouts, RolloutRequest, TokenBatch

@@ -83,10 +83,12 @@ def completion(sample: RunningSample, output: Any) -> Completion:
     """
     if output.finish_reason not in ("stop", "length", "abort"):
         raise RolloutError(f"{sample.name}: vLLM ended it as {output.finish_reason}")
-    token_ids = tuple(output.token_ids)
+    token_ids, rows = tuple(output.token_ids), output.logprobs or ()
+    if len(rows) != len(token_ids):
+        raise RolloutError(f"{sample.name}: got {len(rows)} logprobs of {len(token_ids)} tokens")
     return sample.completion(
         token_ids,
-        [row[token].logprob for row, token in zip(output.logprobs or (), token_ids, strict=False)],
+        [row[token].logprob for row, token in zip(rows, token_ids, strict=True)],
         [(int(span.version), span.start, span.end) for span in output.weight_versions or ()],
         output.finish_reason,
     )

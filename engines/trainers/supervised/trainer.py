@@ -134,6 +134,7 @@ class SupervisedTrainer:
             update = self._guard.taken(
                 found, batch, rows.name_of, rows.role, num_before=state.num_poisoned
             )
+            del batch, found  # else the driver holds two batches
             state = state.after(update)
             self._record(step, update, state)
             is_last, every = self._is_last(state), rows.measures_every

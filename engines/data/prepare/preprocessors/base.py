@@ -50,6 +50,8 @@ class Preprocessor(Generic[OptionsT]):
 
         Of a layout of pairs it is the prompt, without ground truth, for a judge to score.
         """
+        if self.preference_columns is None:
+            raise RowError("this layout has no ground truth")
         pair = self.preference_row(columns)
         return RLRow(pair.data_source, pair.prompt, "chat", RewardModel("model", None))
 

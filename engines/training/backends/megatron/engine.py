@@ -106,11 +106,12 @@ class MegatronEngine(BaseEngine):
             warnings.simplefilter("ignore")
             from engines.training.backends.megatron import param_mapping, replica
 
-        self._replica = replica.Replica(self.spec, config, self._layout)
+        made = replica.Replica(self.spec, config, self._layout)
         if load_weights:
-            param_mapping.load_hub_weights(self._replica.parts, self.spec.hf_dir)
-        self._stream = param_mapping.WeightStream(self._replica.parts, self.spec.platform.device())
-        self._replica.prepare_training()
+            param_mapping.load_hub_weights(made.parts, self.spec.hf_dir)
+        self._stream = param_mapping.WeightStream(made.parts, self.spec.platform.device())
+        made.prepare_training()
+        self._replica = made
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:

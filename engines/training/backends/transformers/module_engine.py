@@ -220,12 +220,14 @@ def load_folded(path: Path, named: Mapping[str, Tensor], spec: EngineSpec) -> in
         wanted[plain if plain in reader or wrapped not in reader else wrapped] = tensor
     load_sharded(path / TENSORS_DIR, wanted)
     if scalars.lora is not None:
-        if not any(map(is_adapter_name, reader.names())):
-            raise CheckpointError(f"{path} says it holds an adapter, but there is none in it")
+        num_merged = 0
         for name, tensor in own.items():
             adapter = stored_adapter(name, reader, scalars.lora)
             if adapter is not None:
                 assign(tensor, adapter.merged_into(whole_tensor(tensor)))
+                num_merged += 1
+        if num_merged == 0:
+            raise CheckpointError(f"{path} says it holds an adapter, but there is none in it")
     if spec.training.lora is not None and spec.optimizer is not None:
         initialize_adapter(named, spec.seed)
     return scalars.step

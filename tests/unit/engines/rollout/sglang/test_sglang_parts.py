@@ -31,7 +31,7 @@ from engines.rollout.sglang.sampling import (
 )
 from engines.rollout.sglang.server import _events
 from engines.rollout.sglang.server_main import check_window
-from engines.rollout.transformers.scheduler import stream_starts, uniforms
+from engines.rollout.transformers.sampling import stream_starts, uniforms
 from engines.types import Completion, RolloutRequest, SamplingParams, StructuredOutput
 from hardware.cpu import CPUPlatform
 from infra.errors import ConfigError

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from engines.rollout.transformers.scheduler import (
+from engines.rollout.transformers.sampling import (
     SamplingColumns,
     filter_logits,
     sample_tokens,
@@ -175,7 +175,7 @@ def test_chunks_do_not_change_the_draws(monkeypatch: pytest.MonkeyPatch) -> None
     logits_BV = torch.randn((10, 16), generator=torch.Generator().manual_seed(0))
     uniform_B = uniforms(stream_starts(range(10)), torch.arange(10))
     whole = sample_tokens(logits_BV, uniform_B, columns(10, 0.8, 5, 0.9))
-    monkeypatch.setattr("engines.rollout.transformers.scheduler.MAX_CHUNK_ELEMENTS", 48)
+    monkeypatch.setattr("engines.rollout.transformers.sampling.MAX_CHUNK_ELEMENTS", 48)
     parts = sample_tokens(logits_BV, uniform_B, columns(10, 0.8, 5, 0.9))
     assert torch.equal(whole[0], parts[0])
     assert torch.equal(whole[1], parts[1])
