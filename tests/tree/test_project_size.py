@@ -3,7 +3,7 @@
 import pytest
 from project_size import Size, size_of, sources_now
 
-MAX_STATEMENTS = 32_750
+MAX_STATEMENTS = 32_850
 MAX_DOC_SHARE = 0.18
 MAX_FUNCTION_LINES = 60
 
