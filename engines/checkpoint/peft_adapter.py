@@ -6,9 +6,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from engines.checkpoint.export import _METADATA
 from engines.checkpoint.tensor_files import write_tensors
 from engines.config.training import LoraConfig
+
+_METADATA = {"format": "pt"}
 
 
 def write_peft_adapter(

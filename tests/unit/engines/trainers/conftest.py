@@ -29,7 +29,7 @@ from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer, text_config
 from engines.jobs.serving.teacher import asked_teacher
 from engines.rewards.scorer import RewardScorer
-from engines.rollout.transformers import scheduler
+from engines.rollout.transformers import sampling
 from engines.trainers.mismatch import probe_prompt
 from engines.trainers.progress import StageProgress
 from engines.trainers.prompts import PromptSource
@@ -97,7 +97,7 @@ def stacks() -> Iterator[list[list[str]]]:
 def sampling_stacks(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The engines' files on the stack of each draw of tokens, innermost first."""
     seen: list[list[str]] = []
-    draw = scheduler._sample_chunk
+    draw = sampling._sample_chunk
 
     def spy(*arguments: Any) -> Any:
         main = sys._current_frames()[threading.main_thread().ident]
@@ -105,7 +105,7 @@ def sampling_stacks(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         seen.append(list(dict.fromkeys(both)))
         return draw(*arguments)
 
-    monkeypatch.setattr(scheduler, "_sample_chunk", spy)
+    monkeypatch.setattr(sampling, "_sample_chunk", spy)
     return seen
 
 

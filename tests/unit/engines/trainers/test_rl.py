@@ -134,7 +134,7 @@ def test_few_files_lie_between_the_loop_and_a_sampled_token(run_round, sampling_
     assert sampled
     for files in sampled:
         assert files[: files.index("engines/trainers/rl.py") + 1] == [
-            "engines/rollout/transformers/scheduler.py",
+            "engines/rollout/transformers/sampling.py",
             "engines/rollout/transformers/running_batch.py",
             "engines/rollout/transformers/engine.py",
             "engines/rollout/event_loop.py",
