@@ -122,8 +122,8 @@ def _exactly(name: str, source: str) -> tuple[PlatformBase, str]:
     usable = [other for other in names() if availability(other).ok]
     raise ConfigError(
         _SETTING,
-        f"{name} asked, not available ({'; '.join(dict.fromkeys(refused.values()))}); "
-        f"use {' or '.join(usable)}, "
+        f"{name} was asked for and is not available "
+        f"({'; '.join(dict.fromkeys(refused.values()))}); use {' or '.join(usable)}, "
         f"or install what it lacks (asked for by {source})",
     )
 

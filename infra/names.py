@@ -1,4 +1,4 @@
-"""Names in error texts: unknown names, and sections that shared validation code calls otherwise."""
+"""Names in error texts: unknown names, and sections under the user's own names."""
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping

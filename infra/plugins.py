@@ -81,7 +81,7 @@ class Row:
 
     @property
     def counted(self) -> str:
-        """Text of the row for the fingerprint; sources and options are counted separately."""
+        """Text of the row for the fingerprint; sources and options are hashed separately."""
         return self.target
 
     @property

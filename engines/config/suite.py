@@ -107,7 +107,7 @@ class SuiteConfig(StrictModel):
         ]
         if given:
             raise ValueError(
-                f"data.{given[0]}: got one; a suite has the problems of any model and trains on "
+                f"data.{given[0]}: got a training setting; a suite serves any model and trains on "
                 "none; remove it"
             )
         if self.reward and self.reward.models:

@@ -76,7 +76,7 @@ def launch_policy_beside(
         num_actors_on_device = 1 if here else 2
     bundles += _replica_bundles(replica, num_replicas)
     num_sharing = [num_actors_on_device] * len(bundles)
-    # All in one reservation: two runs that each hold half of it would wait forever.
+    # All in one reservation: two runs that each hold half of the devices would wait forever.
     for other in others.values():
         bundles += _replica_bundles(other, other.rollout.num_replicas)
     pool = reserve(bundles, queueing, 0 if here else None, num_sharing)

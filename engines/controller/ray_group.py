@@ -189,7 +189,11 @@ class RayWorkerGroup:
         self._await([each.started.remote() for each in actors], "all ranks to start", start_s)
         opened = [actors[0].open_store.remote()]
         ((host, port),) = self._await(opened, "rank 0 to open its store", start_s)
-        self._await([each.join.remote(host, port) for each in actors], "all ranks to meet", start_s)
+        self._await(
+            [each.join.remote(host, port) for each in actors],
+            "all ranks to join the process group",
+            start_s,
+        )
         built = [each.build.remote(factory) for each in actors]
         self._data_parallel_ranks = self._await(built, "build", options.call_timeout_s)
 

@@ -135,7 +135,7 @@ def collect(value: object, parts: Parts, results: Sequence[Any]) -> Any:
     if not isinstance(first, list | Tensor):
         return equal_result("a split call", "share", results)
     if isinstance(first, Tensor) and not isinstance(value, TokenBatch):
-        raise ValueError("a tensor came back for something that has no tokens")
+        raise ValueError("a result has a tensor, and its batch has no tokens")
     entries: dict[int, Any] = {}
     for items, result in zip(parts, results, strict=True):
         if items:

@@ -86,7 +86,7 @@ def _run(context: JobContext, generate: Generate, evaluator: Evaluator) -> Evalu
         )
     kinds = {name.partition("@")[0] for name in metrics}
     if "avg" in kinds and "maj" not in kinds:
-        context.journal.log("no maj@k: the reward does not say of every answer what it read (pred)")
+        context.journal.log("no maj@k: the reward returns no `pred` for some answers")
     return evaluation
 
 

@@ -86,7 +86,7 @@ def _problems(
     if not 0 <= request.num_top <= most:
         yield f"num_top is {request.num_top}; need 0 to {most}"
     if request.temperature != 1 and not any_temperature:
-        yield f"temperature is {request.temperature}; this rollout engine computes 1 alone"
+        yield f"temperature is {request.temperature}; this rollout engine supports only 1"
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ def prompt_answer(request: PromptRequest, rows: PromptRows) -> PromptLogprobs | 
     num_asked = len(request.token_ids) - request.first
     if len(rows.logprobs) != num_asked or (request.num_top and len(rows.likeliest) != num_asked):
         raise RolloutError(
-            f"{request.request_id}: asked about {num_asked} tokens, told of {len(rows.logprobs)}, "
-            f"and what is likely in {len(rows.likeliest)} places"
+            f"{request.request_id}: asked about {num_asked} tokens, got "
+            f"{len(rows.logprobs)} logprobs and {len(rows.likeliest)} rows of likeliest tokens"
         )
     logprobs_N = torch.tensor(rows.logprobs, dtype=torch.float32)
     if not request.num_top:

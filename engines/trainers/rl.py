@@ -140,7 +140,7 @@ class RLTrainer:
     def generate(self, step: LoopStep, version: int) -> Collector:
         """Generate and score until the step has enough groups.
 
-        With any group, the engines sleep afterwards, until the next weights are published.
+        If a group was kept, the engines free their memory until the next publish.
 
         Raises:
             RolloutError: other weights sampled, or too many samples timed out.
@@ -172,7 +172,7 @@ class RLTrainer:
     def infer(self, step: LoopStep, experience: Experience) -> Experience:
         """Add the columns that the algorithm reads and that need a model or a random draw.
 
-        A single update per step is on-policy: it computes the old logprobs itself.
+        With one update per step the old logprobs are those of its own forward pass.
         """
         rl, batch = self.config.rl, experience.batch
         run: Callable[..., Any] = self.workers.run
@@ -329,6 +329,6 @@ class RLTrainer:
             raise NothingToTrainOnError(
                 f"step {step.number}: {state.num_skipped} steps in a row had nothing to train on, "
                 f"more than rl.max_num_skipped_steps {limit}: all samples were aborted, unscored, "
-                "in groups of equal scores or kept by no estimator; look at the rewards of the "
-                "last steps, take prompts that the policy sometimes solves, or raise the limit"
+                "in groups of equal scores or left out by the estimator; look at the rewards of "
+                "the last steps, take prompts that the policy sometimes solves, or raise the limit"
             )

@@ -102,7 +102,7 @@ class ServedTeacher:
         ids_TK, logprobs_TK = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
         for place, answer in zip(places, answers, strict=True):
             if answer.topk_ids_NK is None or answer.topk_logprobs_NK is None:
-                raise ValueError(f"{answer.request_id}: nothing was said of its likeliest tokens")
+                raise ValueError(f"{answer.request_id}: the engine returned no top-k logprobs")
             ids_TK[place], logprobs_TK[place] = answer.topk_ids_NK, answer.topk_logprobs_NK
         untaught_T1 = ~mask_T[:, None]
         return {

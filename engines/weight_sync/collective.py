@@ -129,7 +129,7 @@ def receiving(rendezvous: Rendezvous) -> Iterator[Iterator[tuple[Entry, Tensor]]
     source = rendezvous.source
     # The sender waits less long, so its error names the process that did not come.
     patience_s = source.timeout_s + GRACE_S
-    rendezvous.wait(ALL_CAME, "every rollout engine to come", patience_s)
+    rendezvous.wait(ALL_CAME, "every rollout engine to connect", patience_s)
     device = _device(source)
     thread = CollectiveThread[Tensor, Bucket](rendezvous, partial(_fetch, rendezvous, device))
     try:
@@ -187,7 +187,7 @@ class CollectiveThread(Generic[Item, Result]):
         except PipelineError as error:
             self._results.put(error)
         except Exception as error:  # noqa: BLE001  thread boundary: raised by get()
-            text = f"a process of the broadcast is gone: {first_line(error)}"
+            text = f"a peer of the broadcast is gone: {first_line(error)}"
             lost = self._rendezvous.error(text)
             lost.__cause__ = error
             self._results.put(lost)

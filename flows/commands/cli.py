@@ -183,7 +183,7 @@ COMMANDS: Mapping[str, tuple[str, *tuple[Argument, ...]]] = {
             "what nothing needs goes after so long, e.g. 12h or 30d; a day at least",
             default="30d",
         ),
-        _argument("--max-size", "SIZE", "beyond it the least recently used goes, e.g. 500GB"),
+        _argument("--max-size", "SIZE", "remove the least recently used above this, e.g. 500GB"),
         _several("--keep", "RUN", "keep what a run used"),
         _several("--release", "RUN", "keep it no longer"),
         _switch("--delete", "remove what is shown"),

@@ -53,7 +53,7 @@ def diagnose(arguments: argparse.Namespace) -> int:
     run, only = find_run(history.storage, home, arguments.run, "RUN")
     views = run_views(history, run, only)
     if not views:
-        raise ConfigError("RUN", f"{run.name} has no stage that said what it is; run it first")
+        raise ConfigError("RUN", f"{run.name} has no stage with a specification; run it first")
     directory = home / "runs" / run.name
     recipe = directory / RECIPE_JSON
     thresholds = json.loads(recipe.read_bytes()).get("diagnosis", {}) if recipe.exists() else {}

@@ -57,7 +57,7 @@ def _directory(tracker: Tracker, storage: Storage, setting: str, path: str) -> s
     if found is None:
         raise ConfigError(
             setting,
-            f"got {path}, and nothing bears that alias in {redact(tracker.address)}; need a "
+            f"got {path}, and no version has that alias in {redact(tracker.address)}; need a "
             "registered model; run the recipe that promotes it, or name a directory or a hub id",
         )
     try:

@@ -299,7 +299,7 @@ def _check_data(recipe: Recipe) -> None:
             )
         if MEASURED.fullmatch(name):
             raise ConfigError(
-                f"suites.{name}", "the evaluation of a stage is called so; choose another name"
+                f"suites.{name}", "that is the name of a stage's evaluation; choose another one"
             )
         if suite.data:
             _check_paths(suite.data, f"suites.{name}.data")
@@ -313,7 +313,7 @@ def _check_data(recipe: Recipe) -> None:
     if plays and recipe.reward_model is None and data.preference:
         raise ConfigError(
             "data.preference",
-            "got a source, which nothing reads beside preference.self_play; remove one of them",
+            "got a source, which preference.self_play does not use; remove one of them",
         )
     _check_paths(data, "data")
     _check_num_problems(data, recipe.evaluation, "")

@@ -111,7 +111,9 @@ def num_nodes(api: RayApi) -> int:
     try:
         nodes = [node["raylet"]["state"] for node in answer["data"]["summary"]]
     except (KeyError, TypeError) as error:
-        raise JobSubmitError(f"Ray at {api.url} lists its nodes in another form: {error}") from None
+        raise JobSubmitError(
+            f"Ray at {api.url} lists its nodes in an unknown form: {error}"
+        ) from None
     return nodes.count("ALIVE")
 
 

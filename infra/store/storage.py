@@ -56,7 +56,7 @@ STORES = PluginTable(
     Row,
 )
 """Stores that are not local directories, by the scheme of their address."""
-SECOND_REFUSED = "of two who create one name the second is refused"
+SECOND_REFUSED = "of two creates of one name the second is refused"
 
 
 class Storage(ABC):
@@ -212,7 +212,11 @@ class LocalStorage(Storage):
         path = temporary_sibling(self._root / "probe")
         try:
             if not create_exclusively(path, b"") or create_exclusively(path, b""):
-                raise ConfigError("storage", f"{self._root} lets two create one file; name another")
+                raise ConfigError(
+                    "storage",
+                    f"{self._root} allows two exclusive creates of one file; "
+                    "use another file system",
+                )
         finally:
             path.unlink(missing_ok=True)
         return f"{self._root}: {SECOND_REFUSED}"

@@ -146,7 +146,7 @@ def _changes(spec: StageSpec, request: StageRequest) -> Iterator[Change]:
         config = type(request.config).model_validate(spec.config)
     except ValidationError as error:
         path = to_config_error(error, type(request.config)).path
-        yield Change(path, "what the code of then took", "another form", is_execution=False)
+        yield Change(path, "the earlier settings", "do not fit this version", is_execution=False)
     else:
         yield from request.config.changes(config)
 

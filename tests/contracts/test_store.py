@@ -121,7 +121,7 @@ def test_a_commit_is_found_from_anywhere(
 
 def test_a_store_shows_that_two_cannot_own_one_name(store: Storage, uri: str) -> None:
     assert store.probe().startswith(f"{uri}")
-    assert store.probe().endswith("of two who create one name the second is refused")
+    assert store.probe().endswith("of two creates of one name the second is refused")
 
 
 def test_of_many_claims_of_one_entry_one_succeeds(uri: str, fingerprint: str) -> None:

@@ -316,7 +316,7 @@ def test_the_guide_is_followed_to_the_letter(tmp_path: Path) -> None:
         site, RLHF_HOME=str(tmp_path / "home"),
     )  # fmt: skip
     assert ended.returncode == 2
-    assert "acme asked, not available (torch_acme is not installed)" in ended.stderr
+    assert "acme was asked for and is not available (torch_acme is not installed)" in ended.stderr
     # Without the installation.
     assert register.startswith("# acme_platform/register.py\n")
     (package / "register.py").write_text(register)

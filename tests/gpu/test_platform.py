@@ -23,7 +23,7 @@ def test_detection(platform: PlatformBase, monkeypatch: pytest.MonkeyPatch) -> N
     assert why.startswith(f"{best}: ")
     assert probed.vendor_name == best
     if best == "cpu":
-        with pytest.raises(ConfigError, match="nvidia asked, not available"):
+        with pytest.raises(ConfigError, match="nvidia was asked for and is not available"):
             detect("nvidia")
 
 

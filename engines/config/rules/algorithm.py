@@ -256,9 +256,9 @@ def check_served_teacher(rl: RLConfig, rollout: RolloutConfig, max_length: int) 
     if PROMPT_LOGPROBS not in row.capabilities:
         raise ConfigError(
             setting,
-            f"got engines of rollout.engine {row.name}, which says no logprobs of given tokens; "
-            f"need {' or '.join(engines_with(PROMPT_LOGPROBS))}; set rollout.engine to one, or "
-            "this to null",
+            f"got engines of rollout.engine {row.name}, which cannot return logprobs of "
+            f"given tokens; need {' or '.join(engines_with(PROMPT_LOGPROBS))}; set rollout.engine to "
+            "one, or this to null",
         )
     if temperature != 1 and ANY_TEMPERATURE not in row.capabilities:
         raise ConfigError(

@@ -109,7 +109,7 @@ class ServedEngine(StatefulEngine):
         """See the base class. Samples in flight need `pause` first; they continue with it."""
         await self._prepare_update(version)
         if not self._holds_weights:
-            raise WeightSyncError("the rollout engine holds no weights for an adapter to stand on")
+            raise WeightSyncError("the rollout engine has no base weights for an adapter")
         self._version, self._pending = NO_VERSION, None
         receipt = await self._wait(self._load_adapter(source), "to load an adapter")
         self._pending = (version, receipt.digest)
@@ -168,7 +168,9 @@ class ServedEngine(StatefulEngine):
                 )
                 if (answer := prompt_answer(request, rows)) is not None:
                     return answer
-        raise RolloutError(f"{request.request_id}: {self._library} named fewer tokens than asked")
+        raise RolloutError(
+            f"{request.request_id}: {self._library} returned fewer logprobs than asked"
+        )
 
     async def pause(self) -> None:
         """See the base class."""
@@ -212,7 +214,7 @@ class ServedEngine(StatefulEngine):
     async def health(self) -> Health:
         """See the base class; waits for an answer of the processes."""
         if not self._closed:
-            await self._wait(self._ask(), "to say how it is")
+            await self._wait(self._ask(), "to answer a health check")
         return Health(self._can_serve(), self._version, len(self._in_flight))
 
     async def close(self) -> None:

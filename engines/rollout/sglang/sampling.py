@@ -200,7 +200,9 @@ class SglangSampler:
         if not left:
             return
         body = batch_body([sample for sample, _ in left.values()], self._eos_token_ids)
-        error = RolloutError(f"SGLang said nothing of the end of {len(left)} samples or more")
+        error = RolloutError(
+            f"SGLang ended its answer before {len(left)} or more samples had ended"
+        )
         try:
             async with aclosing(self._client.stream(GENERATE, body)) as found:
                 async for each in found:

@@ -81,7 +81,7 @@ def _shape(name: str, layout: ModelLayout, lora: LoraConfig) -> tuple[int, int]:
     module = name.removesuffix(_A).removesuffix(_B)
     shape = layout.tensors.get(f"{module}.weight", ())
     if module == name or len(shape) != 2:
-        raise WeightSyncError(f"the rollout model has no weight that {name} stands beside")
+        raise WeightSyncError(f"the rollout model has no weight for the adapter {name}")
     return (lora.rank, shape[1]) if name.endswith(_A) else (shape[0], lora.rank)
 
 

@@ -83,7 +83,9 @@ class Collecting:
         at, number = self._under_way(found), max(found, default=-1) + 1
         if at is not None or not self._objects.create(_name(number), _content()):
             at = at or self._objects.place(_name(number))
-            raise StoreError(f"{at}: another one collects garbage; run again when he is done")
+            raise StoreError(
+                f"{at}: another garbage collection is under way; run again when it is done"
+            )
         self._number, ended = number, threading.Event()
         self._began_at = self._found()[number].changed_at
         beating = threading.Thread(
@@ -112,7 +114,8 @@ class Collecting:
             )
         if now - self._began_at > MAX_HOLD_S:
             raise NotExclusiveError(
-                f"{where}: others wait since {MAX_HOLD_S:.0f} s; run again for what is left"
+                f"{where}: this collection has blocked others for {MAX_HOLD_S:.0f} s; "
+                "run again for what is left"
             )
 
     def _beat(self, number: int, ended: threading.Event) -> None:

@@ -104,7 +104,7 @@ class JournalChunks:
         # Another process of this machine may ship the same file, and be faster.
         standing = data if self._objects.create(name, data) else self._objects.get(name)
         if not standing or not (data.startswith(standing) or standing.startswith(data)):
-            raise ArtifactCorruptError(f"{self._objects.place(name)} is of another journal")
+            raise ArtifactCorruptError(f"{self._objects.place(name)} belongs to another journal")
         self._known.append(Chunk(self.num_bytes, len(standing)))
 
     def _name(self, offset: int) -> str:
@@ -164,7 +164,7 @@ class Mirror:
         try:
             self.ship()
         except (PipelineError, OSError) as error:
-            _log.warning("what %s says does not reach its watchers: %s", self._directory, error)
+            _log.warning("cannot upload the records of %s: %s", self._directory, error)
 
 
 def mirror(objects: Objects, attempt: str, directory: Path) -> Mirror:

@@ -161,7 +161,7 @@ def _meaning(place: str, endpoint: str, error: ClientError) -> Exception:
             "with AWS_PROFILE"
         )
     if status == 429 or (status >= 500 and status != 501):
-        return StoreUnreachableError(f"{said} ({message}); run again when it is well")
+        return StoreUnreachableError(f"{said} ({message}); run again when it answers")
     return StoreError(f"{said} ({message}); see that AWS_ENDPOINT_URL names a service of S3")
 
 

@@ -54,7 +54,10 @@ _log = logging.getLogger(__name__)
 
 
 class S3Channel(WorkChannel):
-    """`WorkChannel` of one fingerprint in a bucket; each access ships what this process wrote."""
+    """`WorkChannel` of one fingerprint in a bucket.
+
+    Reads of an attempt's records first upload what this process wrote.
+    """
 
     def __init__(self, objects: Objects, fingerprint: str) -> None:
         super().__init__(objects, fingerprint, _local(objects) / fingerprint)

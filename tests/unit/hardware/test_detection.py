@@ -74,7 +74,7 @@ def test_bad_input_row_42_an_absent_platform_is_an_error_and_no_fallback(
     with pytest.raises(ConfigError) as caught:
         detect(name)
     assert str(caught.value).startswith(
-        f"hardware.platform: {name} asked, not available ({why}); use cpu"
+        f"hardware.platform: {name} was asked for and is not available ({why}); use cpu"
     )
 
 

@@ -22,6 +22,6 @@ def test_more_of_them_stop_the_run_and_name_the_deadline() -> None:
         check_aborted([row("stop", "abort"), row("abort", "stop")], 0.1, 9.0)
     assert str(caught.value) == (
         "rollout.timeout_s: got 9; 2 of 4 samples were unfinished by then, more than "
-        "rl.max_aborted_frac = 0.1, and those that are left are the short ones; need time for all "
+        "rl.max_aborted_frac = 0.1, and the remaining ones are the short ones; need time for all "
         "of them; raise it, or lower rl.sampling.max_new_tokens"
     )

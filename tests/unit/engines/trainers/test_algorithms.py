@@ -162,7 +162,7 @@ def test_a_step_of_which_nothing_is_kept_is_skipped(run_round: Round) -> None:
 
 def test_a_step_of_which_nothing_is_kept_counts_among_those_in_a_row(run_round: Round) -> None:
     algorithm = {"adv_estimator": "raft", "options": {"raft_min_reward": 2.0}}
-    with pytest.raises(NothingToTrainOnError, match="kept by no estimator"):
+    with pytest.raises(NothingToTrainOnError, match="left out by the estimator"):
         run_round("odd_length", num_skipped=2, algorithm=algorithm)
 
 

@@ -100,7 +100,7 @@ def test_a_run_of_which_nothing_is_known(home: Path, capsys: pytest.CaptureFixtu
     storage.runs.begin("a" * 64, "early")
     storage.runs.use("a" * 64, ONE)
     assert main(["diagnose", "early"]) == 2
-    assert "early has no stage that said what it is" in capsys.readouterr().err
+    assert "early has no stage with a specification" in capsys.readouterr().err
 
 
 def test_the_report_links_the_diagnosis(home: Path) -> None:

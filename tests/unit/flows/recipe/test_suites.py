@@ -261,19 +261,19 @@ def test_the_rows_of_a_suite_are_those_of_any_model(tmp_path: Path) -> None:
     [
         (("suites={x: gsm9k}",), "suite: no 'gsm9k'; known: addition, aime_2024, gsm8k"),
         (("suites={x: ./absent.yaml}",), "suite: ./absent.yaml does not exist"),
-        (("suites={sft: addition}",), "suites.sft: the evaluation of a stage is called so"),
+        (("suites={sft: addition}",), "suites.sft: that is the name of a stage's evaluation"),
         (("suites={rl_round_7: addition}",), "suites.rl_round_7: the evaluation of a stage"),
-        (("suites={final: addition}",), "suites.final: the evaluation of a stage is called so"),
+        (("suites={final: addition}",), "suites.final: that is the name of a stage's evaluation"),
         (("suites={preference_2: addition}",), "suites.preference_2: the evaluation of a"),
         (("suites={a: addition, a_against: addition}",), "suites.a_against: the evaluation"),
         (("suites={Big: addition}",), "suites.Big"),
         (
             ("suites={x: {data: {arithmetic: {}, on_overlong: drop}}}",),
-            "suites.x.data.on_overlong: got one; a suite has the problems of any model",
+            "suites.x.data.on_overlong: got a training setting; a suite serves any model",
         ),
         (
             ("suites={x: {data: {arithmetic: {}, decontamination: {}}}}",),
-            "suites.x.data.decontamination: got one; a suite has the problems of any model",
+            "suites.x.data.decontamination: got a training setting; a suite serves any model",
         ),
         (
             (ADDITION, "suites.addition.reward.function=nope"),

@@ -54,7 +54,7 @@ def test_an_alias_is_the_directory_of_what_bears_it(tmp_path: Path) -> None:
 
 def test_an_alias_that_nothing_bears_is_told_in_one_line(tmp_path: Path) -> None:
     recipe, storage = taught(tmp_path), LocalStorage(tmp_path / "store")
-    with pytest.raises(ConfigError, match="nothing bears that alias") as found:
+    with pytest.raises(ConfigError, match="no version has that alias") as found:
         with_registered_models(recipe, storage)
     assert found.value.path == "rl.distillation.path"
 

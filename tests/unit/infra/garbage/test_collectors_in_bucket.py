@@ -103,7 +103,7 @@ def test_of_two_collectors_that_look_at_one_moment_one_holds_the_store(store: St
     [refused] = [each for each in ended if isinstance(each, str)]
     [done] = [each for each in ended if isinstance(each, Collected)]
     at = store.objects.place("collecting/0")
-    assert refused == f"{at}: another one collects garbage; run again when he is done"
+    assert refused == f"{at}: another garbage collection is under way; run again when it is done"
     assert (done.spared, done.problems) == ((), ())
     assert store.has("dear")
     assert not store.has("old")

@@ -40,5 +40,5 @@ def test_another_device_than_the_planned(monkeypatch: pytest.MonkeyPatch) -> Non
     # A head without the ranks' device directs them all the same.
     prepare_torch(other, torch.get_num_threads(), lambda _: None, computes=False)
     monkeypatch.setenv("RLHF_PLATFORM", "huawei")  # on the job's machine alone
-    with pytest.raises(ConfigError, match="huawei asked, not available"):
+    with pytest.raises(ConfigError, match="huawei was asked for and is not available"):
         prepare_torch(planned, 1, lambda _: None)

@@ -48,7 +48,7 @@ def test_of_a_request_for_the_tokens_alone_there_is_nothing_else() -> None:
 
 @pytest.mark.parametrize("rows", [PromptRows([-1.5], ROWS.likeliest), PromptRows([-1.5, -3.0])])
 def test_what_is_not_said_of_every_token_is_refused(rows: PromptRows) -> None:
-    with pytest.raises(RolloutError, match="a: asked about 2 tokens, told of"):
+    with pytest.raises(RolloutError, match="a: asked about 2 tokens, got"):
         prompt_answer(REQUEST, rows)
 
 
@@ -110,7 +110,7 @@ def test_so_many_are_asked_at_once_and_answers_keep_their_order() -> None:
     [
         (PromptRequest("a", (1,) * 8), "a sequence of 8 tokens; need 2 to 7"),
         (PromptRequest("a", (1, 12)), "outside the vocabulary"),
-        (PromptRequest("a", (1, 2), temperature=0.7), "temperature is 0.7; .* computes 1 alone"),
+        (PromptRequest("a", (1, 2), temperature=0.7), "temperature is 0.7; .* supports only 1"),
     ],
 )
 def test_what_the_library_cannot_say_is_refused(request_: PromptRequest, said: str) -> None:

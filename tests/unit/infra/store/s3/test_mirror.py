@@ -164,7 +164,7 @@ def test_two_processes_with_one_directory_ship_one_journal(uri: str) -> None:
     assert second.num_bytes == 4
     second.append(b"two\n")
     assert JournalChunks(objects, ATTEMPT).read(0, None) == b"one\ntwo\n"
-    with pytest.raises(ArtifactCorruptError, match=r"0000000000000004 is of another journal"):
+    with pytest.raises(ArtifactCorruptError, match=r"0000000000000004 belongs to another journal"):
         first.append(b"other\n")
 
 
@@ -193,7 +193,7 @@ def test_a_service_that_fails_for_a_while_costs_beats_and_nothing_else(
             with pytest.raises(StoreUnreachableError):
                 watch.look()
         assert watch.silence_s == 0, "a watcher that cannot look knows nothing"
-        wait_until(lambda: "does not reach its watchers" in caplog.text)
+        wait_until(lambda: "cannot upload the records of" in caplog.text)
         proxy.heal()
         assert watch.look() == 0
         assert watch.beat is not None

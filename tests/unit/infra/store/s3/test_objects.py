@@ -43,7 +43,7 @@ ASK: dict[str, Callable[[Objects], Any]] = {
     ("action", "error", "words"),
     [
         (403, StoreDeniedError, "403 AccessDenied; let these credentials"),
-        (500, StoreUnreachableError, "500 InternalError .*run again when it is well"),
+        (500, StoreUnreachableError, "500 InternalError .*run again when it answers"),
         (503, StoreUnreachableError, "answers 503"),
         ("cut request", StoreUnreachableError, "does not answer .*AWS_ENDPOINT_URL"),
         (418, StoreError, "answers 418 .*names a service of S3"),
