@@ -257,8 +257,8 @@ def check_served_teacher(rl: RLConfig, rollout: RolloutConfig, max_length: int) 
         raise ConfigError(
             setting,
             f"got engines of rollout.engine {row.name}, which cannot return logprobs of "
-            f"given tokens; need {' or '.join(engines_with(PROMPT_LOGPROBS))}; set rollout.engine to "
-            "one, or this to null",
+            f"given tokens; need {' or '.join(engines_with(PROMPT_LOGPROBS))}; "
+            "set rollout.engine to one, or this to null",
         )
     if temperature != 1 and ANY_TEMPERATURE not in row.capabilities:
         raise ConfigError(
