@@ -262,10 +262,10 @@ def test_the_rows_of_a_suite_are_those_of_any_model(tmp_path: Path) -> None:
         (("suites={x: gsm9k}",), "suite: no 'gsm9k'; known: addition, aime_2024, gsm8k"),
         (("suites={x: ./absent.yaml}",), "suite: ./absent.yaml does not exist"),
         (("suites={sft: addition}",), "suites.sft: that is the name of a stage's evaluation"),
-        (("suites={rl_round_7: addition}",), "suites.rl_round_7: the evaluation of a stage"),
+        (("suites={rl_round_7: addition}",), "suites.rl_round_7: that is the name"),
         (("suites={final: addition}",), "suites.final: that is the name of a stage's evaluation"),
-        (("suites={preference_2: addition}",), "suites.preference_2: the evaluation of a"),
-        (("suites={a: addition, a_against: addition}",), "suites.a_against: the evaluation"),
+        (("suites={preference_2: addition}",), "suites.preference_2: that is the name"),
+        (("suites={a: addition, a_against: addition}",), "suites.a_against: that is the name"),
         (("suites={Big: addition}",), "suites.Big"),
         (
             ("suites={x: {data: {arithmetic: {}, on_overlong: drop}}}",),

@@ -22,7 +22,7 @@ def test_of_two_collectors_one_is_refused(store: Store) -> None:
     store.later(40)
     first, second = store.open(), store.open()
     with first.inventory.exclusively():
-        with pytest.raises(StoreError, match="another one collects"):
+        with pytest.raises(StoreError, match="another garbage collection"):
             store.collect(second)
         with pytest.raises(NotExclusiveError, match="no collector runs"):
             second.runs.forget(fp("a run"))
@@ -178,7 +178,7 @@ def test_a_collector_without_a_beat_stops(store: Store, monkeypatch: pytest.Monk
                 storage.inventory.take("stages/none", lambda _: False)
         with monkeypatch.context() as patched:
             patched.setattr(inventory, "MAX_HOLD_S", -1.0)
-            with pytest.raises(NotExclusiveError, match="others wait"):
+            with pytest.raises(NotExclusiveError, match="has blocked others"):
                 storage.inventory.take("stages/none", lambda _: False)
         assert storage.inventory.take("stages/none", lambda _: False)
 
@@ -189,5 +189,5 @@ def test_a_killed_collector_of_this_machine_keeps_nobody(store: Store) -> None:
     store.objects.put("collecting/0", f"{here}.999999.1 x".encode())
     assert not store.open()._collecting.wait_until_over()
     store.objects.put("collecting/1", f"{gone} x".encode())
-    with pytest.raises(StoreError, match="another one collects"):
+    with pytest.raises(StoreError, match="another garbage collection"):
         store.collect()

@@ -179,7 +179,7 @@ def test_a_service_that_ignores_conditions_is_refused_before_anything_is_held(
     assert objects.listed("") == []
     proxy.heal()
     assert objects.create("entry", b"mine")
-    assert open_storage(uri).probe().startswith(f"{uri} at {proxy.address}: of two who create")
+    assert open_storage(uri).probe().startswith(f"{uri} at {proxy.address}: of two creates")
 
 
 @pytest.mark.parametrize("num_shown", [0, 1])
