@@ -294,7 +294,7 @@ def check_aborted(
     if num_aborted > max_aborted_frac * len(reasons):
         raise RolloutError(
             f"rollout.timeout_s: got {timeout_s:g}; {num_aborted} of {len(reasons)} samples were "
-            f"unfinished by then, more than rl.max_aborted_frac = {max_aborted_frac:g}, and those "
-            "that are left are the short ones; need time for all of them; raise it, or lower "
+            f"unfinished by then, more than rl.max_aborted_frac = {max_aborted_frac:g}, and the "
+            "remaining ones are the short ones; need time for all of them; raise it, or lower "
             "rl.sampling.max_new_tokens"
         )

@@ -99,7 +99,9 @@ def plain_engine(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_engines_that_cannot_say_what_a_teacher_is_asked_are_refused_by_name(
     plain_engine: str,
 ) -> None:
-    with pytest.raises(ConfigError, match="rollout.engine plain, which cannot return logprobs") as found:
+    with pytest.raises(
+        ConfigError, match="rollout.engine plain, which cannot return logprobs"
+    ) as found:
         check_served_teacher(rl_with({"served": {}}), RolloutConfig(engine=plain_engine), 64)
     assert found.value.path == "rl.distillation.served"
     assert "need sglang or transformers or vllm; set rollout.engine to one" in str(found.value)
