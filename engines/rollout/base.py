@@ -92,7 +92,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def update_weights(self, source: WeightSource, version: int) -> WeightDigest:
-        """Load new weights by Hugging Face name; return a receipt of what the engine now holds.
+        """Load new weights by Hugging Face name; return the digest of what the engine now holds.
 
         The caller must have drained, paused or aborted requests in flight. The source yields every
         parameter and persistent buffer in the dtype in which it is held. The engine holds at most

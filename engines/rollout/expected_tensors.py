@@ -1,4 +1,4 @@
-"""Checks the tensors of a weight update before they reach a rollout model, and their receipt.
+"""Checks the tensors of a weight update before they reach a rollout model, and their digest.
 
 Promises: every tensor comes once, under a known name, with the shape and dtype in which it is held.
 """
@@ -49,7 +49,7 @@ class ExpectedTensors:
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> WeightDigest:
-    """Return the receipt of tensors that are held under their names."""
+    """Return the digest of tensors that are held under their names."""
     return WeightDigest(
         digest=combine((name, tensor_checksum(tensor)) for name, tensor in tensors.items()),
         num_tensors=len(tensors),

@@ -1,6 +1,6 @@
 """Sends the trainer's weights to the replicas, and verifies that the replicas serve them.
 
-Promises: a replica serves only after its receipt equals the sender's, it confirmed (version,
+Promises: a replica serves only after its weight digest equals the sender's, it confirmed (version,
 digest), and the probe's prompt, which it may have cached before the update, gets the trainer's
 logprobs. The loss of a replica does not stop the others. A late replica gets the same weights,
 checked by the sender's digest.
@@ -150,20 +150,20 @@ class Publisher:
         if not bare:
             return True
         sent = self._ship(
-            _Transfer(bare, publication.version), publication.weights, self._frozen.receipt
+            _Transfer(bare, publication.version), publication.weights, self._frozen.digest
         )
         if sent is not None:
-            self._frozen.receipt = sent
+            self._frozen.digest = sent
             self._frozen.held_by |= {slot.place: slot.engine for slot in bare}
         return sent is not None
 
     def _ship(
-        self, transfer: "_Transfer", passage: WeightRoute, expected: WeightDigest | None
+        self, transfer: "_Transfer", route: WeightRoute, expected: WeightDigest | None
     ) -> WeightDigest | None:
-        """Transfer to all slots, compare receipts; return what was sent, None if one was lost."""
-        transport = passage.new_transport([slot.engine.num_workers for slot in transfer.slots])
+        """Transfer to all slots, compare digests; return what was sent, None if one was lost."""
+        transport = route.new_transport([slot.engine.num_workers for slot in transfer.slots])
         try:
-            sent = self._transfer(transfer, transport, passage.send)
+            sent = self._transfer(transfer, transport, route.send)
         finally:
             transport.stop()
         if lost := transfer.lost():
@@ -288,9 +288,9 @@ class Publisher:
 
 @dataclass
 class _FrozenWeights:
-    """Base weights of an adapter: their receipt, and the engines that hold them by place."""
+    """Base weights of an adapter: their digest, and the engines that hold them by place."""
 
-    receipt: WeightDigest | None = None
+    digest: WeightDigest | None = None
     held_by: dict[int, RolloutEngine] = field(default_factory=dict)
 
 
@@ -302,7 +302,7 @@ class _Transfer:
     ) -> None:
         self.slots, self.version, self._is_adapter = slots, version, is_adapter
         self.outcomes: dict[int, WeightDigest | PipelineError] = {}
-        """Receipt or error by place; a ReplicaLostError for a replica without an answer."""
+        """Digest or error by place; a ReplicaLostError for a replica without an answer."""
 
     async def run(self, transport: Delivery) -> None:
         """Load the tensors into all replicas; the first failure stops the sender."""

@@ -216,9 +216,9 @@ def open_run(
 
     `force` and `adopt` are those of `flows.plan.plan_run`.
     """
-    surroundings = RUN_CONTEXT.get() or RunContext()
-    cluster = surroundings.cluster or LazyCluster(recipe.home)
-    run = PipelineRun(recipe, force, adopt, cluster, surroundings.observer)
+    context = RUN_CONTEXT.get() or RunContext()
+    cluster = context.cluster or LazyCluster(recipe.home)
+    run = PipelineRun(recipe, force, adopt, cluster, context.observer)
     stopped: frozenset[str] = frozenset()
     try:
         yield run

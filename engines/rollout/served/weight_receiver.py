@@ -169,7 +169,7 @@ def carry_out(order: str, load: Callable[[NamedTensors], None], worker: int = 0)
 
 
 def agreed(replies: Sequence[str]) -> WeightDigest:
-    """Return the receipt that all processes agree on; an error of one fails the update."""
+    """Return the digest that all processes agree on; an error of one fails the update."""
     receipts: set[WeightDigest] = set()
     for reply in map(json.loads, replies):
         if "error" in reply:

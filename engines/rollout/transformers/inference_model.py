@@ -249,7 +249,7 @@ class InferenceModel:
         return found
 
     def load(self, tensors: Iterator[tuple[str, Tensor]]) -> WeightDigest:
-        """Overwrite every parameter and persistent buffer; return a receipt of what memory holds.
+        """Overwrite every parameter and persistent buffer; return the digest of what memory holds.
 
         Raises:
             WeightSyncError: a name is unknown, missing or repeated; a shape or dtype differs.
