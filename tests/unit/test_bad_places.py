@@ -11,7 +11,6 @@ import shutil
 from collections import namedtuple
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -197,15 +196,13 @@ def test_bad_input_row_44_a_database_of_runs_on_a_network_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert machine.file_system_of(Path("/proc/self")) == "proc"
-    proc = tmp_path / "proc"
-    (proc / "self").mkdir(parents=True)
-    (proc / "filesystems").write_text("\text4\n")
-    (proc / "self/mounts").write_text(
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
         "/dev/a / ext4 rw 0 0\n"
         f"server:/x {tmp_path}/with\\040blank nfs4 rw 0 0\n"
         f"tmpfs {tmp_path}/with\\040blank/fast tmpfs rw 0 0\n"
     )
-    monkeypatch.setattr(psutil, "PROCFS_PATH", str(proc))
+    monkeypatch.setattr(machine, "MOUNTS", mounts)
     shared = f"sqlite:///{tmp_path}/with blank/mlflow.db"
     with pytest.raises(ConfigError) as refused:
         check_tracking_database(shared)
