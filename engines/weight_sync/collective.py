@@ -200,7 +200,7 @@ class _BucketSender:
         self._rendezvous, self._device = rendezvous, _device(rendezvous.source)
         self._number = 0
         self._memory = _memory(0, self._device)
-        self.thread = CollectiveThread[tuple[Tensor, int], Tensor](rendezvous, self._broadcast)
+        self.thread = CollectiveThread[Bucket, Tensor](rendezvous, self._broadcast)
 
     def open_bucket(self, num_bytes: int) -> Tensor:
         """Return memory of the first free bucket."""
@@ -211,10 +211,9 @@ class _BucketSender:
         return self._memory
 
     def publish(self, entries: Sequence[Entry]) -> None:
-        """Describe and send the bucket that was opened last."""
+        """Send the bucket that was opened last."""
         settle(self._memory)  # the thread uses another stream
-        self._say(entries)
-        self.thread.put((self._memory, entries[-1].end_bytes))
+        self.thread.put((list(entries), self._memory))
 
     def finish(self) -> None:
         """Wait until all was sent, and announce the end."""
@@ -230,13 +229,17 @@ class _BucketSender:
         what = "the rollout engines to read on"
         return self.thread.get(what, self._rendezvous.source.timeout_s)
 
-    def _broadcast(self, filled: Iterator[tuple[Tensor, int]]) -> Iterator[Tensor]:
-        """Yield empty buckets, then each bucket once it was sent; runs in the thread."""
+    def _broadcast(self, filled: Iterator[Bucket]) -> Iterator[Tensor]:
+        """Yield empty buckets, then each bucket once it was sent; runs in the thread.
+
+        A bucket is announced right before its broadcast: no reader waits for one that never comes.
+        """
         for _ in range(NUM_BUCKETS):
             yield _memory(0, self._device)
         group = _group(self._rendezvous, 0)
-        for memory, num_bytes in filled:
-            group.broadcast(memory[:num_bytes])
+        for entries, memory in filled:
+            self._say(entries)
+            group.broadcast(memory[: entries[-1].end_bytes])
             yield memory
 
 

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, astuple, dataclass, replace
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -55,7 +56,7 @@ class ShardedSource(RendezvousSource):
             num_bytes = 0
             with ExitStack() as channels:
                 arriving = {
-                    sender: channels.enter_context(receiving(rendezvous.channel(sender)))
+                    sender: _begun(channels.enter_context(receiving(rendezvous.channel(sender))))
                     for sender in plan.senders
                 }
                 for each in plan.rounds:
@@ -152,9 +153,8 @@ class _CastShards(Iterator[WeightShard]):
                     raise WeightSyncError(f"rank {rank()} planned to send {place}, has {found}")
                 packer.add(place.name, shard.values, self.checksums[_key(place)])
             packer.flush()
-        for (
-            _
-        ) in self:  # before readers are awaited: other ranks may read their shards with this one
+        # Before readers are awaited: other ranks may read their shards together with this one.
+        for _ in self:
             pass
 
 
@@ -170,6 +170,16 @@ def _assemble(
                 weights[place.name] = torch.empty(place.whole, dtype=part.dtype, device=part.device)
             weights[place.name][place.slices] = part
     return weights
+
+
+def _begun(parts: Iterator[tuple[Entry, Tensor]]) -> Iterator[tuple[Entry, Tensor]]:
+    """Wait for the first part: process groups are made one after another.
+
+    Two threads that make theirs at once wait for each other, in two processes in opposite order:
+    a store's client does one call at a time, and a call waits for other processes.
+    """
+    first = next(parts, None)
+    return parts if first is None else chain((first,), parts)
 
 
 def _next_part(sender: int, parts: Iterator[tuple[Entry, Tensor]], place: WeightPlace) -> Tensor:
