@@ -48,7 +48,9 @@ def _enter(stack: ExitStack) -> None:
     stack.enter_context(_CudaOnHost())
     stack.enter_context(_replaced(torch.cuda, _cuda_replacements()))
     stack.enter_context(_replaced(torch.cuda.random, _GENERATOR))
-    stack.enter_context(_replaced(torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing}))
+    stack.enter_context(
+        _replaced(torch.cuda.nvtx, {"range_push": _nothing(), "range_pop": _nothing()})
+    )
     stack.enter_context(_replaced(torch, {"compile": _uncompiled}))
     with warnings.catch_warnings():
         # Megatron-Core warns about every optional CUDA library that is absent.
@@ -137,8 +139,9 @@ class _Idle:
     record = wait = synchronize = wait_event = wait_stream = _wait
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
+def _nothing() -> Callable[..., None]:
+    """Return a function that does nothing: one for each name, because dynamo refuses duplicates."""
+    return lambda *args, **kwargs: None
 
 
 def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -172,14 +175,14 @@ def _cuda_replacements() -> Mapping[str, Any]:
         "manual_seed": torch.manual_seed,
         "current_device": lambda: _CPU,
         "device_count": lambda: 1,
-        "set_device": _nothing,
+        "set_device": _nothing(),
         "device": _Idle,
         "Stream": _Idle,
         "Event": _Idle,
         "stream": lambda stream: idle,
         "current_stream": lambda *args: idle,
         "default_stream": lambda *args: idle,
-        "synchronize": _nothing,
-        "empty_cache": _nothing,
+        "synchronize": _nothing(),
+        "empty_cache": _nothing(),
         **dict.fromkeys(_MEMORY, lambda *args, **kwargs: 0),
     }

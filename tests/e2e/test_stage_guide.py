@@ -155,7 +155,7 @@ def add_a_trainer(project: Project) -> None:
     ]:
         project.in_guide("add-a-trainer.md", file)
         project.write(file, code)
-    file, above = "flows/stage_order.py", "reference = _newest(policies)  # of all rounds"
+    file, above = "flows/stage_order.py", "reference = _newest(policies)"
     project.in_guide("add-a-trainer.md", file, above)
     project.add(file, lines, above)
 
