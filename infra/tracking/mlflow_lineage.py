@@ -1,20 +1,15 @@
-"""Inputs and outputs of stages as MLflow's logged models and datasets.
+"""Artifacts in MLflow: logged models, datasets, and versions of the model registry.
 
-Promises: a policy or model is one logged model of an experiment, identified by its digest and
-linked to every run that made or read it. Any other artifact is one dataset per digest: an input of
-the runs that read it and, with the context `output`, of the run that made it. The manifest is
-logged with the run and the logged model. Every call can be repeated.
-Does not promise: to upload the files; the dataset's source and the tag `rlhf.uri` give their
-location. Two machines that log one digest at the same moment may create two logged models.
+A policy or model is one logged model of an experiment, identified by its digest and linked to every
+run that made or read it. Any other artifact is one dataset per digest: an input of the runs that
+read it and, with the context `output`, of the run that made it. A registered model has one version
+per digest, to which the alias points; its files lie with the run in MLflow's model layout.
 
-Models of promotion gates as versions in MLflow's model registry.
-
-Promises: one version per digest, however often a model is registered, and the alias points to it;
-`mlflow.transformers.load_model("models:/NAME@champion")` and `mlflow.pyfunc` load it, with a server
-also on other machines. The run holds the files in MLflow's model layout. An embedded tracker
-hard-links the store's files where possible.
-Does not promise: to upload weights above `MAX_UPLOAD_BYTES` to a server; then only `MLmodel` and
-the manifest are uploaded, and the tag `rlhf.uri` gives the location of the weights.
+Promises: every call can be repeated. The manifest is logged with the run and the logged model.
+`mlflow.transformers.load_model("models:/NAME@champion")` and `mlflow.pyfunc` load a version, with a
+server also on other machines; an embedded tracker hard-links the store's files where possible.
+Does not promise: to upload datasets, or weights above `MAX_UPLOAD_BYTES`; the tag `rlhf.uri` gives
+their location. Two machines that log one digest at the same moment may create two logged models.
 """
 
 import json
