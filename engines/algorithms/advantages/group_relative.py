@@ -1,14 +1,10 @@
-"""Advantages relative to the other samples of the same prompt.
+"""Advantages relative to the other samples of the same prompt, and answers selected to imitate.
 
 Promises: one value per sample, on each of its trained tokens. Groups are independent, except where
 a function says that it uses the whole step. A group of equal scores or of one sample gives exactly
-0, not the rounding error of its mean.
+0, not the rounding error of its mean. A selection depends only on the prompt's own answers, not on
+their order: answers without trained tokens are never kept, equal answers once, perhaps none.
 Letters: B samples, P groups, R components of a score.
-
-Estimators that select answers to imitate; the others are not trained on.
-
-Promises: the selection depends only on the prompt's own answers, not on their order. Answers
-without trained tokens are never kept, equal answers once. A step may keep nothing.
 """
 
 from collections import defaultdict
