@@ -89,7 +89,7 @@ def test_nothing_is_sent_while_held_back_nor_what_was_cancelled_then() -> None:
 
 @pytest.mark.parametrize(
     ("last", "message"),
-    [([RolloutError("refused")], "refused"), ([], "nothing of the end of 2 samples")],
+    [([RolloutError("refused")], "refused"), ([], "2 or more samples")],
 )
 def test_what_has_no_end_fails_and_what_has_one_does_not(
     last: list[Exception], message: str
