@@ -8,9 +8,9 @@ goes on from a step checkpoint; the first weights on their way to vLLM in a proc
 recipe from the command line to its first job. Both commits run in checkouts of their own, with this
 Python. `sync` needs the job environment of vLLM (`make env-vllm`).
 
-Printed are distinct files, functions and executed lines; distinct returns from a function to
-another file; and climbs: how often a recipe is given to a directory that had it before and gave it
-to another one.
+Printed are distinct files, functions with a name and executed lines; distinct returns from a
+function to another file; and climbs: how often a recipe is given to a directory that had it before
+and gave it to another one.
 """
 
 import argparse
@@ -135,7 +135,7 @@ class Reading:
             seen.add(room)
         lines = {tuple(line) for window in windows for line in window["lines"]}
         return Reading(
-            len({file for file, _ in functions}),
+            len({file for file, _ in lines}),
             len(functions),
             len(lines),
             len({tuple(each) for window in windows for each in window["returns"]}),

@@ -47,8 +47,10 @@ class Window:
             self.write()
 
     def note_call(self, frame: FrameType, file: str) -> None:
-        """Note a call of the project's own code."""
+        """Note a call of the project's own code; a comprehension is part of its function."""
         code = frame.f_code
+        if code.co_name.startswith("<"):
+            return
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         names = names[names[:1] == ("self",) :]  # a property of the recipe is no place it goes to
         self.functions.add((file, code.co_firstlineno))
@@ -115,7 +117,7 @@ class Tracer:
             window.lines.add((file, frame.f_lineno))
             if event == "return":
                 caller = self._own_caller(frame)
-                if caller and caller != file:
+                if caller and caller != file and not frame.f_code.co_name.startswith("<"):
                     window.returns.add((f"{file}:{frame.f_code.co_firstlineno}", caller))
                 if frame is window.opened_by and not window.until:
                     window.write()
