@@ -95,7 +95,7 @@ ON_VLLM = (
 class TracedRun:
     """A run of the recipe, one of several of a home, and the questions that it answers.
 
-    `fault` ends each job of the run where it is about to publish, so the run fails.
+    `fault` ends a job of the run at a point of `infra.faults`, so the run fails.
     """
 
     home: str
@@ -107,7 +107,7 @@ class TracedRun:
 RUNS = (
     TracedRun("plain", ("step", "followed", "recipe")),
     TracedRun("plain", ("reused",)),
-    TracedRun("plain", (), LONGER_ROUND, "storage.before_publish=kill"),
+    TracedRun("plain", (), LONGER_ROUND, "journal.before_write=kill@5"),
     TracedRun("plain", ("resumed",), LONGER_ROUND),
     TracedRun("vllm", ("sync",), ON_VLLM),
 )
