@@ -23,8 +23,8 @@ from hardware.base import PlatformBase
 from hardware.detection import detect
 from infra.host.ports import pick_ports
 
-TIMEOUT_S = 60.0
-"""Of a collective."""
+TIMEOUT_S = 240.0
+"""Of a collective, and of a wait for the other ranks; a busy machine runs one of them late."""
 _LOG_CHARS = 4000
 Work = TypeVar("Work")
 
