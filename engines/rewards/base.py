@@ -22,6 +22,7 @@ import hashlib
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -98,26 +99,32 @@ class Unscored:
     reason: str
 
 
+def is_correct(score: Score) -> bool:
+    """Return True if a score counts as a right answer.
+
+    The verdict `acc` decides if there is one; else a score of at least 1, which every shipped
+    reward gives only to a right answer.
+    """
+    return score.extras["acc"] >= 0.5 if "acc" in score.extras else score.value >= 1.0
+
+
 class Judging(Protocol):
     """Judges the requests of one batch as they come, until `results` or `close`; for one thread."""
 
     def add(self, request: ScoreRequest) -> int:
         """Submit a request; return its number in the batch: 0, 1, ..."""
-        ...
 
     def results(self) -> list[Score | Unscored]:
         """Wait for all results, end the batch, and return one result per request, by number."""
-        ...
 
     def close(self) -> None:
         """Drop what is not judged; callable repeatedly, and after `results`."""
-        ...
 
 
 def interpret(returned: object) -> Score | Unscored:
     """Convert a reward function's return value: a number (also bool, array scalar) or a mapping."""
     extras: dict[str, float] = {}
-    answer: str | None = None
+    answer = None
     if isinstance(returned, Mapping):
         if "score" not in returned:
             return Unscored("returned a mapping without 'score'")
@@ -125,7 +132,7 @@ def interpret(returned: object) -> Score | Unscored:
             number = None if name in ("score", ANSWER) else _number(value)
             if number is not None and math.isfinite(number):
                 extras[str(name)] = number
-        answer = _answer(returned)
+        answer = _answer(returned[ANSWER]) if ANSWER in returned else None
         returned = returned["score"]
     number = _number(returned)
     if number is None:
@@ -142,19 +149,15 @@ def describe(error: BaseException) -> str:
     return f"raised {type(error).__name__}: {text}" if text else f"raised {type(error).__name__}"
 
 
-def _answer(returned: Mapping[Any, object]) -> str | None:
+def _answer(value: object) -> str | None:
     """Return the text of `pred`, or its digest if long; None if it has another type."""
-    if ANSWER not in returned:
-        return None
-    value = returned[ANSWER]
     if value is None:
         return ""
-    number = None if isinstance(value, str) else _number(value)
-    if not isinstance(value, str) and number is None:
-        return None
-    text = value if isinstance(value, str) else f"{number:.17g}"
+    if not isinstance(value, str):
+        number = _number(value)
+        return None if number is None else f"{number:.17g}"
     # A lone surrogate is valid in a str, but cannot be written to a file.
-    text = text.encode("utf-8", "replace").decode("utf-8").strip()
+    text = value.encode("utf-8", "replace").decode("utf-8").strip()
     if len(text) <= _MAX_ANSWER_CHARACTERS:
         return text
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
@@ -163,10 +166,8 @@ def _answer(returned: Mapping[Any, object]) -> str | None:
 def _number(value: object) -> float | None:
     if not isinstance(value, bool | int | float) and hasattr(value, "item"):
         # A numpy or torch scalar; an array of more than one element is no number.
-        try:
+        with suppress(TypeError, ValueError, RuntimeError):
             value = value.item()  # pyright: ignore[reportAttributeAccessIssue]
-        except (TypeError, ValueError, RuntimeError):
-            return None
     if not isinstance(value, bool | int | float):
         return None
     try:

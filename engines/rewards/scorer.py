@@ -21,11 +21,11 @@ import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 from engines.config.algorithm import RewardConfig
 from engines.errors import RewardError
 from engines.rewards.base import (
-    ComputeScore,
     Form,
     Judging,
     Score,
@@ -57,19 +57,18 @@ class RewardScorer(AbstractContextManager["RewardScorer"]):
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        reward = resolve(config)
-        function, self._kwargs = reward.function, reward.kwargs
         self._cache = ScoreCache(config.cache_size) if config.cache_size else None
-        self._function: ComputeScore | None = None
-        self._form: Form = "text"
+        reward = resolve(config)
+        row = reward.function
         self._pool: ScoringPool | None = None
-        if function.in_process:
-            self._function = load(function.target)
-            self._form = form_of(self._function)
+        if row.in_process:
+            function = load(row.target)
+            self._form: Form = form_of(function)
+            self._judge = partial(judge, function, self._form, kwargs=reward.kwargs)
         else:
             setup = WorkerSetup(
-                function.target, self._kwargs, config.timeout_s,
-                function.memory_limit_bytes, config.environment,
+                row.target, reward.kwargs, config.timeout_s,
+                row.memory_limit_bytes, config.environment,
             )  # fmt: skip
             num_workers = config.num_workers or min(len(os.sched_getaffinity(0)), 16)
             self._pool = ScoringPool(setup, num_workers, config.num_workers or 1)
@@ -83,28 +82,17 @@ class RewardScorer(AbstractContextManager["RewardScorer"]):
 
     def batch(self) -> "ScoringBatch":
         """Begin a step whose samples come one by one; RewardError if another one has not ended."""
-        # Fixed for the batch: otherwise equal samples could get different cache keys.
-        form = self._form if self._pool is None else self._pool.form
         judging: Judging
-        judging = JudgingHere(self._score_here) if self._pool is None else self._pool.batch()
+        judging = self._pool.batch() if self._pool else JudgingHere(self._judge)
         if self._cache is not None:
+            # Fixed for the batch: otherwise equal samples could get different cache keys.
+            form = self._pool.form if self._pool else self._form
             judging = CachedJudging(self._cache, form, judging)
         return ScoringBatch(judging, self._config.max_unscored_frac)
 
-    def close(self) -> None:
-        """End the scoring processes; callable repeatedly."""
+    def __exit__(self, *exception: object) -> None:
         if self._pool is not None:
             self._pool.close()
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _score_here(self, sample: ScoreRequest) -> Score | Unscored:
-        assert self._function is not None  # noqa: S101 - no pool means a function
-        try:
-            return judge(self._function, self._form, sample, self._kwargs)
-        except Exception as error:  # noqa: BLE001 - boundary to a plugin: one sample, reported
-            return Unscored(describe(error))
 
 
 class ScoreCache:
@@ -167,7 +155,7 @@ class CachedJudging:
 
 
 class JudgingHere:
-    """Judges each request in this process when it is added."""
+    """Judges each request in this process when it is added; an exception leaves it unscored."""
 
     def __init__(self, judge: Callable[[ScoreRequest], Score | Unscored]) -> None:
         self._judge = judge
@@ -175,7 +163,10 @@ class JudgingHere:
 
     def add(self, request: ScoreRequest) -> int:
         """See `Judging`."""
-        self._results.append(self._judge(request))
+        try:
+            self._results.append(self._judge(request))
+        except Exception as error:  # noqa: BLE001 - boundary to a plugin: one sample, reported
+            self._results.append(Unscored(describe(error)))
         return len(self._results) - 1
 
     def results(self) -> list[Score | Unscored]:
@@ -212,12 +203,9 @@ class ScoringBatch(AbstractContextManager["ScoringBatch"]):
         check_unscored(results, self._max_unscored_frac)
         return results
 
-    def close(self) -> None:
-        """End the batch; also the processes, unless all is judged. Callable repeatedly."""
-        self._judging.close()
-
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        """End the batch; also the processes, unless all is judged."""
+        self._judging.close()
 
 
 def check_unscored(results: Sequence[Score | Unscored], max_unscored_frac: float) -> None:
@@ -330,7 +318,7 @@ class PoolBatch:
         self._num_added = 0
         self._thread: threading.Thread | None = None
         self._stopped = False
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         self.waiting: deque[tuple[int, ScoreRequest]] = deque()
         self.found: dict[int, Score | Unscored] = {}
 
@@ -343,15 +331,14 @@ class PoolBatch:
         self._raise_error()
         if self._pool._open is not self:
             raise RewardError("the batch has ended")
-        number = self._num_added
+        self.waiting.append((self._num_added, request))
         self._num_added += 1
-        self.waiting.append((number, request))
         if self._thread is None:
             # A daemon thread, so that a batch that is never ended does not keep the process alive.
             self._thread = threading.Thread(target=self._work, name="scoring", daemon=True)
             self._thread.start()
         os.eventfd_write(self._pool._wake, 1)
-        return number
+        return self._num_added - 1
 
     def results(self) -> list[Score | Unscored]:
         """Wait for all results, end the batch, and return them by number; raises as `add`."""
@@ -362,10 +349,8 @@ class PoolBatch:
             self._raise_error()
             while len(self.found) < self._num_added:
                 self._pool._turn(self)
-        except BaseException:
+        finally:
             self.close()
-            raise
-        self._pool._open = None
         return [self.found[number] for number in range(self._num_added)]
 
     def close(self) -> None:
@@ -383,7 +368,7 @@ class PoolBatch:
         try:
             while not self._stopped:
                 self._pool._turn(self)
-        except BaseException as error:  # noqa: BLE001 - thread boundary: raised in the caller's
+        except (RewardError, OSError, TypeError, ValueError) as error:  # raised in the caller's
             self._error = error
 
     def _raise_error(self) -> None:

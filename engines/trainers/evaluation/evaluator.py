@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from engines.config.sections import EvaluationConfig
 from engines.data.read.chat import prompt_text
 from engines.data.read.examples import RLPrompt
-from engines.rewards.base import Score
+from engines.rewards.base import Score, is_correct
 from engines.trainers.evaluation.accuracy import (
     SampledAnswer,
     sampled_metrics,
@@ -28,7 +28,7 @@ from engines.trainers.evaluation.accuracy import (
 )
 from engines.trainers.evaluation.documents import write_summary
 from engines.trainers.prompts import sample_seeds, sampling_params
-from engines.trainers.scoring import CompletionScorer, is_correct
+from engines.trainers.scoring import CompletionScorer
 from engines.types import Completion, RolloutRequest
 from engines.vision.processor import PromptImages
 
