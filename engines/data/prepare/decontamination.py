@@ -222,10 +222,6 @@ class LeakReport:
         values = {"schema": _SCHEMA_VERSION, **asdict(self)}
         return json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
-    def rows_of(self, split: str) -> list[int]:
-        """Return the rows of a training split that share words."""
-        return [leak.row for leak in self.leaks if leak.split == split]
-
 
 def find_leaks(
     training: Mapping[str, Rows],
