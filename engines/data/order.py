@@ -13,12 +13,13 @@ Does not promise: that the sources of a mixture end together; a small one with a
 repeats.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
 from math import gcd, lcm
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,16 +30,26 @@ MAX_PERIOD = 2**20
 """Limit of the period, in rows, of the order of sources; it takes a second or two to compute."""
 
 
-class Order(Protocol):
-    """A seeded, endless visiting order over rows; every implementation is a pure function."""
+@dataclass(frozen=True, kw_only=True)
+class Order(ABC):
+    """A seeded, endless visiting order over rows; a pure function of the fields and the step."""
+
+    batch_size: int
+    seed: int
 
     def batch(self, step: int) -> list[int]:
-        """Return the row indices of a 0-based step."""
-        ...
+        """Return the `batch_size` row indices of a 0-based step, in visiting order."""
+        if step < 0:
+            raise ValueError(f"step: got {step}; need >= 0")
+        return self.rows(step).tolist()
 
+    @abstractmethod
+    def rows(self, step: int) -> np.ndarray:
+        """Return the row indices of a step, (batch_size,) int64."""
+
+    @abstractmethod
     def epoch(self, step: int) -> float:
         """Return the passes over the rows finished before a step, with their fraction."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -128,25 +139,22 @@ def _difficulty(row: VisitedRow, place: int, config: OrderConfig, path: str) -> 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumableOrder:
-    """A seeded, endless visiting order over `num_rows` rows.
+class ResumableOrder(Order):
+    """Visits `num_rows` rows in one permutation after the other.
 
     With `difficulty`, which has one finite number per row, every epoch goes from easy rows to
     difficult ones, equal ones in seeded order.
     """
 
     num_rows: int
-    batch_size: int
-    seed: int
     difficulty: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         _check_order(self.num_rows, self.batch_size, self.seed, self.difficulty or ())
 
-    def batch(self, step: int) -> list[int]:
-        """Return the `batch_size` row indices of a 0-based step, in visiting order."""
-        _check_step(step)
-        return self._visits(step * self.batch_size, self.batch_size).tolist()
+    def rows(self, step: int) -> np.ndarray:
+        """Return the row indices of a step."""
+        return self._visits(step * self.batch_size, self.batch_size)
 
     def epoch(self, step: int) -> float:
         """Return the epochs finished before a step, with their fraction."""
@@ -154,21 +162,18 @@ class ResumableOrder:
 
     @cached_property
     def _visits(self) -> "Visits":
-        shuffled = partial(permutation, self.num_rows, self.seed)
+        return Visits(self.num_rows, self._epoch_rows)
+
+    def _epoch_rows(self, epoch: int) -> np.ndarray:
+        rows = permutation(self.num_rows, self.seed, epoch)
         if self.difficulty is None:
-            return Visits(self.num_rows, shuffled)
-        difficulty = np.asarray(self.difficulty)
-
-        def epoch_rows(epoch: int) -> np.ndarray:
-            rows = shuffled(epoch)
-            return rows[np.argsort(difficulty[rows], kind="stable")]
-
-        return Visits(self.num_rows, epoch_rows)
+            return rows
+        return rows[np.argsort(np.asarray(self.difficulty)[rows], kind="stable")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixedOrder:
-    """A seeded, endless visiting order over the rows of several sources, the `groups`.
+class MixedOrder(Order):
+    """Visits the rows of several sources, the `groups`.
 
     `weights` count as exact decimals, with a period of at most `MAX_PERIOD` rows. The numbers of
     rows as weights give shares by size.
@@ -176,27 +181,19 @@ class MixedOrder:
 
     groups: tuple[tuple[int, ...], ...]
     weights: tuple[float, ...]
-    batch_size: int
-    seed: int
 
     def __post_init__(self) -> None:
-        num_rows = [len(group) for group in self.groups]
-        if min(num_rows, default=0) < 1 or self.batch_size < 1 or self.seed < 0:
-            raise ValueError(
-                "need num_rows >= 1, batch_size >= 1, seed >= 0; got "
-                f"{num_rows}, {self.batch_size}, {self.seed}"
-            )
-        if len(self.weights) != len(num_rows):
-            raise ValueError(f"weights: got {len(self.weights)}; need {len(num_rows)}")
+        _check_order(min(map(len, self.groups), default=0), self.batch_size, self.seed)
+        if len(self.weights) != len(self.groups):
+            raise ValueError(f"weights: got {len(self.weights)}; need {len(self.groups)}")
         if sum(self._parts) > MAX_PERIOD:
             raise ValueError(
                 f"weights: got {self.weights}, which repeat after {sum(self._parts)} rows; need at "
                 f"most {MAX_PERIOD}; round them"
             )
 
-    def batch(self, step: int) -> list[int]:
-        """Return the `batch_size` row indices of a 0-based step."""
-        _check_step(step)
+    def rows(self, step: int) -> np.ndarray:
+        """Return the row indices of a step."""
         visited = self.visited(step)
         pattern = source_pattern(self._parts)
         start = step * self.batch_size % len(pattern)
@@ -205,7 +202,7 @@ class MixedOrder:
         for source, (group, visits) in enumerate(self._sources):
             places = np.flatnonzero(sources == source)
             rows[places] = group[visits(visited[source], len(places))]
-        return rows.tolist()
+        return rows
 
     def visited(self, step: int) -> tuple[int, ...]:
         """Return how many rows each source gave before a step, repetitions counted."""
@@ -243,7 +240,7 @@ class Band:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BandedOrder:
+class BandedOrder(Order):
     """Visits the rows of all open bands in seeded order.
 
     The bands rise in both fields. The first opens at step 0 and has a row; the last includes the
@@ -252,8 +249,6 @@ class BandedOrder:
 
     difficulty: tuple[float, ...]
     bands: tuple[Band, ...]
-    batch_size: int
-    seed: int
 
     def __post_init__(self) -> None:
         _check_order(len(self.difficulty), self.batch_size, self.seed, self.difficulty)
@@ -267,12 +262,11 @@ class BandedOrder:
                 f"the last; difficulty is {min(self.difficulty)} to {max(self.difficulty)}"
             )
 
-    def batch(self, step: int) -> list[int]:
-        """Return the `batch_size` row indices of a 0-based step, in visiting order."""
-        _check_step(step)
+    def rows(self, step: int) -> np.ndarray:
+        """Return the row indices of a step."""
         stage = max(number for number, band in enumerate(self.bands) if band.first_step <= step)
         rows, order = self._open_rows[stage]
-        return rows[order.batch(step - self.bands[stage].first_step)].tolist()
+        return rows[order.rows(step - self.bands[stage].first_step)]
 
     def epoch(self, step: int) -> float:
         """Return the passes over the open rows finished before a step, with their fraction."""
@@ -318,25 +312,21 @@ class Visits:
 
 def permutation(num_rows: int, seed: int, epoch: int = 0) -> np.ndarray:
     """Return a read-only (num_rows,) int64 permutation that depends only on the arguments."""
-    stream = np.random.PCG64(np.random.SeedSequence([seed, epoch]))
-    keys = stream.random_raw(num_rows)
+    keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_rows)
     order = np.argsort(keys, kind="stable")
     order.setflags(write=False)
     return order
 
 
-def _check_order(num_rows: int, batch_size: int, seed: int, difficulty: Sequence[float]) -> None:
+def _check_order(
+    num_rows: int, batch_size: int, seed: int, difficulty: Sequence[float] = ()
+) -> None:
     if num_rows < 1 or batch_size < 1 or seed < 0:
         raise ValueError(
             f"need num_rows >= 1, batch_size >= 1, seed >= 0; got {num_rows}, {batch_size}, {seed}"
         )
     if not np.isfinite(difficulty).all():
         raise ValueError("difficulty: got a value that is not finite; need a number for each row")
-
-
-def _check_step(step: int) -> None:
-    if step < 0:
-        raise ValueError(f"step: got {step}; need >= 0")
 
 
 def derived_seed(seed: int, part: int) -> int:

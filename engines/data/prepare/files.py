@@ -10,7 +10,7 @@ files are fetched, so others are not reported.
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -111,7 +111,15 @@ def _files_of_split(
         )
     chosen = _of_split(names, source.split, f"{field}.split", top)
     suffixes = {name: unpacked_suffix(Path(name)) for name in chosen}
-    _refuse_unreadable(chosen, suffixes, f"{field}.path")
+    unreadable = [name for name in chosen if suffixes[name] not in DATA_SUFFIXES]
+    if unreadable:  # the split would be incomplete
+        others = [name for name in chosen if name not in unreadable]
+        beside = f", which lies beside {some_of(others)}" if others else ""
+        raise ConfigError(
+            f"{field}.path",
+            f"cannot read {some_of(unreadable)}{beside}; need {', '.join(DATA_SUFFIXES)}, perhaps "
+            f"{PACKED_SUFFIX}; unpack, convert or remove it, or give one file as the path",
+        )
     tables = [name for name in chosen if suffixes[name] in SEPARATED_SUFFIXES]
     typed = [name for name in chosen if name not in tables]
     of_none = () if len(chosen) == len(names) else _of_no_split(names, source.split)
@@ -142,19 +150,6 @@ def _of_split(names: list[str], split: str, field: str, top: Path) -> list[str]:
 def _of_no_split(names: Iterable[str], split: str) -> list[str]:
     words = (*_SPLIT_WORDS, split)
     return [name for name in names if not any(_names_split(name, word) for word in words)]
-
-
-def _refuse_unreadable(names: Sequence[str], suffixes: Mapping[str, str], field: str) -> None:
-    """Refuse files of the split that cannot be read, since the split would be incomplete."""
-    unreadable = [name for name in names if suffixes[name] not in DATA_SUFFIXES]
-    if unreadable:
-        others = [name for name in names if name not in unreadable]
-        beside = f", which lies beside {some_of(others)}" if others else ""
-        raise ConfigError(
-            field,
-            f"cannot read {some_of(unreadable)}{beside}; need {', '.join(DATA_SUFFIXES)}, perhaps "
-            f"{PACKED_SUFFIX}; unpack, convert or remove it, or give one file as the path",
-        )
 
 
 def _named(top: Path, root: Path, *, is_hub: bool) -> list[str]:
@@ -192,13 +187,10 @@ def _names_split(name: str, split: str) -> bool:
 
 
 def _absent(path: Path) -> str:
-    text = f"{path} does not exist (cwd is {Path.cwd()}"
-    parent = path.parent
-    names = sorted(p.name for p in parent.iterdir()) if parent.is_dir() else []
+    names = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
     similar = difflib.get_close_matches(path.name, names, n=3)
-    if similar:
-        text += f"; {len(similar)} similar: {', '.join(similar)}"
-    return f"{text})"
+    shown = f"; {len(similar)} similar: {', '.join(similar)}" if similar else ""
+    return f"{path} does not exist (cwd is {Path.cwd()}{shown})"
 
 
 def some_of(names: Sequence[str]) -> str:

@@ -137,29 +137,21 @@ def rl_prompts(
         sources += [sys.intern(row.data_source) for row in batch]
         rendered = render_prompts(tokenizer, [row.prompt for row in batch])
         for row, ids in zip(batch, rendered, strict=True):
-            packed.append(_expanded(row, ids, len(packed), expanded))
+            if row.images and expanded is None:
+                raise ConfigError(
+                    "data",
+                    f"row {len(packed)} of the split shows images, which this stage does not read; "
+                    "need text; leave out such rows",
+                )
+            try:
+                packed.append(expanded(row, ids) if expanded else ids)
+            except RowError as error:
+                raise ConfigError("data", f"row {len(packed)} of the split: {error}") from None
             shows_images.append(bool(row.images))
     lengths = packed.lengths
     refuse_empty(lengths)
     kept = range(len(lengths)) if choose is None else choose(lengths)
     return RLPrompts(rows, packed, sources, kept, shows_images)
-
-
-def _expanded(
-    row: RLRow, prompt_ids: Sequence[int], place: int, expanded: Expanded | None
-) -> tuple[int, ...]:
-    if expanded is not None:
-        try:
-            return expanded(row, prompt_ids)
-        except RowError as error:
-            raise ConfigError("data", f"row {place} of the split: {error}") from None
-    if row.images:
-        raise ConfigError(
-            "data",
-            f"row {place} of the split shows images, which this stage does not read; need text; "
-            "leave out such rows",
-        )
-    return tuple(prompt_ids)
 
 
 def refuse_empty(lengths: Sequence[int]) -> None:

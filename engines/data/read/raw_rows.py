@@ -106,15 +106,12 @@ def _call(item: object, where: str) -> ToolCall:
     if item.get("type") not in (None, "function"):
         raise RowError(f"{where}.type is {item['type']!r}; need function")
     function = item.get("function")
-    if isinstance(function, Mapping):
-        where, called = f"{where}.function", function
-    else:
-        called = item
+    called, at = (function, f"{where}.function") if isinstance(function, Mapping) else (item, where)
     arguments = called.get("arguments")
-    given = parse_json_object(arguments, f"{where}.arguments")
-    check_json(given, f"{where}.arguments")
+    given = parse_json_object(arguments, f"{at}.arguments")
+    check_json(given, f"{at}.arguments")
     return ToolCall(
-        check_text(called.get("name"), f"{where}.name"),
+        check_text(called.get("name"), f"{at}.name"),
         json_text(given if isinstance(arguments, str) else _without_nulls(given)),
         _optional(item.get("id"), f"{where}.id"),
     )

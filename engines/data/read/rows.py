@@ -107,8 +107,6 @@ class Message:
     @property
     def said(self) -> str:
         """Content, calls and images as one text, which differs if any of them does."""
-        if not self.tool_calls and not self.images:
-            return self.content
         if not self.images:
             calls = (f"\n{call.name}{call.arguments}" for call in self.tool_calls)
             return "".join((self.content, *calls))

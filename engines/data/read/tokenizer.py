@@ -24,35 +24,28 @@ class ChatTokenizer(Protocol):
 
     def __len__(self) -> int:
         """Number of tokens, added ones included."""
-        ...
 
     @property
     def chat_template(self) -> Any:
         """Jinja source, a mapping of name to source, or None."""
-        ...
 
     @property
     def special_tokens_map(self) -> Mapping[str, Any]:
         """`eos_token` and others that the chat template may use."""
-        ...
 
     @property
     def all_special_ids(self) -> Sequence[int]:
         """Ids of the special tokens."""
-        ...
 
     @property
     def eos_token_id(self) -> Any:
         """Id of the end-of-sequence token, or None."""
-        ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
-        ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids."""
-        ...
 
 
 class DirectoryTokenizer:
@@ -78,14 +71,12 @@ class DirectoryTokenizer:
             ConfigError: there is no tokenizer, or its files cannot be parsed.
         """
         try:
-            text = (directory / "tokenizer.json").read_text(encoding="utf-8")
+            backend = Tokenizer.from_buffer((directory / "tokenizer.json").read_bytes())
         except FileNotFoundError:
             raise ConfigError(
                 "model.path", f"{directory} has no tokenizer.json; save a fast tokenizer there"
             ) from None
-        try:
-            backend = Tokenizer.from_str(text)
-        except Exception as error:  # noqa: BLE001 - the library raises a bare Exception
+        except ValueError as error:
             raise ConfigError(f"{directory}/tokenizer.json", f"cannot be read: {error}") from None
         config = _read_config(directory)
         # Padding and truncation settings in the file would change every result.
@@ -110,19 +101,9 @@ class DirectoryTokenizer:
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         return {number: token for token, number in vocabulary.items()}
 
-    @property
-    def max_token_id(self) -> int:
-        """Largest id, added tokens included."""
-        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of many texts, without added special tokens."""
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids."""
@@ -132,7 +113,8 @@ class DirectoryTokenizer:
 def encode_texts(tokenizer: ChatTokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Return the token ids of many texts, without added special tokens."""
     if isinstance(tokenizer, DirectoryTokenizer):
-        return tokenizer.encode_batch(texts)
+        encodings = tokenizer._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
     return [list(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
 
 
@@ -163,11 +145,10 @@ def check_same_tokens(
     Raises:
         ConfigError: names `setting`, the other model as `name`, and the first id that differs.
     """
-    if policy_dir == other_dir:
+    dirs = (policy_dir, other_dir)
+    if policy_dir == other_dir or not all((each / "tokenizer.json").exists() for each in dirs):
         return
-    if not all((each / "tokenizer.json").exists() for each in (policy_dir, other_dir)):
-        return
-    ours, theirs = (DirectoryTokenizer.load(each).tokens for each in (policy_dir, other_dir))
+    ours, theirs = (DirectoryTokenizer.load(each).tokens for each in dirs)
     differ = [number for number in {*ours, *theirs} if ours.get(number) != theirs.get(number)]
     if differ:
         first = min(differ)

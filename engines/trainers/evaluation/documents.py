@@ -74,12 +74,7 @@ def write_measurement(
         [asdict(each) | {"metrics": sorted(each.metrics.items())} for each in documents], _SCHEMA
     )
     pq.write_table(table, directory / DOCUMENTS_NAME, compression="zstd", store_schema=False)
-    write_summary(directory, {"metrics": dict(metrics), "tasks": dict(tasks)})
-
-
-def write_summary(directory: Path, content: Mapping[str, Any]) -> None:
-    """Write the `summary.json` of an evaluation, equal bytes for equal content."""
-    summary = {"schema": SCHEMA_VERSION, **content}
+    summary = {"schema": SCHEMA_VERSION, "metrics": dict(metrics), "tasks": dict(tasks)}
     text = json.dumps(summary, indent=2, sort_keys=True, allow_nan=False)
     (directory / SUMMARY_NAME).write_text(f"{text}\n", encoding="utf-8", newline="")
 

@@ -26,7 +26,6 @@ from engines.trainers.evaluation.accuracy import (
     share_interval,
     sums_by_problem,
 )
-from engines.trainers.evaluation.documents import write_summary
 from engines.trainers.prompts import sample_seeds, sampling_params
 from engines.trainers.scoring import CompletionScorer
 from engines.types import Completion, RolloutRequest
@@ -284,4 +283,6 @@ def write_evaluation(evaluation: Evaluation, directory: Path) -> None:
     ]
     table = pa.Table.from_pylist(rows, _SCHEMA)
     pq.write_table(table, directory / ROWS_NAME, compression="zstd", store_schema=False)
-    write_summary(directory, {"metrics": evaluation.metrics, "sources": evaluation.sources})
+    summary = {"schema": 1, "metrics": evaluation.metrics, "sources": evaluation.sources}
+    text = json.dumps(summary, indent=2, sort_keys=True, allow_nan=False)
+    (directory / "summary.json").write_text(f"{text}\n", encoding="utf-8", newline="")
