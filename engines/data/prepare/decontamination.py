@@ -26,9 +26,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from os.path import commonprefix
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from engines.config.data import DecontaminationConfig
+from engines.data.prepare.stored_rows import StoredRows
 from engines.data.read.rows import Message, PreferenceRow, RLRow, SFTRow
 from infra.errors import ConfigError
 
@@ -178,12 +179,8 @@ def _runs(words: Sequence[str], length: int) -> Iterator[str]:
 Row = SFTRow | RLRow | PreferenceRow
 
 
-class Rows(Protocol):
-    """Rows of one split, which may be on disk; they are iterated twice."""
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[Row]: ...
+Rows = StoredRows[Any] | Sequence[Row]
+"""Rows of one split; they are iterated twice."""
 
 
 @dataclass(frozen=True)
@@ -266,8 +263,13 @@ def find_leaks(
 
 def _leaks_of(split: str, rows: Rows, index: EvaluationIndex) -> Iterator[Leak]:
     for number, (row, prompt) in enumerate(_prompts(rows)):
+        later: Sequence[Message] = ()
+        if isinstance(row, PreferenceRow):
+            later = row.answers
+        elif isinstance(row, SFTRow):
+            later = row.messages[len(row.prompt) :]
         found = [*index.shared(prompt)]
-        for message in _later(row):
+        for message in later:
             found += index.shared(message.said, is_answer=message.role != "user")
         if not found:
             continue
@@ -275,14 +277,6 @@ def _leaks_of(split: str, rows: Rows, index: EvaluationIndex) -> Iterator[Leak]:
         evaluation_split, evaluation_row = places[0]
         num_rows = len({place for _, _, places in found for place in places})
         yield Leak(split, number, kind, words, evaluation_split, evaluation_row, num_rows)
-
-
-def _later(row: Row) -> Sequence[Message]:
-    if isinstance(row, PreferenceRow):
-        return row.answers
-    if isinstance(row, SFTRow):
-        return row.messages[len(row.prompt) :]
-    return ()
 
 
 def _prompts(rows: Rows) -> Iterator[tuple[Row, Prompt]]:
@@ -295,8 +289,7 @@ def _prompts(rows: Rows) -> Iterator[tuple[Row, Prompt]]:
 
 
 def _words(row: Row) -> list[str]:
-    texts = [message.said for message in row.prompt if message.role != "system"]
-    return words_of("\n".join(texts))
+    return words_of("\n".join(each.said for each in row.prompt if each.role != "system"))
 
 
 class _Template:

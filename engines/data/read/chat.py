@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import compress, product
 from typing import Any, NoReturn
 
 import jinja2
@@ -217,9 +217,8 @@ def _take_spans(marked: str) -> Rendered:
 def _located(error: Exception) -> str:
     """Return the error with the line of the template."""
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
-    where = f"line {lines[-1]}: " if lines else ""
-    return f"{where}{type(error).__name__}: {error}"
+    lines = [f"line {each.lineno}: " for each in frames if each.filename == "<template>"]
+    return f"{''.join(lines[-1:])}{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True)
@@ -239,16 +238,14 @@ def render_prompts(
     tokenizer: ChatTokenizer, prompts: Sequence[Sequence[Message]]
 ) -> list[tuple[int, ...]]:
     """Return the token ids of prompts, each ending with the opening of the assistant's turn."""
-    texts = [prompt_text(tokenizer, messages) for messages in prompts]
-    return [tuple(ids) for ids in encode_texts(tokenizer, texts)]
+    return encode_texts(tokenizer, [prompt_text(tokenizer, messages) for messages in prompts])
 
 
 def render_whole(
     tokenizer: ChatTokenizer, conversations: Sequence[Sequence[Message]]
 ) -> list[tuple[int, ...]]:
     """Return the token ids of whole conversations, equal to transformers' `apply_chat_template`."""
-    texts = [_render_all(tokenizer, messages).text for messages in conversations]
-    return [tuple(ids) for ids in encode_texts(tokenizer, texts)]
+    return encode_texts(tokenizer, [_render_all(tokenizer, each).text for each in conversations])
 
 
 def render_sft(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> RenderedConversation:
@@ -286,9 +283,8 @@ def end_of_turn_id(tokenizer: ChatTokenizer) -> int | None:
     (a base model whose template ends turns with another token); None if there is neither.
     """
     conversation = render_sft(tokenizer, [Message("user", "1"), Message("assistant", "2")])
-    pairs = zip(conversation.input_ids, conversation.loss_mask, strict=True)
-    trained = [token for token, trained in pairs if trained]
-    last = trained[-1] if trained else None
+    trained = [None, *compress(conversation.input_ids, conversation.loss_mask)]
+    last = trained[-1]
     return last if last == tokenizer.eos_token_id or last in tokenizer.all_special_ids else None
 
 
@@ -375,12 +371,6 @@ def _render_all(
     return whole
 
 
-def _without_images(message: Message) -> Message:
-    if not message.images:
-        return message
-    return replace(message, content=message.content.replace(IMAGE_MARK, ""), images=())
-
-
 _PARTS: tuple[tuple[Callable[[Message], Message], str, str], ...] = (
     (
         lambda message: replace(message, content="") if message.role == "tool" else message,
@@ -389,7 +379,15 @@ _PARTS: tuple[tuple[Callable[[Message], Message], str, str], ...] = (
     ),
     (lambda message: replace(message, tool_calls=()), "what the assistant calls", "tool_calls"),
     (lambda message: replace(message, tools=()), "the tools that are offered", "tools"),
-    (_without_images, "images", "a placeholder for each part of the type image"),
+    (
+        lambda message: (
+            replace(message, content=message.content.replace(IMAGE_MARK, ""), images=())
+            if message.images
+            else message
+        ),
+        "images",
+        "a placeholder for each part of the type image",
+    ),
 )
 """Parts that a template may leave out, since many know only three roles and text. Each entry: a
 function that removes the part from a message, its description, and what a template must write.

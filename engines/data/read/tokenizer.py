@@ -110,12 +110,12 @@ class DirectoryTokenizer:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
 
-def encode_texts(tokenizer: ChatTokenizer, texts: Sequence[str]) -> list[list[int]]:
+def encode_texts(tokenizer: ChatTokenizer, texts: Sequence[str]) -> list[tuple[int, ...]]:
     """Return the token ids of many texts, without added special tokens."""
     if isinstance(tokenizer, DirectoryTokenizer):
         encodings = tokenizer._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
-    return [list(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        return [tuple(encoding.ids) for encoding in encodings]
+    return [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
 
 
 def text_config(hf_dir: Path) -> dict[str, Any]:

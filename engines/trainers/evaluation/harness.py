@@ -14,7 +14,6 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from math import isfinite
 from numbers import Real
@@ -263,19 +262,6 @@ def _sums(batch: TokenBatch, outputs: ModelOutputs) -> list[tuple[float, bool]]:
     return list(zip(sums_B.tolist(), (num_differing_B == 0).tolist(), strict=True))
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Results of the harness.
-
-    `metrics` are finite, by `metric_name`, with `_low` and `_high` if there is a standard error.
-    `tasks` has version, numbers of examples and documents, and metric directions.
-    """
-
-    metrics: dict[str, float]
-    tasks: dict[str, Any]
-    documents: tuple[Document, ...]
-
-
 class _Tasks(TaskManager):
     """The harness's and the user's tasks; paths in the user's are relative to `include`."""
 
@@ -314,9 +300,11 @@ def run_tasks(
     seed: int,
     confidence: float,
     section: str,
-) -> Measurement:
-    """Ask a model everything and compute the metrics, with two-sided intervals.
+) -> tuple[dict[str, float], dict[str, Any], list[Document]]:
+    """Ask a model everything; return metrics, tasks and documents.
 
+    Metrics are finite, by `metric_name`, with `_low` and `_high` of two-sided intervals if there is
+    a standard error. Tasks have version, numbers of examples and documents, and metric directions.
     `seed` is not for few-shot examples. Raises `ConfigError` if a task cannot be loaded or asked.
     """
     if config.apply_chat_template and not model.tokenizer.chat_template:
@@ -341,7 +329,7 @@ def run_tasks(
         torch_random_seed=seed,
         fewshot_random_seed=config.fewshot_seed,
     )
-    return Measurement(
+    return (
         _metrics(found, confidence),
         {
             name: {
@@ -352,9 +340,7 @@ def run_tasks(
             }
             for name, counts in found["n-samples"].items()
         },
-        tuple(
-            _document(task, row) for task, rows in sorted(found["samples"].items()) for row in rows
-        ),
+        [_document(task, row) for task, rows in sorted(found["samples"].items()) for row in rows],
     )
 
 

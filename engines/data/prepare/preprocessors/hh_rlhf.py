@@ -5,12 +5,10 @@ in the last answer; a pair that differs earlier is refused, since its prompts di
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
 
 from engines.config.base import StrictModel
-from engines.data.prepare.preprocessors.base import Preprocessor
+from engines.data.prepare.preprocessors.base import Preprocessor, RawColumns
 from engines.data.read.raw_rows import preference_row
 from engines.data.read.rows import Message, PreferenceRow, RowError, check_text
 
@@ -30,7 +28,7 @@ class HHRLHF(Preprocessor[HHRLHFOptions]):
     preference_columns = ("chosen", "rejected")
     rl_columns = preference_columns
 
-    def preference_row(self, columns: Mapping[str, Any]) -> PreferenceRow:
+    def preference_row(self, columns: RawColumns) -> PreferenceRow:
         """Make a pair of the last answers of the dialogues."""
         chosen, rejected = (
             [asdict(message) for message in turns(columns.get(name), name)]

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from engines.config.base import StrictModel
-from engines.data.prepare.preprocessors.base import Preprocessor, optional_text
+from engines.data.prepare.preprocessors.base import Preprocessor, RawColumns, optional_text
 from engines.data.read.raw_rows import (
     check_weight,
     parse_json,
@@ -66,7 +66,7 @@ class ShareGPT(Preprocessor[ShareGPTOptions]):
 
     sft_columns = ("conversations",)
 
-    def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
+    def sft_row(self, columns: RawColumns) -> SFTRow:
         """Make messages of the turns; an empty system message is dropped."""
         turns = parse_json_list(columns.get("conversations"), "conversations")
         parsed = [_message(turn, f"conversations[{place}]") for place, turn in enumerate(turns)]
