@@ -15,7 +15,7 @@ repeats.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
 from math import gcd, lcm
@@ -81,13 +81,12 @@ def order_of(
     """
     if config.weights:
         return _mixed(config, rows, batch_size, seed, path)
+    shuffled = ResumableOrder(num_rows=len(rows), batch_size=batch_size, seed=seed)
     if config.kind == "shuffled":
-        return ResumableOrder(num_rows=len(rows), batch_size=batch_size, seed=seed)
+        return shuffled
     difficulty = tuple(_difficulty(row, place, config, path) for place, row in enumerate(rows))
     if config.kind == "ascending":
-        return ResumableOrder(
-            num_rows=len(rows), batch_size=batch_size, seed=seed, difficulty=difficulty
-        )
+        return replace(shuffled, difficulty=difficulty)
     bands = tuple(
         Band(
             max(difficulty) if band.max_difficulty is None else band.max_difficulty,
@@ -196,8 +195,7 @@ class MixedOrder(Order):
         """Return the row indices of a step."""
         visited = self.visited(step)
         pattern = source_pattern(self._parts)
-        start = step * self.batch_size % len(pattern)
-        sources = pattern[(start + np.arange(self.batch_size)) % len(pattern)]
+        sources = pattern[(step * self.batch_size + np.arange(self.batch_size)) % len(pattern)]
         rows = np.empty(self.batch_size, dtype=np.int64)
         for source, (group, visits) in enumerate(self._sources):
             places = np.flatnonzero(sources == source)
@@ -283,8 +281,11 @@ class BandedOrder(Order):
         opened = []
         for stage, band in enumerate(self.bands):
             rows = np.flatnonzero(difficulty <= band.max_difficulty)
-            seed = derived_seed(self.seed, stage)
-            order = ResumableOrder(num_rows=len(rows), batch_size=self.batch_size, seed=seed)
+            order = ResumableOrder(
+                num_rows=len(rows),
+                batch_size=self.batch_size,
+                seed=derived_seed(self.seed, stage),
+            )
             opened.append((rows, order))
         return opened
 

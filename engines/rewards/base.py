@@ -210,8 +210,7 @@ def arguments(form: Form, request: ScoreRequest) -> dict[str, Any]:
     }
     if form == "text":
         return one
-    names = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-    return {name: [value] for name, value in zip(names, one.values(), strict=True)}
+    return {f"{name}s": [value] for name, value in one.items()}
 
 
 def judge(

@@ -119,7 +119,8 @@ class ScoringProcess:
     @property
     def timed_s(self) -> float:
         """Seconds spent on requests so far, without the first one, which includes imports."""
-        return self._timed_s + self._in_flight_s()
+        timed = self.index is not None and self.num_judged > 0
+        return self._timed_s + (time.monotonic() - self._submitted_s if timed else 0.0)
 
     def seconds_left(self) -> float:
         """Return the time until its deadline; infinite while idle."""
@@ -188,13 +189,8 @@ class ScoringProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._wait()
 
-    def _in_flight_s(self) -> float:
-        timed = self.index is not None and self.num_judged > 0
-        return time.monotonic() - self._submitted_s if timed else 0.0
-
     def _send(self, message: Mapping[str, Any]) -> None:
-        line = json.dumps(message).encode() + b"\n"
-        self._outgoing = memoryview(bytes(self._outgoing) + line)
+        self._outgoing = memoryview(bytes(self._outgoing) + json.dumps(message).encode() + b"\n")
         self.write()
 
     def _receive(self, line: bytes) -> None:
@@ -215,7 +211,7 @@ class ScoringProcess:
                 else Score(reply["score"], reply["extras"], reply["answer"])
             )
             self._results.append((self.index, result))
-            self._timed_s += self._in_flight_s()
+            self._timed_s = self.timed_s
             self.num_judged += 1
             self.index = None
 

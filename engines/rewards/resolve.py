@@ -65,9 +65,10 @@ def resolve(config: RewardConfig) -> ResolvedReward:
     }
     limits = [each.memory_limit_bytes for each in rows if each.memory_limit_bytes is not None]
     # A user's file may need more memory than any built-in reward.
-    is_limited = limits and not any(part.file for part in config.components.values())
+    if any(part.file for part in config.components.values()):
+        limits = []
     return ResolvedReward(
-        replace(row, memory_limit_bytes=max(limits) if is_limited else None),
+        replace(row, memory_limit_bytes=max(limits, default=None)),
         {"components": components, "routes": config.routes, "accuracy": config.accuracy},
     )
 

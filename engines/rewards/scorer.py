@@ -95,24 +95,20 @@ class RewardScorer(AbstractContextManager["RewardScorer"]):
             self._pool.close()
 
 
-class ScoreCache:
-    """LRU cache of at most `size` scores."""
+class ScoreCache(OrderedDict[bytes, Score]):
+    """LRU cache of at most `size` scores by digest; `keep` adds to it."""
 
     def __init__(self, size: int) -> None:
+        super().__init__()
         self._size = size
-        self._scores: OrderedDict[bytes, Score] = OrderedDict()
-
-    def find(self, key: bytes) -> Score | None:
-        """Return the score with this digest, or None."""
-        return self._scores.get(key)
 
     def keep(self, key: bytes, result: Score | Unscored) -> None:
         """Record a use of this digest; only a `Score` is stored."""
         if isinstance(result, Score):
-            self._scores[key] = result
-            self._scores.move_to_end(key)
-        if len(self._scores) > self._size:
-            self._scores.popitem(last=False)
+            self[key] = result
+            self.move_to_end(key)
+        if len(self) > self._size:
+            self.popitem(last=False)
 
 
 class CachedJudging:
@@ -131,11 +127,10 @@ class CachedJudging:
         key = hashlib.sha256(message.encode()).digest()
         self._keys.append(key)
         if key not in self._known and key not in self._asked:
-            known = self._cache.find(key)
-            if known is None:
-                self._asked[key] = self._judging.add(request)
+            if key in self._cache:
+                self._known[key] = self._cache[key]
             else:
-                self._known[key] = known
+                self._asked[key] = self._judging.add(request)
         return len(self._keys) - 1
 
     def results(self) -> list[Score | Unscored]:
@@ -277,8 +272,8 @@ class ScoringPool:
                 self._processes.append(ScoringProcess(self._setup, self._selector))
             except OSError as error:
                 self._go_on_without(str(error))
-        wait_s = min(process.seconds_left() for process in self._processes)
-        for key, events in self._selector.select(max(0.0, min(wait_s, _POLL_S))):
+        wait_s = min(_POLL_S, *(process.seconds_left() for process in self._processes))
+        for key, events in self._selector.select(max(0.0, wait_s)):
             process: ScoringProcess | None = key.data
             if process is None:
                 os.eventfd_read(self._wake)

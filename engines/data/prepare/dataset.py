@@ -184,12 +184,11 @@ def _read_splits(
 ) -> tuple[Splits, Mapping[str, tuple[SourceReport, ...]]]:
     """Generate or read the rows into `scratch`; missing splits are empty."""
     if data.arithmetic:
-        made = generate(data.arithmetic, seed)
         rows = {
-            name: stored(scratch / f"{name}.arrow", kind.format, made[name])
-            for name, kind in ROW_KINDS.items()
+            name: stored(scratch / f"{name}.arrow", ROW_KINDS[name].format, made)
+            for name, made in generate(data.arithmetic, seed).items()
         }
-        return rows, dict.fromkeys(ROW_KINDS, ())
+        return rows, dict.fromkeys(rows, ())
     loaded = {
         name: load_rows(getattr(data, name), name, data, seed, scratch, kind)
         for name, kind in ROW_KINDS.items()
@@ -273,14 +272,15 @@ def _trained_tokenizer(splits: Splits, model: ModelConfig, out_dir: Path) -> Dir
                 f"got random; rows of data.{name} show images, which a model made from scratch "
                 "does not see; need a pretrained one; set model.path",
             )
-    directory = train_tokenizer(
-        model.tokenizer,
-        _texts(splits),
-        out_dir / TOKENIZER_DIR,
-        max_length=model.max_length,
-        chat_template=model.chat_template,
+    return DirectoryTokenizer.load(
+        train_tokenizer(
+            model.tokenizer,
+            _texts(splits),
+            out_dir / TOKENIZER_DIR,
+            max_length=model.max_length,
+            chat_template=model.chat_template,
+        )
     )
-    return DirectoryTokenizer.load(directory)
 
 
 def _write_rows(splits: Splits, out_dir: Path) -> int:

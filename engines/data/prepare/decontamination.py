@@ -144,9 +144,8 @@ def words_of(text: str) -> list[str]:
     if text.isascii():
         # NFKC keeps ASCII as it is, and no ASCII character is a mark.
         return _WORD.findall(text.lower())
-    seen = text.translate(_SEEN)
-    folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", seen).casefold())
-    return _WORD.findall(folded.translate(_LETTERS))
+    folded = unicodedata.normalize("NFKC", text.translate(_SEEN)).casefold()
+    return _WORD.findall(unicodedata.normalize("NFKC", folded).translate(_LETTERS))
 
 
 class _Without(dict[int, int | None]):
@@ -274,9 +273,8 @@ def _leaks_of(split: str, rows: Rows, index: EvaluationIndex) -> Iterator[Leak]:
         if not found:
             continue
         kind, words, places = next((each for each in found if each[0] == "exact"), found[0])
-        evaluation_split, evaluation_row = places[0]
         num_rows = len({place for _, _, places in found for place in places})
-        yield Leak(split, number, kind, words, evaluation_split, evaluation_row, num_rows)
+        yield Leak(split, number, kind, words, *places[0], num_rows)
 
 
 def _prompts(rows: Rows) -> Iterator[tuple[Row, Prompt]]:

@@ -92,8 +92,9 @@ def resolve_source(source: SourceConfig, field: str, default_subset: str | None)
     # The hub's patterns are case-sensitive.
     patterns = ["*" + "".join(f"[{c}{c.upper()}]" for c in suffix) for suffix in suffixes]
     root = hub_snapshot(source.path, "dataset", source.revision, field, patterns)
-    found = _files_of_split(root, source, field, default_subset, is_hub=True)
-    return replace(found, revision=root.name)
+    return replace(
+        _files_of_split(root, source, field, default_subset, is_hub=True), revision=root.name
+    )
 
 
 def _files_of_split(

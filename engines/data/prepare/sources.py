@@ -150,14 +150,14 @@ def load_rows(
                 continue
             with writing_rows(scratch / f"{name}.{place}.arrow", kind.format) as whole:
                 report = _load_source(layout, data, whole)
-            num_rows = min(source.limit, report.num_rows)
-            is_sample = num_rows < report.num_rows
-            order = permutation(report.num_rows, seed)[:num_rows] if is_sample else range(num_rows)
+            order = np.arange(report.num_rows)
+            if source.limit < report.num_rows:
+                order = permutation(report.num_rows, seed)[: source.limit]
             stored = whole.stored()
-            writer.add_sample(stored, np.asarray(order))
+            writer.add_sample(stored, order)
             stored.path.unlink()  # the sample is a copy
-            num_over_limit = report.num_rows - num_rows
-            reports.append(replace(report, num_rows=num_rows, num_over_limit=num_over_limit))
+            num_over_limit = report.num_rows - len(order)
+            reports.append(replace(report, num_rows=len(order), num_over_limit=num_over_limit))
     return LoadedRows(writer.stored(), tuple(reports))
 
 
@@ -209,8 +209,9 @@ class Layout(Generic[RowT]):
             return raw
         absent = tuple(name for name in self.columns if name not in raw.columns)
         if absent:
-            problem = f"{absent[0]} is missing"
-            return BadRow(raw.place, problem, absent=absent, present=tuple(raw.columns))
+            return BadRow(
+                raw.place, f"{absent[0]} is missing", absent=absent, present=tuple(raw.columns)
+            )
         try:
             row = self.kind.parse(self.preprocessor)(raw.columns)
             if isinstance(row, RLRow):
@@ -327,8 +328,9 @@ def _load_source(layout: Layout[RowT], data: DataConfig, writer: RowWriter[RowT]
     num_read = num_usable + bad.reasons.total()
     if not num_rows:
         dropped = f" of {num_read} are usable" if num_read else ""
-        problem = f"{layout.source.path}: 0 rows{dropped}; need at least 1"
-        raise ConfigError(f"{layout.path}.path", problem)
+        raise ConfigError(
+            f"{layout.path}.path", f"{layout.source.path}: 0 rows{dropped}; need at least 1"
+        )
     return SourceReport(
         format=layout.name,
         revision=files.revision,

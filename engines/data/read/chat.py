@@ -89,10 +89,10 @@ def render(
         **(special_tokens or {}),
     }
 
-    has_null = any(message.content_is_null for message in messages)
-    has_calls = any(message.tool_calls for message in messages)
+    nulls = _NULLS if any(message.content_is_null for message in messages) else _NULLS[:1]
+    arguments = _ARGUMENTS if any(message.tool_calls for message in messages) else _ARGUMENTS[:1]
     failed: list[Exception] = []
-    for form in product(_NULLS if has_null else _NULLS[:1], _ARGUMENTS[: 1 + has_calls]):
+    for form in product(nulls, arguments):
         try:
             turns = [_turn(message, *form) for message in messages]
             return _take_spans(compiled.render(messages=turns, **others))
@@ -283,8 +283,7 @@ def end_of_turn_id(tokenizer: ChatTokenizer) -> int | None:
     (a base model whose template ends turns with another token); None if there is neither.
     """
     conversation = render_sft(tokenizer, [Message("user", "1"), Message("assistant", "2")])
-    trained = [None, *compress(conversation.input_ids, conversation.loss_mask)]
-    last = trained[-1]
+    [*_, last] = [None, *compress(conversation.input_ids, conversation.loss_mask)]
     return last if last == tokenizer.eos_token_id or last in tokenizer.all_special_ids else None
 
 
@@ -336,15 +335,16 @@ def _end_of_turn(piece: Sequence[int], eos_token_id: int | None, special: frozen
 def _render(
     tokenizer: ChatTokenizer, messages: Sequence[Message], *, add_generation_prompt: bool = False
 ) -> Rendered:
-    offers_tools = any(message.tools for message in messages)
-    template = template_source(tokenizer.chat_template, offers_tools)
+    template = template_source(tokenizer.chat_template, any(each.tools for each in messages))
     if template is None:
         raise ConfigError(
             "model.chat_template", "the tokenizer has no chat template; set model.chat_template"
         )
-    special = {k: str(v) for k, v in tokenizer.special_tokens_map.items()}
     return render(
-        template, messages, add_generation_prompt=add_generation_prompt, special_tokens=special
+        template,
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        special_tokens={k: str(v) for k, v in tokenizer.special_tokens_map.items()},
     )
 
 

@@ -73,8 +73,7 @@ class RLPrompts(ByPlace[RLPrompt]):
         shows_images: Sequence[int],
     ) -> None:
         self._rows, self._prompt_ids, self._kept = rows, prompt_ids, array("q", kept)
-        lengths = prompt_ids.lengths
-        self.lengths = array("q", (lengths[place] for place in kept))
+        self.lengths = array("q", map(prompt_ids.lengths.__getitem__, kept))
         """Tokens of each prompt."""
         self.data_sources = [data_sources[place] for place in kept]
         self.num_with_images = sum(shows_images[place] for place in kept)
@@ -227,9 +226,8 @@ class Pairs(ByPlace[Pair]):
     def at(self, place: int) -> Pair:
         """Return one pair."""
         chosen, rejected = self._sides[2 * place : 2 * place + 2]
-        margin = self._margins[place]
-        known = None if math.isnan(margin) else margin
-        return Pair(place, chosen, rejected, known, self.data_sources[place])
+        margin = None if math.isnan(self._margins[place]) else self._margins[place]
+        return Pair(place, chosen, rejected, margin, self.data_sources[place])
 
 
 Render = Callable[[Sequence[PreferenceRow], ChatTokenizer], Sequence[RenderedConversation]]

@@ -172,8 +172,7 @@ class RowFile(Generic[RowT]):
         try:
             return open_parquet(self.path)
         except FileNotFoundError:
-            problem = "does not exist; need a dataset directory"
-            raise ConfigError(str(self.path), problem) from None
+            raise ConfigError(str(self.path), "does not exist; need a dataset directory") from None
 
 
 def write_rows(path: Path, format: RowFormat[RowT], rows: Iterable[RowT]) -> None:
@@ -246,10 +245,9 @@ def _text_bytes(column: pa.ChunkedArray) -> int:
     if pa.types.is_struct(column.type):
         return sum(map(_text_bytes, column.flatten()))
     if pa.types.is_list(column.type):
-        return _text_bytes(pc.call_function("list_flatten", [column]))
+        return _text_bytes(pc.list_flatten(column))
     if pa.types.is_string(column.type):
-        lengths = pc.call_function("binary_length", [column])
-        return pc.call_function("sum", [lengths]).as_py() or 0
+        return pc.sum(pc.binary_length(column)).as_py() or 0
     return 0
 
 

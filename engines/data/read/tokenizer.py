@@ -60,8 +60,8 @@ class DirectoryTokenizer:
         self._backend = backend
         self.special_tokens_map = dict(special_tokens_map)
         self.chat_template = chat_template
-        added = backend.get_added_tokens_decoder()
-        self.all_special_ids = sorted(id_ for id_, token in added.items() if token.special)
+        added = backend.get_added_tokens_decoder().items()
+        self.all_special_ids = sorted(id_ for id_, token in added if token.special)
 
     @staticmethod
     def load(directory: Path, chat_template: str | None = None) -> "DirectoryTokenizer":
@@ -98,8 +98,7 @@ class DirectoryTokenizer:
     @property
     def tokens(self) -> dict[int, str]:
         """All tokens by id, added ones included."""
-        vocabulary = self._backend.get_vocab(with_added_tokens=True)
-        return {number: token for token, number in vocabulary.items()}
+        return {n: token for token, n in self._backend.get_vocab(with_added_tokens=True).items()}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
@@ -176,12 +175,10 @@ def _template(directory: Path, config: Mapping[str, Any]) -> str | Mapping[str, 
     paths = {"default": directory / "chat_template.jinja", "tool_use": directory / TOOL_TEMPLATE}
     found = {n: path.read_text(encoding="utf-8") for n, path in paths.items() if path.is_file()}
     if not found:
-        stored = config.get("chat_template")
-        sources = {
-            "default": template_source(stored),
-            "tool_use": template_source(stored, offers_tools=True),
-        }
-        found = {name: source for name, source in sources.items() if source is not None}
+        for name in paths:
+            source = template_source(config.get("chat_template"), name == "tool_use")
+            if source is not None:
+                found[name] = source
     same = found.get("tool_use") in (None, found.get("default"))
     return found.get("default") if same else found
 

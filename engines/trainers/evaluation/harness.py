@@ -91,8 +91,9 @@ class HarnessModel(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """Id of the token before a text without context: BOS, else EOS."""
-        has_start = self.tokenizer.bos_token_id is not None
-        return self._token_id("bos_token_id" if has_start else "eos_token_id")
+        return self._token_id(
+            "eos_token_id" if self.tokenizer.bos_token_id is None else "bos_token_id"
+        )
 
     @property
     def tokenizer_name(self) -> str:
@@ -103,7 +104,6 @@ class HarnessModel(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
         """Return token ids; None adds special tokens unless the text starts with the prefix."""
-        del kwargs
         if add_special_tokens is None:
             start = self.tokenizer.decode([self.prefix_token_id])
             add_special_tokens = not has_bos_prefix(string, start)
@@ -136,7 +136,6 @@ class HarnessModel(TemplateLM):
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
         """Return log-likelihoods of whole texts in windows of the model's length; 0 if empty."""
-        del disable_tqdm
         windows = [
             (place, *make_disjoint_window(window))
             for place, request in enumerate(requests)
@@ -156,7 +155,6 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return answers without stop texts; `ConfigError` if a task's parameters do not fit."""
-        del disable_tqdm
         asked = [self._rollout_request(request) for request in requests]
         texts = []
         for chunk in _chunks(asked):
@@ -171,7 +169,6 @@ class HarnessModel(TemplateLM):
         self, requests: list[Encoded], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """Return the sum of each continuation, and True if it is the greedy one."""
-        del disable_tqdm
         found: list[tuple[float, bool]] = []
         for chunk in _chunks(requests):
             ids = [self._cut(context, rest) for _, context, rest in chunk]
@@ -200,9 +197,8 @@ class HarnessModel(TemplateLM):
         sampling = self._sampling(parameters, str(request.task_name))
         room = self.max_length - sampling.max_new_tokens
         name = f"harness/{request.task_name}/{request.doc_id}/{request.idx}"
-        number = self._num_asked[name]
+        request_id = f"{name}/{self._num_asked[name]}"
         self._num_asked[name] += 1
-        request_id = f"{name}/{number}"
         return RolloutRequest(
             request_id=request_id,
             prompt_ids=tuple(self.tok_encode(prompt)[-room:] or [self.prefix_token_id]),

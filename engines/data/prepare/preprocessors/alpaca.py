@@ -33,12 +33,11 @@ class Alpaca(Preprocessor[AlpacaOptions]):
         question = check_text(columns.get("instruction"), "instruction")
         if context := optional_text(columns.get("input"), "input"):
             question = f"{question}{self.options.separator}{context}"
-        answer = check_text(columns.get("output"), "output")
         messages = (
             *given,
             *_history(columns.get("history")),
             Message("user", question),
-            Message("assistant", answer),
+            Message("assistant", check_text(columns.get("output"), "output")),
         )
         return SFTRow(messages, self.options.data_source)
 

@@ -50,8 +50,8 @@ class Columns(Preprocessor[ColumnsOptions]):
     def sft_row(self, columns: RawColumns) -> SFTRow:
         """Use the question as prompt and the answer as the assistant's message."""
         answer = check_one_text(self._answer(columns), self.options.answer_column)
-        said = Message("assistant", answer)
-        return SFTRow((*self._prompt(columns), said), self.options.data_source)
+        messages = (*self._prompt(columns), Message("assistant", answer))
+        return SFTRow(messages, self.options.data_source)
 
     def _prompt(self, columns: RawColumns) -> tuple[Message, ...]:
         name = self.options.prompt_column

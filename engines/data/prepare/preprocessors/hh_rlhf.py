@@ -34,8 +34,13 @@ class HHRLHF(Preprocessor[HHRLHFOptions]):
             [asdict(message) for message in turns(columns.get(name), name)]
             for name in ("chosen", "rejected")
         )
-        source = self.options.data_source
-        return preference_row({"chosen": chosen, "rejected": rejected, "data_source": source})
+        return preference_row(
+            {
+                "chosen": chosen,
+                "rejected": rejected,
+                "data_source": self.options.data_source,
+            }
+        )
 
 
 def turns(dialogue: object, name: str) -> tuple[Message, ...]:
@@ -44,8 +49,7 @@ def turns(dialogue: object, name: str) -> tuple[Message, ...]:
     Raises:
         RowError: it does not begin with a turn, or a turn is empty.
     """
-    text = "\n\n" + check_text(dialogue, name).strip()
-    before, *parts = _TURN.split(text)
+    before, *parts = _TURN.split("\n\n" + check_text(dialogue, name).strip())
     if before.strip() or not parts:
         raise RowError(f"{name} does not begin with 'Human:'")
     pairs = zip(parts[::2], parts[1::2], strict=True)

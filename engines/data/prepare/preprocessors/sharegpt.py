@@ -139,8 +139,8 @@ def _with_calls(messages: Sequence[Message]) -> tuple[Message, ...]:
             content = _CALL.sub("", message.content).strip()
             read.append(_called(content or None, texts, f"<tool_call> of message {place}"))
         elif message.role == "tool" and _RESPONSE.sub("", message.content) == "":
-            returned = _RESPONSE.findall(message.content)
-            read += [replace(message, content=text.strip()) for text in returned]
+            texts = _RESPONSE.findall(message.content)
+            read += [replace(message, content=text.strip()) for text in texts]
         else:
             read.append(message)
     return tuple(read)

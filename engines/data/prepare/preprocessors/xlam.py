@@ -53,8 +53,8 @@ class XLAM(Preprocessor[XLAMOptions]):
 
     def sft_row(self, columns: RawColumns) -> SFTRow:
         """Use the calls as the assistant's message, without text."""
-        answer = said_beside(None, _calls(columns))
-        return SFTRow((*_prompt(columns), answer), self.options.data_source)
+        messages = (*_prompt(columns), said_beside(None, _calls(columns)))
+        return SFTRow(messages, self.options.data_source)
 
 
 def _calls(columns: RawColumns) -> tuple[ToolCall, ...]:
