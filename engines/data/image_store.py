@@ -79,11 +79,13 @@ def keep_images(row: RLRow, folder: Path) -> RLRow:
         file = folder / image.sha256
         if image.data is not None and not file.exists():
             file.write_bytes(image.data)
-    prompt = (
-        replace(message, images=tuple(Image(image.sha256) for image in message.images))
-        for message in row.prompt
+    return replace(
+        row,
+        prompt=tuple(
+            replace(message, images=tuple(Image(image.sha256) for image in message.images))
+            for message in row.prompt
+        ),
     )
-    return replace(row, prompt=tuple(prompt))
 
 
 def write_images(path: Path, folder: Path, digests: Iterable[str]) -> int:

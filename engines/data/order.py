@@ -153,21 +153,22 @@ class ResumableOrder(Order):
 
     def rows(self, step: int) -> np.ndarray:
         """Return the row indices of a step."""
-        return self._visits(step * self.batch_size, self.batch_size)
+        return visits(self._epoch_rows, self.num_rows, step * self.batch_size, self.batch_size)
 
     def epoch(self, step: int) -> float:
         """Return the epochs finished before a step, with their fraction."""
         return step * self.batch_size / self.num_rows
 
     @cached_property
-    def _visits(self) -> "Visits":
-        return Visits(self.num_rows, self._epoch_rows)
+    def _epoch_rows(self) -> Callable[[int], np.ndarray]:
+        @lru_cache(maxsize=2)  # a batch may span two epochs
+        def epoch_rows(epoch: int) -> np.ndarray:
+            rows = permutation(self.num_rows, self.seed, epoch)
+            if self.difficulty is None:
+                return rows
+            return rows[np.argsort(np.asarray(self.difficulty)[rows], kind="stable")]
 
-    def _epoch_rows(self, epoch: int) -> np.ndarray:
-        rows = permutation(self.num_rows, self.seed, epoch)
-        if self.difficulty is None:
-            return rows
-        return rows[np.argsort(np.asarray(self.difficulty)[rows], kind="stable")]
+        return epoch_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,9 +198,9 @@ class MixedOrder(Order):
         pattern = source_pattern(self._parts)
         sources = pattern[(step * self.batch_size + np.arange(self.batch_size)) % len(pattern)]
         rows = np.empty(self.batch_size, dtype=np.int64)
-        for source, (group, visits) in enumerate(self._sources):
+        for source, (group, epoch_rows) in enumerate(self._sources):
             places = np.flatnonzero(sources == source)
-            rows[places] = group[visits(visited[source], len(places))]
+            rows[places] = group[visits(epoch_rows, len(group), visited[source], len(places))]
         return rows
 
     def visited(self, step: int) -> tuple[int, ...]:
@@ -220,12 +221,12 @@ class MixedOrder(Order):
         return whole_parts(self.weights)
 
     @cached_property
-    def _sources(self) -> list[tuple[np.ndarray, "Visits"]]:
-        """The rows of each source, and the visits of places in them."""
+    def _sources(self) -> list[tuple[np.ndarray, Callable[[int], np.ndarray]]]:
+        """The rows of each source, and the places in them by epoch."""
         sources = []
         for source, group in enumerate(self.groups):
             places = partial(permutation, len(group), derived_seed(self.seed, source))
-            sources.append((np.array(group), Visits(len(group), places)))
+            sources.append((np.array(group), lru_cache(maxsize=2)(places)))
         return sources
 
 
@@ -290,25 +291,20 @@ class BandedOrder(Order):
         return opened
 
 
-class Visits:
-    """An endless stream of the rows that `epoch_rows`, a pure function, returns for each epoch.
+def visits(
+    epoch_rows: Callable[[int], np.ndarray], num_rows: int, first: int, count: int
+) -> np.ndarray:
+    """Return `count` rows from visit number `first` (0-based) of an endless stream, (count,) int64.
 
-    The last two epochs are cached, since a batch may span two.
+    The stream is the `num_rows` rows that `epoch_rows` returns for epoch 0, those for epoch 1, ...
     """
-
-    def __init__(self, num_rows: int, epoch_rows: Callable[[int], np.ndarray]) -> None:
-        self._num_rows = num_rows
-        self._epoch_rows = lru_cache(maxsize=2)(epoch_rows)
-
-    def __call__(self, first: int, count: int) -> np.ndarray:
-        """Return `count` rows from visit number `first` (0-based), (count,) int64."""
-        pieces = [np.empty(0, dtype=np.int64)]
-        while count:
-            epoch, offset = divmod(first, self._num_rows)
-            piece = self._epoch_rows(epoch)[offset : offset + count]
-            pieces.append(piece)
-            first, count = first + len(piece), count - len(piece)
-        return np.concatenate(pieces)
+    pieces = [np.empty(0, dtype=np.int64)]
+    while count:
+        epoch, offset = divmod(first, num_rows)
+        piece = epoch_rows(epoch)[offset : offset + count]
+        pieces.append(piece)
+        first, count = first + len(piece), count - len(piece)
+    return np.concatenate(pieces)
 
 
 def permutation(num_rows: int, seed: int, epoch: int = 0) -> np.ndarray:

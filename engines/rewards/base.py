@@ -113,12 +113,15 @@ class Judging(Protocol):
 
     def add(self, request: ScoreRequest) -> int:
         """Submit a request; return its number in the batch: 0, 1, ..."""
+        ...
 
     def results(self) -> list[Score | Unscored]:
         """Wait for all results, end the batch, and return one result per request, by number."""
+        ...
 
     def close(self) -> None:
         """Drop what is not judged; callable repeatedly, and after `results`."""
+        ...
 
 
 def interpret(returned: object) -> Score | Unscored:
@@ -158,9 +161,8 @@ def _answer(value: object) -> str | None:
         return None if number is None else f"{number:.17g}"
     # A lone surrogate is valid in a str, but cannot be written to a file.
     text = value.encode("utf-8", "replace").decode("utf-8").strip()
-    if len(text) <= _MAX_ANSWER_CHARACTERS:
-        return text
-    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+    is_long = len(text) > _MAX_ANSWER_CHARACTERS
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}" if is_long else text
 
 
 def _number(value: object) -> float | None:
@@ -208,9 +210,7 @@ def arguments(form: Form, request: ScoreRequest) -> dict[str, Any]:
         "ground_truth": request.ground_truth,
         "extra_info": extra_info,
     }
-    if form == "text":
-        return one
-    return {f"{name}s": [value] for name, value in one.items()}
+    return one if form == "text" else {f"{name}s": [value] for name, value in one.items()}
 
 
 def judge(

@@ -323,9 +323,7 @@ class PoolBatch:
         Raises:
             RewardError: the function cannot be loaded, or a process does not start.
         """
-        self._raise_error()
-        if self._pool._open is not self:
-            raise RewardError("the batch has ended")
+        self._check_open()
         self.waiting.append((self._num_added, request))
         self._num_added += 1
         if self._thread is None:
@@ -337,11 +335,10 @@ class PoolBatch:
 
     def results(self) -> list[Score | Unscored]:
         """Wait for all results, end the batch, and return them by number; raises as `add`."""
-        if self._pool._open is not self:
-            raise RewardError("the batch has ended")
         try:
+            self._check_open()
             self._stop()
-            self._raise_error()
+            self._check_open()
             while len(self.found) < self._num_added:
                 self._pool._turn(self)
         finally:
@@ -366,9 +363,11 @@ class PoolBatch:
         except (RewardError, OSError, TypeError, ValueError) as error:  # raised in the caller's
             self._error = error
 
-    def _raise_error(self) -> None:
+    def _check_open(self) -> None:
         if self._error is not None:
             raise self._error
+        if self._pool._open is not self:
+            raise RewardError("the batch has ended")
 
     def _stop(self) -> None:
         self._stopped = True

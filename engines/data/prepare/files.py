@@ -87,7 +87,10 @@ def resolve_source(source: SourceConfig, field: str, default_subset: str | None)
     if path.is_dir():
         return _files_of_split(path, source, field, default_subset, is_hub=False)
     if source.revision is None:
-        raise ConfigError(f"{field}.path", _absent(path))
+        names = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
+        similar = difflib.get_close_matches(path.name, names, n=3)
+        shown = f"; {len(similar)} similar: {', '.join(similar)}" if similar else ""
+        raise ConfigError(f"{field}.path", f"{path} does not exist (cwd is {Path.cwd()}{shown})")
     suffixes = (f"{suffix}{packed}" for suffix in DATA_SUFFIXES for packed in ("", PACKED_SUFFIX))
     # The hub's patterns are case-sensitive.
     patterns = ["*" + "".join(f"[{c}{c.upper()}]" for c in suffix) for suffix in suffixes]
@@ -185,13 +188,6 @@ def _names_split(name: str, split: str) -> bool:
     after = "[^\\W_]" if split[-1:].isdigit() else _LETTER
     word = rf"(?<!{before}){re.escape(split.lower())}(?:[-_ ]?(?:set|ing))?(?!{after})"
     return any(re.search(word, each.lower()) for each in (name, _HUMP.sub("_", name)))
-
-
-def _absent(path: Path) -> str:
-    names = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
-    similar = difflib.get_close_matches(path.name, names, n=3)
-    shown = f"; {len(similar)} similar: {', '.join(similar)}" if similar else ""
-    return f"{path} does not exist (cwd is {Path.cwd()}{shown})"
 
 
 def some_of(names: Sequence[str]) -> str:

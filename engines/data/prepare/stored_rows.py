@@ -98,8 +98,7 @@ class StoredRows(Generic[RowT]):
     def num_by_source(self) -> dict[str, int]:
         """Return the number of rows by data source, sorted by name, without zeros."""
         counts = np.bincount(self.sources[self.kept], minlength=len(self.data_sources)).tolist()
-        pairs = zip(self.data_sources, counts, strict=True)
-        return dict(sorted((name, count) for name, count in pairs if count))
+        return {name: n for name, n in sorted(zip(self.data_sources, counts, strict=True)) if n}
 
 
 class RowWriter(Generic[RowT]):

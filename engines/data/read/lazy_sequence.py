@@ -147,5 +147,6 @@ class PackedConversations(ByPlace[RenderedConversation]):
 
     def at(self, place: int) -> RenderedConversation:
         """Return one conversation."""
-        mask = tuple(self._loss_mask[self._tokens.span(place)])
-        return RenderedConversation(self._tokens.at(place), mask)
+        return RenderedConversation(
+            self._tokens.at(place), tuple(self._loss_mask[self._tokens.span(place)])
+        )

@@ -237,7 +237,7 @@ def rl_row(columns: Mapping[str, Any]) -> RLRow:
     """Make an RL row from the columns `prompt` and `reward_model`, and optional ones."""
     ability = columns.get("ability")
     return RLRow(
-        data_source=check_text(columns.get("data_source", "unknown"), "data_source"),
+        data_source=columns.get("data_source", "unknown"),
         prompt=_with_extras(parse_messages(columns.get("prompt"), "prompt"), columns),
         ability="" if ability is None else ability,
         reward_model=_reward_model(columns.get("reward_model")),
@@ -251,10 +251,7 @@ def sft_row(columns: Mapping[str, Any]) -> SFTRow:
     parsed = parse_messages(messages, "messages")
     for place, (turn, message) in enumerate(zip(messages, parsed, strict=True)):
         check_weight(turn, message.role, f"messages[{place}]")
-    return SFTRow(
-        _with_extras(parsed, columns),
-        check_text(columns.get("data_source", "unknown"), "data_source"),
-    )
+    return SFTRow(_with_extras(parsed, columns), columns.get("data_source", "unknown"))
 
 
 def preference_row(columns: Mapping[str, Any]) -> PreferenceRow:
@@ -282,7 +279,7 @@ def preference_row(columns: Mapping[str, Any]) -> PreferenceRow:
         _with_extras(chosen_prompt, columns),
         chosen.content_or_null,
         rejected.content_or_null,
-        check_text(columns.get("data_source") or "unknown", "data_source"),
+        columns.get("data_source") or "unknown",
         parse_margin(columns.get("margin")),
         chosen.tool_calls,
         rejected.tool_calls,

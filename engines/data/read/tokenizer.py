@@ -24,28 +24,35 @@ class ChatTokenizer(Protocol):
 
     def __len__(self) -> int:
         """Number of tokens, added ones included."""
+        ...
 
     @property
     def chat_template(self) -> Any:
         """Jinja source, a mapping of name to source, or None."""
+        ...
 
     @property
     def special_tokens_map(self) -> Mapping[str, Any]:
         """`eos_token` and others that the chat template may use."""
+        ...
 
     @property
     def all_special_ids(self) -> Sequence[int]:
         """Ids of the special tokens."""
+        ...
 
     @property
     def eos_token_id(self) -> Any:
         """Id of the end-of-sequence token, or None."""
+        ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
+        ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids."""
+        ...
 
 
 class DirectoryTokenizer:

@@ -66,6 +66,13 @@ class Preprocessor(Generic[OptionsT]):
         raise RowError("this layout has no two answers to one prompt")
 
 
+class ProblemOptions(StrictModel):
+    """Options of layouts of math problems, whose answers the reward `math` reads."""
+
+    instruction: str = "Reason step by step and put the final answer in \\boxed{}."
+    """Appended to every problem after a line break; empty adds nothing."""
+
+
 def optional_text(value: object, name: str) -> str | None:
     """Return a column's text; None if it is null, empty or absent. Another type is a `RowError`."""
     if value is None or (isinstance(value, str) and not value.strip()):

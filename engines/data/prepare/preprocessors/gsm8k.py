@@ -6,20 +6,21 @@ prompt asks for a boxed answer and supervised solutions end with one, for the `m
 
 import re
 
-from engines.config.base import StrictModel
-from engines.data.prepare.preprocessors.base import Preprocessor, RawColumns, instructed
+from engines.data.prepare.preprocessors.base import (
+    Preprocessor,
+    ProblemOptions,
+    RawColumns,
+    instructed,
+)
 from engines.data.read.rows import Message, RewardModel, RLRow, RowError, SFTRow, check_text
 
-INSTRUCTION = "Reason step by step and put the final answer in \\boxed{}."
 _FINAL_ANSWER = re.compile(r"####\s*(-?[\d,]*\.?\d+)\s*$")
 _CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")
 
 
-class GSM8KOptions(StrictModel):
+class GSM8KOptions(ProblemOptions):
     """Prompt and name of the source."""
 
-    instruction: str = INSTRUCTION
-    """Appended to every question after a line break; empty adds nothing."""
     data_source: str = "openai/gsm8k"
 
 

@@ -7,14 +7,13 @@ and tables with these columns, or with `answer`, `subject` and `unique_id` (Hugg
 
 import re
 
-from engines.config.base import StrictModel
 from engines.data.prepare.preprocessors.base import (
     Preprocessor,
+    ProblemOptions,
     RawColumns,
     instructed,
     text_answer,
 )
-from engines.data.prepare.preprocessors.gsm8k import INSTRUCTION
 from engines.data.read.rows import Message, RewardModel, RLRow, RowError, SFTRow, check_text
 
 _KEPT = ("level", "type", "subject", "unique_id")
@@ -22,11 +21,9 @@ _COMMANDS = ("\\boxed", "\\fbox")
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
-class MATHOptions(StrictModel):
+class MATHOptions(ProblemOptions):
     """Prompt and name of the source."""
 
-    instruction: str = INSTRUCTION
-    """Appended to every problem after a line break; empty adds nothing."""
     data_source: str = "math"
 
 

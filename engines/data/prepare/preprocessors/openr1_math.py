@@ -4,25 +4,22 @@
 card of open-r1/OpenR1-Math-220k, whose folder `all` repeats the folders `data` and `extended`.
 """
 
-from engines.config.base import StrictModel
 from engines.data.prepare.preprocessors.base import (
     Preprocessor,
+    ProblemOptions,
     RawColumns,
     instructed,
     text_answer,
 )
-from engines.data.prepare.preprocessors.gsm8k import INSTRUCTION
 from engines.data.read.raw_rows import sft_row
 from engines.data.read.rows import Message, RewardModel, RLRow, SFTRow
 
 _KEPT = ("problem_type", "question_type", "source", "uuid")
 
 
-class OpenR1MathOptions(StrictModel):
+class OpenR1MathOptions(ProblemOptions):
     """Prompt and name of the source."""
 
-    instruction: str = INSTRUCTION
-    """Appended to every problem after a line break; empty adds nothing."""
     data_source: str = "open-r1/OpenR1-Math-220k"
 
 
