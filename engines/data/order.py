@@ -196,7 +196,8 @@ class MixedOrder(Order):
         """Return the row indices of a step."""
         visited = self.visited(step)
         pattern = source_pattern(self._parts)
-        sources = pattern[(step * self.batch_size + np.arange(self.batch_size)) % len(pattern)]
+        start = step * self.batch_size % len(pattern)
+        sources = pattern[(start + np.arange(self.batch_size)) % len(pattern)]
         rows = np.empty(self.batch_size, dtype=np.int64)
         for source, (group, epoch_rows) in enumerate(self._sources):
             places = np.flatnonzero(sources == source)

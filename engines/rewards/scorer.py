@@ -118,30 +118,28 @@ class CachedJudging:
         self._cache, self._judging = cache, judging
         self._form: Form = form
         self._keys: list[bytes] = []
-        self._known: dict[bytes, Score] = {}
-        self._asked: dict[bytes, int] = {}
+        self._found: dict[bytes, Score | int] = {}
+        """A known score, or the number of the request that was passed on."""
 
     def add(self, request: ScoreRequest) -> int:
         """See `Judging`."""
         message = json.dumps(message_of(request, self._form), sort_keys=True)
         key = hashlib.sha256(message.encode()).digest()
         self._keys.append(key)
-        if key not in self._known and key not in self._asked:
-            if key in self._cache:
-                self._known[key] = self._cache[key]
-            else:
-                self._asked[key] = self._judging.add(request)
+        if key not in self._found:
+            known = self._cache.get(key)
+            self._found[key] = self._judging.add(request) if known is None else known
         return len(self._keys) - 1
 
     def results(self) -> list[Score | Unscored]:
         """See `Judging`."""
         judged = self._judging.results()
-        found: dict[bytes, Score | Unscored] = {
-            **self._known,
-            **{key: judged[number] for key, number in self._asked.items()},
+        found = {
+            key: judged[each] if isinstance(each, int) else each
+            for key, each in self._found.items()
         }
-        for key in dict.fromkeys(self._keys):
-            self._cache.keep(key, found[key])
+        for key, result in found.items():
+            self._cache.keep(key, result)
         return [found[key] for key in self._keys]
 
     def close(self) -> None:
@@ -360,7 +358,9 @@ class PoolBatch:
         try:
             while not self._stopped:
                 self._pool._turn(self)
-        except (RewardError, OSError, TypeError, ValueError) as error:  # raised in the caller's
+        except (RewardError, OSError, TypeError, ValueError) as error:
+            # Raised in the caller's thread. Of any other error the thread ends with a traceback,
+            # and `results` goes on in the caller's.
             self._error = error
 
     def _check_open(self) -> None:

@@ -116,10 +116,8 @@ class DatasetSummary:
 
     def to_json(self) -> str:
         """Return the text of summary.json, without absent parts."""
-        values = asdict(self)
-        for name in (*_PAIRS, "num_decontaminated", "num_images"):
-            if values[name] is None:
-                del values[name]
+        optional = (*_PAIRS, "num_decontaminated", "num_images")
+        values = {k: v for k, v in asdict(self).items() if v is not None or k not in optional}
         return json.dumps({"schema": _SCHEMA_VERSION, **values}, indent=2, sort_keys=True) + "\n"
 
 

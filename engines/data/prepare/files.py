@@ -167,16 +167,18 @@ def _named(top: Path, root: Path, *, is_hub: bool) -> list[str]:
         path.relative_to(root).as_posix()
         for path in top.rglob("*.*")
         if path.is_file()
-        and (unpacked_suffix(path) in suffixes or (not is_hub and _is_packed_otherwise(path)))
-        and not (path.suffix.lower() in _PACKED and path.with_suffix("").exists())
+        and (
+            unpacked_suffix(path) in suffixes
+            or (not is_hub and _is_packed(path) and Path(path.stem.lower()).suffix in suffixes)
+        )
+        and not (_is_packed(path) and path.with_suffix("").exists())
         and path.name not in _NO_ROWS
         and not any(part.startswith(".") for part in path.relative_to(root).parts)
     )
 
 
-def _is_packed_otherwise(path: Path) -> bool:
-    inner = Path(path.stem.lower()).suffix
-    return path.suffix.lower() in _PACKED and inner in (*DATA_SUFFIXES, *_ROWS_OF_OTHERS)
+def _is_packed(path: Path) -> bool:
+    return path.suffix.lower() in _PACKED
 
 
 def _names_split(name: str, split: str) -> bool:

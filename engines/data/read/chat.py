@@ -283,7 +283,8 @@ def end_of_turn_id(tokenizer: ChatTokenizer) -> int | None:
     (a base model whose template ends turns with another token); None if there is neither.
     """
     conversation = render_sft(tokenizer, [Message("user", "1"), Message("assistant", "2")])
-    [*_, last] = [None, *compress(conversation.input_ids, conversation.loss_mask)]
+    trained = [*compress(conversation.input_ids, conversation.loss_mask)]
+    last = trained[-1] if trained else None
     return last if last == tokenizer.eos_token_id or last in tokenizer.all_special_ids else None
 
 

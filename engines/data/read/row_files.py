@@ -49,7 +49,6 @@ from engines.data.read.rows import (
     RowError,
     SFTRow,
     ToolCall,
-    check_text,
     with_tools,
 )
 from infra.errors import ConfigError
@@ -335,11 +334,6 @@ def _preference_columns(rows: Sequence[PreferenceRow]) -> list[pa.Array]:
     ]
 
 
-def _stored_rl(columns: Mapping[str, Any]) -> RLRow:
-    digests = columns.get("images")
-    return rl_row({**columns, "images": [Image(each) for each in digests]} if digests else columns)
-
-
 def _stored_pair(columns: Mapping[str, Any]) -> PreferenceRow:
     """Read a stored pair; its answers are plain texts, even if they look like JSON messages."""
     return PreferenceRow(
@@ -349,7 +343,7 @@ def _stored_pair(columns: Mapping[str, Any]) -> PreferenceRow:
         ),
         columns.get("chosen"),
         columns.get("rejected"),
-        check_text(columns.get("data_source"), "data_source"),
+        columns.get("data_source"),
         parse_margin(columns.get("margin")),
         parse_tool_calls(columns.get("chosen_calls"), "chosen_calls"),
         parse_tool_calls(columns.get("rejected_calls"), "rejected_calls"),
@@ -374,7 +368,9 @@ RL_FORMAT: RowFormat[RLRow] = RowFormat(
         more=("tools", "images"),
     ),
     _rl_columns,
-    _stored_rl,
+    lambda columns: rl_row(
+        {**columns, "images": [Image(sha256) for sha256 in columns.get("images") or ()]}
+    ),
 )
 SFT_FORMAT: RowFormat[SFTRow] = RowFormat(
     *_schemas(("messages", _MESSAGES), ("data_source", pa.string()), more=("tools",)),

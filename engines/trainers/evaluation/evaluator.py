@@ -118,9 +118,7 @@ class Evaluator:
         for start in range(0, len(self._prompts), PROBLEMS_PER_CALL):
             chunk = self._prompts[start : start + PROBLEMS_PER_CALL]
             greedy = self._answers(generate, chunk, "greedy", 1)
-            sampled: list[list[Answer]] = [[] for _ in chunk]
-            if config.num_samples:
-                sampled = self._answers(generate, chunk, "sampled", config.num_samples)
+            sampled = self._answers(generate, chunk, "sampled", config.num_samples)
             problems += [
                 EvaluatedProblem(
                     prompt,
@@ -150,6 +148,8 @@ class Evaluator:
         kind: Literal["greedy", "sampled"],
         num_samples: int,
     ) -> list[list[Answer]]:
+        if not num_samples:
+            return [[] for _ in prompts]
         requests = [
             RolloutRequest(
                 name := f"evaluation/{kind}/problem={prompt.index}",

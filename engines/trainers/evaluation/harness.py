@@ -360,21 +360,21 @@ def _metrics(found: Mapping[str, Any], confidence: float) -> dict[str, float]:
 
 
 def _document(task: str, row: Mapping[str, Any]) -> Document:
-    return Document(
-        task=task,
-        filter=row["filter"],
-        index=row["doc_id"],
-        digest=row["doc_hash"],
-        document=_json(row["doc"]),
-        target=row["target"] if isinstance(row["target"], str) else _json(row["target"]),
-        requests=tuple(_json(each) for each in row["arguments"]),
-        responses=tuple(_json(each) for each in row["resps"]),
-        metrics={
+    return {
+        "task": task,
+        "filter": row["filter"],
+        "index": row["doc_id"],
+        "digest": row["doc_hash"],
+        "document": _json(row["doc"]),
+        "target": row["target"] if isinstance(row["target"], str) else _json(row["target"]),
+        "requests": [_json(each) for each in row["arguments"]],
+        "responses": [_json(each) for each in row["resps"]],
+        "metrics": {
             metric_name(task, name, row["filter"]): float(row[name])
             for name in row["metrics"]
             if _is_number(row[name])
         },
-    )
+    }
 
 
 def _is_number(value: Any) -> bool:
