@@ -49,6 +49,7 @@ from engines.data.read.rows import (
     RowError,
     SFTRow,
     ToolCall,
+    check_text,
     with_tools,
 )
 from infra.errors import ConfigError
@@ -343,7 +344,7 @@ def _stored_pair(columns: Mapping[str, Any]) -> PreferenceRow:
         ),
         columns.get("chosen"),
         columns.get("rejected"),
-        columns.get("data_source"),
+        check_text(columns.get("data_source"), "data_source"),
         parse_margin(columns.get("margin")),
         parse_tool_calls(columns.get("chosen_calls"), "chosen_calls"),
         parse_tool_calls(columns.get("rejected_calls"), "rejected_calls"),
