@@ -118,14 +118,8 @@ def write_images(path: Path, folder: Path, digests: Iterable[str]) -> int:
     return len(unique)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredImage:
-    """Size of an image in pixels, and its row group and row within the group."""
-
-    width: int
-    height: int
-    group: int
-    row: int
+Place = tuple[int, int, int, int]
+"""Width and height of an image in pixels, its row group, and its row within the group."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +130,7 @@ class ImageFile:
     """
 
     path: Path
-    places: dict[str, StoredImage] = field(repr=False)
+    places: dict[str, Place] = field(repr=False)
     footer: pq.FileMetaData | None = field(default=None, repr=False, compare=False)
 
     @staticmethod
@@ -151,28 +145,28 @@ class ImageFile:
             sizes = zip(found["sha256"], found["width"], found["height"], strict=True)
         except (pa.ArrowInvalid, KeyError) as error:
             raise ConfigError(str(path), f"holds no images ({error})") from None
-        places: dict[str, StoredImage] = {}
+        places: dict[str, Place] = {}
         for group in range(footer.num_row_groups):
             for row in range(footer.row_group(group).num_rows):
                 sha256, width, height = next(sizes)
-                places[sha256] = StoredImage(width, height, group, row)
+                places[sha256] = (width, height, group, row)
         return ImageFile(path, places, footer)
 
     def size(self, sha256: str) -> tuple[int, int]:
         """Return an image's width and height in pixels; `ConfigError` if it is absent."""
-        place = self._place(sha256)
-        return place.width, place.height
+        width, height, _, _ = self._place(sha256)
+        return width, height
 
     def read(self, sha256: str) -> bytes:
         """Return an image's encoded bytes; `ConfigError` if it is absent or has another digest."""
-        place = self._place(sha256)
+        _, _, group, row = self._place(sha256)
         with pq.ParquetFile(self.path, metadata=self.footer) as file:
-            data: bytes = file.read_row_group(place.group, ["data"])["data"][place.row].as_py()
+            data: bytes = file.read_row_group(group, ["data"])["data"][row].as_py()
         if hashlib.sha256(data).hexdigest() != sha256:
             raise ConfigError(str(self.path), f"image {sha256} has other bytes; copy it again")
         return data
 
-    def _place(self, sha256: str) -> StoredImage:
+    def _place(self, sha256: str) -> Place:
         try:
             return self.places[sha256]
         except KeyError:
