@@ -8,9 +8,10 @@ row group ends at 1 MiB, which bounds the memory of reading one image and of wri
 
 import hashlib
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -55,29 +56,6 @@ def image_size(data: bytes, name: str) -> tuple[int, int]:
     return width, height
 
 
-@dataclass(frozen=True)
-class ImageFolder:
-    """Images on disk while a data set is made, one file per digest; `path` is created on demand."""
-
-    path: Path
-
-    def put(self, sha256: str, data: bytes) -> None:
-        """Store an image unless it is there already."""
-        self.path.mkdir(exist_ok=True)
-        file = self.path / sha256
-        if not file.exists():
-            file.write_bytes(data)
-
-    def get(self, sha256: str) -> bytes:
-        """Return the bytes of a stored image."""
-        return (self.path / sha256).read_bytes()
-
-    def size(self, sha256: str) -> tuple[int, int]:
-        """Return width and height of a stored image, in pixels."""
-        with Pillow.open(self.path / sha256, formats=FORMATS) as image:
-            return image.size
-
-
 def check_images(row: RLRow) -> None:
     """Decode the images of a new row; `RowError` if one has no bytes or is not a whole image."""
     for place, image in enumerate(row.images):
@@ -92,22 +70,26 @@ def check_images(row: RLRow) -> None:
             raise RowError(f"{name} ends early or is damaged ({error}); need the whole") from None
 
 
-def keep_images(row: RLRow, folder: ImageFolder) -> RLRow:
-    """Move the images of a row to the folder and return the row with digests alone."""
+def keep_images(row: RLRow, folder: Path) -> RLRow:
+    """Move a row's images to the folder, a file per digest; return the row with digests alone."""
     if not row.images:
         return row
+    folder.mkdir(exist_ok=True)
     for image in row.images:
-        if image.data is not None:
-            folder.put(image.sha256, image.data)
-    prompt = (
-        replace(message, images=tuple(Image(image.sha256) for image in message.images))
-        for message in row.prompt
+        file = folder / image.sha256
+        if image.data is not None and not file.exists():
+            file.write_bytes(image.data)
+    return replace(
+        row,
+        prompt=tuple(
+            replace(message, images=tuple(Image(image.sha256) for image in message.images))
+            for message in row.prompt
+        ),
     )
-    return replace(row, prompt=tuple(prompt))
 
 
-def write_images(path: Path, folder: ImageFolder, digests: Iterable[str]) -> int:
-    """Write images in the order of `digests`, which may repeat, and return how many.
+def write_images(path: Path, folder: Path, digests: Iterable[str]) -> int:
+    """Write images of `keep_images` in the order of `digests`, which may repeat; return how many.
 
     Without images, no file is written.
     """
@@ -122,37 +104,22 @@ def write_images(path: Path, folder: ImageFolder, digests: Iterable[str]) -> int
         store_schema=False,
         write_statistics=False,  # they would take half of each reader's memory
     ) as writer:
-        for group in _groups(folder, unique):
-            writer.write_table(group)
+        group: list[dict[str, Any]] = []
+        num_bytes = 0
+        for sha256 in unique:
+            data = (folder / sha256).read_bytes()
+            if group and num_bytes + len(data) > _GROUP_BYTES:
+                writer.write_table(pa.Table.from_pylist(group, _SCHEMA))
+                group, num_bytes = [], 0
+            width, height = image_size(data, sha256)
+            group.append({"sha256": sha256, "width": width, "height": height, "data": data})
+            num_bytes += len(data)
+        writer.write_table(pa.Table.from_pylist(group, _SCHEMA))
     return len(unique)
 
 
-def _groups(folder: ImageFolder, digests: Iterable[str]) -> Iterator[pa.Table]:
-    waiting: list[tuple[str, int, int, bytes]] = []
-    num_bytes = 0
-    for sha256 in digests:
-        data = folder.get(sha256)
-        if waiting and num_bytes + len(data) > _GROUP_BYTES:
-            yield _table(waiting)
-            waiting, num_bytes = [], 0
-        waiting.append((sha256, *image_size(data, sha256), data))
-        num_bytes += len(data)
-    yield _table(waiting)
-
-
-def _table(rows: list[tuple[str, int, int, bytes]]) -> pa.Table:
-    columns = [pa.array(c, f.type) for c, f in zip(zip(*rows, strict=True), _SCHEMA, strict=True)]
-    return pa.Table.from_arrays(columns, schema=_SCHEMA)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredImage:
-    """Size of an image in pixels, and its row group and row within the group."""
-
-    width: int
-    height: int
-    group: int
-    row: int
+Place = tuple[int, int, int, int]
+"""Width and height of an image in pixels, its row group, and its row within the group."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +130,7 @@ class ImageFile:
     """
 
     path: Path
-    places: dict[str, StoredImage] = field(repr=False)
+    places: dict[str, Place] = field(repr=False)
     footer: pq.FileMetaData | None = field(default=None, repr=False, compare=False)
 
     @staticmethod
@@ -178,28 +145,28 @@ class ImageFile:
             sizes = zip(found["sha256"], found["width"], found["height"], strict=True)
         except (pa.ArrowInvalid, KeyError) as error:
             raise ConfigError(str(path), f"holds no images ({error})") from None
-        places: dict[str, StoredImage] = {}
+        places: dict[str, Place] = {}
         for group in range(footer.num_row_groups):
             for row in range(footer.row_group(group).num_rows):
                 sha256, width, height = next(sizes)
-                places[sha256] = StoredImage(width, height, group, row)
+                places[sha256] = (width, height, group, row)
         return ImageFile(path, places, footer)
 
     def size(self, sha256: str) -> tuple[int, int]:
         """Return an image's width and height in pixels; `ConfigError` if it is absent."""
-        place = self._place(sha256)
-        return place.width, place.height
+        width, height, _, _ = self._place(sha256)
+        return width, height
 
     def read(self, sha256: str) -> bytes:
         """Return an image's encoded bytes; `ConfigError` if it is absent or has another digest."""
-        place = self._place(sha256)
+        _, _, group, row = self._place(sha256)
         with pq.ParquetFile(self.path, metadata=self.footer) as file:
-            data: bytes = file.read_row_group(place.group, ["data"])["data"][place.row].as_py()
+            data: bytes = file.read_row_group(group, ["data"])["data"][row].as_py()
         if hashlib.sha256(data).hexdigest() != sha256:
             raise ConfigError(str(self.path), f"image {sha256} has other bytes; copy it again")
         return data
 
-    def _place(self, sha256: str) -> StoredImage:
+    def _place(self, sha256: str) -> Place:
         try:
             return self.places[sha256]
         except KeyError:

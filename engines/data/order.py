@@ -13,12 +13,13 @@ Does not promise: that the sources of a mixture end together; a small one with a
 repeats.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
 from math import gcd, lcm
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,16 +30,26 @@ MAX_PERIOD = 2**20
 """Limit of the period, in rows, of the order of sources; it takes a second or two to compute."""
 
 
-class Order(Protocol):
-    """A seeded, endless visiting order over rows; every implementation is a pure function."""
+@dataclass(frozen=True, kw_only=True)
+class Order(ABC):
+    """A seeded, endless visiting order over rows; a pure function of the fields and the step."""
+
+    batch_size: int
+    seed: int
 
     def batch(self, step: int) -> list[int]:
-        """Return the row indices of a 0-based step."""
-        ...
+        """Return the `batch_size` row indices of a 0-based step, in visiting order."""
+        if step < 0:
+            raise ValueError(f"step: got {step}; need >= 0")
+        return self.rows(step).tolist()
 
+    @abstractmethod
+    def rows(self, step: int) -> np.ndarray:
+        """Return the row indices of a step, (batch_size,) int64."""
+
+    @abstractmethod
     def epoch(self, step: int) -> float:
         """Return the passes over the rows finished before a step, with their fraction."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -70,13 +81,12 @@ def order_of(
     """
     if config.weights:
         return _mixed(config, rows, batch_size, seed, path)
+    shuffled = ResumableOrder(num_rows=len(rows), batch_size=batch_size, seed=seed)
     if config.kind == "shuffled":
-        return ResumableOrder(num_rows=len(rows), batch_size=batch_size, seed=seed)
+        return shuffled
     difficulty = tuple(_difficulty(row, place, config, path) for place, row in enumerate(rows))
     if config.kind == "ascending":
-        return ResumableOrder(
-            num_rows=len(rows), batch_size=batch_size, seed=seed, difficulty=difficulty
-        )
+        return replace(shuffled, difficulty=difficulty)
     bands = tuple(
         Band(
             max(difficulty) if band.max_difficulty is None else band.max_difficulty,
@@ -128,47 +138,42 @@ def _difficulty(row: VisitedRow, place: int, config: OrderConfig, path: str) -> 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumableOrder:
-    """A seeded, endless visiting order over `num_rows` rows.
+class ResumableOrder(Order):
+    """Visits `num_rows` rows in one permutation after the other.
 
     With `difficulty`, which has one finite number per row, every epoch goes from easy rows to
     difficult ones, equal ones in seeded order.
     """
 
     num_rows: int
-    batch_size: int
-    seed: int
     difficulty: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         _check_order(self.num_rows, self.batch_size, self.seed, self.difficulty or ())
 
-    def batch(self, step: int) -> list[int]:
-        """Return the `batch_size` row indices of a 0-based step, in visiting order."""
-        _check_step(step)
-        return self._visits(step * self.batch_size, self.batch_size).tolist()
+    def rows(self, step: int) -> np.ndarray:
+        """Return the row indices of a step."""
+        return visits(self._epoch_rows, self.num_rows, step * self.batch_size, self.batch_size)
 
     def epoch(self, step: int) -> float:
         """Return the epochs finished before a step, with their fraction."""
         return step * self.batch_size / self.num_rows
 
     @cached_property
-    def _visits(self) -> "Visits":
-        shuffled = partial(permutation, self.num_rows, self.seed)
-        if self.difficulty is None:
-            return Visits(self.num_rows, shuffled)
-        difficulty = np.asarray(self.difficulty)
-
+    def _epoch_rows(self) -> Callable[[int], np.ndarray]:
+        @lru_cache(maxsize=2)  # a batch may span two epochs
         def epoch_rows(epoch: int) -> np.ndarray:
-            rows = shuffled(epoch)
-            return rows[np.argsort(difficulty[rows], kind="stable")]
+            rows = permutation(self.num_rows, self.seed, epoch)
+            if self.difficulty is None:
+                return rows
+            return rows[np.argsort(np.asarray(self.difficulty)[rows], kind="stable")]
 
-        return Visits(self.num_rows, epoch_rows)
+        return epoch_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixedOrder:
-    """A seeded, endless visiting order over the rows of several sources, the `groups`.
+class MixedOrder(Order):
+    """Visits the rows of several sources, the `groups`.
 
     `weights` count as exact decimals, with a period of at most `MAX_PERIOD` rows. The numbers of
     rows as weights give shares by size.
@@ -176,36 +181,28 @@ class MixedOrder:
 
     groups: tuple[tuple[int, ...], ...]
     weights: tuple[float, ...]
-    batch_size: int
-    seed: int
 
     def __post_init__(self) -> None:
-        num_rows = [len(group) for group in self.groups]
-        if min(num_rows, default=0) < 1 or self.batch_size < 1 or self.seed < 0:
-            raise ValueError(
-                "need num_rows >= 1, batch_size >= 1, seed >= 0; got "
-                f"{num_rows}, {self.batch_size}, {self.seed}"
-            )
-        if len(self.weights) != len(num_rows):
-            raise ValueError(f"weights: got {len(self.weights)}; need {len(num_rows)}")
+        _check_order(min(map(len, self.groups), default=0), self.batch_size, self.seed)
+        if len(self.weights) != len(self.groups):
+            raise ValueError(f"weights: got {len(self.weights)}; need {len(self.groups)}")
         if sum(self._parts) > MAX_PERIOD:
             raise ValueError(
                 f"weights: got {self.weights}, which repeat after {sum(self._parts)} rows; need at "
                 f"most {MAX_PERIOD}; round them"
             )
 
-    def batch(self, step: int) -> list[int]:
-        """Return the `batch_size` row indices of a 0-based step."""
-        _check_step(step)
+    def rows(self, step: int) -> np.ndarray:
+        """Return the row indices of a step."""
         visited = self.visited(step)
         pattern = source_pattern(self._parts)
         start = step * self.batch_size % len(pattern)
         sources = pattern[(start + np.arange(self.batch_size)) % len(pattern)]
         rows = np.empty(self.batch_size, dtype=np.int64)
-        for source, (group, visits) in enumerate(self._sources):
+        for source, (group, epoch_rows) in enumerate(self._sources):
             places = np.flatnonzero(sources == source)
-            rows[places] = group[visits(visited[source], len(places))]
-        return rows.tolist()
+            rows[places] = group[visits(epoch_rows, len(group), visited[source], len(places))]
+        return rows
 
     def visited(self, step: int) -> tuple[int, ...]:
         """Return how many rows each source gave before a step, repetitions counted."""
@@ -225,12 +222,12 @@ class MixedOrder:
         return whole_parts(self.weights)
 
     @cached_property
-    def _sources(self) -> list[tuple[np.ndarray, "Visits"]]:
-        """The rows of each source, and the visits of places in them."""
+    def _sources(self) -> list[tuple[np.ndarray, Callable[[int], np.ndarray]]]:
+        """The rows of each source, and the places in them by epoch."""
         sources = []
         for source, group in enumerate(self.groups):
             places = partial(permutation, len(group), derived_seed(self.seed, source))
-            sources.append((np.array(group), Visits(len(group), places)))
+            sources.append((np.array(group), lru_cache(maxsize=2)(places)))
         return sources
 
 
@@ -243,7 +240,7 @@ class Band:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BandedOrder:
+class BandedOrder(Order):
     """Visits the rows of all open bands in seeded order.
 
     The bands rise in both fields. The first opens at step 0 and has a row; the last includes the
@@ -252,8 +249,6 @@ class BandedOrder:
 
     difficulty: tuple[float, ...]
     bands: tuple[Band, ...]
-    batch_size: int
-    seed: int
 
     def __post_init__(self) -> None:
         _check_order(len(self.difficulty), self.batch_size, self.seed, self.difficulty)
@@ -267,12 +262,11 @@ class BandedOrder:
                 f"the last; difficulty is {min(self.difficulty)} to {max(self.difficulty)}"
             )
 
-    def batch(self, step: int) -> list[int]:
-        """Return the `batch_size` row indices of a 0-based step, in visiting order."""
-        _check_step(step)
+    def rows(self, step: int) -> np.ndarray:
+        """Return the row indices of a step."""
         stage = max(number for number, band in enumerate(self.bands) if band.first_step <= step)
         rows, order = self._open_rows[stage]
-        return rows[order.batch(step - self.bands[stage].first_step)].tolist()
+        return rows[order.rows(step - self.bands[stage].first_step)]
 
     def epoch(self, step: int) -> float:
         """Return the passes over the open rows finished before a step, with their fraction."""
@@ -289,54 +283,48 @@ class BandedOrder:
         opened = []
         for stage, band in enumerate(self.bands):
             rows = np.flatnonzero(difficulty <= band.max_difficulty)
-            seed = derived_seed(self.seed, stage)
-            order = ResumableOrder(num_rows=len(rows), batch_size=self.batch_size, seed=seed)
+            order = ResumableOrder(
+                num_rows=len(rows),
+                batch_size=self.batch_size,
+                seed=derived_seed(self.seed, stage),
+            )
             opened.append((rows, order))
         return opened
 
 
-class Visits:
-    """An endless stream of the rows that `epoch_rows`, a pure function, returns for each epoch.
+def visits(
+    epoch_rows: Callable[[int], np.ndarray], num_rows: int, first: int, count: int
+) -> np.ndarray:
+    """Return `count` rows from visit number `first` (0-based) of an endless stream, (count,) int64.
 
-    The last two epochs are cached, since a batch may span two.
+    The stream is the `num_rows` rows that `epoch_rows` returns for epoch 0, those for epoch 1, ...
     """
-
-    def __init__(self, num_rows: int, epoch_rows: Callable[[int], np.ndarray]) -> None:
-        self._num_rows = num_rows
-        self._epoch_rows = lru_cache(maxsize=2)(epoch_rows)
-
-    def __call__(self, first: int, count: int) -> np.ndarray:
-        """Return `count` rows from visit number `first` (0-based), (count,) int64."""
-        pieces = [np.empty(0, dtype=np.int64)]
-        while count:
-            epoch, offset = divmod(first, self._num_rows)
-            piece = self._epoch_rows(epoch)[offset : offset + count]
-            pieces.append(piece)
-            first, count = first + len(piece), count - len(piece)
-        return np.concatenate(pieces)
+    pieces = [np.empty(0, dtype=np.int64)]
+    while count:
+        epoch, offset = divmod(first, num_rows)
+        piece = epoch_rows(epoch)[offset : offset + count]
+        pieces.append(piece)
+        first, count = first + len(piece), count - len(piece)
+    return np.concatenate(pieces)
 
 
 def permutation(num_rows: int, seed: int, epoch: int = 0) -> np.ndarray:
     """Return a read-only (num_rows,) int64 permutation that depends only on the arguments."""
-    stream = np.random.PCG64(np.random.SeedSequence([seed, epoch]))
-    keys = stream.random_raw(num_rows)
+    keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_rows)
     order = np.argsort(keys, kind="stable")
     order.setflags(write=False)
     return order
 
 
-def _check_order(num_rows: int, batch_size: int, seed: int, difficulty: Sequence[float]) -> None:
+def _check_order(
+    num_rows: int, batch_size: int, seed: int, difficulty: Sequence[float] = ()
+) -> None:
     if num_rows < 1 or batch_size < 1 or seed < 0:
         raise ValueError(
             f"need num_rows >= 1, batch_size >= 1, seed >= 0; got {num_rows}, {batch_size}, {seed}"
         )
     if not np.isfinite(difficulty).all():
         raise ValueError("difficulty: got a value that is not finite; need a number for each row")
-
-
-def _check_step(step: int) -> None:
-    if step < 0:
-        raise ValueError(f"step: got {step}; need >= 0")
 
 
 def derived_seed(seed: int, part: int) -> int:

@@ -27,7 +27,7 @@ def harness(context: JobContext[HarnessStageConfig]) -> JobOutput:
             model = _model(context, stack)
         context.heartbeat.enter("evaluate", DEADLINES_S["evaluate"])
         with context.clock("evaluate"):
-            found = run_tasks(
+            metrics, tasks, documents = run_tasks(
                 config.harness,
                 model,
                 context.optional_input("tasks"),
@@ -35,12 +35,10 @@ def harness(context: JobContext[HarnessStageConfig]) -> JobOutput:
                 config.confidence,
                 config.section,
             )
-    write_measurement(found.metrics, found.tasks, found.documents, context.output_dir)
-    context.journal.metrics(0, {f"val-core/{name}": v for name, v in found.metrics.items()})
-    context.journal.log(
-        f"{found.metrics['num_problems']:.0f} documents of {', '.join(sorted(found.tasks))}"
-    )
-    return JobOutput("evaluation", found.metrics)
+    write_measurement(metrics, tasks, documents, context.output_dir)
+    context.journal.metrics(0, {f"val-core/{name}": v for name, v in metrics.items()})
+    context.journal.log(f"{metrics['num_problems']:.0f} documents of {', '.join(sorted(tasks))}")
+    return JobOutput("evaluation", metrics)
 
 
 def _model(context: JobContext[HarnessStageConfig], stack: ExitStack) -> HarnessModel:

@@ -22,6 +22,7 @@ import hashlib
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -98,6 +99,15 @@ class Unscored:
     reason: str
 
 
+def is_correct(score: Score) -> bool:
+    """Return True if a score counts as a right answer.
+
+    The verdict `acc` decides if there is one; else a score of at least 1, which every shipped
+    reward gives only to a right answer.
+    """
+    return score.extras["acc"] >= 0.5 if "acc" in score.extras else score.value >= 1.0
+
+
 class Judging(Protocol):
     """Judges the requests of one batch as they come, until `results` or `close`; for one thread."""
 
@@ -117,7 +127,7 @@ class Judging(Protocol):
 def interpret(returned: object) -> Score | Unscored:
     """Convert a reward function's return value: a number (also bool, array scalar) or a mapping."""
     extras: dict[str, float] = {}
-    answer: str | None = None
+    answer = None
     if isinstance(returned, Mapping):
         if "score" not in returned:
             return Unscored("returned a mapping without 'score'")
@@ -125,7 +135,7 @@ def interpret(returned: object) -> Score | Unscored:
             number = None if name in ("score", ANSWER) else _number(value)
             if number is not None and math.isfinite(number):
                 extras[str(name)] = number
-        answer = _answer(returned)
+        answer = _answer(returned[ANSWER]) if ANSWER in returned else None
         returned = returned["score"]
     number = _number(returned)
     if number is None:
@@ -142,31 +152,24 @@ def describe(error: BaseException) -> str:
     return f"raised {type(error).__name__}: {text}" if text else f"raised {type(error).__name__}"
 
 
-def _answer(returned: Mapping[Any, object]) -> str | None:
+def _answer(value: object) -> str | None:
     """Return the text of `pred`, or its digest if long; None if it has another type."""
-    if ANSWER not in returned:
-        return None
-    value = returned[ANSWER]
     if value is None:
         return ""
-    number = None if isinstance(value, str) else _number(value)
-    if not isinstance(value, str) and number is None:
-        return None
-    text = value if isinstance(value, str) else f"{number:.17g}"
+    if not isinstance(value, str):
+        number = _number(value)
+        return None if number is None else f"{number:.17g}"
     # A lone surrogate is valid in a str, but cannot be written to a file.
-    text = text.encode("utf-8", "replace").decode("utf-8").strip()
-    if len(text) <= _MAX_ANSWER_CHARACTERS:
-        return text
-    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+    text = value.encode("utf-8", "replace").decode("utf-8").strip()
+    is_long = len(text) > _MAX_ANSWER_CHARACTERS
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}" if is_long else text
 
 
 def _number(value: object) -> float | None:
     if not isinstance(value, bool | int | float) and hasattr(value, "item"):
         # A numpy or torch scalar; an array of more than one element is no number.
-        try:
+        with suppress(TypeError, ValueError, RuntimeError):
             value = value.item()  # pyright: ignore[reportAttributeAccessIssue]
-        except (TypeError, ValueError, RuntimeError):
-            return None
     if not isinstance(value, bool | int | float):
         return None
     try:
@@ -207,10 +210,7 @@ def arguments(form: Form, request: ScoreRequest) -> dict[str, Any]:
         "ground_truth": request.ground_truth,
         "extra_info": extra_info,
     }
-    if form == "text":
-        return one
-    names = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-    return {name: [value] for name, value in zip(names, one.values(), strict=True)}
+    return one if form == "text" else {f"{name}s": [value] for name, value in one.items()}
 
 
 def judge(

@@ -175,8 +175,8 @@ def _is_right(truths: list[Any], answers: list[Any], num_decimals: int) -> bool:
 def _answers(solution_str: str, extraction: Extraction) -> list[Any]:
     if extraction == "any":
         return _parse(solution_str)
-    found = EXTRACTIONS[extraction](solution_str)
-    return _parse_answer(found.strip()) if found and found.strip() else []
+    found = (EXTRACTIONS[extraction](solution_str) or "").strip()
+    return _parse_answer(found) if found else []
 
 
 def _parse_answer(text: str) -> list[Any]:

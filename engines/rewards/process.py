@@ -119,7 +119,8 @@ class ScoringProcess:
     @property
     def timed_s(self) -> float:
         """Seconds spent on requests so far, without the first one, which includes imports."""
-        return self._timed_s + self._in_flight_s()
+        timed = self.index is not None and self.num_judged > 0
+        return self._timed_s + (time.monotonic() - self._submitted_s if timed else 0.0)
 
     def seconds_left(self) -> float:
         """Return the time until its deadline; infinite while idle."""
@@ -155,7 +156,11 @@ class ScoringProcess:
         except BrokenPipeError:
             written = len(self._outgoing)
         self._outgoing = self._outgoing[written:]
-        self._watch_stdin(bool(self._outgoing))
+        watched = self._stdin.fileno() in self._selector.get_map()
+        if self._outgoing and not watched:
+            self._selector.register(self._stdin, selectors.EVENT_WRITE, self)
+        elif watched and not self._outgoing:
+            self._selector.unregister(self._stdin)
 
     def read(self) -> bool:
         """Read what has arrived; return True if there was anything."""
@@ -184,13 +189,8 @@ class ScoringProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._wait()
 
-    def _in_flight_s(self) -> float:
-        timed = self.index is not None and self.num_judged > 0
-        return time.monotonic() - self._submitted_s if timed else 0.0
-
     def _send(self, message: Mapping[str, Any]) -> None:
-        line = json.dumps(message).encode() + b"\n"
-        self._outgoing = memoryview(bytes(self._outgoing) + line)
+        self._outgoing = memoryview(bytes(self._outgoing) + json.dumps(message).encode() + b"\n")
         self.write()
 
     def _receive(self, line: bytes) -> None:
@@ -211,16 +211,9 @@ class ScoringProcess:
                 else Score(reply["score"], reply["extras"], reply["answer"])
             )
             self._results.append((self.index, result))
-            self._timed_s += self._in_flight_s()
+            self._timed_s = self.timed_s
             self.num_judged += 1
             self.index = None
-
-    def _watch_stdin(self, wanted: bool) -> None:
-        watched = self._stdin.fileno() in self._selector.get_map()
-        if wanted and not watched:
-            self._selector.register(self._stdin, selectors.EVENT_WRITE, self)
-        elif watched and not wanted:
-            self._selector.unregister(self._stdin)
 
     def _wait(self) -> int | None:
         try:
@@ -235,7 +228,11 @@ GRACE_S = 2.0
 
 def main() -> int:
     """Serve until the input ends."""
-    requests, replies = _take_over_pipes()
+    # The protocol keeps stdin and stdout; the function sees /dev/null and stderr.
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
     # Entered before the function's module is loaded, which may ask for the loop.
     with EVENT_LOOP:
         code = _serve(requests, replies)
@@ -260,54 +257,30 @@ def _serve(requests: BinaryIO, replies: BinaryIO) -> int:
     _reply(replies, {"ready": True, "form": form, "start_s": time.process_time()})
     for line in requests:
         faulthandler.dump_traceback_later(setup["timeout_s"] + GRACE_S, exit=True)
-        reply = _score(function, form, _request_of(json.loads(line)), setup["kwargs"])
+        reply = _score(function, form, json.loads(line), setup["kwargs"])
         faulthandler.cancel_dump_traceback_later()
         _reply(replies, reply)
     return 0
 
 
-def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Keep stdin and stdout for the protocol; the function sees /dev/null and stderr."""
-    requests = os.fdopen(os.dup(0), "rb")
-    replies = os.fdopen(os.dup(1), "wb")
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)
-    return requests, replies
-
-
 def message_of(request: ScoreRequest, form: Form) -> dict[str, Any]:
     """Return a request as JSON values; ids and logprobs only for form `sample`."""
-    message = {name: getattr(request, name) for name in ScoreRequest.__dataclass_fields__}
-    tokens = request.tokens
-    if tokens is not None:
+    message = {**vars(request), "extra_info": dict(request.extra_info)}
+    if (tokens := request.tokens) is not None:
         read = form == "sample"
-        tokens = SampledTokens(
-            tokens.prompt_ids if read else (),
-            tuple(map(int, tokens.token_ids)) if read else (),
-            tuple(map(float, tokens.logprobs)) if read else (),
-            tokens.finish_reason,
-            tokens.num_turns,
-        )
-    return {
-        **message,
-        "extra_info": dict(request.extra_info),
-        "tokens": asdict(tokens) if tokens else None,
-    }
-
-
-def _request_of(message: dict[str, Any]) -> ScoreRequest:
-    tokens = message["tokens"]
-    if tokens is None:
-        return ScoreRequest(**message)
-    lists = {name: tuple(tokens[name]) for name in ("prompt_ids", "token_ids", "logprobs")}
-    return ScoreRequest(**{**message, "tokens": SampledTokens(**{**tokens, **lists})})
+        message["tokens"] = {
+            "prompt_ids": tokens.prompt_ids if read else (),
+            "token_ids": tuple(map(int, tokens.token_ids)) if read else (),
+            "logprobs": tuple(map(float, tokens.logprobs)) if read else (),
+            "finish_reason": tokens.finish_reason,
+            "num_turns": tokens.num_turns,
+        }
+    return message
 
 
 def _check_arguments(function: ComputeScore, form: Form, kwargs: dict[str, Any]) -> None:
     """Raise TypeError if the function does not accept the arguments of its form."""
-    some = ScoreRequest("", "", "", tokens=SampledTokens((), (), (), "stop"))
-    named = arguments(form, some)
+    named = arguments(form, ScoreRequest("", "", "", tokens=SampledTokens((), (), (), "stop")))
     try:
         with contextlib.suppress(ValueError):  # a builtin may hide its signature
             inspect.signature(function).bind(**named, **kwargs)
@@ -316,10 +289,13 @@ def _check_arguments(function: ComputeScore, form: Form, kwargs: dict[str, Any])
 
 
 def _score(
-    function: ComputeScore, form: Form, request: ScoreRequest, kwargs: dict[str, Any]
+    function: ComputeScore, form: Form, message: dict[str, Any], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
+    if tokens := message["tokens"]:
+        lists = {name: tuple(tokens[name]) for name in ("prompt_ids", "token_ids", "logprobs")}
+        message["tokens"] = SampledTokens(**{**tokens, **lists})
     try:
-        found = judge(function, form, request, kwargs)
+        found = judge(function, form, ScoreRequest(**message), kwargs)
     except BaseException as error:  # noqa: BLE001 - process boundary: one sample, reported
         return {"unscored": describe(error)}
     if isinstance(found, Unscored):

@@ -10,6 +10,7 @@ per sample.
 import ast
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
@@ -20,7 +21,16 @@ from typing import Any
 from engines.config.algorithm import RewardConfig, RewardFunction
 from engines.config.options import check_reward, check_reward_function
 from engines.config.plugins import REWARDS, RewardRow
-from engines.rewards.base import ANSWER, ComputeScore, Form, Score, ScoreRequest, form_of, judge
+from engines.rewards.base import (
+    ANSWER,
+    ComputeScore,
+    Form,
+    Score,
+    ScoreRequest,
+    form_of,
+    is_correct,
+    judge,
+)
 from infra.errors import ConfigError
 from infra.identity.fingerprint import parsed_file
 from infra.plugins import load_target
@@ -55,9 +65,10 @@ def resolve(config: RewardConfig) -> ResolvedReward:
     }
     limits = [each.memory_limit_bytes for each in rows if each.memory_limit_bytes is not None]
     # A user's file may need more memory than any built-in reward.
-    is_limited = limits and not any(part.file for part in config.components.values())
+    if any(part.file for part in config.components.values()):
+        limits = []
     return ResolvedReward(
-        replace(row, memory_limit_bytes=max(limits) if is_limited else None),
+        replace(row, memory_limit_bytes=max(limits, default=None)),
         {"components": components, "routes": config.routes, "accuracy": config.accuracy},
     )
 
@@ -67,8 +78,23 @@ def _resolve_part(part: RewardFunction, path: str) -> RewardRow:
     if row is not None:
         return row
     assert part.file is not None  # noqa: S101 - no row means a file
-    name = part.function_in_file
-    return RewardRow(name=part.function, target=f"{_check_file(part.file, name)}:{name}")
+    file, name = part.file.expanduser().absolute(), part.function_in_file
+    try:
+        tree = parsed_file(file)
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(_FIELD, f"{part.file} is not Python ({error})") from None
+    defined: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.Assign):
+            defined |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            defined |= {alias.asname or alias.name for alias in node.names}
+    if name not in defined:
+        names = ", ".join(sorted(defined)) or "nothing"
+        raise ConfigError(_FIELD, f"{part.file} does not define {name!r}; it defines: {names}")
+    return RewardRow(name=part.function, target=f"{file}:{name}")
 
 
 def load(target: str) -> ComputeScore:
@@ -82,41 +108,13 @@ def load(target: str) -> ComputeScore:
         raise ConfigError(_FIELD, f"got {target!r}; need a Python file")
     module = module_from_spec(spec)
     sys.path.insert(0, str(Path(path).parent))
-    # Dataclasses look their module up in sys.modules while its code runs.
-    sys.modules[module_name] = module
-    try:
+    with ExitStack() as failed:
+        # Dataclasses look their module up in sys.modules while its code runs.
+        sys.modules[module_name] = module
+        failed.callback(sys.modules.pop, module_name)
         spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[module_name]
-        raise
+        failed.pop_all()
     return getattr(module, name)
-
-
-def _check_file(path: Path, name: str) -> Path:
-    file = path.expanduser().absolute()
-    try:
-        tree = parsed_file(file)
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(_FIELD, f"{path} is not Python ({error})") from None
-    defined = sorted(set(_names_defined(tree)))
-    if name not in defined:
-        raise ConfigError(
-            _FIELD,
-            f"{path} does not define {name!r}; it defines: {', '.join(defined) or 'nothing'}",
-        )
-    return file
-
-
-def _names_defined(tree: ast.Module) -> list[str]:
-    found: list[str] = []
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.append(node.name)
-        elif isinstance(node, ast.Assign):
-            found += [target.id for target in node.targets if isinstance(target, ast.Name)]
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            found += [alias.asname or alias.name for alias in node.names]
-    return found
 
 
 OTHERS = "*"
@@ -148,11 +146,10 @@ def mixture(
             raise ValueError(f"component {name} {judged.reason}")
         found[name] = judged
     total = sum(components[name]["weight"] * each.value for name, each in found.items())
-    [judge_of_answers] = [name for name in found if name in accuracy]
     own = {name: each.value for name, each in found.items()}
-    answer = found[judge_of_answers].answer
-    said = {} if answer is None else {ANSWER: answer}
-    return {**own, **said, "score": total, "acc": _verdict(found[judge_of_answers])}
+    [verdict] = [each for name, each in found.items() if name in accuracy]
+    said = {} if verdict.answer is None else {ANSWER: verdict.answer}
+    return {**own, **said, "score": total, "acc": float(is_correct(verdict))}
 
 
 def route_of(
@@ -182,8 +179,3 @@ def check_data_sources(config: RewardConfig, data_sources: Iterable[str]) -> Non
 def _function(target: str) -> tuple[Callable[..., Any], Form]:
     function = load(target)
     return function, form_of(function)
-
-
-def _verdict(judged: Score) -> float:
-    acc = judged.extras.get("acc")
-    return float(judged.value >= 1 if acc is None else acc >= 0.5)  # noqa: PLR2004  a share

@@ -21,11 +21,11 @@ import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 from engines.config.algorithm import RewardConfig
 from engines.errors import RewardError
 from engines.rewards.base import (
-    ComputeScore,
     Form,
     Judging,
     Score,
@@ -57,19 +57,18 @@ class RewardScorer(AbstractContextManager["RewardScorer"]):
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        reward = resolve(config)
-        function, self._kwargs = reward.function, reward.kwargs
         self._cache = ScoreCache(config.cache_size) if config.cache_size else None
-        self._function: ComputeScore | None = None
-        self._form: Form = "text"
+        reward = resolve(config)
+        row = reward.function
         self._pool: ScoringPool | None = None
-        if function.in_process:
-            self._function = load(function.target)
-            self._form = form_of(self._function)
+        if row.in_process:
+            function = load(row.target)
+            self._form: Form = form_of(function)
+            self._judge = partial(judge, function, self._form, kwargs=reward.kwargs)
         else:
             setup = WorkerSetup(
-                function.target, self._kwargs, config.timeout_s,
-                function.memory_limit_bytes, config.environment,
+                row.target, reward.kwargs, config.timeout_s,
+                row.memory_limit_bytes, config.environment,
             )  # fmt: skip
             num_workers = config.num_workers or min(len(os.sched_getaffinity(0)), 16)
             self._pool = ScoringPool(setup, num_workers, config.num_workers or 1)
@@ -83,48 +82,33 @@ class RewardScorer(AbstractContextManager["RewardScorer"]):
 
     def batch(self) -> "ScoringBatch":
         """Begin a step whose samples come one by one; RewardError if another one has not ended."""
-        # Fixed for the batch: otherwise equal samples could get different cache keys.
-        form = self._form if self._pool is None else self._pool.form
         judging: Judging
-        judging = JudgingHere(self._score_here) if self._pool is None else self._pool.batch()
+        judging = self._pool.batch() if self._pool else JudgingHere(self._judge)
         if self._cache is not None:
+            # Fixed for the batch: otherwise equal samples could get different cache keys.
+            form = self._pool.form if self._pool else self._form
             judging = CachedJudging(self._cache, form, judging)
         return ScoringBatch(judging, self._config.max_unscored_frac)
 
-    def close(self) -> None:
-        """End the scoring processes; callable repeatedly."""
+    def __exit__(self, *exception: object) -> None:
         if self._pool is not None:
             self._pool.close()
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
-    def _score_here(self, sample: ScoreRequest) -> Score | Unscored:
-        assert self._function is not None  # noqa: S101 - no pool means a function
-        try:
-            return judge(self._function, self._form, sample, self._kwargs)
-        except Exception as error:  # noqa: BLE001 - boundary to a plugin: one sample, reported
-            return Unscored(describe(error))
-
-
-class ScoreCache:
-    """LRU cache of at most `size` scores."""
+class ScoreCache(OrderedDict[bytes, Score]):
+    """LRU cache of at most `size` scores by digest; `keep` adds to it."""
 
     def __init__(self, size: int) -> None:
+        super().__init__()
         self._size = size
-        self._scores: OrderedDict[bytes, Score] = OrderedDict()
-
-    def find(self, key: bytes) -> Score | None:
-        """Return the score with this digest, or None."""
-        return self._scores.get(key)
 
     def keep(self, key: bytes, result: Score | Unscored) -> None:
         """Record a use of this digest; only a `Score` is stored."""
         if isinstance(result, Score):
-            self._scores[key] = result
-            self._scores.move_to_end(key)
-        if len(self._scores) > self._size:
-            self._scores.popitem(last=False)
+            self[key] = result
+            self.move_to_end(key)
+        if len(self) > self._size:
+            self.popitem(last=False)
 
 
 class CachedJudging:
@@ -134,31 +118,28 @@ class CachedJudging:
         self._cache, self._judging = cache, judging
         self._form: Form = form
         self._keys: list[bytes] = []
-        self._known: dict[bytes, Score] = {}
-        self._asked: dict[bytes, int] = {}
+        self._found: dict[bytes, Score | int] = {}
+        """A known score, or the number of the request that was passed on."""
 
     def add(self, request: ScoreRequest) -> int:
         """See `Judging`."""
         message = json.dumps(message_of(request, self._form), sort_keys=True)
         key = hashlib.sha256(message.encode()).digest()
         self._keys.append(key)
-        if key not in self._known and key not in self._asked:
-            known = self._cache.find(key)
-            if known is None:
-                self._asked[key] = self._judging.add(request)
-            else:
-                self._known[key] = known
+        if key not in self._found:
+            known = self._cache.get(key)
+            self._found[key] = self._judging.add(request) if known is None else known
         return len(self._keys) - 1
 
     def results(self) -> list[Score | Unscored]:
         """See `Judging`."""
         judged = self._judging.results()
-        found: dict[bytes, Score | Unscored] = {
-            **self._known,
-            **{key: judged[number] for key, number in self._asked.items()},
+        found = {
+            key: judged[each] if isinstance(each, int) else each
+            for key, each in self._found.items()
         }
-        for key in dict.fromkeys(self._keys):
-            self._cache.keep(key, found[key])
+        for key, result in found.items():
+            self._cache.keep(key, result)
         return [found[key] for key in self._keys]
 
     def close(self) -> None:
@@ -167,7 +148,7 @@ class CachedJudging:
 
 
 class JudgingHere:
-    """Judges each request in this process when it is added."""
+    """Judges each request in this process when it is added; an exception leaves it unscored."""
 
     def __init__(self, judge: Callable[[ScoreRequest], Score | Unscored]) -> None:
         self._judge = judge
@@ -175,7 +156,10 @@ class JudgingHere:
 
     def add(self, request: ScoreRequest) -> int:
         """See `Judging`."""
-        self._results.append(self._judge(request))
+        try:
+            self._results.append(self._judge(request))
+        except Exception as error:  # noqa: BLE001 - boundary to a plugin: one sample, reported
+            self._results.append(Unscored(describe(error)))
         return len(self._results) - 1
 
     def results(self) -> list[Score | Unscored]:
@@ -212,12 +196,9 @@ class ScoringBatch(AbstractContextManager["ScoringBatch"]):
         check_unscored(results, self._max_unscored_frac)
         return results
 
-    def close(self) -> None:
-        """End the batch; also the processes, unless all is judged. Callable repeatedly."""
-        self._judging.close()
-
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        """End the batch; also the processes, unless all is judged."""
+        self._judging.close()
 
 
 def check_unscored(results: Sequence[Score | Unscored], max_unscored_frac: float) -> None:
@@ -289,8 +270,8 @@ class ScoringPool:
                 self._processes.append(ScoringProcess(self._setup, self._selector))
             except OSError as error:
                 self._go_on_without(str(error))
-        wait_s = min(process.seconds_left() for process in self._processes)
-        for key, events in self._selector.select(max(0.0, min(wait_s, _POLL_S))):
+        wait_s = min(_POLL_S, *(process.seconds_left() for process in self._processes))
+        for key, events in self._selector.select(max(0.0, wait_s)):
             process: ScoringProcess | None = key.data
             if process is None:
                 os.eventfd_read(self._wake)
@@ -330,7 +311,7 @@ class PoolBatch:
         self._num_added = 0
         self._thread: threading.Thread | None = None
         self._stopped = False
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         self.waiting: deque[tuple[int, ScoreRequest]] = deque()
         self.found: dict[int, Score | Unscored] = {}
 
@@ -340,32 +321,26 @@ class PoolBatch:
         Raises:
             RewardError: the function cannot be loaded, or a process does not start.
         """
-        self._raise_error()
-        if self._pool._open is not self:
-            raise RewardError("the batch has ended")
-        number = self._num_added
+        self._check_open()
+        self.waiting.append((self._num_added, request))
         self._num_added += 1
-        self.waiting.append((number, request))
         if self._thread is None:
             # A daemon thread, so that a batch that is never ended does not keep the process alive.
             self._thread = threading.Thread(target=self._work, name="scoring", daemon=True)
             self._thread.start()
         os.eventfd_write(self._pool._wake, 1)
-        return number
+        return self._num_added - 1
 
     def results(self) -> list[Score | Unscored]:
         """Wait for all results, end the batch, and return them by number; raises as `add`."""
-        if self._pool._open is not self:
-            raise RewardError("the batch has ended")
         try:
+            self._check_open()
             self._stop()
-            self._raise_error()
+            self._check_open()
             while len(self.found) < self._num_added:
                 self._pool._turn(self)
-        except BaseException:
+        finally:
             self.close()
-            raise
-        self._pool._open = None
         return [self.found[number] for number in range(self._num_added)]
 
     def close(self) -> None:
@@ -383,12 +358,16 @@ class PoolBatch:
         try:
             while not self._stopped:
                 self._pool._turn(self)
-        except BaseException as error:  # noqa: BLE001 - thread boundary: raised in the caller's
+        except (RewardError, OSError, TypeError, ValueError) as error:
+            # Raised in the caller's thread. Of any other error the thread ends with a traceback,
+            # and `results` goes on in the caller's.
             self._error = error
 
-    def _raise_error(self) -> None:
+    def _check_open(self) -> None:
         if self._error is not None:
             raise self._error
+        if self._pool._open is not self:
+            raise RewardError("the batch has ended")
 
     def _stop(self) -> None:
         self._stopped = True

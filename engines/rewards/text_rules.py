@@ -83,8 +83,9 @@ EXTRACTIONS: Mapping[Extraction, Callable[[str], str | None]] = {
 def truth_text(ground_truth: object) -> str:
     """Return a ground truth as stripped text; ValueError if it is empty or no text or number."""
     if isinstance(ground_truth, bool) or not isinstance(ground_truth, str | int | float):
-        kind = type(ground_truth).__name__
-        raise ValueError(f"the ground truth is a {kind}; need text or a number")
+        raise ValueError(
+            f"the ground truth is a {type(ground_truth).__name__}; need text or a number"
+        )
     text = str(ground_truth).strip()
     if not text:
         raise ValueError("the ground truth is empty")

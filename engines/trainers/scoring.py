@@ -16,7 +16,7 @@ from engines.config.algorithm import OverlongConfig
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import ChatTokenizer
 from engines.judges.asking import NO_JUDGES, Judges
-from engines.rewards.base import SampledTokens, Score, ScoreRequest
+from engines.rewards.base import SampledTokens, Score, ScoreRequest, is_correct
 from engines.rewards.scorer import RewardScorer, ScoringBatch
 from engines.trainers.prompts import PromptBatch
 from engines.trainers.step_timer import errors_in
@@ -222,12 +222,3 @@ def overlong_penalty(lengths_B: Tensor, max_new_tokens: int, overlong: OverlongC
         return torch.zeros(lengths_B.shape, dtype=torch.float32, device=lengths_B.device)
     excess_B = lengths_B.to(torch.float32) - (max_new_tokens - overlong.buffer_length)
     return (-excess_B / overlong.buffer_length * overlong.penalty_factor).clamp(max=0.0)
-
-
-def is_correct(score: Score) -> bool:
-    """Return True if a score counts as a right answer.
-
-    The verdict `acc` decides if there is one; else a score of at least 1, which every shipped
-    reward gives only to a right answer.
-    """
-    return score.extras["acc"] >= 0.5 if "acc" in score.extras else score.value >= 1.0

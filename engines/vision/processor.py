@@ -49,7 +49,9 @@ class ImageProcessor:
                 f"{' or '.join(PROCESSOR_FILES)}; copy it beside the weights",
             )
         try:
-            made: Any = Qwen2VLImageProcessorPil.from_pretrained(hf_dir, local_files_only=True)
+            self._processor: Any = Qwen2VLImageProcessorPil.from_pretrained(
+                hf_dir, local_files_only=True
+            )
         except (OSError, ValueError) as error:
             raise ConfigError(
                 "model.path",
@@ -59,13 +61,9 @@ class ImageProcessor:
         config: Any = AutoConfig.from_pretrained(
             hf_dir, trust_remote_code=False, local_files_only=True
         )
-        self._processor = made
-        self._sizes = sizes
+        self.num_tokens = sizes.num_tokens
+        """See `ImageSizes.num_tokens`."""
         self.token_id: int = config.image_token_id
-
-    def num_tokens(self, width: int, height: int) -> int:
-        """Return the number of placeholder tokens; see `ImageSizes.num_tokens`."""
-        return self._sizes.num_tokens(width, height)
 
     def patches(self, data: bytes) -> tuple[Tensor, tuple[int, int, int]]:
         """Return an encoded image's patches, (t * h * w, D) float32, and its grid (t, h, w)."""

@@ -18,6 +18,7 @@ disjoint for all seeds, sizes and notations, and 34+12 never tests what 12+34 ta
 """
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -58,9 +59,7 @@ class Problem:
         """Return the split of the problem, from the hash of its canonical text."""
         digest = hashlib.sha256(self.canonical().encode()).digest()
         place = int.from_bytes(digest[:8], "big") / 2**64
-        return next(
-            name for name, bound in zip(SPLITS, _SPLIT_UPPER_BOUNDS, strict=True) if place < bound
-        )
+        return SPLITS[bisect_right(_SPLIT_UPPER_BOUNDS, place)]
 
     def results(self) -> tuple[int, ...]:
         """Return the partial results in order; a single one for operations other than `chain`."""
@@ -207,8 +206,8 @@ def _walk(size: int, key: str) -> Iterator[int]:
 
 
 def _sft_row(problem: Problem, config: ArithmeticConfig) -> SFTRow:
-    answer = Message("assistant", STEP_DELIMITER.join(answer_steps(problem, config)))
     question = Message("user", prompt_text(problem, config))
+    answer = Message("assistant", STEP_DELIMITER.join(answer_steps(problem, config)))
     return SFTRow((question, answer), f"arithmetic/{problem.operation}")
 
 

@@ -14,8 +14,8 @@ starts fast.
 
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +26,7 @@ import numpy as np
 
 from engines.config.data import DataConfig
 from engines.config.model import ModelConfig
-from engines.data.image_store import ImageFolder, write_images
+from engines.data.image_store import image_size, write_images
 from engines.data.prepare.arithmetic import generate
 from engines.data.prepare.decontamination import LeakReport, find_leaks
 from engines.data.prepare.sources import ROW_KINDS, SourceReport, load_rows
@@ -53,7 +53,7 @@ from engines.data.read.examples import (
     within,
 )
 from engines.data.read.row_files import in_batches, write_batches
-from engines.data.read.rows import Message, PreferenceRow, RLRow, RowError, SFTRow
+from engines.data.read.rows import RLRow, RowError
 from engines.data.read.tokenizer import ChatTokenizer, DirectoryTokenizer
 from infra.errors import ConfigError
 
@@ -71,39 +71,12 @@ _FILES = {
 }
 _PAIRS = ("preference", "preference_evaluation")
 """Splits that are left out if they are empty."""
-
-
 _HELD_OUT = ("evaluation", "preference_evaluation")
+Splits = Mapping[str, StoredRows[Any]]
+"""The rows of each split, in the order of `ROW_KINDS`."""
 Suites = Mapping[str, Sequence[RLRow]]
 """Held-out rows of a recipe's suites, by the section that configures their data."""
 NO_SUITES: Suites = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class Splits:
-    """The rows of the splits, and by split the reports of its sources; none for generated data."""
-
-    sft: StoredRows[SFTRow]
-    rl: StoredRows[RLRow]
-    evaluation: StoredRows[RLRow]
-    preference: StoredRows[PreferenceRow]
-    preference_evaluation: StoredRows[PreferenceRow]
-    reports: Mapping[str, tuple[SourceReport, ...]]
-
-    def texts(self) -> Iterator[str]:
-        """Yield all texts that a model made from scratch will read or write."""
-        for row in self.sft:
-            yield from _texts(row.messages)
-            # The template of such a model has special tokens for all other roles.
-            yield from (f"<|{each.role}|>" for each in row.messages if each.role == "tool")
-        for rows in (self.rl, self.evaluation):
-            for row in rows:
-                yield from _texts(row.prompt)
-                if isinstance(row.reward_model.ground_truth, str):
-                    yield row.reward_model.ground_truth
-        for rows in (self.preference, self.preference_evaluation):
-            for row in rows:
-                yield from _texts((*row.prompt, *row.answers))
 
 
 @dataclass(frozen=True)
@@ -143,10 +116,8 @@ class DatasetSummary:
 
     def to_json(self) -> str:
         """Return the text of summary.json, without absent parts."""
-        values = asdict(self)
-        for name in (*_PAIRS, "num_decontaminated", "num_images"):
-            if values[name] is None:
-                del values[name]
+        optional = (*_PAIRS, "num_decontaminated", "num_images")
+        values = {k: v for k, v in asdict(self).items() if v is not None or k not in optional}
         return json.dumps({"schema": _SCHEMA_VERSION, **values}, indent=2, sort_keys=True) + "\n"
 
 
@@ -172,8 +143,9 @@ def build_dataset(
     """
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="rows-", dir=out_dir.parent) as scratch:
-        splits, leaks = decontaminated(read_splits(data, seed, Path(scratch)), data, suites)
-        num_overlapping = check_overlap(splits, data.allow_overlap, suites)
+        splits, reports = _read_splits(data, seed, Path(scratch))
+        splits, leaks = _decontaminated(splits, data, suites)
+        num_overlapping = _check_overlap(splits, data.allow_overlap, suites)
         out_dir.mkdir(exist_ok=True)
         trained = None
         if model and model.init == "random":
@@ -184,9 +156,15 @@ def build_dataset(
         num_images = _write_rows(kept, out_dir)
         summary = DatasetSummary(
             **{
-                name: _summarize(name, splits, kept, checked=tokenizer is not None)
-                for name in _FILES
-                if name not in _PAIRS or len(getattr(splits, name))
+                name: SplitSummary(
+                    num_rows=len(rows),
+                    num_overlong=len(splits[name]) - len(rows) if tokenizer is not None else None,
+                    num_distinct_prompts=rows.num_distinct_prompts(),
+                    data_sources=rows.num_by_source(),
+                    sources=reports[name],
+                )
+                for name, rows in kept.items()
+                if name not in _PAIRS or len(splits[name])
             },
             num_overlapping=num_overlapping,
             vocab_size=None if trained is None else len(trained),
@@ -199,27 +177,28 @@ def build_dataset(
     return summary
 
 
-def read_splits(data: DataConfig, seed: int, scratch: Path) -> Splits:
-    """Generate or read the rows into `scratch`, which must outlive them; missing splits are empty.
-
-    Raises:
-        ConfigError: the data cannot be used; names the place and the remedy.
-    """
-    rows: dict[str, Any] = {}
+def _read_splits(
+    data: DataConfig, seed: int, scratch: Path
+) -> tuple[Splits, Mapping[str, tuple[SourceReport, ...]]]:
+    """Generate or read the rows into `scratch`; missing splits are empty."""
     if data.arithmetic:
-        made = generate(data.arithmetic, seed)
-        for name, kind in ROW_KINDS.items():
-            rows[name] = stored(scratch / f"{name}.arrow", kind.format, made[name])
-        return Splits(**rows, reports=dict.fromkeys(ROW_KINDS, ()))
-    reports = {}
-    for name, kind in ROW_KINDS.items():
-        loaded = load_rows(getattr(data, name), name, data, seed, scratch, kind)
-        rows[name], reports[name] = loaded.rows, loaded.reports
-    return Splits(**rows, reports=reports)
+        rows = {
+            name: stored(scratch / f"{name}.arrow", ROW_KINDS[name].format, made)
+            for name, made in generate(data.arithmetic, seed).items()
+        }
+        return rows, dict.fromkeys(rows, ())
+    loaded = {
+        name: load_rows(getattr(data, name), name, data, seed, scratch, kind)
+        for name, kind in ROW_KINDS.items()
+    }
+    return (
+        {name: each.rows for name, each in loaded.items()},
+        {name: each.reports for name, each in loaded.items()},
+    )
 
 
-def decontaminated(
-    splits: Splits, data: DataConfig, suites: Suites = NO_SUITES
+def _decontaminated(
+    splits: Splits, data: DataConfig, suites: Suites
 ) -> tuple[Splits, LeakReport | None]:
     """Remove training rows that share words with held-out rows or `suites`, as `find_leaks` does.
 
@@ -227,40 +206,38 @@ def decontaminated(
     """
     if data.decontamination is None:
         return splits, None
-    training: dict[str, StoredRows[Any]] = {
-        name: getattr(splits, name) for name in ROW_KINDS if name not in _HELD_OUT
-    }
-    held_out = {name: getattr(splits, name) for name in _HELD_OUT} | {**suites}
+    training = {name: rows for name, rows in splits.items() if name not in _HELD_OUT}
+    held_out = {name: splits[name] for name in _HELD_OUT} | {**suites}
     leaks = find_leaks(training, held_out, data.decontamination)
-    kept = {
-        name: rows.only(np.delete(np.arange(len(rows)), leaks.rows_of(name)))
-        for name, rows in training.items()
-    }
-    return replace(splits, **kept), leaks
+    kept = dict(splits)
+    for name, rows in training.items():
+        leaked = [leak.row for leak in leaks.leaks if leak.split == name]
+        kept[name] = rows.only(np.delete(np.arange(len(rows)), leaked))
+    return kept, leaks
 
 
-def check_overlap(splits: Splits, allow_overlap: bool, suites: Suites = NO_SUITES) -> int:
+def _check_overlap(splits: Splits, allow_overlap: bool, suites: Suites) -> int:
     """Count the held-out rows, `suites` included, whose prompt occurs in a training split.
 
     Raises:
         ConfigError: there are some and `allow_overlap` is false; names the first.
     """
-    held_out = {
-        f"data.{name}": list(getattr(splits, name).prompt_digests()) for name in _HELD_OUT
-    } | {name: [prompt_digest(row.prompt) for row in rows] for name, rows in suites.items()}
+    held_out = {f"data.{name}": [*splits[name].prompt_digests()] for name in _HELD_OUT} | {
+        name: [prompt_digest(row.prompt) for row in rows] for name, rows in suites.items()
+    }
     wanted = {digest for digests in held_out.values() for digest in digests}
     trained: dict[bytes, str] = {}
-    for split in ("rl", "sft", "preference"):
-        for row, digest in enumerate(getattr(splits, split).prompt_digests()):
+    for name in ("rl", "sft", "preference"):
+        for row, digest in enumerate(splits[name].prompt_digests()):
             if digest in wanted:
-                trained.setdefault(digest, f"{split} row {row}")
+                trained.setdefault(digest, f"{name} row {row}")
     num_found = 0
-    for split, digests in held_out.items():
+    for field, digests in held_out.items():
         found = [row for row, digest in enumerate(digests) if digest in trained]
         if found and not allow_overlap:
             prompts = "prompt occurs" if len(found) == 1 else "prompts occur"
             raise ConfigError(
-                split,
+                field,
                 f"{len(found)} eval {prompts} in train (first: row {found[0]} = "
                 f"{trained[digests[found[0]]]}); remove them, or set data.allow_overlap",
             )
@@ -268,48 +245,48 @@ def check_overlap(splits: Splits, allow_overlap: bool, suites: Suites = NO_SUITE
     return num_found
 
 
-def _texts(messages: Iterable[Message]) -> Iterator[str]:
-    for message in messages:
-        yield message.said
-        yield from message.tools
+def _texts(splits: Splits) -> Iterator[str]:
+    """Yield all texts that a model made from scratch will read or write."""
+    for name, rows in splits.items():
+        for row in rows:
+            messages = row.messages if name == "sft" else row.prompt
+            if name in _PAIRS:
+                messages = (*messages, *row.answers)
+            for message in messages:
+                yield message.said
+                yield from message.tools
+            if name == "sft":
+                # The template of such a model has special tokens for all other roles.
+                yield from (f"<|{each.role}|>" for each in messages if each.role == "tool")
+            elif name not in _PAIRS and isinstance(row.reward_model.ground_truth, str):
+                yield row.reward_model.ground_truth
 
 
 def _trained_tokenizer(splits: Splits, model: ModelConfig, out_dir: Path) -> DirectoryTokenizer:
     for name in ("rl", "evaluation"):
-        if next(getattr(splits, name).images(), None) is not None:
+        if next(splits[name].images(), None) is not None:
             raise ConfigError(
                 "model.init",
                 f"got random; rows of data.{name} show images, which a model made from scratch "
                 "does not see; need a pretrained one; set model.path",
             )
-    directory = train_tokenizer(
-        model.tokenizer,
-        splits.texts(),
-        out_dir / TOKENIZER_DIR,
-        max_length=model.max_length,
-        chat_template=model.chat_template,
+    return DirectoryTokenizer.load(
+        train_tokenizer(
+            model.tokenizer,
+            _texts(splits),
+            out_dir / TOKENIZER_DIR,
+            max_length=model.max_length,
+            chat_template=model.chat_template,
+        )
     )
-    return DirectoryTokenizer.load(directory)
 
 
 def _write_rows(splits: Splits, out_dir: Path) -> int:
-    for name, file in _FILES.items():
-        rows = getattr(splits, name)
+    for name, rows in splits.items():
         if name not in _PAIRS or len(rows):
-            write_batches(out_dir / file, rows.format, rows.batches(), rows.is_plain)
-    digests = chain(splits.rl.images(), splits.evaluation.images())
-    return write_images(out_dir / IMAGES_FILE, image_folder(splits.rl.path), digests)
-
-
-def _summarize(name: str, splits: Splits, kept: Splits, checked: bool) -> SplitSummary:
-    rows, num_before = getattr(kept, name), len(getattr(splits, name))
-    return SplitSummary(
-        num_rows=len(rows),
-        num_overlong=num_before - len(rows) if checked else None,
-        num_distinct_prompts=rows.num_distinct_prompts(),
-        data_sources=rows.num_by_source(),
-        sources=splits.reports[name],
-    )
+            write_batches(out_dir / _FILES[name], rows.format, rows.batches(), rows.is_plain)
+    digests = chain(splits["rl"].images(), splits["evaluation"].images())
+    return write_images(out_dir / IMAGES_FILE, image_folder(splits["rl"].path), digests)
 
 
 def _without_overlong(
@@ -325,9 +302,8 @@ def _without_overlong(
         ConfigError: a row is too long and `data.on_overlong` is `error`, a split becomes empty, or
             the model does not take an image's shape.
     """
-    kept = {}
-    for name in _FILES:
-        rows = getattr(splits, name)
+    kept = dict(splits)
+    for name, rows in splits.items():
         if not len(rows):
             continue
         limit, what = max_length, PAIRS if name in _PAIRS else CONVERSATIONS
@@ -336,7 +312,7 @@ def _without_overlong(
             refuse_empty(lengths)
             limit, what = data.max_prompt_length, PROMPTS
         kept[name] = rows.only(within(lengths, limit, data.on_overlong, what))
-    return replace(splits, **kept)
+    return kept
 
 
 def _lengths(
@@ -364,7 +340,7 @@ def _lengths(
 def _prompt_lengths(
     rows: Sequence[RLRow],
     tokenizer: ChatTokenizer,
-    folder: ImageFolder,
+    folder: Path,
     image_length: FindImageLength | None,
 ) -> Iterator[int]:
     """Yield the tokens of prompts, with each placeholder counted as its image's tokens."""
@@ -377,5 +353,6 @@ def _prompt_lengths(
         elif num_tokens is None:
             yield 1  # the row stays, whatever the limit
         else:
-            sizes = [folder.size(image.sha256) for image in row.images]
+            names = [image.sha256 for image in row.images]
+            sizes = [image_size((folder / name).read_bytes(), name) for name in names]
             yield len(next(texts)) + sum(num_tokens(*size) - 1 for size in sizes)

@@ -26,9 +26,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from os.path import commonprefix
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from engines.config.data import DecontaminationConfig
+from engines.data.prepare.stored_rows import StoredRows
 from engines.data.read.rows import Message, PreferenceRow, RLRow, SFTRow
 from infra.errors import ConfigError
 
@@ -143,9 +144,8 @@ def words_of(text: str) -> list[str]:
     if text.isascii():
         # NFKC keeps ASCII as it is, and no ASCII character is a mark.
         return _WORD.findall(text.lower())
-    seen = text.translate(_SEEN)
-    folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", seen).casefold())
-    return _WORD.findall(folded.translate(_LETTERS))
+    folded = unicodedata.normalize("NFKC", text.translate(_SEEN)).casefold()
+    return _WORD.findall(unicodedata.normalize("NFKC", folded).translate(_LETTERS))
 
 
 class _Without(dict[int, int | None]):
@@ -178,12 +178,8 @@ def _runs(words: Sequence[str], length: int) -> Iterator[str]:
 Row = SFTRow | RLRow | PreferenceRow
 
 
-class Rows(Protocol):
-    """Rows of one split, which may be on disk; they are iterated twice."""
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[Row]: ...
+Rows = StoredRows[Any] | Sequence[Row]
+"""Rows of one split; they are iterated twice."""
 
 
 @dataclass(frozen=True)
@@ -221,10 +217,6 @@ class LeakReport:
         """Return the JSON text; equal reports give equal bytes."""
         values = {"schema": _SCHEMA_VERSION, **asdict(self)}
         return json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-
-    def rows_of(self, split: str) -> list[int]:
-        """Return the rows of a training split that share words."""
-        return [leak.row for leak in self.leaks if leak.split == split]
 
 
 def find_leaks(
@@ -270,23 +262,19 @@ def find_leaks(
 
 def _leaks_of(split: str, rows: Rows, index: EvaluationIndex) -> Iterator[Leak]:
     for number, (row, prompt) in enumerate(_prompts(rows)):
+        later: Sequence[Message] = ()
+        if isinstance(row, PreferenceRow):
+            later = row.answers
+        elif isinstance(row, SFTRow):
+            later = row.messages[len(row.prompt) :]
         found = [*index.shared(prompt)]
-        for message in _later(row):
+        for message in later:
             found += index.shared(message.said, is_answer=message.role != "user")
         if not found:
             continue
         kind, words, places = next((each for each in found if each[0] == "exact"), found[0])
-        evaluation_split, evaluation_row = places[0]
         num_rows = len({place for _, _, places in found for place in places})
-        yield Leak(split, number, kind, words, evaluation_split, evaluation_row, num_rows)
-
-
-def _later(row: Row) -> Sequence[Message]:
-    if isinstance(row, PreferenceRow):
-        return row.answers
-    if isinstance(row, SFTRow):
-        return row.messages[len(row.prompt) :]
-    return ()
+        yield Leak(split, number, kind, words, *places[0], num_rows)
 
 
 def _prompts(rows: Rows) -> Iterator[tuple[Row, Prompt]]:
@@ -299,8 +287,7 @@ def _prompts(rows: Rows) -> Iterator[tuple[Row, Prompt]]:
 
 
 def _words(row: Row) -> list[str]:
-    texts = [message.said for message in row.prompt if message.role != "system"]
-    return words_of("\n".join(texts))
+    return words_of("\n".join(each.said for each in row.prompt if each.role != "system"))
 
 
 class _Template:

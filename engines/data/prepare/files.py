@@ -10,7 +10,7 @@ files are fetched, so others are not reported.
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -87,13 +87,17 @@ def resolve_source(source: SourceConfig, field: str, default_subset: str | None)
     if path.is_dir():
         return _files_of_split(path, source, field, default_subset, is_hub=False)
     if source.revision is None:
-        raise ConfigError(f"{field}.path", _absent(path))
+        names = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
+        similar = difflib.get_close_matches(path.name, names, n=3)
+        shown = f"; {len(similar)} similar: {', '.join(similar)}" if similar else ""
+        raise ConfigError(f"{field}.path", f"{path} does not exist (cwd is {Path.cwd()}{shown})")
     suffixes = (f"{suffix}{packed}" for suffix in DATA_SUFFIXES for packed in ("", PACKED_SUFFIX))
     # The hub's patterns are case-sensitive.
     patterns = ["*" + "".join(f"[{c}{c.upper()}]" for c in suffix) for suffix in suffixes]
     root = hub_snapshot(source.path, "dataset", source.revision, field, patterns)
-    found = _files_of_split(root, source, field, default_subset, is_hub=True)
-    return replace(found, revision=root.name)
+    return replace(
+        _files_of_split(root, source, field, default_subset, is_hub=True), revision=root.name
+    )
 
 
 def _files_of_split(
@@ -111,7 +115,15 @@ def _files_of_split(
         )
     chosen = _of_split(names, source.split, f"{field}.split", top)
     suffixes = {name: unpacked_suffix(Path(name)) for name in chosen}
-    _refuse_unreadable(chosen, suffixes, f"{field}.path")
+    unreadable = [name for name in chosen if suffixes[name] not in DATA_SUFFIXES]
+    if unreadable:  # the split would be incomplete
+        others = [name for name in chosen if name not in unreadable]
+        beside = f", which lies beside {some_of(others)}" if others else ""
+        raise ConfigError(
+            f"{field}.path",
+            f"cannot read {some_of(unreadable)}{beside}; need {', '.join(DATA_SUFFIXES)}, perhaps "
+            f"{PACKED_SUFFIX}; unpack, convert or remove it, or give one file as the path",
+        )
     tables = [name for name in chosen if suffixes[name] in SEPARATED_SUFFIXES]
     typed = [name for name in chosen if name not in tables]
     of_none = () if len(chosen) == len(names) else _of_no_split(names, source.split)
@@ -144,19 +156,6 @@ def _of_no_split(names: Iterable[str], split: str) -> list[str]:
     return [name for name in names if not any(_names_split(name, word) for word in words)]
 
 
-def _refuse_unreadable(names: Sequence[str], suffixes: Mapping[str, str], field: str) -> None:
-    """Refuse files of the split that cannot be read, since the split would be incomplete."""
-    unreadable = [name for name in names if suffixes[name] not in DATA_SUFFIXES]
-    if unreadable:
-        others = [name for name in names if name not in unreadable]
-        beside = f", which lies beside {some_of(others)}" if others else ""
-        raise ConfigError(
-            field,
-            f"cannot read {some_of(unreadable)}{beside}; need {', '.join(DATA_SUFFIXES)}, perhaps "
-            f"{PACKED_SUFFIX}; unpack, convert or remove it, or give one file as the path",
-        )
-
-
 def _named(top: Path, root: Path, *, is_hub: bool) -> list[str]:
     """Return the sorted names, relative to `root`, of files below `top` that may hold rows.
 
@@ -168,16 +167,18 @@ def _named(top: Path, root: Path, *, is_hub: bool) -> list[str]:
         path.relative_to(root).as_posix()
         for path in top.rglob("*.*")
         if path.is_file()
-        and (unpacked_suffix(path) in suffixes or (not is_hub and _is_packed_otherwise(path)))
-        and not (path.suffix.lower() in _PACKED and path.with_suffix("").exists())
+        and (
+            unpacked_suffix(path) in suffixes
+            or (not is_hub and _is_packed(path) and Path(path.stem.lower()).suffix in suffixes)
+        )
+        and not (_is_packed(path) and path.with_suffix("").exists())
         and path.name not in _NO_ROWS
         and not any(part.startswith(".") for part in path.relative_to(root).parts)
     )
 
 
-def _is_packed_otherwise(path: Path) -> bool:
-    inner = Path(path.stem.lower()).suffix
-    return path.suffix.lower() in _PACKED and inner in (*DATA_SUFFIXES, *_ROWS_OF_OTHERS)
+def _is_packed(path: Path) -> bool:
+    return path.suffix.lower() in _PACKED
 
 
 def _names_split(name: str, split: str) -> bool:
@@ -189,16 +190,6 @@ def _names_split(name: str, split: str) -> bool:
     after = "[^\\W_]" if split[-1:].isdigit() else _LETTER
     word = rf"(?<!{before}){re.escape(split.lower())}(?:[-_ ]?(?:set|ing))?(?!{after})"
     return any(re.search(word, each.lower()) for each in (name, _HUMP.sub("_", name)))
-
-
-def _absent(path: Path) -> str:
-    text = f"{path} does not exist (cwd is {Path.cwd()}"
-    parent = path.parent
-    names = sorted(p.name for p in parent.iterdir()) if parent.is_dir() else []
-    similar = difflib.get_close_matches(path.name, names, n=3)
-    if similar:
-        text += f"; {len(similar)} similar: {', '.join(similar)}"
-    return f"{text})"
 
 
 def some_of(names: Sequence[str]) -> str:

@@ -35,7 +35,18 @@ from infra.errors import ConfigError
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _MAX_FIELD_CHARACTERS = 16 * 2**20
 """Keeps an unclosed quote from loading the rest of a large file into memory."""
-_UNKNOWN = "so what follows is not known"
+_DAMAGE = {
+    "field larger": f"a field of the record that begins here has more than {_MAX_FIELD_CHARACTERS} "
+    "characters; need fewer; close its quote, or keep such texts in .jsonl",
+    "unexpected end": "the record that begins here is cut off inside quotes, so what follows is "
+    "not known; close the quote",
+    "new-line": "a line ends with CR alone; need LF or CR LF; save the file with such line ends",
+}
+"""Problems of a file by the beginning of the error of `csv`."""
+_WRONG_QUOTES = (
+    "the record that begins here is quoted wrongly ({}), so what follows is not known; need a "
+    "separator or line end behind a closing quote, and quotes inside a field doubled; mend the file"
+)
 _SHOWN_CHARACTERS = 40
 _BATCH_BYTES = 64 * 2**20
 """Limit of a parquet batch, estimated from the largest mean row size of the row groups."""
@@ -111,18 +122,14 @@ def _read_parquet(path: Path) -> Iterator[RawRow | BadRow]:
 
 
 def _batches(file: pq.ParquetFile, path: Path) -> Iterator[pa.RecordBatch]:
-    num_rows = _batch_rows_of(file)
+    # Fewer rows at a time if they are large, such as rows with images.
+    groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+    largest = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
+    num_rows = max(1, min(BATCH_ROWS, _BATCH_BYTES // max(1, largest)))
     for group in range(file.num_row_groups):
         problem = f"row group {group} cannot be read ({{}}); copy it again"
         with damage_as_config_error(path, problem):
             yield from file.iter_batches(num_rows, row_groups=[group])
-
-
-def _batch_rows_of(file: pq.ParquetFile) -> int:
-    """Return the rows per batch; fewer if they are large, such as rows with images."""
-    groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
-    largest = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
-    return max(1, min(BATCH_ROWS, _BATCH_BYTES // max(1, largest)))
 
 
 def _row(batch: pa.RecordBatch, place: int) -> dict[str, Any] | str:
@@ -196,9 +203,7 @@ def _parsed(raw: bytes) -> object:
             shown = f"{shown[:_SHOWN_CHARACTERS]}..."
         problem = f"not JSON ({error.msg} at column {error.colno}): {shown}"
         raise _BadJSON(problem, error.lineno, error.msg.startswith("Extra data")) from None
-    except RecursionError:
-        raise _BadJSON("not JSON (nested too deeply)") from None
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise _BadJSON(f"not JSON ({error})") from None
 
 
@@ -254,25 +259,11 @@ def _records(reader: Any, path: Path) -> Iterator[tuple[int, list[str]]]:
         except StopIteration:
             return
         except csv.Error as error:
-            raise ConfigError(f"{path.name}:{begin}", _damage(str(error))) from None
+            known = (text for begins, text in _DAMAGE.items() if str(error).startswith(begins))
+            problem = next(known, _WRONG_QUOTES.format(error))
+            raise ConfigError(f"{path.name}:{begin}", problem) from None
         if fields:
             yield begin, fields
-
-
-def _damage(reason: str) -> str:
-    if reason.startswith("field larger"):
-        return (
-            f"a field of the record that begins here has more than {_MAX_FIELD_CHARACTERS} "
-            "characters; need fewer; close its quote, or keep such texts in .jsonl"
-        )
-    if reason.startswith("unexpected end"):
-        return f"the record that begins here is cut off inside quotes, {_UNKNOWN}; close the quote"
-    if reason.startswith("new-line"):
-        return "a line ends with CR alone; need LF or CR LF; save the file with such line ends"
-    return (
-        f"the record that begins here is quoted wrongly ({reason}), {_UNKNOWN}; need a separator "
-        "or line end behind a closing quote, and quotes inside a field doubled; mend the file"
-    )
 
 
 def _header(fields: list[str], place: str, separator: str) -> list[str]:

@@ -27,7 +27,7 @@ from engines.data.order import permutation
 from engines.data.prepare.files import SourceFiles, resolve_source
 from engines.data.prepare.preprocessors.base import Preprocessor
 from engines.data.prepare.readers import BadRow, RawRow, read_file
-from engines.data.prepare.stored_rows import RowWriter, StoredRows, digest_of
+from engines.data.prepare.stored_rows import RowWriter, StoredRows, digest_of, writing_rows
 from engines.data.read.row_files import (
     PREFERENCE_FORMAT,
     RL_FORMAT,
@@ -142,22 +142,22 @@ def load_rows(
         ConfigError: the data cannot be used; names the place and the remedy.
     """
     reports = []
-    with RowWriter(scratch / f"{name}.arrow", kind.format) as writer:
+    with writing_rows(scratch / f"{name}.arrow", kind.format) as writer:
         for place, source in enumerate(sources):
             layout = layout_of(source, f"data.{name}.{place}", kind)
             if source.limit is None:
                 reports.append(_load_source(layout, data, writer))
                 continue
-            with RowWriter(scratch / f"{name}.{place}.arrow", kind.format) as whole:
+            with writing_rows(scratch / f"{name}.{place}.arrow", kind.format) as whole:
                 report = _load_source(layout, data, whole)
-            num_rows = min(source.limit, report.num_rows)
-            is_sample = num_rows < report.num_rows
-            order = permutation(report.num_rows, seed)[:num_rows] if is_sample else range(num_rows)
+            order = np.arange(report.num_rows)
+            if source.limit < report.num_rows:
+                order = permutation(report.num_rows, seed)[: source.limit]
             stored = whole.stored()
-            writer.add_sample(stored, np.asarray(order))
+            writer.add_sample(stored, order)
             stored.path.unlink()  # the sample is a copy
-            num_over_limit = report.num_rows - num_rows
-            reports.append(replace(report, num_rows=num_rows, num_over_limit=num_over_limit))
+            num_over_limit = report.num_rows - len(order)
+            reports.append(replace(report, num_rows=len(order), num_over_limit=num_over_limit))
     return LoadedRows(writer.stored(), tuple(reports))
 
 
@@ -209,8 +209,9 @@ class Layout(Generic[RowT]):
             return raw
         absent = tuple(name for name in self.columns if name not in raw.columns)
         if absent:
-            problem = f"{absent[0]} is missing"
-            return BadRow(raw.place, problem, absent=absent, present=tuple(raw.columns))
+            return BadRow(
+                raw.place, f"{absent[0]} is missing", absent=absent, present=tuple(raw.columns)
+            )
         try:
             row = self.kind.parse(self.preprocessor)(raw.columns)
             if isinstance(row, RLRow):
@@ -266,19 +267,15 @@ def _recognised(source: SourceConfig, path: str, kind: RowKind[RowT]) -> Layout[
         if isinstance(bad := each.row(rows[0]), BadRow)
     )
     needs = ", ".join(f"{each.name} ({', '.join(each.columns)})" for each in known)
+    example = ""
+    asked = [name for name in _QUESTIONS if name in present and "answer" in present]
+    if asked and kind is not PREFERENCE_ROWS:
+        example = f", as {{format: columns, options: {{prompt_column: {asked[0]}}}}}"
     raise ConfigError(
         f"{path}.format",
         f"{found}{tried}; need those of one layout: {needs}; or name a format, with its options"
-        f"{_example(present, kind)}",
+        f"{example}",
     )
-
-
-def _example(present: Sequence[str], kind: RowKind[Any]) -> str:
-    """Suggest `columns` if only the name of the question column differs, else nothing."""
-    asked = [name for name in _QUESTIONS if name in present and "answer" in present]
-    if kind is PREFERENCE_ROWS or not asked:
-        return ""
-    return f", as {{format: columns, options: {{prompt_column: {asked[0]}}}}}"
 
 
 def _first_rows(
@@ -331,8 +328,9 @@ def _load_source(layout: Layout[RowT], data: DataConfig, writer: RowWriter[RowT]
     num_read = num_usable + bad.reasons.total()
     if not num_rows:
         dropped = f" of {num_read} are usable" if num_read else ""
-        problem = f"{layout.source.path}: 0 rows{dropped}; need at least 1"
-        raise ConfigError(f"{layout.path}.path", problem)
+        raise ConfigError(
+            f"{layout.path}.path", f"{layout.source.path}: 0 rows{dropped}; need at least 1"
+        )
     return SourceReport(
         format=layout.name,
         revision=files.revision,

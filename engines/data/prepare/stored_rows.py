@@ -1,6 +1,6 @@
 """The rows of a split on disk while they are checked, with the compared properties in memory.
 
-    with RowWriter(path, RL_FORMAT) as writer:
+    with writing_rows(path, RL_FORMAT) as writer:
         writer.add(row)
     rows = writer.stored()
 
@@ -16,13 +16,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Generic
 
 import numpy as np
 import pyarrow as pa
 
-from engines.data.image_store import ImageFolder, keep_images
+from engines.data.image_store import keep_images
 from engines.data.read.row_files import BATCH_ROWS, RowFormat, RowT
 from engines.data.read.rows import Message, RLRow
 
@@ -99,35 +98,21 @@ class StoredRows(Generic[RowT]):
     def num_by_source(self) -> dict[str, int]:
         """Return the number of rows by data source, sorted by name, without zeros."""
         counts = np.bincount(self.sources[self.kept], minlength=len(self.data_sources)).tolist()
-        pairs = zip(self.data_sources, counts, strict=True)
-        return dict(sorted((name, count) for name, count in pairs if count))
+        return {name: n for name, n in sorted(zip(self.data_sources, counts, strict=True)) if n}
 
 
 class RowWriter(Generic[RowT]):
-    """Writes rows to a file."""
+    """Writes rows to a file; see `writing_rows`."""
 
-    def __init__(self, path: Path, format: RowFormat[RowT]) -> None:
-        self._path, self._format = path, format
-        self._files = ExitStack()
+    def __init__(
+        self, path: Path, format: RowFormat[RowT], writer: pa.ipc.RecordBatchFileWriter
+    ) -> None:
+        self._path, self._format, self._writer = path, format, writer
         self._waiting: list[RowT] = []
         self._prompts = bytearray()
         self._sources = array("i")
         self._places: dict[str, int] = {}
         self._is_plain = True
-
-    def __enter__(self) -> "RowWriter[RowT]":
-        self._writer = self._files.enter_context(_writing(self._path, self._format.schema))
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        with self._files:
-            if kind is None:
-                self._flush()
 
     def add(self, row: RowT) -> None:
         """Append a row; its images go to the image folder."""
@@ -150,7 +135,7 @@ class RowWriter(Generic[RowT]):
             self._writer.write_batch(batch)
 
     def stored(self) -> StoredRows[RowT]:
-        """Return the rows, once the writer is closed."""
+        """Return the rows, once the scope of `writing_rows` has ended."""
         return StoredRows(
             path=self._path,
             format=self._format,
@@ -169,14 +154,23 @@ class RowWriter(Generic[RowT]):
             self._waiting = []
 
 
-def image_folder(path: Path) -> ImageFolder:
+@contextmanager
+def writing_rows(path: Path, format: RowFormat[RowT]) -> Iterator[RowWriter[RowT]]:
+    """Scope of a writer of rows to a new file."""
+    with _writing(path, format.schema) as file:
+        writer = RowWriter(path, format, file)
+        yield writer
+        writer._flush()
+
+
+def image_folder(path: Path) -> Path:
     """Return the folder of the images of stored rows, shared by all files of a directory."""
-    return ImageFolder(path.parent / "images")
+    return path.parent / "images"
 
 
 def stored(path: Path, format: RowFormat[RowT], rows: Iterable[RowT]) -> StoredRows[RowT]:
     """Write rows to disk and return them for reading."""
-    with RowWriter(path, format) as writer:
+    with writing_rows(path, format) as writer:
         for row in rows:
             writer.add(row)
     return writer.stored()

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import compress, product
 from typing import Any, NoReturn
 
 import jinja2
@@ -89,10 +89,10 @@ def render(
         **(special_tokens or {}),
     }
 
-    has_null = any(message.content_is_null for message in messages)
-    has_calls = any(message.tool_calls for message in messages)
+    nulls = _NULLS if any(message.content_is_null for message in messages) else _NULLS[:1]
+    arguments = _ARGUMENTS if any(message.tool_calls for message in messages) else _ARGUMENTS[:1]
     failed: list[Exception] = []
-    for form in product(_NULLS if has_null else _NULLS[:1], _ARGUMENTS[: 1 + has_calls]):
+    for form in product(nulls, arguments):
         try:
             turns = [_turn(message, *form) for message in messages]
             return _take_spans(compiled.render(messages=turns, **others))
@@ -217,9 +217,8 @@ def _take_spans(marked: str) -> Rendered:
 def _located(error: Exception) -> str:
     """Return the error with the line of the template."""
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
-    where = f"line {lines[-1]}: " if lines else ""
-    return f"{where}{type(error).__name__}: {error}"
+    lines = [f"line {each.lineno}: " for each in frames if each.filename == "<template>"]
+    return f"{''.join(lines[-1:])}{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True)
@@ -239,16 +238,14 @@ def render_prompts(
     tokenizer: ChatTokenizer, prompts: Sequence[Sequence[Message]]
 ) -> list[tuple[int, ...]]:
     """Return the token ids of prompts, each ending with the opening of the assistant's turn."""
-    texts = [prompt_text(tokenizer, messages) for messages in prompts]
-    return [tuple(ids) for ids in encode_texts(tokenizer, texts)]
+    return encode_texts(tokenizer, [prompt_text(tokenizer, messages) for messages in prompts])
 
 
 def render_whole(
     tokenizer: ChatTokenizer, conversations: Sequence[Sequence[Message]]
 ) -> list[tuple[int, ...]]:
     """Return the token ids of whole conversations, equal to transformers' `apply_chat_template`."""
-    texts = [_render_all(tokenizer, messages).text for messages in conversations]
-    return [tuple(ids) for ids in encode_texts(tokenizer, texts)]
+    return encode_texts(tokenizer, [_render_all(tokenizer, each).text for each in conversations])
 
 
 def render_sft(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> RenderedConversation:
@@ -286,8 +283,7 @@ def end_of_turn_id(tokenizer: ChatTokenizer) -> int | None:
     (a base model whose template ends turns with another token); None if there is neither.
     """
     conversation = render_sft(tokenizer, [Message("user", "1"), Message("assistant", "2")])
-    pairs = zip(conversation.input_ids, conversation.loss_mask, strict=True)
-    trained = [token for token, trained in pairs if trained]
+    trained = [*compress(conversation.input_ids, conversation.loss_mask)]
     last = trained[-1] if trained else None
     return last if last == tokenizer.eos_token_id or last in tokenizer.all_special_ids else None
 
@@ -340,15 +336,16 @@ def _end_of_turn(piece: Sequence[int], eos_token_id: int | None, special: frozen
 def _render(
     tokenizer: ChatTokenizer, messages: Sequence[Message], *, add_generation_prompt: bool = False
 ) -> Rendered:
-    offers_tools = any(message.tools for message in messages)
-    template = template_source(tokenizer.chat_template, offers_tools)
+    template = template_source(tokenizer.chat_template, any(each.tools for each in messages))
     if template is None:
         raise ConfigError(
             "model.chat_template", "the tokenizer has no chat template; set model.chat_template"
         )
-    special = {k: str(v) for k, v in tokenizer.special_tokens_map.items()}
     return render(
-        template, messages, add_generation_prompt=add_generation_prompt, special_tokens=special
+        template,
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        special_tokens={k: str(v) for k, v in tokenizer.special_tokens_map.items()},
     )
 
 
@@ -375,12 +372,6 @@ def _render_all(
     return whole
 
 
-def _without_images(message: Message) -> Message:
-    if not message.images:
-        return message
-    return replace(message, content=message.content.replace(IMAGE_MARK, ""), images=())
-
-
 _PARTS: tuple[tuple[Callable[[Message], Message], str, str], ...] = (
     (
         lambda message: replace(message, content="") if message.role == "tool" else message,
@@ -389,7 +380,15 @@ _PARTS: tuple[tuple[Callable[[Message], Message], str, str], ...] = (
     ),
     (lambda message: replace(message, tool_calls=()), "what the assistant calls", "tool_calls"),
     (lambda message: replace(message, tools=()), "the tools that are offered", "tools"),
-    (_without_images, "images", "a placeholder for each part of the type image"),
+    (
+        lambda message: (
+            replace(message, content=message.content.replace(IMAGE_MARK, ""), images=())
+            if message.images
+            else message
+        ),
+        "images",
+        "a placeholder for each part of the type image",
+    ),
 )
 """Parts that a template may leave out, since many know only three roles and text. Each entry: a
 function that removes the part from a message, its description, and what a template must write.

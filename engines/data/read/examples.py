@@ -73,8 +73,7 @@ class RLPrompts(ByPlace[RLPrompt]):
         shows_images: Sequence[int],
     ) -> None:
         self._rows, self._prompt_ids, self._kept = rows, prompt_ids, array("q", kept)
-        lengths = prompt_ids.lengths
-        self.lengths = array("q", (lengths[place] for place in kept))
+        self.lengths = array("q", map(prompt_ids.lengths.__getitem__, kept))
         """Tokens of each prompt."""
         self.data_sources = [data_sources[place] for place in kept]
         self.num_with_images = sum(shows_images[place] for place in kept)
@@ -137,29 +136,21 @@ def rl_prompts(
         sources += [sys.intern(row.data_source) for row in batch]
         rendered = render_prompts(tokenizer, [row.prompt for row in batch])
         for row, ids in zip(batch, rendered, strict=True):
-            packed.append(_expanded(row, ids, len(packed), expanded))
+            if row.images and expanded is None:
+                raise ConfigError(
+                    "data",
+                    f"row {len(packed)} of the split shows images, which this stage does not read; "
+                    "need text; leave out such rows",
+                )
+            try:
+                packed.append(expanded(row, ids) if expanded else ids)
+            except RowError as error:
+                raise ConfigError("data", f"row {len(packed)} of the split: {error}") from None
             shows_images.append(bool(row.images))
     lengths = packed.lengths
     refuse_empty(lengths)
     kept = range(len(lengths)) if choose is None else choose(lengths)
     return RLPrompts(rows, packed, sources, kept, shows_images)
-
-
-def _expanded(
-    row: RLRow, prompt_ids: Sequence[int], place: int, expanded: Expanded | None
-) -> tuple[int, ...]:
-    if expanded is not None:
-        try:
-            return expanded(row, prompt_ids)
-        except RowError as error:
-            raise ConfigError("data", f"row {place} of the split: {error}") from None
-    if row.images:
-        raise ConfigError(
-            "data",
-            f"row {place} of the split shows images, which this stage does not read; need text; "
-            "leave out such rows",
-        )
-    return tuple(prompt_ids)
 
 
 def refuse_empty(lengths: Sequence[int]) -> None:
@@ -235,9 +226,8 @@ class Pairs(ByPlace[Pair]):
     def at(self, place: int) -> Pair:
         """Return one pair."""
         chosen, rejected = self._sides[2 * place : 2 * place + 2]
-        margin = self._margins[place]
-        known = None if math.isnan(margin) else margin
-        return Pair(place, chosen, rejected, known, self.data_sources[place])
+        margin = None if math.isnan(self._margins[place]) else self._margins[place]
+        return Pair(place, chosen, rejected, margin, self.data_sources[place])
 
 
 Render = Callable[[Sequence[PreferenceRow], ChatTokenizer], Sequence[RenderedConversation]]

@@ -12,7 +12,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import pyarrow as pa
 
@@ -45,19 +45,18 @@ class Made(ByPlace[Item]):
     """The results of `make` for each item of a sequence; iteration passes over the items once."""
 
     def __init__(self, items: Sequence[Given], make: Callable[[Given], Item]) -> None:
-        self._num_items = len(items)
-        self._at = lambda place: make(items[place])
-        self._all = lambda: map(make, items)
+        self._items: Sequence[Any] = items
+        self._make: Callable[[Any], Item] = make
 
     def __len__(self) -> int:
-        return self._num_items
+        return len(self._items)
 
     def __iter__(self) -> Iterator[Item]:
-        return self._all()
+        return map(self._make, self._items)
 
     def at(self, place: int) -> Item:
         """Return one result."""
-        return self._at(place)
+        return self._make(self._items[place])
 
 
 _ROWS_PER_READ = 64
@@ -148,5 +147,6 @@ class PackedConversations(ByPlace[RenderedConversation]):
 
     def at(self, place: int) -> RenderedConversation:
         """Return one conversation."""
-        mask = tuple(self._loss_mask[self._tokens.span(place)])
-        return RenderedConversation(self._tokens.at(place), mask)
+        return RenderedConversation(
+            self._tokens.at(place), tuple(self._loss_mask[self._tokens.span(place)])
+        )

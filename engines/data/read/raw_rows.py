@@ -106,15 +106,12 @@ def _call(item: object, where: str) -> ToolCall:
     if item.get("type") not in (None, "function"):
         raise RowError(f"{where}.type is {item['type']!r}; need function")
     function = item.get("function")
-    if isinstance(function, Mapping):
-        where, called = f"{where}.function", function
-    else:
-        called = item
+    called, at = (function, f"{where}.function") if isinstance(function, Mapping) else (item, where)
     arguments = called.get("arguments")
-    given = parse_json_object(arguments, f"{where}.arguments")
-    check_json(given, f"{where}.arguments")
+    given = parse_json_object(arguments, f"{at}.arguments")
+    check_json(given, f"{at}.arguments")
     return ToolCall(
-        check_text(called.get("name"), f"{where}.name"),
+        check_text(called.get("name"), f"{at}.name"),
         json_text(given if isinstance(arguments, str) else _without_nulls(given)),
         _optional(item.get("id"), f"{where}.id"),
     )
@@ -240,7 +237,7 @@ def rl_row(columns: Mapping[str, Any]) -> RLRow:
     """Make an RL row from the columns `prompt` and `reward_model`, and optional ones."""
     ability = columns.get("ability")
     return RLRow(
-        data_source=check_text(columns.get("data_source", "unknown"), "data_source"),
+        data_source=columns.get("data_source", "unknown"),
         prompt=_with_extras(parse_messages(columns.get("prompt"), "prompt"), columns),
         ability="" if ability is None else ability,
         reward_model=_reward_model(columns.get("reward_model")),
@@ -254,10 +251,7 @@ def sft_row(columns: Mapping[str, Any]) -> SFTRow:
     parsed = parse_messages(messages, "messages")
     for place, (turn, message) in enumerate(zip(messages, parsed, strict=True)):
         check_weight(turn, message.role, f"messages[{place}]")
-    return SFTRow(
-        _with_extras(parsed, columns),
-        check_text(columns.get("data_source", "unknown"), "data_source"),
-    )
+    return SFTRow(_with_extras(parsed, columns), columns.get("data_source", "unknown"))
 
 
 def preference_row(columns: Mapping[str, Any]) -> PreferenceRow:
@@ -285,7 +279,7 @@ def preference_row(columns: Mapping[str, Any]) -> PreferenceRow:
         _with_extras(chosen_prompt, columns),
         chosen.content_or_null,
         rejected.content_or_null,
-        check_text(columns.get("data_source") or "unknown", "data_source"),
+        columns.get("data_source") or "unknown",
         parse_margin(columns.get("margin")),
         chosen.tool_calls,
         rejected.tool_calls,

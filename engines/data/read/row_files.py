@@ -101,8 +101,7 @@ class RowFormat(Generic[RowT]):
 
     def is_plain(self, batch: pa.RecordBatch) -> bool:
         """True if `plain_schema` holds everything in the batch."""
-        more = set(self.schema.names) - set(self.plain_schema.names)
-        columns = [batch.column(name) for name in more]
+        columns = [batch.column(n) for n in self.schema.names if n not in self.plain_schema.names]
         for field in self.schema:
             if field.type == _MESSAGES:
                 turns = batch.column(field.name).values
@@ -143,7 +142,7 @@ class RowFile(Generic[RowT]):
     format: RowFormat[RowT]
 
     def __len__(self) -> int:
-        with self._opened() as file:
+        with open_parquet(self.path) as file:
             return file.metadata.num_rows
 
     def __iter__(self) -> Iterator[RowT]:
@@ -160,33 +159,23 @@ class RowFile(Generic[RowT]):
     @property
     def schema(self) -> pa.Schema:
         """Schema of the columns in the file."""
-        with self._opened() as file:
+        with open_parquet(self.path) as file:
             return file.schema_arrow
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Yield columns of `BATCH_ROWS` rows or fewer, in order; `ConfigError` if not parquet."""
-        with damage_as_config_error(self.path, "not a parquet file ({})"), self._opened() as file:
+        with (
+            damage_as_config_error(self.path, "not a parquet file ({})"),
+            open_parquet(self.path) as file,
+        ):
             yield from file.iter_batches(BATCH_ROWS)
-
-    def _opened(self) -> pq.ParquetFile:
-        try:
-            return open_parquet(self.path)
-        except FileNotFoundError:
-            problem = "does not exist; need a dataset directory"
-            raise ConfigError(str(self.path), problem) from None
-
-
-def write_rows(path: Path, format: RowFormat[RowT], rows: Iterable[RowT]) -> None:
-    """Write rows as `write_batches` does, with all columns in memory."""
-    batches = [format.batch(batch) for batch in in_batches(rows)]
-    write_batches(path, format, batches, all(map(format.is_plain, batches)))
 
 
 def open_parquet(path: Path) -> pq.ParquetFile:
     """Open a parquet file with buffered reads, since a row group may be as large as the file.
 
     Raises:
-        ConfigError: the file is not parquet.
+        ConfigError: the file does not exist or is not parquet.
     """
     with damage_as_config_error(path, "not a parquet file ({})"):
         return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
@@ -194,12 +183,14 @@ def open_parquet(path: Path) -> pq.ParquetFile:
 
 @contextmanager
 def damage_as_config_error(path: Path, problem: str) -> Iterator[None]:
-    """Scope that raises `ConfigError` if Arrow cannot read a damaged or unsupported file.
+    """Scope that raises `ConfigError` if a file is absent, damaged, or not supported by Arrow.
 
     `problem` is the error text, with `{}` for Arrow's reason.
     """
     try:
         yield
+    except FileNotFoundError:
+        raise ConfigError(str(path), "does not exist; copy it again") from None
     except (OSError, pa.ArrowInvalid, pa.ArrowNotImplementedError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # a disk error; damage has no errno
@@ -297,7 +288,7 @@ def _calls(calls: Sequence[Sequence[ToolCall]]) -> pa.Array:
 
 
 def _tools(conversations: Sequence[Sequence[Message]]) -> pa.Array:
-    offered = [messages[0].tools for messages in conversations]
+    offered = (messages[0].tools for messages in conversations)
     return _texts([f"[{','.join(tools)}]" if tools else None for tools in offered])
 
 
@@ -344,11 +335,6 @@ def _preference_columns(rows: Sequence[PreferenceRow]) -> list[pa.Array]:
     ]
 
 
-def _stored_rl(columns: Mapping[str, Any]) -> RLRow:
-    digests = columns.get("images")
-    return rl_row({**columns, "images": [Image(each) for each in digests]} if digests else columns)
-
-
 def _stored_pair(columns: Mapping[str, Any]) -> PreferenceRow:
     """Read a stored pair; its answers are plain texts, even if they look like JSON messages."""
     return PreferenceRow(
@@ -383,7 +369,9 @@ RL_FORMAT: RowFormat[RLRow] = RowFormat(
         more=("tools", "images"),
     ),
     _rl_columns,
-    _stored_rl,
+    lambda columns: rl_row(
+        {**columns, "images": [Image(sha256) for sha256 in columns.get("images") or ()]}
+    ),
 )
 SFT_FORMAT: RowFormat[SFTRow] = RowFormat(
     *_schemas(("messages", _MESSAGES), ("data_source", pa.string()), more=("tools",)),

@@ -107,14 +107,13 @@ class Message:
     @property
     def said(self) -> str:
         """Content, calls and images as one text, which differs if any of them does."""
-        if not self.tool_calls and not self.images:
-            return self.content
         if not self.images:
-            calls = (f"\n{call.name}{call.arguments}" for call in self.tool_calls)
-            return "".join((self.content, *calls))
+            return self.content + "".join(
+                f"\n{each.name}{each.arguments}" for each in self.tool_calls
+            )
         first, *others = self.content.split(IMAGE_MARK)
         shown = zip(self.images, others, strict=True)
-        return "".join((first, *(f" {image.word} {text}" for image, text in shown)))
+        return first + "".join(f" {image.word} {text}" for image, text in shown)
 
 
 def said_beside(content: str | None, calls: tuple[ToolCall, ...]) -> Message:
@@ -181,8 +180,10 @@ class RLRow:
         check_json(self.reward_model.ground_truth, "reward_model.ground_truth")
         answer = self.reward_model.ground_truth
         if self.reward_model.style != "model" and (answer is None or answer == ""):
-            shown = "null" if answer is None else "empty"
-            raise RowError(f"reward_model.ground_truth is {shown}; need the answer to compare with")
+            raise RowError(
+                f"reward_model.ground_truth is {'null' if answer is None else 'empty'}; need the "
+                "answer to compare with"
+            )
 
     @property
     def images(self) -> tuple[Image, ...]:
@@ -205,8 +206,7 @@ class SFTRow:
     @property
     def prompt(self) -> tuple[Message, ...]:
         """The messages before the first answer."""
-        roles = [message.role for message in self.messages]
-        return self.messages[: roles.index("assistant")]
+        return self.messages[: [message.role for message in self.messages].index("assistant")]
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,8 @@ class DirectoryTokenizer:
         self._backend = backend
         self.special_tokens_map = dict(special_tokens_map)
         self.chat_template = chat_template
-        added = backend.get_added_tokens_decoder()
-        self.all_special_ids = sorted(id_ for id_, token in added.items() if token.special)
+        added = backend.get_added_tokens_decoder().items()
+        self.all_special_ids = sorted(id_ for id_, token in added if token.special)
 
     @staticmethod
     def load(directory: Path, chat_template: str | None = None) -> "DirectoryTokenizer":
@@ -78,14 +78,12 @@ class DirectoryTokenizer:
             ConfigError: there is no tokenizer, or its files cannot be parsed.
         """
         try:
-            text = (directory / "tokenizer.json").read_text(encoding="utf-8")
+            backend = Tokenizer.from_buffer((directory / "tokenizer.json").read_bytes())
         except FileNotFoundError:
             raise ConfigError(
                 "model.path", f"{directory} has no tokenizer.json; save a fast tokenizer there"
             ) from None
-        try:
-            backend = Tokenizer.from_str(text)
-        except Exception as error:  # noqa: BLE001 - the library raises a bare Exception
+        except ValueError as error:
             raise ConfigError(f"{directory}/tokenizer.json", f"cannot be read: {error}") from None
         config = _read_config(directory)
         # Padding and truncation settings in the file would change every result.
@@ -107,33 +105,23 @@ class DirectoryTokenizer:
     @property
     def tokens(self) -> dict[int, str]:
         """All tokens by id, added ones included."""
-        vocabulary = self._backend.get_vocab(with_added_tokens=True)
-        return {number: token for token, number in vocabulary.items()}
-
-    @property
-    def max_token_id(self) -> int:
-        """Largest id, added tokens included."""
-        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        return {n: token for token, n in self._backend.get_vocab(with_added_tokens=True).items()}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of many texts, without added special tokens."""
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
 
-def encode_texts(tokenizer: ChatTokenizer, texts: Sequence[str]) -> list[list[int]]:
+def encode_texts(tokenizer: ChatTokenizer, texts: Sequence[str]) -> list[tuple[int, ...]]:
     """Return the token ids of many texts, without added special tokens."""
     if isinstance(tokenizer, DirectoryTokenizer):
-        return tokenizer.encode_batch(texts)
-    return [list(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        encodings = tokenizer._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [tuple(encoding.ids) for encoding in encodings]
+    return [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
 
 
 def text_config(hf_dir: Path) -> dict[str, Any]:
@@ -163,11 +151,10 @@ def check_same_tokens(
     Raises:
         ConfigError: names `setting`, the other model as `name`, and the first id that differs.
     """
-    if policy_dir == other_dir:
+    dirs = (policy_dir, other_dir)
+    if policy_dir == other_dir or not all((each / "tokenizer.json").exists() for each in dirs):
         return
-    if not all((each / "tokenizer.json").exists() for each in (policy_dir, other_dir)):
-        return
-    ours, theirs = (DirectoryTokenizer.load(each).tokens for each in (policy_dir, other_dir))
+    ours, theirs = (DirectoryTokenizer.load(each).tokens for each in dirs)
     differ = [number for number in {*ours, *theirs} if ours.get(number) != theirs.get(number)]
     if differ:
         first = min(differ)
@@ -195,12 +182,10 @@ def _template(directory: Path, config: Mapping[str, Any]) -> str | Mapping[str, 
     paths = {"default": directory / "chat_template.jinja", "tool_use": directory / TOOL_TEMPLATE}
     found = {n: path.read_text(encoding="utf-8") for n, path in paths.items() if path.is_file()}
     if not found:
-        stored = config.get("chat_template")
-        sources = {
-            "default": template_source(stored),
-            "tool_use": template_source(stored, offers_tools=True),
-        }
-        found = {name: source for name, source in sources.items() if source is not None}
+        for name in paths:
+            source = template_source(config.get("chat_template"), name == "tool_use")
+            if source is not None:
+                found[name] = source
     same = found.get("tool_use") in (None, found.get("default"))
     return found.get("default") if same else found
 

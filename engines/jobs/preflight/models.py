@@ -131,7 +131,7 @@ def _checked_tokenizer(directory: Path, chat_template: str | None) -> DirectoryT
     if not (directory / "tokenizer.json").exists():
         return None
     tokenizer = DirectoryTokenizer.load(directory, chat_template)
-    check_vocabulary(directory, tokenizer.max_token_id + 1)
+    check_vocabulary(directory, max(tokenizer.tokens, default=-1) + 1)
     return tokenizer
 
 

@@ -291,10 +291,9 @@ def best_at_k(scores: Sequence[float], k: int) -> float:
     """
     if not 1 <= k <= len(scores):
         raise ValueError(f"best@{k} of {len(scores)} scores is not defined")
-    ascending = sorted(scores)
     draws = comb(len(scores), k)
     return sum(
         score * (comb(place, k - 1) / draws)
-        for place, score in enumerate(ascending)
+        for place, score in enumerate(sorted(scores))
         if place >= k - 1
     )

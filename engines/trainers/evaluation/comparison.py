@@ -100,8 +100,7 @@ RowKey = tuple[int, str, str]
 def _rows(directory: Path, metric: str) -> Mapping[RowKey, tuple[Hashable, float | None]]:
     """Return the identity of each row's problem, and the row's contribution to a metric."""
     if has_documents(directory):
-        values = document_values(directory, metric)
-        return {key: (key[1:], value) for key, value in values.items()}
+        return {key: (key[1:], v) for key, v in document_values(directory, metric).items()}
     columns = ["index", "data_source", "prompt", "ground_truth", "images", "greedy", "samples"]
     path = directory / "rows.parquet"
     stored = pq.read_schema(path).names
@@ -205,19 +204,22 @@ def comparison_metrics(gains: Sequence[MetricGain]) -> dict[str, float]:
 
 def comparison_json(gains: Sequence[MetricGain], confidence: float) -> dict[str, Any]:
     """Return the content of `comparison.json`."""
-    found = {
-        each.metric: {
-            "value": each.value,
-            "against": each.other,
-            "gain": each.gain,
-            "margin": each.margin,
-            "num_problems": each.num_problems,
-            "higher_is_better": each.higher_is_better,
-            "verdict": each.verdict,
-        }
-        for each in gains
+    return {
+        "schema": _SCHEMA_VERSION,
+        "confidence": confidence,
+        "metrics": {
+            each.metric: {
+                "value": each.value,
+                "against": each.other,
+                "gain": each.gain,
+                "margin": each.margin,
+                "num_problems": each.num_problems,
+                "higher_is_better": each.higher_is_better,
+                "verdict": each.verdict,
+            }
+            for each in gains
+        },
     }
-    return {"schema": _SCHEMA_VERSION, "confidence": confidence, "metrics": found}
 
 
 def metrics_of(evaluation: Path) -> dict[str, float]:

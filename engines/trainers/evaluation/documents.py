@@ -6,7 +6,6 @@ documents' numbers can be compared between models document by document.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -35,27 +34,15 @@ _SCHEMA = pa.schema(
 )
 
 
-@dataclass(frozen=True)
-class Document:
-    """One document of a task, as one filter read its answers.
+Document = Mapping[str, Any]
+"""One document of a task, as one filter read its answers: a value for each column.
 
-    Attributes:
-        filter: extracted the answer from the text; `none` for the whole text.
-        document: its fields, as JSON; `digest` is their hash.
-        requests: as JSON: prompt, and continuation or parameters.
-        responses: as JSON: texts, or log-likelihoods with True if the continuation is the argmax.
-        metrics: the document's contributions by `metric_name`.
-    """
-
-    task: str
-    filter: str
-    index: int
-    digest: str
-    document: str
-    target: str
-    requests: tuple[str, ...]
-    responses: tuple[str, ...]
-    metrics: Mapping[str, float]
+    filter     extracted the answer from the text; `none` for the whole text
+    document   its fields, as JSON; `digest` is their hash
+    requests   as JSON: prompt, and continuation or parameters
+    responses  as JSON: texts, or log-likelihoods with True if the continuation is the argmax
+    metrics    the document's contributions by `metric_name`
+"""
 
 
 def metric_name(task: str, metric: str, filter_name: str) -> str:
@@ -71,15 +58,10 @@ def write_measurement(
 ) -> None:
     """Write both files into an existing directory; `tasks` are plain JSON values by task name."""
     table = pa.Table.from_pylist(
-        [asdict(each) | {"metrics": sorted(each.metrics.items())} for each in documents], _SCHEMA
+        [{**each, "metrics": sorted(each["metrics"].items())} for each in documents], _SCHEMA
     )
     pq.write_table(table, directory / DOCUMENTS_NAME, compression="zstd", store_schema=False)
-    write_summary(directory, {"metrics": dict(metrics), "tasks": dict(tasks)})
-
-
-def write_summary(directory: Path, content: Mapping[str, Any]) -> None:
-    """Write the `summary.json` of an evaluation, equal bytes for equal content."""
-    summary = {"schema": SCHEMA_VERSION, **content}
+    summary = {"schema": SCHEMA_VERSION, "metrics": dict(metrics), "tasks": dict(tasks)}
     text = json.dumps(summary, indent=2, sort_keys=True, allow_nan=False)
     (directory / SUMMARY_NAME).write_text(f"{text}\n", encoding="utf-8", newline="")
 

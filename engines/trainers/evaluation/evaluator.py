@@ -19,16 +19,15 @@ import pyarrow.parquet as pq
 from engines.config.sections import EvaluationConfig
 from engines.data.read.chat import prompt_text
 from engines.data.read.examples import RLPrompt
-from engines.rewards.base import Score
+from engines.rewards.base import Score, is_correct
 from engines.trainers.evaluation.accuracy import (
     SampledAnswer,
     sampled_metrics,
     share_interval,
     sums_by_problem,
 )
-from engines.trainers.evaluation.documents import write_summary
 from engines.trainers.prompts import sample_seeds, sampling_params
-from engines.trainers.scoring import CompletionScorer, is_correct
+from engines.trainers.scoring import CompletionScorer
 from engines.types import Completion, RolloutRequest
 from engines.vision.processor import PromptImages
 
@@ -119,9 +118,7 @@ class Evaluator:
         for start in range(0, len(self._prompts), PROBLEMS_PER_CALL):
             chunk = self._prompts[start : start + PROBLEMS_PER_CALL]
             greedy = self._answers(generate, chunk, "greedy", 1)
-            sampled: list[list[Answer]] = [[] for _ in chunk]
-            if config.num_samples:
-                sampled = self._answers(generate, chunk, "sampled", config.num_samples)
+            sampled = self._answers(generate, chunk, "sampled", config.num_samples)
             problems += [
                 EvaluatedProblem(
                     prompt,
@@ -151,6 +148,8 @@ class Evaluator:
         kind: Literal["greedy", "sampled"],
         num_samples: int,
     ) -> list[list[Answer]]:
+        if not num_samples:
+            return [[] for _ in prompts]
         requests = [
             RolloutRequest(
                 name := f"evaluation/{kind}/problem={prompt.index}",
@@ -284,4 +283,6 @@ def write_evaluation(evaluation: Evaluation, directory: Path) -> None:
     ]
     table = pa.Table.from_pylist(rows, _SCHEMA)
     pq.write_table(table, directory / ROWS_NAME, compression="zstd", store_schema=False)
-    write_summary(directory, {"metrics": evaluation.metrics, "sources": evaluation.sources})
+    summary = {"schema": 1, "metrics": evaluation.metrics, "sources": evaluation.sources}
+    text = json.dumps(summary, indent=2, sort_keys=True, allow_nan=False)
+    (directory / "summary.json").write_text(f"{text}\n", encoding="utf-8", newline="")

@@ -14,7 +14,6 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from math import isfinite
 from numbers import Real
@@ -92,8 +91,9 @@ class HarnessModel(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """Id of the token before a text without context: BOS, else EOS."""
-        has_start = self.tokenizer.bos_token_id is not None
-        return self._token_id("bos_token_id" if has_start else "eos_token_id")
+        return self._token_id(
+            "eos_token_id" if self.tokenizer.bos_token_id is None else "bos_token_id"
+        )
 
     @property
     def tokenizer_name(self) -> str:
@@ -104,7 +104,6 @@ class HarnessModel(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
         """Return token ids; None adds special tokens unless the text starts with the prefix."""
-        del kwargs
         if add_special_tokens is None:
             start = self.tokenizer.decode([self.prefix_token_id])
             add_special_tokens = not has_bos_prefix(string, start)
@@ -137,7 +136,6 @@ class HarnessModel(TemplateLM):
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
         """Return log-likelihoods of whole texts in windows of the model's length; 0 if empty."""
-        del disable_tqdm
         windows = [
             (place, *make_disjoint_window(window))
             for place, request in enumerate(requests)
@@ -157,7 +155,6 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return answers without stop texts; `ConfigError` if a task's parameters do not fit."""
-        del disable_tqdm
         asked = [self._rollout_request(request) for request in requests]
         texts = []
         for chunk in _chunks(asked):
@@ -172,7 +169,6 @@ class HarnessModel(TemplateLM):
         self, requests: list[Encoded], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """Return the sum of each continuation, and True if it is the greedy one."""
-        del disable_tqdm
         found: list[tuple[float, bool]] = []
         for chunk in _chunks(requests):
             ids = [self._cut(context, rest) for _, context, rest in chunk]
@@ -201,9 +197,8 @@ class HarnessModel(TemplateLM):
         sampling = self._sampling(parameters, str(request.task_name))
         room = self.max_length - sampling.max_new_tokens
         name = f"harness/{request.task_name}/{request.doc_id}/{request.idx}"
-        number = self._num_asked[name]
+        request_id = f"{name}/{self._num_asked[name]}"
         self._num_asked[name] += 1
-        request_id = f"{name}/{number}"
         return RolloutRequest(
             request_id=request_id,
             prompt_ids=tuple(self.tok_encode(prompt)[-room:] or [self.prefix_token_id]),
@@ -263,19 +258,6 @@ def _sums(batch: TokenBatch, outputs: ModelOutputs) -> list[tuple[float, bool]]:
     return list(zip(sums_B.tolist(), (num_differing_B == 0).tolist(), strict=True))
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Results of the harness.
-
-    `metrics` are finite, by `metric_name`, with `_low` and `_high` if there is a standard error.
-    `tasks` has version, numbers of examples and documents, and metric directions.
-    """
-
-    metrics: dict[str, float]
-    tasks: dict[str, Any]
-    documents: tuple[Document, ...]
-
-
 class _Tasks(TaskManager):
     """The harness's and the user's tasks; paths in the user's are relative to `include`."""
 
@@ -314,9 +296,11 @@ def run_tasks(
     seed: int,
     confidence: float,
     section: str,
-) -> Measurement:
-    """Ask a model everything and compute the metrics, with two-sided intervals.
+) -> tuple[dict[str, float], dict[str, Any], list[Document]]:
+    """Ask a model everything; return metrics, tasks and documents.
 
+    Metrics are finite, by `metric_name`, with `_low` and `_high` of two-sided intervals if there is
+    a standard error. Tasks have version, numbers of examples and documents, and metric directions.
     `seed` is not for few-shot examples. Raises `ConfigError` if a task cannot be loaded or asked.
     """
     if config.apply_chat_template and not model.tokenizer.chat_template:
@@ -341,7 +325,7 @@ def run_tasks(
         torch_random_seed=seed,
         fewshot_random_seed=config.fewshot_seed,
     )
-    return Measurement(
+    return (
         _metrics(found, confidence),
         {
             name: {
@@ -352,9 +336,7 @@ def run_tasks(
             }
             for name, counts in found["n-samples"].items()
         },
-        tuple(
-            _document(task, row) for task, rows in sorted(found["samples"].items()) for row in rows
-        ),
+        [_document(task, row) for task, rows in sorted(found["samples"].items()) for row in rows],
     )
 
 
@@ -378,21 +360,21 @@ def _metrics(found: Mapping[str, Any], confidence: float) -> dict[str, float]:
 
 
 def _document(task: str, row: Mapping[str, Any]) -> Document:
-    return Document(
-        task=task,
-        filter=row["filter"],
-        index=row["doc_id"],
-        digest=row["doc_hash"],
-        document=_json(row["doc"]),
-        target=row["target"] if isinstance(row["target"], str) else _json(row["target"]),
-        requests=tuple(_json(each) for each in row["arguments"]),
-        responses=tuple(_json(each) for each in row["resps"]),
-        metrics={
+    return {
+        "task": task,
+        "filter": row["filter"],
+        "index": row["doc_id"],
+        "digest": row["doc_hash"],
+        "document": _json(row["doc"]),
+        "target": row["target"] if isinstance(row["target"], str) else _json(row["target"]),
+        "requests": [_json(each) for each in row["arguments"]],
+        "responses": [_json(each) for each in row["resps"]],
+        "metrics": {
             metric_name(task, name, row["filter"]): float(row[name])
             for name in row["metrics"]
             if _is_number(row[name])
         },
-    )
+    }
 
 
 def _is_number(value: Any) -> bool:

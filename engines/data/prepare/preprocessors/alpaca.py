@@ -5,11 +5,10 @@ question and answer; these answers are trained on as well. Sources: `data/README
 LLaMA-Factory (`system`, `history`, the line break), tatsu-lab/stanford_alpaca (other columns).
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from engines.config.base import StrictModel
-from engines.data.prepare.preprocessors.base import Preprocessor, optional_text
+from engines.data.prepare.preprocessors.base import Preprocessor, RawColumns, optional_text
 from engines.data.read.raw_rows import parse_json_list
 from engines.data.read.rows import Message, RowError, SFTRow, check_text
 
@@ -27,19 +26,18 @@ class Alpaca(Preprocessor[AlpacaOptions]):
 
     sft_columns = ("instruction", "output")
 
-    def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
+    def sft_row(self, columns: RawColumns) -> SFTRow:
         """Make a conversation of system message, earlier turns, question and answer."""
         system = optional_text(columns.get("system"), "system")
         given = [Message("system", system)] if system else []
         question = check_text(columns.get("instruction"), "instruction")
         if context := optional_text(columns.get("input"), "input"):
             question = f"{question}{self.options.separator}{context}"
-        answer = check_text(columns.get("output"), "output")
         messages = (
             *given,
             *_history(columns.get("history")),
             Message("user", question),
-            Message("assistant", answer),
+            Message("assistant", check_text(columns.get("output"), "output")),
         )
         return SFTRow(messages, self.options.data_source)
 

@@ -21,6 +21,8 @@ from engines.data.read.rows import (
 )
 
 OptionsT = TypeVar("OptionsT", bound=StrictModel)
+RawColumns = Mapping[str, Any]
+"""One value per column of a raw row."""
 
 
 class Preprocessor(Generic[OptionsT]):
@@ -45,7 +47,7 @@ class Preprocessor(Generic[OptionsT]):
         """Return the configuration field, below the source's, that asks for a column."""
         return "format"
 
-    def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
+    def rl_row(self, columns: RawColumns) -> RLRow:
         """Make an RL or evaluation row; the columns of `rl_columns` are present.
 
         Of a layout of pairs it is the prompt, without ground truth, for a judge to score.
@@ -55,13 +57,20 @@ class Preprocessor(Generic[OptionsT]):
         pair = self.preference_row(columns)
         return RLRow(pair.data_source, pair.prompt, "chat", RewardModel("model", None))
 
-    def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
+    def sft_row(self, columns: RawColumns) -> SFTRow:
         """Make a supervised row; the columns of `sft_columns` are present."""
         raise RowError("this layout has no answer to imitate")
 
-    def preference_row(self, columns: Mapping[str, Any]) -> PreferenceRow:
+    def preference_row(self, columns: RawColumns) -> PreferenceRow:
         """Make a pair of answers; the columns of `preference_columns` are present."""
         raise RowError("this layout has no two answers to one prompt")
+
+
+class ProblemOptions(StrictModel):
+    """Options of layouts of math problems, whose answers the reward `math` reads."""
+
+    instruction: str = "Reason step by step and put the final answer in \\boxed{}."
+    """Appended to every problem after a line break; empty adds nothing."""
 
 
 def optional_text(value: object, name: str) -> str | None:

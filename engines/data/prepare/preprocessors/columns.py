@@ -4,13 +4,10 @@ The answer is the ground truth of an RL row, or the assistant's message of a sup
 are plain texts; a conversation, as a list or as its JSON text, is refused.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from pydantic import Field
 
 from engines.config.base import StrictModel
-from engines.data.prepare.preprocessors.base import Preprocessor, text_answer
+from engines.data.prepare.preprocessors.base import Preprocessor, RawColumns, text_answer
 from engines.data.read.raw_rows import check_one_text
 from engines.data.read.rows import Message, RewardModel, RLRow, SFTRow, check_text
 
@@ -41,7 +38,7 @@ class Columns(Preprocessor[ColumnsOptions]):
         is_prompt = column == self.options.prompt_column
         return "options.prompt_column" if is_prompt else "options.answer_column"
 
-    def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
+    def rl_row(self, columns: RawColumns) -> RLRow:
         """Use the question as prompt and the answer as ground truth."""
         return RLRow(
             self.options.data_source,
@@ -50,13 +47,13 @@ class Columns(Preprocessor[ColumnsOptions]):
             RewardModel("rule", self._answer(columns)),
         )
 
-    def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
+    def sft_row(self, columns: RawColumns) -> SFTRow:
         """Use the question as prompt and the answer as the assistant's message."""
         answer = check_one_text(self._answer(columns), self.options.answer_column)
-        said = Message("assistant", answer)
-        return SFTRow((*self._prompt(columns), said), self.options.data_source)
+        messages = (*self._prompt(columns), Message("assistant", answer))
+        return SFTRow(messages, self.options.data_source)
 
-    def _prompt(self, columns: Mapping[str, Any]) -> tuple[Message, ...]:
+    def _prompt(self, columns: RawColumns) -> tuple[Message, ...]:
         name = self.options.prompt_column
         question = check_one_text(check_text(columns.get(name), name), name)
         if self.options.instruction:
@@ -64,6 +61,6 @@ class Columns(Preprocessor[ColumnsOptions]):
         user = Message("user", question)
         return (Message("system", self.options.system), user) if self.options.system else (user,)
 
-    def _answer(self, columns: Mapping[str, Any]) -> str:
+    def _answer(self, columns: RawColumns) -> str:
         name = self.options.answer_column
         return text_answer(columns.get(name), name)

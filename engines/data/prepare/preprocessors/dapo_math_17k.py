@@ -4,11 +4,8 @@ The published file repeats each of its 17 thousand problems about a hundred time
 same prompt are dropped by default.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from engines.config.base import StrictModel
-from engines.data.prepare.preprocessors.base import Preprocessor
+from engines.data.prepare.preprocessors.base import Preprocessor, RawColumns
 from engines.data.read.raw_rows import rl_row
 from engines.data.read.rows import RLRow
 
@@ -29,6 +26,6 @@ class DAPOMath17k(Preprocessor[DAPOMath17kOptions]):
         super().__init__(options)
         self.drop_duplicates = options.drop_duplicates
 
-    def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
+    def rl_row(self, columns: RawColumns) -> RLRow:
         """Validate the row."""
         return rl_row(columns)

@@ -4,21 +4,20 @@
 a boxed answer, which the `math` reward reads. Source: the card of hiyouga/geometry3k.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from engines.config.base import StrictModel
-from engines.data.prepare.preprocessors.base import Preprocessor, instructed, text_answer
-from engines.data.prepare.preprocessors.gsm8k import INSTRUCTION
+from engines.data.prepare.preprocessors.base import (
+    Preprocessor,
+    ProblemOptions,
+    RawColumns,
+    instructed,
+    text_answer,
+)
 from engines.data.read.raw_rows import parse_images
 from engines.data.read.rows import RewardModel, RLRow, RowError, with_images
 
 
-class Geometry3kOptions(StrictModel):
+class Geometry3kOptions(ProblemOptions):
     """Prompt and name of the source."""
 
-    instruction: str = INSTRUCTION
-    """Appended to every problem after a line break; empty adds nothing."""
     data_source: str = "hiyouga/geometry3k"
 
 
@@ -27,7 +26,7 @@ class Geometry3k(Preprocessor[Geometry3kOptions]):
 
     rl_columns = ("images", "problem", "answer")
 
-    def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
+    def rl_row(self, columns: RawColumns) -> RLRow:
         """Use the column `answer` as ground truth."""
         images = parse_images(columns.get("images"), "images")
         if not images:

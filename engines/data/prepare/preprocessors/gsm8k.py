@@ -5,23 +5,22 @@ prompt asks for a boxed answer and supervised solutions end with one, for the `m
 """
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
-from engines.config.base import StrictModel
-from engines.data.prepare.preprocessors.base import Preprocessor, instructed
+from engines.data.prepare.preprocessors.base import (
+    Preprocessor,
+    ProblemOptions,
+    RawColumns,
+    instructed,
+)
 from engines.data.read.rows import Message, RewardModel, RLRow, RowError, SFTRow, check_text
 
-INSTRUCTION = "Reason step by step and put the final answer in \\boxed{}."
 _FINAL_ANSWER = re.compile(r"####\s*(-?[\d,]*\.?\d+)\s*$")
 _CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")
 
 
-class GSM8KOptions(StrictModel):
+class GSM8KOptions(ProblemOptions):
     """Prompt and name of the source."""
 
-    instruction: str = INSTRUCTION
-    """Appended to every question after a line break; empty adds nothing."""
     data_source: str = "openai/gsm8k"
 
 
@@ -32,13 +31,13 @@ class GSM8K(Preprocessor[GSM8KOptions]):
     rl_columns = ("question", "answer")
     sft_columns = ("question", "answer")
 
-    def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
+    def rl_row(self, columns: RawColumns) -> RLRow:
         """Use the number after `####`, without thousands separators, as ground truth."""
         _, answer = split_solution(columns.get("answer"))
         question = instructed(columns.get("question"), "question", self.options.instruction)
         return RLRow(self.options.data_source, (question,), "math", RewardModel("rule", answer))
 
-    def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
+    def sft_row(self, columns: RawColumns) -> SFTRow:
         """Use the worked solution without calculator notes, with a boxed answer."""
         solution, answer = split_solution(columns.get("answer"))
         question = instructed(columns.get("question"), "question", self.options.instruction)

@@ -5,12 +5,10 @@ in the last answer; a pair that differs earlier is refused, since its prompts di
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
 
 from engines.config.base import StrictModel
-from engines.data.prepare.preprocessors.base import Preprocessor
+from engines.data.prepare.preprocessors.base import Preprocessor, RawColumns
 from engines.data.read.raw_rows import preference_row
 from engines.data.read.rows import Message, PreferenceRow, RowError, check_text
 
@@ -30,14 +28,19 @@ class HHRLHF(Preprocessor[HHRLHFOptions]):
     preference_columns = ("chosen", "rejected")
     rl_columns = preference_columns
 
-    def preference_row(self, columns: Mapping[str, Any]) -> PreferenceRow:
+    def preference_row(self, columns: RawColumns) -> PreferenceRow:
         """Make a pair of the last answers of the dialogues."""
         chosen, rejected = (
             [asdict(message) for message in turns(columns.get(name), name)]
             for name in ("chosen", "rejected")
         )
-        source = self.options.data_source
-        return preference_row({"chosen": chosen, "rejected": rejected, "data_source": source})
+        return preference_row(
+            {
+                "chosen": chosen,
+                "rejected": rejected,
+                "data_source": self.options.data_source,
+            }
+        )
 
 
 def turns(dialogue: object, name: str) -> tuple[Message, ...]:
@@ -46,8 +49,7 @@ def turns(dialogue: object, name: str) -> tuple[Message, ...]:
     Raises:
         RowError: it does not begin with a turn, or a turn is empty.
     """
-    text = "\n\n" + check_text(dialogue, name).strip()
-    before, *parts = _TURN.split(text)
+    before, *parts = _TURN.split("\n\n" + check_text(dialogue, name).strip())
     if before.strip() or not parts:
         raise RowError(f"{name} does not begin with 'Human:'")
     pairs = zip(parts[::2], parts[1::2], strict=True)

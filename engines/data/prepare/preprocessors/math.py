@@ -6,12 +6,14 @@ and tables with these columns, or with `answer`, `subject` and `unique_id` (Hugg
 """
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
-from engines.config.base import StrictModel
-from engines.data.prepare.preprocessors.base import Preprocessor, instructed, text_answer
-from engines.data.prepare.preprocessors.gsm8k import INSTRUCTION
+from engines.data.prepare.preprocessors.base import (
+    Preprocessor,
+    ProblemOptions,
+    RawColumns,
+    instructed,
+    text_answer,
+)
 from engines.data.read.rows import Message, RewardModel, RLRow, RowError, SFTRow, check_text
 
 _KEPT = ("level", "type", "subject", "unique_id")
@@ -19,11 +21,9 @@ _COMMANDS = ("\\boxed", "\\fbox")
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
-class MATHOptions(StrictModel):
+class MATHOptions(ProblemOptions):
     """Prompt and name of the source."""
 
-    instruction: str = INSTRUCTION
-    """Appended to every problem after a line break; empty adds nothing."""
     data_source: str = "math"
 
 
@@ -33,7 +33,7 @@ class MATH(Preprocessor[MATHOptions]):
     rl_columns = ("problem", "solution")
     sft_columns = ("problem", "solution")
 
-    def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
+    def rl_row(self, columns: RawColumns) -> RLRow:
         """Use the answer as ground truth; metadata goes to `extra_info`."""
         answer = columns.get("answer")
         if answer is None:
@@ -46,7 +46,7 @@ class MATH(Preprocessor[MATHOptions]):
             {name: columns[name] for name in _KEPT if columns.get(name) is not None},
         )
 
-    def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
+    def sft_row(self, columns: RawColumns) -> SFTRow:
         """Use the worked solution as it is, since it boxes its answer."""
         solution = check_text(columns.get("solution"), "solution")
         last_boxed(solution)

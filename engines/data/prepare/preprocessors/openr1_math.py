@@ -4,23 +4,22 @@
 card of open-r1/OpenR1-Math-220k, whose folder `all` repeats the folders `data` and `extended`.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from engines.config.base import StrictModel
-from engines.data.prepare.preprocessors.base import Preprocessor, instructed, text_answer
-from engines.data.prepare.preprocessors.gsm8k import INSTRUCTION
+from engines.data.prepare.preprocessors.base import (
+    Preprocessor,
+    ProblemOptions,
+    RawColumns,
+    instructed,
+    text_answer,
+)
 from engines.data.read.raw_rows import sft_row
 from engines.data.read.rows import Message, RewardModel, RLRow, SFTRow
 
 _KEPT = ("problem_type", "question_type", "source", "uuid")
 
 
-class OpenR1MathOptions(StrictModel):
+class OpenR1MathOptions(ProblemOptions):
     """Prompt and name of the source."""
 
-    instruction: str = INSTRUCTION
-    """Appended to every problem after a line break; empty adds nothing."""
     data_source: str = "open-r1/OpenR1-Math-220k"
 
 
@@ -32,7 +31,7 @@ class OpenR1Math(Preprocessor[OpenR1MathOptions]):
     rl_columns = ("problem", "solution", "answer", "generations")
     sft_columns = ("problem", "solution", "answer", "messages", "generations")
 
-    def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
+    def rl_row(self, columns: RawColumns) -> RLRow:
         """Use the column `answer` as ground truth; metadata goes to `extra_info`."""
         return RLRow(
             self.options.data_source,
@@ -42,7 +41,7 @@ class OpenR1Math(Preprocessor[OpenR1MathOptions]):
             {name: columns[name] for name in _KEPT if columns.get(name) is not None},
         )
 
-    def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
+    def sft_row(self, columns: RawColumns) -> SFTRow:
         """Use the answer in `messages` with the prompt of the RL row."""
         answered = sft_row({"messages": columns.get("messages")}).messages[-1]
         problem = instructed(columns.get("problem"), "problem", self.options.instruction)

@@ -1,11 +1,8 @@
 """Files in the row schema, also of verl's scripts: `rows`, `messages` and `pairs`."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from engines.config.base import StrictModel
 from engines.config.options import NoOptions
-from engines.data.prepare.preprocessors.base import Preprocessor
+from engines.data.prepare.preprocessors.base import Preprocessor, RawColumns
 from engines.data.read.raw_rows import parse_number, preference_row, rl_row, sft_row
 from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 
@@ -15,7 +12,7 @@ class RowSchema(Preprocessor[NoOptions]):
 
     rl_columns = ("prompt", "reward_model")
 
-    def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
+    def rl_row(self, columns: RawColumns) -> RLRow:
         """Validate the row."""
         return rl_row(columns)
 
@@ -25,7 +22,7 @@ class Conversations(Preprocessor[NoOptions]):
 
     sft_columns = ("messages",)
 
-    def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
+    def sft_row(self, columns: RawColumns) -> SFTRow:
         """Validate the row."""
         return sft_row(columns)
 
@@ -47,7 +44,7 @@ class Pairs(Preprocessor[PairsOptions]):
     preference_columns = ("chosen", "rejected")
     rl_columns = preference_columns
 
-    def preference_row(self, columns: Mapping[str, Any]) -> PreferenceRow:
+    def preference_row(self, columns: RawColumns) -> PreferenceRow:
         """Validate the row; see `engines.data.read.raw_rows.preference_row`."""
         given = dict(columns)
         if self.options.data_source is not None:

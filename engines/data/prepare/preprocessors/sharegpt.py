@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from engines.config.base import StrictModel
-from engines.data.prepare.preprocessors.base import Preprocessor, optional_text
+from engines.data.prepare.preprocessors.base import Preprocessor, RawColumns, optional_text
 from engines.data.read.raw_rows import (
     check_weight,
     parse_json,
@@ -66,7 +66,7 @@ class ShareGPT(Preprocessor[ShareGPTOptions]):
 
     sft_columns = ("conversations",)
 
-    def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
+    def sft_row(self, columns: RawColumns) -> SFTRow:
         """Make messages of the turns; an empty system message is dropped."""
         turns = parse_json_list(columns.get("conversations"), "conversations")
         parsed = [_message(turn, f"conversations[{place}]") for place, turn in enumerate(turns)]
@@ -139,8 +139,8 @@ def _with_calls(messages: Sequence[Message]) -> tuple[Message, ...]:
             content = _CALL.sub("", message.content).strip()
             read.append(_called(content or None, texts, f"<tool_call> of message {place}"))
         elif message.role == "tool" and _RESPONSE.sub("", message.content) == "":
-            returned = _RESPONSE.findall(message.content)
-            read += [replace(message, content=text.strip()) for text in returned]
+            texts = _RESPONSE.findall(message.content)
+            read += [replace(message, content=text.strip()) for text in texts]
         else:
             read.append(message)
     return tuple(read)

@@ -5,11 +5,8 @@ HuggingFaceH4/ultrafeedback_binarized, with splits such as `train_prefs` and `te
 rejected answer was drawn at random from the others, so the scores of a pair may be equal.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from engines.config.base import StrictModel
-from engines.data.prepare.preprocessors.base import Preprocessor
+from engines.data.prepare.preprocessors.base import Preprocessor, RawColumns
 from engines.data.read.raw_rows import parse_number, preference_row
 from engines.data.read.rows import PreferenceRow, RowError
 
@@ -34,7 +31,7 @@ class UltraFeedback(Preprocessor[UltraFeedbackOptions]):
     )
     rl_columns = preference_columns
 
-    def preference_row(self, columns: Mapping[str, Any]) -> PreferenceRow:
+    def preference_row(self, columns: RawColumns) -> PreferenceRow:
         """Make a pair with the difference of the scores as margin."""
         names = ("score_chosen", "score_rejected")
         chosen, rejected = (parse_number(columns.get(name), name) for name in names)

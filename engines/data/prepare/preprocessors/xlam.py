@@ -6,11 +6,8 @@ cards of Salesforce/xlam-function-calling-60k (columns) and Salesforce/xLAM-7b-f
 `convert_to_xlam_tool` keeps only the `properties` of OpenAI's `parameters`.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from engines.config.base import StrictModel
-from engines.data.prepare.preprocessors.base import Preprocessor
+from engines.data.prepare.preprocessors.base import Preprocessor, RawColumns
 from engines.data.read.raw_rows import (
     json_text,
     parse_json,
@@ -44,7 +41,7 @@ class XLAM(Preprocessor[XLAMOptions]):
     rl_columns = ("query", "tools", "answers")
     sft_columns = ("query", "tools", "answers")
 
-    def rl_row(self, columns: Mapping[str, Any]) -> RLRow:
+    def rl_row(self, columns: RawColumns) -> RLRow:
         """Use the list of `{name, arguments}` as ground truth."""
         calls = [
             {"name": call.name, "arguments": parse_json(call.arguments, "answers", "")}
@@ -54,17 +51,17 @@ class XLAM(Preprocessor[XLAMOptions]):
             self.options.data_source, _prompt(columns), "tool_use", RewardModel("rule", calls)
         )
 
-    def sft_row(self, columns: Mapping[str, Any]) -> SFTRow:
+    def sft_row(self, columns: RawColumns) -> SFTRow:
         """Use the calls as the assistant's message, without text."""
-        answer = said_beside(None, _calls(columns))
-        return SFTRow((*_prompt(columns), answer), self.options.data_source)
+        messages = (*_prompt(columns), said_beside(None, _calls(columns)))
+        return SFTRow(messages, self.options.data_source)
 
 
-def _calls(columns: Mapping[str, Any]) -> tuple[ToolCall, ...]:
+def _calls(columns: RawColumns) -> tuple[ToolCall, ...]:
     return parse_tool_calls(parse_json_list(columns.get("answers"), "answers"), "answers")
 
 
-def _prompt(columns: Mapping[str, Any]) -> tuple[Message, ...]:
+def _prompt(columns: RawColumns) -> tuple[Message, ...]:
     question = Message("user", check_text(columns.get("query"), "query"))
     tools = []
     for place, item in enumerate(parse_json_list(columns.get("tools"), "tools")):

@@ -13,7 +13,6 @@ from PIL import Image as Pillow
 from engines.data import image_store
 from engines.data.image_store import (
     ImageFile,
-    ImageFolder,
     check_images,
     image_size,
     keep_images,
@@ -52,14 +51,14 @@ def test_what_is_no_image(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_row_keeps_digests_and_the_folder_the_bytes(tmp_path: Path) -> None:
     first, second = Image.of(encoded(4, 5, 1)), Image.of(encoded(5, 4, 2))
-    folder = ImageFolder(tmp_path / "images")
+    folder = tmp_path / "images"
     given = row(first, second, first)
     kept = keep_images(given, folder)
     assert kept == given
     assert [image.data for image in kept.images] == [None] * 3
-    assert {path.name for path in folder.path.iterdir()} == {first.sha256, second.sha256}
+    assert {path.name for path in folder.iterdir()} == {first.sha256, second.sha256}
     assert first.data is not None
-    assert folder.get(first.sha256) == first.data
+    assert (folder / first.sha256).read_bytes() == first.data
     check_images(given)
     with pytest.raises(RowError, match=r"images\[0\] is a digest; need the bytes"):
         check_images(kept)
@@ -69,11 +68,12 @@ def test_written_images_come_back_and_reading_one_reads_one_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(image_store, "_GROUP_BYTES", 250)
-    folder = ImageFolder(tmp_path / "images")
+    folder = tmp_path / "images"
     images = [encoded(8 + i, 9, i) for i in range(7)]
     names = [hashlib.sha256(data).hexdigest() for data in images]
+    folder.mkdir()
     for name, data in zip(names, images, strict=True):
-        folder.put(name, data)
+        (folder / name).write_bytes(data)
     for path in (tmp_path / "a.parquet", tmp_path / "b.parquet"):
         assert write_images(path, folder, [*names, *names[::-1]]) == 7
     assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
@@ -94,10 +94,11 @@ def test_the_footer_is_parsed_once_and_not_for_each_image(
 ) -> None:
     """It grows with the images: reading each would cost as much as reading all."""
     monkeypatch.setattr(image_store, "_GROUP_BYTES", 1)
-    folder, images = ImageFolder(tmp_path / "images"), [encoded(8 + i, 9, i) for i in range(9)]
+    folder, images = tmp_path / "images", [encoded(8 + i, 9, i) for i in range(9)]
     names = [hashlib.sha256(data).hexdigest() for data in images]
+    folder.mkdir()
     for name, data in zip(names, images, strict=True):
-        folder.put(name, data)
+        (folder / name).write_bytes(data)
     write_images(tmp_path / "a.parquet", folder, names)
     file = pickle.loads(pickle.dumps(ImageFile.open(tmp_path / "a.parquet")))
     opened, parsed = pq.ParquetFile, list[bool]()
@@ -112,16 +113,17 @@ def test_the_footer_is_parsed_once_and_not_for_each_image(
 
 
 def test_no_images_no_file(tmp_path: Path) -> None:
-    assert write_images(tmp_path / "a.parquet", ImageFolder(tmp_path / "no"), ()) == 0
+    assert write_images(tmp_path / "a.parquet", tmp_path / "no", ()) == 0
     assert not (tmp_path / "a.parquet").exists()
     assert ImageFile.open(tmp_path / "a.parquet").places == {}
 
 
 def test_other_bytes_are_refused(tmp_path: Path) -> None:
-    folder = ImageFolder(tmp_path / "images")
+    folder = tmp_path / "images"
     data = encoded(4, 4, 3)
     name = hashlib.sha256(data).hexdigest()
-    folder.put(name, data)
+    folder.mkdir()
+    (folder / name).write_bytes(data)
     write_images(tmp_path / "a.parquet", folder, [name])
     table = pq.read_table(tmp_path / "a.parquet")
     changed = table.set_column(3, "data", pa.array([encoded(4, 4, 4)], pa.binary()))

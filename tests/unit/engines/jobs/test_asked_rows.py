@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loaded_rows import write_rows
 
 from engines.config.sections import SelfPlayConfig
 from engines.config.stages.serving import SelfPlayStageConfig
 from engines.data.read.dataset import RL_FILE, SFT_FILE, Dataset
-from engines.data.read.row_files import RL_FORMAT, SFT_FORMAT, RowFile, write_rows
+from engines.data.read.row_files import RL_FORMAT, SFT_FORMAT, RowFile
 from engines.data.read.rows import Image, Message, RewardModel, RLRow, SFTRow, ToolCall
 from engines.jobs.self_play import asked_rows
 from infra.errors import ConfigError

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from loaded_rows import write_rows
 from vision_cases import write_chat_model, write_geometry
 
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.data.read.dataset import RL_FILE, load_dataset
-from engines.data.read.row_files import RL_FORMAT, write_rows
+from engines.data.read.row_files import RL_FORMAT
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.jobs.rl_round import _prompts

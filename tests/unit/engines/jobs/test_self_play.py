@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from loaded_rows import write_rows
 
 from engines.config.model import TokenizerConfig
 from engines.config.stages.serving import SelfPlayStageConfig
@@ -23,7 +24,6 @@ from engines.data.read.row_files import (
     RL_FORMAT,
     SFT_FORMAT,
     RowFile,
-    write_rows,
 )
 from engines.data.read.rows import Message, PreferenceRow, RewardModel, RLRow, SFTRow
 from engines.data.read.tokenizer import DirectoryTokenizer

@@ -215,7 +215,7 @@ def test_models_that_judge_are_asked_about_the_whole_batch_before_anything_is_sc
     model: Any = SimpleNamespace(scores=scores)
     with RewardScorer(RewardConfig(function="exact")) as rewards:
         # The reward of the role `reward`, without one.
-        monkeypatch.setattr(rewards, "_score_here", lambda sample: Score(sample.model_score))
+        monkeypatch.setattr(rewards, "_judge", lambda sample: Score(sample.model_score))
         digits = Digits()
         judging = CompletionScorer(rewards, digits, judges=Judges(model))  # pyright: ignore[reportArgumentType]
         with begin(judging, prompts) as scoring:

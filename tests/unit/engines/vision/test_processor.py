@@ -28,7 +28,7 @@ from vision_cases import (
     write_vision_model,
 )
 
-from engines.data.image_store import ImageFolder, write_images
+from engines.data.image_store import write_images
 from engines.data.read.chat import render_prompts
 from engines.data.read.dataset import load_dataset
 from engines.data.read.examples import rl_prompts
@@ -155,9 +155,10 @@ def test_a_placeholder_in_a_text_is_refused_beside_rows_with_images(
 def test_an_image_of_a_shape_that_the_processor_refuses_is_named(
     model: Path, tmp_path: Path
 ) -> None:
-    data, folder = picture(1, 2, 500), ImageFolder(tmp_path / "images")
+    data, folder = picture(1, 2, 500), tmp_path / "images"
     shown = Image.of(data)
-    folder.put(shown.sha256, data)
+    folder.mkdir()
+    (folder / shown.sha256).write_bytes(data)
     write_images(tmp_path / "images.parquet", folder, [shown.sha256])
     images = prompt_images(model, tmp_path / "images.parquet")
     assert images is not None

@@ -75,6 +75,7 @@ STAGES = {
     "engines/jobs/evaluate.py": MEASURE,
     "engines/jobs/promote.py": {"promote"},
     "engines/trainers/evaluation/comparison.py": {"promote"},
+    "engines/trainers/evaluation/documents.py": {"promote"},
     "infra/tracking/promotion.py": {"promote"},
     "infra/tracking/comparison.py": {"promote", "sft"},
     "engines/trainers/evaluation/evaluator.py": MEASURE,

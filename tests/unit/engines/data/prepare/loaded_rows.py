@@ -1,5 +1,6 @@
-"""Rows of sources as preprocessing reads them, in memory."""
+"""Rows in memory: those of sources as preprocessing reads them, and those of a file to write."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -7,6 +8,7 @@ from typing import Any
 
 from engines.config.data import DataConfig, SourceConfig
 from engines.data.prepare.sources import ROW_KINDS, LoadedRows, load_rows
+from engines.data.read.row_files import RowFormat, RowT, in_batches, write_batches
 
 
 def load(split: str, *sources: SourceConfig, seed: int = 0, **data: Any) -> LoadedRows[Any]:
@@ -15,3 +17,9 @@ def load(split: str, *sources: SourceConfig, seed: int = 0, **data: Any) -> Load
     with TemporaryDirectory() as scratch:
         loaded = load_rows(sources, split, config, seed, Path(scratch), ROW_KINDS[split])
         return replace(loaded, rows=tuple(loaded.rows))  # type: ignore[arg-type]
+
+
+def write_rows(path: Path, format: RowFormat[RowT], rows: Iterable[RowT]) -> None:
+    """Write rows as `write_batches` does, with all columns in memory."""
+    batches = [format.batch(batch) for batch in in_batches(rows)]
+    write_batches(path, format, batches, all(map(format.is_plain, batches)))

@@ -7,9 +7,10 @@ from typing import Any
 
 import loaded_rows
 import pytest
+from loaded_rows import write_rows
 
 from engines.config.data import SourceConfig
-from engines.data.read.row_files import PREFERENCE_FORMAT, RowFile, write_rows
+from engines.data.read.row_files import PREFERENCE_FORMAT, RowFile
 from engines.data.read.rows import Message, PreferenceRow
 from infra.errors import ConfigError
 

@@ -69,7 +69,11 @@ def test_bad_json_line_names_line_and_column(tmp_path: Path) -> None:
         (b'{"p": "a\xff"}', "byte 0xff at column 9 is not UTF-8"),
         (b"[1, 2]", "a JSON list; need an object"),
         (b'{"p": NaN}', "not JSON (NaN is not a JSON number)"),
-        (b"[" * 100_000, "not JSON (nested too deeply)"),
+        (
+            b"[" * 100_000,
+            "not JSON (maximum recursion depth exceeded while decoding a JSON array from a unicode "
+            "string)",
+        ),
         (b'{"p": "' + b"y" * 100, "...{}"),
     ],
 )

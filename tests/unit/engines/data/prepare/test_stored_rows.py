@@ -9,7 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engines.data.prepare import stored_rows
-from engines.data.prepare.stored_rows import RowWriter, StoredRows, digest_of, prompt_digest, stored
+from engines.data.prepare.stored_rows import (
+    StoredRows,
+    digest_of,
+    prompt_digest,
+    stored,
+    writing_rows,
+)
 from engines.data.read.row_files import RL_FORMAT
 from engines.data.read.rows import Message, RewardModel, RLRow
 
@@ -72,7 +78,7 @@ def test_a_sample_among_other_rows(
     order = draw.draw(st.permutations(range(len(rows))))
     order = order[: draw.draw(st.integers(0, len(rows)))]
     whole = stored(tmp_path / "whole", RL_FORMAT, rows)
-    with RowWriter(tmp_path / "rows", RL_FORMAT) as writer:
+    with writing_rows(tmp_path / "rows", RL_FORMAT) as writer:
         for row in before:
             writer.add(row)
         writer.add_sample(whole, np.array(order, np.int64))

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from loaded_rows import write_rows
 
 from engines.data.read.lazy_sequence import MappedRows
-from engines.data.read.row_files import RL_FORMAT, RowFile, write_rows
+from engines.data.read.row_files import RL_FORMAT, RowFile
 from engines.data.read.rows import Message, RewardModel, RLRow, RowError
 from infra.errors import ConfigError
 

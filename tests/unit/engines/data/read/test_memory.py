@@ -5,12 +5,13 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from loaded_rows import write_rows
 from peak_memory import peak_bytes
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from engines.data.read.row_files import RL_FORMAT, write_rows
+from engines.data.read.row_files import RL_FORMAT
 from engines.data.read.rows import Message, RewardModel, RLRow
 
 NUM_ROWS = 25_000

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from loaded_rows import write_rows
 
 from engines.data.read import row_files
 from engines.data.read.raw_rows import rl_row
@@ -20,7 +21,6 @@ from engines.data.read.row_files import (
     RowFile,
     RowFormat,
     write_batches,
-    write_rows,
 )
 from engines.data.read.rows import Message, RewardModel, RLRow, RowError, SFTRow
 from infra.errors import ConfigError

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loaded_rows import write_rows
 
 from engines.data.read.raw_rows import parse_json_list, parse_json_object, parse_messages
 from engines.data.read.raw_rows import rl_row as row_of_columns
-from engines.data.read.row_files import RL_FORMAT, RowFile, write_rows
+from engines.data.read.row_files import RL_FORMAT, RowFile
 from engines.data.read.rows import (
     MAX_LEVELS,
     Message,

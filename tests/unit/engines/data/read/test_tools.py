@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loaded_rows import write_rows
 
 from engines.config.model import TokenizerConfig
 from engines.data.prepare.tokenizer_training import train_tokenizer
@@ -13,7 +14,7 @@ from engines.data.read import chat
 from engines.data.read.chat import DEFAULT_CHAT_TEMPLATE, render, render_prompts, render_sft
 from engines.data.read.examples import as_policy
 from engines.data.read.raw_rows import preference_row, rl_row, sft_row
-from engines.data.read.row_files import PREFERENCE_FORMAT, SFT_FORMAT, RowFile, write_rows
+from engines.data.read.row_files import PREFERENCE_FORMAT, SFT_FORMAT, RowFile
 from engines.data.read.rows import Message, SFTRow, ToolCall, said_beside
 from engines.data.read.tokenizer import TOOL_TEMPLATE, DirectoryTokenizer
 from infra.errors import ConfigError

@@ -8,7 +8,6 @@ import pytest
 
 from engines.trainers.evaluation.comparison import compared_metrics, metric_gain
 from engines.trainers.evaluation.documents import (
-    Document,
     document_values,
     higher_is_better,
     is_mean,
@@ -30,17 +29,17 @@ def measurement(
     """Of one document for each value; a perplexity is no mean of what they contribute."""
     directory.mkdir()
     documents = [
-        Document(
-            task="arc",
-            filter="none",
-            index=index,
-            digest=f"d{index}",
-            document='{"question": "?"}',
-            target="1",
-            requests=('["?", " 1"]', '["?", " 2"]'),
-            responses=("[[-1.5, true]]", "[[-2.5, false]]"),
-            metrics={ACC: value, PERPLEXITY: -1.0},
-        )
+        {
+            "task": "arc",
+            "filter": "none",
+            "index": index,
+            "digest": f"d{index}",
+            "document": '{"question": "?"}',
+            "target": "1",
+            "requests": ['["?", " 1"]', '["?", " 2"]'],
+            "responses": ["[[-1.5, true]]", "[[-2.5, false]]"],
+            "metrics": {ACC: value, PERPLEXITY: -1.0},
+        }
         for index, value in enumerate(values, first)
     ]
     metrics = {ACC: sum(values) / len(values), PERPLEXITY: perplexity, f"{ACC}_low": 0.0}

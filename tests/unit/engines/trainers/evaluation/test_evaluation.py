@@ -14,7 +14,7 @@ from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.examples import RLPrompt, rl_prompts
 from engines.data.read.rows import IMAGE_MARK, Image, Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
-from engines.rewards.base import Score
+from engines.rewards.base import Score, is_correct
 from engines.rewards.scorer import RewardScorer
 from engines.trainers.evaluation.accuracy import wilson_interval
 from engines.trainers.evaluation.evaluator import (
@@ -27,7 +27,7 @@ from engines.trainers.evaluation.evaluator import (
     told_sources,
     write_evaluation,
 )
-from engines.trainers.scoring import CompletionScorer, is_correct
+from engines.trainers.scoring import CompletionScorer
 from engines.types import Completion, RolloutRequest, SamplingParams
 from infra.errors import ConfigError
 

@@ -10,11 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from loaded_rows import write_rows
 
 from engines.config.data import DataConfig, SourceConfig
 from engines.data.prepare.dataset import build_dataset
 from engines.data.read.dataset import load_dataset
-from engines.data.read.row_files import PREFERENCE_FORMAT, SFT_FORMAT, RowFile, write_rows
+from engines.data.read.row_files import PREFERENCE_FORMAT, SFT_FORMAT, RowFile
 from engines.data.read.rows import Message, PreferenceRow, SFTRow, ToolCall, said_beside
 from infra.errors import ConfigError
 
