@@ -95,8 +95,7 @@ def forward_kl_topk(
     value_T = teacher_rest_T * (teacher_rest_T.log() - rest_T.log())
     # Its gradient, (1 - P) / (1 - Q) times that of Q, written out: if student and teacher are
     # equal the quotient is 1, and the whole gradient is exactly 0.
-    slope_T = teacher_rest_T / rest_T
-    return kl_T + value_T + slope_T * (mass_T - mass_T.detach())
+    return kl_T + value_T + (teacher_rest_T / rest_T) * (mass_T - mass_T.detach())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,9 +220,10 @@ def round_loss_fn(rl: RLConfig) -> Objective:
     section = rl.distillation
     if section is None:
         return policy
-    is_topk = section.loss == TOPK
     teacher = replace(
-        TopKDistillation(section.tail) if is_topk else SampledDistillation(section.loss),
+        TopKDistillation(section.tail)
+        if (section.loss == TOPK)
+        else SampledDistillation(section.loss),
         loss_max_clamp=section.loss_max_clamp,
         loss_agg_mode=rl.algorithm.loss_agg_mode,
         scale_factor=rl.algorithm.loss_scale_factor or float(rl.sampling.max_new_tokens),

@@ -158,5 +158,8 @@ def options_as(schema: type[Options], options: StrictModel) -> Options:
 def find_part(table: PluginTable[AlgorithmRow], name: str) -> Part:
     """Return a part by its name; raises as `PluginTable.find` and `load_row` do."""
     row = table.find(name)
-    prepass = load_row(replace(row, target=row.prepass), table.setting) if row.prepass else None
-    return Part(row, load_row(row, table.setting), prepass)
+    return Part(
+        row,
+        load_row(row, table.setting),
+        load_row(replace(row, target=row.prepass), table.setting) if row.prepass else None,
+    )

@@ -62,8 +62,9 @@ class PolicyObjective:
         part = find_part(POLICY_LOSSES, self.algorithm.loss_mode)
         mask_T, found = batch.columns["loss_mask"] > 0, dict[str, float]()
         if part.prepass is not None:
-            options = part.options(self.algorithm)
-            found |= part.prepass(PrepassInputs(batch, mask_T, gather, options))
+            found |= part.prepass(
+                PrepassInputs(batch, mask_T, gather, part.options(self.algorithm))
+            )
         if self.algorithm.positive_nll_coef:
             own = (batch.columns["positive"] * mask_T).sum().reshape(1)
             found[_NUM_POSITIVE] = float(gather(own).sum())
@@ -90,8 +91,9 @@ class PolicyObjective:
         if algorithm.entropy_coeff:
             if outputs.entropy_T is None:
                 raise ValueError("entropy_coeff is set but the forward pass returned no entropy")
-            entropy = self._aggregate(outputs.entropy_T, mask_T, batch, counts)
-            loss = loss - algorithm.entropy_coeff * entropy
+            loss = loss - algorithm.entropy_coeff * self._aggregate(
+                outputs.entropy_T, mask_T, batch, counts
+            )
         if algorithm.positive_nll_coef:
             # A mean over the tokens of right answers of the step (VAPO, arXiv:2504.05118).
             positive_T = mask_T & (batch.columns["positive"] > 0)
@@ -100,8 +102,9 @@ class PolicyObjective:
             metrics["actor/positive_nll"] = nll.detach()
             loss = loss + algorithm.positive_nll_coef * nll
         if algorithm.use_kl_loss:
-            reference_T = batch.columns["ref_logprobs"]
-            kl_T = kl_estimate(algorithm.kl_loss_type, outputs.logprobs_T, reference_T)
+            kl_T = kl_estimate(
+                algorithm.kl_loss_type, outputs.logprobs_T, batch.columns["ref_logprobs"]
+            )
             kl = self._aggregate(kl_T, mask_T, batch, counts)
             metrics["actor/kl_loss"] = kl.detach()
             loss = loss + algorithm.kl_loss_coef * kl
@@ -161,8 +164,9 @@ def resample(rewards_B: Tensor, index_B: Tensor, config: PfPpoConfig, seed: int)
     Each prompt keeps its number of answers; if none of them has a weight, each is taken once.
     """
     weights_B = resampling_weights(rewards_B, index_B, config)
-    generator = torch.Generator().manual_seed(seed)
-    draws_B = torch.rand(rewards_B.numel(), generator=generator, dtype=torch.float64)
+    draws_B = torch.rand(
+        rewards_B.numel(), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     chosen_B = torch.arange(rewards_B.numel())
     index_B = _dense(index_B)
     for places_G in index_B.argsort(stable=True).split(index_B.bincount().tolist()):

@@ -220,8 +220,9 @@ def _roles(context: JobContext[RLRoundStageConfig]) -> dict[RoleName, RoleSpec]:
         roles[REFERENCE] = RoleSpec(source=reference, training=config.training)
     if rl.distillation is not None and rl.distillation.served is None:
         given, limit = context.optional_input("teacher"), config.model.max_length
-        teacher = teacher_source(rl.distillation, given, policy, limit, config.rollout.engine)
-        roles[TEACHER] = RoleSpec(teacher, in_full)
+        roles[TEACHER] = RoleSpec(
+            teacher_source(rl.distillation, given, policy, limit, config.rollout.engine), in_full
+        )
     return roles
 
 

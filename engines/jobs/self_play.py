@@ -80,8 +80,9 @@ def self_play(context: JobContext[SelfPlayStageConfig]) -> JobOutput:
         context.output_dir / PREFERENCE_FILE, PREFERENCE_FORMAT, made.batches(), made.is_plain
     )
     metrics = {name: float(count) for name, count in asdict(counts).items()}
-    text = json.dumps(metrics, indent=2, sort_keys=True) + "\n"
-    (context.output_dir / SUMMARY_FILE).write_text(text, encoding="utf-8")
+    (context.output_dir / SUMMARY_FILE).write_text(
+        json.dumps(metrics, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
     return JobOutput(KIND, metrics)
 
 
@@ -90,8 +91,13 @@ def _prompts(
 ) -> tuple[RLPrompts, int]:
     """Return the prompts and the number of rows too long to be asked; the stack closes the rows."""
     config = context.config
-    dataset = load_dataset(context.input("dataset"))
-    rows = asked_rows(config, dataset, context.spec.seed, stack, context.attempt_dir)
+    rows = asked_rows(
+        config,
+        load_dataset(context.input("dataset")),
+        context.spec.seed,
+        stack,
+        context.attempt_dir,
+    )
     by_reward = config.self_play.source == "best_worst"
     prompts = prompts_within(
         rows,

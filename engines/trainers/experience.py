@@ -217,11 +217,10 @@ class Collector:
         """Add one generation batch and filter its groups."""
         self.batches.append(batch)
         scores = [sample.score for sample in batch.samples]
-        numbers = [sample.group for sample in batch.samples]
         keep_B = informative_samples(
             self._filter,
             torch.tensor(scores, dtype=torch.float64),
-            torch.tensor(numbers, dtype=torch.int64),
+            torch.tensor([sample.group for sample in batch.samples], dtype=torch.int64),
         )
         self.num_evicted += int((~keep_B).sum())
         groups: dict[int, list[ScoredSample]] = {}
@@ -243,8 +242,11 @@ class Collector:
     def scored(self) -> Experience:
         """Return all scored samples, kept or not."""
         samples = tuple(sample for batch in self.batches for sample in batch.samples)
-        index_B = torch.tensor([sample.group for sample in samples], dtype=torch.int64)
-        return Experience(samples, index_B, self._packed(samples))
+        return Experience(
+            samples,
+            torch.tensor([sample.group for sample in samples], dtype=torch.int64),
+            self._packed(samples),
+        )
 
     def _shared(
         self, samples: tuple[ScoredSample, ...], batch: TokenBatch

@@ -181,8 +181,9 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
     for sample in experience.samples:
         for name, value in sample.extras.items():
             extras.setdefault(name, []).append(value)
-    means = {f"reward/{name}/mean": sum(own) / len(own) for name, own in sorted(extras.items())}
-    return metrics | means
+    return metrics | {
+        f"reward/{name}/mean": sum(own) / len(own) for name, own in sorted(extras.items())
+    }
 
 
 def _spread(name: str, values: Tensor) -> dict[str, float]:

@@ -82,15 +82,20 @@ class RLTrainer:
         self.start = LoopState.at_start(rl, self.config.round, self.before)
         self._algorithm = resolved_algorithm(rl)
         self._loss_fn = MeasuredObjective(round_loss_fn(rl))
-        rollout_dtype = self.config.rollout.dtype or training_dtype
-        self._gate = MismatchGate.of(rl.mismatch, training_dtype, rollout_dtype)
-        infer_logprobs = partial(run, ModelWorker.infer_logprobs)
-        self._probe = WeightProbe(
-            self.probe_prompt, rl.sampling.temperature, self._gate, infer_logprobs
+        self._gate = MismatchGate.of(
+            rl.mismatch, training_dtype, self.config.rollout.dtype or training_dtype
         )
-        setting = "rl.max_num_poisoned_updates"
+        self._probe = WeightProbe(
+            self.probe_prompt,
+            rl.sampling.temperature,
+            self._gate,
+            partial(run, ModelWorker.infer_logprobs),
+        )
         self._guard = PoisonGuard(
-            self.workers, rl.max_num_poisoned_updates, setting, self.progress.say
+            self.workers,
+            rl.max_num_poisoned_updates,
+            "rl.max_num_poisoned_updates",
+            self.progress.say,
         )
         self._keeper = SampleKeeper(self.config, run, self.scorer.tokenizer, self.attempt_dir)
         if self.teacher is None and rl.distillation is not None:
@@ -147,9 +152,11 @@ class RLTrainer:
             RewardError: the reward function is broken, or left too many samples unscored.
         """
         rl, images = self.config.rl, self.prompts.images
-        see = images.processor.of_sequences if images else None
         collected = Collector(
-            rl.batch_size_prompts, rl.algorithm.filter_groups, see, self.workers.place
+            rl.batch_size_prompts,
+            rl.algorithm.filter_groups,
+            images.processor.of_sequences if images else None,
+            self.workers.place,
         )
         for prompts in self.prompts.generation_batches(step.global_number):
             with self.scorer.begin(prompts.asked_rows, prompts.all_requests) as scoring:
@@ -158,8 +165,7 @@ class RLTrainer:
                 check_versions(completions, version)
                 check_aborted(completions, rl.max_aborted_frac, self.config.rollout.timeout_s)
                 with step.clock("reward"):
-                    scores = scoring.scores(completions)
-                    scored = self.scorer.samples(prompts, completions, scores)
+                    scored = self.scorer.samples(prompts, completions, scoring.scores(completions))
             collected.add(scored)
             if collected.full:
                 break
@@ -197,8 +203,9 @@ class RLTrainer:
                 columns["values"] = found.values_T
                 experience = experience.with_rows(last_values=found.last_values_B)
         if "uniform" in self._columns:
-            seed = derive_seed(self.prompts.seed, f"step={step.global_number}/uniform")
-            generator = torch.Generator().manual_seed(seed)
+            generator = torch.Generator().manual_seed(
+                derive_seed(self.prompts.seed, f"step={step.global_number}/uniform")
+            )
             # float64 is fine enough that no two tokens of a step have the same number.
             columns["uniform"] = torch.rand(
                 batch.num_tokens, generator=generator, dtype=torch.float64
@@ -223,8 +230,9 @@ class RLTrainer:
             if not pf_ppo.enable:
                 return experience
             seed = derive_seed(self.prompts.seed, f"step={step.global_number}/pf_ppo")
-            chosen_B = resample(experience.rewards_B, experience.group_index_B, pf_ppo, seed)
-            return experience.take(chosen_B.tolist())
+            return experience.take(
+                resample(experience.rewards_B, experience.group_index_B, pf_ppo, seed).tolist()
+            )
 
     def update(self, step: LoopStep, experience: Experience, state: LoopState) -> Updates:
         """Train the critic, if there is one, then the policy, unless the critic still warms up.

@@ -104,8 +104,9 @@ def _returns_to_go(inputs: AdvantageInputs) -> tuple[TrainedTokens, Tensor]:
     options = options_as(DiscountOptions, inputs.options)
     tokens = TrainedTokens(inputs.mask_T, inputs.batch)
     rewards_BL = tokens.matrix(inputs.rewards_T)
-    factor_B = rewards_BL.new_full((rewards_BL.shape[0],), options.gamma)
-    return tokens, tokens.column(discounted_sums(rewards_BL, factor_B))
+    return tokens, tokens.column(
+        discounted_sums(rewards_BL, rewards_BL.new_full((rewards_BL.shape[0],), options.gamma))
+    )
 
 
 def _deltas(
@@ -127,8 +128,7 @@ def _policy_lam_B(tokens: TrainedTokens, options: GaeOptions) -> Tensor:
     lengths_B = tokens.mask_BL.sum(dim=1).to(torch.float64)
     if options.length_adaptive_alpha is None:
         return torch.full_like(lengths_B, options.lam)
-    scale_B = options.length_adaptive_alpha * lengths_B
-    return (1 - 1 / scale_B.clamp(min=1)).clamp(min=0)
+    return (1 - 1 / (options.length_adaptive_alpha * lengths_B).clamp(min=1)).clamp(min=0)
 
 
 def optimal_token_baseline_advantages(inputs: AdvantageInputs) -> Advantages:
@@ -143,8 +143,11 @@ def optimal_token_baseline_advantages(inputs: AdvantageInputs) -> Advantages:
     """
     tokens = TrainedTokens(inputs.mask_T, inputs.batch)
     returns_BL, energy_BL = _returns_and_energy(inputs, tokens)
-    baseline_BL = _weighted_mean(returns_BL, energy_BL, tokens.mask_BL, inputs)
-    return Advantages(tokens.column(returns_BL - baseline_BL).to(torch.float32))
+    return Advantages(
+        tokens.column(
+            returns_BL - _weighted_mean(returns_BL, energy_BL, tokens.mask_BL, inputs)
+        ).to(torch.float32)
+    )
 
 
 def turn_baseline_advantages(inputs: AdvantageInputs) -> Advantages:
@@ -163,8 +166,7 @@ def turn_baseline_advantages(inputs: AdvantageInputs) -> Advantages:
     at_first_BK = torch.where(there_BK, returns_BL.gather(1, first_BK.clamp(min=0)), 0.0)
     to_last_BK = torch.where(there_BK, energy_BL.gather(1, last_BK.clamp(min=0)), 0.0)
     baseline_BK = _weighted_mean(at_first_BK, to_last_BK, there_BK, inputs)
-    advantages_BL = returns_BL - baseline_BK.gather(1, turn_BL)
-    return Advantages(tokens.column(advantages_BL).to(torch.float32))
+    return Advantages(tokens.column(returns_BL - baseline_BK.gather(1, turn_BL)).to(torch.float32))
 
 
 def _returns_and_energy(inputs: AdvantageInputs, tokens: TrainedTokens) -> tuple[Tensor, Tensor]:
@@ -185,17 +187,16 @@ def _weighted_mean(
     def total(of_BK: Tensor) -> Tensor:
         return of_BK.new_zeros(shape).index_add(0, group_B, torch.where(there_BK, of_BK, 0.0))
 
-    silent_PK = total(weights_BK) <= 0
-    weights_BK = torch.where(silent_PK[group_B], 1.0, weights_BK)
+    weights_BK = torch.where((total(weights_BK) <= 0)[group_B], 1.0, weights_BK)
     mean_PK = total(values_BK * weights_BK) / total(weights_BK).clamp(min=1e-300)
     index_BK = group_B[:, None].expand_as(values_BK)
     ends = []
     for how, missing in (("amin", torch.inf), ("amax", -torch.inf)):
         empty_PK = values_BK.new_full(shape, missing)
-        present_BK = torch.where(there_BK, values_BK, missing)
-        ends.append(empty_PK.scatter_reduce(0, index_BK, present_BK, how))
-    equal_BK = (ends[0] == ends[1])[group_B]
-    return torch.where(equal_BK, values_BK, mean_PK[group_B])
+        ends.append(
+            empty_PK.scatter_reduce(0, index_BK, torch.where(there_BK, values_BK, missing), how)
+        )
+    return torch.where((ends[0] == ends[1])[group_B], values_BK, mean_PK[group_B])
 
 
 def _turns_T(inputs: AdvantageInputs) -> Tensor:
@@ -215,8 +216,7 @@ def _turn_ends(turn_BL: Tensor, mask_BL: Tensor, num_turns: int) -> tuple[Tensor
     place_BL = torch.arange(turn_BL.shape[1], device=turn_BL.device).expand_as(turn_BL)
     none_BK = turn_BL.new_full((turn_BL.shape[0], num_turns), -1)
     last_BK = none_BK.scatter_reduce(1, turn_BL, torch.where(mask_BL, place_BL, -1), "amax")
-    huge_BK = torch.full_like(none_BK, turn_BL.shape[1])
-    first_BK = huge_BK.scatter_reduce(
+    first_BK = torch.full_like(none_BK, turn_BL.shape[1]).scatter_reduce(
         1, turn_BL, torch.where(mask_BL, place_BL, turn_BL.shape[1]), "amin"
     )
     return torch.where(last_BK >= 0, first_BK, -1), last_BK

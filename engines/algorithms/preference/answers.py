@@ -56,8 +56,11 @@ def answers_of(logprobs_T: Tensor, batch: TokenBatch, *, reference: bool) -> Ans
         return sum_by_sequence(torch.where(mask_T, values_T, 0.0).to(torch.float64), batch)
 
     logprob_N = total(logprobs_T)
-    log_ratio_N = total(logprobs_T - batch.columns[REFERENCE]) if reference else logprob_N
-    return Answers(log_ratio_N, num_trained_B(batch, mask_T), logprob_N)
+    return Answers(
+        total(logprobs_T - batch.columns[REFERENCE]) if reference else logprob_N,
+        num_trained_B(batch, mask_T),
+        logprob_N,
+    )
 
 
 @dataclass(frozen=True)

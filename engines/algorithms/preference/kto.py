@@ -116,8 +116,10 @@ class KtoObjective:
             "preference/margin": share(margin_B),
             "preference/kl": share(torch.full_like(reward_B, counts.extras[Z0])),
         }
-        sides = {"chosen": (NUM_CHOSEN, chosen_B), "rejected": (NUM_REJECTED, ~chosen_B)}
-        for side, (number, of_side_B) in sides.items():
+        for side, (number, of_side_B) in {
+            "chosen": (NUM_CHOSEN, chosen_B),
+            "rejected": (NUM_REJECTED, ~chosen_B),
+        }.items():
             if counts.extras[number]:
                 own_B = torch.where(trained_B & of_side_B, reward_B, 0.0)
                 metrics[f"preference/{side}_reward"] = own_B.sum() / counts.extras[number]
@@ -150,8 +152,12 @@ def mismatched(batch: TokenBatch, max_length: int) -> TokenBatch:
 
     new_ids = exchanged(ids)
     ends_B = torch.tensor([0, *(each.numel() for each in new_ids)]).cumsum(0)
-    columns = {MASK: torch.cat(exchanged(masks))}
-    return TokenBatch(torch.cat(new_ids), ends_B.to(torch.int32), columns, batch.images)
+    return TokenBatch(
+        torch.cat(new_ids),
+        ends_B.to(torch.int32),
+        {MASK: torch.cat(exchanged(masks))},
+        batch.images,
+    )
 
 
 def _givers(prompts: Sequence[tuple[int, ...]], answered: Sequence[bool]) -> list[int]:

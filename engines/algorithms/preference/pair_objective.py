@@ -87,8 +87,11 @@ def ipo_loss(inputs: PairInputs) -> PairLoss:
     """
     options = options_as(IpoOptions, inputs.options)
     chosen_P, rejected_P = inputs.chosen.mean_log_ratio_N, inputs.rejected.mean_log_ratio_N
-    loss_P = (chosen_P - rejected_P - 1 / (2 * options.beta)).square()
-    return PairLoss(loss_P, options.beta * chosen_P, options.beta * rejected_P)
+    return PairLoss(
+        (chosen_P - rejected_P - 1 / (2 * options.beta)).square(),
+        options.beta * chosen_P,
+        options.beta * rejected_P,
+    )
 
 
 def simpo_loss(inputs: PairInputs) -> PairLoss:
@@ -112,8 +115,7 @@ def orpo_loss(inputs: PairInputs) -> PairLoss:
     """
     options = options_as(OrpoOptions, inputs.options)
     chosen_P, rejected_P = inputs.chosen.mean_log_ratio_N, inputs.rejected.mean_log_ratio_N
-    log_odds_ratio_P = log_odds(chosen_P) - log_odds(rejected_P)
-    loss_P = -chosen_P - options.beta * logsigmoid(log_odds_ratio_P)
+    loss_P = -chosen_P - options.beta * logsigmoid(log_odds(chosen_P) - log_odds(rejected_P))
     return PairLoss(loss_P, options.beta * chosen_P, options.beta * rejected_P)
 
 
@@ -125,8 +127,7 @@ def log_odds(logprob_N: Tensor) -> Tensor:
     """
     near_N = logprob_N.clamp(max=-ODDS_BEND)
     slope = -1 / math.expm1(ODDS_BEND)
-    log_one_minus_p_N = near_N.expm1().neg().log() + slope * (logprob_N - near_N)
-    return logprob_N - log_one_minus_p_N
+    return logprob_N - (near_N.expm1().neg().log() + slope * (logprob_N - near_N))
 
 
 @dataclass(frozen=True)
@@ -226,8 +227,10 @@ class RewardModelObjective:
             raise ValueError("a reward model's loss needs a value model and its last_values")
         check_batch(batch, [MASK], self.required_rows)
         pairs, scores_B = pairs_of(batch), outputs.last_values_B.to(torch.float64)
-        margin_P = batch.rows[MARGIN][pairs.chosen_P] if self.options.margin_coef else None
         found = bradley_terry_loss(
-            scores_B[pairs.chosen_P], scores_B[pairs.rejected_P], margin_P, self.options
+            scores_B[pairs.chosen_P],
+            scores_B[pairs.rejected_P],
+            batch.rows[MARGIN][pairs.chosen_P] if self.options.margin_coef else None,
+            self.options,
         )
         return found, pairs

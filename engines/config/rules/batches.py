@@ -125,8 +125,9 @@ def check_supervised_order(path: str, order: OrderConfig) -> None:
 
 def check_preference(preference: PreferenceConfig, training: TrainingConfig) -> None:
     """Refuse unknown losses or options, and indivisible batches; raises `ConfigError`."""
-    loss = PREFERENCE_LOSSES.find(preference.loss)
-    check_options(preference.options, [loss], "preference.options")
+    check_options(
+        preference.options, [PREFERENCE_LOSSES.find(preference.loss)], "preference.options"
+    )
     check_supervised_order("preference.order", preference.order)
     check_divides("preference.batch_size_pairs", preference.batch_size_pairs, training)
     check_average("preference.optimizer", preference.optimizer, training)

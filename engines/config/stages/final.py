@@ -115,15 +115,17 @@ class EvaluateStageConfig(ServingStageConfig):
     @classmethod
     def from_recipe(cls, recipe: "Recipe", of: str = "") -> Self:
         """Evaluate the policy of stage `of`, or the final model, on the recipe's own problems."""
-        stage = cls._asked(recipe, of, recipe.evaluation, recipe.rl.reward)
-        return stage.model_copy(update={"backend": recipe.training.backend if of else None})
+        return cls._asked(recipe, of, recipe.evaluation, recipe.rl.reward).model_copy(
+            update={"backend": recipe.training.backend if of else None}
+        )
 
     @classmethod
     def of_suite(cls, recipe: "Recipe", name: str) -> Self:
         """Evaluate the final model on a suite."""
         suite = recipe.suites[name]
-        stage = cls._asked(recipe, name, suite.evaluation, suite.reward or recipe.rl.reward)
-        return stage.model_copy(update={"suite": name, "own_reward": suite.reward is not None})
+        return cls._asked(
+            recipe, name, suite.evaluation, suite.reward or recipe.rl.reward
+        ).model_copy(update={"suite": name, "own_reward": suite.reward is not None})
 
     @classmethod
     def _asked(
@@ -134,8 +136,11 @@ class EvaluateStageConfig(ServingStageConfig):
         reward: RewardConfig,
     ) -> Self:
         # The job does not see `rl.sampling`, so its values replace nulls here.
-        names = ("max_new_tokens", "stop", "stop_token_ids")
-        unset = [name for name in names if getattr(evaluation, name) is None]
+        unset = [
+            name
+            for name in (("max_new_tokens", "stop", "stop_token_ids"))
+            if getattr(evaluation, name) is None
+        ]
         return cls(
             of=of,
             hardware=recipe.hardware,
@@ -211,8 +216,12 @@ class CompareStageConfig(StageConfig):
         """Compare on a suite, or on the recipe's own problems."""
         # A harness suite has no evaluation section; it uses the recipe's confidence.
         has_own = suite in recipe.data_suites
-        evaluation = recipe.suites[suite].evaluation if has_own else recipe.evaluation
-        return cls(of=suite, confidence=evaluation.confidence)
+        return cls(
+            of=suite,
+            confidence=(
+                recipe.suites[suite].evaluation if has_own else recipe.evaluation
+            ).confidence,
+        )
 
     @property
     def label(self) -> str:
@@ -294,8 +303,7 @@ class HarnessStageConfig(BackendStageConfig, AnsweringStageConfig):
         """Return the model, if no stage made it, and the user's tasks."""
         found = model_input(self.model)
         if self.harness.include is not None:
-            path = Path(self.harness.include)
-            found["tasks"] = ExternalInput(path, f"{self.section}.include")
+            found["tasks"] = ExternalInput(Path(self.harness.include), f"{self.section}.include")
         return found
 
     def check(self) -> None:

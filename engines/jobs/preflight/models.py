@@ -89,8 +89,7 @@ BYTES_OF_AVERAGE = 4
 
 def look_at_policy(at: PreflightRequest) -> DirectoryTokenizer | None:
     """Check that the engines support the model, and return its tokenizer as `look_at_model`."""
-    lora = at.training.lora if at.training else None
-    tokenizer = look_at_model(at.model, lora, trains=at.trains)
+    tokenizer = look_at_model(at.model, at.training.lora if at.training else None, trains=at.trains)
     look_at_training(at.model.path, at.training if at.trains else None)
     look_at_stop_tokens(at)
     look_at_rollout(at.model.path, at.rollout_engine)
@@ -171,8 +170,9 @@ def checkpoint_bytes(at: PreflightRequest) -> int | None:
     has_adapter = at.training is not None and at.training.lora is not None
     if directory is None or has_adapter or not at.trains:
         return None
-    average = BYTES_OF_AVERAGE if at.averages else 0
-    return num_parameters(directory) * (BYTES_PER_PARAMETER + average)
+    return num_parameters(directory) * (
+        BYTES_PER_PARAMETER + (BYTES_OF_AVERAGE if at.averages else 0)
+    )
 
 
 REWARD_MODEL_SECTION, JUDGE_SECTION = "rl.reward.model", "rl.reward.judge"
@@ -219,8 +219,13 @@ def look_at_teacher(
     """
     directory = local_path(teacher.path)
     if directory is not None:
-        num_spare = num_spare_tokens(teacher, rollout_engine)
-        check_teacher(teacher, directory, local_path(model.path), model.max_length, num_spare)
+        check_teacher(
+            teacher,
+            directory,
+            local_path(model.path),
+            model.max_length,
+            num_spare_tokens(teacher, rollout_engine),
+        )
     if teacher.served is not None:
         look_at_rollout(teacher.path, rollout_engine)
         return

@@ -96,8 +96,7 @@ def check_request(at: PreflightRequest) -> PreflightRequest:
         look_at_teacher(at.teacher, at.training, at.model, at.rollout_engine)
     if at.reward is not None:
         look_at_reward(at.reward, row)
-    found = with_commits(at)
-    return found.model_copy(update={"checkpoint_bytes": checkpoint_bytes(at)})
+    return with_commits(at).model_copy(update={"checkpoint_bytes": checkpoint_bytes(at)})
 
 
 def look_at_rows(
@@ -126,8 +125,9 @@ def look_at_suites(
         if suite.reward is None:
             of_suite = look_at_rows(at, suite.data, sections["data"], tokenizer)
         else:  # its own reward has functions only, no judges
-            own = {"reward_model": None, "judge": None, "scoring": suite.reward}
-            judged = at.model_copy(update=own)
+            judged = at.model_copy(
+                update={"reward_model": None, "judge": None, "scoring": suite.reward}
+            )
             with renamed_sections({"rl.reward": sections["rl.reward"]}):
                 of_suite = look_at_rows(judged, suite.data, sections["data"], tokenizer)
                 look_at_reward(suite.reward, of_suite)
@@ -163,8 +163,9 @@ def first_row(data: DataConfig, rows: Mapping[str, RLRow]) -> RLRow | None:
     """Return a row with a prompt, read or generated; None if all data are on the hub."""
     if rows or data.arithmetic is None:
         return next(iter(rows.values()), None)
-    few = data.arithmetic.model_copy(update={"num_sft": 1, "num_rl": 1, "num_eval": 1})
-    return generate(few, seed=0)["rl"][0]
+    return generate(
+        data.arithmetic.model_copy(update={"num_sft": 1, "num_rl": 1, "num_eval": 1}), seed=0
+    )["rl"][0]
 
 
 def show_images(data: DataConfig, rows: Mapping[str, RLRow], section: str) -> list[str]:
@@ -365,21 +366,23 @@ class _Hub:
 
     def of_data(self, data: DataConfig, section: str) -> DataConfig:
         """Return the data configuration with commits for all sources."""
-        sources = {
-            split: tuple(
-                self.resolved(source, "dataset", f"{section}.{split}.{place}")
-                for place, source in enumerate(getattr(data, split))
-            )
-            for split in SOURCE_SPLITS
-        }
-        return data.model_copy(update=sources)
+        return data.model_copy(
+            update={
+                split: tuple(
+                    self.resolved(source, "dataset", f"{section}.{split}.{place}")
+                    for place, source in enumerate(getattr(data, split))
+                )
+                for split in SOURCE_SPLITS
+            }
+        )
 
 
 def main() -> int:
     """Read a request and write its answer."""
     try:
-        request = PreflightRequest.model_validate_json(sys.stdin.read())
-        answer = PreflightAnswer(found=check_request(request))
+        answer = PreflightAnswer(
+            found=check_request(PreflightRequest.model_validate_json(sys.stdin.read()))
+        )
     except ConfigError as error:
         answer = PreflightAnswer(path=error.path, problem=error.problem)
     sys.stdout.write(answer.model_dump_json() + "\n")

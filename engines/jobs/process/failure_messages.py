@@ -43,8 +43,14 @@ def job_problem(error: BaseException, exit_code: int) -> JobProblem:
 
 def phase_of(error: BaseException) -> str:
     """Return the innermost phase noted in an error; empty if none was noted."""
-    notes = getattr(error, "__notes__", ())
-    return next((n.removeprefix(PHASE_NOTE) for n in notes if n.startswith(PHASE_NOTE)), "")
+    return next(
+        (
+            n.removeprefix(PHASE_NOTE)
+            for n in getattr(error, "__notes__", ())
+            if n.startswith(PHASE_NOTE)
+        ),
+        "",
+    )
 
 
 def _cause(error: BaseException) -> Cause:

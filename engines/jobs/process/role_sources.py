@@ -28,8 +28,9 @@ def teacher_source(
     """
     with renamed_sections({"model": TEACHER_SECTION}):
         directory = given or resolve_model(config, max_length)
-    num_spare = num_spare_tokens(config, rollout_engine)
-    check_teacher(config, directory, policy.hf_dir, max_length, num_spare)
+    check_teacher(
+        config, directory, policy.hf_dir, max_length, num_spare_tokens(config, rollout_engine)
+    )
     return ModelSource(directory)
 
 
@@ -54,8 +55,9 @@ def critic_source(
         before = role_checkpoint(policy_dir / CHECKPOINT_DIR, CRITIC)
         if before.exists():
             # The critic has the shape of its own first weights.
-            like = policy_dir / HF_DIR if reward_model is None else reward_model.hf_dir
-            return ModelSource(like, before)
+            return ModelSource(
+                policy_dir / HF_DIR if reward_model is None else reward_model.hf_dir, before
+            )
     if reward_model is not None:
         check_same_tokens(policy.hf_dir, reward_model.hf_dir, "rl.critic.start", "a reward model")
         return reward_model

@@ -68,8 +68,9 @@ class KeptAnswers:
         self._generate = generate
         self._repeats = not context.config.rollout.openai_endpoint
         self._identity = sampling_identity(context)
-        log = context.storage.attempts.entries(context.spec.fingerprint)
-        members = generation(log, context.spec.attempt)
+        members = generation(
+            context.storage.attempts.entries(context.spec.fingerprint), context.spec.attempt
+        )
         self._finds = self._repeats and bool(members) and members[0].number == 0
         self.num_found = self.num_sampled = 0
 
@@ -105,16 +106,19 @@ class KeptAnswers:
         if kept is not None and kept.artifact.digest == artifact.digest:
             return  # already stored by another attempt
         # An earlier holder died between two calls, or is about to commit the same answers.
-        holder = Holder(id=spec.holder, process=own_stamp())
-        attempt = storage.attempts.hold(fingerprint, holder, len(log))
-        record = CommitRecord(
-            fingerprint=fingerprint,
-            stage=ANSWERS,
-            artifact=artifact,
-            attempt=attempt.number,
-            committed_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        attempt = storage.attempts.hold(
+            fingerprint, Holder(id=spec.holder, process=own_stamp()), len(log)
         )
-        storage.commit(attempt, record)
+        storage.commit(
+            attempt,
+            CommitRecord(
+                fingerprint=fingerprint,
+                stage=ANSWERS,
+                artifact=artifact,
+                attempt=attempt.number,
+                committed_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            ),
+        )
 
 
 def identity_values(request: RolloutRequest) -> dict[str, Any]:
@@ -167,8 +171,7 @@ def write_answers(answers: Sequence[Sequence[Completion]], path: Path) -> None:
     """Write completions as parquet; equal completions give equal bytes per pyarrow version."""
     samples = [each for of_request in answers for each in of_request]
     columns = {name: [getattr(each, name) for each in samples] for name in _SCHEMA.names}
-    table = pa.table(columns, schema=_SCHEMA)
-    pq.write_table(table, path, compression="zstd", store_schema=False)
+    pq.write_table(pa.table(columns, schema=_SCHEMA), path, compression="zstd", store_schema=False)
 
 
 def read_answers(path: Path) -> list[Completion]:

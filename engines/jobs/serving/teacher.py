@@ -36,10 +36,10 @@ def served_teacher(
     weights_dir = teacher_source(config, given, policy, max_length, engine).hf_dir
     serving_dir = context.attempt_dir / TEACHER
     copy_hf_files(weights_dir, serving_dir)
-    replica = replica_beside(
-        like, serving_dir, served.num_replicas, served.options, embedded=embedded
+    return FrozenModel(
+        replica_beside(like, serving_dir, served.num_replicas, served.options, embedded=embedded),
+        weights_dir,
     )
-    return FrozenModel(replica, weights_dir)
 
 
 @contextmanager

@@ -258,5 +258,4 @@ def measured(held_out: Sequence[Pair], chunk: int, judged: Judged) -> Mapping[st
 
 def _digest(pair: Pair) -> bytes:
     """Return the same digest for rows with the same pair."""
-    sides = (pair.chosen.input_ids, pair.rejected.input_ids)
-    return sha256(repr(sides).encode()).digest()
+    return sha256(repr((pair.chosen.input_ids, pair.rejected.input_ids)).encode()).digest()

@@ -30,8 +30,9 @@ class OwnAnswer:
 
 def as_prompt(row: SFTRow) -> RLRow:
     """Return the messages before the first answer as a prompt, with that answer as ground truth."""
-    answer = row.messages[len(row.prompt)].content
-    return RLRow(row.data_source, row.prompt, "", RewardModel("rule", answer))
+    return RLRow(
+        row.data_source, row.prompt, "", RewardModel("rule", row.messages[len(row.prompt)].content)
+    )
 
 
 def chosen_rows(num_rows: int, num_prompts: int | None, seed: int, iteration: int) -> Sequence[int]:
@@ -95,8 +96,7 @@ def best_worst_pair(row: RLRow, answers: Sequence[OwnAnswer]) -> PreferenceRow |
     best, worst = max(scored, key=itemgetter(0)), min(scored, key=itemgetter(0))
     if best[0] == worst[0] or best[1].strip() == worst[1].strip():
         return None
-    margin = best[0] - worst[0]
-    return PreferenceRow(row.prompt, best[1], worst[1], row.data_source, margin)
+    return PreferenceRow(row.prompt, best[1], worst[1], row.data_source, best[0] - worst[0])
 
 
 def fitting(

@@ -65,8 +65,9 @@ class SupervisedState:
         """Return the state after the next step; `update` is None if it was left out."""
         if update is None:
             return replace(self, step=self.step + 1, num_poisoned=self.num_poisoned + 1)
-        average = moving_average(self.loss_average, update.loss)
-        return replace(self, step=self.step + 1, loss_average=average)
+        return replace(
+            self, step=self.step + 1, loss_average=moving_average(self.loss_average, update.loss)
+        )
 
 
 def moving_average(average: float | None, loss: float) -> float:

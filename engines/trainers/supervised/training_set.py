@@ -81,11 +81,10 @@ class Conversations:
     def batch(self, rows: Sequence[int]) -> TokenBatch:
         """See `TrainingSet.batch`."""
         chosen = [self._examples[row] for row in rows]
-        batch = TokenBatch.from_sequences(
+        return TokenBatch.from_sequences(
             [example.input_ids for example in chosen],
             loss_mask=[example.loss_mask for example in chosen],
-        )
-        return batch.with_rows(**{ROW: torch.tensor(rows, dtype=torch.int64)})
+        ).with_rows(**{ROW: torch.tensor(rows, dtype=torch.int64)})
 
     def complete(self, batch: TokenBatch, workers: WorkerGroup) -> TokenBatch:  # noqa: ARG002
         """Return the batch: nothing is missing."""
