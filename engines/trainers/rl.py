@@ -95,7 +95,7 @@ class RLTrainer:
             self.workers,
             rl.max_num_poisoned_updates,
             "rl.max_num_poisoned_updates",
-            self.progress.say,
+            self.progress.journal.log,
         )
         self._keeper = SampleKeeper(self.config, run, self.scorer.tokenizer, self.attempt_dir)
         if self.teacher is None and rl.distillation is not None:
@@ -124,21 +124,22 @@ class RLTrainer:
         return state.trained_steps(with_kl_coef=self._algorithm.use_kl_in_reward)
 
     def _train_step(self, step: LoopStep, state: LoopState) -> LoopState:
-        """Train one step; a separate function, so that its batch is freed before the next step."""
+        """Train one step; a function of its own, so that its tensors are freed before the next."""
         collected = self.generate(step, state.version)
-        batch, updates, kl_coef = collected.experience(), Updates(), state.kl_coef
-        if batch.num_groups:
-            batch = self.infer(step, batch)
-            batch = self.estimate_advantages(step, batch, kl_coef)
-        self._keeper.keep(step, batch if batch.num_groups else collected.scored())
-        if batch.num_groups:
-            updates = self.update(step, batch, state)
+        experience, updates, kl_coef = collected.experience(), Updates(), state.kl_coef
+        if experience.num_groups:
+            experience = self.infer(step, experience)
+            experience = self.estimate_advantages(step, experience, kl_coef)
+            self._keeper.keep(step, experience)
+            updates = self.update(step, experience, state)
             if self._algorithm.use_kl_in_reward:
-                kl, control = batch.metrics[KL_IN_REWARD], self._algorithm.kl_ctrl
-                kl_coef = next_coefficient(control, kl_coef, kl, len(batch.samples))
-        state = state.after(updates, trains=batch.trains, kl_coef=kl_coef)
+                kl, control = experience.metrics[KL_IN_REWARD], self._algorithm.kl_ctrl
+                kl_coef = next_coefficient(control, kl_coef, kl, len(experience.samples))
+        else:
+            self._keeper.keep(step, collected.scored())
+        state = state.after(updates, trains=experience.trains, kl_coef=kl_coef)
         num_sync_bytes = self._publish(state.version, step)
-        self._record(step, collected, batch, updates, state, num_sync_bytes)
+        self._record(step, collected, experience, updates, state, num_sync_bytes)
         self.progress.checkpoint_when_due(state.step, self.workers, values=state.values)
         return state
 
@@ -180,26 +181,26 @@ class RLTrainer:
 
         With one update per step the old logprobs are those of its own forward pass.
         """
-        rl, batch = self.config.rl, experience.batch
+        rl, tokens = self.config.rl, experience.batch
         run: Callable[..., Any] = self.workers.run
         columns: dict[str, Tensor] = {}
         has_several_updates = experience.num_groups > rl.prompts_per_update or rl.num_epochs > 1
         with step.clock("old_log_prob"):
             if "old_logprobs" in self._columns or has_several_updates:
                 readouts = Readouts(sum_pi_squared="sum_pi_squared" in self._columns)
-                found = run(ModelWorker.infer, batch, readouts)
+                found = run(ModelWorker.infer, tokens, readouts)
                 columns["old_logprobs"] = found.logprobs_T
                 if found.sum_pi_squared_T is not None:
                     columns["sum_pi_squared"] = found.sum_pi_squared_T
         with step.clock("ref"):
             if "ref_logprobs" in self._columns:
-                columns["ref_logprobs"] = run(ModelWorker.infer_logprobs, batch, REFERENCE)
+                columns["ref_logprobs"] = run(ModelWorker.infer_logprobs, tokens, REFERENCE)
         with step.clock("teacher"):
             if self.teacher is not None:
-                columns |= self.teacher.columns(batch)
+                columns |= self.teacher.columns(tokens)
         with step.clock("values"):
             if "values" in self._columns:
-                found = run(ModelWorker.infer, batch, Readouts(last_values=True), CRITIC)
+                found = run(ModelWorker.infer, tokens, Readouts(last_values=True), CRITIC)
                 columns["values"] = found.values_T
                 experience = experience.with_rows(last_values=found.last_values_B)
         if "uniform" in self._columns:
@@ -208,7 +209,7 @@ class RLTrainer:
             )
             # float64 is fine enough that no two tokens of a step have the same number.
             columns["uniform"] = torch.rand(
-                batch.num_tokens, generator=generator, dtype=torch.float64
+                tokens.num_tokens, generator=generator, dtype=torch.float64
             )
         if "positive" in self._columns:
             columns["positive"] = experience.positive_T
@@ -276,10 +277,10 @@ class RLTrainer:
         """Train one role on all mini-batches; continue the count of left-out updates."""
         numbered = experience.with_rows(**{ROW: torch.arange(len(experience.samples))})
         taken: list[TrainMetrics] = []
-        for batch in numbered.mini_batches(self.config.rl.prompts_per_update, num_epochs):
-            found = self.workers.run(ModelWorker.train, batch, loss_fn, role)
+        for mini_batch in numbered.mini_batches(self.config.rl.prompts_per_update, num_epochs):
+            found = self.workers.run(ModelWorker.train, mini_batch, loss_fn, role)
             update = self._guard.taken(
-                found, batch, experience.name_of, role, num_before=num_left_out
+                found, mini_batch, experience.name_of, role, num_before=num_left_out
             )
             if update is None:
                 num_left_out += 1

@@ -8,7 +8,6 @@ import errno
 import re
 import resource
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from engines.errors import NonFiniteError, WorkerError
@@ -43,39 +42,28 @@ def job_problem(error: BaseException, exit_code: int) -> JobProblem:
 
 def phase_of(error: BaseException) -> str:
     """Return the innermost phase noted in an error; empty if none was noted."""
-    return next(
-        (
-            n.removeprefix(PHASE_NOTE)
-            for n in getattr(error, "__notes__", ())
-            if n.startswith(PHASE_NOTE)
-        ),
-        "",
-    )
+    notes = getattr(error, "__notes__", ())
+    return next((n.removeprefix(PHASE_NOTE) for n in notes if n.startswith(PHASE_NOTE)), "")
 
 
-def _cause(error: BaseException) -> Cause:
-    for each in _chain(error):
-        waited_for = each.waited_for if isinstance(each, DeadlineError) else ""
-        is_full = isinstance(each, OSError) and each.errno in FULL_DISK
+def _cause(error: BaseException | None) -> Cause:
+    while error is not None:
+        waited_for = error.waited_for if isinstance(error, DeadlineError) else ""
+        is_full = isinstance(error, OSError) and error.errno in FULL_DISK
         if is_full or waited_for.startswith(ROOM):
             return "disk_full"
-        if isinstance(each, NonFiniteError):
+        if isinstance(error, NonFiniteError):
             return "non_finite"
         # Also by text: each device library has its own error class; a rank's error is text.
-        says_so = isinstance(each, RuntimeError | WorkerError) and _MEMORY.search(str(each))
-        if isinstance(each, MemoryError) or getattr(each, "errno", 0) == errno.ENOMEM or says_so:
+        says_so = isinstance(error, RuntimeError | WorkerError) and _MEMORY.search(str(error))
+        if isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM or says_so:
             return "out_of_memory"
-        if isinstance(each, WorkerError):
-            return "hang" if "no heartbeat" in str(each) else "dead_rank"
+        if isinstance(error, WorkerError):
+            return "hang" if "no heartbeat" in str(error) else "dead_rank"
         if re.search(r" on rank \d", waited_for):
             return "hang"
-    return ""
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
         error = error.__cause__
+    return ""
 
 
 def _free(error: BaseException) -> str:

@@ -34,7 +34,7 @@ import psutil
 
 from engines.config.stages.base import Runtime, StageConfig
 from engines.jobs.process.failure_messages import job_problem
-from engines.trainers.step_timer import PHASE_NOTE, PhaseClock
+from engines.trainers.step_timer import PhaseClock, note_phase
 from infra import env
 from infra.errors import (
     EXIT_TERMINATED,
@@ -165,7 +165,10 @@ def run_job(config_type: type[Config], body: Body[Config]) -> NoReturn:
     """Run one job, then a stage that it claimed, and end the process with the exit code."""
     signal.signal(signal.SIGTERM, _terminate)
     end_output = redact_output()
-    _configure_logging()
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.addFilter(RedactingFilter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     began_at = min(time.time(), psutil.Process().create_time())
     code, claimed = _run_attempt(sys.argv, began_at, (config_type, body))
     if claimed is not None:
@@ -231,7 +234,8 @@ def _run(
     clock.add("load", time.time() - began_at)
     with ExitStack() as stack, _fenced_before_failed(storage, attempt):
         context = _open_context(stack, storage, channel, spec, config, runtime, clock)
-        stack.enter_context(_noting_phase(context.heartbeat))
+        # Noted after a phase of the clock, which is more specific.
+        stack.push(lambda _, error, __: note_phase(context.heartbeat.phase, error))
         output = body(context)
         context.heartbeat.enter("publish", DEADLINES_S["publish"])
         num_bytes = sum(path.stat().st_size for path in context.output_dir.rglob("*"))
@@ -255,16 +259,6 @@ def _run(
         _prune(storage, channel, attempt)
     logger.info("stage %s committed %s", spec.stage, artifact.digest)
     return claimed
-
-
-@contextlib.contextmanager
-def _noting_phase(heartbeat: Heartbeat) -> Iterator[None]:
-    """Note the heartbeat's phase in an error; a phase of the clock is more specific."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"{PHASE_NOTE}{heartbeat.phase}")
-        raise
 
 
 @contextlib.contextmanager
@@ -389,10 +383,3 @@ def _terminate(signum: int, frame: object) -> NoReturn:
     # A second signal would interrupt the cleanup.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(EXIT_TERMINATED)
-
-
-def _configure_logging() -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    handler.addFilter(RedactingFilter())
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

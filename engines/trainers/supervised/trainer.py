@@ -112,7 +112,7 @@ class SupervisedTrainer:
     def __post_init__(self) -> None:
         limit, setting = self.config.max_num_poisoned_updates, "max_num_poisoned_updates"
         self._guard = PoisonGuard(
-            self.workers, limit, f"{self.section}.{setting}", self.progress.say
+            self.workers, limit, f"{self.section}.{setting}", self.progress.journal.log
         )
         rows, path = self.training_set.visited, f"{self.section}.order"
         self._order = order_of(self.config.order, rows, self.rows_per_step, self.seed, path=path)
