@@ -42,8 +42,13 @@ def advantages(
         UnknownPluginError: there is no such estimator.
         ValueError: shapes do not fit, an index is negative, or the batch lacks a column or row.
     """
+    if rewards_T.shape != (batch.num_tokens,):
+        raise ValueError(f"rewards {tuple(rewards_T.shape)}: need one per token")
+    if group_B.shape != (batch.num_sequences,):
+        raise ValueError(f"groups {tuple(group_B.shape)}: need one per sample")
+    if group_B.numel() and int(group_B.min()) < 0:
+        raise ValueError(f"group index {int(group_B.min())} is negative")
     rewards_T = rewards_T.to(torch.float64)
-    _check_shapes(batch, rewards_T, group_B)
     outcomes_B = sum_by_sequence(rewards_T, batch)
     scores_BR = outcomes_B[:, None] if scores_BR is None else scores_BR.to(torch.float64)
     if scores_BR.shape != (batch.num_sequences, len(components)):
@@ -69,24 +74,12 @@ def advantages(
     )
 
 
-def _check_shapes(batch: TokenBatch, rewards_T: Tensor, group_B: Tensor) -> None:
-    if rewards_T.shape != (batch.num_tokens,):
-        raise ValueError(f"rewards {tuple(rewards_T.shape)}: need one per token")
-    if group_B.shape != (batch.num_sequences,):
-        raise ValueError(f"groups {tuple(group_B.shape)}: need one per sample")
-    if group_B.numel() and int(group_B.min()) < 0:
-        raise ValueError(f"group index {int(group_B.min())} is negative")
-
-
 def _check_finite(values_BR: Tensor, group_B: Tensor) -> None:
-    finite_BR = torch.isfinite(values_BR)
-    if bool(finite_BR.all()):
-        return
-    sample, component = (int(index) for index in (~finite_BR).nonzero()[0])
-    raise NonFiniteError(
-        f"score of sample {sample} (group {int(group_B[sample])}) is "
-        f"{float(values_BR[sample, component])}"
-    )
+    for sample, component in (~torch.isfinite(values_BR)).nonzero().tolist():
+        raise NonFiniteError(
+            f"score of sample {sample} (group {int(group_B[sample])}) is "
+            f"{float(values_BR[sample, component])}"
+        )
 
 
 def _check_present(what: str, needed: Sequence[str], found: Mapping[str, Tensor]) -> None:

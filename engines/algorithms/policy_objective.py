@@ -1,5 +1,7 @@
 """The loss function of one RL update: policy loss - entropy bonus + KL to the reference + NLL.
 
+A teacher's loss is added to it, or takes its place.
+
 Advantages, reference logprobs and scores are columns made beforehand. With PF-PPO
 (arXiv:2409.06957) the answers of each prompt are resampled before the update, weighted by their
 rewards, because a reward model is most reliable where it is most certain.
@@ -12,12 +14,13 @@ seed alone.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from engines.algorithms.aggregation import aggregate, masked_sum, token_mean
+from engines.algorithms.distillation import SampledDistillation, TopKDistillation
 from engines.algorithms.kl import kl_estimate
 from engines.algorithms.parts import (
     Gather,
@@ -26,8 +29,9 @@ from engines.algorithms.parts import (
     TokenLoss,
     find_part,
 )
-from engines.config.algorithm import AlgorithmConfig, PfPpoConfig
+from engines.config.algorithm import TOPK, AlgorithmConfig, PfPpoConfig
 from engines.config.rows import POLICY_LOSSES
+from engines.config.sections import RLConfig
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, Readouts, TokenBatch
 
 _NUM_POSITIVE = "num_positive_tokens"
@@ -137,6 +141,62 @@ class PolicyObjective:
 def policy_loss_fn(algorithm: AlgorithmConfig, max_new_tokens: int) -> PolicyObjective:
     """Return the loss function of the configured algorithm."""
     return PolicyObjective(algorithm, max_new_tokens)
+
+
+@dataclass(frozen=True)
+class DistilledObjective:
+    """A loss function, as `PolicyObjective`: ``weight * teacher + policy_weight * policy``.
+
+    Attributes:
+        policy_weight: at 0 the policy loss is not computed; only the entropy is measured.
+    """
+
+    teacher: TopKDistillation | SampledDistillation
+    policy: PolicyObjective
+    weight: float
+    policy_weight: float
+
+    @property
+    def readouts(self) -> Readouts:
+        """Readouts of both losses."""
+        return replace(self.policy.readouts, logprobs_of=self.teacher.readouts.logprobs_of)
+
+    def extras(self, batch: TokenBatch, gather: Gather) -> Mapping[str, float]:
+        """Return the policy loss's extras, if it has a weight."""
+        return self.policy.extras(batch, gather) if self.policy_weight else {}
+
+    def __call__(
+        self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
+    ) -> LossOutput:
+        """Return this micro-batch's share of both; raises as they do."""
+        taught = self.teacher(outputs, batch, counts)
+        loss, metrics = self.weight * taught.loss, {**taught.metrics}
+        if self.policy_weight:
+            own = self.policy(outputs, batch, counts)
+            return LossOutput(loss + self.policy_weight * own.loss, metrics | {**own.metrics})
+        if outputs.entropy_T is not None:
+            mask_T = batch.columns["loss_mask"] > 0
+            metrics["actor/entropy"] = token_mean(outputs.entropy_T.detach(), mask_T, counts)
+        return LossOutput(loss, metrics)
+
+
+Objective = PolicyObjective | DistilledObjective
+
+
+def round_loss_fn(rl: RLConfig) -> Objective:
+    """Return the loss function of a round's policy, with the teacher's if there is one."""
+    policy, section = PolicyObjective(rl.algorithm, rl.sampling.max_new_tokens), rl.distillation
+    if section is None:
+        return policy
+    is_topk = section.loss == TOPK
+    loss = TopKDistillation(section.tail) if is_topk else SampledDistillation(section.loss)
+    teacher = replace(
+        loss,
+        loss_max_clamp=section.loss_max_clamp,
+        loss_agg_mode=rl.algorithm.loss_agg_mode,
+        scale_factor=rl.algorithm.loss_scale_factor or float(rl.sampling.max_new_tokens),
+    )
+    return DistilledObjective(teacher, policy, section.weight, section.policy_weight)
 
 
 _RANDOM_MAX, _RANDOM_REST = 0.4, 0.1

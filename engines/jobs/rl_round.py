@@ -32,11 +32,15 @@ from engines.jobs.process.policy_stage import (
     queueing,
     stage_progress,
 )
-from engines.jobs.process.role_sources import critic_source, teacher_source
+from engines.jobs.process.role_sources import (
+    asked_teacher,
+    critic_source,
+    served_teacher,
+    teacher_source,
+)
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.process.torch_setup import prepare_torch
 from engines.jobs.serving.frozen_models import JUDGE, asked_judges, judge_source, reward_role
-from engines.jobs.serving.teacher import asked_teacher, served_teacher
 from engines.judges.asking import Judges
 from engines.rewards.resolve import check_data_sources
 from engines.rewards.scorer import RewardScorer

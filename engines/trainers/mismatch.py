@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from engines.algorithms.aggregation import token_mean
-from engines.algorithms.distillation import Objective
 from engines.algorithms.parts import Gather
+from engines.algorithms.policy_objective import Objective
 from engines.config.algorithm import MismatchConfig
 from engines.errors import RolloutError, WeightSyncError
 from engines.types import (

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.algorithms.distillation import round_loss_fn
 from engines.algorithms.kl import next_coefficient
-from engines.algorithms.policy_objective import resample
+from engines.algorithms.policy_objective import resample, round_loss_fn
 from engines.algorithms.value_objective import ValueObjective
 from engines.config.rows import ADVANTAGES, POLICY_LOSSES
 from engines.config.rules.models import resolved_algorithm
