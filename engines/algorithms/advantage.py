@@ -3,12 +3,12 @@
 Promises: one value per token, 0 on tokens that are not trained on; inputs are checked first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from engines.algorithms.parts import AdvantageInputs, Advantages, find_part
+from engines.algorithms.parts import AdvantageInputs, Advantages, check_batch, find_part
 from engines.algorithms.sequences import sum_by_sequence
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.rows import ADVANTAGES
@@ -55,10 +55,14 @@ def advantages(
         raise ValueError(f"scores {tuple(scores_BR.shape)} are not of the components {components}")
     if batch.num_sequences == 0:
         return Advantages(rewards_T.to(torch.float32))
-    _check_finite(torch.cat([outcomes_B[:, None], scores_BR], dim=1), group_B)
+    values_BR = torch.cat([outcomes_B[:, None], scores_BR], dim=1)
+    for sample, component in (~torch.isfinite(values_BR)).nonzero().tolist():
+        raise NonFiniteError(
+            f"score of sample {sample} (group {int(group_B[sample])}) is "
+            f"{float(values_BR[sample, component])}"
+        )
     part = find_part(ADVANTAGES, algorithm.adv_estimator)
-    _check_present(f"estimator {part.row.name}", part.row.columns, batch.columns)
-    _check_present(f"estimator {part.row.name}", part.row.rows, batch.rows)
+    check_batch(f"estimator {part.row.name}", batch, part.row.columns, part.row.rows)
     return part.function(
         AdvantageInputs(
             batch=batch,
@@ -72,17 +76,3 @@ def advantages(
             options=part.options(algorithm),
         )
     )
-
-
-def _check_finite(values_BR: Tensor, group_B: Tensor) -> None:
-    for sample, component in (~torch.isfinite(values_BR)).nonzero().tolist():
-        raise NonFiniteError(
-            f"score of sample {sample} (group {int(group_B[sample])}) is "
-            f"{float(values_BR[sample, component])}"
-        )
-
-
-def _check_present(what: str, needed: Sequence[str], found: Mapping[str, Tensor]) -> None:
-    missing = sorted(set(needed) - found.keys())
-    if missing:
-        raise ValueError(f"{what} needs {missing}; the batch has {sorted(found)}")

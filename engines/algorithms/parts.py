@@ -4,7 +4,7 @@ A part is a pure function; its row in `engines.config.plugins` holds its paper, 
 reads and the schema of its options.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeVar
@@ -113,6 +113,20 @@ class TokenLoss:
 
     loss_T: Tensor
     token_metrics: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def check_batch(
+    part: str, batch: TokenBatch, columns: Iterable[str], rows: Iterable[str] = ()
+) -> None:
+    """Check that a batch has the columns (per token) and rows (per sequence) that a part reads.
+
+    Raises:
+        ValueError: names what is missing, and what there is.
+    """
+    for what, needed, there in (("columns", columns, batch.columns), ("rows", rows, batch.rows)):
+        missing = sorted({*needed} - there.keys())
+        if missing:
+            raise ValueError(f"{part} needs the {what} {missing}; the batch has {sorted(there)}")
 
 
 Gather = Callable[[Tensor], Tensor]

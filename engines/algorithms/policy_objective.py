@@ -26,7 +26,7 @@ from engines.algorithms.parts import (
     Gather,
     PolicyLossInputs,
     PrepassInputs,
-    TokenLoss,
+    check_batch,
     find_part,
 )
 from engines.config.algorithm import TOPK, AlgorithmConfig, PfPpoConfig
@@ -78,14 +78,21 @@ class PolicyObjective:
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
     ) -> LossOutput:
         """Return this micro-batch's share of the loss and metrics of the step."""
-        missing = sorted(self.required_columns - batch.columns.keys())
-        if missing:
-            raise ValueError(
-                f"loss {self.algorithm.loss_mode} needs the columns {missing}; the batch has "
-                f"{sorted(batch.columns)}"
-            )
+        check_batch(f"loss {self.algorithm.loss_mode}", batch, self.required_columns)
         algorithm, mask_T = self.algorithm, batch.columns["loss_mask"] > 0
-        policy = self._policy_loss(outputs, mask_T, batch, counts)
+        part = find_part(POLICY_LOSSES, algorithm.loss_mode)
+        policy = part.function(
+            PolicyLossInputs(
+                logprobs_T=outputs.logprobs_T,
+                old_logprobs_T=batch.columns.get("old_logprobs", outputs.logprobs_T.detach()),
+                advantages_T=batch.columns["advantages"],
+                mask_T=mask_T,
+                batch=batch,
+                counts=counts,
+                algorithm=algorithm,
+                options=part.options(algorithm),
+            )
+        )
         loss = self._aggregate(policy.loss_T, mask_T, batch, counts)
         metrics = {"actor/pg_loss": loss.detach()}
         for name, values_T in policy.token_metrics.items():
@@ -113,23 +120,6 @@ class PolicyObjective:
             metrics["actor/kl_loss"] = kl.detach()
             loss = loss + algorithm.kl_loss_coef * kl
         return LossOutput(loss, metrics)
-
-    def _policy_loss(
-        self, outputs: ModelOutputs, mask_T: Tensor, batch: TokenBatch, counts: GlobalCounts
-    ) -> TokenLoss:
-        part = find_part(POLICY_LOSSES, self.algorithm.loss_mode)
-        return part.function(
-            PolicyLossInputs(
-                logprobs_T=outputs.logprobs_T,
-                old_logprobs_T=batch.columns.get("old_logprobs", outputs.logprobs_T.detach()),
-                advantages_T=batch.columns["advantages"],
-                mask_T=mask_T,
-                batch=batch,
-                counts=counts,
-                algorithm=self.algorithm,
-                options=part.options(self.algorithm),
-            )
-        )
 
     def _aggregate(
         self, values_T: Tensor, mask_T: Tensor, batch: TokenBatch, counts: GlobalCounts

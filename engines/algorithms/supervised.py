@@ -15,8 +15,3 @@ class SupervisedLoss:
     ) -> LossOutput:
         """Return this micro-batch's share of the mean."""
         return LossOutput(token_mean(-outputs.logprobs_T, batch.columns["loss_mask"] > 0, counts))
-
-
-def sft_loss_fn() -> SupervisedLoss:
-    """Return the loss function of the SFT stage."""
-    return SupervisedLoss()

@@ -146,10 +146,8 @@ def gdpo_advantages(inputs: AdvantageInputs) -> Advantages:
 
 def _grpo_B(scores_B: Tensor, inputs: AdvantageInputs, by_std: bool) -> Tensor:
     groups = group_statistics(scores_B, inputs.group_B, inputs.num_groups)
-    centred_B = scores_B - groups.mean_P[inputs.group_B]
-    if by_std:
-        centred_B = centred_B / (groups.std_P + STD_EPS)[inputs.group_B]
-    return torch.where(groups.equal_P[inputs.group_B], 0.0, centred_B)
+    centred_B = _centred_B(scores_B, groups, inputs.group_B)
+    return centred_B / (groups.std_P + STD_EPS)[inputs.group_B] if by_std else centred_B
 
 
 def _centred_B(scores_B: Tensor, groups: GroupStatistics, group_B: Tensor) -> Tensor:

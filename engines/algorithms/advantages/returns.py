@@ -1,15 +1,13 @@
-"""The baseline of each token that minimises the variance of the gradient (arXiv:2602.07078).
+"""Advantages from returns to go: with a critic, and with baselines that need none.
 
-The squared norm of the gradient of ``log pi`` with respect to the logits is
-``1 - 2 pi + sum of pi^2``, known from the forward pass. The energy of an answer up to token t is
-the sum of these.
-Letters: B samples, P groups, L trained tokens of the longest sample, K places (tokens or turns).
-
-Advantages from returns to go, with and without a critic.
-
+The baseline of each token that minimises the variance of the gradient (arXiv:2602.07078) weights
+answers by their energy: the squared norm of the gradient of ``log pi`` with respect to the logits
+is ``1 - 2 pi + sum of pi^2``, known from the forward pass, and the energy of an answer up to token
+t is the sum of these.
 Promises: tokens that are not trained on (of an environment or a tool) are skipped: value, return
 and advantage before them equal those behind them.
-Letters: B samples, T tokens, L trained tokens of the longest sample.
+Letters: B samples, T tokens, P groups, L trained tokens of the longest sample, K places (tokens or
+turns).
 """
 
 import torch
@@ -52,7 +50,12 @@ def gae_advantages(inputs: AdvantageInputs) -> Advantages:
     tokens = TrainedTokens(inputs.mask_T, inputs.batch)
     deltas_BL, values_BL = _deltas(inputs, tokens, options)
     lam_critic = options.lam if options.lam_critic is None else options.lam_critic
-    factor_B = options.gamma * _policy_lam_B(tokens, options)
+    lengths_B = tokens.mask_BL.sum(dim=1).to(torch.float64)
+    lam_B = torch.full_like(lengths_B, options.lam)
+    if options.length_adaptive_alpha is not None:
+        scale_B = options.length_adaptive_alpha * lengths_B
+        lam_B = (1 - 1 / scale_B.clamp(min=1)).clamp(min=0)
+    factor_B = options.gamma * lam_B
     raw_BL = discounted_sums(deltas_BL, factor_B)
     returns_BL = values_BL + discounted_sums(
         deltas_BL, torch.full_like(factor_B, options.gamma * lam_critic)
@@ -74,7 +77,7 @@ def reinforce_plus_plus_advantages(inputs: AdvantageInputs) -> Advantages:
     ``G_t = r_t + gamma G_{t+1}``, then mean 0 and variance 1 over all trained tokens of the step;
     there are no groups. Exactly 0 if all returns are equal.
     """
-    _, returns_T = _returns_to_go(inputs)
+    returns_T = _returns_to_go(inputs)
     return Advantages(masked_whiten(returns_T, inputs.mask_T).to(torch.float32))
 
 
@@ -84,7 +87,7 @@ def remax_advantages(inputs: AdvantageInputs) -> Advantages:
     ``G_t - R(greedy)``, row `greedy_scores` (B,). The baseline does not depend on the sample, so it
     adds no bias, and it needs only one more answer per prompt. Not centred.
     """
-    _, returns_T = _returns_to_go(inputs)
+    returns_T = _returns_to_go(inputs)
     baseline_T = inputs.batch.rows["greedy_scores"].to(returns_T)[inputs.batch.sequence_index_T]
     return Advantages(torch.where(inputs.mask_T, returns_T - baseline_T, 0.0).to(torch.float32))
 
@@ -100,13 +103,12 @@ def explained_variance(values_N: Tensor, targets_N: Tensor) -> float:
     return float(1 - (targets_N - values_N).var() / targets_N.var())
 
 
-def _returns_to_go(inputs: AdvantageInputs) -> tuple[TrainedTokens, Tensor]:
+def _returns_to_go(inputs: AdvantageInputs) -> Tensor:
     options = options_as(DiscountOptions, inputs.options)
     tokens = TrainedTokens(inputs.mask_T, inputs.batch)
     rewards_BL = tokens.matrix(inputs.rewards_T)
-    return tokens, tokens.column(
-        discounted_sums(rewards_BL, rewards_BL.new_full((rewards_BL.shape[0],), options.gamma))
-    )
+    factor_B = rewards_BL.new_full((rewards_BL.shape[0],), options.gamma)
+    return tokens.column(discounted_sums(rewards_BL, factor_B))
 
 
 def _deltas(
@@ -122,13 +124,6 @@ def _deltas(
         next_BL[has_B.nonzero().flatten(), lengths_B[has_B] - 1] = bootstrap_B[has_B]
     deltas_BL = tokens.matrix(inputs.rewards_T) + options.gamma * next_BL - values_BL
     return torch.where(tokens.mask_BL, deltas_BL, 0.0), values_BL
-
-
-def _policy_lam_B(tokens: TrainedTokens, options: GaeOptions) -> Tensor:
-    lengths_B = tokens.mask_BL.sum(dim=1).to(torch.float64)
-    if options.length_adaptive_alpha is None:
-        return torch.full_like(lengths_B, options.lam)
-    return (1 - 1 / (options.length_adaptive_alpha * lengths_B).clamp(min=1)).clamp(min=0)
 
 
 def optimal_token_baseline_advantages(inputs: AdvantageInputs) -> Advantages:

@@ -5,7 +5,6 @@ holds whole pairs, in any order. `GlobalCounts.num_units` counts pairs with a tr
 Letters: N answers, P pairs.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -131,15 +130,3 @@ def share_of_pairs(prefix: str, found: PairLoss, pairs: Pairs, counts: GlobalCou
 def right_side(margin_N: Tensor) -> Tensor:
     """Return (N,) 1 where a margin is above 0, 0 below, and 0.5 at 0."""
     return (margin_N.sign() + 1) / 2
-
-
-def check_batch(batch: TokenBatch, columns: Iterable[str], rows: Iterable[str]) -> None:
-    """Check that a batch has the columns (per token) and rows (per sequence) that a loss reads.
-
-    Raises:
-        ValueError: names what is missing, and what there is.
-    """
-    for what, needed, there in (("columns", columns, batch.columns), ("rows", rows, batch.rows)):
-        missing = sorted({*needed} - there.keys())
-        if missing:
-            raise ValueError(f"needs the {what} {missing}; the batch has {sorted(there)}")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from engines.algorithms.parts import options_as
+from engines.algorithms.parts import check_batch, options_as
 from engines.algorithms.preference.answers import (
     CHOSEN,
     MARGIN,
@@ -28,7 +28,6 @@ from engines.algorithms.preference.answers import (
     PairLoss,
     Pairs,
     answers_of,
-    check_batch,
     pairs_of,
     share_of_pairs,
 )
@@ -153,7 +152,8 @@ class PairObjective:
     def of_pairs(self, outputs: ModelOutputs, batch: TokenBatch) -> tuple[PairLoss, Pairs]:
         """Return loss and rewards of each pair; raises as a call."""
         with_reference = self.options.needs_reference
-        check_batch(batch, [MASK, REFERENCE] if with_reference else [MASK], [CHOSEN])
+        columns = [MASK, REFERENCE] if with_reference else [MASK]
+        check_batch("a loss over pairs", batch, columns, [CHOSEN])
         pairs = pairs_of(batch)
         answers = answers_of(outputs.logprobs_T, batch, reference=with_reference)
         chosen, rejected = answers.take(pairs.chosen_P), answers.take(pairs.rejected_P)
@@ -225,7 +225,7 @@ class RewardModelObjective:
         """Return loss and scores of each pair; raises as a call."""
         if outputs.last_values_B is None:
             raise ValueError("a reward model's loss needs a value model and its last_values")
-        check_batch(batch, [MASK], self.required_rows)
+        check_batch("a loss over pairs", batch, [MASK], self.required_rows)
         pairs, scores_B = pairs_of(batch), outputs.last_values_B.to(torch.float64)
         found = bradley_terry_loss(
             scores_B[pairs.chosen_P],

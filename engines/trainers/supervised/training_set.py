@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from engines.algorithms.supervised import sft_loss_fn
+from engines.algorithms.supervised import SupervisedLoss
 from engines.controller.worker_group import WorkerGroup
 from engines.data.order import VisitedRow
 from engines.data.read.examples import SFTExamples
@@ -63,7 +63,7 @@ class Conversations:
     def __init__(self, examples: SFTExamples) -> None:
         self._examples, self._lengths = examples.examples, examples.lengths
         self._sources = examples.data_sources
-        self.loss_fn: LossFn = sft_loss_fn()
+        self.loss_fn: LossFn = SupervisedLoss()
 
     @property
     def visited(self) -> Sequence[VisitedRow]:
