@@ -201,11 +201,6 @@ class RLConfig(StrictModel):
         return self.distillation is None or self.distillation.policy_weight > 0
 
     @property
-    def several_updates(self) -> bool:
-        """True if a step updates the policy more than once on samples of one policy version."""
-        return self.batch_size_prompts > self.prompts_per_update or self.num_epochs > 1
-
-    @property
     def prompts_per_update(self) -> int:
         """Prompts of one optimizer step."""
         return self.mini_batch_size_prompts or self.batch_size_prompts

@@ -17,7 +17,7 @@ from engines.config.rules.models import check_not_self_played
 from engines.config.stages.serving import SelfPlayStageConfig
 from engines.data.prepare.stored_rows import stored
 from engines.data.read.dataset import PREFERENCE_FILE, SUMMARY_FILE, Dataset, load_dataset
-from engines.data.read.examples import RLPrompt, RLPrompts
+from engines.data.read.examples import RLPrompts
 from engines.data.read.lazy_sequence import Made, MappedRows
 from engines.data.read.row_files import PREFERENCE_FORMAT, write_batches
 from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
@@ -75,7 +75,20 @@ def self_play(context: JobContext[SelfPlayStageConfig]) -> JobOutput:
                 PREFERENCE_FORMAT,
                 kept_pairs(context, scorer, answers, prompts, counts),
             )
-    _check_made(counts, context.config)
+    if not counts.num_pairs and counts.num_overlong_pairs:
+        raise ConfigError(
+            "model.max_length",
+            f"got {context.config.max_length}; all {counts.num_overlong_pairs} pairs that were "
+            "made have an answer that, with its prompt, is longer as preference training reads it; "
+            "need room for one; raise it, or lower preference.self_play.sampling.max_new_tokens",
+        )
+    if not counts.num_pairs:
+        raise NothingToTrainOnError(
+            f"none of {counts.num_unpaired} prompts made a pair: every answer was cut, blank or no "
+            "other than what it is compared with; raise "
+            "preference.self_play.sampling.max_new_tokens or temperature, or end with an iteration "
+            "less"
+        )
     write_batches(
         context.output_dir / PREFERENCE_FILE, PREFERENCE_FORMAT, made.batches(), made.is_plain
     )
@@ -113,24 +126,6 @@ def _prompts(
     return prompts, len(rows) - len(prompts)
 
 
-def _check_made(counts: PairCounts, config: SelfPlayStageConfig) -> None:
-    """Raise an error if no pair can be trained on."""
-    if counts.num_pairs:
-        return
-    if counts.num_overlong_pairs:
-        raise ConfigError(
-            "model.max_length",
-            f"got {config.max_length}; all {counts.num_overlong_pairs} pairs that were made have "
-            "an answer that, with its prompt, is longer as preference training reads it; need "
-            "room for one; raise it, or lower preference.self_play.sampling.max_new_tokens",
-        )
-    raise NothingToTrainOnError(
-        f"none of {counts.num_unpaired} prompts made a pair: every answer was cut, blank or no "
-        "other than what it is compared with; raise preference.self_play.sampling.max_new_tokens "
-        "or temperature, or end with an iteration less"
-    )
-
-
 def kept_pairs(
     context: JobContext[SelfPlayStageConfig],
     scorer: CompletionScorer,
@@ -139,10 +134,27 @@ def kept_pairs(
     counts: PairCounts,
 ) -> Iterator[PreferenceRow]:
     """Yield the pairs that fit into the context, in prompt order; sampled lazily by call."""
+    config, section = context.config, context.config.self_play
+    spins, decode = section.source == "spin", scorer.decode
+    pair_of = spin_pair if spins else best_worst_pair
     for start in range(0, len(prompts), PROMPTS_PER_CALL):
         asked = prompts[start : start + PROMPTS_PER_CALL]
-        made = made_pairs(context, scorer, generate, asked)
-        kept = fitting(made, scorer.tokenizer, context.config.max_length)
+        rows = [prompt.row for prompt in asked]
+        requests = requests_of(
+            asked,
+            config.sampling,
+            section.samples_per_prompt,
+            context.spec.seed,
+            config.iteration,
+        )
+        completions = generate(requests)
+        scores = [None] * len(rows) if spins else scorer.judge(rows, completions, requests)
+        found = (
+            pair_of(row, [*own_answers(of_row, judged, decode)])
+            for row, of_row, judged in zip(rows, completions, scores, strict=True)
+        )
+        made = [pair for pair in found if pair is not None]
+        kept = fitting(made, scorer.tokenizer, config.max_length)
         counts.num_pairs += len(kept)
         counts.num_unpaired += len(asked) - len(made)
         counts.num_overlong_pairs += len(made) - len(kept)
@@ -185,28 +197,6 @@ def asked_rows(
         return row
 
     return Made(chosen_rows(len(rows), section.num_prompts, seed, config.iteration), asked)
-
-
-def made_pairs(
-    context: JobContext[SelfPlayStageConfig],
-    scorer: CompletionScorer,
-    generate: Generate,
-    prompts: Sequence[RLPrompt],
-) -> list[PreferenceRow]:
-    """Return the pairs made from some prompts, in prompt order; not every prompt makes one."""
-    config, section = context.config, context.config.self_play
-    num_samples, seed = section.samples_per_prompt, context.spec.seed
-    requests = requests_of(prompts, config.sampling, num_samples, seed, config.iteration)
-    completions = generate(requests)
-    rows, decode = [prompt.row for prompt in prompts], scorer.decode
-    spins = section.source == "spin"
-    scores = [None] * len(rows) if spins else scorer.judge(rows, completions, requests)
-    pair_of = spin_pair if spins else best_worst_pair
-    found = (
-        pair_of(row, [*own_answers(of_row, judged, decode)])
-        for row, of_row, judged in zip(rows, completions, scores, strict=True)
-    )
-    return [pair for pair in found if pair is not None]
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ class Teacher(Protocol):
             RolloutError: its engines cannot answer.
             DeadlineError: the answers did not arrive in time.
         """
-        ...
 
 
 @dataclass(frozen=True)

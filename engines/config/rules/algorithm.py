@@ -230,7 +230,7 @@ def _check_estimator(rl: RLConfig, section: DistillationConfig) -> None:
             f"got {loss}, whose gradient is 0 on average; need one with a gradient; set {loss}+, "
             f"which has that of k2, or {TOPK}",
         )
-    if rl.several_updates:
+    if rl.batch_size_prompts > rl.prompts_per_update or rl.num_epochs > 1:
         raise ConfigError(
             setting,
             f"got {loss} with several updates of a batch, where samples are an older policy's and "

@@ -96,8 +96,8 @@ def resolved_algorithm(rl: RLConfig) -> AlgorithmConfig:
     weights = given.gdpo_reward_weights
     if weights is None:
         weights = tuple(parts[key].weight if key in parts else 1.0 for key in keys)
-    written = {"gdpo_reward_keys": keys, "gdpo_reward_weights": weights}
-    return algorithm.model_copy(update={"options": {**algorithm.options, **written}})
+    written = {**algorithm.options, "gdpo_reward_keys": keys, "gdpo_reward_weights": weights}
+    return algorithm.model_copy(update={"options": written})
 
 
 def compared_components(algorithm: AlgorithmConfig) -> Sequence[str]:

@@ -100,6 +100,7 @@ class PreferenceStageConfig(TrainingStageConfig):
     """Trains a policy on pairs of answers."""
 
     stage = "preference"
+    labelled_by = "iteration"
     needs = ("dataset",)
     takes = ("policy", "pairs")
     iteration: Annotated[int | None, NotIdentity] = Field(default=None, ge=1)
@@ -125,11 +126,6 @@ class PreferenceStageConfig(TrainingStageConfig):
     def rows(self) -> tuple[str, ...]:
         """Pairs, unless self-play makes them."""
         return () if self.iteration else ("preference",)
-
-    @property
-    def label(self) -> str:
-        """`preference`, with the number of the iteration."""
-        return f"{self.stage}_{self.iteration}" if self.iteration else self.stage
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
         """Add the loss."""

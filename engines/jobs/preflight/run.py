@@ -108,7 +108,10 @@ def look_at_rows(
     on the hub.
     """
     rows = first_rows(data, section, tokenizer)
-    look_at_images(at, show_images(data, rows, section))
+    known = {row.name for row in all_rows(PREPROCESSORS) if row.images}
+    shown = [path for path, row in rows.items() if row.images]
+    shown += [path for path, each in _sources(data, section, *_PROMPTS) if each.format in known]
+    look_at_images(at, list(dict.fromkeys(shown)))
     if at.scoring is not None:
         look_at_truths(at.scoring, without_truth(data, rows, section, at.scored))
     return first_row(data, rows)
@@ -166,15 +169,6 @@ def first_row(data: DataConfig, rows: Mapping[str, RLRow]) -> RLRow | None:
     return generate(
         data.arithmetic.model_copy(update={"num_sft": 1, "num_rl": 1, "num_eval": 1}), seed=0
     )["rl"][0]
-
-
-def show_images(data: DataConfig, rows: Mapping[str, RLRow], section: str) -> list[str]:
-    """Return configuration paths of the sources whose first row or layout has images."""
-    known = {row.name for row in all_rows(PREPROCESSORS) if row.images}
-    sources = _sources(data, section, *_PROMPTS)
-    shown = [path for path, row in rows.items() if row.images]
-    shown += [path for path, source in sources if source.format in known]
-    return list(dict.fromkeys(shown))
 
 
 def without_truth(
@@ -331,50 +325,44 @@ def look_at_truths(reward: RewardConfig, without: Mapping[str, RLRow | None]) ->
 
 
 def with_commits(at: PreflightRequest) -> PreflightRequest:
-    """Return the request with a commit as the `revision` of every hub id.
+    """Return the request with a commit as the `revision` of every hub id, each resolved once.
 
     A ConfigError names the field that cannot be resolved.
     """
-    hub = _Hub()
-    found: dict[str, object] = {"data": hub.of_data(at.data, "data") if at.data else None}
-    for name, section in _MODELS.items():
-        model: ModelConfig | NamedModelConfig | None = getattr(at, name)
-        found[name] = model and hub.resolved(model, "model", section)
-    found["suites"] = {
-        name: suite.model_copy(
-            update={"data": suite.data and hub.of_data(suite.data, f"suites.{name}.data")}
-        )
-        for name, suite in at.suites.items()
-    }
-    return at.model_copy(update=found)
+    known: dict[tuple[str, RepoType, str | None], str] = {}
 
-
-class _Hub:
-    """Resolves each repository and revision once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, RepoType, str | None], str] = {}
-
-    def resolved(self, config: OnHub, repo_type: RepoType, section: str) -> OnHub:
+    def resolved(config: OnHub, repo_type: RepoType, section: str) -> OnHub:
         """Return the configuration with a commit as revision; a local path stays as it is."""
         if config.path is None or local_path(config.path):
             return config
         key = (config.path, repo_type, config.revision)
-        if key not in self._known:
-            self._known[key] = hub_commit(*key, section)
-        return config.model_copy(update={"revision": self._known[key]})
+        if key not in known:
+            known[key] = hub_commit(*key, section)
+        return config.model_copy(update={"revision": known[key]})
 
-    def of_data(self, data: DataConfig, section: str) -> DataConfig:
+    def of_data(data: DataConfig, section: str) -> DataConfig:
         """Return the data configuration with commits for all sources."""
         return data.model_copy(
             update={
                 split: tuple(
-                    self.resolved(source, "dataset", f"{section}.{split}.{place}")
+                    resolved(source, "dataset", f"{section}.{split}.{place}")
                     for place, source in enumerate(getattr(data, split))
                 )
                 for split in SOURCE_SPLITS
             }
         )
+
+    found: dict[str, object] = {"data": of_data(at.data, "data") if at.data else None}
+    for name, section in _MODELS.items():
+        model: ModelConfig | NamedModelConfig | None = getattr(at, name)
+        found[name] = model and resolved(model, "model", section)
+    found["suites"] = {
+        name: suite.model_copy(
+            update={"data": suite.data and of_data(suite.data, f"suites.{name}.data")}
+        )
+        for name, suite in at.suites.items()
+    }
+    return at.model_copy(update=found)
 
 
 def main() -> int:
