@@ -15,7 +15,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from engines.checkpoint.model_directory import VISION_MODEL_TYPES, vision_model_type
+from engines.checkpoint.model_directory import (
+    VISION_MODEL_TYPES,
+    check_model_directory,
+    check_reward_model,
+    vision_model_type,
+)
 from engines.checkpoint.teacher import TEACHER_SECTION
 from engines.config.algorithm import RewardConfig
 from engines.config.backends import BACKENDS
@@ -46,16 +51,17 @@ from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.errors import RewardError
 from engines.jobs.preflight.models import (
     checkpoint_bytes,
-    look_at_against,
     look_at_answers,
-    look_at_judge,
-    look_at_policy,
+    look_at_judging,
+    look_at_model,
     look_at_prompt,
-    look_at_reward_model,
+    look_at_rollout,
+    look_at_stop_tokens,
     look_at_teacher,
     look_at_training,
     perfect_answer,
 )
+from engines.judges.judgement import question
 from engines.rewards.base import Unscored
 from engines.rewards.resolve import OTHERS
 from engines.rewards.scorer import RewardScorer
@@ -79,7 +85,16 @@ _MODELS = {
 
 def check_request(at: PreflightRequest) -> PreflightRequest:
     """Return the request with hub commits and the checkpoint size, or raise a ConfigError."""
-    tokenizer, of_other = look_at_policy(at), look_at_against(at)
+    lora = at.training.lora if at.training else None
+    tokenizer = look_at_model(at.model, lora, trains=at.trains)
+    look_at_training(at.model.path, at.training if at.trains else None)
+    look_at_stop_tokens(at)
+    look_at_rollout(at.model.path, at.rollout_engine)
+    of_other = None
+    if at.against is not None:
+        with renamed_sections({"model": "against"}):
+            of_other = look_at_model(at.against, None, trains=False)
+        look_at_rollout(at.against.path, at.rollout_engine)
     row = look_at_rows(at, at.data, "data", tokenizer) if at.data else None
     if of_other is not None and row is not None:
         with renamed_sections({"model": "against"}):
@@ -89,9 +104,15 @@ def check_request(at: PreflightRequest) -> PreflightRequest:
     if at.trains_values:
         look_at_training(at.model.path, at.training, values=True)
     if at.reward_model is not None:
-        look_at_reward_model(at.reward_model, at.reward_training, row)
+        section = _MODELS["reward_model"]
+        look_at_judging(section, check_reward_model, at.reward_model, row)
+        with renamed_sections({"model": section}):
+            look_at_training(at.reward_model.path, at.reward_training, values=True)
     if at.judge is not None:
-        look_at_judge(at.judge, at.rollout_engine, row)
+        if row is not None:
+            question(at.judge.prompt, row.prompt, perfect_answer(row))
+        look_at_judging(_MODELS["judge"], check_model_directory, at.judge, row)
+        look_at_rollout(at.judge.path, at.rollout_engine)
     if at.teacher is not None:
         look_at_teacher(at.teacher, at.training, at.model, at.rollout_engine)
     if at.reward is not None:
