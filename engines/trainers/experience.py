@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import torch
@@ -78,11 +79,6 @@ class Experience:
         return torch.tensor([sample.reward for sample in self.samples], dtype=torch.float64)
 
     @property
-    def scores_B(self) -> Tensor:
-        """(B,) float64."""
-        return torch.tensor([sample.score for sample in self.samples], dtype=torch.float64)
-
-    @property
     def positive_T(self) -> Tensor:
         """(T,) float32: 1 on the sampled tokens of right answers."""
         correct_B = torch.tensor([sample.correct for sample in self.samples]).float()
@@ -98,10 +94,7 @@ class Experience:
     def scores_BR(self) -> Tensor:
         """(B, R) float64 of the `components`."""
         names = self.components[1:]
-        rows = [
-            [sample.score, *(extras[name] for name in names)]
-            for sample, extras in ((each, each.extras) for each in self.samples)
-        ]
+        rows = [[each.score, *(each.extras[name] for name in names)] for each in self.samples]
         return torch.tensor(rows, dtype=torch.float64)
 
     def name_of(self, sample: int) -> str:
@@ -236,7 +229,7 @@ class Collector:
     def experience(self) -> Experience:
         """Return the first `num_groups` kept groups; samples of a large one become views."""
         chosen = self._kept[: self._wanted]
-        samples = tuple(sample for group in chosen for sample in group)
+        samples = tuple(chain.from_iterable(chosen))
         index_B = torch.tensor([at for at, group in enumerate(chosen) for _ in group]).long()
         batch = self._place(self._packed(samples))
         if batch.num_tokens >= MIN_SHARED_TOKENS:

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -127,7 +128,7 @@ class MismatchGate:
 
 def check_versions(completions: Sequence[Sequence[Completion]], version: int) -> None:
     """Raise `RolloutError` if weights other than the published version sampled a token."""
-    for completion in (completion for row in completions for completion in row):
+    for completion in chain.from_iterable(completions):
         versions = {sampled for sampled, _ in completion.tokens.version_runs}
         if versions - {version} or (len(completion.token_ids) and not versions):
             raise RolloutError(

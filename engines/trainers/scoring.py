@@ -8,6 +8,7 @@ scoring after it, in any order, because a reward is a function of one sample.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -131,7 +132,7 @@ class CompletionScorer:
                 )
                 if score is not None
             ]
-        everything = [completion for row in completions[:num_prompts] for completion in row]
+        everything = list(chain.from_iterable(completions[:num_prompts]))
         num_aborted = sum(completion.finish_reason == "abort" for completion in everything)
         return ScoredBatch(
             tuple(samples),

@@ -3,13 +3,15 @@
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 PHASE_NOTE = "in phase "
 """Prefix of the exception note that names the phase; the innermost phase comes first."""
 
 
-def note_phase(phase: str, error: BaseException | None) -> None:
-    """Add a note that names the phase to an error; a signal to end is none."""
+def note_phase(phase: str, _: object, error: BaseException | None, __: object) -> None:
+    """Add a note that names the phase to an error, in the place of an `__exit__`."""
+    # A signal to end the process is no error.
     if isinstance(error, Exception):
         error.add_note(f"{PHASE_NOTE}{phase}")
 
@@ -18,7 +20,7 @@ def note_phase(phase: str, error: BaseException | None) -> None:
 def errors_in(phase: str) -> Iterator[None]:
     """Add a note that names the phase to exceptions raised in the context."""
     with ExitStack() as stack:
-        stack.push(lambda _, error, __: note_phase(phase, error))
+        stack.push(partial(note_phase, phase))
         yield
 
 

@@ -235,7 +235,7 @@ def _run(
     with ExitStack() as stack, _fenced_before_failed(storage, attempt):
         context = _open_context(stack, storage, channel, spec, config, runtime, clock)
         # Noted after a phase of the clock, which is more specific.
-        stack.push(lambda _, error, __: note_phase(context.heartbeat.phase, error))
+        stack.push(lambda *raised: note_phase(context.heartbeat.phase, *raised))
         output = body(context)
         context.heartbeat.enter("publish", DEADLINES_S["publish"])
         num_bytes = sum(path.stat().st_size for path in context.output_dir.rglob("*"))
