@@ -54,10 +54,13 @@ def source_of(tensor: Tensor, spans_B2: Spans) -> Source:
     """
     origin: _Origin | None = _ORIGINS.get(tensor)
     whole = None if origin is None else origin.whole()
-    if origin is None or whole is None or origin.versions != _versions(tensor, whole):
-        return Source(tensor, spans_B2)
-    # Another batch may cut the same tensor into other sequences.
-    if not np.array_equal(np.diff(origin.spans_B2), np.diff(spans_B2)):
+    if (
+        origin is None
+        or whole is None
+        or origin.versions != _versions(tensor, whole)
+        # Another batch may cut the same tensor into other sequences.
+        or not np.array_equal(np.diff(origin.spans_B2), np.diff(spans_B2))
+    ):
         return Source(tensor, spans_B2)
     return Source(whole, origin.spans_B2)
 

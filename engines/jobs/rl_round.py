@@ -253,9 +253,8 @@ def _sources(context: JobContext[RLRoundStageConfig]) -> tuple[ModelSource, Mode
     policy = start or policy_source(context.input("policy"))
     if not config.rl.algorithm.needs_reference:
         return policy, None
-    if "reference" in inputs:
-        return policy, policy_source(context.input("reference"))
-    return policy, start or initial()
+    given = context.optional_input("reference")
+    return policy, policy_source(given) if given else start or initial()
 
 
 def teacher_source(
@@ -304,9 +303,7 @@ def critic_source(
     if reward_model is not None:
         check_same_tokens(policy.hf_dir, reward_model.hf_dir, "rl.critic.start", "a reward model")
         return reward_model
-    if policy_dir is None:
-        return policy
-    return exported_policy(policy_dir, work_dir / "initial_critic")
+    return exported_policy(policy_dir, work_dir / "initial_critic") if policy_dir else policy
 
 
 def served_teacher(

@@ -93,9 +93,9 @@ def resolved_algorithm(rl: RLConfig) -> AlgorithmConfig:
                     f"{', '.join(able)}; name one, or add it to the route",
                 )
     parts = reward.components
-    weights = given.gdpo_reward_weights
-    if weights is None:
-        weights = tuple(parts[key].weight if key in parts else 1.0 for key in keys)
+    weights = given.gdpo_reward_weights or tuple(
+        parts[key].weight if key in parts else 1.0 for key in keys
+    )
     written = {**algorithm.options, "gdpo_reward_keys": keys, "gdpo_reward_weights": weights}
     return algorithm.model_copy(update={"options": written})
 
@@ -120,10 +120,12 @@ def _all_of(reward: RewardConfig) -> tuple[str, ...]:
     found = {tuple(sorted(names)) for names in _routes(reward).values()}
     if len(found) == 1:
         return found.pop()
-    got = f"null with rl.reward.function {reward.function}, which may report any"
-    if found:
-        got = f"null, and routes of different components ({', '.join(reward.routes)})"
-    raise ConfigError(KEYS, f"got {got}; need names of what every sample has; set it")
+    why = (
+        f"null, and routes of different components ({', '.join(reward.routes)})"
+        if found
+        else f"null with rl.reward.function {reward.function}, which may report any"
+    )
+    raise ConfigError(KEYS, f"got {why}; need names of what every sample has; set it")
 
 
 def check_value_models(rl: RLConfig, training: TrainingConfig) -> None:

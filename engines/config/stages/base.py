@@ -241,6 +241,4 @@ class TrainingStageConfig(BackendStageConfig):
 
 def interpreter_of(rollout: RolloutConfig) -> Path | None:
     """Return the Python of rollout replicas; None: the job's Python, or there are no replicas."""
-    if is_embedded(rollout):
-        return None
-    return ROLLOUT_ENGINES.interpreter(rollout.engine)
+    return None if is_embedded(rollout) else ROLLOUT_ENGINES.interpreter(rollout.engine)
