@@ -81,7 +81,6 @@ class JobContext(Generic[Config]):
     """What a job's body works with.
 
     Attributes:
-        runtime: settings that cannot change the output.
         journal: metrics and progress, including those of earlier attempts.
         clock: wall time in seconds by phase, for the commit record.
         attempt_dir: this attempt's local directory for logs and intermediate files.
@@ -90,7 +89,6 @@ class JobContext(Generic[Config]):
 
     spec: StageSpec
     config: Config
-    runtime: Runtime
     storage: Storage
     journal: Journal
     heartbeat: Heartbeat
@@ -342,9 +340,7 @@ def _open_context(
     fence = partial(storage.attempts.check, Attempt(spec.fingerprint, spec.attempt, spec.holder))
     fence()  # checked after reading the journal, so no later step in it is from another attempt
     channel.share_steps(spec.attempt, steps_dir, journal.num_done, fence)
-    context = JobContext(
-        spec, config, runtime, storage, journal, heartbeat, clock, directory, steps_dir
-    )
+    context = JobContext(spec, config, storage, journal, heartbeat, clock, directory, steps_dir)
     shutil.rmtree(context.output_dir, ignore_errors=True)
     context.output_dir.mkdir()
     return context
