@@ -38,7 +38,6 @@ UNCOUNTED: Mapping[str, str] = {
     "engines.config.backends": "a table of names; what a stage names of it counts",
     "engines.config.plugins": "a table of names; what a stage names of it counts",
     "engines.errors": "wording",
-    "engines.jobs.process.failure_messages": "wording",
     "engines.jobs.process.runtime": "specification in, published artifact out",
     "engines.trainers.step_timer": "measures time",
     "hardware.detection": "chooses a platform",
