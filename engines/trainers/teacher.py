@@ -32,6 +32,7 @@ class Teacher(Protocol):
             RolloutError: its engines cannot answer.
             DeadlineError: the answers did not arrive in time.
         """
+        ...
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,7 @@ class KeptAnswers:
     """
 
     def __init__(self, context: JobContext[ServingStageConfig], generate: Generate) -> None:
-        self._context = context
-        self._generate = generate
+        self._context, self._generate = context, generate
         self._repeats = not context.config.rollout.openai_endpoint
         self._identity = sampling_identity(context)
         members = generation(

@@ -30,22 +30,28 @@ class TrainingSet(Protocol):
     @property
     def visited(self) -> Sequence[VisitedRow]:
         """The rows (at least one) in the form that an order reads."""
+        ...
 
     @property
     def largest_unit(self) -> int:
         """Tokens of the largest unit of a micro-batch, held-out rows included."""
+        ...
 
     def batch(self, rows: Sequence[int]) -> TokenBatch:
         """Pack rows, given by index, on the CPU with the column `loss_mask` and the row `ROW`."""
+        ...
 
     def complete(self, batch: TokenBatch, workers: WorkerGroup) -> TokenBatch:
         """Add the columns and rows of the loss that need inference before the update."""
+        ...
 
     def measure(self, workers: WorkerGroup) -> Mapping[str, float]:
         """Return held-out metrics; empty if no rows are held out."""
+        ...
 
     def name_of(self, row: int) -> str:
         """Return the name of a row for errors."""
+        ...
 
 
 class Conversations:
