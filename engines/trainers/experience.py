@@ -78,12 +78,6 @@ class Experience:
         """(B,) float64."""
         return torch.tensor([sample.reward for sample in self.samples], dtype=torch.float64)
 
-    @property
-    def positive_T(self) -> Tensor:
-        """(T,) float32: 1 on the sampled tokens of right answers."""
-        correct_B = torch.tensor([sample.correct for sample in self.samples]).float()
-        return correct_B[self.batch.sequence_index_T] * self.batch.columns["loss_mask"]
-
     @cached_property
     def components(self) -> tuple[str, ...]:
         """The score, then the names of the other values that every sample has, sorted."""
@@ -124,8 +118,8 @@ class Experience:
                 )
         trajectories = [sample.trajectory for sample in self.samples]
         mask_T = self.batch.columns["loss_mask"] > 0
-        rewards_T = on_last_token(self.rewards_B, mask_T, self.batch)
-        rewards_T = rewards_T + segment_rewards_T(trajectories, self.batch)
+        outcomes_T = on_last_token(self.rewards_B, mask_T, self.batch)
+        rewards_T = outcomes_T + segment_rewards_T(trajectories, self.batch)
         metrics = {**self.metrics}
         if algorithm.use_kl_in_reward:
             kl_T, kl = reward_kl(algorithm.kl_penalty, self.batch)

@@ -145,14 +145,17 @@ def step_metrics(
         "perf/time_per_step": step_s,
         **{f"timing_s/{phase}": seconds for phase, seconds in clock.seconds.items()},
     }
-    if experience.num_groups:
-        num_tokens = float(experience.batch.num_tokens)
-        metrics |= experience_metrics(experience)
-        metrics |= update_metrics("actor", updates.policy)
-        metrics |= update_metrics("critic", updates.critic)
-        metrics["perf/total_num_tokens"] = num_tokens
-        metrics["perf/throughput"] = num_tokens / step_s / num_workers
-    return metrics
+    if not experience.num_groups:
+        return metrics
+    num_tokens = float(experience.batch.num_tokens)
+    return {
+        **metrics,
+        **experience_metrics(experience),
+        **update_metrics("actor", updates.policy),
+        **update_metrics("critic", updates.critic),
+        "perf/total_num_tokens": num_tokens,
+        "perf/throughput": num_tokens / step_s / num_workers,
+    }
 
 
 def experience_metrics(experience: Experience) -> dict[str, float]:

@@ -211,7 +211,10 @@ class RLTrainer:
                 tokens.num_tokens, generator=generator, dtype=torch.float64
             )
         if "positive" in self._columns:
-            columns["positive"] = experience.positive_T
+            # 1 on the sampled tokens of right answers.
+            correct_B = torch.tensor([each.correct for each in experience.samples]).float()
+            mask_T = tokens.columns["loss_mask"]
+            columns["positive"] = correct_B[tokens.sequence_index_T] * mask_T
         return experience.with_columns(**columns)
 
     def estimate_advantages(
@@ -322,8 +325,9 @@ class RLTrainer:
             untrained = untrained_differences(logprobs_T, scored)
             self._gate.check([untrained])
         metrics = step_metrics(collected, experience, updates, step.clock, self.workers.world_size)
-        metrics |= self.workers.run(ModelWorker.performance_metrics) | untrained
         metrics |= {
+            **self.workers.run(ModelWorker.performance_metrics),
+            **untrained,
             "training/global_step": float(step.global_number),
             "training/policy_version": float(state.version),
             NUM_POISONED: float(state.num_poisoned),

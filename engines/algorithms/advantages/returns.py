@@ -197,8 +197,7 @@ def _weighted_mean(
 def _turns_T(inputs: AdvantageInputs) -> Tensor:
     """Return (T,) float64, for each trained token the number of turns before its own."""
     batch, mask_T = inputs.batch, inputs.mask_T
-    before_T = torch.cat([mask_T.new_zeros(1), mask_T[:-1]])
-    before_T = before_T & (batch.position_ids_T > 0)
+    before_T = torch.cat([mask_T.new_zeros(1), mask_T[:-1]]) & (batch.position_ids_T > 0)
     starts_T = (mask_T & ~before_T).to(torch.float64)
     so_far_T = starts_T.cumsum(0)
     first_B = batch.cu_seqlens[:-1].to(torch.int64)

@@ -143,8 +143,11 @@ def _check_needs(rl: RLConfig) -> None:
 
 def _check_columns(rl: RLConfig) -> None:
     algorithm = rl.algorithm
-    made = _MADE_ALWAYS | ({"ref_logprobs"} if algorithm.needs_reference else set())
-    made |= _MADE_BY_CRITIC if rl.critic else set()
+    made = {
+        *_MADE_ALWAYS,
+        *(("ref_logprobs",) if algorithm.needs_reference else ()),
+        *(_MADE_BY_CRITIC if rl.critic else ()),
+    }
     for table, part in (
         (ADVANTAGES, algorithm.adv_estimator),
         (POLICY_LOSSES, algorithm.loss_mode),

@@ -68,9 +68,9 @@ class Conversations:
     @property
     def visited(self) -> Sequence[VisitedRow]:
         """Conversations."""
-        sources, lengths = self._sources, self._lengths
         return Made(
-            range(len(lengths)), lambda place: VisitedRow(sources[place], lengths[place], {})
+            range(len(self._lengths)),
+            lambda place: VisitedRow(self._sources[place], self._lengths[place], {}),
         )
 
     @property
