@@ -82,7 +82,16 @@ def resolved_algorithm(rl: RLConfig) -> AlgorithmConfig:
     if algorithm.adv_estimator != GDPO:
         return algorithm
     given = _options(algorithm)
-    keys = given.gdpo_reward_keys or _all_of(reward)
+    # Sorted, because the order changes the rounding of sums.
+    known = {tuple(sorted(names)) for names in _routes(reward).values()}
+    if not given.gdpo_reward_keys and len(known) != 1:
+        why = (
+            f"null, and routes of different components ({', '.join(reward.routes)})"
+            if known
+            else f"null with rl.reward.function {reward.function}, which may report any"
+        )
+        raise ConfigError(KEYS, f"got {why}; need names of what every sample has; set it")
+    keys = given.gdpo_reward_keys or known.pop()
     for source, names in _routes(reward).items():
         able = (*names, "score", "acc")
         for key in keys:
@@ -113,19 +122,6 @@ def _options(algorithm: AlgorithmConfig) -> GdpoOptions:
 
 def _routes(reward: RewardConfig) -> Mapping[str, Sequence[str]]:
     return reward.routes or ({"*": tuple(reward.components)} if reward.components else {})
-
-
-def _all_of(reward: RewardConfig) -> tuple[str, ...]:
-    """Return all components, sorted because the order changes the rounding of sums."""
-    found = {tuple(sorted(names)) for names in _routes(reward).values()}
-    if len(found) == 1:
-        return found.pop()
-    why = (
-        f"null, and routes of different components ({', '.join(reward.routes)})"
-        if found
-        else f"null with rl.reward.function {reward.function}, which may report any"
-    )
-    raise ConfigError(KEYS, f"got {why}; need names of what every sample has; set it")
 
 
 def check_value_models(rl: RLConfig, training: TrainingConfig) -> None:

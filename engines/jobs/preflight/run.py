@@ -134,7 +134,13 @@ def look_at_rows(
     shown += [path for path, each in _sources(data, section, *_PROMPTS) if each.format in known]
     look_at_images(at, list(dict.fromkeys(shown)))
     if at.scoring is not None:
-        look_at_truths(at.scoring, without_truth(data, rows, section, at.scored))
+        lacking = {row.name for row in all_rows(PREPROCESSORS) if not row.ground_truth}
+        without: dict[str, RLRow | None] = {}
+        for path, source in _sources(data, section, *at.scored):
+            row = rows.get(path)
+            if row.reward_model.ground_truth is None if row else source.format in lacking:
+                without[path] = row
+        look_at_truths(at.scoring, without)
     return first_row(data, rows)
 
 
@@ -190,22 +196,6 @@ def first_row(data: DataConfig, rows: Mapping[str, RLRow]) -> RLRow | None:
     return generate(
         data.arithmetic.model_copy(update={"num_sft": 1, "num_rl": 1, "num_eval": 1}), seed=0
     )["rl"][0]
-
-
-def without_truth(
-    data: DataConfig, rows: Mapping[str, RLRow], section: str, splits: Sequence[str]
-) -> dict[str, RLRow | None]:
-    """Return the sources without ground truth in their first row or layout, by configuration path.
-
-    The value is the first row, or None for a source on the hub.
-    """
-    known = {row.name for row in all_rows(PREPROCESSORS) if not row.ground_truth}
-    found: dict[str, RLRow | None] = {}
-    for path, source in _sources(data, section, *splits):
-        row = rows.get(path)
-        if row.reward_model.ground_truth is None if row else source.format in known:
-            found[path] = row
-    return found
 
 
 def _sources(data: DataConfig, section: str, *splits: str) -> list[tuple[str, SourceConfig]]:

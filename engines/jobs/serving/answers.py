@@ -66,7 +66,23 @@ class KeptAnswers:
     def __init__(self, context: JobContext[ServingStageConfig], generate: Generate) -> None:
         self._context, self._generate = context, generate
         self._repeats = not context.config.rollout.openai_endpoint
-        self._identity = sampling_identity(context)
+        spec, config = context.spec, context.config
+        parts = [part for part in config.plugins() if part[0] != "reward"]
+        judging = plugin_modules([part for part in config.plugins() if part[0] == "reward"])
+        roots = [*SAMPLING_CODE, *(m for m in config.plugin_modules() if m not in judging)]
+        # What the answers of a stage depend on, besides the requests.
+        self._identity = {
+            "part": ANSWERS,
+            "schema": _SCHEMA_VERSION,
+            "config": config.serving_values(),
+            "model": {name: spec.inputs[name].digest for name in _MODELS if name in spec.inputs},
+            "sources": source_closure(roots, counts=spec.sources.__contains__),
+            "parts": [row.counted for row in named_rows(parts)],
+            "outside": outside_code(named_rows(parts)),
+            "libraries": {**spec.libraries},
+            "rollout_libraries": {**spec.rollout_libraries},
+            "device": [env.RLHF_ENGINE_DEVICE.get(), env.RLHF_ENGINE_VENDOR.get()],
+        }
         members = generation(
             context.storage.attempts.entries(context.spec.fingerprint), context.spec.attempt
         )
@@ -126,26 +142,6 @@ def identity_values(request: RolloutRequest) -> dict[str, Any]:
     if not values.pop("images"):
         return values
     return values | {"images": [hashlib.sha256(data).hexdigest() for data in request.images]}
-
-
-def sampling_identity(context: JobContext[ServingStageConfig]) -> dict[str, Any]:
-    """Return what the answers of a stage depend on, besides the requests, as JSON values."""
-    spec, config = context.spec, context.config
-    parts = [part for part in config.plugins() if part[0] != "reward"]
-    judging = plugin_modules([part for part in config.plugins() if part[0] == "reward"])
-    roots = [*SAMPLING_CODE, *(m for m in config.plugin_modules() if m not in judging)]
-    return {
-        "part": ANSWERS,
-        "schema": _SCHEMA_VERSION,
-        "config": config.serving_values(),
-        "model": {name: spec.inputs[name].digest for name in _MODELS if name in spec.inputs},
-        "sources": source_closure(roots, counts=spec.sources.__contains__),
-        "parts": [row.counted for row in named_rows(parts)],
-        "outside": outside_code(named_rows(parts)),
-        "libraries": {**spec.libraries},
-        "rollout_libraries": {**spec.rollout_libraries},
-        "device": [env.RLHF_ENGINE_DEVICE.get(), env.RLHF_ENGINE_VENDOR.get()],
-    }
 
 
 def find_answers(

@@ -65,7 +65,12 @@ class _PairRows:
     @property
     def visited(self) -> Sequence[VisitedRow]:
         """Pairs, with the length of the longer conversation."""
-        return Made(self._pairs, _visited)
+        return Made(
+            self._pairs,
+            lambda pair: VisitedRow(
+                pair.data_source, max(len(pair.chosen.input_ids), len(pair.rejected.input_ids)), {}
+            ),
+        )
 
     @property
     def largest_unit(self) -> int:
@@ -192,11 +197,6 @@ def longest_exchanged(pairs: Iterable[Pair], max_length: int) -> int:
         start = side.loss_mask.index(1) if 1 in side.loss_mask else len(side.loss_mask)
         prompt, answer = max(prompt, start), max(answer, len(side.loss_mask) - start)
     return min(max_length, prompt + answer)
-
-
-def _visited(pair: Pair) -> VisitedRow:
-    longer = max(len(pair.chosen.input_ids), len(pair.rejected.input_ids))
-    return VisitedRow(pair.data_source, longer, {})
 
 
 def packed(pairs: Sequence[Pair], rows: Sequence[int], *, paired: bool) -> TokenBatch:
