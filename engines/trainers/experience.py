@@ -2,10 +2,8 @@
 
 Promises: unscored and aborted samples, and with dynamic sampling uninformative groups, are left out
 and counted, never scored 0. Samples keep the order of their prompts. Too many aborted samples are
-an error: without the longest answers the policy would learn to be short. The loss covers the tokens
-of trained segments, a shared prefix only once. A token costs 9 bytes, as `viewed` trajectories
-share the memory of their batch.
-Letters: B samples, K of them kept, T tokens, G groups (prompts), R reward components, S segments.
+an error: without the longest answers the policy would learn to be short.
+Letters: B samples, K of them kept, T tokens, G groups (prompts), R reward components.
 """
 
 import math
@@ -14,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,19 +21,15 @@ from engines.algorithms.sequences import group_statistics, on_last_token
 from engines.config.algorithm import AlgorithmConfig, FilterGroupsConfig
 from engines.config.rules.models import KEYS, compared_components
 from engines.errors import RewardError, RolloutError
-from engines.images import ImagePatches
-from engines.requests import Float32Array, Int32Array, Segment
+from engines.trainers.packing import See, pack, segment_rewards_T, viewed
 from engines.trainers.prompts import GREEDY_SCORES
 from engines.trainers.scoring import ScoredBatch, ScoredSample
-from engines.trajectory import Trajectory
 from engines.types import Completion, TokenBatch
 
 KL_IN_REWARD = "actor/reward_kl_penalty"
 MIN_SHARED_TOKENS = 1 << 20  # below, views take more time than their 8 bytes a token are worth
 
 Place = Callable[[TokenBatch], TokenBatch]
-See = Callable[[Sequence[Sequence[bytes]]], ImagePatches | None]
-"""Makes the patches of the images of sequences, given as file contents."""
 
 
 def as_it_is(batch: TokenBatch) -> TokenBatch:
@@ -262,92 +255,6 @@ class Collector:
         if not greedy:
             return batch
         return batch.with_rows(**{GREEDY_SCORES: torch.tensor(greedy, dtype=torch.float64)})
-
-
-def pack(trajectories: Sequence[Trajectory], see: See | None = None) -> TokenBatch:
-    """Concatenate B trajectories, each after its prompt; without `see` there are no images.
-
-    The batch is narrow (`TokenBatch.widened`): int32 ids, bool `loss_mask` (trained tokens).
-    `rollout_logprobs` and segment columns are float32, 0 on prompts and where a segment has none.
-    """
-    rows = list(_laid_out(trajectories))
-    segments = [placed for _, _, own in rows for placed in own]
-    ids: list[Int32Array] = []
-    for each, _, own in rows:
-        ids += [each.prompt.token_ids_P, *(segment.token_ids_N for segment, _ in own)]
-    num_tokens = sum(map(len, ids))
-    trained_T = np.zeros(num_tokens, bool)
-    for each, start, own in rows:
-        for segment, span in own:
-            trained_T[span] = segment.trained
-        behind = start + len(each.prompt.token_ids_P)
-        trained_T[behind : behind + each.branch_point] = False
-
-    def column(arrays: Sequence[Float32Array | None]) -> Tensor:
-        width = next((array.shape[1:] for array in arrays if array is not None), ())
-        values_T = np.zeros((num_tokens, *width), np.float32)
-        for array, (_, span) in zip(arrays, segments, strict=True):
-            if array is not None:
-                values_T[span] = array
-        return torch.from_numpy(values_T)
-
-    named = sorted({name for segment, _ in segments for name in segment.columns})
-    return TokenBatch(
-        torch.from_numpy(np.concatenate(ids)) if ids else torch.zeros(0),
-        torch.tensor([*(start for _, start, _ in rows), num_tokens], dtype=torch.int32),
-        {
-            "loss_mask": torch.from_numpy(trained_T),
-            "rollout_logprobs": column([segment.logprobs_N for segment, _ in segments]),
-            **{n: column([segment.columns.get(n) for segment, _ in segments]) for n in named},
-        },
-        see([each.images for each in trajectories]) if see else None,
-    )
-
-
-def _laid_out(
-    trajectories: Sequence[Trajectory],
-) -> Iterator[tuple[Trajectory, int, list[tuple[Segment, slice]]]]:
-    """Yield each trajectory, its first token in the batch, and its segments with their tokens."""
-    start = 0
-    for each in trajectories:
-        end, own = start + len(each.prompt.token_ids_P), list[tuple[Segment, slice]]()
-        for segment in each.segments:
-            own.append((segment, slice(end, end + segment.num_tokens)))
-            end += segment.num_tokens
-        yield each, start, own
-        start = end
-
-
-def viewed(trajectories: Sequence[Trajectory], batch: TokenBatch) -> list[Trajectory]:
-    """Return B trajectories whose ids and logprobs are views of their packed batch."""
-    ids_T = batch.input_ids_T.numpy()
-    logprobs_T = batch.columns["rollout_logprobs"].numpy()
-    found: list[Trajectory] = []
-    for each, _, own in _laid_out(trajectories):
-        views = (
-            replace(segment, token_ids_N=ids_T[span], logprobs_N=logprobs_T[span])
-            for segment, span in own
-        )
-        found.append(replace(each, segments=tuple(views)))
-    return found
-
-
-def segment_rewards_T(trajectories: Sequence[Trajectory], batch: TokenBatch) -> Tensor:
-    """Return (T,) float64: each segment's reward on the last trained token up to its end, else 0.
-
-    A reward before the first trained token is dropped, as no action of the policy led to it.
-    """
-    rewards_T = torch.zeros(batch.num_tokens, dtype=torch.float64)
-    if all(part.reward is None for each in trajectories for part in each.segments):
-        return rewards_T
-    place_T = torch.arange(batch.num_tokens)
-    last_T = torch.where(batch.columns["loss_mask"] > 0, place_T, -1).cummax(0).values
-    for _, start, own in _laid_out(trajectories):
-        for segment, span in own:
-            last = int(last_T[span.stop - 1]) if span.stop else -1
-            if segment.reward is not None and last >= start:
-                rewards_T[last] += segment.reward
-    return rewards_T
 
 
 def informative_samples(

@@ -36,8 +36,9 @@ from engines.algorithms.value_objective import ValueObjective
 from engines.config.algorithm import FilterGroupsConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.model_worker import ModelWorker
-from engines.trainers.experience import Collector, pack
+from engines.trainers.experience import Collector
 from engines.trainers.mismatch import MeasuredObjective
+from engines.trainers.packing import pack
 from engines.trainers.scoring import ScoredBatch
 from engines.training.backends.transformers.engine import TransformersModelEngine
 from engines.training.base import create_engine

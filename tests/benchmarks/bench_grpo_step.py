@@ -25,7 +25,8 @@ from engines.config.algorithm import AlgorithmConfig
 from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.model_worker import ModelWorker, WorkerSpec
-from engines.trainers.experience import Experience, pack
+from engines.trainers.experience import Experience
+from engines.trainers.packing import pack
 from engines.trainers.scoring import ScoredSample
 from engines.training.spec import POLICY, ModelSource, RoleSpec
 from engines.trajectory import Prompt, Trajectory

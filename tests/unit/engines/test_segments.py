@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from engines.config.algorithm import FilterGroupsConfig
 from engines.requests import Segment
-from engines.trainers.experience import MIN_SHARED_TOKENS, Collector, pack
+from engines.trainers.experience import MIN_SHARED_TOKENS, Collector
+from engines.trainers.packing import pack
 from engines.trainers.scoring import ScoredBatch, ScoredSample
 from engines.trajectory import Prompt, Trajectory
 from engines.types import Completion, RolloutRequest, SamplingParams

@@ -13,7 +13,7 @@ from engines.algorithms.advantage import advantages
 from engines.algorithms.policy_objective import policy_loss_fn
 from engines.algorithms.sequences import on_last_token
 from engines.config.algorithm import AlgorithmConfig
-from engines.trainers.experience import pack, segment_rewards_T, viewed
+from engines.trainers.packing import pack, segment_rewards_T, viewed
 from engines.trajectory import Prompt, Segment, Trajectory
 from engines.types import GlobalCounts, ModelOutputs
 
