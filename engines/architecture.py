@@ -40,9 +40,8 @@ def text_settings(config: PretrainedConfig) -> dict[str, Any]:
 
 def attention_refusal(made: type[PreTrainedModel]) -> str | None:
     """Return why the attention of a model class cannot be replaced, or None."""
-    if made._supports_attention_backend:
-        return None
-    return f"is a {made.__name__}, whose attention cannot be replaced"
+    can_replace = made._supports_attention_backend
+    return None if can_replace else f"is a {made.__name__}, whose attention cannot be replaced"
 
 
 def position_refusal(model: PreTrainedModel) -> str | None:

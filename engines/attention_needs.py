@@ -51,8 +51,9 @@ def has_windows(config: Mapping[str, Any]) -> bool:
     """True if a layer has a sliding window or its type says so; always False for Llama."""
     if config.get("model_type") == "llama":
         return False
-    num_layers = int(config.get("num_hidden_layers") or 1)
-    return _SLIDING in (config.get("layer_types") or ()) or any(layer_windows(config, num_layers))
+    return _SLIDING in (config.get("layer_types") or ()) or any(
+        layer_windows(config, int(config.get("num_hidden_layers") or 1))
+    )
 
 
 def unusual_attention(config: Mapping[str, Any]) -> str | None:

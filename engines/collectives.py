@@ -220,9 +220,12 @@ def gather_ragged(
     counts = [int(count) for (count,) in gather_rows([values_N.numel()], device, group)]
     padded = torch.zeros(max(counts), dtype=torch.float64, device=device)
     padded[: values_N.numel()] = values_N.to(padded)
-    rows = gather_rows(padded, device, group)
     return torch.tensor(
-        [value for row, count in zip(rows, counts, strict=True) for value in row[:count]],
+        [
+            value
+            for row, count in zip(gather_rows(padded, device, group), counts, strict=True)
+            for value in row[:count]
+        ],
         dtype=torch.float64,
     )
 
@@ -245,8 +248,9 @@ def open_store(num_clients: int, timeout_s: float, host: str) -> TCPStore:
 
     `timeout_s` is how long a process waits for a key. Raise OSError if `host` is not local.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.create_server((host, 0), family=family)
+    listening = socket.create_server(
+        (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+    )
     port = listening.getsockname()[1]
     return TCPStore(
         host, port, num_clients, is_master=True, timeout=timedelta(seconds=timeout_s),
@@ -259,5 +263,6 @@ def connect_store(host: str, port: int) -> tuple[TCPStore, str]:
     # TCPStore itself would retry until its deadline.
     with socket.create_connection((host, port), CONNECT_DEADLINE_S) as probe:
         own_address = str(probe.getsockname()[0])
-    timeout = timedelta(seconds=CONNECT_DEADLINE_S)
-    return TCPStore(host, port, is_master=False, timeout=timeout), own_address
+    return TCPStore(
+        host, port, is_master=False, timeout=timedelta(seconds=CONNECT_DEADLINE_S)
+    ), own_address

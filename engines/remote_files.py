@@ -187,8 +187,9 @@ class OtherDisk(Disk):
                 getattr(self._server, method).remote(*arguments), timeout=ANSWER_DEADLINE_S
             )
         except GetTimeoutError:
-            what = f"the driver's machine to {method} {arguments[0]}"
-            raise DeadlineError(what, ANSWER_DEADLINE_S) from None
+            raise DeadlineError(
+                f"the driver's machine to {method} {arguments[0]}", ANSWER_DEADLINE_S
+            ) from None
         except RayTaskError as error:
             cause = error.cause
             raise cause if isinstance(cause, OSError) else error from None

@@ -54,10 +54,13 @@ def source_of(tensor: Tensor, spans_B2: Spans) -> Source:
     """
     origin: _Origin | None = _ORIGINS.get(tensor)
     whole = None if origin is None else origin.whole()
-    if origin is None or whole is None or origin.versions != _versions(tensor, whole):
-        return Source(tensor, spans_B2)
-    # Another batch may cut the same tensor into other sequences.
-    if not np.array_equal(np.diff(origin.spans_B2), np.diff(spans_B2)):
+    if (
+        origin is None
+        or whole is None
+        or origin.versions != (version_of(tensor), version_of(whole))
+        # Another batch may cut the same tensor into other sequences.
+        or not np.array_equal(np.diff(origin.spans_B2), np.diff(spans_B2))
+    ):
         return Source(tensor, spans_B2)
     return Source(whole, origin.spans_B2)
 
@@ -84,7 +87,7 @@ class RowSelection:
             key = id(source.spans_B2)
             if key not in self._chosen:
                 self._chosen[key] = source.spans_B2[self._sequences]
-            versions = _versions(part, source.whole)
+            versions = version_of(part), version_of(source.whole)
             _ORIGINS[part] = _Origin(TensorWeakRef(source.whole), self._chosen[key], versions)
         return part
 
@@ -92,7 +95,3 @@ class RowSelection:
 def version_of(tensor: Tensor) -> int:
     """Return torch's counter of in-place writes, or 0 for an inference tensor, which has none."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _versions(tensor: Tensor, whole: Tensor) -> tuple[int, int]:
-    return version_of(tensor), version_of(whole)

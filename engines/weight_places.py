@@ -27,8 +27,9 @@ class WeightPlace:
     @property
     def slices(self) -> tuple[slice, ...]:
         """Index of the rectangle in the whole weight."""
-        ends = zip(self.offsets, self.shape, strict=True)
-        return tuple(slice(start, start + size) for start, size in ends)
+        return tuple(
+            slice(start, start + size) for start, size in zip(self.offsets, self.shape, strict=True)
+        )
 
     @property
     def num_values(self) -> int:

@@ -3,12 +3,12 @@
 Promises: one value per token, 0 on tokens that are not trained on; inputs are checked first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from engines.algorithms.parts import AdvantageInputs, Advantages, find_part
+from engines.algorithms.parts import AdvantageInputs, Advantages, check_batch, find_part
 from engines.algorithms.sequences import sum_by_sequence
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.rows import ADVANTAGES
@@ -42,18 +42,27 @@ def advantages(
         UnknownPluginError: there is no such estimator.
         ValueError: shapes do not fit, an index is negative, or the batch lacks a column or row.
     """
+    if rewards_T.shape != (batch.num_tokens,):
+        raise ValueError(f"rewards {tuple(rewards_T.shape)}: need one per token")
+    if group_B.shape != (batch.num_sequences,):
+        raise ValueError(f"groups {tuple(group_B.shape)}: need one per sample")
+    if group_B.numel() and int(group_B.min()) < 0:
+        raise ValueError(f"group index {int(group_B.min())} is negative")
     rewards_T = rewards_T.to(torch.float64)
-    _check_shapes(batch, rewards_T, group_B)
     outcomes_B = sum_by_sequence(rewards_T, batch)
     scores_BR = outcomes_B[:, None] if scores_BR is None else scores_BR.to(torch.float64)
     if scores_BR.shape != (batch.num_sequences, len(components)):
         raise ValueError(f"scores {tuple(scores_BR.shape)} are not of the components {components}")
     if batch.num_sequences == 0:
         return Advantages(rewards_T.to(torch.float32))
-    _check_finite(torch.cat([outcomes_B[:, None], scores_BR], dim=1), group_B)
+    values_BR = torch.cat([outcomes_B[:, None], scores_BR], dim=1)
+    for sample, component in (~torch.isfinite(values_BR)).nonzero().tolist():
+        raise NonFiniteError(
+            f"score of sample {sample} (group {int(group_B[sample])}) is "
+            f"{float(values_BR[sample, component])}"
+        )
     part = find_part(ADVANTAGES, algorithm.adv_estimator)
-    _check_present(f"estimator {part.row.name}", part.row.columns, batch.columns)
-    _check_present(f"estimator {part.row.name}", part.row.rows, batch.rows)
+    check_batch(f"estimator {part.row.name}", batch, part.row.columns, part.row.rows)
     return part.function(
         AdvantageInputs(
             batch=batch,
@@ -67,29 +76,3 @@ def advantages(
             options=part.options(algorithm),
         )
     )
-
-
-def _check_shapes(batch: TokenBatch, rewards_T: Tensor, group_B: Tensor) -> None:
-    if rewards_T.shape != (batch.num_tokens,):
-        raise ValueError(f"rewards {tuple(rewards_T.shape)}: need one per token")
-    if group_B.shape != (batch.num_sequences,):
-        raise ValueError(f"groups {tuple(group_B.shape)}: need one per sample")
-    if group_B.numel() and int(group_B.min()) < 0:
-        raise ValueError(f"group index {int(group_B.min())} is negative")
-
-
-def _check_finite(values_BR: Tensor, group_B: Tensor) -> None:
-    finite_BR = torch.isfinite(values_BR)
-    if bool(finite_BR.all()):
-        return
-    sample, component = (int(index) for index in (~finite_BR).nonzero()[0])
-    raise NonFiniteError(
-        f"score of sample {sample} (group {int(group_B[sample])}) is "
-        f"{float(values_BR[sample, component])}"
-    )
-
-
-def _check_present(what: str, needed: Sequence[str], found: Mapping[str, Tensor]) -> None:
-    missing = sorted(set(needed) - found.keys())
-    if missing:
-        raise ValueError(f"{what} needs {missing}; the batch has {sorted(found)}")

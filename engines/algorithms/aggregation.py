@@ -49,13 +49,6 @@ def aggregate(
         return masked_sum(values_T, mask_T) / num_sequences
     if mode == "seq-mean-token-sum-norm":
         return masked_sum(values_T, mask_T) / (num_sequences * scale_factor)
-    return masked_sum(values_T / tokens_per_sequence_T(mask_T, batch), mask_T) / num_sequences
-
-
-def tokens_per_sequence_T(mask_T: Tensor, batch: TokenBatch) -> Tensor:
-    """Return (T,) float32: the number of trained tokens of each token's sequence, at least 1."""
-    index_T = batch.sequence_index_T
-    count_B = torch.zeros(batch.num_sequences, device=mask_T.device).index_add(
-        0, index_T, mask_T.to(torch.float32)
-    )
-    return count_B.clamp(min=1)[index_T]
+    index_T, ones_T = batch.sequence_index_T, mask_T.to(torch.float32)
+    count_B = torch.zeros(batch.num_sequences, device=mask_T.device).index_add(0, index_T, ones_T)
+    return masked_sum(values_T / count_B.clamp(min=1)[index_T], mask_T) / num_sequences

@@ -1,16 +1,15 @@
 """On-policy distillation: a student learns a teacher's distributions on its own samples.
 
 GKD (arXiv:2306.13649). Two losses per token: the KL from the teacher over its K most likely tokens,
-or an estimate of the KL to the teacher from the sampled token alone. The policy loss is added in
-the same forward pass.
+or an estimate of the KL to the teacher from the sampled token alone. `policy_objective` adds the
+policy loss in the same forward pass.
 
 Promises: a micro-batch's share of the step's loss and metrics, independent of how the step is cut.
 With `bucket`, a student whose logprobs equal its teacher's has exactly loss 0 and gradient 0.
 Letters: T tokens, K most likely tokens of the teacher.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -18,10 +17,7 @@ from torch import Tensor
 
 from engines.algorithms.aggregation import aggregate, token_mean
 from engines.algorithms.kl import kl_estimate
-from engines.algorithms.parts import Gather
-from engines.algorithms.policy_objective import PolicyObjective, policy_loss_fn
-from engines.config.algorithm import TOPK, LossAggMode
-from engines.config.sections import RLConfig
+from engines.config.algorithm import LossAggMode
 from engines.types import (
     ONLY_LOGPROBS,
     GlobalCounts,
@@ -95,8 +91,7 @@ def forward_kl_topk(
     value_T = teacher_rest_T * (teacher_rest_T.log() - rest_T.log())
     # Its gradient, (1 - P) / (1 - Q) times that of Q, written out: if student and teacher are
     # equal the quotient is 1, and the whole gradient is exactly 0.
-    slope_T = teacher_rest_T / rest_T
-    return kl_T + value_T + slope_T * (mass_T - mass_T.detach())
+    return kl_T + value_T + (teacher_rest_T / rest_T) * (mass_T - mass_T.detach())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,59 +168,3 @@ class SampledDistillation(_TeacherLoss):
         kl_T = kl_estimate(self.estimator, outputs.logprobs_T, batch.columns[SAMPLED_LOGPROBS])
         loss = self._aggregated(kl_T, batch, counts)
         return LossOutput(loss, {"distillation/loss": loss.detach()})
-
-
-@dataclass(frozen=True)
-class DistilledObjective:
-    """A loss function, as `PolicyObjective`: ``weight * teacher + policy_weight * policy``.
-
-    Attributes:
-        policy_weight: at 0 the policy loss is not computed; only the entropy is measured.
-    """
-
-    teacher: TopKDistillation | SampledDistillation
-    policy: PolicyObjective
-    weight: float
-    policy_weight: float
-
-    @property
-    def readouts(self) -> Readouts:
-        """Readouts of both losses."""
-        return replace(self.policy.readouts, logprobs_of=self.teacher.readouts.logprobs_of)
-
-    def extras(self, batch: TokenBatch, gather: Gather) -> Mapping[str, float]:
-        """Return the policy loss's extras, if it has a weight."""
-        return self.policy.extras(batch, gather) if self.policy_weight else {}
-
-    def __call__(
-        self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
-    ) -> LossOutput:
-        """Return this micro-batch's share of both; raises as they do."""
-        taught = self.teacher(outputs, batch, counts)
-        loss, metrics = self.weight * taught.loss, {**taught.metrics}
-        if self.policy_weight:
-            own = self.policy(outputs, batch, counts)
-            return LossOutput(loss + self.policy_weight * own.loss, metrics | {**own.metrics})
-        if outputs.entropy_T is not None:
-            mask_T = batch.columns["loss_mask"] > 0
-            metrics["actor/entropy"] = token_mean(outputs.entropy_T.detach(), mask_T, counts)
-        return LossOutput(loss, metrics)
-
-
-Objective = PolicyObjective | DistilledObjective
-
-
-def round_loss_fn(rl: RLConfig) -> Objective:
-    """Return the loss function of a round's policy, with the teacher's if there is one."""
-    policy = policy_loss_fn(rl.algorithm, rl.sampling.max_new_tokens)
-    section = rl.distillation
-    if section is None:
-        return policy
-    is_topk = section.loss == TOPK
-    teacher = replace(
-        TopKDistillation(section.tail) if is_topk else SampledDistillation(section.loss),
-        loss_max_clamp=section.loss_max_clamp,
-        loss_agg_mode=rl.algorithm.loss_agg_mode,
-        scale_factor=rl.algorithm.loss_scale_factor or float(rl.sampling.max_new_tokens),
-    )
-    return DistilledObjective(teacher, policy, section.weight, section.policy_weight)

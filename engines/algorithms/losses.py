@@ -49,8 +49,9 @@ def ppo_clip_loss(inputs: PolicyLossInputs) -> TokenLoss:
     exploded cannot dominate the step. `pg_clipfrac` marks tokens whose gradient the clip removed,
     `pg_clipfrac_lower` those that the dual clip removed, `ppo_kl` is log pi_old - log pi.
     """
-    ratio_T = probability_ratio(inputs.logprobs_T, inputs.old_logprobs_T)
-    plain_T, clipped_T = clipped_losses(inputs, ratio_T)
+    plain_T, clipped_T = clipped_losses(
+        inputs, probability_ratio(inputs.logprobs_T, inputs.old_logprobs_T)
+    )
     upper_T = torch.maximum(plain_T, clipped_T)
     bound_T = -inputs.advantages_T * inputs.algorithm.clip_ratio_c
     negative_T = inputs.advantages_T < 0
@@ -92,9 +93,8 @@ def sapo_loss(inputs: PolicyLossInputs) -> TokenLoss:
     options = options_as(SapoOptions, inputs.options)
     ratio_T = probability_ratio(inputs.logprobs_T, inputs.old_logprobs_T)
     tau_T = torch.where(inputs.advantages_T > 0, options.tau_pos, options.tau_neg).to(ratio_T)
-    gate_T = torch.sigmoid(tau_T * (ratio_T - 1)) * 4 / tau_T
     return TokenLoss(
-        -inputs.advantages_T * gate_T,
+        -inputs.advantages_T * (torch.sigmoid(tau_T * (ratio_T - 1)) * 4 / tau_T),
         {"actor/ppo_kl": inputs.old_logprobs_T - inputs.logprobs_T.detach()},
     )
 
@@ -169,8 +169,9 @@ def dppo_tv_loss(inputs: PolicyLossInputs) -> TokenLoss:
     """
     eps_low, eps_high = clip_range(inputs.algorithm)
     moved_T = inputs.logprobs_T.detach().exp() - inputs.old_logprobs_T.exp()
-    too_far_T = torch.where(inputs.advantages_T > 0, moved_T > eps_high, moved_T < -eps_low)
-    return _masked_reinforce(inputs, too_far_T)
+    return _masked_reinforce(
+        inputs, torch.where(inputs.advantages_T > 0, moved_T > eps_high, moved_T < -eps_low)
+    )
 
 
 def dppo_kl_loss(inputs: PolicyLossInputs) -> TokenLoss:
@@ -249,10 +250,10 @@ def clip_cov_loss(inputs: PolicyLossInputs) -> TokenLoss:
     options = options_as(ClipCovOptions, inputs.options)
     cov_T = _covariance_T(inputs.batch.columns, inputs.counts.extras)
     candidate_T = inputs.mask_T & (cov_T > options.clip_cov_lb) & (cov_T < options.clip_cov_ub)
-    drawn_T = inputs.batch.columns["uniform"] <= inputs.counts.extras[_THRESHOLD]
-    taken_T = candidate_T & drawn_T
-    ratio_T = probability_ratio(inputs.logprobs_T, inputs.old_logprobs_T)
-    plain_T, clipped_T = clipped_losses(inputs, ratio_T)
+    taken_T = candidate_T & (inputs.batch.columns["uniform"] <= inputs.counts.extras[_THRESHOLD])
+    plain_T, clipped_T = clipped_losses(
+        inputs, probability_ratio(inputs.logprobs_T, inputs.old_logprobs_T)
+    )
     return TokenLoss(
         torch.where(taken_T, 0.0, torch.maximum(plain_T, clipped_T)),
         {
@@ -296,9 +297,9 @@ def kl_cov_loss(inputs: PolicyLossInputs) -> TokenLoss:
     ratio_T = probability_ratio(inputs.logprobs_T, inputs.old_logprobs_T)
     above_T, ties_T = cov_T > extras[_THRESHOLD], cov_T == extras[_THRESHOLD]
     taken_T = above_T.to(ratio_T) + extras[_SHARE] * ties_T.to(ratio_T)
-    distance_T = (inputs.logprobs_T - inputs.old_logprobs_T).abs()
     return TokenLoss(
-        options.ppo_kl_coef * taken_T * distance_T - inputs.advantages_T * ratio_T,
+        options.ppo_kl_coef * taken_T * (inputs.logprobs_T - inputs.old_logprobs_T).abs()
+        - inputs.advantages_T * ratio_T,
         {
             "actor/cov_klfrac": taken_T,
             "actor/ppo_kl": inputs.old_logprobs_T - inputs.logprobs_T.detach(),

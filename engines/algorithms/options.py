@@ -1,6 +1,6 @@
 """`rl.algorithm.options` of the built-in estimators and losses. No torch."""
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from engines.config.base import StrictModel
 
@@ -45,8 +45,7 @@ class GdpoOptions(StrictModel):
     gdpo_reward_weights: tuple[float, ...] | None = None
     """One per key; null: the mixture's weight, and 1 for a key that it does not have."""
 
-    @model_validator(mode="after")
-    def _check_weights(self) -> "GdpoOptions":
+    def _check_values(self) -> None:
         keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
         if weights is not None and keys is None:
             raise ValueError(
@@ -58,7 +57,6 @@ class GdpoOptions(StrictModel):
                 f"gdpo_reward_weights: got {len(weights)}; need {len(keys)}, one for each of "
                 "gdpo_reward_keys"
             )
-        return self
 
 
 class RaftOptions(StrictModel):
@@ -96,14 +94,12 @@ class ClipCovOptions(StrictModel):
     clip_cov_ub: float = 5.0
     """Tokens with a larger covariance are not taken."""
 
-    @model_validator(mode="after")
-    def _check_bounds(self) -> "ClipCovOptions":
+    def _check_values(self) -> None:
         if self.clip_cov_lb >= self.clip_cov_ub:
             raise ValueError(
                 f"clip_cov_lb: got {self.clip_cov_lb}; need less than clip_cov_ub "
                 f"{self.clip_cov_ub}"
             )
-        return self
 
 
 class KlCovOptions(StrictModel):

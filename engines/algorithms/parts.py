@@ -4,7 +4,7 @@ A part is a pure function; its row in `engines.config.plugins` holds its paper, 
 reads and the schema of its options.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeVar
@@ -115,6 +115,20 @@ class TokenLoss:
     token_metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+def check_batch(
+    part: str, batch: TokenBatch, columns: Iterable[str], rows: Iterable[str] = ()
+) -> None:
+    """Check that a batch has the columns (per token) and rows (per sequence) that a part reads.
+
+    Raises:
+        ValueError: names what is missing, and what there is.
+    """
+    for what, needed, there in (("columns", columns, batch.columns), ("rows", rows, batch.rows)):
+        missing = sorted({*needed} - there.keys())
+        if missing:
+            raise ValueError(f"{part} needs the {what} {missing}; the batch has {sorted(there)}")
+
+
 Gather = Callable[[Tensor], Tensor]
 """Concatenates the (N,) numbers of all ranks, in float64."""
 
@@ -158,5 +172,8 @@ def options_as(schema: type[Options], options: StrictModel) -> Options:
 def find_part(table: PluginTable[AlgorithmRow], name: str) -> Part:
     """Return a part by its name; raises as `PluginTable.find` and `load_row` do."""
     row = table.find(name)
-    prepass = load_row(replace(row, target=row.prepass), table.setting) if row.prepass else None
-    return Part(row, load_row(row, table.setting), prepass)
+    return Part(
+        row,
+        load_row(row, table.setting),
+        load_row(replace(row, target=row.prepass), table.setting) if row.prepass else None,
+    )

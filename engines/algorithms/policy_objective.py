@@ -1,5 +1,7 @@
 """The loss function of one RL update: policy loss - entropy bonus + KL to the reference + NLL.
 
+A teacher's loss is added to it, or takes its place.
+
 Advantages, reference logprobs and scores are columns made beforehand. With PF-PPO
 (arXiv:2409.06957) the answers of each prompt are resampled before the update, weighted by their
 rewards, because a reward model is most reliable where it is most certain.
@@ -12,22 +14,24 @@ seed alone.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from engines.algorithms.aggregation import aggregate, masked_sum, token_mean
+from engines.algorithms.distillation import SampledDistillation, TopKDistillation
 from engines.algorithms.kl import kl_estimate
 from engines.algorithms.parts import (
     Gather,
     PolicyLossInputs,
     PrepassInputs,
-    TokenLoss,
+    check_batch,
     find_part,
 )
-from engines.config.algorithm import AlgorithmConfig, PfPpoConfig
+from engines.config.algorithm import TOPK, AlgorithmConfig, PfPpoConfig
 from engines.config.rows import POLICY_LOSSES
+from engines.config.sections import RLConfig
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, Readouts, TokenBatch
 
 _NUM_POSITIVE = "num_positive_tokens"
@@ -62,8 +66,9 @@ class PolicyObjective:
         part = find_part(POLICY_LOSSES, self.algorithm.loss_mode)
         mask_T, found = batch.columns["loss_mask"] > 0, dict[str, float]()
         if part.prepass is not None:
-            options = part.options(self.algorithm)
-            found |= part.prepass(PrepassInputs(batch, mask_T, gather, options))
+            found |= part.prepass(
+                PrepassInputs(batch, mask_T, gather, part.options(self.algorithm))
+            )
         if self.algorithm.positive_nll_coef:
             own = (batch.columns["positive"] * mask_T).sum().reshape(1)
             found[_NUM_POSITIVE] = float(gather(own).sum())
@@ -73,14 +78,21 @@ class PolicyObjective:
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
     ) -> LossOutput:
         """Return this micro-batch's share of the loss and metrics of the step."""
-        missing = sorted(self.required_columns - batch.columns.keys())
-        if missing:
-            raise ValueError(
-                f"loss {self.algorithm.loss_mode} needs the columns {missing}; the batch has "
-                f"{sorted(batch.columns)}"
-            )
+        check_batch(f"loss {self.algorithm.loss_mode}", batch, self.required_columns)
         algorithm, mask_T = self.algorithm, batch.columns["loss_mask"] > 0
-        policy = self._policy_loss(outputs, mask_T, batch, counts)
+        part = find_part(POLICY_LOSSES, algorithm.loss_mode)
+        policy = part.function(
+            PolicyLossInputs(
+                logprobs_T=outputs.logprobs_T,
+                old_logprobs_T=batch.columns.get("old_logprobs", outputs.logprobs_T.detach()),
+                advantages_T=batch.columns["advantages"],
+                mask_T=mask_T,
+                batch=batch,
+                counts=counts,
+                algorithm=algorithm,
+                options=part.options(algorithm),
+            )
+        )
         loss = self._aggregate(policy.loss_T, mask_T, batch, counts)
         metrics = {"actor/pg_loss": loss.detach()}
         for name, values_T in policy.token_metrics.items():
@@ -90,8 +102,9 @@ class PolicyObjective:
         if algorithm.entropy_coeff:
             if outputs.entropy_T is None:
                 raise ValueError("entropy_coeff is set but the forward pass returned no entropy")
-            entropy = self._aggregate(outputs.entropy_T, mask_T, batch, counts)
-            loss = loss - algorithm.entropy_coeff * entropy
+            loss = loss - algorithm.entropy_coeff * self._aggregate(
+                outputs.entropy_T, mask_T, batch, counts
+            )
         if algorithm.positive_nll_coef:
             # A mean over the tokens of right answers of the step (VAPO, arXiv:2504.05118).
             positive_T = mask_T & (batch.columns["positive"] > 0)
@@ -100,29 +113,13 @@ class PolicyObjective:
             metrics["actor/positive_nll"] = nll.detach()
             loss = loss + algorithm.positive_nll_coef * nll
         if algorithm.use_kl_loss:
-            reference_T = batch.columns["ref_logprobs"]
-            kl_T = kl_estimate(algorithm.kl_loss_type, outputs.logprobs_T, reference_T)
+            kl_T = kl_estimate(
+                algorithm.kl_loss_type, outputs.logprobs_T, batch.columns["ref_logprobs"]
+            )
             kl = self._aggregate(kl_T, mask_T, batch, counts)
             metrics["actor/kl_loss"] = kl.detach()
             loss = loss + algorithm.kl_loss_coef * kl
         return LossOutput(loss, metrics)
-
-    def _policy_loss(
-        self, outputs: ModelOutputs, mask_T: Tensor, batch: TokenBatch, counts: GlobalCounts
-    ) -> TokenLoss:
-        part = find_part(POLICY_LOSSES, self.algorithm.loss_mode)
-        return part.function(
-            PolicyLossInputs(
-                logprobs_T=outputs.logprobs_T,
-                old_logprobs_T=batch.columns.get("old_logprobs", outputs.logprobs_T.detach()),
-                advantages_T=batch.columns["advantages"],
-                mask_T=mask_T,
-                batch=batch,
-                counts=counts,
-                algorithm=self.algorithm,
-                options=part.options(self.algorithm),
-            )
-        )
 
     def _aggregate(
         self, values_T: Tensor, mask_T: Tensor, batch: TokenBatch, counts: GlobalCounts
@@ -134,6 +131,62 @@ class PolicyObjective:
 def policy_loss_fn(algorithm: AlgorithmConfig, max_new_tokens: int) -> PolicyObjective:
     """Return the loss function of the configured algorithm."""
     return PolicyObjective(algorithm, max_new_tokens)
+
+
+@dataclass(frozen=True)
+class DistilledObjective:
+    """A loss function, as `PolicyObjective`: ``weight * teacher + policy_weight * policy``.
+
+    Attributes:
+        policy_weight: at 0 the policy loss is not computed; only the entropy is measured.
+    """
+
+    teacher: TopKDistillation | SampledDistillation
+    policy: PolicyObjective
+    weight: float
+    policy_weight: float
+
+    @property
+    def readouts(self) -> Readouts:
+        """Readouts of both losses."""
+        return replace(self.policy.readouts, logprobs_of=self.teacher.readouts.logprobs_of)
+
+    def extras(self, batch: TokenBatch, gather: Gather) -> Mapping[str, float]:
+        """Return the policy loss's extras, if it has a weight."""
+        return self.policy.extras(batch, gather) if self.policy_weight else {}
+
+    def __call__(
+        self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
+    ) -> LossOutput:
+        """Return this micro-batch's share of both; raises as they do."""
+        taught = self.teacher(outputs, batch, counts)
+        loss, metrics = self.weight * taught.loss, {**taught.metrics}
+        if self.policy_weight:
+            own = self.policy(outputs, batch, counts)
+            return LossOutput(loss + self.policy_weight * own.loss, metrics | {**own.metrics})
+        if outputs.entropy_T is not None:
+            mask_T = batch.columns["loss_mask"] > 0
+            metrics["actor/entropy"] = token_mean(outputs.entropy_T.detach(), mask_T, counts)
+        return LossOutput(loss, metrics)
+
+
+Objective = PolicyObjective | DistilledObjective
+
+
+def round_loss_fn(rl: RLConfig) -> Objective:
+    """Return the loss function of a round's policy, with the teacher's if there is one."""
+    policy, section = PolicyObjective(rl.algorithm, rl.sampling.max_new_tokens), rl.distillation
+    if section is None:
+        return policy
+    is_topk = section.loss == TOPK
+    loss = TopKDistillation(section.tail) if is_topk else SampledDistillation(section.loss)
+    teacher = replace(
+        loss,
+        loss_max_clamp=section.loss_max_clamp,
+        loss_agg_mode=rl.algorithm.loss_agg_mode,
+        scale_factor=rl.algorithm.loss_scale_factor or float(rl.sampling.max_new_tokens),
+    )
+    return DistilledObjective(teacher, policy, section.weight, section.policy_weight)
 
 
 _RANDOM_MAX, _RANDOM_REST = 0.4, 0.1
@@ -161,8 +214,9 @@ def resample(rewards_B: Tensor, index_B: Tensor, config: PfPpoConfig, seed: int)
     Each prompt keeps its number of answers; if none of them has a weight, each is taken once.
     """
     weights_B = resampling_weights(rewards_B, index_B, config)
-    generator = torch.Generator().manual_seed(seed)
-    draws_B = torch.rand(rewards_B.numel(), generator=generator, dtype=torch.float64)
+    draws_B = torch.rand(
+        rewards_B.numel(), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     chosen_B = torch.arange(rewards_B.numel())
     index_B = _dense(index_B)
     for places_G in index_B.argsort(stable=True).split(index_B.bincount().tolist()):

@@ -32,10 +32,9 @@ def mean_by_sequence(values_T: Tensor, mask_T: Tensor, batch: TokenBatch) -> Ten
 def on_last_token(values_B: Tensor, mask_T: Tensor, batch: TokenBatch) -> Tensor:
     """Return (T,) each sequence's value on its last trained token, 0 elsewhere."""
     place_T = torch.arange(batch.num_tokens, device=mask_T.device)
-    none_B = torch.full((batch.num_sequences,), -1, dtype=torch.int64, device=mask_T.device)
-    last_B = none_B.scatter_reduce(
-        0, batch.sequence_index_T, torch.where(mask_T, place_T, -1), "amax"
-    )
+    last_B = torch.full(
+        (batch.num_sequences,), -1, dtype=torch.int64, device=mask_T.device
+    ).scatter_reduce(0, batch.sequence_index_T, torch.where(mask_T, place_T, -1), "amax")
     has_B = last_B >= 0
     values_T = torch.zeros(batch.num_tokens, dtype=values_B.dtype, device=values_B.device)
     values_T[last_B[has_B]] = values_B[has_B]
@@ -106,9 +105,12 @@ def group_statistics(scores_B: Tensor, group_index_B: Tensor, num_groups: int) -
     zeros_P = torch.zeros(num_groups, dtype=torch.float64, device=scores_B.device)
     count_P = zeros_P.index_add(0, group_index_B, torch.ones_like(scores_B))
     mean_P = zeros_P.index_add(0, group_index_B, scores_B) / count_P.clamp(min=1)
-    deviation_B = scores_B - mean_P[group_index_B]
-    squares_P = zeros_P.index_add(0, group_index_B, deviation_B.square())
+    squares_P = zeros_P.index_add(0, group_index_B, (scores_B - mean_P[group_index_B]).square())
     variance_P = squares_P / (count_P - 1).clamp(min=1)
     lowest_P = zeros_P.scatter_reduce(0, group_index_B, scores_B, "amin", include_self=False)
-    highest_P = zeros_P.scatter_reduce(0, group_index_B, scores_B, "amax", include_self=False)
-    return GroupStatistics(count_P, mean_P, variance_P.sqrt(), lowest_P == highest_P)
+    return GroupStatistics(
+        count_P,
+        mean_P,
+        variance_P.sqrt(),
+        lowest_P == zeros_P.scatter_reduce(0, group_index_B, scores_B, "amax", include_self=False),
+    )

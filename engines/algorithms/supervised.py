@@ -14,10 +14,4 @@ class SupervisedLoss:
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
     ) -> LossOutput:
         """Return this micro-batch's share of the mean."""
-        mask_T = batch.columns["loss_mask"] > 0
-        return LossOutput(token_mean(-outputs.logprobs_T, mask_T, counts))
-
-
-def sft_loss_fn() -> SupervisedLoss:
-    """Return the loss function of the SFT stage."""
-    return SupervisedLoss()
+        return LossOutput(token_mean(-outputs.logprobs_T, batch.columns["loss_mask"] > 0, counts))

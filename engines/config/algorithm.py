@@ -155,8 +155,10 @@ class RewardFunction(StrictModel):
 
     def identity_values(self) -> dict[str, Any]:
         """Return the values of the fingerprint; a file counts only by its function name here."""
-        function = self.function_in_file if self.file else self.function
-        return {**super().identity_values(), "function": function}
+        return {
+            **super().identity_values(),
+            "function": self.function_in_file if self.file else self.function,
+        }
 
 
 class RewardComponent(RewardFunction):

@@ -7,7 +7,6 @@ One table, readable without torch, for the engine registry, the layout checks, t
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 
 from engines.config.training import TrainingConfig
 from infra.errors import ConfigError
@@ -227,15 +226,6 @@ def _rows() -> Iterator[BackendRow]:
 
 
 ENGINES = PluginTable("backend", "training.backend", list(_rows()), BackendRow)
-
-
-def job_interpreter(backend: str, path: str) -> Path | None:
-    """Return the Python of a backend's job environment; None if this Python is the right one.
-
-    Raises:
-        ConfigError: no plugin or several have the name, or its extra or environment is missing.
-    """
-    return ENGINES.interpreter(backend, path)
 
 
 def check_layout(training: TrainingConfig) -> None:

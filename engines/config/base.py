@@ -97,8 +97,9 @@ class StrictModel(BaseModel):
             if isinstance(new, StrictModel) and type(old) is type(new):
                 yield from new.changes(old, f"{path}{name}.")
             else:
-                field = type(self).model_fields[name]
-                yield Change(f"{path}{name}", old, new, Execution in field.metadata)
+                yield Change(
+                    f"{path}{name}", old, new, Execution in type(self).model_fields[name].metadata
+                )
 
 
 class PathConfig(StrictModel):

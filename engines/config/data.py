@@ -123,8 +123,9 @@ class DataConfig(StrictModel):
             raise ValueError("arithmetic and sources were both given; remove one of the two")
         if not self.arithmetic and not sources:
             raise ValueError("no data; set arithmetic, or the sources sft, rl and evaluation")
-        held_out = self.arithmetic or self.evaluation or self.preference_evaluation
-        if self.decontamination and not held_out:
+        if self.decontamination and not (
+            self.arithmetic or self.evaluation or self.preference_evaluation
+        ):
             raise ValueError(
                 "decontamination: got a section and no held-out rows; need evaluation or "
                 "preference_evaluation; add one, or remove decontamination"

@@ -34,8 +34,9 @@ def own_options(options: Mapping[str, Any], row: Row, path: str) -> StrictModel:
         ConfigError: a value is missing or bad, or an external schema does not load.
     """
     schema = schema_of(row, path) or NoOptions
-    own = {key: value for key, value in options.items() if key in schema.model_fields}
-    return schema.validated(own, path)
+    return schema.validated(
+        {key: value for key, value in options.items() if key in schema.model_fields}, path
+    )
 
 
 def check_options(options: Mapping[str, Any], rows: Sequence[Row], path: str) -> None:

@@ -409,9 +409,13 @@ def named_rows(
     named: Iterable[tuple[PluginKind, str]], device: str | None = None
 ) -> tuple[Row, ...]:
     """Return the rows of the known parts, external ones included; None means every device."""
-    rows = (row for kind, name in named for row in all_rows(TABLES[kind]) if row.name == name)
-    here = (row for row in rows if device is None or not row.devices or device in row.devices)
-    return tuple(dict.fromkeys(here))
+    rows = (
+        row
+        for kind, name in named
+        for row in all_rows(TABLES[kind])
+        if row.name == name and (device is None or not row.devices or device in row.devices)
+    )
+    return tuple(dict.fromkeys(rows))
 
 
 def plugin_modules(

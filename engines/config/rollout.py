@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from engines.config.base import Execution, NotIdentity, StrictModel
 
@@ -53,15 +53,12 @@ class SamplingConfig(StrictModel):
     top_k: int = Field(default=0, ge=0)
     """Number of likeliest tokens to draw from; 0 switches it off."""
     max_new_tokens: int = Field(default=1024, ge=1)
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], AfterValidator(check_stop)] = ()
     """Texts that end an answer and stay in it; the text of a special token means the token."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Annotated[tuple[int, ...], AfterValidator(check_stop_token_ids)] = ()
     """Tokens that end an answer, in addition to the model's end-of-sequence tokens."""
     structured_output: StructuredOutputConfig | None = None
     """Form that answers must have, if the rollout engine supports it; null: any form."""
-
-    _stop = field_validator("stop")(check_stop)
-    _stop_token_ids = field_validator("stop_token_ids")(check_stop_token_ids)
 
 
 class RolloutConfig(StrictModel):

@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from engines.config.algorithm import (
     AlgorithmConfig,
@@ -201,11 +201,6 @@ class RLConfig(StrictModel):
         return self.distillation is None or self.distillation.policy_weight > 0
 
     @property
-    def several_updates(self) -> bool:
-        """True if a step updates the policy more than once on samples of one policy version."""
-        return self.batch_size_prompts > self.prompts_per_update or self.num_epochs > 1
-
-    @property
     def prompts_per_update(self) -> int:
         """Prompts of one optimizer step."""
         return self.mini_batch_size_prompts or self.batch_size_prompts
@@ -218,9 +213,9 @@ class EvaluationConfig(StrictModel):
     """Number of problems; null takes every evaluation row."""
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Longest answer in tokens; null uses `rl.sampling.max_new_tokens`."""
-    stop: tuple[str, ...] | None = None
+    stop: Annotated[tuple[str, ...] | None, AfterValidator(check_stop)] = None
     """Texts that end an answer; null uses `rl.sampling.stop`, `[]` means none."""
-    stop_token_ids: tuple[int, ...] | None = None
+    stop_token_ids: Annotated[tuple[int, ...] | None, AfterValidator(check_stop_token_ids)] = None
     """Tokens that end an answer; null uses `rl.sampling.stop_token_ids`, `[]` means none."""
     structured_output: StructuredOutputConfig | None = None
     """Form that answers must have, if the rollout engine supports it; null: any form."""
@@ -237,9 +232,6 @@ class EvaluationConfig(StrictModel):
     """Likeliest tokens that the sampled answers draw from; 0 switches it off."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """Confidence level of the reported intervals."""
-
-    _stop = field_validator("stop")(check_stop)
-    _stop_token_ids = field_validator("stop_token_ids")(check_stop_token_ids)
 
     def _check_values(self) -> None:
         if min(self.pass_at, default=0) < 1:

@@ -83,8 +83,10 @@ class SuiteConfig(StrictModel):
         if (self.data is None) == (self.harness is None):
             found = "neither" if self.data is None else "both"
             raise ValueError(f"data: got {found} of data and harness; need one of them")
-        own = {"evaluation": self.evaluation != EvaluationConfig(), "reward": self.reward}
-        for name, given in own.items():
+        for name, given in {
+            "evaluation": self.evaluation != EvaluationConfig(),
+            "reward": self.reward,
+        }.items():
             if self.harness and given:
                 raise ValueError(
                     f"{name}: got one beside harness, whose tasks say how they are asked and "

@@ -148,8 +148,9 @@ class TrainingConfig(StrictModel):
     @property
     def data_parallel_size(self) -> int:
         """Ranks, or groups of ranks, that process different data."""
-        sharing = self.tensor_parallel_size * self.pipeline_parallel_size * self.num_sharing_ranks
-        return self.num_workers // sharing
+        return self.num_workers // (
+            self.tensor_parallel_size * self.pipeline_parallel_size * self.num_sharing_ranks
+        )
 
     @property
     def num_sharing_ranks(self) -> int:

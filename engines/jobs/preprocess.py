@@ -28,8 +28,10 @@ def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
             if (model_dir / "tokenizer.json").exists():
                 tokenizer = DirectoryTokenizer.load(model_dir, model.chat_template)
                 image_length = partial(find_image_length, model_dir)
-    sources = [name for name in spec.inputs if name.startswith(SOURCE)]
-    with context.clock("preprocess"), context.reading(sources):
+    with (
+        context.clock("preprocess"),
+        context.reading([name for name in spec.inputs if name.startswith(SOURCE)]),
+    ):
         summary = build_dataset(
             config.data,
             model,

@@ -3,24 +3,31 @@
 preference.parquet   the pairs
 summary.json         counts of pairs and of prompts without one
 
+At least one answer of a pair is sampled from the policy.
 Promises: preference training with the same context accepts every pair; pairs are in memory only
-until those of their call are written.
+until those of their call are written. Rows and seeds depend only on (seed, iteration, row). An
+answer that was cut, is blank or could not be scored is in no pair; rows without a pair are counted.
+Lengths are those of the rendered text, as training sees it.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 
+from engines.config.rollout import SamplingConfig
 from engines.config.rules.models import check_not_self_played
 from engines.config.stages.serving import SelfPlayStageConfig
+from engines.data.order import ResumableOrder
 from engines.data.prepare.stored_rows import stored
 from engines.data.read.dataset import PREFERENCE_FILE, SUMMARY_FILE, Dataset, load_dataset
-from engines.data.read.examples import RLPrompt, RLPrompts
+from engines.data.read.examples import RLPrompt, RLPrompts, pair_lengths
 from engines.data.read.lazy_sequence import Made, MappedRows
 from engines.data.read.row_files import PREFERENCE_FORMAT, write_batches
-from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
+from engines.data.read.rows import PreferenceRow, RewardModel, RLRow, SFTRow
 from engines.data.read.tokenizer import ChatTokenizer
 from engines.errors import NothingToTrainOnError
 from engines.jobs.process.policy_stage import local_reward, policy_tokenizer, prompts_within
@@ -28,18 +35,12 @@ from engines.jobs.process.runtime import DEADLINES_S, JobContext, JobOutput, run
 from engines.jobs.serving.answers import Generate, KeptAnswers
 from engines.jobs.serving.frozen_models import serve
 from engines.jobs.serving.model import load_served
+from engines.rewards.base import Score
 from engines.rewards.resolve import check_data_sources
 from engines.rewards.scorer import RewardScorer
+from engines.trainers.prompts import derive_seed, sample_seeds, sampling_params
 from engines.trainers.scoring import CompletionScorer
-from engines.trainers.supervised.self_play import (
-    as_prompt,
-    best_worst_pair,
-    chosen_rows,
-    fitting,
-    own_answers,
-    requests_of,
-    spin_pair,
-)
+from engines.types import Completion, RolloutRequest
 from infra.errors import ConfigError
 
 KIND = "pairs"
@@ -75,13 +76,27 @@ def self_play(context: JobContext[SelfPlayStageConfig]) -> JobOutput:
                 PREFERENCE_FORMAT,
                 kept_pairs(context, scorer, answers, prompts, counts),
             )
-    _check_made(counts, context.config)
+    if not counts.num_pairs and counts.num_overlong_pairs:
+        raise ConfigError(
+            "model.max_length",
+            f"got {context.config.max_length}; all {counts.num_overlong_pairs} pairs that were "
+            "made have an answer that, with its prompt, is longer as preference training reads it; "
+            "need room for one; raise it, or lower preference.self_play.sampling.max_new_tokens",
+        )
+    if not counts.num_pairs:
+        raise NothingToTrainOnError(
+            f"none of {counts.num_unpaired} prompts made a pair: every answer was cut, blank or no "
+            "other than what it is compared with; raise "
+            "preference.self_play.sampling.max_new_tokens or temperature, or end with an iteration "
+            "less"
+        )
     write_batches(
         context.output_dir / PREFERENCE_FILE, PREFERENCE_FORMAT, made.batches(), made.is_plain
     )
     metrics = {name: float(count) for name, count in asdict(counts).items()}
-    text = json.dumps(metrics, indent=2, sort_keys=True) + "\n"
-    (context.output_dir / SUMMARY_FILE).write_text(text, encoding="utf-8")
+    (context.output_dir / SUMMARY_FILE).write_text(
+        json.dumps(metrics, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
     return JobOutput(KIND, metrics)
 
 
@@ -90,8 +105,13 @@ def _prompts(
 ) -> tuple[RLPrompts, int]:
     """Return the prompts and the number of rows too long to be asked; the stack closes the rows."""
     config = context.config
-    dataset = load_dataset(context.input("dataset"))
-    rows = asked_rows(config, dataset, context.spec.seed, stack, context.attempt_dir)
+    rows = asked_rows(
+        config,
+        load_dataset(context.input("dataset")),
+        context.spec.seed,
+        stack,
+        context.attempt_dir,
+    )
     by_reward = config.self_play.source == "best_worst"
     prompts = prompts_within(
         rows,
@@ -107,24 +127,6 @@ def _prompts(
     return prompts, len(rows) - len(prompts)
 
 
-def _check_made(counts: PairCounts, config: SelfPlayStageConfig) -> None:
-    """Raise an error if no pair can be trained on."""
-    if counts.num_pairs:
-        return
-    if counts.num_overlong_pairs:
-        raise ConfigError(
-            "model.max_length",
-            f"got {config.max_length}; all {counts.num_overlong_pairs} pairs that were made have "
-            "an answer that, with its prompt, is longer as preference training reads it; need "
-            "room for one; raise it, or lower preference.self_play.sampling.max_new_tokens",
-        )
-    raise NothingToTrainOnError(
-        f"none of {counts.num_unpaired} prompts made a pair: every answer was cut, blank or no "
-        "other than what it is compared with; raise preference.self_play.sampling.max_new_tokens "
-        "or temperature, or end with an iteration less"
-    )
-
-
 def kept_pairs(
     context: JobContext[SelfPlayStageConfig],
     scorer: CompletionScorer,
@@ -133,10 +135,27 @@ def kept_pairs(
     counts: PairCounts,
 ) -> Iterator[PreferenceRow]:
     """Yield the pairs that fit into the context, in prompt order; sampled lazily by call."""
+    config, section = context.config, context.config.self_play
+    spins, decode = section.source == "spin", scorer.decode
+    pair_of = spin_pair if spins else best_worst_pair
     for start in range(0, len(prompts), PROMPTS_PER_CALL):
         asked = prompts[start : start + PROMPTS_PER_CALL]
-        made = made_pairs(context, scorer, generate, asked)
-        kept = fitting(made, scorer.tokenizer, context.config.max_length)
+        rows = [prompt.row for prompt in asked]
+        requests = requests_of(
+            asked,
+            config.sampling,
+            section.samples_per_prompt,
+            context.spec.seed,
+            config.iteration,
+        )
+        completions = generate(requests)
+        scores = [None] * len(rows) if spins else scorer.judge(rows, completions, requests)
+        found = (
+            pair_of(row, [*own_answers(of_row, judged, decode)])
+            for row, of_row, judged in zip(rows, completions, scores, strict=True)
+        )
+        made = [pair for pair in found if pair is not None]
+        kept = fitting(made, scorer.tokenizer, config.max_length)
         counts.num_pairs += len(kept)
         counts.num_unpaired += len(asked) - len(made)
         counts.num_overlong_pairs += len(made) - len(kept)
@@ -181,26 +200,91 @@ def asked_rows(
     return Made(chosen_rows(len(rows), section.num_prompts, seed, config.iteration), asked)
 
 
-def made_pairs(
-    context: JobContext[SelfPlayStageConfig],
-    scorer: CompletionScorer,
-    generate: Generate,
-    prompts: Sequence[RLPrompt],
-) -> list[PreferenceRow]:
-    """Return the pairs made from some prompts, in prompt order; not every prompt makes one."""
-    config, section = context.config, context.config.self_play
-    num_samples, seed = section.samples_per_prompt, context.spec.seed
-    requests = requests_of(prompts, config.sampling, num_samples, seed, config.iteration)
-    completions = generate(requests)
-    rows, decode = [prompt.row for prompt in prompts], scorer.decode
-    spins = section.source == "spin"
-    scores = [None] * len(rows) if spins else scorer.judge(rows, completions, requests)
-    pair_of = spin_pair if spins else best_worst_pair
-    found = (
-        pair_of(row, [*own_answers(of_row, judged, decode)])
-        for row, of_row, judged in zip(rows, completions, scores, strict=True)
+@dataclass(frozen=True)
+class OwnAnswer:
+    """An answer of the policy, without special tokens; `score` is None if there is no reward."""
+
+    text: str
+    score: float | None = None
+
+
+def as_prompt(row: SFTRow) -> RLRow:
+    """Return the messages before the first answer as a prompt, with that answer as ground truth."""
+    return RLRow(
+        row.data_source, row.prompt, "", RewardModel("rule", row.messages[len(row.prompt)].content)
     )
-    return [pair for pair in found if pair is not None]
+
+
+def chosen_rows(num_rows: int, num_prompts: int | None, seed: int, iteration: int) -> Sequence[int]:
+    """Return an iteration's rows of an endless shuffled order; None takes all rows in order."""
+    if num_prompts is None:
+        return range(num_rows)
+    order = ResumableOrder(
+        num_rows=num_rows, batch_size=num_prompts, seed=derive_seed(seed, "self_play")
+    )
+    return array("q", order.batch(iteration - 1))
+
+
+def requests_of(
+    prompts: Sequence[RLPrompt],
+    sampling: SamplingConfig,
+    num_samples: int,
+    seed: int,
+    iteration: int,
+) -> list[RolloutRequest]:
+    """Return one request per prompt; `prompt.index`, its place in the iteration, is in the name."""
+    asked = sampling_params(sampling)
+    return [
+        RolloutRequest(
+            name := f"self_play={iteration}/prompt={prompt.index}",
+            prompt.prompt_ids,
+            asked,
+            sample_seeds(seed, name, num_samples),
+        )
+        for prompt in prompts
+    ]
+
+
+def own_answers(
+    completions: Sequence[Completion],
+    scores: Sequence[Score | None] | None,
+    decode: Callable[[Completion], str],
+) -> Iterator[OwnAnswer]:
+    """Yield the finished answers to one prompt; without `scores` they need no score."""
+    for place, completion in enumerate(completions):
+        text = decode(completion)
+        score = None if scores is None else scores[place]
+        if completion.finish_reason == "stop" and text.strip():
+            if scores is None:
+                yield OwnAnswer(text)
+            elif score is not None:
+                yield OwnAnswer(text, score.value)
+
+
+def spin_pair(row: RLRow, answers: Sequence[OwnAnswer]) -> PreferenceRow | None:
+    """Pair the data's answer with the policy's first other one (arXiv:2401.01335 alg. 1)."""
+    chosen = str(row.reward_model.ground_truth)
+    others = [each.text for each in answers if each.text.strip() != chosen.strip()]
+    return PreferenceRow(row.prompt, chosen, others[0], row.data_source) if others else None
+
+
+def best_worst_pair(row: RLRow, answers: Sequence[OwnAnswer]) -> PreferenceRow | None:
+    """Pair the answers of largest and smallest reward; None if rewards or texts are equal."""
+    scored = [(each.score, each.text) for each in answers if each.score is not None]
+    if not scored:
+        return None
+    best, worst = max(scored, key=itemgetter(0)), min(scored, key=itemgetter(0))
+    if best[0] == worst[0] or best[1].strip() == worst[1].strip():
+        return None
+    return PreferenceRow(row.prompt, best[1], worst[1], row.data_source, best[0] - worst[0])
+
+
+def fitting(
+    pairs: Sequence[PreferenceRow], tokenizer: ChatTokenizer, max_length: int
+) -> list[PreferenceRow]:
+    """Return the pairs whose conversations have at most `max_length` tokens."""
+    lengths = pair_lengths(pairs, tokenizer) if pairs else []
+    return [pair for pair, length in zip(pairs, lengths, strict=True) if length <= max_length]
 
 
 if __name__ == "__main__":

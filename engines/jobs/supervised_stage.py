@@ -114,8 +114,13 @@ def train_policy(
             if needs_reference(rows):
                 roles[REFERENCE] = RoleSpec(source=start.source, training=config.training)
         progress, trained = train(context, stack, section, rows_per_step, rows, start, roles)
-        steps = TrainedSteps(stage=config.stage, num_steps=trained.num_steps)
-        return policy_output(context, progress, start.hf_dir, steps, trained.metrics)
+        return policy_output(
+            context,
+            progress,
+            start.hf_dir,
+            TrainedSteps(stage=config.stage, num_steps=trained.num_steps),
+            trained.metrics,
+        )
 
 
 def train(
@@ -143,10 +148,12 @@ def train(
             device_kind=config.hardware.device_kind,
             seed=seed,
         )
-        group = launch_policy_group(spec, context.attempt_dir, queueing(context, config.hardware))
-        workers = stack.enter_context(closing(group))
+        workers = stack.enter_context(
+            closing(
+                launch_policy_group(spec, context.attempt_dir, queueing(context, config.hardware))
+            )
+        )
     progress = stage_progress(context, config.checkpoint, section.num_steps)
-    trainer = SupervisedTrainer(
+    return progress, SupervisedTrainer(
         section, training_set, rows_per_step, workers, progress, seed, config.stage
-    )
-    return progress, trainer.train()
+    ).train()

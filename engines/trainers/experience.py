@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -70,17 +71,6 @@ class Experience:
         """(B,) float64."""
         return torch.tensor([sample.reward for sample in self.samples], dtype=torch.float64)
 
-    @property
-    def scores_B(self) -> Tensor:
-        """(B,) float64."""
-        return torch.tensor([sample.score for sample in self.samples], dtype=torch.float64)
-
-    @property
-    def positive_T(self) -> Tensor:
-        """(T,) float32: 1 on the sampled tokens of right answers."""
-        correct_B = torch.tensor([sample.correct for sample in self.samples]).float()
-        return correct_B[self.batch.sequence_index_T] * self.batch.columns["loss_mask"]
-
     @cached_property
     def components(self) -> tuple[str, ...]:
         """The score, then the names of the other values that every sample has, sorted."""
@@ -91,10 +81,7 @@ class Experience:
     def scores_BR(self) -> Tensor:
         """(B, R) float64 of the `components`."""
         names = self.components[1:]
-        rows = [
-            [sample.score, *(extras[name] for name in names)]
-            for sample, extras in ((each, each.extras) for each in self.samples)
-        ]
+        rows = [[each.score, *(each.extras[name] for name in names)] for each in self.samples]
         return torch.tensor(rows, dtype=torch.float64)
 
     def name_of(self, sample: int) -> str:
@@ -115,11 +102,17 @@ class Experience:
         Raises:
             RewardError: a sample lacks a component that the estimator compares.
         """
-        self._check_components(compared_components(algorithm))
+        absent = {*compared_components(algorithm)} - {*self.components}
+        for place, sample in enumerate(self.samples if absent else ()):
+            for name in sorted(absent - {*sample.extras}):
+                raise RewardError(
+                    f"{self.name_of(place)}: the reward gave no finite number called {name!r}, "
+                    f"which {KEYS} compares; have it give one to every sample, or name others"
+                )
         trajectories = [sample.trajectory for sample in self.samples]
         mask_T = self.batch.columns["loss_mask"] > 0
-        rewards_T = on_last_token(self.rewards_B, mask_T, self.batch)
-        rewards_T = rewards_T + segment_rewards_T(trajectories, self.batch)
+        outcomes_T = on_last_token(self.rewards_B, mask_T, self.batch)
+        rewards_T = outcomes_T + segment_rewards_T(trajectories, self.batch)
         metrics = {**self.metrics}
         if algorithm.use_kl_in_reward:
             kl_T, kl = reward_kl(algorithm.kl_penalty, self.batch)
@@ -140,15 +133,6 @@ class Experience:
         returns = {} if found.returns_T is None else {"returns": found.returns_T}
         added = self.with_columns(advantages=found.advantages_T, **returns)
         return replace(added, metrics={**metrics, **found.metrics}, kept_B=found.kept_B)
-
-    def _check_components(self, names: Sequence[str]) -> None:
-        absent = {*names} - {*self.components}
-        for place, sample in enumerate(self.samples if absent else ()):
-            for name in sorted(absent - {*sample.extras}):
-                raise RewardError(
-                    f"{self.name_of(place)}: the reward gave no finite number called {name!r}, "
-                    f"which {KEYS} compares; have it give one to every sample, or name others"
-                )
 
     def take(self, samples: Sequence[int]) -> "Experience":
         """Return the samples with these indices, which may repeat; group numbers stay."""
@@ -217,11 +201,10 @@ class Collector:
         """Add one generation batch and filter its groups."""
         self.batches.append(batch)
         scores = [sample.score for sample in batch.samples]
-        numbers = [sample.group for sample in batch.samples]
         keep_B = informative_samples(
             self._filter,
             torch.tensor(scores, dtype=torch.float64),
-            torch.tensor(numbers, dtype=torch.int64),
+            torch.tensor([sample.group for sample in batch.samples], dtype=torch.int64),
         )
         self.num_evicted += int((~keep_B).sum())
         groups: dict[int, list[ScoredSample]] = {}
@@ -233,7 +216,7 @@ class Collector:
     def experience(self) -> Experience:
         """Return the first `num_groups` kept groups; samples of a large one become views."""
         chosen = self._kept[: self._wanted]
-        samples = tuple(sample for group in chosen for sample in group)
+        samples = tuple(chain.from_iterable(chosen))
         index_B = torch.tensor([at for at, group in enumerate(chosen) for _ in group]).long()
         batch = self._place(self._packed(samples))
         if batch.num_tokens >= MIN_SHARED_TOKENS:
@@ -243,8 +226,11 @@ class Collector:
     def scored(self) -> Experience:
         """Return all scored samples, kept or not."""
         samples = tuple(sample for batch in self.batches for sample in batch.samples)
-        index_B = torch.tensor([sample.group for sample in samples], dtype=torch.int64)
-        return Experience(samples, index_B, self._packed(samples))
+        return Experience(
+            samples,
+            torch.tensor([sample.group for sample in samples], dtype=torch.int64),
+            self._packed(samples),
+        )
 
     def _shared(
         self, samples: tuple[ScoredSample, ...], batch: TokenBatch

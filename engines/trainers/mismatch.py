@@ -11,14 +11,15 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from engines.algorithms.aggregation import token_mean
-from engines.algorithms.distillation import Objective
 from engines.algorithms.parts import Gather
+from engines.algorithms.policy_objective import Objective
 from engines.config.algorithm import MismatchConfig
 from engines.errors import RolloutError, WeightSyncError
 from engines.types import (
@@ -62,8 +63,9 @@ class MeasuredObjective:
     ) -> LossOutput:
         """Return the objective's loss, with the metrics of `differences` added to its own."""
         output = self.objective(outputs, batch, counts)
-        before_T = batch.columns.get("old_logprobs", outputs.logprobs_T.detach())
-        means, maxima = differences(before_T, batch, counts)
+        means, maxima = differences(
+            batch.columns.get("old_logprobs", outputs.logprobs_T.detach()), batch, counts
+        )
         return LossOutput(output.loss, {**output.metrics, **means}, {**output.maxima, **maxima})
 
 
@@ -126,7 +128,7 @@ class MismatchGate:
 
 def check_versions(completions: Sequence[Sequence[Completion]], version: int) -> None:
     """Raise `RolloutError` if weights other than the published version sampled a token."""
-    for completion in (completion for row in completions for completion in row):
+    for completion in chain.from_iterable(completions):
         versions = {sampled for sampled, _ in completion.tokens.version_runs}
         if versions - {version} or (len(completion.token_ids) and not versions):
             raise RolloutError(
@@ -158,8 +160,9 @@ class WeightProbe:
 
     def request(self, place: int, version: int) -> RolloutRequest:
         """See `engines.rollout.publishing.Probe`."""
-        name = f"probe/version={version}/replica={place}"
-        return RolloutRequest(name, self._prompt_ids, self._sampling, (SEED,))
+        return RolloutRequest(
+            f"probe/version={version}/replica={place}", self._prompt_ids, self._sampling, (SEED,)
+        )
 
     def check(self, requests: Sequence[RolloutRequest], found: Sequence[Completion]) -> None:
         """See `engines.rollout.publishing.Probe`."""
@@ -187,8 +190,9 @@ def probe_prompt(hf_dir: Path, max_length: int) -> tuple[int, ...]:
     """Return random token ids for a model, without special ones and with room for the answer."""
     config = json.loads((hf_dir / "config.json").read_text(encoding="utf-8"))
     special = [value for name, value in config.items() if name.endswith("_token_id")]
-    text = config.get("text_config", config)
-    ids = [i for i in range(int(text["vocab_size"])) if i not in special]
+    ids = [
+        i for i in range(int(config.get("text_config", config)["vocab_size"])) if i not in special
+    ]
     size = max(1, min(NUM_PROMPT_TOKENS, max_length - NUM_NEW_TOKENS))
     places = torch.randint(len(ids), (size,), generator=torch.Generator().manual_seed(SEED))
     return tuple(ids[place] for place in places.tolist())

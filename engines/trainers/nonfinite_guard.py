@@ -12,19 +12,12 @@ from engines.controller.model_worker import ModelWorker
 from engines.controller.worker_group import WorkerGroup
 from engines.errors import NonFiniteError
 from engines.training.spec import POLICY, RoleName
-from engines.types import (
-    PoisonedUpdate,
-    TokenBatch,
-    TrainMetrics,
-)
+from engines.types import PoisonedUpdate, TokenBatch, TrainMetrics
 
 ROW = "row"
 """Batch row with the number of each sequence, for its name: (B,) int64."""
 
-
 NUM_POISONED = "training/poisoned_updates"
-
-
 _MAX_NUM_NAMED = 5
 
 

@@ -2,25 +2,20 @@
 
 Promises: the loss covers the tokens of trained segments, a shared prefix only once. A token costs 9
 bytes, as `viewed` trajectories share the memory of their batch.
-Letters: B trajectories, T tokens of all of them, S segments including prompts.
+Letters: B trajectories, T tokens of all of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engines.images import ImagePatches
-from engines.requests import Float32Array, Segment
-from engines.trajectory import Prompt, Trajectory
+from engines.requests import Float32Array, Int32Array, Segment
+from engines.trajectory import Trajectory
 from engines.types import TokenBatch
-
-Part = TypeVar("Part")
 
 See = Callable[[Sequence[Sequence[bytes]]], ImagePatches | None]
 """Makes the patches of the images of sequences, given as file contents."""
@@ -32,27 +27,52 @@ def pack(trajectories: Sequence[Trajectory], see: See | None = None) -> TokenBat
     The batch is narrow (`TokenBatch.widened`): int32 ids, bool `loss_mask` (trained tokens).
     `rollout_logprobs` and segment columns are float32, 0 on prompts and where a segment has none.
     """
-    ids = _laid_out(trajectories, lambda prompt: prompt.token_ids_P, lambda part: part.token_ids_N)
-    trained = _laid_out(trajectories, lambda _: False, lambda part: part.trained)
-    ends = np.cumsum([0, *map(len, ids)])
-    ends_B = ends[np.cumsum([0, *(1 + len(each.segments) for each in trajectories)])]
-    trained_T = np.repeat(np.array(trained, bool), np.diff(ends))
-    for each, start in zip(trajectories, ends_B.tolist(), strict=False):
+    rows = list(_laid_out(trajectories))
+    segments = [placed for _, _, own in rows for placed in own]
+    ids: list[Int32Array] = []
+    for each, _, own in rows:
+        ids += [each.prompt.token_ids_P, *(segment.token_ids_N for segment, _ in own)]
+    num_tokens = sum(map(len, ids))
+    trained_T = np.zeros(num_tokens, bool)
+    for each, start, own in rows:
+        for segment, span in own:
+            trained_T[span] = segment.trained
         behind = start + len(each.prompt.token_ids_P)
         trained_T[behind : behind + each.branch_point] = False
-    named = sorted({n for each in trajectories for part in each.segments for n in part.columns})
-    longest = max(map(len, ids), default=0)
-    column = partial(_column, trajectories, longest)
+
+    def column(arrays: Sequence[Float32Array | None]) -> Tensor:
+        width = next((array.shape[1:] for array in arrays if array is not None), ())
+        values_T = np.zeros((num_tokens, *width), np.float32)
+        for array, (_, span) in zip(arrays, segments, strict=True):
+            if array is not None:
+                values_T[span] = array
+        return torch.from_numpy(values_T)
+
+    named = sorted({name for segment, _ in segments for name in segment.columns})
     return TokenBatch(
-        _joined(ids),
-        torch.from_numpy(ends_B.astype(np.int32)),
+        torch.from_numpy(np.concatenate(ids)) if ids else torch.zeros(0),
+        torch.tensor([*(start for _, start, _ in rows), num_tokens], dtype=torch.int32),
         {
             "loss_mask": torch.from_numpy(trained_T),
-            "rollout_logprobs": column(lambda part: part.logprobs_N),
-            **{name: column(partial(_named, name)) for name in named},
+            "rollout_logprobs": column([segment.logprobs_N for segment, _ in segments]),
+            **{n: column([segment.columns.get(n) for segment, _ in segments]) for n in named},
         },
         see([each.images for each in trajectories]) if see else None,
     )
+
+
+def _laid_out(
+    trajectories: Sequence[Trajectory],
+) -> Iterator[tuple[Trajectory, int, list[tuple[Segment, slice]]]]:
+    """Yield each trajectory, its first token in the batch, and its segments with their tokens."""
+    start = 0
+    for each in trajectories:
+        end, own = start + len(each.prompt.token_ids_P), list[tuple[Segment, slice]]()
+        for segment in each.segments:
+            own.append((segment, slice(end, end + segment.num_tokens)))
+            end += segment.num_tokens
+        yield each, start, own
+        start = end
 
 
 def viewed(trajectories: Sequence[Trajectory], batch: TokenBatch) -> list[Trajectory]:
@@ -60,14 +80,12 @@ def viewed(trajectories: Sequence[Trajectory], batch: TokenBatch) -> list[Trajec
     ids_T = batch.input_ids_T.numpy()
     logprobs_T = batch.columns["rollout_logprobs"].numpy()
     found: list[Trajectory] = []
-    for each, start in zip(trajectories, batch.cu_seqlens.tolist(), strict=False):
-        end, segments = start + len(each.prompt.token_ids_P), list[Segment]()
-        for segment in each.segments:
-            own = slice(end, end + segment.num_tokens)
-            end = own.stop
-            arrays = {"token_ids_N": ids_T[own], "logprobs_N": logprobs_T[own]}
-            segments.append(replace(segment, **arrays))
-        found.append(replace(each, segments=tuple(segments)))
+    for each, _, own in _laid_out(trajectories):
+        views = (
+            replace(segment, token_ids_N=ids_T[span], logprobs_N=logprobs_T[span])
+            for segment, span in own
+        )
+        found.append(replace(each, segments=tuple(views)))
     return found
 
 
@@ -81,51 +99,9 @@ def segment_rewards_T(trajectories: Sequence[Trajectory], batch: TokenBatch) -> 
         return rewards_T
     place_T = torch.arange(batch.num_tokens)
     last_T = torch.where(batch.columns["loss_mask"] > 0, place_T, -1).cummax(0).values
-    for each, start in zip(trajectories, batch.cu_seqlens.tolist(), strict=False):
-        end = start + len(each.prompt.token_ids_P)
-        for segment in each.segments:
-            end += segment.num_tokens
-            if segment.reward is not None and end and int(last_T[end - 1]) >= start:
-                rewards_T[int(last_T[end - 1])] += segment.reward
+    for _, start, own in _laid_out(trajectories):
+        for segment, span in own:
+            last = int(last_T[span.stop - 1]) if span.stop else -1
+            if segment.reward is not None and last >= start:
+                rewards_T[last] += segment.reward
     return rewards_T
-
-
-def _laid_out(
-    trajectories: Sequence[Trajectory],
-    of_prompt: Callable[[Prompt], Part],
-    of_segment: Callable[[Segment], Part],
-) -> list[Part]:
-    """Return a value of each prompt and of its segments, in token order."""
-    return [
-        part
-        for each in trajectories
-        for part in (of_prompt(each.prompt), *map(of_segment, each.segments))
-    ]
-
-
-def _column(
-    trajectories: Sequence[Trajectory],
-    longest: int,
-    values: Callable[[Segment], Float32Array | None],
-) -> Tensor:
-    """Return values of the tokens of all segments; 0 on prompts and in segments without values."""
-    found = (values(part) for each in trajectories for part in each.segments)
-    width = next((array.shape[1:] for array in found if array is not None), ())
-    zeros = np.zeros((longest, *width), np.float32)
-
-    def of_segment(segment: Segment) -> Float32Array:
-        array = values(segment)
-        return zeros[: segment.num_tokens] if array is None else array
-
-    return _joined(
-        _laid_out(trajectories, lambda prompt: zeros[: len(prompt.token_ids_P)], of_segment)
-    )
-
-
-def _named(name: str, segment: Segment) -> Float32Array | None:
-    return segment.columns.get(name)
-
-
-def _joined(arrays: Sequence[NDArray[Any]]) -> Tensor:
-    """Concatenate the arrays in the dtype of the first; (0,) float32 if there are none."""
-    return torch.from_numpy(np.concatenate(arrays)) if arrays else torch.zeros(0)

@@ -60,7 +60,7 @@ class StageProgress:
     ) -> None:
         self._background_timeout_s = background_timeout_s
         self._in_flight: BackgroundSave | None = None
-        self._journal, self._heartbeat = journal, heartbeat
+        self.journal, self._heartbeat = journal, heartbeat
         self._checkpoints, self._every = checkpoints, every_num_steps
         self._num_steps = num_steps
         self._newest: StepCheckpoint | None = None
@@ -69,17 +69,13 @@ class StageProgress:
     def resume(self, workers: WorkerGroup) -> TrainerState:
         """Load the newest valid checkpoint that the journal covers, and return its state."""
         self._heartbeat.enter("train", STEP_DEADLINE_S)
-        newest = self._newest = self._checkpoints.latest_valid(self._journal.num_done)
+        newest = self._newest = self._checkpoints.latest_valid(self.journal.num_done)
         if newest is None:
             return TrainerState(step=0)
         with self.clock("load"):
             workers.run(ModelWorker.load_checkpoint, newest.path)
-        self._journal.log(f"continuing after step {newest.step} of {self._num_steps}")
+        self.journal.log(f"continuing after step {newest.step} of {self._num_steps}")
         return newest.state
-
-    def say(self, line: str) -> None:
-        """Write a line into the journal."""
-        self._journal.log(line)
 
     def record(
         self, global_step: int, step: int, metrics: Mapping[str, float], clock: PhaseClock
@@ -93,19 +89,19 @@ class StageProgress:
         for phase, seconds in clock.seconds.items():
             self.clock.add(JOB_PHASES.get(phase, "train"), seconds)
         self._heartbeat.step = step
-        self._journal.metrics(global_step, metrics)
+        self.journal.metrics(global_step, metrics)
         shown = [f"{name} {metrics[name]:.4g}" for name in HEADLINES if name in metrics]
         line = f"step {step}/{self._num_steps}  {'  '.join(shown)}"
-        self._journal.progress(step, self._num_steps, line)
+        self.journal.progress(step, self._num_steps, line)
         logger.info("%s", line)
 
     def measured(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics of held-out rows after a step; step 0 is before the first one."""
         self._heartbeat.tick()
         if metrics:
-            self._journal.metrics(step, metrics)
+            self.journal.metrics(step, metrics)
             shown = "  ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items()))
-            self._journal.progress(step, self._num_steps, f"after step {step}: {shown}")
+            self.journal.progress(step, self._num_steps, f"after step {step}: {shown}")
 
     def checkpoint_when_due(
         self,

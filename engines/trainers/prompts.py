@@ -77,14 +77,18 @@ class PromptSource:
         seed: int,
         images: PromptImages | None = None,
     ) -> None:
-        self._prompts = prompts
-        self.images = images
+        self._prompts, self.images = prompts, images
         self._config, self._round = config.rl, config.round
         self.seed = seed
         self._sampling = sampling_params(config.rl.sampling)
         self._greedy = GREEDY_SCORES in ADVANTAGES.find(config.rl.algorithm.adv_estimator).rows
         size = config.rl.batch_size_prompts
-        rows = Made(prompts, _visited)
+        rows = Made(
+            prompts,
+            lambda each: VisitedRow(
+                each.row.data_source, len(each.prompt_ids), each.row.extra_info
+            ),
+        )
         self._num_refills = config.rl.algorithm.filter_groups.max_num_gen_batches - 1
         self._order = order_of(config.rl.order, rows, size, seed, path="rl.order")
         self._refill_order = order_of(
@@ -122,7 +126,6 @@ class PromptSource:
             )
             for place, prompt in enumerate(prompts)
         )
-        rows = tuple(prompt.row for prompt in prompts)
         greedy = tuple(
             replace(
                 request,
@@ -133,11 +136,7 @@ class PromptSource:
             for request in requests
             if self._greedy
         )
-        return PromptBatch(first_group, rows, requests, greedy)
-
-
-def _visited(prompt: RLPrompt) -> VisitedRow:
-    return VisitedRow(prompt.row.data_source, len(prompt.prompt_ids), prompt.row.extra_info)
+        return PromptBatch(first_group, tuple(prompt.row for prompt in prompts), requests, greedy)
 
 
 def sample_seeds(seed: int, request_id: str, num_samples: int, turn: int = 0) -> tuple[int, ...]:

@@ -145,14 +145,17 @@ def step_metrics(
         "perf/time_per_step": step_s,
         **{f"timing_s/{phase}": seconds for phase, seconds in clock.seconds.items()},
     }
-    if experience.num_groups:
-        num_tokens = float(experience.batch.num_tokens)
-        metrics |= experience_metrics(experience)
-        metrics |= update_metrics("actor", updates.policy)
-        metrics |= update_metrics("critic", updates.critic)
-        metrics["perf/total_num_tokens"] = num_tokens
-        metrics["perf/throughput"] = num_tokens / step_s / num_workers
-    return metrics
+    if not experience.num_groups:
+        return metrics
+    num_tokens = float(experience.batch.num_tokens)
+    return {
+        **metrics,
+        **experience_metrics(experience),
+        **update_metrics("actor", updates.policy),
+        **update_metrics("critic", updates.critic),
+        "perf/total_num_tokens": num_tokens,
+        "perf/throughput": num_tokens / step_s / num_workers,
+    }
 
 
 def experience_metrics(experience: Experience) -> dict[str, float]:
@@ -164,7 +167,7 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
     sampled_T = experience.batch.columns["loss_mask"] > 0
     groups = group_statistics(experience.rewards_B, experience.group_index_B, experience.num_groups)
     metrics = {
-        **_spread("critic/score", experience.scores_B),
+        **_spread("critic/score", experience.scores_BR[:, 0]),
         **_spread("critic/rewards", experience.rewards_B),
         **_spread("response_length", lengths),
         "response_length/clip_ratio": sum(cut) / len(cut),
@@ -181,8 +184,9 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
     for sample in experience.samples:
         for name, value in sample.extras.items():
             extras.setdefault(name, []).append(value)
-    means = {f"reward/{name}/mean": sum(own) / len(own) for name, own in sorted(extras.items())}
-    return metrics | means
+    return metrics | {
+        f"reward/{name}/mean": sum(own) / len(own) for name, own in sorted(extras.items())
+    }
 
 
 def _spread(name: str, values: Tensor) -> dict[str, float]:

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.algorithms.distillation import round_loss_fn
 from engines.algorithms.kl import next_coefficient
-from engines.algorithms.policy_objective import resample
+from engines.algorithms.policy_objective import resample, round_loss_fn
 from engines.algorithms.value_objective import ValueObjective
 from engines.config.rows import ADVANTAGES, POLICY_LOSSES
 from engines.config.rules.models import resolved_algorithm
@@ -82,15 +81,20 @@ class RLTrainer:
         self.start = LoopState.at_start(rl, self.config.round, self.before)
         self._algorithm = resolved_algorithm(rl)
         self._loss_fn = MeasuredObjective(round_loss_fn(rl))
-        rollout_dtype = self.config.rollout.dtype or training_dtype
-        self._gate = MismatchGate.of(rl.mismatch, training_dtype, rollout_dtype)
-        infer_logprobs = partial(run, ModelWorker.infer_logprobs)
-        self._probe = WeightProbe(
-            self.probe_prompt, rl.sampling.temperature, self._gate, infer_logprobs
+        self._gate = MismatchGate.of(
+            rl.mismatch, training_dtype, self.config.rollout.dtype or training_dtype
         )
-        setting = "rl.max_num_poisoned_updates"
+        self._probe = WeightProbe(
+            self.probe_prompt,
+            rl.sampling.temperature,
+            self._gate,
+            partial(run, ModelWorker.infer_logprobs),
+        )
         self._guard = PoisonGuard(
-            self.workers, rl.max_num_poisoned_updates, setting, self.progress.say
+            self.workers,
+            rl.max_num_poisoned_updates,
+            "rl.max_num_poisoned_updates",
+            self.progress.journal.log,
         )
         self._keeper = SampleKeeper(self.config, run, self.scorer.tokenizer, self.attempt_dir)
         if self.teacher is None and rl.distillation is not None:
@@ -119,21 +123,22 @@ class RLTrainer:
         return state.trained_steps(with_kl_coef=self._algorithm.use_kl_in_reward)
 
     def _train_step(self, step: LoopStep, state: LoopState) -> LoopState:
-        """Train one step; a separate function, so that its batch is freed before the next step."""
+        """Train one step; a function of its own, so that its tensors are freed before the next."""
         collected = self.generate(step, state.version)
-        batch, updates, kl_coef = collected.experience(), Updates(), state.kl_coef
-        if batch.num_groups:
-            batch = self.infer(step, batch)
-            batch = self.estimate_advantages(step, batch, kl_coef)
-        self._keeper.keep(step, batch if batch.num_groups else collected.scored())
-        if batch.num_groups:
-            updates = self.update(step, batch, state)
+        experience, updates, kl_coef = collected.experience(), Updates(), state.kl_coef
+        if experience.num_groups:
+            experience = self.infer(step, experience)
+            experience = self.estimate_advantages(step, experience, kl_coef)
+            self._keeper.keep(step, experience)
+            updates = self.update(step, experience, state)
             if self._algorithm.use_kl_in_reward:
-                kl, control = batch.metrics[KL_IN_REWARD], self._algorithm.kl_ctrl
-                kl_coef = next_coefficient(control, kl_coef, kl, len(batch.samples))
-        state = state.after(updates, trains=batch.trains, kl_coef=kl_coef)
+                kl, control = experience.metrics[KL_IN_REWARD], self._algorithm.kl_ctrl
+                kl_coef = next_coefficient(control, kl_coef, kl, len(experience.samples))
+        else:
+            self._keeper.keep(step, collected.scored())
+        state = state.after(updates, trains=experience.trains, kl_coef=kl_coef)
         num_sync_bytes = self._publish(state.version, step)
-        self._record(step, collected, batch, updates, state, num_sync_bytes)
+        self._record(step, collected, experience, updates, state, num_sync_bytes)
         self.progress.checkpoint_when_due(state.step, self.workers, values=state.values)
         return state
 
@@ -147,9 +152,11 @@ class RLTrainer:
             RewardError: the reward function is broken, or left too many samples unscored.
         """
         rl, images = self.config.rl, self.prompts.images
-        see = images.processor.of_sequences if images else None
         collected = Collector(
-            rl.batch_size_prompts, rl.algorithm.filter_groups, see, self.workers.place
+            rl.batch_size_prompts,
+            rl.algorithm.filter_groups,
+            images.processor.of_sequences if images else None,
+            self.workers.place,
         )
         for prompts in self.prompts.generation_batches(step.global_number):
             with self.scorer.begin(prompts.asked_rows, prompts.all_requests) as scoring:
@@ -158,8 +165,7 @@ class RLTrainer:
                 check_versions(completions, version)
                 check_aborted(completions, rl.max_aborted_frac, self.config.rollout.timeout_s)
                 with step.clock("reward"):
-                    scores = scoring.scores(completions)
-                    scored = self.scorer.samples(prompts, completions, scores)
+                    scored = self.scorer.samples(prompts, completions, scoring.scores(completions))
             collected.add(scored)
             if collected.full:
                 break
@@ -174,37 +180,41 @@ class RLTrainer:
 
         With one update per step the old logprobs are those of its own forward pass.
         """
-        rl, batch = self.config.rl, experience.batch
+        rl, tokens = self.config.rl, experience.batch
         run: Callable[..., Any] = self.workers.run
         columns: dict[str, Tensor] = {}
         has_several_updates = experience.num_groups > rl.prompts_per_update or rl.num_epochs > 1
         with step.clock("old_log_prob"):
             if "old_logprobs" in self._columns or has_several_updates:
                 readouts = Readouts(sum_pi_squared="sum_pi_squared" in self._columns)
-                found = run(ModelWorker.infer, batch, readouts)
+                found = run(ModelWorker.infer, tokens, readouts)
                 columns["old_logprobs"] = found.logprobs_T
                 if found.sum_pi_squared_T is not None:
                     columns["sum_pi_squared"] = found.sum_pi_squared_T
         with step.clock("ref"):
             if "ref_logprobs" in self._columns:
-                columns["ref_logprobs"] = run(ModelWorker.infer_logprobs, batch, REFERENCE)
+                columns["ref_logprobs"] = run(ModelWorker.infer_logprobs, tokens, REFERENCE)
         with step.clock("teacher"):
             if self.teacher is not None:
-                columns |= self.teacher.columns(batch)
+                columns |= self.teacher.columns(tokens)
         with step.clock("values"):
             if "values" in self._columns:
-                found = run(ModelWorker.infer, batch, Readouts(last_values=True), CRITIC)
+                found = run(ModelWorker.infer, tokens, Readouts(last_values=True), CRITIC)
                 columns["values"] = found.values_T
                 experience = experience.with_rows(last_values=found.last_values_B)
         if "uniform" in self._columns:
-            seed = derive_seed(self.prompts.seed, f"step={step.global_number}/uniform")
-            generator = torch.Generator().manual_seed(seed)
+            generator = torch.Generator().manual_seed(
+                derive_seed(self.prompts.seed, f"step={step.global_number}/uniform")
+            )
             # float64 is fine enough that no two tokens of a step have the same number.
             columns["uniform"] = torch.rand(
-                batch.num_tokens, generator=generator, dtype=torch.float64
+                tokens.num_tokens, generator=generator, dtype=torch.float64
             )
         if "positive" in self._columns:
-            columns["positive"] = experience.positive_T
+            # 1 on the sampled tokens of right answers.
+            correct_B = torch.tensor([each.correct for each in experience.samples]).float()
+            mask_T = tokens.columns["loss_mask"]
+            columns["positive"] = correct_B[tokens.sequence_index_T] * mask_T
         return experience.with_columns(**columns)
 
     def estimate_advantages(
@@ -223,8 +233,9 @@ class RLTrainer:
             if not pf_ppo.enable:
                 return experience
             seed = derive_seed(self.prompts.seed, f"step={step.global_number}/pf_ppo")
-            chosen_B = resample(experience.rewards_B, experience.group_index_B, pf_ppo, seed)
-            return experience.take(chosen_B.tolist())
+            return experience.take(
+                resample(experience.rewards_B, experience.group_index_B, pf_ppo, seed).tolist()
+            )
 
     def update(self, step: LoopStep, experience: Experience, state: LoopState) -> Updates:
         """Train the critic, if there is one, then the policy, unless the critic still warms up.
@@ -268,10 +279,10 @@ class RLTrainer:
         """Train one role on all mini-batches; continue the count of left-out updates."""
         numbered = experience.with_rows(**{ROW: torch.arange(len(experience.samples))})
         taken: list[TrainMetrics] = []
-        for batch in numbered.mini_batches(self.config.rl.prompts_per_update, num_epochs):
-            found = self.workers.run(ModelWorker.train, batch, loss_fn, role)
+        for mini_batch in numbered.mini_batches(self.config.rl.prompts_per_update, num_epochs):
+            found = self.workers.run(ModelWorker.train, mini_batch, loss_fn, role)
             update = self._guard.taken(
-                found, batch, experience.name_of, role, num_before=num_left_out
+                found, mini_batch, experience.name_of, role, num_before=num_left_out
             )
             if update is None:
                 num_left_out += 1
@@ -314,8 +325,9 @@ class RLTrainer:
             untrained = untrained_differences(logprobs_T, scored)
             self._gate.check([untrained])
         metrics = step_metrics(collected, experience, updates, step.clock, self.workers.world_size)
-        metrics |= self.workers.run(ModelWorker.performance_metrics) | untrained
         metrics |= {
+            **self.workers.run(ModelWorker.performance_metrics),
+            **untrained,
             "training/global_step": float(step.global_number),
             "training/policy_version": float(state.version),
             NUM_POISONED: float(state.num_poisoned),

@@ -8,6 +8,7 @@ scoring after it, in any order, because a reward is a function of one sample.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -114,22 +115,24 @@ class CompletionScorer:
                 [greedy], [score] = completions[num_prompts + place], scores[num_prompts + place]
                 if score is None:
                     continue
-                baseline = score.value + self._shaping(greedy)
-            prompt = Prompt.of(request)
+                baseline = score.value + self._shaping([greedy])[0]
+            prompt, row = Prompt.of(request), completions[place]
             samples += [
                 ScoredSample(
                     group=prompts.first_group + place,
                     trajectory=Trajectory.of(prompt, completion),
                     score=score.value,
-                    reward=score.value + self._shaping(completion),
+                    reward=score.value + shaping,
                     extras=score.extras,
                     correct=is_correct(score),
                     greedy_reward=baseline,
                 )
-                for completion, score in zip(completions[place], scores[place], strict=True)
+                for completion, score, shaping in zip(
+                    row, scores[place], self._shaping(row), strict=True
+                )
                 if score is not None
             ]
-        everything = [completion for row in completions[:num_prompts] for completion in row]
+        everything = list(chain.from_iterable(completions[:num_prompts]))
         num_aborted = sum(completion.finish_reason == "abort" for completion in everything)
         return ScoredBatch(
             tuple(samples),
@@ -138,9 +141,9 @@ class CompletionScorer:
             num_aborted=num_aborted,
         )
 
-    def _shaping(self, completion: Completion) -> float:
-        length = torch.tensor([len(completion.token_ids)])
-        return float(overlong_penalty(length, self.max_new_tokens, self.overlong))
+    def _shaping(self, completions: Sequence[Completion]) -> list[float]:
+        lengths = torch.tensor([len(completion.token_ids) for completion in completions])
+        return overlong_penalty(lengths, self.max_new_tokens, self.overlong).tolist()
 
 
 class BatchScoring:
@@ -174,15 +177,16 @@ class BatchScoring:
 
     def scores(self, completions: Completions) -> Scores:
         """Score all completions, those not accepted too; errors as in `CompletionScorer.judge`."""
-        places: list[Place] = []
-        for row, samples in enumerate(completions):
-            for sample, completion in enumerate(samples):
-                place = (row, sample)
-                if completion.finish_reason == "abort":
-                    continue
-                if place not in self._taken or self._taken[place][0] is not completion:
-                    self._take(place, completion)
-                places.append(place)
+        finished = {
+            (row, sample): completion
+            for row, samples in enumerate(completions)
+            for sample, completion in enumerate(samples)
+            if completion.finish_reason != "abort"
+        }
+        places = list(finished)
+        for place, completion in finished.items():
+            if place not in self._taken or self._taken[place][0] is not completion:
+                self._take(place, completion)
         if self._judges != NO_JUDGES:
             asked = [self._taken[place][1] for place in places]
             told = self._judges.ask([self._rows[row].prompt for row, _ in places], asked)

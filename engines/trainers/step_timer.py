@@ -1,28 +1,34 @@
 """Wall time of a step or a job by phase; imports no torch."""
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 PHASE_NOTE = "in phase "
 """Prefix of the exception note that names the phase; the innermost phase comes first."""
 
 
+def note_phase(phase: str, _: object, error: BaseException | None, __: object) -> None:
+    """Add a note that names the phase to an error, in the place of an `__exit__`."""
+    # A signal to end the process is no error.
+    if isinstance(error, Exception):
+        error.add_note(f"{PHASE_NOTE}{phase}")
+
+
 @contextmanager
 def errors_in(phase: str) -> Iterator[None]:
     """Add a note that names the phase to exceptions raised in the context."""
-    try:
+    with ExitStack() as stack:
+        stack.push(partial(note_phase, phase))
         yield
-    except Exception as error:
-        error.add_note(f"{PHASE_NOTE}{phase}")
-        raise
 
 
 class PhaseClock:
-    """Wall seconds by phase; phases may repeat and must not nest."""
+    """Wall seconds by phase, in `seconds`; phases may repeat and must not nest."""
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
         self._started = time.perf_counter()
 
     @contextmanager
@@ -37,12 +43,7 @@ class PhaseClock:
 
     def add(self, phase: str, seconds: float) -> None:
         """Add time that was measured elsewhere."""
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
-
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        """Seconds of each phase so far."""
-        return dict(self._seconds)
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     @property
     def elapsed_s(self) -> float:

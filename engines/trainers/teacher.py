@@ -51,8 +51,12 @@ class RankTeacher:
         """See `Teacher`."""
         if self.config.loss != TOPK:
             return {SAMPLED_LOGPROBS: self.run(ModelWorker.infer_logprobs, batch, TEACHER)}
-        readouts = Readouts(num_top=self.config.num_top, top_below=self.vocab_size)
-        found = self.run(ModelWorker.infer, batch, readouts, TEACHER)
+        found = self.run(
+            ModelWorker.infer,
+            batch,
+            Readouts(num_top=self.config.num_top, top_below=self.vocab_size),
+            TEACHER,
+        )
         return {TOPK_IDS: found.topk_ids_TK, TOPK_LOGPROBS: found.topk_logprobs_TK}
 
 
@@ -78,9 +82,15 @@ class ServedTeacher:
             # Only ask about tokens from the first to the last that is taught.
             first, last = int(taught[0]), int(taught[-1])
             ids = tuple(batch.input_ids_T[start : start + last + 1].tolist())
-            name = f"teacher/{len(requests)}"
             requests.append(
-                PromptRequest(name, ids, first, self.temperature, num_top, self.vocab_size)
+                PromptRequest(
+                    f"teacher/{len(requests)}",
+                    ids,
+                    first,
+                    self.temperature,
+                    num_top,
+                    self.vocab_size,
+                )
             )
             places.append(slice(start + first, start + last + 1))
         return self._laid_out(batch, mask_T, places, self.ask(requests))

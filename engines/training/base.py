@@ -24,7 +24,7 @@ from torch import Tensor
 
 from engines import collectives
 from engines.checkpoint.engine_state import AVERAGE, MOMENTS, EngineScalars
-from engines.config.backends import ENGINES, check_layout, engine_name, job_interpreter
+from engines.config.backends import ENGINES, check_layout, engine_name
 from engines.config.options import check_options
 from engines.config.training import EmaConfig, OptimizerConfig, TrainingConfig
 from engines.errors import EngineError, NonFiniteError
@@ -385,7 +385,7 @@ def create_engine(
         device=env.RLHF_ENGINE_DEVICE.get() or platform.device_name,
         vendor=env.RLHF_ENGINE_VENDOR.get() or platform.vendor_name,
     )
-    if job_interpreter(training.backend, ENGINES.setting) is not None:
+    if ENGINES.interpreter(training.backend, ENGINES.setting) is not None:
         raise ConfigError(
             ENGINES.setting,
             f"{training.backend} runs in a job environment of its own, not in this one",

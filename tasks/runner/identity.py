@@ -38,7 +38,6 @@ UNCOUNTED: Mapping[str, str] = {
     "engines.config.backends": "a table of names; what a stage names of it counts",
     "engines.config.plugins": "a table of names; what a stage names of it counts",
     "engines.errors": "wording",
-    "engines.jobs.process.failure_messages": "wording",
     "engines.jobs.process.runtime": "specification in, published artifact out",
     "engines.trainers.step_timer": "measures time",
     "hardware.detection": "chooses a platform",
@@ -160,13 +159,15 @@ class StageRequest:
     def identity(self) -> dict[str, Any]:
         """Everything that determines the output."""
         chosen = [env.RLHF_ENGINE_DEVICE.get(), env.RLHF_ENGINE_VENDOR.get()]
+        # With the facts of the plugins' rows that can change numbers.
+        targets = [row.counted for row in named_rows(self.config.plugins())]
         return stage_identity(
             stage=self.config.stage,
             schema_version=STAGE_SCHEMA_VERSION,
             config=self.config.identity_values(),
             inputs=self.inputs,
             seed=self.seed,
-            sources_digest=sha256_json([self.config.plugin_targets(), self.sources, *chosen]),
+            sources_digest=sha256_json([targets, self.sources, *chosen]),
             environment_digest=self.environment,
         )
 

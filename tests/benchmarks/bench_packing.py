@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from engines.algorithms.supervised import sft_loss_fn
+from engines.algorithms.supervised import SupervisedLoss
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.base import create_engine
 from engines.types import TokenBatch
@@ -87,7 +87,7 @@ class Packed:
         """One optimizer step; returns its loss."""
         mask = [[0.0] + [1.0] * (len(ids) - 1) for ids in step]
         batch = TokenBatch.from_sequences(step, loss_mask=mask)
-        return self._engine.train_batch(batch, sft_loss_fn()).loss
+        return self._engine.train_batch(batch, SupervisedLoss()).loss
 
 
 class Padded:

@@ -21,7 +21,7 @@ from measure import arguments, ratio_line, take_turns, turn_by_turn
 from tiny_model import write_model
 
 from engines import collectives
-from engines.algorithms.supervised import sft_loss_fn
+from engines.algorithms.supervised import SupervisedLoss
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.base import BaseEngine, create_engine
 from engines.types import TokenBatch
@@ -93,7 +93,7 @@ def be_a_rank(args: argparse.Namespace) -> None:
     for _ in sys.stdin:
         start = time.perf_counter()
         for _ in range(NUM_STEPS):
-            engine.train_batch(batch, sft_loss_fn())
+            engine.train_batch(batch, SupervisedLoss())
         print(json.dumps(time.perf_counter() - start), flush=True)
     collectives.close_process_group()
 

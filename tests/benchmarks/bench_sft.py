@@ -23,7 +23,7 @@ from measure import Peer, arguments, machine, ratio_line, take_turns, turn_by_tu
 from tiny_model import NUM_SPECIAL, write_model
 from transformers import AutoModelForCausalLM
 
-from engines.algorithms.supervised import sft_loss_fn
+from engines.algorithms.supervised import SupervisedLoss
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.base import create_engine
 from engines.types import TokenBatch
@@ -61,7 +61,7 @@ class SFT:
         for sequences in steps:
             mask = [[0.0] + [1.0] * (len(ids) - 1) for ids in sequences]
             batch = TokenBatch.from_sequences(sequences, loss_mask=mask)
-            num_tokens += self._engine.train_batch(batch, sft_loss_fn()).num_tokens
+            num_tokens += self._engine.train_batch(batch, SupervisedLoss()).num_tokens
         return num_tokens / (time.perf_counter() - start)
 
 

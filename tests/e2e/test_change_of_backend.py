@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from engines import collectives
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.jobs.process.policy import policy_source
-from engines.jobs.process.role_sources import critic_source
+from engines.jobs.rl_round import critic_source
 from engines.training.backends.merging import merge_checkpoint
 from engines.training.base import BaseEngine, create_engine
 from hardware.cpu import CPUPlatform

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from engines.algorithms.supervised import sft_loss_fn
+from engines.algorithms.supervised import SupervisedLoss
 from engines.checkpoint.model_directory import create_random_model
 from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
@@ -55,7 +55,7 @@ def tiny_policy(root: Path) -> WorkerSpec:
 
 
 def losses(group: WorkerGroup) -> list[float]:
-    return [group.run(ModelWorker.train, BATCH, sft_loss_fn()).loss for _ in range(5)]
+    return [group.run(ModelWorker.train, BATCH, SupervisedLoss()).loss for _ in range(5)]
 
 
 def main() -> None:

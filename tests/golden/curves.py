@@ -18,7 +18,7 @@ from rlhf.testing.tiny_models import write_tiny_models
 
 from engines import collectives
 from engines.algorithms.policy_objective import policy_loss_fn
-from engines.algorithms.supervised import sft_loss_fn
+from engines.algorithms.supervised import SupervisedLoss
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.base import BaseEngine, create_engine
@@ -76,7 +76,7 @@ def curves(models: Path, backend: str, **training: object) -> Curves:
     sft = engine()
     results: Curves = {"sft": [], "grpo": []}
     for _ in range(NUM_STEPS):
-        update = sft.train_batch(share(sft, batch), sft_loss_fn())
+        update = sft.train_batch(share(sft, batch), SupervisedLoss())
         results["sft"].append((update.loss, update.grad_norm))
     policy = engine()
     old_logprobs_T = policy.infer_batch(batch).logprobs_T

@@ -19,7 +19,7 @@ from trl_inputs import fill
 
 from engines.algorithms.kl import K3_BEND, kl_estimate
 from engines.algorithms.policy_objective import policy_loss_fn
-from engines.algorithms.supervised import sft_loss_fn
+from engines.algorithms.supervised import SupervisedLoss
 from engines.config.algorithm import AlgorithmConfig
 from engines.training.model.logprobs import token_logprobs
 from engines.types import ModelOutputs, TokenBatch
@@ -171,7 +171,7 @@ def test_supervised_loss_in_two_micro_batches() -> None:
     shares = []
     for own in torch.arange(batch.num_sequences).chunk(2):
         outputs = ModelOutputs(leaf_T[batch.token_index_T(own.tolist())])
-        shares.append(sft_loss_fn()(outputs, batch.select(own.tolist()), counts_of(batch)).loss)
+        shares.append(SupervisedLoss()(outputs, batch.select(own.tolist()), counts_of(batch)).loss)
     loss = torch.stack(shares).sum()
     loss.backward()
     assert leaf_T.grad is not None

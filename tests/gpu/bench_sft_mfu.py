@@ -26,7 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils import logging
 
-from engines.algorithms.supervised import sft_loss_fn
+from engines.algorithms.supervised import SupervisedLoss
 from engines.collectives import close_process_group
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.backends.transformers.build import enable_activation_checkpointing
@@ -118,7 +118,7 @@ class Ours:
     def step(self, sequences: list[list[int]]) -> float:
         mask = [[0.0] + [1.0] * (len(ids) - 1) for ids in sequences]
         batch = TokenBatch.from_sequences(sequences, loss_mask=mask)
-        return self._engine.train_batch(batch, sft_loss_fn()).loss
+        return self._engine.train_batch(batch, SupervisedLoss()).loss
 
 
 class PlainLoop:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines.algorithms.supervised import sft_loss_fn
+from engines.algorithms.supervised import SupervisedLoss
 from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.launch import launch_policy_beside
@@ -67,7 +67,7 @@ def test_phases_hold_what_the_guide_says(
             awake_bytes = platform.memory_allocated_bytes()
             rollout.sleep()
             asleep_bytes = platform.memory_allocated_bytes()
-            workers.run(ModelWorker.train, BATCH, sft_loss_fn())
+            workers.run(ModelWorker.train, BATCH, SupervisedLoss())
             trained_bytes = _settled_bytes(platform) - before_bytes
             rollout.publish(version)
             if platform.device_name != "cpu":

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engines.algorithms.supervised import sft_loss_fn
+from engines.algorithms.supervised import SupervisedLoss
 from engines.config.backends import BACKENDS
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.base import BaseEngine, create_engine
@@ -77,7 +77,7 @@ def test_trains_as_a_plain_loop_does(
         rows = sequences(step)
         masks = [[0.0] + [1.0] * (len(row) - 1) for row in rows]
         batch = TokenBatch.from_sequences(rows, loss_mask=masks)
-        losses.append(engine.train_batch(batch, sft_loss_fn()).loss)
+        losses.append(engine.train_batch(batch, SupervisedLoss()).loss)
     assert losses == pytest.approx(plain_losses(model_dir), abs=tolerance)
     exported = dict(engine.get_per_tensor_param())
     assert {tensor.device.type for tensor in exported.values()} == {platform.device_name}

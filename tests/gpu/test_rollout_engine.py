@@ -15,7 +15,7 @@ from rlhf.testing.rollout_calls import generate_all, send_weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engines.algorithms.supervised import sft_loss_fn
+from engines.algorithms.supervised import SupervisedLoss
 from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.errors import RolloutError, WeightSyncError
@@ -104,7 +104,7 @@ def test_logprobs_are_those_of_the_trained_weights(
         assert {v for c in completions for v in c.policy_versions} == {version}
         ids = [[*r.prompt_ids] * 2 for r in asked]
         mask = [[0.0, *[1.0] * (len(row) - 1)] for row in ids]
-        trainer.train_batch(TokenBatch.from_sequences(ids, loss_mask=mask), sft_loss_fn())
+        trainer.train_batch(TokenBatch.from_sequences(ids, loss_mask=mask), SupervisedLoss())
     assert digests[0] != digests[1]
     stale = teacher(model_dir, trainer, dtype, platform.device())
     wrong = differences(stale, asked, completions, platform.device())

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from engines.algorithms.supervised import sft_loss_fn
+from engines.algorithms.supervised import SupervisedLoss
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.backends.fsdp.engine import FSDP2Engine
 from engines.training.base import BaseEngine, create_engine
@@ -65,7 +65,7 @@ def train(engine: BaseEngine, steps: range) -> list[TrainMetrics]:
     for step in steps:
         ids, masks = sequences(step)
         batch = TokenBatch.from_sequences(ids, loss_mask=masks)
-        results.append(engine.train_batch(batch, sft_loss_fn()))
+        results.append(engine.train_batch(batch, SupervisedLoss()))
     return results
 
 

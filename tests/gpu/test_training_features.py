@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from engines.algorithms.supervised import sft_loss_fn
+from engines.algorithms.supervised import SupervisedLoss
 from engines.config.training import LoraConfig, OptimizerConfig, TrainingConfig
 from engines.training.base import BaseEngine, create_engine
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
@@ -60,7 +60,7 @@ def value_loss(outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts) -
 
 def curve(engine: BaseEngine, steps: range = range(NUM_STEPS), loss: Any = None) -> list[Any]:
     """(loss, gradient norm) of each step."""
-    found = [engine.train_batch(make_batch(step), loss or sft_loss_fn()) for step in steps]
+    found = [engine.train_batch(make_batch(step), loss or SupervisedLoss()) for step in steps]
     return [(update.loss, update.grad_norm) for update in found]
 
 
@@ -146,7 +146,7 @@ def test_activations_in_host_memory_free_the_device(model_dir: Path) -> None:
     for offload in (False, True):
         engine = new_engine(model_dir, platform, dtype="bfloat16", activation_offload=offload)
         torch.cuda.reset_peak_memory_stats()
-        engine.train_batch(batch, sft_loss_fn())
+        engine.train_batch(batch, SupervisedLoss())
         peaks[offload] = torch.cuda.max_memory_allocated()
         del engine
         gc.collect()

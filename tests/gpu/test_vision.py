@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
 
-from engines.algorithms.supervised import sft_loss_fn
+from engines.algorithms.supervised import SupervisedLoss
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.images import ImagePatches
 from engines.training.base import BaseEngine, create_engine
@@ -96,9 +96,9 @@ def test_a_model_that_sees_trains_as_on_the_cpu(
 ) -> None:
     batches = [make_batch(step, GRIDS[rows]) for step in range(3)]
     engine = new_engine(vision_dir, platform, dtype)
-    ours = [engine.train_batch(batch, sft_loss_fn()) for batch in batches]
+    ours = [engine.train_batch(batch, SupervisedLoss()) for batch in batches]
     twin = new_engine(vision_dir, CPUPlatform(), "float32")
-    theirs = [twin.train_batch(batch, sft_loss_fn()) for batch in batches]
+    theirs = [twin.train_batch(batch, SupervisedLoss()) for batch in batches]
     loss, norm = TOLERANCE[dtype]
     for found, expected in zip(ours, theirs, strict=True):
         assert found.loss == pytest.approx(expected.loss, abs=loss)

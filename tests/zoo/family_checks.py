@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engines.algorithms.supervised import sft_loss_fn
+from engines.algorithms.supervised import SupervisedLoss
 from engines.checkpoint.model_directory import check_model_directory
 from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
@@ -116,7 +116,7 @@ def trains(family: Family) -> None:
     loss = plain_loss(plain, sequences)
     loss.backward()
     found = kept_gradients(engine.model)
-    ours = engine.train_batch(batch, sft_loss_fn()).loss
+    ours = engine.train_batch(batch, SupervisedLoss()).loss
     if abs(ours - loss.item()) > LOGPROB:
         raise Lacking(f"its loss is {ours:.6f}, that of plain autograd {loss.item():.6f}")
     error = relative_error(found, {name: p.grad for name, p in plain.named_parameters()})

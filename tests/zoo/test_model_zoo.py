@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import BertConfig
 from zoo_table import COLUMNS
 
-from engines.algorithms.supervised import sft_loss_fn
+from engines.algorithms.supervised import SupervisedLoss
 from engines.training.backends.merging import merge_checkpoint
 from engines.training.model.attention import Packing
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
@@ -83,7 +83,7 @@ class Spoiled:
     """The loss of SFT, whose value or gradient is 1 % too large."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._loss = what, sft_loss_fn()
+        self._what, self._loss = what, SupervisedLoss()
 
     def __call__(
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
@@ -98,7 +98,7 @@ class Spoiled:
 def test_another_loss_or_gradient_is_seen(
     family: Family, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr(family_checks, "sft_loss_fn", lambda: Spoiled(what))
+    monkeypatch.setattr(family_checks, "SupervisedLoss", lambda: Spoiled(what))
     with pytest.raises(Lacking, match=rf"its {what} "):
         trains(family)
 

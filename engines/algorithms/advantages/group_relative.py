@@ -32,8 +32,9 @@ def grpo_advantages(inputs: AdvantageInputs) -> Advantages:
     `norm_adv_by_std_in_grpo: false` it is Dr. GRPO (arXiv:2503.20783): ``R - mean``. Departure from
     the paper: eps is added to the std.
     """
-    by_std = inputs.algorithm.norm_adv_by_std_in_grpo
-    return Advantages.of_samples(_grpo_B(inputs.outcomes_B, inputs, by_std), inputs.batch)
+    return Advantages.of_samples(
+        _grpo_B(inputs.outcomes_B, inputs, inputs.algorithm.norm_adv_by_std_in_grpo), inputs.batch
+    )
 
 
 def grpo_passk_advantages(inputs: AdvantageInputs) -> Advantages:
@@ -112,8 +113,7 @@ def reinforce_plus_plus_baseline_advantages(inputs: AdvantageInputs) -> Advantag
     """
     outcomes_B = inputs.outcomes_B
     groups = group_statistics(outcomes_B, inputs.group_B, inputs.num_groups)
-    centred_B = _centred_B(outcomes_B, groups, inputs.group_B)
-    return _whitened(centred_B, inputs)
+    return _whitened(_centred_B(outcomes_B, groups, inputs.group_B), inputs)
 
 
 def gdpo_advantages(inputs: AdvantageInputs) -> Advantages:
@@ -146,20 +146,18 @@ def gdpo_advantages(inputs: AdvantageInputs) -> Advantages:
 
 def _grpo_B(scores_B: Tensor, inputs: AdvantageInputs, by_std: bool) -> Tensor:
     groups = group_statistics(scores_B, inputs.group_B, inputs.num_groups)
-    centred_B = scores_B - groups.mean_P[inputs.group_B]
-    if by_std:
-        centred_B = centred_B / (groups.std_P + STD_EPS)[inputs.group_B]
-    return torch.where(groups.equal_P[inputs.group_B], 0.0, centred_B)
+    centred_B = _centred_B(scores_B, groups, inputs.group_B)
+    return centred_B / (groups.std_P + STD_EPS)[inputs.group_B] if by_std else centred_B
 
 
 def _centred_B(scores_B: Tensor, groups: GroupStatistics, group_B: Tensor) -> Tensor:
-    centred_B = scores_B - groups.mean_P[group_B]
-    return torch.where(groups.equal_P[group_B], 0.0, centred_B)
+    return torch.where(groups.equal_P[group_B], 0.0, scores_B - groups.mean_P[group_B])
 
 
 def _whitened(values_B: Tensor, inputs: AdvantageInputs) -> Advantages:
-    values_T = values_B[inputs.batch.sequence_index_T]
-    return Advantages(masked_whiten(values_T, inputs.mask_T).to(torch.float32))
+    return Advantages(
+        masked_whiten(values_B[inputs.batch.sequence_index_T], inputs.mask_T).to(torch.float32)
+    )
 
 
 def raft_advantages(inputs: AdvantageInputs) -> Advantages:
@@ -174,8 +172,11 @@ def raft_advantages(inputs: AdvantageInputs) -> Advantages:
     options = options_as(RaftOptions, inputs.options)
     kept_B = best_answers(inputs, options.raft_num_kept, options.raft_min_reward)
     metrics = {"critic/num_kept_samples": float(kept_B.sum())}
-    of_samples = Advantages.of_samples(kept_B.to(torch.float64), inputs.batch)
-    return replace(of_samples, kept_B=kept_B, metrics=metrics)
+    return replace(
+        Advantages.of_samples(kept_B.to(torch.float64), inputs.batch),
+        kept_B=kept_B,
+        metrics=metrics,
+    )
 
 
 def best_answers(inputs: AdvantageInputs, num_kept: int, min_reward: float | None) -> Tensor:

@@ -1,15 +1,13 @@
-"""The baseline of each token that minimises the variance of the gradient (arXiv:2602.07078).
+"""Advantages from returns to go: with a critic, and with baselines that need none.
 
-The squared norm of the gradient of ``log pi`` with respect to the logits is
-``1 - 2 pi + sum of pi^2``, known from the forward pass. The energy of an answer up to token t is
-the sum of these.
-Letters: B samples, P groups, L trained tokens of the longest sample, K places (tokens or turns).
-
-Advantages from returns to go, with and without a critic.
-
+The baseline of each token that minimises the variance of the gradient (arXiv:2602.07078) weights
+answers by their energy: the squared norm of the gradient of ``log pi`` with respect to the logits
+is ``1 - 2 pi + sum of pi^2``, known from the forward pass, and the energy of an answer up to token
+t is the sum of these.
 Promises: tokens that are not trained on (of an environment or a tool) are skipped: value, return
 and advantage before them equal those behind them.
-Letters: B samples, T tokens, L trained tokens of the longest sample.
+Letters: B samples, T tokens, P groups, L trained tokens of the longest sample, K places (tokens or
+turns).
 """
 
 import torch
@@ -52,7 +50,12 @@ def gae_advantages(inputs: AdvantageInputs) -> Advantages:
     tokens = TrainedTokens(inputs.mask_T, inputs.batch)
     deltas_BL, values_BL = _deltas(inputs, tokens, options)
     lam_critic = options.lam if options.lam_critic is None else options.lam_critic
-    factor_B = options.gamma * _policy_lam_B(tokens, options)
+    lengths_B = tokens.mask_BL.sum(dim=1).to(torch.float64)
+    lam_B = torch.full_like(lengths_B, options.lam)
+    if options.length_adaptive_alpha is not None:
+        scale_B = options.length_adaptive_alpha * lengths_B
+        lam_B = (1 - 1 / scale_B.clamp(min=1)).clamp(min=0)
+    factor_B = options.gamma * lam_B
     raw_BL = discounted_sums(deltas_BL, factor_B)
     returns_BL = values_BL + discounted_sums(
         deltas_BL, torch.full_like(factor_B, options.gamma * lam_critic)
@@ -74,7 +77,7 @@ def reinforce_plus_plus_advantages(inputs: AdvantageInputs) -> Advantages:
     ``G_t = r_t + gamma G_{t+1}``, then mean 0 and variance 1 over all trained tokens of the step;
     there are no groups. Exactly 0 if all returns are equal.
     """
-    _, returns_T = _returns_to_go(inputs)
+    returns_T = _returns_to_go(inputs)
     return Advantages(masked_whiten(returns_T, inputs.mask_T).to(torch.float32))
 
 
@@ -84,7 +87,7 @@ def remax_advantages(inputs: AdvantageInputs) -> Advantages:
     ``G_t - R(greedy)``, row `greedy_scores` (B,). The baseline does not depend on the sample, so it
     adds no bias, and it needs only one more answer per prompt. Not centred.
     """
-    _, returns_T = _returns_to_go(inputs)
+    returns_T = _returns_to_go(inputs)
     baseline_T = inputs.batch.rows["greedy_scores"].to(returns_T)[inputs.batch.sequence_index_T]
     return Advantages(torch.where(inputs.mask_T, returns_T - baseline_T, 0.0).to(torch.float32))
 
@@ -100,12 +103,12 @@ def explained_variance(values_N: Tensor, targets_N: Tensor) -> float:
     return float(1 - (targets_N - values_N).var() / targets_N.var())
 
 
-def _returns_to_go(inputs: AdvantageInputs) -> tuple[TrainedTokens, Tensor]:
+def _returns_to_go(inputs: AdvantageInputs) -> Tensor:
     options = options_as(DiscountOptions, inputs.options)
     tokens = TrainedTokens(inputs.mask_T, inputs.batch)
     rewards_BL = tokens.matrix(inputs.rewards_T)
     factor_B = rewards_BL.new_full((rewards_BL.shape[0],), options.gamma)
-    return tokens, tokens.column(discounted_sums(rewards_BL, factor_B))
+    return tokens.column(discounted_sums(rewards_BL, factor_B))
 
 
 def _deltas(
@@ -123,14 +126,6 @@ def _deltas(
     return torch.where(tokens.mask_BL, deltas_BL, 0.0), values_BL
 
 
-def _policy_lam_B(tokens: TrainedTokens, options: GaeOptions) -> Tensor:
-    lengths_B = tokens.mask_BL.sum(dim=1).to(torch.float64)
-    if options.length_adaptive_alpha is None:
-        return torch.full_like(lengths_B, options.lam)
-    scale_B = options.length_adaptive_alpha * lengths_B
-    return (1 - 1 / scale_B.clamp(min=1)).clamp(min=0)
-
-
 def optimal_token_baseline_advantages(inputs: AdvantageInputs) -> Advantages:
     """Return to go minus the group's mean, weighted by the answers' energy so far.
 
@@ -143,8 +138,11 @@ def optimal_token_baseline_advantages(inputs: AdvantageInputs) -> Advantages:
     """
     tokens = TrainedTokens(inputs.mask_T, inputs.batch)
     returns_BL, energy_BL = _returns_and_energy(inputs, tokens)
-    baseline_BL = _weighted_mean(returns_BL, energy_BL, tokens.mask_BL, inputs)
-    return Advantages(tokens.column(returns_BL - baseline_BL).to(torch.float32))
+    return Advantages(
+        tokens.column(
+            returns_BL - _weighted_mean(returns_BL, energy_BL, tokens.mask_BL, inputs)
+        ).to(torch.float32)
+    )
 
 
 def turn_baseline_advantages(inputs: AdvantageInputs) -> Advantages:
@@ -163,8 +161,7 @@ def turn_baseline_advantages(inputs: AdvantageInputs) -> Advantages:
     at_first_BK = torch.where(there_BK, returns_BL.gather(1, first_BK.clamp(min=0)), 0.0)
     to_last_BK = torch.where(there_BK, energy_BL.gather(1, last_BK.clamp(min=0)), 0.0)
     baseline_BK = _weighted_mean(at_first_BK, to_last_BK, there_BK, inputs)
-    advantages_BL = returns_BL - baseline_BK.gather(1, turn_BL)
-    return Advantages(tokens.column(advantages_BL).to(torch.float32))
+    return Advantages(tokens.column(returns_BL - baseline_BK.gather(1, turn_BL)).to(torch.float32))
 
 
 def _returns_and_energy(inputs: AdvantageInputs, tokens: TrainedTokens) -> tuple[Tensor, Tensor]:
@@ -185,24 +182,22 @@ def _weighted_mean(
     def total(of_BK: Tensor) -> Tensor:
         return of_BK.new_zeros(shape).index_add(0, group_B, torch.where(there_BK, of_BK, 0.0))
 
-    silent_PK = total(weights_BK) <= 0
-    weights_BK = torch.where(silent_PK[group_B], 1.0, weights_BK)
+    weights_BK = torch.where((total(weights_BK) <= 0)[group_B], 1.0, weights_BK)
     mean_PK = total(values_BK * weights_BK) / total(weights_BK).clamp(min=1e-300)
     index_BK = group_B[:, None].expand_as(values_BK)
     ends = []
     for how, missing in (("amin", torch.inf), ("amax", -torch.inf)):
         empty_PK = values_BK.new_full(shape, missing)
-        present_BK = torch.where(there_BK, values_BK, missing)
-        ends.append(empty_PK.scatter_reduce(0, index_BK, present_BK, how))
-    equal_BK = (ends[0] == ends[1])[group_B]
-    return torch.where(equal_BK, values_BK, mean_PK[group_B])
+        ends.append(
+            empty_PK.scatter_reduce(0, index_BK, torch.where(there_BK, values_BK, missing), how)
+        )
+    return torch.where((ends[0] == ends[1])[group_B], values_BK, mean_PK[group_B])
 
 
 def _turns_T(inputs: AdvantageInputs) -> Tensor:
     """Return (T,) float64, for each trained token the number of turns before its own."""
     batch, mask_T = inputs.batch, inputs.mask_T
-    before_T = torch.cat([mask_T.new_zeros(1), mask_T[:-1]])
-    before_T = before_T & (batch.position_ids_T > 0)
+    before_T = torch.cat([mask_T.new_zeros(1), mask_T[:-1]]) & (batch.position_ids_T > 0)
     starts_T = (mask_T & ~before_T).to(torch.float64)
     so_far_T = starts_T.cumsum(0)
     first_B = batch.cu_seqlens[:-1].to(torch.int64)
@@ -215,8 +210,7 @@ def _turn_ends(turn_BL: Tensor, mask_BL: Tensor, num_turns: int) -> tuple[Tensor
     place_BL = torch.arange(turn_BL.shape[1], device=turn_BL.device).expand_as(turn_BL)
     none_BK = turn_BL.new_full((turn_BL.shape[0], num_turns), -1)
     last_BK = none_BK.scatter_reduce(1, turn_BL, torch.where(mask_BL, place_BL, -1), "amax")
-    huge_BK = torch.full_like(none_BK, turn_BL.shape[1])
-    first_BK = huge_BK.scatter_reduce(
+    first_BK = torch.full_like(none_BK, turn_BL.shape[1]).scatter_reduce(
         1, turn_BL, torch.where(mask_BL, place_BL, turn_BL.shape[1]), "amin"
     )
     return torch.where(last_BK >= 0, first_BK, -1), last_BK

@@ -5,7 +5,6 @@ holds whole pairs, in any order. `GlobalCounts.num_units` counts pairs with a tr
 Letters: N answers, P pairs.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -56,8 +55,11 @@ def answers_of(logprobs_T: Tensor, batch: TokenBatch, *, reference: bool) -> Ans
         return sum_by_sequence(torch.where(mask_T, values_T, 0.0).to(torch.float64), batch)
 
     logprob_N = total(logprobs_T)
-    log_ratio_N = total(logprobs_T - batch.columns[REFERENCE]) if reference else logprob_N
-    return Answers(log_ratio_N, num_trained_B(batch, mask_T), logprob_N)
+    return Answers(
+        total(logprobs_T - batch.columns[REFERENCE]) if reference else logprob_N,
+        num_trained_B(batch, mask_T),
+        logprob_N,
+    )
 
 
 @dataclass(frozen=True)
@@ -128,15 +130,3 @@ def share_of_pairs(prefix: str, found: PairLoss, pairs: Pairs, counts: GlobalCou
 def right_side(margin_N: Tensor) -> Tensor:
     """Return (N,) 1 where a margin is above 0, 0 below, and 0.5 at 0."""
     return (margin_N.sign() + 1) / 2
-
-
-def check_batch(batch: TokenBatch, columns: Iterable[str], rows: Iterable[str]) -> None:
-    """Check that a batch has the columns (per token) and rows (per sequence) that a loss reads.
-
-    Raises:
-        ValueError: names what is missing, and what there is.
-    """
-    for what, needed, there in (("columns", columns, batch.columns), ("rows", rows, batch.rows)):
-        missing = sorted({*needed} - there.keys())
-        if missing:
-            raise ValueError(f"needs the {what} {missing}; the batch has {sorted(there)}")

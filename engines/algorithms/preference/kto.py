@@ -18,14 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engines.algorithms.parts import Gather
+from engines.algorithms.parts import Gather, check_batch
 from engines.algorithms.preference.answers import (
     CHOSEN,
     MASK,
     REFERENCE,
     Answers,
     answers_of,
-    check_batch,
     right_side,
 )
 from engines.algorithms.preference.options import KtoOptions
@@ -80,7 +79,7 @@ class KtoObjective:
 
         Numbers of the whole step, see `LossFn`. NaN is kept, so that the step is refused.
         """
-        check_batch(batch, [MASK], [CHOSEN, MISMATCH])
+        check_batch("kto", batch, [MASK], [CHOSEN, MISMATCH])
         trained_B = num_trained_B(batch, batch.columns[MASK] > 0) > 0
         log_ratio_N = gather(batch.rows[MISMATCH][trained_B])
         chosen_N = gather((batch.rows[CHOSEN][trained_B] > 0).to(torch.float64))
@@ -100,7 +99,7 @@ class KtoObjective:
         Raises:
             ValueError: the batch lacks the columns `loss_mask`, `ref_logprobs` or the row `chosen`.
         """
-        check_batch(batch, [MASK, REFERENCE], [CHOSEN])
+        check_batch("kto", batch, [MASK, REFERENCE], [CHOSEN])
         answers = answers_of(outputs.logprobs_T, batch, reference=True)
         chosen_B = batch.rows[CHOSEN] > 0
         found = self.loss(answers, chosen_B, counts.extras[Z0], self.options)
@@ -116,8 +115,10 @@ class KtoObjective:
             "preference/margin": share(margin_B),
             "preference/kl": share(torch.full_like(reward_B, counts.extras[Z0])),
         }
-        sides = {"chosen": (NUM_CHOSEN, chosen_B), "rejected": (NUM_REJECTED, ~chosen_B)}
-        for side, (number, of_side_B) in sides.items():
+        for side, number, of_side_B in (
+            ("chosen", NUM_CHOSEN, chosen_B),
+            ("rejected", NUM_REJECTED, ~chosen_B),
+        ):
             if counts.extras[number]:
                 own_B = torch.where(trained_B & of_side_B, reward_B, 0.0)
                 metrics[f"preference/{side}_reward"] = own_B.sum() / counts.extras[number]
@@ -150,8 +151,12 @@ def mismatched(batch: TokenBatch, max_length: int) -> TokenBatch:
 
     new_ids = exchanged(ids)
     ends_B = torch.tensor([0, *(each.numel() for each in new_ids)]).cumsum(0)
-    columns = {MASK: torch.cat(exchanged(masks))}
-    return TokenBatch(torch.cat(new_ids), ends_B.to(torch.int32), columns, batch.images)
+    return TokenBatch(
+        torch.cat(new_ids),
+        ends_B.to(torch.int32),
+        {MASK: torch.cat(exchanged(masks))},
+        batch.images,
+    )
 
 
 def _givers(prompts: Sequence[tuple[int, ...]], answered: Sequence[bool]) -> list[int]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from engines.algorithms.parts import options_as
+from engines.algorithms.parts import check_batch, options_as
 from engines.algorithms.preference.answers import (
     CHOSEN,
     MARGIN,
@@ -28,7 +28,6 @@ from engines.algorithms.preference.answers import (
     PairLoss,
     Pairs,
     answers_of,
-    check_batch,
     pairs_of,
     share_of_pairs,
 )
@@ -87,8 +86,11 @@ def ipo_loss(inputs: PairInputs) -> PairLoss:
     """
     options = options_as(IpoOptions, inputs.options)
     chosen_P, rejected_P = inputs.chosen.mean_log_ratio_N, inputs.rejected.mean_log_ratio_N
-    loss_P = (chosen_P - rejected_P - 1 / (2 * options.beta)).square()
-    return PairLoss(loss_P, options.beta * chosen_P, options.beta * rejected_P)
+    return PairLoss(
+        (chosen_P - rejected_P - 1 / (2 * options.beta)).square(),
+        options.beta * chosen_P,
+        options.beta * rejected_P,
+    )
 
 
 def simpo_loss(inputs: PairInputs) -> PairLoss:
@@ -112,8 +114,7 @@ def orpo_loss(inputs: PairInputs) -> PairLoss:
     """
     options = options_as(OrpoOptions, inputs.options)
     chosen_P, rejected_P = inputs.chosen.mean_log_ratio_N, inputs.rejected.mean_log_ratio_N
-    log_odds_ratio_P = log_odds(chosen_P) - log_odds(rejected_P)
-    loss_P = -chosen_P - options.beta * logsigmoid(log_odds_ratio_P)
+    loss_P = -chosen_P - options.beta * logsigmoid(log_odds(chosen_P) - log_odds(rejected_P))
     return PairLoss(loss_P, options.beta * chosen_P, options.beta * rejected_P)
 
 
@@ -125,8 +126,7 @@ def log_odds(logprob_N: Tensor) -> Tensor:
     """
     near_N = logprob_N.clamp(max=-ODDS_BEND)
     slope = -1 / math.expm1(ODDS_BEND)
-    log_one_minus_p_N = near_N.expm1().neg().log() + slope * (logprob_N - near_N)
-    return logprob_N - log_one_minus_p_N
+    return logprob_N - (near_N.expm1().neg().log() + slope * (logprob_N - near_N))
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,8 @@ class PairObjective:
     def of_pairs(self, outputs: ModelOutputs, batch: TokenBatch) -> tuple[PairLoss, Pairs]:
         """Return loss and rewards of each pair; raises as a call."""
         with_reference = self.options.needs_reference
-        check_batch(batch, [MASK, REFERENCE] if with_reference else [MASK], [CHOSEN])
+        columns = [MASK, REFERENCE] if with_reference else [MASK]
+        check_batch("a loss over pairs", batch, columns, [CHOSEN])
         pairs = pairs_of(batch)
         answers = answers_of(outputs.logprobs_T, batch, reference=with_reference)
         chosen, rejected = answers.take(pairs.chosen_P), answers.take(pairs.rejected_P)
@@ -224,10 +225,12 @@ class RewardModelObjective:
         """Return loss and scores of each pair; raises as a call."""
         if outputs.last_values_B is None:
             raise ValueError("a reward model's loss needs a value model and its last_values")
-        check_batch(batch, [MASK], self.required_rows)
+        check_batch("a loss over pairs", batch, [MASK], self.required_rows)
         pairs, scores_B = pairs_of(batch), outputs.last_values_B.to(torch.float64)
-        margin_P = batch.rows[MARGIN][pairs.chosen_P] if self.options.margin_coef else None
         found = bradley_terry_loss(
-            scores_B[pairs.chosen_P], scores_B[pairs.rejected_P], margin_P, self.options
+            scores_B[pairs.chosen_P],
+            scores_B[pairs.rejected_P],
+            batch.rows[MARGIN][pairs.chosen_P] if self.options.margin_coef else None,
+            self.options,
         )
         return found, pairs

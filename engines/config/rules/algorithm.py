@@ -143,8 +143,11 @@ def _check_needs(rl: RLConfig) -> None:
 
 def _check_columns(rl: RLConfig) -> None:
     algorithm = rl.algorithm
-    made = _MADE_ALWAYS | ({"ref_logprobs"} if algorithm.needs_reference else set())
-    made |= _MADE_BY_CRITIC if rl.critic else set()
+    made = {
+        *_MADE_ALWAYS,
+        *(("ref_logprobs",) if algorithm.needs_reference else ()),
+        *(_MADE_BY_CRITIC if rl.critic else ()),
+    }
     for table, part in (
         (ADVANTAGES, algorithm.adv_estimator),
         (POLICY_LOSSES, algorithm.loss_mode),
@@ -230,7 +233,7 @@ def _check_estimator(rl: RLConfig, section: DistillationConfig) -> None:
             f"got {loss}, whose gradient is 0 on average; need one with a gradient; set {loss}+, "
             f"which has that of k2, or {TOPK}",
         )
-    if rl.several_updates:
+    if rl.batch_size_prompts > rl.prompts_per_update or rl.num_epochs > 1:
         raise ConfigError(
             setting,
             f"got {loss} with several updates of a batch, where samples are an older policy's and "

@@ -1,14 +1,11 @@
-"""Rules of sizes, orders and weight averages, and for training on pairs of answers.
+"""Rules of sizes, orders and weight averages.
 
 Sizes are what must fit into a context, and what must divide among ranks.
 """
 
 from engines.config.backends import BACKENDS
 from engines.config.data import OrderConfig
-from engines.config.options import check_options
-from engines.config.rows import BRADLEY_TERRY, PREFERENCE_LOSSES
-from engines.config.rules.models import check_value_model
-from engines.config.sections import PreferenceConfig, RewardTrainingConfig, RLConfig
+from engines.config.sections import RLConfig, SupervisedConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from infra.errors import ConfigError
 
@@ -123,19 +120,10 @@ def check_supervised_order(path: str, order: OrderConfig) -> None:
         )
 
 
-def check_preference(preference: PreferenceConfig, training: TrainingConfig) -> None:
-    """Refuse unknown losses or options, and indivisible batches; raises `ConfigError`."""
-    loss = PREFERENCE_LOSSES.find(preference.loss)
-    check_options(preference.options, [loss], "preference.options")
-    check_supervised_order("preference.order", preference.order)
-    check_divides("preference.batch_size_pairs", preference.batch_size_pairs, training)
-    check_average("preference.optimizer", preference.optimizer, training)
-
-
-def check_reward_training(reward: RewardTrainingConfig, training: TrainingConfig) -> None:
-    """Refuse backends without value models, bad options and batches; raises `ConfigError`."""
-    check_value_model("reward_model", training)
-    check_options(reward.options, [BRADLEY_TERRY], "reward_model.options")
-    check_supervised_order("reward_model.order", reward.order)
-    check_divides("reward_model.batch_size_pairs", reward.batch_size_pairs, training)
-    check_average("reward_model.optimizer", reward.optimizer, training)
+def check_supervised(
+    section: str, config: SupervisedConfig, batch_size: str, training: TrainingConfig
+) -> None:
+    """Refuse an order, a batch (its field is `batch_size`) or an average that does not fit."""
+    check_supervised_order(f"{section}.order", config.order)
+    check_divides(f"{section}.{batch_size}", getattr(config, batch_size), training)
+    check_average(f"{section}.optimizer", config.optimizer, training)

@@ -82,7 +82,16 @@ def resolved_algorithm(rl: RLConfig) -> AlgorithmConfig:
     if algorithm.adv_estimator != GDPO:
         return algorithm
     given = _options(algorithm)
-    keys = given.gdpo_reward_keys or _all_of(reward)
+    # Sorted, because the order changes the rounding of sums.
+    known = {tuple(sorted(names)) for names in _routes(reward).values()}
+    if not given.gdpo_reward_keys and len(known) != 1:
+        why = (
+            f"null, and routes of different components ({', '.join(reward.routes)})"
+            if known
+            else f"null with rl.reward.function {reward.function}, which may report any"
+        )
+        raise ConfigError(KEYS, f"got {why}; need names of what every sample has; set it")
+    keys = given.gdpo_reward_keys or known.pop()
     for source, names in _routes(reward).items():
         able = (*names, "score", "acc")
         for key in keys:
@@ -93,11 +102,11 @@ def resolved_algorithm(rl: RLConfig) -> AlgorithmConfig:
                     f"{', '.join(able)}; name one, or add it to the route",
                 )
     parts = reward.components
-    weights = given.gdpo_reward_weights
-    if weights is None:
-        weights = tuple(parts[key].weight if key in parts else 1.0 for key in keys)
-    written = {"gdpo_reward_keys": keys, "gdpo_reward_weights": weights}
-    return algorithm.model_copy(update={"options": {**algorithm.options, **written}})
+    weights = given.gdpo_reward_weights or tuple(
+        parts[key].weight if key in parts else 1.0 for key in keys
+    )
+    written = {**algorithm.options, "gdpo_reward_keys": keys, "gdpo_reward_weights": weights}
+    return algorithm.model_copy(update={"options": written})
 
 
 def compared_components(algorithm: AlgorithmConfig) -> Sequence[str]:
@@ -113,17 +122,6 @@ def _options(algorithm: AlgorithmConfig) -> GdpoOptions:
 
 def _routes(reward: RewardConfig) -> Mapping[str, Sequence[str]]:
     return reward.routes or ({"*": tuple(reward.components)} if reward.components else {})
-
-
-def _all_of(reward: RewardConfig) -> tuple[str, ...]:
-    """Return all components, sorted because the order changes the rounding of sums."""
-    found = {tuple(sorted(names)) for names in _routes(reward).values()}
-    if len(found) == 1:
-        return found.pop()
-    got = f"null with rl.reward.function {reward.function}, which may report any"
-    if found:
-        got = f"null, and routes of different components ({', '.join(reward.routes)})"
-    raise ConfigError(KEYS, f"got {got}; need names of what every sample has; set it")
 
 
 def check_value_models(rl: RLConfig, training: TrainingConfig) -> None:

@@ -11,21 +11,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pydantic import Field
 
-from engines.config.algorithm import DistillationConfig, RewardConfig
-from engines.config.backends import check_layout, job_interpreter
+from engines.config.algorithm import RewardConfig
+from engines.config.backends import ENGINES, check_layout
 from engines.config.base import StrictModel, local_path
 from engines.config.model import ModelConfig
 from engines.config.plugins import (
     ROLLOUT_ENGINES,
     PluginKind,
     is_embedded,
-    named_rows,
     plugin_modules,
 )
 from engines.config.rollout import RolloutConfig
-from engines.config.sections import (
-    CheckpointConfig,
-)
+from engines.config.sections import CheckpointConfig
 from engines.config.training import HardwareConfig, TrainingConfig
 from hardware.detection import create
 from hardware.platforms import repair_modules
@@ -72,12 +69,6 @@ def reward_inputs(reward: RewardConfig) -> dict[str, ExternalInput]:
     return {**files, **models}
 
 
-def teacher_input(distillation: DistillationConfig | None) -> dict[str, ExternalInput]:
-    """Return the directory of the user's teacher, if it is local."""
-    path = local_path(distillation.path) if distillation else None
-    return {"teacher": ExternalInput(path, "rl.distillation.path")} if path else {}
-
-
 InputT = TypeVar("InputT")
 
 
@@ -100,6 +91,8 @@ class StageConfig(StrictModel):
     """Names of artifacts that its job reads if the flow has them."""
     options: ClassVar[type[StrictModel] | None] = None
     """Schema of `stages.<stage>` in a recipe, for a stage without a section of its own."""
+    labelled_by: ClassVar[str] = ""
+    """Field whose value is part of the label, unless it is empty; empty: none."""
 
     @classmethod
     def options_of(cls, recipe: "Recipe") -> Any:
@@ -126,7 +119,8 @@ class StageConfig(StrictModel):
     @property
     def label(self) -> str:
         """Name of this stage within a run."""
-        return self.stage
+        part = getattr(self, self.labelled_by) if self.labelled_by else None
+        return f"{self.stage}_{part}" if part else self.stage
 
     @property
     def interpreter(self) -> Path | None:
@@ -155,10 +149,6 @@ class StageConfig(StrictModel):
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
         """Yield the kind and name of every part that the configuration names."""
         yield from ()
-
-    def plugin_targets(self) -> list[str]:
-        """Return the plugins' targets, with the row facts that can change numbers."""
-        return [row.counted for row in named_rows(self.plugins())]
 
     def plugin_modules(self) -> tuple[str, ...]:
         """Return the sorted plugin modules, whose sources are part of the fingerprint."""
@@ -238,7 +228,7 @@ class TrainingStageConfig(BackendStageConfig):
     @property
     def interpreter(self) -> Path | None:
         """Python of the training backend's job environment."""
-        return job_interpreter(self.training.backend, "training.backend")
+        return ENGINES.interpreter(self.training.backend, "training.backend")
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """Return the model, if no stage before this one trained a policy."""
@@ -251,6 +241,4 @@ class TrainingStageConfig(BackendStageConfig):
 
 def interpreter_of(rollout: RolloutConfig) -> Path | None:
     """Return the Python of rollout replicas; None: the job's Python, or there are no replicas."""
-    if is_embedded(rollout):
-        return None
-    return ROLLOUT_ENGINES.interpreter(rollout.engine)
+    return None if is_embedded(rollout) else ROLLOUT_ENGINES.interpreter(rollout.engine)

@@ -25,6 +25,7 @@ class PreprocessStageConfig(StageConfig):
     """Turns raw data into rows, and trains the tokenizer of a model made from scratch."""
 
     stage = "preprocess"
+    labelled_by = "of"
 
     def inputs(self, given: Mapping[str, InputT]) -> dict[str, InputT]:
         """Return the suites' datasets, whose problems are kept out of the training rows."""
@@ -47,11 +48,6 @@ class PreprocessStageConfig(StageConfig):
     def of_suite(cls, recipe: "Recipe", name: str) -> Self:
         """Preprocess the data of a suite, for any model."""
         return cls(of=name, data=recipe.data_suites[name])
-
-    @property
-    def label(self) -> str:
-        """`preprocess`, with the suite."""
-        return f"{self.stage}_{self.of}" if self.of else self.stage
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
         """Yield the preprocessors of the sources; for `auto`, all that it may choose."""

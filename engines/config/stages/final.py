@@ -35,6 +35,7 @@ class MergeStageConfig(StageConfig):
     """Merges a sharded policy checkpoint into a Hugging Face safetensors directory."""
 
     stage = "merge"
+    labelled_by = "of"
     needs = ("policy",)
     of: Annotated[str, NotIdentity] = ""
     """Label of the stage whose policy is merged, if several are; empty for the last policy."""
@@ -55,11 +56,6 @@ class MergeStageConfig(StageConfig):
             dtype="float32" if of else recipe.merge.dtype,
             max_shard_bytes=recipe.merge.max_shard_bytes,
         )
-
-    @property
-    def label(self) -> str:
-        """`merge`, with the label of the stage that made the policy."""
-        return f"{self.stage}_{self.of}" if self.of else self.stage
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
         """Yield the training backend."""
@@ -98,6 +94,7 @@ class EvaluateStageConfig(ServingStageConfig):
     """Evaluates a policy or model on evaluation rows."""
 
     stage = "evaluate"
+    labelled_by = "of"
     needs = ("dataset",)
     takes = ("policy", "model", REWARD_MODEL)
     of: Annotated[str, NotIdentity] = ""
@@ -115,15 +112,17 @@ class EvaluateStageConfig(ServingStageConfig):
     @classmethod
     def from_recipe(cls, recipe: "Recipe", of: str = "") -> Self:
         """Evaluate the policy of stage `of`, or the final model, on the recipe's own problems."""
-        stage = cls._asked(recipe, of, recipe.evaluation, recipe.rl.reward)
-        return stage.model_copy(update={"backend": recipe.training.backend if of else None})
+        return cls._asked(recipe, of, recipe.evaluation, recipe.rl.reward).model_copy(
+            update={"backend": recipe.training.backend if of else None}
+        )
 
     @classmethod
     def of_suite(cls, recipe: "Recipe", name: str) -> Self:
         """Evaluate the final model on a suite."""
         suite = recipe.suites[name]
-        stage = cls._asked(recipe, name, suite.evaluation, suite.reward or recipe.rl.reward)
-        return stage.model_copy(update={"suite": name, "own_reward": suite.reward is not None})
+        return cls._asked(
+            recipe, name, suite.evaluation, suite.reward or recipe.rl.reward
+        ).model_copy(update={"suite": name, "own_reward": suite.reward is not None})
 
     @classmethod
     def _asked(
@@ -134,8 +133,11 @@ class EvaluateStageConfig(ServingStageConfig):
         reward: RewardConfig,
     ) -> Self:
         # The job does not see `rl.sampling`, so its values replace nulls here.
-        names = ("max_new_tokens", "stop", "stop_token_ids")
-        unset = [name for name in names if getattr(evaluation, name) is None]
+        unset = [
+            name
+            for name in ("max_new_tokens", "stop", "stop_token_ids")
+            if getattr(evaluation, name) is None
+        ]
         return cls(
             of=of,
             hardware=recipe.hardware,
@@ -163,11 +165,6 @@ class EvaluateStageConfig(ServingStageConfig):
     def rows(self) -> tuple[str, ...]:
         """The evaluation problems, unless a suite has them."""
         return () if self.suite else ("evaluation",)
-
-    @property
-    def label(self) -> str:
-        """`evaluate`, with the label of the stage that made the policy, or the suite."""
-        return f"{self.stage}_{self.of}" if self.of else self.stage
 
     @property
     def sections(self) -> dict[str, str]:
@@ -200,6 +197,7 @@ class CompareStageConfig(StageConfig):
     """Compares two evaluations of the same problems and computes the gain."""
 
     stage = "compare"
+    labelled_by = "of"
     needs = ("evaluation", "against")
     of: Annotated[str, NotIdentity] = ""
     """The suite; empty for the recipe's own problems."""
@@ -211,13 +209,8 @@ class CompareStageConfig(StageConfig):
         """Compare on a suite, or on the recipe's own problems."""
         # A harness suite has no evaluation section; it uses the recipe's confidence.
         has_own = suite in recipe.data_suites
-        evaluation = recipe.suites[suite].evaluation if has_own else recipe.evaluation
-        return cls(of=suite, confidence=evaluation.confidence)
-
-    @property
-    def label(self) -> str:
-        """`compare`, with the suite."""
-        return f"{self.stage}_{self.of}" if self.of else self.stage
+        section = recipe.suites[suite] if has_own else recipe
+        return cls(of=suite, confidence=section.evaluation.confidence)
 
 
 class PromoteStageConfig(StageConfig):
@@ -251,8 +244,7 @@ class HarnessStageConfig(BackendStageConfig, AnsweringStageConfig):
     @classmethod
     def from_recipe(cls, recipe: "Recipe", name: str, *, is_against: bool = False) -> Self:
         """Measure the final model, or the one `against`, on a suite."""
-        own = None if recipe.trains else recipe.model
-        model = recipe.against if is_against else own
+        model = recipe.against if is_against else None if recipe.trains else recipe.model
         return cls(
             suite=name,
             is_against=is_against,
@@ -294,8 +286,7 @@ class HarnessStageConfig(BackendStageConfig, AnsweringStageConfig):
         """Return the model, if no stage made it, and the user's tasks."""
         found = model_input(self.model)
         if self.harness.include is not None:
-            path = Path(self.harness.include)
-            found["tasks"] = ExternalInput(path, f"{self.section}.include")
+            found["tasks"] = ExternalInput(Path(self.harness.include), f"{self.section}.include")
         return found
 
     def check(self) -> None:

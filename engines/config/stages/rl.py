@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import Field
 
 from engines.config.algorithm import TOPK
-from engines.config.base import Change, StrictModel
+from engines.config.base import Change, StrictModel, local_path
 from engines.config.model import adapter_travels
 from engines.config.plugins import (
     PluginKind,
@@ -44,7 +44,6 @@ from engines.config.stages.base import (
     interpreter_of,
     model_input,
     reward_inputs,
-    teacher_input,
 )
 
 if TYPE_CHECKING:
@@ -55,6 +54,7 @@ class RLRoundStageConfig(TrainingStageConfig):
     """Trains a policy for one round of RL."""
 
     stage = "rl_round"
+    labelled_by = "round"
     needs = ("dataset",)
     takes = ("policy", "reference", REWARD_MODEL)
     round: int = Field(ge=1)
@@ -102,11 +102,6 @@ class RLRoundStageConfig(TrainingStageConfig):
         return ("rl",)
 
     @property
-    def label(self) -> str:
-        """`rl_round`, with the number of the round."""
-        return f"{self.stage}_{self.round}"
-
-    @property
     def driver_computes(self) -> bool:
         """True for a single rank without replicas."""
         return super().driver_computes and is_embedded(self.rollout)
@@ -140,9 +135,11 @@ class RLRoundStageConfig(TrainingStageConfig):
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
         """Return files of reward and teacher, and the model if policy or reference starts there."""
         needs_reference = self.rl.algorithm.needs_reference and "reference" not in given
+        teacher = self.rl.distillation
+        path = local_path(teacher.path) if teacher else None
         return {
             **reward_inputs(self.rl.reward),
-            **teacher_input(self.rl.distillation),
+            **({"teacher": ExternalInput(path, "rl.distillation.path")} if path else {}),
             **super().external_inputs(given),
             **(model_input(self.model) if needs_reference else {}),
         }
@@ -170,5 +167,5 @@ class RLRoundStageConfig(TrainingStageConfig):
         )
         # An unset mini-batch is the whole batch, so the error names the batch size.
         smaller = self.rl.prompts_per_update < self.rl.batch_size_prompts
-        field = "rl.mini_batch_size_prompts" if smaller else "rl.batch_size_prompts"
-        check_divides(field, self.rl.prompts_per_update, self.training)
+        field = "mini_batch_size_prompts" if smaller else "batch_size_prompts"
+        check_divides(f"rl.{field}", self.rl.prompts_per_update, self.training)

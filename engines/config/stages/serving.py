@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field
 
 from engines.config.algorithm import RewardConfig
-from engines.config.backends import job_interpreter
+from engines.config.backends import ENGINES
 from engines.config.plugins import PluginKind, is_embedded
 from engines.config.rollout import RolloutConfig, SamplingConfig
 from engines.config.rules.batches import check_answer_length
@@ -64,7 +64,7 @@ class ServingStageConfig(BackendStageConfig, AnsweringStageConfig):
     @property
     def interpreter(self) -> Path | None:
         """Python of the training backend's job environment, which can read its checkpoints."""
-        return job_interpreter(self.backend, "training.backend") if self.backend else None
+        return ENGINES.interpreter(self.backend, "training.backend") if self.backend else None
 
     @property
     def training_backend(self) -> str | None:
@@ -96,6 +96,7 @@ class SelfPlayStageConfig(ServingStageConfig):
     """Makes pairs of answers from a policy and the rows of a dataset."""
 
     stage = "self_play"
+    labelled_by = "iteration"
     needs = ("dataset", "policy")
     takes = (REWARD_MODEL,)
     iteration: int = Field(ge=1)
@@ -135,11 +136,6 @@ class SelfPlayStageConfig(ServingStageConfig):
     def rows(self) -> tuple[str, ...]:
         """Conversations for `spin`, else prompts."""
         return ("sft",) if self.self_play.source == "spin" else ("rl",)
-
-    @property
-    def label(self) -> str:
-        """`self_play`, with the number of the iteration."""
-        return f"{self.stage}_{self.iteration}"
 
     def check(self) -> None:
         """Also check temperature, structured output and the length of answers."""

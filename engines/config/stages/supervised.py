@@ -6,16 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Self
 from pydantic import Field
 
 from engines.config.base import NotIdentity
-from engines.config.plugins import (
-    PluginKind,
-)
-from engines.config.rules.batches import (
-    check_average,
-    check_divides,
-    check_preference,
-    check_reward_training,
-    check_supervised_order,
-)
+from engines.config.options import check_options
+from engines.config.plugins import PluginKind
+from engines.config.rows import BRADLEY_TERRY, PREFERENCE_LOSSES
+from engines.config.rules.batches import check_supervised
+from engines.config.rules.models import check_value_model
 from engines.config.sections import (
     PreferenceConfig,
     RewardTrainingConfig,
@@ -55,9 +50,7 @@ class SFTStageConfig(TrainingStageConfig):
     def check(self) -> None:
         """Check batch size, weight averages and the order."""
         super().check()
-        check_divides("sft.batch_size_sequences", self.sft.batch_size_sequences, self.training)
-        check_average("sft.optimizer", self.sft.optimizer, self.training)
-        check_supervised_order("sft.order", self.sft.order)
+        check_supervised("sft", self.sft, "batch_size_sequences", self.training)
 
 
 class RewardModelStageConfig(TrainingStageConfig):
@@ -93,13 +86,16 @@ class RewardModelStageConfig(TrainingStageConfig):
     def check(self) -> None:
         """Add the rules of reward models."""
         super().check()
-        check_reward_training(self.reward_model, self.training)
+        check_value_model("reward_model", self.training)
+        check_options(self.reward_model.options, [BRADLEY_TERRY], "reward_model.options")
+        check_supervised("reward_model", self.reward_model, "batch_size_pairs", self.training)
 
 
 class PreferenceStageConfig(TrainingStageConfig):
     """Trains a policy on pairs of answers."""
 
     stage = "preference"
+    labelled_by = "iteration"
     needs = ("dataset",)
     takes = ("policy", "pairs")
     iteration: Annotated[int | None, NotIdentity] = Field(default=None, ge=1)
@@ -126,11 +122,6 @@ class PreferenceStageConfig(TrainingStageConfig):
         """Pairs, unless self-play makes them."""
         return () if self.iteration else ("preference",)
 
-    @property
-    def label(self) -> str:
-        """`preference`, with the number of the iteration."""
-        return f"{self.stage}_{self.iteration}" if self.iteration else self.stage
-
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
         """Add the loss."""
         yield from super().plugins()
@@ -139,4 +130,6 @@ class PreferenceStageConfig(TrainingStageConfig):
     def check(self) -> None:
         """Add the rules of preference training."""
         super().check()
-        check_preference(self.preference, self.training)
+        loss = PREFERENCE_LOSSES.find(self.preference.loss)
+        check_options(self.preference.options, [loss], "preference.options")
+        check_supervised("preference", self.preference, "batch_size_pairs", self.training)

@@ -13,7 +13,6 @@ from typing import Any
 
 from engines.checkpoint.model_directory import (
     check_model_directory,
-    check_reward_model,
     num_parameters,
     stated_context,
     stored_tensor_names,
@@ -34,7 +33,6 @@ from engines.config.training import LoraConfig, TrainingConfig
 from engines.data.read.chat import render_prompts
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer, check_vocabulary, text_config
-from engines.judges.judgement import question
 from engines.rewards.base import SampledTokens, ScoreRequest
 from engines.training.supported_models import check_vision
 from infra.errors import ConfigError
@@ -85,16 +83,6 @@ BYTES_PER_PARAMETER = 12
 """Checkpoint bytes per parameter: weight and two optimizer moments in float32."""
 BYTES_OF_AVERAGE = 4
 """Additional bytes per parameter for a moving average of the weights."""
-
-
-def look_at_policy(at: PreflightRequest) -> DirectoryTokenizer | None:
-    """Check that the engines support the model, and return its tokenizer as `look_at_model`."""
-    lora = at.training.lora if at.training else None
-    tokenizer = look_at_model(at.model, lora, trains=at.trains)
-    look_at_training(at.model.path, at.training if at.trains else None)
-    look_at_stop_tokens(at)
-    look_at_rollout(at.model.path, at.rollout_engine)
-    return tokenizer
 
 
 def look_at_model(
@@ -168,41 +156,11 @@ def checkpoint_bytes(at: PreflightRequest) -> int | None:
     None for a hub id, an untrained model, and an adapter, whose checkpoints are small.
     """
     directory = local_path(at.model.path)
-    has_adapter = at.training is not None and at.training.lora is not None
-    if directory is None or has_adapter or not at.trains:
+    if directory is None or (at.training and at.training.lora) or not at.trains:
         return None
-    average = BYTES_OF_AVERAGE if at.averages else 0
-    return num_parameters(directory) * (BYTES_PER_PARAMETER + average)
-
-
-REWARD_MODEL_SECTION, JUDGE_SECTION = "rl.reward.model", "rl.reward.judge"
-
-
-def look_at_against(at: PreflightRequest) -> DirectoryTokenizer | None:
-    """Check the model to compare with and return its tokenizer; None if there is no such model."""
-    if at.against is None:
-        return None
-    with renamed_sections({"model": "against"}):
-        tokenizer = look_at_model(at.against, None, trains=False)
-    look_at_rollout(at.against.path, at.rollout_engine)
-    return tokenizer
-
-
-def look_at_reward_model(
-    model: RewardModelConfig, training: TrainingConfig | None, row: RLRow | None
-) -> None:
-    """Check a reward model and that the ranks support it; its template only if a row is given."""
-    _look_at_judging(REWARD_MODEL_SECTION, check_reward_model, model, row)
-    with renamed_sections({"model": REWARD_MODEL_SECTION}):
-        look_at_training(model.path, training, values=True)
-
-
-def look_at_judge(judge: JudgeConfig, rollout_engine: str | None, row: RLRow | None) -> None:
-    """Check a judge, its question about `row`, and that the engine serves it."""
-    if row is not None:
-        question(judge.prompt, row.prompt, perfect_answer(row))
-    _look_at_judging(JUDGE_SECTION, check_model_directory, judge, row)
-    look_at_rollout(judge.path, rollout_engine)
+    return num_parameters(directory) * (
+        BYTES_PER_PARAMETER + (BYTES_OF_AVERAGE if at.averages else 0)
+    )
 
 
 def look_at_teacher(
@@ -219,8 +177,13 @@ def look_at_teacher(
     """
     directory = local_path(teacher.path)
     if directory is not None:
-        num_spare = num_spare_tokens(teacher, rollout_engine)
-        check_teacher(teacher, directory, local_path(model.path), model.max_length, num_spare)
+        check_teacher(
+            teacher,
+            directory,
+            local_path(model.path),
+            model.max_length,
+            num_spare_tokens(teacher, rollout_engine),
+        )
     if teacher.served is not None:
         look_at_rollout(teacher.path, rollout_engine)
         return
@@ -228,7 +191,7 @@ def look_at_teacher(
         look_at_training(teacher.path, training)
 
 
-def _look_at_judging(
+def look_at_judging(
     section: str,
     check: Callable[..., None],
     model: RewardModelConfig | JudgeConfig,

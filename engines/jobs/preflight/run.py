@@ -15,7 +15,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from engines.checkpoint.model_directory import VISION_MODEL_TYPES, vision_model_type
+from engines.checkpoint.model_directory import (
+    VISION_MODEL_TYPES,
+    check_model_directory,
+    check_reward_model,
+    vision_model_type,
+)
 from engines.checkpoint.teacher import TEACHER_SECTION
 from engines.config.algorithm import RewardConfig
 from engines.config.backends import BACKENDS
@@ -46,16 +51,17 @@ from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.errors import RewardError
 from engines.jobs.preflight.models import (
     checkpoint_bytes,
-    look_at_against,
     look_at_answers,
-    look_at_judge,
-    look_at_policy,
+    look_at_judging,
+    look_at_model,
     look_at_prompt,
-    look_at_reward_model,
+    look_at_rollout,
+    look_at_stop_tokens,
     look_at_teacher,
     look_at_training,
     perfect_answer,
 )
+from engines.judges.judgement import question
 from engines.rewards.base import Unscored
 from engines.rewards.resolve import OTHERS
 from engines.rewards.scorer import RewardScorer
@@ -79,7 +85,16 @@ _MODELS = {
 
 def check_request(at: PreflightRequest) -> PreflightRequest:
     """Return the request with hub commits and the checkpoint size, or raise a ConfigError."""
-    tokenizer, of_other = look_at_policy(at), look_at_against(at)
+    lora = at.training.lora if at.training else None
+    tokenizer = look_at_model(at.model, lora, trains=at.trains)
+    look_at_training(at.model.path, at.training if at.trains else None)
+    look_at_stop_tokens(at)
+    look_at_rollout(at.model.path, at.rollout_engine)
+    of_other = None
+    if at.against is not None:
+        with renamed_sections({"model": "against"}):
+            of_other = look_at_model(at.against, None, trains=False)
+        look_at_rollout(at.against.path, at.rollout_engine)
     row = look_at_rows(at, at.data, "data", tokenizer) if at.data else None
     if of_other is not None and row is not None:
         with renamed_sections({"model": "against"}):
@@ -89,15 +104,20 @@ def check_request(at: PreflightRequest) -> PreflightRequest:
     if at.trains_values:
         look_at_training(at.model.path, at.training, values=True)
     if at.reward_model is not None:
-        look_at_reward_model(at.reward_model, at.reward_training, row)
+        section = _MODELS["reward_model"]
+        look_at_judging(section, check_reward_model, at.reward_model, row)
+        with renamed_sections({"model": section}):
+            look_at_training(at.reward_model.path, at.reward_training, values=True)
     if at.judge is not None:
-        look_at_judge(at.judge, at.rollout_engine, row)
+        if row is not None:
+            question(at.judge.prompt, row.prompt, perfect_answer(row))
+        look_at_judging(_MODELS["judge"], check_model_directory, at.judge, row)
+        look_at_rollout(at.judge.path, at.rollout_engine)
     if at.teacher is not None:
         look_at_teacher(at.teacher, at.training, at.model, at.rollout_engine)
     if at.reward is not None:
         look_at_reward(at.reward, row)
-    found = with_commits(at)
-    return found.model_copy(update={"checkpoint_bytes": checkpoint_bytes(at)})
+    return with_commits(at).model_copy(update={"checkpoint_bytes": checkpoint_bytes(at)})
 
 
 def look_at_rows(
@@ -109,9 +129,18 @@ def look_at_rows(
     on the hub.
     """
     rows = first_rows(data, section, tokenizer)
-    look_at_images(at, show_images(data, rows, section))
+    known = {row.name for row in all_rows(PREPROCESSORS) if row.images}
+    shown = [path for path, row in rows.items() if row.images]
+    shown += [path for path, each in _sources(data, section, *_PROMPTS) if each.format in known]
+    look_at_images(at, list(dict.fromkeys(shown)))
     if at.scoring is not None:
-        look_at_truths(at.scoring, without_truth(data, rows, section, at.scored))
+        lacking = {row.name for row in all_rows(PREPROCESSORS) if not row.ground_truth}
+        without: dict[str, RLRow | None] = {}
+        for path, source in _sources(data, section, *at.scored):
+            row = rows.get(path)
+            if row.reward_model.ground_truth is None if row else source.format in lacking:
+                without[path] = row
+        look_at_truths(at.scoring, without)
     return first_row(data, rows)
 
 
@@ -126,8 +155,9 @@ def look_at_suites(
         if suite.reward is None:
             of_suite = look_at_rows(at, suite.data, sections["data"], tokenizer)
         else:  # its own reward has functions only, no judges
-            own = {"reward_model": None, "judge": None, "scoring": suite.reward}
-            judged = at.model_copy(update=own)
+            judged = at.model_copy(
+                update={"reward_model": None, "judge": None, "scoring": suite.reward}
+            )
             with renamed_sections({"rl.reward": sections["rl.reward"]}):
                 of_suite = look_at_rows(judged, suite.data, sections["data"], tokenizer)
                 look_at_reward(suite.reward, of_suite)
@@ -163,33 +193,9 @@ def first_row(data: DataConfig, rows: Mapping[str, RLRow]) -> RLRow | None:
     """Return a row with a prompt, read or generated; None if all data are on the hub."""
     if rows or data.arithmetic is None:
         return next(iter(rows.values()), None)
-    few = data.arithmetic.model_copy(update={"num_sft": 1, "num_rl": 1, "num_eval": 1})
-    return generate(few, seed=0)["rl"][0]
-
-
-def show_images(data: DataConfig, rows: Mapping[str, RLRow], section: str) -> list[str]:
-    """Return configuration paths of the sources whose first row or layout has images."""
-    known = {row.name for row in all_rows(PREPROCESSORS) if row.images}
-    sources = _sources(data, section, *_PROMPTS)
-    shown = [path for path, row in rows.items() if row.images]
-    shown += [path for path, source in sources if source.format in known]
-    return list(dict.fromkeys(shown))
-
-
-def without_truth(
-    data: DataConfig, rows: Mapping[str, RLRow], section: str, splits: Sequence[str]
-) -> dict[str, RLRow | None]:
-    """Return the sources without ground truth in their first row or layout, by configuration path.
-
-    The value is the first row, or None for a source on the hub.
-    """
-    known = {row.name for row in all_rows(PREPROCESSORS) if not row.ground_truth}
-    found: dict[str, RLRow | None] = {}
-    for path, source in _sources(data, section, *splits):
-        row = rows.get(path)
-        if row.reward_model.ground_truth is None if row else source.format in known:
-            found[path] = row
-    return found
+    return generate(
+        data.arithmetic.model_copy(update={"num_sft": 1, "num_rl": 1, "num_eval": 1}), seed=0
+    )["rl"][0]
 
 
 def _sources(data: DataConfig, section: str, *splits: str) -> list[tuple[str, SourceConfig]]:
@@ -330,56 +336,52 @@ def look_at_truths(reward: RewardConfig, without: Mapping[str, RLRow | None]) ->
 
 
 def with_commits(at: PreflightRequest) -> PreflightRequest:
-    """Return the request with a commit as the `revision` of every hub id.
+    """Return the request with a commit as the `revision` of every hub id, each resolved once.
 
     A ConfigError names the field that cannot be resolved.
     """
-    hub = _Hub()
-    found: dict[str, object] = {"data": hub.of_data(at.data, "data") if at.data else None}
+    known: dict[tuple[str, RepoType, str | None], str] = {}
+
+    def resolved(config: OnHub, repo_type: RepoType, section: str) -> OnHub:
+        """Return the configuration with a commit as revision; a local path stays as it is."""
+        if config.path is None or local_path(config.path):
+            return config
+        key = (config.path, repo_type, config.revision)
+        if key not in known:
+            known[key] = hub_commit(*key, section)
+        return config.model_copy(update={"revision": known[key]})
+
+    def of_data(data: DataConfig, section: str) -> DataConfig:
+        """Return the data configuration with commits for all sources."""
+        return data.model_copy(
+            update={
+                split: tuple(
+                    resolved(source, "dataset", f"{section}.{split}.{place}")
+                    for place, source in enumerate(getattr(data, split))
+                )
+                for split in SOURCE_SPLITS
+            }
+        )
+
+    found: dict[str, object] = {"data": of_data(at.data, "data") if at.data else None}
     for name, section in _MODELS.items():
         model: ModelConfig | NamedModelConfig | None = getattr(at, name)
-        found[name] = model and hub.resolved(model, "model", section)
+        found[name] = model and resolved(model, "model", section)
     found["suites"] = {
         name: suite.model_copy(
-            update={"data": suite.data and hub.of_data(suite.data, f"suites.{name}.data")}
+            update={"data": suite.data and of_data(suite.data, f"suites.{name}.data")}
         )
         for name, suite in at.suites.items()
     }
     return at.model_copy(update=found)
 
 
-class _Hub:
-    """Resolves each repository and revision once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, RepoType, str | None], str] = {}
-
-    def resolved(self, config: OnHub, repo_type: RepoType, section: str) -> OnHub:
-        """Return the configuration with a commit as revision; a local path stays as it is."""
-        if config.path is None or local_path(config.path):
-            return config
-        key = (config.path, repo_type, config.revision)
-        if key not in self._known:
-            self._known[key] = hub_commit(*key, section)
-        return config.model_copy(update={"revision": self._known[key]})
-
-    def of_data(self, data: DataConfig, section: str) -> DataConfig:
-        """Return the data configuration with commits for all sources."""
-        sources = {
-            split: tuple(
-                self.resolved(source, "dataset", f"{section}.{split}.{place}")
-                for place, source in enumerate(getattr(data, split))
-            )
-            for split in SOURCE_SPLITS
-        }
-        return data.model_copy(update=sources)
-
-
 def main() -> int:
     """Read a request and write its answer."""
     try:
-        request = PreflightRequest.model_validate_json(sys.stdin.read())
-        answer = PreflightAnswer(found=check_request(request))
+        answer = PreflightAnswer(
+            found=check_request(PreflightRequest.model_validate_json(sys.stdin.read()))
+        )
     except ConfigError as error:
         answer = PreflightAnswer(path=error.path, problem=error.problem)
     sys.stdout.write(answer.model_dump_json() + "\n")

@@ -1,1 +1,1 @@
-"""What jobs share: the runtime, the setup of torch, causes of failures, and policies."""
+"""What jobs share: the runtime, the setup of torch, and policies."""

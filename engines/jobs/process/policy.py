@@ -119,8 +119,9 @@ def write_hf_files(source: Path, target: Path, chat_template: str | None) -> Non
             "need eos_token_id; set it in config.json or generation_config.json",
         )
     generation["eos_token_id"] = ends[0] if len(ends) == 1 else ends
-    text = json.dumps(generation, indent=2, sort_keys=True) + "\n"
-    path.write_text(text, encoding="utf-8", newline="")
+    path.write_text(
+        json.dumps(generation, indent=2, sort_keys=True) + "\n", encoding="utf-8", newline=""
+    )
 
 
 def write_policy(

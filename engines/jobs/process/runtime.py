@@ -5,18 +5,23 @@
 Promises: the job itself publishes its files and commits the fingerprint, so it finishes even if its
 flow died. If another attempt took over, this one is fenced at its next step checkpoint at the
 latest, and publishes neither that nor a commit. A job that fails or stalls leaves its error in the
-stage's channel and exits with 2 for a `ConfigError`, 143 after SIGTERM, and 1 otherwise.
+stage's channel, with its own text and its cause (memory, disk, a dead or hanging rank, NaN), and
+exits with 2 for a `ConfigError`, 143 after SIGTERM, and 1 otherwise.
 If a following stage waits only for this output, this process claims it before the commit and runs
 it afterwards as a separate attempt; a stage that cannot be claimed is left to a job of its own.
 After the commit the stage's step checkpoints and work files are removed; its logs stay.
-Does not import torch, which some stages never need.
+Does not import torch, which some stages never need. Does not know the peak memory of ranks, only
+that of this process and its children.
 """
 
 import contextlib
+import errno
 import gc
 import importlib
 import logging
 import os
+import re
+import resource
 import shutil
 import signal
 import sys
@@ -33,13 +38,14 @@ from typing import Any, Generic, NoReturn, TypeVar
 import psutil
 
 from engines.config.stages.base import Runtime, StageConfig
-from engines.jobs.process.failure_messages import job_problem
-from engines.trainers.step_timer import PHASE_NOTE, PhaseClock
+from engines.errors import NonFiniteError, WorkerError
+from engines.trainers.step_timer import PHASE_NOTE, PhaseClock, note_phase
 from infra import env
 from infra.errors import (
     EXIT_TERMINATED,
     EXIT_USER_ERROR,
     ConfigError,
+    DeadlineError,
     FencedError,
     PipelineError,
     StoreError,
@@ -57,11 +63,12 @@ from infra.store.process_stamp import own_stamp
 from infra.store.stage_log import Attempt, generation
 from infra.store.stage_spec import Artifact, CommitRecord, NextStage, StageSpec
 from infra.store.storage import Storage, check_unchanged, open_storage
-from infra.store.work_channel import JobProblem, WorkChannel
+from infra.store.work_channel import Cause, JobProblem, WorkChannel
 from infra.tracking.journal import Journal, read_journal
-from infra.waiting import when_there_is_room
+from infra.waiting import FULL_DISK, ROOM, when_there_is_room
 
 EXIT_FAILURE = 1
+_MEMORY = re.compile(r"out of memory|can't allocate memory|OutOfMemoryError|\bMemoryError\b", re.I)
 DEADLINES_S = {
     "load": 3600.0,
     "preprocess": 6 * 3600.0,
@@ -81,7 +88,6 @@ class JobContext(Generic[Config]):
     """What a job's body works with.
 
     Attributes:
-        runtime: settings that cannot change the output.
         journal: metrics and progress, including those of earlier attempts.
         clock: wall time in seconds by phase, for the commit record.
         attempt_dir: this attempt's local directory for logs and intermediate files.
@@ -90,7 +96,6 @@ class JobContext(Generic[Config]):
 
     spec: StageSpec
     config: Config
-    runtime: Runtime
     storage: Storage
     journal: Journal
     heartbeat: Heartbeat
@@ -165,7 +170,10 @@ def run_job(config_type: type[Config], body: Body[Config]) -> NoReturn:
     """Run one job, then a stage that it claimed, and end the process with the exit code."""
     signal.signal(signal.SIGTERM, _terminate)
     end_output = redact_output()
-    _configure_logging()
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.addFilter(RedactingFilter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     began_at = min(time.time(), psutil.Process().create_time())
     code, claimed = _run_attempt(sys.argv, began_at, (config_type, body))
     if claimed is not None:
@@ -231,7 +239,8 @@ def _run(
     clock.add("load", time.time() - began_at)
     with ExitStack() as stack, _fenced_before_failed(storage, attempt):
         context = _open_context(stack, storage, channel, spec, config, runtime, clock)
-        stack.enter_context(_noting_phase(context.heartbeat))
+        # Noted after a phase of the clock, which is more specific.
+        stack.push(lambda *raised: note_phase(context.heartbeat.phase, *raised))
         output = body(context)
         context.heartbeat.enter("publish", DEADLINES_S["publish"])
         num_bytes = sum(path.stat().st_size for path in context.output_dir.rglob("*"))
@@ -255,16 +264,6 @@ def _run(
         _prune(storage, channel, attempt)
     logger.info("stage %s committed %s", spec.stage, artifact.digest)
     return claimed
-
-
-@contextlib.contextmanager
-def _noting_phase(heartbeat: Heartbeat) -> Iterator[None]:
-    """Note the heartbeat's phase in an error; a phase of the clock is more specific."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"{PHASE_NOTE}{heartbeat.phase}")
-        raise
 
 
 @contextlib.contextmanager
@@ -348,9 +347,7 @@ def _open_context(
     fence = partial(storage.attempts.check, Attempt(spec.fingerprint, spec.attempt, spec.holder))
     fence()  # checked after reading the journal, so no later step in it is from another attempt
     channel.share_steps(spec.attempt, steps_dir, journal.num_done, fence)
-    context = JobContext(
-        spec, config, runtime, storage, journal, heartbeat, clock, directory, steps_dir
-    )
+    context = JobContext(spec, config, storage, journal, heartbeat, clock, directory, steps_dir)
     shutil.rmtree(context.output_dir, ignore_errors=True)
     context.output_dir.mkdir()
     return context
@@ -391,8 +388,54 @@ def _terminate(signum: int, frame: object) -> NoReturn:
     raise SystemExit(EXIT_TERMINATED)
 
 
-def _configure_logging() -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    handler.addFilter(RedactingFilter())
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+def job_problem(error: BaseException, exit_code: int) -> JobProblem:
+    """Return what a failed job reports: cause, phase and measured sizes."""
+    cause, phase, said = _cause(error), phase_of(error), redact(str(error))
+    at = f" in phase {phase}" if phase else ""
+    if cause == "out_of_memory":
+        own, children = (
+            resource.getrusage(who).ru_maxrss * 1024
+            for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        )
+        said = (
+            f"out of memory{at}: {said or type(error).__name__}; at its peak this process held "
+            f"{own:,} bytes, the largest of its children {children:,}"
+        )
+    elif cause == "disk_full":
+        said = f"disk full{at}: {said}{_free(error)}; free space there, then run again to resume"
+    return JobProblem(
+        type=type(error).__name__, message=said, exit_code=exit_code, cause=cause, phase=phase
+    )
+
+
+def phase_of(error: BaseException) -> str:
+    """Return the innermost phase noted in an error; empty if none was noted."""
+    notes = getattr(error, "__notes__", ())
+    return next((n.removeprefix(PHASE_NOTE) for n in notes if n.startswith(PHASE_NOTE)), "")
+
+
+def _cause(error: BaseException | None) -> Cause:
+    while error is not None:
+        waited_for = error.waited_for if isinstance(error, DeadlineError) else ""
+        is_full = isinstance(error, OSError) and error.errno in FULL_DISK
+        if is_full or waited_for.startswith(ROOM):
+            return "disk_full"
+        if isinstance(error, NonFiniteError):
+            return "non_finite"
+        # Also by text: each device library has its own error class; a rank's error is text.
+        says_so = isinstance(error, RuntimeError | WorkerError) and _MEMORY.search(str(error))
+        if isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM or says_so:
+            return "out_of_memory"
+        if isinstance(error, WorkerError):
+            return "hang" if "no heartbeat" in str(error) else "dead_rank"
+        if re.search(r" on rank \d", waited_for):
+            return "hang"
+        error = error.__cause__
+    return ""
+
+
+def _free(error: BaseException) -> str:
+    """Return a text about the free space of the disk of the error's file, if known."""
+    named = getattr(error, "filename", None)
+    place = next((p for p in Path(str(named)).parents if p.exists()), None) if named else None
+    return f"; {shutil.disk_usage(place).free:,} bytes are free at {place}" if place else ""

@@ -64,12 +64,28 @@ class KeptAnswers:
     """
 
     def __init__(self, context: JobContext[ServingStageConfig], generate: Generate) -> None:
-        self._context = context
-        self._generate = generate
+        self._context, self._generate = context, generate
         self._repeats = not context.config.rollout.openai_endpoint
-        self._identity = sampling_identity(context)
-        log = context.storage.attempts.entries(context.spec.fingerprint)
-        members = generation(log, context.spec.attempt)
+        spec, config = context.spec, context.config
+        parts = [part for part in config.plugins() if part[0] != "reward"]
+        judging = plugin_modules([part for part in config.plugins() if part[0] == "reward"])
+        roots = [*SAMPLING_CODE, *(m for m in config.plugin_modules() if m not in judging)]
+        # What the answers of a stage depend on, besides the requests.
+        self._identity = {
+            "part": ANSWERS,
+            "schema": _SCHEMA_VERSION,
+            "config": config.serving_values(),
+            "model": {name: spec.inputs[name].digest for name in _MODELS if name in spec.inputs},
+            "sources": source_closure(roots, counts=spec.sources.__contains__),
+            "parts": [row.counted for row in named_rows(parts)],
+            "outside": outside_code(named_rows(parts)),
+            "libraries": {**spec.libraries},
+            "rollout_libraries": {**spec.rollout_libraries},
+            "device": [env.RLHF_ENGINE_DEVICE.get(), env.RLHF_ENGINE_VENDOR.get()],
+        }
+        members = generation(
+            context.storage.attempts.entries(context.spec.fingerprint), context.spec.attempt
+        )
         self._finds = self._repeats and bool(members) and members[0].number == 0
         self.num_found = self.num_sampled = 0
 
@@ -105,16 +121,19 @@ class KeptAnswers:
         if kept is not None and kept.artifact.digest == artifact.digest:
             return  # already stored by another attempt
         # An earlier holder died between two calls, or is about to commit the same answers.
-        holder = Holder(id=spec.holder, process=own_stamp())
-        attempt = storage.attempts.hold(fingerprint, holder, len(log))
-        record = CommitRecord(
-            fingerprint=fingerprint,
-            stage=ANSWERS,
-            artifact=artifact,
-            attempt=attempt.number,
-            committed_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        attempt = storage.attempts.hold(
+            fingerprint, Holder(id=spec.holder, process=own_stamp()), len(log)
         )
-        storage.commit(attempt, record)
+        storage.commit(
+            attempt,
+            CommitRecord(
+                fingerprint=fingerprint,
+                stage=ANSWERS,
+                artifact=artifact,
+                attempt=attempt.number,
+                committed_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            ),
+        )
 
 
 def identity_values(request: RolloutRequest) -> dict[str, Any]:
@@ -123,26 +142,6 @@ def identity_values(request: RolloutRequest) -> dict[str, Any]:
     if not values.pop("images"):
         return values
     return values | {"images": [hashlib.sha256(data).hexdigest() for data in request.images]}
-
-
-def sampling_identity(context: JobContext[ServingStageConfig]) -> dict[str, Any]:
-    """Return what the answers of a stage depend on, besides the requests, as JSON values."""
-    spec, config = context.spec, context.config
-    parts = [part for part in config.plugins() if part[0] != "reward"]
-    judging = plugin_modules([part for part in config.plugins() if part[0] == "reward"])
-    roots = [*SAMPLING_CODE, *(m for m in config.plugin_modules() if m not in judging)]
-    return {
-        "part": ANSWERS,
-        "schema": _SCHEMA_VERSION,
-        "config": config.serving_values(),
-        "model": {name: spec.inputs[name].digest for name in _MODELS if name in spec.inputs},
-        "sources": source_closure(roots, counts=spec.sources.__contains__),
-        "parts": [row.counted for row in named_rows(parts)],
-        "outside": outside_code(named_rows(parts)),
-        "libraries": {**spec.libraries},
-        "rollout_libraries": {**spec.rollout_libraries},
-        "device": [env.RLHF_ENGINE_DEVICE.get(), env.RLHF_ENGINE_VENDOR.get()],
-    }
 
 
 def find_answers(
@@ -167,8 +166,7 @@ def write_answers(answers: Sequence[Sequence[Completion]], path: Path) -> None:
     """Write completions as parquet; equal completions give equal bytes per pyarrow version."""
     samples = [each for of_request in answers for each in of_request]
     columns = {name: [getattr(each, name) for each in samples] for name in _SCHEMA.names}
-    table = pa.table(columns, schema=_SCHEMA)
-    pq.write_table(table, path, compression="zstd", store_schema=False)
+    pq.write_table(pa.table(columns, schema=_SCHEMA), path, compression="zstd", store_schema=False)
 
 
 def read_answers(path: Path) -> list[Completion]:

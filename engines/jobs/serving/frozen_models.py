@@ -75,10 +75,10 @@ def judge_source(
         check_model_directory(weights_dir, max_length=judge.max_length)
         serving_dir = context.attempt_dir / JUDGE
         write_hf_files(weights_dir, serving_dir, judge.chat_template)
-    replica = replica_beside(
-        like, serving_dir, judge.num_replicas, judge.options, embedded=embedded
+    return FrozenModel(
+        replica_beside(like, serving_dir, judge.num_replicas, judge.options, embedded=embedded),
+        weights_dir,
     )
-    return FrozenModel(replica, weights_dir)
 
 
 @contextmanager
@@ -97,10 +97,9 @@ def asked_judges(
             reward_model = _reward_model(reward.model, role, workers)
         if reward.judge is not None and judge is not None and engines is not None:
             service = stack.enter_context(judge.served_by(engines))
-            tokenizer = policy_tokenizer(judge.replica.serving_dir)
             generative = GenerativeJudge(
                 service.generate,
-                tokenizer,
+                policy_tokenizer(judge.replica.serving_dir),
                 reward.judge,
                 sampling_params(reward.judge.sampling),
                 partial(question_seed, seed),
@@ -117,8 +116,11 @@ def _reward_model(
             raise ValueError("a value model said nothing behind its sequences")
         return found.last_values_B
 
-    tokenizer = policy_tokenizer(role.source.hf_dir, model.chat_template)
-    return RewardModelJudge(behind, tokenizer, longest_read(model, role.source.hf_dir))
+    return RewardModelJudge(
+        behind,
+        policy_tokenizer(role.source.hf_dir, model.chat_template),
+        longest_read(model, role.source.hf_dir),
+    )
 
 
 def longest_read(model: RewardModelConfig, directory: Path) -> int:
@@ -149,8 +151,11 @@ def serve(
     config, seed = context.config, context.spec.seed
     replica = replica_of(config, served, context.attempt_dir)
     # The reward model is on one rank, whatever layout trained the policy.
-    alone = TrainingConfig(num_threads=config.num_threads, dtype=config.dtype)
-    role = reward_role(context, config.reward.model, alone)
+    role = reward_role(
+        context,
+        config.reward.model,
+        TrainingConfig(num_threads=config.num_threads, dtype=config.dtype),
+    )
     judge = judge_source(context, config.reward.judge, replica, embedded=config.driver_computes)
     ranks = role and WorkerSpec(
         roles={REWARD: role},

@@ -124,8 +124,9 @@ def load_served(
     policy_dir = context.optional_input("policy")
     if policy_dir is not None:
         weights = partial(policy_weights, policy_dir)
-        num_steps = trained_steps(policy_dir).num_steps
-        return ServedModel(policy_dir / HF_DIR, weights, num_steps=num_steps)
+        return ServedModel(
+            policy_dir / HF_DIR, weights, num_steps=trained_steps(policy_dir).num_steps
+        )
     if foreign is None:
         model_dir = serving_dir = context.input("model")
     else:

@@ -6,6 +6,7 @@ rewards of the loss. Does not promise that a policy of a high accuracy writes su
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from statistics import fmean
 
@@ -39,19 +40,17 @@ from engines.trainers.evaluation.accuracy import share_interval, sums_by_problem
 from engines.trainers.nonfinite_guard import ROW
 from engines.training import spec
 from engines.training.spec import LossFn, RoleName
-from engines.types import ModelOutputs, TokenBatch
+from engines.types import TokenBatch
 from infra.errors import ConfigError
 from infra.tracking.comparison import NUM_PAIRS, PAIR_ACCURACY, PAIR_MARGIN
 
 CONFIDENCE = 0.95
 
 
-Judged = Callable[[TokenBatch], tuple[PairLoss, Pairs]]
-"""Computes the rewards of the pairs of a batch, without gradient."""
-
-
 class _PairRows:
     """The part of a training set that does not depend on what is trained on the pairs."""
+
+    _is_paired = True
 
     def __init__(
         self,
@@ -66,7 +65,33 @@ class _PairRows:
     @property
     def visited(self) -> Sequence[VisitedRow]:
         """Pairs, with the length of the longer conversation."""
-        return Made(self._pairs, _visited)
+        return Made(
+            self._pairs,
+            lambda pair: VisitedRow(
+                pair.data_source, max(len(pair.chosen.input_ids), len(pair.rejected.input_ids)), {}
+            ),
+        )
+
+    @property
+    def largest_unit(self) -> int:
+        """Tokens of the largest pair."""
+        return max(largest_pair(self._pairs), largest_pair(self._held_out))
+
+    def batch(self, rows: Sequence[int]) -> TokenBatch:
+        """See `TrainingSet.batch`."""
+        return packed([self._pairs[row] for row in rows], rows, paired=self._is_paired)
+
+    def complete(self, batch: TokenBatch, workers: WorkerGroup) -> TokenBatch:  # noqa: ARG002
+        """Return the batch: nothing is missing."""
+        return batch
+
+    def measure(self, workers: WorkerGroup) -> Mapping[str, float]:
+        """See `measured`."""
+        return measured(self._held_out, self._chunk, partial(self._judged, workers))
+
+    def _judged(self, workers: WorkerGroup, batch: TokenBatch) -> tuple[PairLoss, Pairs]:
+        """Compute the rewards of the pairs of a batch, without gradient."""
+        raise NotImplementedError
 
     def name_of(self, row: int) -> str:
         """Return the row's number in the data."""
@@ -105,16 +130,10 @@ class PolicyPairs(_PairRows):
     @property
     def largest_unit(self) -> int:
         """Tokens of the largest pair, or of a prompt with the longest answer to another."""
-        trained = (
-            largest_pair(self._pairs)
-            if self._is_paired
-            else longest_exchanged(self._pairs, self._max_length)
-        )
-        return max(largest_pair(self._held_out), trained)
-
-    def batch(self, rows: Sequence[int]) -> TokenBatch:
-        """See `TrainingSet.batch`."""
-        return packed([self._pairs[row] for row in rows], rows, paired=self._is_paired)
+        if self._is_paired:
+            return super().largest_unit
+        exchanged = longest_exchanged(self._pairs, self._max_length)
+        return max(largest_pair(self._held_out), exchanged)
 
     def complete(self, batch: TokenBatch, workers: WorkerGroup) -> TokenBatch:
         """Add the reference's logprobs, and the reference point of `kto`."""
@@ -126,14 +145,9 @@ class PolicyPairs(_PairRows):
         answers = answers_of(policy_T, self._with_reference(other, workers), reference=True)
         return batch.with_rows(**{MISMATCH: answers.log_ratio_N})
 
-    def measure(self, workers: WorkerGroup) -> Mapping[str, float]:
-        """See `measured`."""
-
-        def judged(batch: TokenBatch) -> tuple[PairLoss, Pairs]:
-            batch = self._with_reference(batch, workers)
-            return self._judge.of_pairs(workers.run(ModelWorker.infer, batch), batch)
-
-        return measured(self._held_out, self._chunk, judged)
+    def _judged(self, workers: WorkerGroup, batch: TokenBatch) -> tuple[PairLoss, Pairs]:
+        batch = self._with_reference(batch, workers)
+        return self._judge.of_pairs(workers.run(ModelWorker.infer, batch), batch)
 
     def _with_reference(self, batch: TokenBatch, workers: WorkerGroup) -> TokenBatch:
         if not self.needs_reference:
@@ -166,27 +180,9 @@ class RewardPairs(_PairRows):
                 "`margin`, or set this to 0",
             )
 
-    @property
-    def largest_unit(self) -> int:
-        """Tokens of the largest pair."""
-        return max(largest_pair(self._pairs), largest_pair(self._held_out))
-
-    def batch(self, rows: Sequence[int]) -> TokenBatch:
-        """See `TrainingSet.batch`."""
-        return packed([self._pairs[row] for row in rows], rows, paired=True)
-
-    def complete(self, batch: TokenBatch, workers: WorkerGroup) -> TokenBatch:  # noqa: ARG002
-        """Return the batch: nothing is missing."""
-        return batch
-
-    def measure(self, workers: WorkerGroup) -> Mapping[str, float]:
-        """See `measured`."""
-
-        def judged(batch: TokenBatch) -> tuple[PairLoss, Pairs]:
-            outputs: ModelOutputs = workers.run(ModelWorker.infer, batch, BEHIND, self.role)
-            return self._objective.of_pairs(outputs, batch)
-
-        return measured(self._held_out, self._chunk, judged)
+    def _judged(self, workers: WorkerGroup, batch: TokenBatch) -> tuple[PairLoss, Pairs]:
+        outputs = workers.run(ModelWorker.infer, batch, BEHIND, self.role)
+        return self._objective.of_pairs(outputs, batch)
 
 
 def largest_pair(pairs: Iterable[Pair]) -> int:
@@ -201,11 +197,6 @@ def longest_exchanged(pairs: Iterable[Pair], max_length: int) -> int:
         start = side.loss_mask.index(1) if 1 in side.loss_mask else len(side.loss_mask)
         prompt, answer = max(prompt, start), max(answer, len(side.loss_mask) - start)
     return min(max_length, prompt + answer)
-
-
-def _visited(pair: Pair) -> VisitedRow:
-    longer = max(len(pair.chosen.input_ids), len(pair.rejected.input_ids))
-    return VisitedRow(pair.data_source, longer, {})
 
 
 def packed(pairs: Sequence[Pair], rows: Sequence[int], *, paired: bool) -> TokenBatch:
@@ -230,8 +221,10 @@ def packed(pairs: Sequence[Pair], rows: Sequence[int], *, paired: bool) -> Token
     )
 
 
-def measured(held_out: Sequence[Pair], chunk: int, judged: Judged) -> Mapping[str, float]:
-    """Return metrics of held-out pairs, computed `chunk` pairs at a time; empty without pairs.
+def measured(
+    held_out: Sequence[Pair], chunk: int, judged: Callable[[TokenBatch], tuple[PairLoss, Pairs]]
+) -> Mapping[str, float]:
+    """Return metrics of held-out pairs, judged `chunk` pairs at a time; empty without pairs.
 
     `pair_accuracy` is the share of pairs whose chosen answer has the larger reward (a tie counts
     half), `_low` and `_high` its Wilson interval over distinct pairs; `pair_margin` is the mean
@@ -258,5 +251,4 @@ def measured(held_out: Sequence[Pair], chunk: int, judged: Judged) -> Mapping[st
 
 def _digest(pair: Pair) -> bytes:
     """Return the same digest for rows with the same pair."""
-    sides = (pair.chosen.input_ids, pair.rejected.input_ids)
-    return sha256(repr(sides).encode()).digest()
+    return sha256(repr((pair.chosen.input_ids, pair.rejected.input_ids)).encode()).digest()

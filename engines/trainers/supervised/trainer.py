@@ -65,8 +65,9 @@ class SupervisedState:
         """Return the state after the next step; `update` is None if it was left out."""
         if update is None:
             return replace(self, step=self.step + 1, num_poisoned=self.num_poisoned + 1)
-        average = moving_average(self.loss_average, update.loss)
-        return replace(self, step=self.step + 1, loss_average=average)
+        return replace(
+            self, step=self.step + 1, loss_average=moving_average(self.loss_average, update.loss)
+        )
 
 
 def moving_average(average: float | None, loss: float) -> float:
@@ -109,12 +110,19 @@ class SupervisedTrainer:
     section: str
 
     def __post_init__(self) -> None:
-        limit, setting = self.config.max_num_poisoned_updates, "max_num_poisoned_updates"
         self._guard = PoisonGuard(
-            self.workers, limit, f"{self.section}.{setting}", self.progress.say
+            self.workers,
+            self.config.max_num_poisoned_updates,
+            f"{self.section}.max_num_poisoned_updates",
+            self.progress.journal.log,
         )
-        rows, path = self.training_set.visited, f"{self.section}.order"
-        self._order = order_of(self.config.order, rows, self.rows_per_step, self.seed, path=path)
+        self._order = order_of(
+            self.config.order,
+            self.training_set.visited,
+            self.rows_per_step,
+            self.seed,
+            path=f"{self.section}.order",
+        )
 
     def train(self) -> Trained:
         """Train the remaining steps, or until the target loss is reached.

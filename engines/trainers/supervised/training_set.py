@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from engines.algorithms.supervised import sft_loss_fn
+from engines.algorithms.supervised import SupervisedLoss
 from engines.controller.worker_group import WorkerGroup
 from engines.data.order import VisitedRow
 from engines.data.read.examples import SFTExamples
@@ -63,14 +63,14 @@ class Conversations:
     def __init__(self, examples: SFTExamples) -> None:
         self._examples, self._lengths = examples.examples, examples.lengths
         self._sources = examples.data_sources
-        self.loss_fn: LossFn = sft_loss_fn()
+        self.loss_fn: LossFn = SupervisedLoss()
 
     @property
     def visited(self) -> Sequence[VisitedRow]:
         """Conversations."""
-        sources, lengths = self._sources, self._lengths
         return Made(
-            range(len(lengths)), lambda place: VisitedRow(sources[place], lengths[place], {})
+            range(len(self._lengths)),
+            lambda place: VisitedRow(self._sources[place], self._lengths[place], {}),
         )
 
     @property
@@ -81,11 +81,10 @@ class Conversations:
     def batch(self, rows: Sequence[int]) -> TokenBatch:
         """See `TrainingSet.batch`."""
         chosen = [self._examples[row] for row in rows]
-        batch = TokenBatch.from_sequences(
+        return TokenBatch.from_sequences(
             [example.input_ids for example in chosen],
             loss_mask=[example.loss_mask for example in chosen],
-        )
-        return batch.with_rows(**{ROW: torch.tensor(rows, dtype=torch.int64)})
+        ).with_rows(**{ROW: torch.tensor(rows, dtype=torch.int64)})
 
     def complete(self, batch: TokenBatch, workers: WorkerGroup) -> TokenBatch:  # noqa: ARG002
         """Return the batch: nothing is missing."""

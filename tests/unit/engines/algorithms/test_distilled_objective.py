@@ -6,14 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from engines.algorithms.distillation import (
-    SAMPLED_LOGPROBS,
-    TOPK_IDS,
-    TOPK_LOGPROBS,
-    DistilledObjective,
-    round_loss_fn,
-)
-from engines.algorithms.policy_objective import PolicyObjective
+from engines.algorithms.distillation import SAMPLED_LOGPROBS, TOPK_IDS, TOPK_LOGPROBS
+from engines.algorithms.policy_objective import DistilledObjective, PolicyObjective, round_loss_fn
 from engines.config.sections import RLConfig
 from engines.types import GlobalCounts, ModelOutputs, TokenBatch
 

@@ -10,7 +10,7 @@ from engines.algorithms.advantage import advantages
 from engines.algorithms.parts import Advantages
 from engines.algorithms.policy_objective import policy_loss_fn
 from engines.algorithms.sequences import on_last_token
-from engines.algorithms.supervised import sft_loss_fn
+from engines.algorithms.supervised import SupervisedLoss
 from engines.config.algorithm import AlgorithmConfig
 from engines.types import GlobalCounts, ModelOutputs, TokenBatch
 
@@ -114,7 +114,7 @@ def test_with_the_loss_reinforce_a_step_is_supervised_fine_tuning_on_what_is_kep
     )
     counts = GlobalCounts(int(batch.columns["loss_mask"].sum()), 3, 3)
     losses, gradients = [], []
-    for loss_fn in (policy_loss_fn(algorithm, 8), sft_loss_fn()):
+    for loss_fn in (policy_loss_fn(algorithm, 8), SupervisedLoss()):
         generator = torch.Generator().manual_seed(0)
         leaf_T = (-torch.rand(batch.num_tokens, generator=generator)).requires_grad_()
         output = loss_fn(ModelOutputs(leaf_T), batch, counts)

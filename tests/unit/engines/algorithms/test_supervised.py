@@ -4,7 +4,7 @@ import pickle
 
 import torch
 
-from engines.algorithms.supervised import sft_loss_fn
+from engines.algorithms.supervised import SupervisedLoss
 from engines.types import GlobalCounts, ModelOutputs, TokenBatch
 
 
@@ -15,7 +15,7 @@ def test_is_the_mean_cross_entropy_of_the_trained_tokens():
     mask = [[0, 0, 1], [0, 1, 1]]
     batch = TokenBatch.from_sequences([[1, 1, 1], [1, 1, 1]], loss_mask=mask)
     logprobs_T = logits_TV.log_softmax(-1)[torch.arange(6), targets_T]
-    loss_fn = pickle.loads(pickle.dumps(sft_loss_fn()))
+    loss_fn = pickle.loads(pickle.dumps(SupervisedLoss()))
     got = loss_fn(ModelOutputs(logprobs_T), batch, GlobalCounts(3, 2)).loss
     kept = torch.tensor(mask).flatten() > 0
     want = torch.nn.functional.cross_entropy(logits_TV[kept], targets_T[kept])

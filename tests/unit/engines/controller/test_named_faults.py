@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.algorithms.supervised import sft_loss_fn
+from engines.algorithms.supervised import SupervisedLoss
 from engines.checksum import combine, tensor_checksum
 from engines.config.rollout import RolloutConfig
 from engines.config.training import LoraConfig, TrainingConfig
@@ -107,7 +107,7 @@ def rig_of(spec: WorkerSpec) -> Iterator[Rig]:
         rig = Rig(trainer, engine, rollout, probe, first, spares)
         rig.publish(0)
         for _ in range(3):
-            trainer.train(BATCH, sft_loss_fn())
+            trainer.train(BATCH, SupervisedLoss())
         generate = engine.generate
 
         def spy(requests):

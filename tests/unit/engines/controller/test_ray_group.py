@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from engines.algorithms.supervised import sft_loss_fn
+from engines.algorithms.supervised import SupervisedLoss
 from engines.config.training import TrainingConfig
 from engines.controller.model_worker import ModelWorker, WorkerSpec
 from engines.controller.placement import Queueing, reserve
@@ -297,8 +297,8 @@ def test_two_ranks_train_and_sample_like_one(
     ids = [[(7 * i + t) % 13 + 4 for t in range(5 + i % 4)] for i in range(9)]
     batch = TokenBatch.from_sequences(ids, loss_mask=[[0, 0, *[1] * (len(x) - 2)] for x in ids])
     for _ in range(5):
-        single = one.run(ModelWorker.train, batch, sft_loss_fn())
-        double = two.run(ModelWorker.train, batch, sft_loss_fn())
+        single = one.run(ModelWorker.train, batch, SupervisedLoss())
+        double = two.run(ModelWorker.train, batch, SupervisedLoss())
         assert double.loss == pytest.approx(single.loss, abs=1e-5)
         assert double.grad_norm == pytest.approx(single.grad_norm, abs=1e-4)
         assert double.num_tokens == single.num_tokens
@@ -317,8 +317,8 @@ def test_two_ranks_train_and_sample_like_one(
     assert samples[0] == samples[1]
     # A batch with fewer sequences than ranks trains too.
     lone = batch.select([0])
-    assert two.run(ModelWorker.train, lone, sft_loss_fn()).loss == pytest.approx(
-        one.run(ModelWorker.train, lone, sft_loss_fn()).loss, abs=1e-5
+    assert two.run(ModelWorker.train, lone, SupervisedLoss()).loss == pytest.approx(
+        one.run(ModelWorker.train, lone, SupervisedLoss()).loss, abs=1e-5
     )
     for writer, reader in ((one, two), (two, one)):
         path = tmp_path / f"by-{writer.world_size}"
@@ -326,7 +326,7 @@ def test_two_ranks_train_and_sample_like_one(
         writer.run(ModelWorker.save_checkpoint, path, 6)
         assert reader.run(ModelWorker.load_checkpoint, path) == 6
         continued = [
-            group.run(ModelWorker.train, batch, sft_loss_fn()).loss for group in (writer, reader)
+            group.run(ModelWorker.train, batch, SupervisedLoss()).loss for group in (writer, reader)
         ]
         assert continued[0] == pytest.approx(continued[1], abs=1e-5)
     one.close()

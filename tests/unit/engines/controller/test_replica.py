@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from engines.algorithms.supervised import sft_loss_fn
+from engines.algorithms.supervised import SupervisedLoss
 from engines.config.rollout import RolloutConfig
 from engines.controller import launch
 from engines.controller.launch import launch_policy_beside, policy_replica, reserve_replicas
@@ -67,7 +67,7 @@ def two_versions(workers: WorkerGroup, rollout: Rollout) -> list[Any]:
         found.append(rollout.publish(version))
         found.append(rollout.generate(REQUESTS))
         rollout.sleep()
-        found.append(workers.run(ModelWorker.train, BATCH, sft_loss_fn()).loss)
+        found.append(workers.run(ModelWorker.train, BATCH, SupervisedLoss()).loss)
     return found
 
 
@@ -358,7 +358,7 @@ def test_fault_row_5_a_replica_lost_while_it_samples_is_replaced(
         assert rollout.num_restarts == 1
         assert not victim.is_running()
         # The one in its place gets the weights of the time when it is up, and serves them.
-        workers.run(ModelWorker.train, BATCH, sft_loss_fn())
+        workers.run(ModelWorker.train, BATCH, SupervisedLoss())
         rollout.publish(4)
         end = time.monotonic() + 120
         while rollout.states() != [ReplicaState.HEALTHY] * 2:
@@ -373,7 +373,7 @@ def test_a_replica_that_comes_late_gets_no_other_weights(
     """The trainer went on: what it holds now is not what was published."""
     with launched(policy_spec, tmp_path / "log", placement="disaggregated") as (workers, rollout):
         rollout.publish(0)
-        workers.run(ModelWorker.train, BATCH, sft_loss_fn())
+        workers.run(ModelWorker.train, BATCH, SupervisedLoss())
         replica_processes(rollout)[0].kill()
         with pytest.raises(WeightSyncError, match="version 0 was published as"):
             rollout.generate(REQUESTS)

@@ -7,7 +7,6 @@ from typing import Any, cast
 import pytest
 
 from engines.config.data import DataConfig, SourceConfig
-from engines.config.stages.base import Runtime
 from engines.config.stages.data import PreprocessStageConfig
 from engines.data.read.dataset import load_dataset
 from engines.jobs import preprocess as job
@@ -69,9 +68,7 @@ def planned(path: Path, directory: Path) -> JobContext[PreprocessStageConfig]:
     attempt = directory / "attempt"
     (attempt / "output").mkdir(parents=True)
     storage = LocalStorage(directory / "store")
-    return JobContext(
-        spec, config, Runtime(), storage, silent, silent, PhaseClock(), attempt, directory
-    )
+    return JobContext(spec, config, storage, silent, silent, PhaseClock(), attempt, directory)
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -15,8 +15,7 @@ from engines.controller.launch import launch_engines, policy_replica
 from engines.controller.model_worker import WorkerSpec
 from engines.controller.rollout import FrozenModel
 from engines.data.prepare.tokenizer_training import train_tokenizer
-from engines.jobs.rl_round import _roles
-from engines.jobs.serving.teacher import served_teacher
+from engines.jobs.rl_round import _roles, served_teacher
 from engines.training.spec import POLICY, TEACHER
 from infra.errors import ConfigError
 

@@ -27,7 +27,7 @@ from engines.data.read.examples import rl_prompts
 from engines.data.read.lazy_sequence import MappedRows
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer, text_config
-from engines.jobs.serving.teacher import asked_teacher
+from engines.jobs.rl_round import asked_teacher
 from engines.rewards.scorer import RewardScorer
 from engines.rollout.transformers import sampling
 from engines.trainers.mismatch import probe_prompt

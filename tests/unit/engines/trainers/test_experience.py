@@ -54,7 +54,7 @@ def test_advantages_are_those_of_the_group_on_sampled_tokens_only() -> None:
 
 def test_rewards_not_scores_make_the_advantages() -> None:
     experience = collect(sample(0, 1.0, shaping=-1.0), sample(0, 0.0))
-    assert experience.scores_B.tolist() == [1, 0]
+    assert experience.scores_BR[:, 0].tolist() == [1, 0]
     advantages_T = experience.with_advantages(AlgorithmConfig()).batch.columns["advantages"]
     assert advantages_T.abs().max() == 0
 

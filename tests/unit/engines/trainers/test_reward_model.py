@@ -17,7 +17,7 @@ from engines.controller.worker_group import InProcessGroup
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.rows import Message, RewardModel, RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
-from engines.jobs.preflight.models import look_at_reward_model
+from engines.jobs.preflight.models import look_at_judging
 from engines.jobs.serving.frozen_models import asked_judges
 from engines.judges.asking import Judges, RewardModelJudge
 from engines.rewards.scorer import RewardScorer
@@ -155,7 +155,7 @@ def test_a_model_without_one_score_is_refused_by_its_field(model_dir: Path, tmp_
     two = write_reward_model(tmp_path / "two", num_labels=2)
     with pytest.raises(ConfigError, match=r"model.path: .* one of shape \[2, 32\] as score.weight"):
         check_reward_model(two, max_length=8)
-    look = partial(look_at_reward_model, training=None, row=None)
+    look = partial(look_at_judging, "rl.reward.model", check_reward_model, row=None)
     with pytest.raises(ConfigError, match=r"^rl.reward.model.path: .*need a head of one output"):
         look(RewardModelConfig(path=str(two), max_length=8))
     with pytest.raises(ConfigError, match=r"^rl.reward.model.max_length: got 64; need at most 32"):

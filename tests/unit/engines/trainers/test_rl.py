@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from engines.controller.rollout import ServedRollout
 from engines.errors import NothingToTrainOnError, RewardError, RolloutError, WeightSyncError
-from engines.jobs.process.failure_messages import phase_of
+from engines.jobs.process.runtime import phase_of
 from engines.rewards.scorer import ScoringBatch
 from engines.rollout.transformers.engine import TransformersEngine
 from engines.trainers.experience import Collector

@@ -21,7 +21,7 @@ from engines.controller.replica import ReplicaSpec
 from engines.controller.rollout import FrozenModel, replica_beside
 from engines.controller.worker_group import InProcessGroup
 from engines.errors import RolloutError
-from engines.jobs.serving.teacher import asked_teacher
+from engines.jobs.rl_round import asked_teacher
 from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
 from engines.trainers.teacher import RankTeacher, ServedTeacher, Teacher
 from engines.training.spec import TEACHER, ModelSource, RoleSpec

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from engines.config.rules.batches import check_reward_training
-from engines.config.sections import RewardTrainingConfig
+from engines.config.rules.models import check_value_model
 from engines.config.stages.serving import SelfPlayStageConfig
 from engines.config.stages.supervised import PreferenceStageConfig
 from engines.config.training import HardwareConfig, TrainingConfig
@@ -254,7 +253,7 @@ def test_pairs_of_files_are_asked_for(tmp_path: Path) -> None:
 
 def test_a_backend_without_value_models_trains_no_reward_model() -> None:
     with pytest.raises(ConfigError, match=r"reward_model: got one with training.backend torchtit"):
-        check_reward_training(RewardTrainingConfig(), TrainingConfig(backend="torchtitan"))
+        check_value_model("reward_model", TrainingConfig(backend="torchtitan"))
 
 
 def test_an_evaluation_waits_for_the_reward_model_that_it_asks(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engines.errors import NonFiniteError, WorkerError
-from engines.jobs.process.failure_messages import job_problem
+from engines.jobs.process.runtime import job_problem
 from engines.trainers.step_timer import PhaseClock
 from infra import waiting
 from infra.errors import ConfigError, DeadlineError

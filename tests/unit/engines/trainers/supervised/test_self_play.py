@@ -7,8 +7,7 @@ from engines.config.rollout import SamplingConfig
 from engines.config.sections import SelfPlayConfig
 from engines.data.read.examples import RLPrompt
 from engines.data.read.rows import Message, PreferenceRow, RewardModel, RLRow, SFTRow
-from engines.rewards.base import Score
-from engines.trainers.supervised.self_play import (
+from engines.jobs.self_play import (
     OwnAnswer,
     as_prompt,
     best_worst_pair,
@@ -17,6 +16,7 @@ from engines.trainers.supervised.self_play import (
     requests_of,
     spin_pair,
 )
+from engines.rewards.base import Score
 from engines.types import Completion, RolloutRequest
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from engines.config.backends import BACKENDS, ENGINES, job_interpreter
+from engines.config.backends import BACKENDS, ENGINES
 from engines.config.plugins import register_plugin
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.training.backends.mindspeed.engine import MindSpeedMegatronEngine, mindspeed_arguments
@@ -50,7 +50,7 @@ def test_an_environment_gives_the_interpreter(name: str, environments: Path) -> 
     python = environments / name / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.touch()
-    assert job_interpreter(name, "training.backend") == python
+    assert ENGINES.interpreter(name, "training.backend") == python
     assert ENGINES.find(name).environment
     with pytest.raises(ConfigError, match="a job environment of its own, not in this one"):
         create_engine(
@@ -62,7 +62,7 @@ def test_an_environment_gives_the_interpreter(name: str, environments: Path) -> 
 def test_the_other_backends_run_here(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infra.plugins._registered", [])
     register_plugin("backend", "somebody-elses", "x:Y")
-    assert job_interpreter(name, "training.backend") is None
+    assert ENGINES.interpreter(name, "training.backend") is None
 
 
 def test_what_is_installed_in_an_environment(environments: Path) -> None:
