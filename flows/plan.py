@@ -37,7 +37,7 @@ class PlannedStage:
     Attributes:
         status: `hit` is reused, `miss` would run, `likely_*` is an estimate after a miss.
         inputs: digest by input name; empty where it is unknown.
-        digest: of the output of a hit.
+        digest: output digest of a `hit`.
         adoption: half-trained work that a hit continued or a miss could continue.
         why: reason why the stage runs, or condition of its reuse.
         rejected: reason why the policy of a reused round is rejected.

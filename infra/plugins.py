@@ -394,7 +394,7 @@ class PluginTable(Generic[RowT]):
                 )
 
     def interpreter(self, name: str, path: str | None = None) -> Path | None:
-        """Return the Python that jobs need for a plugin; None: this one. Errors as of `find`."""
+        """Return the path of the Python that a plugin needs; None: this one. Raises as `find`."""
         return _interpreter(self.find(name, path), path or self.setting)
 
     def _typed(self, row: Row) -> RowT:

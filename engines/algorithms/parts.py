@@ -86,9 +86,9 @@ class PolicyLossInputs:
     """What a policy loss reads; tensors are (T,) float32, and only `logprobs_T` has a gradient.
 
     Attributes:
-        old_logprobs_T: of the policy before the update.
+        old_logprobs_T: logprobs under the policy before the update.
         mask_T: bool, tokens that are trained on; losses elsewhere are ignored.
-        counts: of the whole step, with the extras of the loss's own pre-pass.
+        counts: totals of the whole step, with the extras of the loss's own pre-pass.
     """
 
     logprobs_T: Tensor

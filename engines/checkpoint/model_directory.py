@@ -123,7 +123,9 @@ def check_model_directory(path: Path, *, max_length: int | None = None) -> None:
     `max_length` is the required context in tokens; None does not check it.
     """
     if not path.is_dir():
-        raise ConfigError(_FIELD, f"{path} does not exist (cwd is {Path.cwd()}); give a directory")
+        raise ConfigError(
+            _FIELD, f"{path} is no directory (cwd is {Path.cwd()}); need a model directory"
+        )
     config = _read_config(path)
     for name, content in (
         ("config.json", config),

@@ -230,7 +230,7 @@ ENGINES = PluginTable("backend", "training.backend", list(_rows()), BackendRow)
 
 
 def job_interpreter(backend: str, path: str) -> Path | None:
-    """Return the Python of a backend's job environment; None if this Python is the right one.
+    """Return the path of the Python that a backend's jobs need; None: the project's own.
 
     Raises:
         ConfigError: no plugin or several have the name, or its extra or environment is missing.

@@ -63,7 +63,7 @@ def schema_of(row: Row, path: str) -> type[StrictModel] | None:
 
 
 def check_backend(training: TrainingConfig) -> None:
-    """Refuse an unusable training backend, or options that it takes on no device."""
+    """Refuse an unusable training backend, or options that it accepts on none of its devices."""
     ENGINES.find(training.backend)
     refusals: list[ConfigError] = []
     rows = ENGINES.find_all(training.backend)
@@ -123,7 +123,10 @@ def check_reward_function(part: RewardFunction, path: str) -> RewardRow | None:
         check_options(part.kwargs, [row], f"{path}.kwargs")
         return row
     if not part.file.expanduser().is_file():
-        raise ConfigError(f"{path}.function", f"{part.file} does not exist (cwd is {Path.cwd()})")
+        raise ConfigError(
+            f"{path}.function",
+            f"{part.file} is no file (cwd is {Path.cwd()}); need a Python file with the function",
+        )
     return None
 
 

@@ -198,7 +198,7 @@ class RestartPolicy:
     """When a replica is given up, and how often another one may start.
 
     Attributes:
-        max_num_restarts: of all replicas together, over the life of the service.
+        max_num_restarts: limit for all replicas together, over the life of the service.
         silence_s: a sampling replica without an answer for this long is lost.
     """
 

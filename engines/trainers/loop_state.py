@@ -60,7 +60,7 @@ class LoopState:
         num_skipped: trailing steps in a row, over all rounds, that trained on nothing.
         num_poisoned: updates of the round that were left out.
         num_critic_steps: steps that trained the current critic.
-        kl_coef: of the KL in the reward, for the next step.
+        kl_coef: coefficient of the KL term in the reward of the next step.
     """
 
     num_previous_steps: int

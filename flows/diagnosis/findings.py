@@ -97,7 +97,7 @@ class StageView:
         steps: metrics by step.
         messages: log lines, oldest first.
         problem: error of the newest attempt, if it ended without a commit and reported one.
-        phase: of the last heartbeat; empty if there is none.
+        phase: phase that the last heartbeat named; empty without a heartbeat.
         is_gone: True without a commit or a reported error if its process is certainly dead.
         seconds: time of each phase of the committed job.
     """

@@ -307,7 +307,11 @@ def _check_data(recipe: Recipe) -> None:
     data = recipe.data
     if data is None:
         if recipe.trains:
-            raise ConfigError("data", "missing; need arithmetic, or sources; add a section")
+            raise ConfigError(
+                "data",
+                "missing; set data.arithmetic, or the sources data.sft, data.rl and "
+                "data.evaluation",
+            )
         return
     plays = recipe.preference is not None and recipe.preference.self_play is not None
     if plays and recipe.reward_model is None and data.preference:

@@ -60,7 +60,9 @@ def _find(what: str, directory: Path, name_or_path: str) -> Path:
     path = Path(name_or_path).expanduser()
     if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
         if not path.is_file():
-            raise ConfigError(what, f"{name_or_path} does not exist (cwd is {Path.cwd()})")
+            raise ConfigError(
+                what, f"{name_or_path} is no file (cwd is {Path.cwd()}); need a YAML file"
+            )
         return path.resolve()
     names = shipped_names(directory)
     if name_or_path not in names:

@@ -71,7 +71,7 @@ class PlotData:
     """Everything that is drawn; an empty part is left out.
 
     Attributes:
-        preference: of training on preferences, in all iterations of self-play.
+        preference: curves of preference training, in all iterations of self-play.
         reward: mean reward per RL step.
         lengths: mean response length per RL step.
         accuracy: held-out accuracy per stage.
@@ -330,7 +330,7 @@ def pair_curves(journals: Sequence[Journal], trainer: str) -> PairCurves:
     """Return the curves of stages that train on pairs.
 
     Args:
-        journals: of one stage or of all iterations, in order; each counts from step 1.
+        journals: one for each stage or iteration, in order; each counts from step 1.
         trainer: prefix of the metrics, `preference` or `reward_model`.
     """
     return PairCurves(

@@ -255,7 +255,7 @@ def _root_sources(name: str) -> list[_Source]:
     if name.endswith(".py"):
         path = Path(name).expanduser().absolute()
         if not path.is_file():
-            raise ConfigError(name, f"{path} does not exist; give another path")
+            raise ConfigError(name, f"{path} is no file; need a Python file")
         return [_Source(_FILE_PREFIX + path.name, path)]
     if module_file(name) is None:
         raise ConfigError(name, "no such module; install the package that holds it")

@@ -168,9 +168,9 @@ class MlflowTracker:
         if self.is_absent():
             return None
         with _refusals(), self._writing():
-            from infra.tracking.mlflow_lineage import bearer_of
+            from infra.tracking.mlflow_lineage import incumbent_of
 
-            return bearer_of(self._client, name, alias)
+            return incumbent_of(self._client, name, alias)
 
     def aliased(self) -> dict[str, str]:
         """Return the aliases of all registered models, also of other programs."""

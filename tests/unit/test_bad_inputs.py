@@ -126,7 +126,7 @@ OVERRIDES = [
     ),
     (
         ["rl.reward.function=nowhere.py:score"],
-        f"rl.reward.function: nowhere.py does not exist (cwd is {Path.cwd()})",
+        f"rl.reward.function: nowhere.py is no file (cwd is {Path.cwd()})",
     ),
     (
         ["rl.reward.function=mixture"],

@@ -277,7 +277,7 @@ class HarnessStageConfig(BackendStageConfig, AnsweringStageConfig):
 
     @property
     def interpreter(self) -> Path | None:
-        """Python of the harness's job environment."""
+        """Path of the Python that runs the harness; None: the project's own."""
         return HARNESSES.interpreter(LM_EVAL, self.section)
 
     @property

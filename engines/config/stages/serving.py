@@ -45,7 +45,7 @@ class AnsweringStageConfig(ComputingStageConfig):
 
     @property
     def rollout_interpreter(self) -> Path | None:
-        """Python of the rollout engine's job environment."""
+        """Path of the Python that runs rollout replicas; None: the job's, or no replicas."""
         return interpreter_of(self.rollout)
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
@@ -63,7 +63,7 @@ class ServingStageConfig(BackendStageConfig, AnsweringStageConfig):
 
     @property
     def interpreter(self) -> Path | None:
-        """Python of the training backend's job environment, which can read its checkpoints."""
+        """Path of the Python that can read the backend's checkpoints; None: the project's own."""
         return job_interpreter(self.backend, "training.backend") if self.backend else None
 
     @property

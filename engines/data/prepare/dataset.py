@@ -163,9 +163,9 @@ def build_dataset(
 
     Args:
         model: with `init: random` a tokenizer is trained on the data; None: data for any model.
-        tokenizer: of a pretrained model, to check lengths now; None leaves this to later stages.
+        tokenizer: a pretrained model's, to check lengths now; None leaves this to later stages.
         suites: further held-out rows that training rows must not repeat.
-        image_length: of a vision model; None leaves prompts with images to later stages.
+        image_length: a vision model's count of an image's tokens; None leaves this to later stages.
 
     Raises:
         ConfigError: the data cannot be used; names the place and the remedy.

@@ -223,7 +223,7 @@ class LeakReport:
         return json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
     def rows_of(self, split: str) -> list[int]:
-        """Return the rows of a training split that share words."""
+        """Return the row indices of a training split that share words with held-out rows."""
         return [leak.row for leak in self.leaks if leak.split == split]
 
 

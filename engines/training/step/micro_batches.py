@@ -155,7 +155,7 @@ def plan_micro_batches(
 
     Args:
         min_num: minimum number of micro-batches, as far as there are sequences.
-        costs: of each sequence in any unit; None balances tokens.
+        costs: one for each sequence, in any unit; None balances tokens.
         units: sequences that stay together; None: each is its own unit.
 
     Returns:

@@ -101,7 +101,7 @@ def test_no_config_lists_what_is_there(model_dir: Path, tmp_path: Path) -> None:
         f"model.path: {run} is not a model directory: no config.json; it holds: step_10, step_20 "
         f"(a run? pass {run}/step_20/hf)"
     )
-    assert "does not exist (cwd is " in refused(tmp_path / "nowhere")
+    assert "nowhere is no directory (cwd is " in refused(tmp_path / "nowhere")
 
 
 def test_an_index_that_names_an_absent_shard(model_dir: Path) -> None:

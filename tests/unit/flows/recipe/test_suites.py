@@ -260,7 +260,7 @@ def test_the_rows_of_a_suite_are_those_of_any_model(tmp_path: Path) -> None:
     ("overrides", "said"),
     [
         (("suites={x: gsm9k}",), "suite: no 'gsm9k'; known: addition, aime_2024, gsm8k"),
-        (("suites={x: ./absent.yaml}",), "suite: ./absent.yaml does not exist"),
+        (("suites={x: ./absent.yaml}",), "suite: ./absent.yaml is no file"),
         (("suites={sft: addition}",), "suites.sft: that is the name of a stage's evaluation"),
         (("suites={rl_round_7: addition}",), "suites.rl_round_7: that is the name"),
         (("suites={final: addition}",), "suites.final: that is the name of a stage's evaluation"),
@@ -312,7 +312,7 @@ def test_the_rows_of_a_suite_are_those_of_any_model(tmp_path: Path) -> None:
         ),
         (("against={init: random}",), "against.init: got random"),
         (("sft=null", "rl.num_rounds=0"), "rl.num_rounds: got 0 with sft: null"),
-        (("data=null",), "data: missing; need arithmetic, or sources"),
+        (("data=null",), "data: missing; set data.arithmetic"),
         (("data.arithmetic.num_rl=0",), "data.arithmetic.num_rl: got 0; the recipe has a stage"),
     ],
 )
