@@ -50,8 +50,8 @@ class GdpoOptions(StrictModel):
         keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
         if weights is not None and keys is None:
             raise ValueError(
-                f"gdpo_reward_weights: got {list(weights)}; need gdpo_reward_keys, which they are "
-                "of; set both"
+                f"gdpo_reward_weights: got {list(weights)}; need gdpo_reward_keys too, one for "
+                "each weight; set both"
             )
         if keys is not None and weights is not None and len(keys) != len(weights):
             raise ValueError(

@@ -266,9 +266,9 @@ def _check_context(path: Path, config: dict[str, Any], max_length: int | None) -
     if max_length is not None and limit is not None and max_length > limit:
         raise ConfigError(
             _FIELD,
-            f"{path} computes sequences otherwise when one of more than {limit} tokens is beside "
-            f"them (rotary embeddings); got model.max_length "
-            f"{max_length}; set it to {limit} or less",
+            f"{path} has rotary embeddings that change for all sequences of a batch when one has "
+            f"more than {limit} tokens; got model.max_length {max_length}; set it to {limit} or "
+            "less",
         )
 
 

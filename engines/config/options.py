@@ -115,8 +115,8 @@ def check_reward_function(part: RewardFunction, path: str) -> RewardRow | None:
     if part.function == CODE and CODE not in REWARDS.names():
         raise ConfigError(
             f"{path}.function",
-            f"got {CODE}, which runs programs that a model wrote; need a sandbox, which is not "
-            "here; set it to http, and kwargs.url to a sandbox of yours",
+            f"got {CODE}, which runs programs that a model wrote; need a sandbox, which this "
+            "project lacks; set it to http, and kwargs.url to your own sandbox",
         )
     if part.file is None:
         row = REWARDS.find(part.function, f"{path}.function")

@@ -168,8 +168,8 @@ def equal_result(call: str, place: str, results: Sequence[Any]) -> Any:
     ]
     if others:
         raise WorkerError(
-            f"{call}: {place} {', '.join(map(str, others))} came to {results[others[0]]!r:.300}, "
-            f"{place} 0 to {results[0]!r:.300}; need equal results: what they hold has diverged"
+            f"{call}: {place} {', '.join(map(str, others))} returned {results[others[0]]!r:.300}, "
+            f"{place} 0 {results[0]!r:.300}; need equal results: their states have diverged"
         )
     return results[0]
 

@@ -196,7 +196,9 @@ class ImageFile:
         with pq.ParquetFile(self.path, metadata=self.footer) as file:
             data: bytes = file.read_row_group(place.group, ["data"])["data"][place.row].as_py()
         if hashlib.sha256(data).hexdigest() != sha256:
-            raise ConfigError(str(self.path), f"image {sha256} has other bytes; copy it again")
+            raise ConfigError(
+                str(self.path), f"image {sha256} is damaged (another sha256); copy the file again"
+            )
         return data
 
     def _place(self, sha256: str) -> StoredImage:

@@ -50,7 +50,9 @@ class JudgeOptions(StrictModel):
 
     def _check_values(self) -> None:
         if self.pattern is not None and not _compiled(self.pattern).groups:
-            raise ValueError("pattern: got one without a group; put the number in parentheses")
+            raise ValueError(
+                "pattern: got one without a group; put parentheses around the part for the number"
+            )
 
 
 class Gsm8kOptions(StrictModel):

@@ -135,7 +135,8 @@ class RoundGate:
                 raise SickRunError(
                     f"{trained.label}: {name}: {found[name].text} "
                     f"({'; '.join(map(str, found[name].evidence))}); diagnosis.end_run lists "
-                    f"{name}; first advice: {found[name].next[0]}; or remove {name} there; run again"
+                    f"{name}; first advice: {found[name].next[0]}; or remove {name} there, and run "
+                    "again"
                 )
         whys = [f"{each.symptom}: {each.text}" for each in rejecting(shown, self._thresholds)]
         if not whys:

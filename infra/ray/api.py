@@ -80,8 +80,8 @@ class RayApi:
         if status in {401, 403}:
             raise ConfigError(
                 "ray.address",
-                f"{self.url} answered {status}: the token is absent or wrong; set RAY_AUTH_TOKEN to "
-                "its token, or unset it and set RAY_AUTH_TOKEN_PATH to the file with the token",
+                f"{self.url} answered {status}: its token is missing or wrong here; set "
+                "RAY_AUTH_TOKEN to it, or unset that and set RAY_AUTH_TOKEN_PATH to its file",
             )
         if status != 200:
             lines = [line for line in text.splitlines() if len(line.strip()) > 1]

@@ -72,7 +72,8 @@ def check_order(path: str, order: OrderConfig) -> None:
     shuffled, banded = order.kind == "shuffled", order.kind == "banded"
     if order.weights and not shuffled:
         raise ConfigError(
-            f"{path}.weights", f"got weights with kind {order.kind}; need kind shuffled; set one"
+            f"{path}.weights",
+            f"got weights with kind {order.kind}; need kind shuffled; set it, or remove them",
         )
     if order.difficulty is not None and shuffled:
         raise ConfigError(
@@ -118,8 +119,8 @@ def check_supervised_order(path: str, order: OrderConfig) -> None:
     if order.difficulty is not None:
         raise ConfigError(
             f"{path}.difficulty",
-            f"got {order.difficulty}; need null, for rows with answers have no extra_info: the "
-            "tokens of a conversation say how difficult it is; remove it",
+            f"got {order.difficulty}; need null: rows with answers have no extra_info, so their "
+            "difficulty is their number of tokens; remove it",
         )
 
 

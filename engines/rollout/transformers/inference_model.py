@@ -100,7 +100,7 @@ class Vision:
         if len(found_N):
             raise RolloutError(
                 f"{len(found_N)} tokens of a prompt stand for images, the first {int(found_N[0])}; "
-                "its logprobs are those of a text alone; ask about texts"
+                "need a prompt of text only to compute its logprobs"
             )
 
     def _check(self, batch: TokenBatch) -> None:
@@ -232,8 +232,9 @@ class InferenceModel:
             self._logprob_head = LogprobHead(self._model, chunked=True)
         if self._logprob_head.why_whole is not None:
             raise RolloutError(
-                f"a {type(self._model).__name__} says no logprobs of a prompt in the rollout "
-                f"engine transformers, since {self._logprob_head.why_whole}; choose another engine"
+                f"the rollout engine transformers cannot return logprobs of a prompt of a "
+                f"{type(self._model).__name__}: {self._logprob_head.why_whole}; choose another "
+                "engine"
             )
         if self._vision is not None:
             self._vision.check_text(input_ids_T)
@@ -318,9 +319,9 @@ class InferenceModel:
     def _check_attended(self, step: PrefillStep | DecodeStep) -> None:
         if len(step.attended) != self.num_layers:
             raise RolloutError(
-                f"{len(step.attended)} of {self.num_layers} layers of a "
-                f"{type(self._model).__name__} attend, the others keep a state of their own, which "
-                "the rollout engine transformers does not; choose another engine"
+                f"only {len(step.attended)} of {self.num_layers} layers of a "
+                f"{type(self._model).__name__} use attention; the rollout engine transformers "
+                "cannot keep the state of the others; choose another engine"
             )
 
 
