@@ -155,7 +155,8 @@ class StageOrder:
                 policies[stage.label] = made
         if not policies:
             raise SickRunError(
-                "every round was rejected (diagnosis.reject_round): nothing is trained"
+                "every round was rejected, so no policy is left; follow `rlhf diagnose`, or remove "
+                "symptoms from diagnosis.reject_round"
             )
         return policies, judge
 

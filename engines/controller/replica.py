@@ -157,8 +157,8 @@ class ReplicaProcess:
         except ModuleNotFoundError as error:
             raise ConfigError(
                 "rollout.openai_endpoint",
-                f"got true; need {error.name} in the environment of {spec.rollout.engine}; "
-                "install it there",
+                f"got true; need the package {error.name} in the environment of "
+                f"{spec.rollout.engine}; install it there",
             ) from error
         path = self._disk.local(spec.log_path(self._number).with_suffix(".openai.json"))
         endpoint = await serve(self._engine, spec.serving_dir, spec.rollout.timeout_s, path)

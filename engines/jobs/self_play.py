@@ -114,14 +114,14 @@ def _check_made(counts: PairCounts, config: SelfPlayStageConfig) -> None:
     if counts.num_overlong_pairs:
         raise ConfigError(
             "model.max_length",
-            f"got {config.max_length}; all {counts.num_overlong_pairs} pairs that were made have "
-            "an answer that, with its prompt, is longer as preference training reads it; need "
-            "room for one; raise it, or lower preference.self_play.sampling.max_new_tokens",
+            f"got {config.max_length}; each of the {counts.num_overlong_pairs} pairs that were "
+            "made has an answer that exceeds it together with its prompt, as preference training "
+            "reads them; raise it, or lower preference.self_play.sampling.max_new_tokens",
         )
     raise NothingToTrainOnError(
-        f"none of {counts.num_unpaired} prompts made a pair: every answer was cut, blank or no "
-        "other than what it is compared with; raise preference.self_play.sampling.max_new_tokens "
-        "or temperature, or end with an iteration less"
+        f"none of {counts.num_unpaired} prompts made a pair: every answer was cut, blank or equal "
+        "to the one it is compared with; raise max_new_tokens or temperature in "
+        "preference.self_play.sampling, or lower preference.self_play.num_iterations"
     )
 
 
@@ -170,8 +170,8 @@ def asked_rows(
             if row.messages[len(row.prompt)].tool_calls:
                 raise ConfigError(
                     "data.sft",
-                    f"row {place} of the split calls tools in its first answer, beside which spin "
-                    "sets a text of the policy's; need a text; leave out such rows",
+                    f"row {place} of the split calls tools in its first answer; need a text, which "
+                    "spin can pair with a text of the policy; leave out such rows",
                 )
             return as_prompt(row)
         if row.images:

@@ -167,7 +167,7 @@ class StageLogs(ABC):
         """
         log = self.entries(fingerprint)
         if number > len(log):
-            raise FencedError(f"{fingerprint[:12]} lost entries before {number} meanwhile")
+            raise FencedError(f"{fingerprint[:12]}: log entries before {number} were removed")
         goes_on = log[number - 1] if number and log[number - 1].kind == "held" else None
         entry = LogEntry(
             kind="held",
@@ -190,7 +190,9 @@ class StageLogs(ABC):
         """Raise `FencedError` unless the attempt's entry is the last one."""
         log = self.entries(attempt.fingerprint)
         if len(log) <= attempt.number or log[attempt.number].holder.id != attempt.holder:
-            raise FencedError(f"{attempt.fingerprint[:12]}: attempt {attempt.number} is not held")
+            raise FencedError(
+                f"{attempt.fingerprint[:12]}: attempt {attempt.number} does not hold the stage"
+            )
         if len(log) > attempt.number + 1:
             raise FencedError(_fenced(attempt.fingerprint, attempt.number + 1, log[-1]))
 

@@ -232,9 +232,9 @@ def _check_estimator(rl: RLConfig, section: DistillationConfig) -> None:
     if rl.several_updates:
         raise ConfigError(
             setting,
-            f"got {loss} with several updates per batch; it estimates the KL only on samples of "
-            f"the newest policy, so from the first update alone; set {TOPK}, or rl.num_epochs to 1 "
-            "and rl.mini_batch_size_prompts to null",
+            f"got {loss} with several updates per batch; after the first one the samples come from "
+            f"an older policy, where it is no estimate of the KL; use {TOPK}, or rl.num_epochs 1 "
+            "and rl.mini_batch_size_prompts null",
         )
     for name in ("num_top", "tail"):
         given, default = getattr(section, name), type(section).model_fields[name].default
@@ -255,8 +255,9 @@ def check_served_teacher(rl: RLConfig, rollout: RolloutConfig, max_length: int) 
     if PROMPT_LOGPROBS not in row.capabilities:
         raise ConfigError(
             setting,
-            f"got rollout.engine {row.name}, which cannot return logprobs of given tokens; need {' or '.join(engines_with(PROMPT_LOGPROBS))}; "
-            "set rollout.engine to one, or this to null",
+            f"got rollout.engine {row.name}, which cannot return logprobs of given tokens; need "
+            f"{' or '.join(engines_with(PROMPT_LOGPROBS))}; set rollout.engine to one, or this to "
+            "null",
         )
     if temperature != 1 and ANY_TEMPERATURE not in row.capabilities:
         raise ConfigError(

@@ -132,9 +132,9 @@ def _of_split(names: list[str], split: str, field: str, top: Path) -> list[str]:
     if unclear:
         raise ConfigError(
             field,
-            f"got {split!r}; the names of {some_of(unclear)} under {top} do not tell if they belong "
-            "to it; set it to a whole word of the names to read, without the suffix, or give one "
-            "file as the path",
+            f"got {split!r}; the names of {some_of(unclear)} under {top} do not tell if they are "
+            "of this split; set it to a whole word of the names to read, without the suffix, or "
+            "give one file as the path",
         )
     return names
 

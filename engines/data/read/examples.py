@@ -152,14 +152,18 @@ def _expanded(
         try:
             return expanded(row, prompt_ids)
         except RowError as error:
-            raise ConfigError("data", f"row {place} of the split: {error}") from None
+            raise ConfigError("data", f"{_shown(row, place)}: {error}") from None
     if row.images:
         raise ConfigError(
             "data",
-            f"row {place} of the split shows images, which this stage does not read; need text; "
-            "leave out such rows",
+            f"{_shown(row, place)} shows images, which this stage does not read; need text; leave "
+            "out such rows",
         )
     return tuple(prompt_ids)
+
+
+def _shown(row: RLRow, place: int) -> str:
+    return f"row {place} of the stage's split (data_source {row.data_source!r})"
 
 
 def refuse_empty(lengths: Sequence[int]) -> None:

@@ -70,8 +70,8 @@ def rotary_frequencies(config: PretrainedConfig, device: torch.device) -> Tensor
     if scaling != 1.0:
         raise ConfigError(
             "model.path",
-            f"got rotary embeddings that scale attention by {scaling}; need 1.0, for the megatron "
-            "backend does not; choose another, or set training.backend: fsdp2",
+            f"got rotary embeddings that scale attention by {scaling}; need 1.0, because the "
+            "megatron backend cannot scale it; choose another, or set training.backend: fsdp2",
         )
     return frequencies.to(device)
 
