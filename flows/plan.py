@@ -57,7 +57,7 @@ class PlannedStage:
 class _Expected:
     """Expected output of a stage that is not a hit; `output` is None if it is something new.
 
-    `given` has the digest that each stage which is to run must produce for this to hold.
+    `given`: by label of a stage that is to run, the digest that it must produce for this to hold.
     """
 
     output: Artifact | None
@@ -68,7 +68,7 @@ class Planner:
     """Stage runner that only looks up every stage and records what it found.
 
     Args:
-        force: by stage label, a token; only a commit that was made under it is a hit.
+        force: token by stage label; of such a stage only a commit made under the token is a hit.
         adopt: labels of stages that must find something to adopt if they are not hits.
     """
 
@@ -234,7 +234,7 @@ def plan_run(
 
 @dataclass(frozen=True)
 class AskedRun:
-    """A requested run that was planned without an error; `force` has a token by stage label."""
+    """A requested run that was planned without an error; `force` as for `Planner`."""
 
     recipe: Recipe
     force: dict[str, str]

@@ -66,10 +66,10 @@ class ReplicaSpec:
 
     Attributes:
         serving_dir: Hugging Face directory with the engine's configuration.
-        interpreter: Python of the engine's job environment; None: that of the starting process.
+        interpreter: path of the Python that runs the engine; None: the starting process's own.
         libraries: required versions by distribution in that environment.
         shares_devices: shares devices with training ranks and sleeps until it gets weights.
-        adapter: shape of an adapter that is sent alone; None: none is.
+        adapter: shape of the adapter, if syncs send it without the base weights; else None.
     """
 
     serving_dir: Path

@@ -24,7 +24,7 @@ Receive = Callable[[Completion], None]
 
 
 class Ledger(ABC, Generic[Request]):
-    """Records which answers of a batch have arrived; a RolloutError if two requests share an id."""
+    """Records which answers of a batch arrived; raises RolloutError if two requests share an id."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         if len({request.request_id for request in requests}) != len(requests):

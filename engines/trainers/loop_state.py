@@ -1,9 +1,7 @@
-"""State of the RL loop between two steps, and the part of it that a step checkpoint keeps.
+"""State of the RL loop between two steps, and the optimizer steps of one RL step that change it.
 
-Promises: a resumed loop has the state of the uninterrupted one, even if an older checkpoint lacks a
-value.
-
-The optimizer steps of one RL step, and their metrics.
+Promises: a loop resumed from a step checkpoint has the state of the uninterrupted one, even if an
+older checkpoint lacks a value.
 """
 
 from collections.abc import Mapping, Sequence

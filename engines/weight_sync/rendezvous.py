@@ -133,7 +133,7 @@ class RendezvousSource(ABC):
 class Rendezvous:
     """One process's view of the rendezvous; raises `error` when a process gave up.
 
-    `address` is this machine's as seen from the store's host. `store` holds the keys of this view,
+    `address` is this machine's address as seen from the store's host. `store` holds the keys of this view,
     `failures` the failure message of the whole transfer.
     """
 

@@ -91,7 +91,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class StageView:
-    """Journal and commit of a stage up to its current step; fields of the commit are empty before.
+    """Journal and commit of a stage up to its current step; without a commit its fields are empty.
 
     Attributes:
         steps: metrics by step.

@@ -1,4 +1,4 @@
-"""What decides about policies: the registered model that a run has to beat, the gate of RL rounds.
+"""Decisions about policies: the registered model that a run must beat, and the gate of RL rounds.
 
 Promises: the registry is asked once per run. If the run's model already has the alias, it is
 compared with its predecessor, so a repeated run requests the same stages. The gate's decision is a

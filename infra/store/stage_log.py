@@ -79,7 +79,7 @@ class Attempt:
 
 
 class Segment(NamedTuple):
-    """The part that counts of one attempt's journal."""
+    """The part of one attempt's journal that counts for the stage."""
 
     attempt: int
     num_bytes: int | None  # None while the attempt may still append

@@ -1,15 +1,13 @@
-"""The baseline of each token that minimises the variance of the gradient (arXiv:2602.07078).
+"""Advantages from returns to go: with a critic, and with baselines that need none.
 
-The squared norm of the gradient of ``log pi`` with respect to the logits is
-``1 - 2 pi + sum of pi^2``, known from the forward pass. The energy of an answer up to token t is
-the sum of these.
-Letters: B samples, P groups, L trained tokens of the longest sample, K places (tokens or turns).
-
-Advantages from returns to go, with and without a critic.
+The optimal baseline of a token minimises the variance of the gradient (arXiv:2602.07078). The
+squared norm of the gradient of ``log pi`` with respect to the logits is ``1 - 2 pi + sum of pi^2``,
+known from the forward pass; the energy of an answer up to token t is the sum of these.
 
 Promises: tokens that are not trained on (of an environment or a tool) are skipped: value, return
 and advantage before them equal those behind them.
-Letters: B samples, T tokens, L trained tokens of the longest sample.
+Letters: B samples, P groups, T tokens, L trained tokens of the longest sample, K places (tokens or
+turns).
 """
 
 import torch

@@ -127,7 +127,7 @@ class DatasetSummary:
 
     Attributes:
         num_overlapping: held-out rows whose prompt occurs in training.
-        num_decontaminated: by split, rows removed since they share words with held-out ones.
+        num_decontaminated: rows removed since they share words with held-out ones, by split.
         num_images: distinct images.
     """
 

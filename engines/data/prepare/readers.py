@@ -55,7 +55,7 @@ class RawRow:
 class BadRow:
     """A row that cannot be used; `unreadable` if it is not even a JSON object or record.
 
-    If columns are `absent` that its layout needs, `present` has the others.
+    `absent` has columns that its layout needs and the row lacks; `present` then has its columns.
     """
 
     place: str
@@ -172,7 +172,7 @@ def _read_json_lines(lines: Iterable[bytes], path: Path) -> Iterator[RawRow | Ba
 class _BadJSON(Exception):
     """A text is not JSON; `line` counts from 1, None if unknown.
 
-    It `is_longer` if a JSON value and more text were found.
+    `is_longer` is True if more text follows a complete JSON value.
     """
 
     def __init__(self, problem: str, line: int | None = None, is_longer: bool = False) -> None:

@@ -74,7 +74,7 @@ class Message:
 
     Attributes:
         role: `system`, `user`, `assistant` or `tool`.
-        content: an assistant's may be empty if it has tool calls.
+        content: text; may be empty for an assistant that has tool calls.
         tool_call_id: role `tool` only: id of the call that it answers; empty if unknown.
         name: role `tool` only: the function that returned; empty if unknown.
         tools: first message only: the tools of the whole conversation, each the JSON text of
@@ -213,7 +213,7 @@ class SFTRow:
 class PreferenceRow:
     """A chosen and a rejected answer to one prompt.
 
-    The text of an answer may be empty, or None where the source has none, only beside its calls.
+    Only an answer with tool calls may have an empty text, or None if the source has none.
     `margin` tells how much better the chosen answer is; None if unknown.
     """
 

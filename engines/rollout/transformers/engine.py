@@ -30,7 +30,7 @@ from infra.errors import DeadlineError
 
 
 class TransformersEngine(StatefulEngine):
-    """Rollout engine on transformers; a ConfigError for bad options or an unsupported model."""
+    """Rollout engine on transformers; raises ConfigError for bad options or unsupported models."""
 
     capabilities = frozenset(
         {

@@ -124,7 +124,7 @@ class Vision:
 
 
 class InferenceModel:
-    """A model whose weights come by `load`; a ConfigError if it is not supported."""
+    """A model whose weights come by `load`; raises ConfigError if it is not supported."""
 
     def __init__(self, hf_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
         if not (hf_dir / "config.json").is_file():

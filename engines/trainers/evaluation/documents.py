@@ -40,10 +40,10 @@ class Document:
     """One document of a task, as one filter read its answers.
 
     Attributes:
-        filter: extracted the answer from the text; `none` for the whole text.
+        filter: name of the filter that extracted the answer; `none` for the whole text.
         document: its fields, as JSON; `digest` is their hash.
-        requests: as JSON: prompt, and continuation or parameters.
-        responses: as JSON: texts, or log-likelihoods with True if the continuation is the argmax.
+        requests: JSON of prompt, and continuation or parameters.
+        responses: JSON of texts, or log-likelihoods with True if the continuation is the argmax.
         metrics: the document's contributions by `metric_name`.
     """
 

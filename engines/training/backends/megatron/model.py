@@ -230,12 +230,12 @@ class ValueHead(nn.Module):
         self.bias = nn.Parameter(like.new_zeros(1))
 
     def forward(self, hidden_ND: Tensor) -> Tensor:
-        """(N, D) to (1, N) float32."""
+        """Return (1, N) float32 values of the hidden states."""
         return float32_linear(hidden_ND, self.weight, self.bias).T
 
 
 class PackedModel(GPTModel):
-    """One stage, or one of its virtual pieces; `piece` is None if there is one."""
+    """One pipeline stage, or one of its virtual pieces; `piece` is None for a whole stage."""
 
     def __init__(
         self,
