@@ -198,7 +198,7 @@ def plan_run(
     """Look up every stage of a recipe.
 
     Args:
-        force: by stage label, a token that makes the stage run anew.
+        force: token by label of each stage that is to run anew.
         adopt: labels of stages that continue half-trained work of another fingerprint.
         start_from: label of a stage; all stages before it have to be done.
 

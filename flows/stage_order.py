@@ -185,7 +185,7 @@ class StageOrder:
     def _scored(
         self, stage: StageConfig, given: Mapping[str, Artifact | None], **more: Artifact | None
     ) -> tuple[Artifact, bool]:
-        """Run a training stage and its evaluation; return the policy, and if it is accepted."""
+        """Run a training stage and its evaluation; return the policy, and True if accepted."""
         scores = EvaluateStageConfig.from_recipe(self.recipe, stage.label)
         after = stage_request(scores, self.run.seed, **given)
         tuned = run_stage(self.run, stage, after, **given, **more)

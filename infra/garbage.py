@@ -84,9 +84,9 @@ class SurveyedStage:
 class Survey:
     """What a store contains at the time `at` (seconds since the epoch).
 
-    `goes`, `artifacts` and `rests` are to be removed: stages (the longest unused first), artifacts that no staying
-    stage names, and files of dead writers or step checkpoints of finished stages. `runs` were read
-    first; `total_bytes` excludes the records of runs.
+    `goes`, `artifacts` and `rests` are to be removed: stages (the longest unused first), artifacts
+    that no staying stage names, and files of dead writers or step checkpoints of finished stages.
+    `runs` were read first; `total_bytes` excludes the records of runs.
     """
 
     goes: tuple[SurveyedStage, ...]

@@ -378,7 +378,7 @@ class PluginTable(Generic[RowT]):
         device: str | None = None,
         vendor: str | None = None,
     ) -> Any:
-        """Import the object that the row's target names. Arguments and errors as of `find`."""
+        """Import the object that the row's target names; arguments and errors as for `find`."""
         return load_row(self.find(name, path, device=device, vendor=vendor), path or self.setting)
 
     def check_targets(self, name: str, path: str | None = None) -> None:

@@ -23,7 +23,7 @@ class GaeOptions(DiscountOptions):
     """VAPO: advantages of an answer of l tokens use ``lam = 1 - 1 / (alpha l)``, with alpha 0.05 in
     the paper; null uses `lam`."""
     bootstrap_truncated: bool = True
-    """An answer cut at the length limit continues with the critic's value behind its last token.
+    """An answer cut at the length limit continues with the critic's value after its last token.
     False ends it there, for scores that judge the cut answer."""
     whiten: bool = True
     """Give the advantages of a step mean 0 and variance 1."""

@@ -92,8 +92,7 @@ def dispatch_mode(method: Callable[..., Any]) -> Dispatch:
 def split_plan(value: object, num_parts: int) -> Parts:
     """Return for each part the ascending indices of its items; parts may be empty.
 
-    `value` is a `TokenBatch`, whose units of sequences stay whole, or a list; a TypeError
-    otherwise.
+    `value` is a `TokenBatch`, whose units of sequences stay whole, or a list; else TypeError.
     """
     if isinstance(value, TokenBatch):
         lengths, units = value.lengths_B.tolist(), value.units

@@ -93,7 +93,7 @@ def check_images(row: RLRow) -> None:
 
 
 def keep_images(row: RLRow, folder: ImageFolder) -> RLRow:
-    """Move the images of a row to the folder and return the row with digests alone."""
+    """Move the images of a row to the folder and return the row with only their digests."""
     if not row.images:
         return row
     for image in row.images:
@@ -168,7 +168,7 @@ class ImageFile:
 
     @staticmethod
     def open(path: Path) -> "ImageFile":
-        """Read all positions; none without a file. `ConfigError`: the file holds something else."""
+        """Read the place of each image; none without a file. Raises ConfigError for other files."""
         if not path.exists():
             return ImageFile(path, {})
         try:

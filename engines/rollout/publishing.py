@@ -51,7 +51,7 @@ class Probe(Protocol):
         ...
 
     def check(self, requests: Sequence[RolloutRequest], found: Sequence[Completion]) -> None:
-        """Compare with the trainer, in its thread; a WeightSyncError if the logprobs differ."""
+        """Compare with the trainer, in its thread; raise WeightSyncError if the logprobs differ."""
         ...
 
 

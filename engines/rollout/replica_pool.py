@@ -236,7 +236,7 @@ class ReplicaPool:
             self._listeners.remove(listener)
 
     def move(self, slot: ReplicaSlot, to: ReplicaState) -> None:
-        """Change a state and notify the listeners; a ValueError if that is not allowed."""
+        """Change a state and notify the listeners; raise ValueError if that is not allowed."""
         if slot.state is not to:
             if (slot.state, to) not in TRANSITIONS:
                 raise ValueError(f"replica {slot.place}: no step from {slot.state} to {to}")

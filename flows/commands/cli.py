@@ -169,7 +169,7 @@ COMMANDS: Mapping[str, tuple[str, *tuple[Argument, ...]]] = {
     ),
     "diagnose": (
         "diagnose a run: findings, and what to try next",
-        _argument("run", "RUN", "as of `show`; by default the latest", nargs="?"),
+        _argument("run", "RUN", "as for `show`; by default the latest", nargs="?"),
         JSON,
         STORE,
     ),
@@ -209,7 +209,7 @@ COMMANDS: Mapping[str, tuple[str, *tuple[Argument, ...]]] = {
         _overrides("rollout.engine=vllm or suites.gsm8k.evaluation.num_samples=8"),
         ("--seed", {"type": int, "help": "of sampled answers and generated problems"}),
         JSON,
-        _switch("--local", "as of `run`"),
+        _switch("--local", "as for `run`"),
     ),
     "merge": (
         "write a policy checkpoint as a Hugging Face directory",

@@ -30,7 +30,7 @@ from infra.store.work_channel import JobProblem
 from infra.tracking.history import StageHistory
 
 Area = Literal["resources", "communication", "algorithm"]
-"""In the order of diagnosis, in which causes come before their symptoms."""
+"""Areas in the order of diagnosis, in which causes come before their symptoms."""
 Severity = Literal["failed", "sick", "note"]
 
 

@@ -97,7 +97,7 @@ SIZE_INCHES = (7.0, 3.2)
 PNG_DPI = 150
 MIN_SMOOTHED = 10
 MAX_LINE_LABELS, MAX_LEVEL_LABELS = 5, 8
-"""With more bars than the first, labels have one word per line; than the second, vertical text."""
+"""Numbers of bars above which labels have one word per line, and above which they are vertical."""
 BAR_INCHES, AROUND_BARS_INCHES = 0.17, 1.2
 """Minimum height of a horizontal bar, and of the space around all bars."""
 STYLE: dict[Any, Any] = {

@@ -29,7 +29,7 @@ from tasks.runner.run import StageResult
 
 
 def tracking_uri(location: LocationConfig) -> str:
-    """Return the MLflow of a run: the configured one, that of `rlhf up`, or the home's database."""
+    """Return the address of a run's MLflow: configured, of `rlhf up`, or the home's database."""
     return location.tracking_uri or tracking_address(location.home_directory)
 
 
@@ -52,7 +52,7 @@ def find_registered(tracker: Tracker, name: str, alias: str, then: str) -> Incum
     """Return the version of a registered model that has an alias; None if there is none.
 
     Raises:
-        ServiceError: the registry does not answer; ends with `then`.
+        ServiceError: the registry does not answer; the text ends with `then`.
     """
     try:
         return tracker.incumbent(name, alias)

@@ -62,7 +62,7 @@ def hub_snapshot(
 
 @contextmanager
 def _refusals(repo_id: str, revision: str | None, section: str) -> Iterator[None]:
-    """Convert any error of the hub's client to one line with its field."""
+    """Raise any error of the hub's client as a one-line `ConfigError` that names the field."""
     from huggingface_hub import errors  # loads the HTTP library
 
     try:

@@ -63,7 +63,7 @@ class LogEntry(FrozenModel):
     adopted: Adoption | None = None
     """In a *held* that starts a generation: the work that its attempts continue."""
     journal: dict[int, int] = {}
-    """By attempt, the bytes that count of the generation's journal segments before this entry."""
+    """Number of bytes that count in each earlier journal segment of the generation, by attempt."""
     record: CommitRecord | None = None
     made_at: str
     """UTC, for people; no decision depends on it."""
@@ -250,7 +250,7 @@ class StageLogs(ABC):
         return [self._entry(fingerprint, number) for number in numbers]
 
     def _counted(self, fingerprint: str, held: LogEntry) -> dict[int, int]:
-        """Return the bytes that count of all segments up to that of a *held* entry, inclusive."""
+        """Return by attempt how many journal bytes count, up to the attempt of a *held* entry."""
         return {**held.journal, held.number: self._journal_bytes(fingerprint, held.number)}
 
     def _create(self, fingerprint: str, entry: LogEntry) -> bool:
@@ -352,7 +352,7 @@ def current_generation(entries: Sequence[LogEntry]) -> int:
 
 
 def journal_segments(entries: Sequence[LogEntry], attempt: int | None = None) -> list[Segment]:
-    """Return the journal segments of a generation; arguments as of `generation`."""
+    """Return the journal segments of a generation; arguments as for `generation`."""
     members = generation(entries, attempt)
     counted = members[-1].journal if members else {}
     return [Segment(e.number, counted.get(e.number)) for e in members if e.kind == "held"]

@@ -16,7 +16,7 @@ from infra.errors import ConfigError
 def check_answer_length(
     path: str, max_new_tokens: int, max_length: int, max_prompt_length: int | None = None
 ) -> None:
-    """Refuse answers that do not fit into the context behind a prompt.
+    """Refuse answers that do not fit into the context after a prompt.
 
     Raises `ConfigError` at `path`. `max_prompt_length` None means unknown: at least one token.
     """

@@ -271,7 +271,7 @@ def _damage(reason: str) -> str:
         return "a line ends with CR alone; need LF or CR LF; save the file with such line ends"
     return (
         f"the record that begins here is quoted wrongly ({reason}), {_UNKNOWN}; need a separator "
-        "or line end behind a closing quote, and quotes inside a field doubled; mend the file"
+        "or line end after a closing quote, and quotes inside a field doubled; mend the file"
     )
 
 

@@ -140,8 +140,8 @@ def first_rows(
 ) -> dict[str, RLRow]:
     """Read the first usable row of every local source and render it with the chat template.
 
-    Returns rows of the RL split, then of the evaluation split, by configuration path. A ConfigError
-    if a column is missing, no row is usable or the template fails.
+    Returns rows of the RL split, then of the evaluation split, by configuration path. Raises
+    ConfigError if a column is missing, no row is usable or the template fails.
     """
     for path, source in _local(data, section, "sft"):
         row = first_usable_row(source, path, SFT_ROWS)

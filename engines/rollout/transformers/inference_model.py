@@ -5,7 +5,7 @@ persistent buffers under the names that `save_pretrained` writes, each exactly o
 in which it is held, or raises. Models with unsupported attention (recurrent layers, soft caps,
 custom attention) are refused at construction or at the first forward pass. The context ends where
 rotary embeddings would depend on the longest sequence of the batch. Features and positions of
-images are those of the trainer's forward pass (`engines.vision.processor`); behind the prompt a
+images are those of the trainer's forward pass (`engines.vision.processor`); after the prompt a
 rotary position is the place plus a fixed offset, since an image takes fewer positions than places.
 Does not promise support of every architecture: it must use transformers' `AttentionInterface`. An
 image placeholder is never sampled; its small probability is missing from the distribution, while

@@ -125,7 +125,7 @@ class ConflictError(StoreError):
 
 @contextmanager
 def told(place: str, endpoint: str) -> Iterator[None]:
-    """Convert errors of botocore to one-line errors of this project that name the object."""
+    """Raise errors of botocore as `StoreError` or `ConfigError`, in one line with the object."""
     try:
         yield
     except ClientError as error:
