@@ -204,7 +204,9 @@ def within(
             f"{longest}, has {lengths[longest]}); {remedies[on_overlong]}",
         )
     if not kept:
-        raise ConfigError(field, f"0 of {len(lengths)} {noun} have at most {limit} tokens")
+        raise ConfigError(
+            field, f"0 of {len(lengths)} {noun} have at most {limit} tokens; raise it"
+        )
     return kept
 
 

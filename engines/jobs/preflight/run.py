@@ -217,7 +217,7 @@ def look_at_images(at: PreflightRequest, sources: Sequence[str]) -> None:
     if engine is not None and IMAGES not in ROLLOUT_ENGINES.place(engine).capabilities:
         raise ConfigError(
             ROLLOUT_ENGINES.setting,
-            f"got {engine}; {shown}, which it does not show the model; need "
+            f"got {engine}; {shown}, which it does not pass to the model; need "
             f"{' or '.join(engines_with(IMAGES))}; choose it, or leave out the source",
         )
     check_seen_by_judges(shown, at.reward_model, at.judge)
@@ -248,8 +248,8 @@ def _look_at_training(training: TrainingConfig, shown: str, *, has_critic: bool)
     if backend in BACKENDS and backend not in able:
         raise ConfigError(
             "training.backend",
-            f"got {backend}; {shown}, and it trains text models; need {' or '.join(able)}; choose "
-            "one, or leave out the source",
+            f"got {backend}; {shown}, and it trains only text models; need "
+            f"{' or '.join(able)}; choose one, or leave out the source",
         )
     if training.ulysses_size > 1:
         raise ConfigError(
