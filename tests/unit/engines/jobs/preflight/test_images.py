@@ -68,8 +68,8 @@ def test_who_sees_passes(model: Path, data: Path) -> None:
 
 def test_the_rollout_engine(model: Path, data: Path) -> None:
     assert error_of(model, data, rollout_engine="vllm") == (
-        f"rollout.engine: got vllm; {SHOWN}, which it does not pass to the model; need transformers; "
-        "choose it, or leave out the source"
+        f"rollout.engine: got vllm; {SHOWN}, which it does not pass to the model; need "
+        "transformers; choose it, or leave out the source"
     )
 
 
@@ -77,8 +77,8 @@ def test_the_backend_and_its_layout(data: Path) -> None:
     """Of a model on the hub: what sees is not known yet, so its backend is asked by name."""
     megatron = TrainingConfig(backend="megatron")
     assert error_of(HUB, data, training=megatron) == (
-        f"training.backend: got megatron; {SHOWN}, and it trains only text models; need fsdp or fsdp2; "
-        "choose one, or leave out the source"
+        f"training.backend: got megatron; {SHOWN}, and it trains only text models; need fsdp or "
+        "fsdp2; choose one, or leave out the source"
     )
     changes = ("training.ulysses_size=2", "training.num_workers=2")
     assert error_of(HUB, data, *changes) == (
