@@ -33,7 +33,10 @@ SHIPPED = ", ".join(
             f"recipe: no 'quickstar'; known: {SHIPPED}, path/to/recipe.yaml; did you mean "
             "quickstart?",
         ),
-        ("extends: r.yaml\n", "r.yaml: extends: a circle or too long a chain: r.yaml -> r.yaml"),
+        (
+            "extends: r.yaml\n",
+            "r.yaml: extends: circular, or more than 5 levels: r.yaml -> r.yaml",
+        ),
         ("a: " + "[" * 30 + "]" * 30 + "\n", "r.yaml:1: nested deeper than 20 levels"),
         ("a: !ruby/object x\n", "r.yaml:1: tag not allowed: !ruby/object; write a plain value"),
     ],
@@ -149,7 +152,8 @@ def model_error(path: Path) -> str:
 def test_model_directories_that_are_none(tmp_path: Path) -> None:
     # Rows 27 and 29.
     assert model_error(tmp_path / "no" / "such" / "model") == (
-        f"model.path: {tmp_path}/no/such/model is no directory (cwd is {Path.cwd()})"
+        f"model.path: {tmp_path}/no/such/model is no directory (cwd is {Path.cwd()}); need a model "
+        "directory"
     )
     run = tmp_path / "run"
     for name in ("step_10/hf", "step_20"):

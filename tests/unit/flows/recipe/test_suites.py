@@ -127,7 +127,7 @@ def test_what_only_training_reads_of_a_model_does_not_count_for_its_evaluation()
         (
             ("evaluation={num_samples: 8, pass_at: [8]}",),
             "evaluation.num_samples: got 8; the recipe has no data of its own, and this changes no "
-            "suite; need it of a suite; set suites.addition.evaluation.num_samples",
+            "suite; set suites.addition.evaluation.num_samples",
         ),
         (("evaluation.confidence=0.9",), "evaluation.confidence: got 0.9; the recipe has no data"),
         (
@@ -295,7 +295,7 @@ def test_the_rows_of_a_suite_are_those_of_any_model(tmp_path: Path) -> None:
         ),
         (
             ("suites={x: {data: {arithmetic: {}}, reward: {model: {path: owner/name}}}}",),
-            "suites.x.reward.model: got a model; need functions alone",
+            "suites.x.reward.model: got a model; need functions only",
         ),
         (
             ("suites={x: {data: {evaluation: [{path: ./absent.parquet}]}}}",),

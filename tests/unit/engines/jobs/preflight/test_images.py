@@ -91,7 +91,7 @@ def test_a_critic_and_a_model_that_judges(model: Path, data: Path) -> None:
     assert error_of(model, data, *critic).startswith(f"rl.critic: got a critic; {SHOWN}, which a v")
     judge = (f"rl.reward.judge={{path: {model}, prompt: '{{{{ answer }}}}'}}",)
     judged = error_of(model, data, *judge, "rl.reward.function=judge")
-    assert judged.startswith(f"rl.reward.judge: got a model that judges; {SHOWN}, which it is not")
+    assert judged.startswith(f"rl.reward.judge: got a model that judges; {SHOWN}, which it does")
 
 
 def test_self_play(tmp_path: Path, model: Path, data: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_suite_of_its_own_judges(tmp_path: Path, model: Path, data: Path) -> N
     recipes = [each.replace(", REWARD", "") for each in changes]
     assert error_of(model, text, *recipes) == (
         "rl.reward.judge: got a model that judges; suites.shown.data.evaluation.0 has rows that "
-        "show images, which it is not shown; need a rule; set rl.reward.function to one, or leave "
+        "show images, which it does not see; need a rule; set rl.reward.function to one, or leave "
         "out the source"
     )
 
