@@ -69,7 +69,8 @@ OVERRIDES = [
     ),
     (
         ["rl.mini_batch_size_prompts=5"],
-        "rl.batch_size_prompts: 32 is not a multiple of mini_batch_size_prompts 5; set it to a multiple",
+        "rl.batch_size_prompts: 32 is not a multiple of mini_batch_size_prompts 5; set it to a "
+        "multiple",
     ),
     (
         ["rl.mini_batch_size_prompts=1", "training.num_workers=2"],
@@ -198,8 +199,8 @@ OVERRIDES = [
     ),
     (
         ["sft=null", "rl.num_rounds=0"],
-        "rl.num_rounds: got 0 with sft: null; nothing would be trained; raise it, add sft, or name a model "
-        "to measure (model.path)",
+        "rl.num_rounds: got 0 with sft: null; nothing would be trained; raise it, add sft, or name "
+        "a model to measure (model.path)",
     ),
     (["rl.num_rounds=yes"], "rl.num_rounds: got True; need a number"),
     (["sft.optimizer.lr=on"], "sft.optimizer.lr: got True; need a number"),

@@ -132,8 +132,8 @@ def test_what_only_training_reads_of_a_model_does_not_count_for_its_evaluation()
         (("evaluation.confidence=0.9",), "evaluation.confidence: got 0.9; the recipe has no data"),
         (
             ("rl.reward.function=math",),
-            "rl.reward.function: got 'math'; every suite has a reward of its own; need it of a "
-            "suite; set suites.addition.reward.function",
+            "rl.reward.function: got 'math'; every suite has a reward of its own; set "
+            "suites.addition.reward.function",
         ),
         (("promote.model_name=x",), "promote.model_name: got 'x'; nothing is trained here; remove"),
         (("rl.group_size=2",), "rl.group_size: got 2; nothing is trained here; remove it"),
