@@ -263,7 +263,7 @@ def _found_by(
     scan: Callable[..., Iterable[EntryPoint]],
     places: tuple[tuple[str, int], ...],  # noqa: ARG001  cache key: sys.path and mtimes
 ) -> tuple[EntryPoint, ...]:
-    """Cached, because a scan opens the metadata of every distribution (0.2 s)."""
+    """Scan, cached, because this opens the metadata of every distribution (0.2 s)."""
     return tuple(scan(group=ENTRY_POINT_GROUP))
 
 

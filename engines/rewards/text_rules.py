@@ -77,7 +77,7 @@ EXTRACTIONS: Mapping[Extraction, Callable[[str], str | None]] = {
     "answer": after_answer,
     "last_number": last_number,
 }
-"""By name; `any` is not here, since it combines several forms."""
+"""Extractions by name; `any` is not here, since it combines several forms."""
 
 
 def truth_text(ground_truth: object) -> str:

@@ -332,7 +332,7 @@ def _imported_names(source: _Source) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _parsed_imports(source: _Source, mtime_ns: int, size_bytes: int) -> tuple[str, ...]:
-    """Cached by `mtime_ns` and `size_bytes`, so that an edited file is parsed again."""
+    """Return imported names, cached by time and size, so that an edited file is parsed again."""
     try:
         tree = parsed_file(source.path)
     except (SyntaxError, ValueError) as error:

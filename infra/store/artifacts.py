@@ -78,7 +78,7 @@ class Manifest(FrozenModel, strict=True, populate_by_name=True, serialize_by_ali
     schema_version: int = Field(default=MANIFEST_SCHEMA, alias="schema")
     kind: Kind
     files: Mapping[RelativePath, FileEntry]
-    """By path relative to the directory, with forward slashes; without the manifest itself."""
+    """Files by path relative to the directory, with forward slashes; without the manifest."""
 
     @property
     def digest(self) -> str:

@@ -27,7 +27,7 @@ from infra.tracking.tracker import (
 )
 
 MAX_SAMPLES = 128
-"""Per stage; a single step is cut to this number."""
+"""Limit per stage; a single step is cut to it."""
 MAX_SAMPLES_BYTES = 4 * 2**20
 
 _log = logging.getLogger(__name__)

@@ -142,7 +142,7 @@ OVERRIDES = [
     ),
     (
         ["rl.optimizer.schedule=cosine"],
-        "rl.optimizer.schedule: got 'cosine'; need 'constant', for the number of rounds is open",
+        "rl.optimizer.schedule: got 'cosine'; need 'constant', because rounds may be added later",
     ),
     (
         ["rl.sampling.top_p=0.9"],

@@ -25,7 +25,7 @@ def check_sampling(rl: RLConfig) -> None:
         if optimizer.schedule != "constant":
             raise ConfigError(
                 f"{path}.schedule",
-                f"got {optimizer.schedule!r}; need 'constant', for the number of rounds is open",
+                f"got {optimizer.schedule!r}; need 'constant', because rounds may be added later",
             )
     # The sampler renormalises over the kept tokens, the trainer over the whole vocabulary: equal
     # beliefs differ by the logarithm of the kept mass.

@@ -103,7 +103,7 @@ class SelfPlayStageConfig(ServingStageConfig):
     """Tokens of a prompt with its answer; in a recipe `model.max_length`."""
     self_play: SelfPlayConfig
     sampling: SamplingConfig
-    """In a recipe `preference.self_play.sampling`, or `rl.sampling`."""
+    """How answers are sampled; in a recipe `preference.self_play.sampling`, or `rl.sampling`."""
 
     @classmethod
     def from_recipe(cls, recipe: "Recipe", iteration: int) -> Self:
