@@ -195,7 +195,7 @@ class Rendezvous:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Report a failure of the block to the other processes; only the first report counts."""
+        """Report an error of the block to the other processes (the first counts); raise it on."""
         if self.error is ReceiverGoneError:
             who, gave_up = "the trainer", SENDER_GAVE_UP
         else:
@@ -211,6 +211,7 @@ class Rendezvous:
 
     @contextmanager
     def _reached(self) -> Iterator[None]:
+        """Raise `error` in place of torch's RuntimeError if the store is gone."""
         try:
             yield
         except RuntimeError as error:

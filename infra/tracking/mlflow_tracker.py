@@ -241,7 +241,7 @@ class MlflowTracker:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Convert a rejection by MLflow to TrackerRefusedError; other errors mean it is unreachable."""
+    """Raise a rejection by MLflow as TrackerRefusedError; other errors mean it is unreachable."""
     try:
         yield
     except Exception as error:

@@ -82,6 +82,7 @@ def read_file(path: Path) -> Iterator[RawRow | BadRow]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a source file, unpacked if packed; raise `ConfigError` if its gzip data is damaged."""
     if path.suffix.lower() != PACKED_SUFFIX:
         with path.open("rb") as file:
             yield file

@@ -259,7 +259,7 @@ def _run(
 
 @contextlib.contextmanager
 def _noting_phase(heartbeat: Heartbeat) -> Iterator[None]:
-    """Note the heartbeat's phase in an error; a phase of the clock is more specific."""
+    """Add the heartbeat's phase as the last note of an error, after any phase of the clock."""
     try:
         yield
     except Exception as error:
