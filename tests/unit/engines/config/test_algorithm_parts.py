@@ -145,7 +145,7 @@ def test_a_value_model_that_the_backend_does_not_have_is_refused(rl, setting):
                 "components": {"a": {"function": "exact"}, "b": {"function": "model"}},
                 "accuracy": ["a"],
             },
-            "rl.reward.components.b.function: got model, which reads what the role reward says; "
+            "rl.reward.components.b.function: got model, which reads the reward model's score; "
             "need rl.reward.model, which this recipe lacks; set rl.reward.model.path to a sequence "
             "classification model",
         ),
