@@ -152,8 +152,7 @@ def model_error(path: Path) -> str:
 def test_model_directories_that_are_none(tmp_path: Path) -> None:
     # Rows 27 and 29.
     assert model_error(tmp_path / "no" / "such" / "model") == (
-        f"model.path: {tmp_path}/no/such/model is no directory (cwd is {Path.cwd()}); need a model "
-        "directory"
+        f"model.path: {tmp_path}/no/such/model does not exist (cwd is {Path.cwd()})"
     )
     run = tmp_path / "run"
     for name in ("step_10/hf", "step_20"):
