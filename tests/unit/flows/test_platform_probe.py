@@ -74,7 +74,7 @@ def test_another_machines_devices_are_named_by_the_recipe(
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "http://10.0.0.1:8265")
     for hardware in (HardwareConfig(), HardwareConfig(platform="nvidia")):
-        with pytest.raises(ConfigError, match=r"^hardware\.device_kind: missing; .* set it and"):
+        with pytest.raises(ConfigError, match=r"^hardware\.device_kind: missing, .* set it and"):
             resolve_hardware(hardware, tmp_path)
     stated = HardwareConfig(platform="nvidia", device_kind="NVIDIA H100")
     assert resolve_hardware(stated, tmp_path) == stated
