@@ -39,8 +39,8 @@ class ImagePatches:
         flat = all(len(shape) == 2 for shape in shapes) and len(widths) <= 1
         if not flat or self.grid_thw_U3.shape != (num_images, 3):
             raise ValueError(
-                f"patches {shapes[:5]} and grids {tuple(self.grid_thw_U3.shape)}; need (P, D) of "
-                "each image, of one D, and (U, 3)"
+                f"patches {shapes[:5]} and grids {tuple(self.grid_thw_U3.shape)}; need (P, D) for "
+                "each image, with the same D, and (U, 3)"
             )
         if num_images == 0:
             raise ValueError("no image; a batch without images has None")

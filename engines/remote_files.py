@@ -97,7 +97,7 @@ class FileServer:
 
 
 class OtherDisk(Disk):
-    """Of a process on another machine; `root` holds its copies of this driver's files."""
+    """The driver's disk from another machine; `root` there holds copies of the driver's files."""
 
     def __init__(self, server: Any, root: Path) -> None:
         self._server, self._root = server, root

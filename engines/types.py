@@ -197,9 +197,9 @@ class Readouts:
 
     Attributes:
         entropy: entropy of each predicting distribution, in nats.
-        entropy_gradient: with gradient, which costs part of the backward pass.
+        entropy_gradient: give the entropy a gradient, which costs part of the backward pass.
         sum_pi_squared: sum of squared probabilities, without gradient.
-        last_values: of a value model, the value after the last token of each sequence.
+        last_values: a value model's value after the last token of each sequence.
         logprobs_of: name of a (T, K) int64 column; also return the logprobs of these tokens at each
             position, with gradient. Excludes `num_top` (ValueError).
         num_top: K most likely tokens of each predicting distribution, without gradient; 0: none.

@@ -37,7 +37,7 @@ class PlannedStage:
     Attributes:
         status: `hit` is reused, `miss` would run, `likely_*` is an estimate after a miss.
         inputs: digest by input name; empty where it is unknown.
-        digest: of the output of a hit.
+        digest: output digest of a `hit`.
         adoption: half-trained work that a hit continued or a miss could continue.
         why: reason why the stage runs, or condition of its reuse.
         rejected: reason why the policy of a reused round is rejected.
@@ -57,7 +57,7 @@ class PlannedStage:
 class _Expected:
     """Expected output of a stage that is not a hit; `output` is None if it is something new.
 
-    `given` has the digest that each stage which is to run must produce for this to hold.
+    `given`: by label of a stage that is to run, the digest that it must produce for this to hold.
     """
 
     output: Artifact | None
@@ -68,7 +68,7 @@ class Planner:
     """Stage runner that only looks up every stage and records what it found.
 
     Args:
-        force: by stage label, a token; only a commit that was made under it is a hit.
+        force: token by stage label; of such a stage only a commit made under the token is a hit.
         adopt: labels of stages that must find something to adopt if they are not hits.
     """
 
@@ -198,7 +198,7 @@ def plan_run(
     """Look up every stage of a recipe.
 
     Args:
-        force: by stage label, a token that makes the stage run anew.
+        force: token by label of each stage that is to run anew.
         adopt: labels of stages that continue half-trained work of another fingerprint.
         start_from: label of a stage; all stages before it have to be done.
 
@@ -234,7 +234,7 @@ def plan_run(
 
 @dataclass(frozen=True)
 class AskedRun:
-    """A requested run that was planned without an error; `force` has a token by stage label."""
+    """A requested run that was planned without an error; `force` as for `Planner`."""
 
     recipe: Recipe
     force: dict[str, str]

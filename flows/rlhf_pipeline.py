@@ -49,7 +49,7 @@ def rlhf_pipeline(
 
     Args:
         recipe: the whole configuration; the form is filled with the quickstart.
-        force: by stage (`rl_round_2`), any new text: the finished stage runs again.
+        force: finished stages to run again (`rl_round_2`), each with any new text.
         adopt: stages that continue half-trained work from before an edit or a change of layout.
         start_from: a finished stage that runs again; all stages before it have to be done.
     """

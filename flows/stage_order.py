@@ -155,7 +155,8 @@ class StageOrder:
                 policies[stage.label] = made
         if not policies:
             raise SickRunError(
-                "every round was rejected (diagnosis.reject_round): nothing is trained"
+                "every round was rejected, so no policy is left; follow `rlhf diagnose`, or remove "
+                "symptoms from diagnosis.reject_round"
             )
         return policies, judge
 
@@ -184,7 +185,7 @@ class StageOrder:
     def _scored(
         self, stage: StageConfig, given: Mapping[str, Artifact | None], **more: Artifact | None
     ) -> tuple[Artifact, bool]:
-        """Run a training stage and its evaluation; return the policy, and if it is accepted."""
+        """Run a training stage and its evaluation; return the policy, and True if accepted."""
         scores = EvaluateStageConfig.from_recipe(self.recipe, stage.label)
         after = stage_request(scores, self.run.seed, **given)
         tuned = run_stage(self.run, stage, after, **given, **more)

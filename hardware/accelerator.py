@@ -31,7 +31,7 @@ class AcceleratorPlatform(PlatformBase):
     Attributes:
         vendor_package: package with the device module; None means that torch itself has it.
         built_for: first word of `torch_build` that this vendor needs; None accepts every build.
-        peaks: see `PeakTable`.
+        peaks: dense FLOP/s by product and dtype, see `PeakTable`.
     """
 
     vendor_package: ClassVar[str | None] = None

@@ -237,8 +237,8 @@ def absolute_home(setting: str, value: str) -> Path:
     if not path.is_absolute():
         raise ConfigError(
             setting,
-            f"got {value!r}, which is another place in every directory; need an absolute path, "
-            f"like {path.absolute()}",
+            f"got {value!r}, which depends on the current directory; need an absolute path, like "
+            f"{path.absolute()}",
         )
     return path
 

@@ -39,7 +39,7 @@ Log = Sequence[LogEntry] | None  # None: the log is damaged
 
 @dataclass(frozen=True)
 class Needs:
-    """Reasons for people, by key of a run or by digest, why parts of a store are needed.
+    """Why parts of a store are needed: texts for people, by key of a run or by digest.
 
     `read_at` is when a run last read an artifact that none of its stages made, by digest; seconds
     since the epoch.
@@ -84,9 +84,9 @@ class SurveyedStage:
 class Survey:
     """What a store contains at the time `at` (seconds since the epoch).
 
-    `goes`, `artifacts` and `rests` go: stages (the longest unused first), artifacts that no staying
-    stage names, and files of dead writers or step checkpoints of finished stages. `runs` were read
-    first; `total_bytes` excludes the records of runs.
+    `goes`, `artifacts` and `rests` are to be removed: stages (the longest unused first), artifacts
+    that no staying stage names, and files of dead writers or step checkpoints of finished stages.
+    `runs` were read first; `total_bytes` excludes the records of runs.
     """
 
     goes: tuple[SurveyedStage, ...]

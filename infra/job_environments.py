@@ -12,7 +12,7 @@ ENVIRONMENTS_DIR = Path(__file__).resolve().parents[1] / ".envs"
 
 
 def interpreter_of(environment: str) -> Path | None:
-    """Return the Python of a job environment; None if the environment was not created."""
+    """Return the path of a job environment's Python; None if the environment was not created."""
     python = ENVIRONMENTS_DIR / environment / "bin" / "python"
     return python if python.exists() else None
 

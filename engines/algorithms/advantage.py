@@ -52,7 +52,9 @@ def advantages(
     outcomes_B = sum_by_sequence(rewards_T, batch)
     scores_BR = outcomes_B[:, None] if scores_BR is None else scores_BR.to(torch.float64)
     if scores_BR.shape != (batch.num_sequences, len(components)):
-        raise ValueError(f"scores {tuple(scores_BR.shape)} are not of the components {components}")
+        raise ValueError(
+            f"scores {tuple(scores_BR.shape)}: need one per sample and component, {components}"
+        )
     if batch.num_sequences == 0:
         return Advantages(rewards_T.to(torch.float32))
     values_BR = torch.cat([outcomes_B[:, None], scores_BR], dim=1)

@@ -96,7 +96,7 @@ def forward_kl_topk(
 
 @dataclass(frozen=True, kw_only=True)
 class _TeacherLoss:
-    """A token's loss is clamped to +-`loss_max_clamp`; None: no clamp."""
+    """Base of both losses; clamps a token's loss to +-`loss_max_clamp` (None: no clamp)."""
 
     loss_max_clamp: float | None = None
     loss_agg_mode: LossAggMode = "token-mean"

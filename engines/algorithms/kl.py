@@ -21,7 +21,7 @@ from engines.config.rows import KL_ESTIMATORS
 from engines.types import TokenBatch
 
 K3_BEND = 2.6104
-"""In nats; exp(x) - 1 - x is about 10 there."""
+"""Value of -d in nats from which k3 continues as a line; exp(x) - 1 - x is about 10 there."""
 _MAX_ERROR = 0.2
 
 

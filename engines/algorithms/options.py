@@ -23,7 +23,7 @@ class GaeOptions(DiscountOptions):
     """VAPO: advantages of an answer of l tokens use ``lam = 1 - 1 / (alpha l)``, with alpha 0.05 in
     the paper; null uses `lam`."""
     bootstrap_truncated: bool = True
-    """An answer cut at the length limit continues with the critic's value behind its last token.
+    """An answer cut at the length limit continues with the critic's value after its last token.
     False ends it there, for scores that judge the cut answer."""
     whiten: bool = True
     """Give the advantages of a step mean 0 and variance 1."""
@@ -49,8 +49,8 @@ class GdpoOptions(StrictModel):
         keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
         if weights is not None and keys is None:
             raise ValueError(
-                f"gdpo_reward_weights: got {list(weights)}; need gdpo_reward_keys, which they are "
-                "of; set both"
+                f"gdpo_reward_weights: got {list(weights)}; need gdpo_reward_keys too, one for "
+                "each weight; set both"
             )
         if keys is not None and weights is not None and len(keys) != len(weights):
             raise ValueError(

@@ -28,7 +28,7 @@ class AdvantageInputs:
     """What an advantage estimator reads: the samples of one RL step, packed.
 
     Attributes:
-        batch: with the column `loss_mask` (1 on sampled tokens), and those of the estimator's row.
+        batch: has the columns `loss_mask` (1 on sampled tokens) and those in the estimator's row.
         rewards_T: (T,) float64 finite, 0 on tokens that are not trained on. The outcome of a sample
             is on its last trained token; per-token rewards, such as a KL, are on theirs.
         scores_BR: (B, R) float64 finite, components of each sample's score.
@@ -65,8 +65,8 @@ class Advantages:
     Attributes:
         advantages_T: (T,) float32; 0 on tokens that are not trained on.
         returns_T: (T,) float32 targets of a critic; None if the estimator uses none.
-        kept_B: (B,) bool, samples that are trained on, of an estimator whose row `selects`; the
-            others have advantage 0 and cost no update. None: all.
+        kept_B: (B,) bool, samples that are trained on, from an estimator with `selects` in its
+            row; the others have advantage 0 and cost no update. None: all.
     """
 
     advantages_T: Tensor
@@ -86,9 +86,9 @@ class PolicyLossInputs:
     """What a policy loss reads; tensors are (T,) float32, and only `logprobs_T` has a gradient.
 
     Attributes:
-        old_logprobs_T: of the policy before the update.
+        old_logprobs_T: logprobs under the policy before the update.
         mask_T: bool, tokens that are trained on; losses elsewhere are ignored.
-        counts: of the whole step, with the extras of the loss's own pre-pass.
+        counts: totals of the whole step, with the extras of the loss's own pre-pass.
     """
 
     logprobs_T: Tensor
@@ -135,7 +135,7 @@ Gather = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class PrepassInputs:
-    """What a loss reads of this rank before its step is cut: `AlgorithmRow.prepass`.
+    """What a loss's pre-pass (`AlgorithmRow.prepass`) reads on a rank before the step is cut.
 
     The pre-pass returns named numbers of the whole step, equal on every rank, which the loss finds
     in `counts.extras`. Statistics of a micro-batch would depend on how the step is cut. Logprobs

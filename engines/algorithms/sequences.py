@@ -45,7 +45,7 @@ class TrainedTokens:
     """The trained tokens of each sequence as rows of a matrix, without the tokens between them.
 
     Text of an environment or a tool is no action of the policy: the value and the return before it
-    equal those behind it. `mask_BL` is True where a row has a token; rows begin at column 0.
+    equal those after it. `mask_BL` is True where a row has a token; rows begin at column 0.
     """
 
     def __init__(self, mask_T: Tensor, batch: TokenBatch) -> None:

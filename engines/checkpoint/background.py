@@ -1,14 +1,11 @@
 """Write step checkpoints while training continues.
 
-Each rank copies its state, writes it in its own thread and then creates a marker file; a thread of
-the publishing process waits for all markers. This never blocks training calls.
+Each rank copies its state to host memory, writes the copy in its own thread and then creates a
+marker file; a thread of the publishing process waits for all markers. This never blocks training
+calls. The next checkpoint reuses the memory of the copy (`StagingBuffers`), since fresh memory,
+which the operating system provides page by page, costs more than the copying.
 Promises: a checkpoint appears only when every rank has written its part; an error in the background
 is raised by the next call. One checkpoint is in flight at a time.
-
-Host memory for checkpoint copies, reused by the next checkpoint.
-
-Fresh memory costs more than the copy, because the operating system provides it page by page. So a
-rank keeps one more copy of its state on the host. A lent buffer is not lent again.
 """
 
 import threading
@@ -136,7 +133,7 @@ class BackgroundSave:
 
 
 class StagingBuffers:
-    """Buffers by key; pinned if the values come from an accelerator."""
+    """Reusable host buffers by key, each lent to one user; pinned for values of an accelerator."""
 
     def __init__(self) -> None:
         self._free: dict[object, Tensor] = {}

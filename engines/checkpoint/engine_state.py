@@ -123,7 +123,7 @@ def load_engine_state(
     if scalars.lora != lora:
         raise CheckpointError(
             f"{path} was trained with training.lora {_shown(scalars.lora)}; this engine has "
-            f"{_shown(lora)}: it can start from those weights, not continue"
+            f"{_shown(lora)}, so it can start from those weights but not continue the training"
         )
     _load_parts(path, tensors)
     if scalars.world_size == collectives.world_size():
@@ -147,9 +147,9 @@ def _load_parts(path: Path, tensors: Mapping[str, Tensor]) -> None:
         if not absent:
             raise
         raise CheckpointError(
-            f"{path}: part {', '.join(map(repr, absent))} is absent; a stage is continued with all "
-            "of it; weights alone must be asked for: export them and name them in model.path of a "
-            "new run, or begin the stage anew with --force"
+            f"{path}: part {', '.join(map(repr, absent))} is absent; a stage continues only from a "
+            "complete checkpoint; begin the stage anew with --force, or export its weights and "
+            "name them in model.path of a new run"
         ) from error
 
 

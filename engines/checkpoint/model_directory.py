@@ -123,7 +123,9 @@ def check_model_directory(path: Path, *, max_length: int | None = None) -> None:
     `max_length` is the required context in tokens; None does not check it.
     """
     if not path.is_dir():
-        raise ConfigError(_FIELD, f"{path} does not exist (cwd is {Path.cwd()}); give a directory")
+        raise ConfigError(
+            _FIELD, f"{path} is no directory (cwd is {Path.cwd()}); need a model directory"
+        )
     config = _read_config(path)
     for name, content in (
         ("config.json", config),
@@ -264,9 +266,9 @@ def _check_context(path: Path, config: dict[str, Any], max_length: int | None) -
     if max_length is not None and limit is not None and max_length > limit:
         raise ConfigError(
             _FIELD,
-            f"{path} computes sequences otherwise when one of more than {limit} tokens is beside "
-            f"them (rotary embeddings); got model.max_length "
-            f"{max_length}; set it to {limit} or less",
+            f"{path} has rotary embeddings that change for all sequences of a batch when one has "
+            f"more than {limit} tokens; got model.max_length {max_length}; set it to {limit} or "
+            "less",
         )
 
 

@@ -39,14 +39,14 @@ def write_score_config(hf_dir: Path, last_tokens: Set[int], out_dir: Path) -> No
         except ValueError:
             raise ConfigError(
                 "model.path",
-                f"got a {config.model_type}, of which transformers has no sequence classification "
-                "model; need another architecture for a reward model; choose one",
+                f"got a {config.model_type}, for which transformers has no sequence classification "
+                "model; choose another architecture for the reward model",
             ) from None
     if {name for name, _ in model.named_parameters() if name.startswith(HEAD)} != {f"{HEAD}weight"}:
         raise ConfigError(
             "model.path",
-            f"got a {config.model_type}, whose sequence classification model has no head {HEAD}"
-            "weight alone; need another architecture for a reward model; choose one",
+            f"got a {config.model_type}, whose sequence classification head is not {HEAD}weight "
+            "alone; choose another architecture for the reward model",
         )
     values = json.loads((hf_dir / _CONFIG).read_text(encoding="utf-8"))
     pads = values.get("pad_token_id")

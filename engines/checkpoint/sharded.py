@@ -97,7 +97,7 @@ class _Reader(HuggingFaceStorageReader):
 
 @contextmanager
 def _own_errors(doing: str, path: Path, reader: _Reader | None = None) -> Iterator[None]:
-    """Unwrap torch's `CheckpointException`, which is not a subclass of `Exception`.
+    """Raise errors of torch and safetensors as `CheckpointError`, or as the `OSError` behind them.
 
     Also silences torch's warning that without a process group it assumes a single process.
     """
@@ -105,7 +105,7 @@ def _own_errors(doing: str, path: Path, reader: _Reader | None = None) -> Iterat
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
-    except CheckpointException as error:
+    except CheckpointException as error:  # no subclass of `Exception`
         _, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
         raise _translated(doing, path, (reader and reader.problem) or cause) from error
     except (RuntimeError, ValueError, KeyError, OSError, SafetensorError) as error:

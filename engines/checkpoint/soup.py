@@ -33,7 +33,11 @@ def mean_tensors(model_dirs: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
             total = first[name].get_tensor(name)
             if not total.is_floating_point():
                 if not all(torch.equal(total, other[name].get_tensor(name)) for other in others):
-                    raise ConfigError(_FIELD, f"{name} is no number to average, and differs")
+                    raise ConfigError(
+                        _FIELD,
+                        f"the models differ in {name}, a {total.dtype} tensor without an average; "
+                        "choose models with equal ones",
+                    )
                 yield name, total
                 continue
             total = total.to(torch.float32, copy=True)

@@ -140,14 +140,16 @@ class StepCheckpoints:
             others = ", ".join(str(s) for s in self.steps() if s != step) or "none"
             raise CheckpointError(f"step {step}: {error}; other steps: {others}") from error
         if found.step != step:
-            raise CheckpointError(f"step {step}: {found.path} is of step {found.step}")
+            raise CheckpointError(f"step {step}: {found.path} holds step {found.step}")
         return found
 
     def _check_room(self) -> None:
         """Check free space before the ranks start, as they cannot repeat a joint write."""
         free, needed = shutil.disk_usage(self._root).free, self._newest_bytes()
         if free <= needed:
-            raise OSError(errno.ENOSPC, f"{free} bytes are free, the newest has {needed}")
+            raise OSError(
+                errno.ENOSPC, f"{free} bytes are free, the newest checkpoint has {needed}"
+            )
 
     def _newest_bytes(self) -> int:
         """Return the size of the newest checkpoint, or the expected size of the first."""

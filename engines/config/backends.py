@@ -56,7 +56,7 @@ class Backend:
         extra: name of that extra; None if the backend has its own environment.
         environment: its job environment (`make env-<name>`), if it is not the project's own.
         options: schema of `training.options`.
-        device_engines: device -> its own engine there and options schema, for all model types.
+        device_engines: device -> engine and options schema used there, for all model types.
         not_together: pairs of dimensions or features that cannot be combined.
     """
 

@@ -64,7 +64,7 @@ def schema_of(row: Row, path: str) -> type[StrictModel] | None:
 
 
 def check_backend(training: TrainingConfig) -> None:
-    """Refuse an unusable training backend, or options that it takes on no device."""
+    """Refuse an unusable training backend, or options that it accepts on none of its devices."""
     ENGINES.find(training.backend)
     refusals: list[ConfigError] = []
     rows = ENGINES.find_all(training.backend)
@@ -116,15 +116,18 @@ def check_reward_function(part: RewardFunction, path: str) -> RewardRow | None:
     if part.function == CODE and CODE not in REWARDS.names():
         raise ConfigError(
             f"{path}.function",
-            f"got {CODE}, which runs programs that a model wrote; need a sandbox, which is not "
-            "here; set it to http, and kwargs.url to a sandbox of yours",
+            f"got {CODE}, which runs programs that a model wrote; need a sandbox, which this "
+            "project lacks; set it to http, and kwargs.url to your own sandbox",
         )
     if part.file is None:
         row = REWARDS.find(part.function, f"{path}.function")
         check_options(part.kwargs, [row], f"{path}.kwargs")
         return row
     if not part.file.expanduser().is_file():
-        raise ConfigError(f"{path}.function", f"{part.file} does not exist (cwd is {Path.cwd()})")
+        raise ConfigError(
+            f"{path}.function",
+            f"{part.file} is no file (cwd is {Path.cwd()}); need a Python file with the function",
+        )
     return None
 
 

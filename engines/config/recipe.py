@@ -161,7 +161,7 @@ class LocationConfig(StrictModel):
         told = (self.tracker, *self.mirrors)
         twice = next((name for name in told if told.count(name) > 1), None)
         if twice:
-            raise ValueError(f"mirrors: got {twice} twice; need each tracker once, one removed")
+            raise ValueError(f"mirrors: got {twice} twice; need each tracker once; remove one")
 
     @property
     def home_directory(self) -> Path:

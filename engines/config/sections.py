@@ -88,8 +88,8 @@ class SelfPlayConfig(StrictModel):
     def _check_values(self) -> None:
         if self.source == "best_worst" and self.samples_per_prompt < 2:
             raise ValueError(
-                f"num_samples: got {self.num_samples} with source best_worst; need 2 or more, of "
-                "which one is better"
+                f"num_samples: got {self.num_samples} with source best_worst; need 2 or more, to "
+                "compare them"
             )
 
     @property
@@ -182,7 +182,7 @@ class RLConfig(StrictModel):
         if mini and self.batch_size_prompts % mini:
             raise ValueError(
                 f"batch_size_prompts: {self.batch_size_prompts} is not a multiple of "
-                f"mini_batch_size_prompts {mini}; make it one"
+                f"mini_batch_size_prompts {mini}; set it to a multiple"
             )
 
     def num_steps_before(self, number: int) -> int:
@@ -303,7 +303,7 @@ class PromoteConfig(StrictModel):
                 "avg@k (pass@4)"
             )
         if self.alias == "challenger":
-            raise ValueError("alias: got 'challenger'; need another; that of the losers is taken")
+            raise ValueError("alias: got 'challenger', which models that lose get; set another")
         if is_share and self.min_value > 1:
             raise ValueError(
                 f"min_value: got {self.min_value:g}; {self.metric} is at most 1; use "

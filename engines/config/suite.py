@@ -89,8 +89,8 @@ class SuiteConfig(StrictModel):
         }.items():
             if self.harness and given:
                 raise ValueError(
-                    f"{name}: got one beside harness, whose tasks say how they are asked and "
-                    "judged; remove it"
+                    f"{name}: got one beside harness, whose tasks define their own prompts and "
+                    "scores; remove it"
                 )
         others = [
             name
@@ -115,6 +115,6 @@ class SuiteConfig(StrictModel):
         if self.reward and self.reward.models:
             name = next(iter(self.reward.models))
             raise ValueError(
-                f"reward.{name}: got a model; need functions alone; a model that judges stands in "
-                "rl.reward, which a suite without a reward of its own takes"
+                f"reward.{name}: got a model; need functions only; remove the suite's reward, so "
+                "that it uses rl.reward, which may have a model"
             )

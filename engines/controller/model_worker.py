@@ -56,7 +56,7 @@ class WorkerSpec:
     Attributes:
         serving_dir: Hugging Face directory with the rollout engine's configuration.
         rollout: engine that samples; None if nothing is sampled.
-        temperature: of the distribution that logprobs refer to.
+        temperature: sampling temperature of the distribution that logprobs refer to.
     """
 
     roles: Mapping[RoleName, RoleSpec]

@@ -1,7 +1,7 @@
 """Batches in Ray's object store, from which every rank copies its own rows.
 
-A tensor is put once while it lives: itself, or the tensor that the batch was selected from. A call
-then carries references and the row spans of each sequence.
+Each tensor is put once while it lives; for a selection, the tensor that it was selected from is
+put. A call then carries references and the row spans of each sequence.
 Promises: a share is bitwise equal to the result of `worker_group.take`; a rank reads node-local
 shared memory and copies only its own rows; an object is freed with its tensor or with the group.
 Does not promise to notice writes that bypass torch (see `engines.selection`).

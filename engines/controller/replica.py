@@ -66,10 +66,10 @@ class ReplicaSpec:
 
     Attributes:
         serving_dir: Hugging Face directory with the engine's configuration.
-        interpreter: Python of the engine's job environment; None: that of the starting process.
+        interpreter: path of the Python that runs the engine; None: the starting process's own.
         libraries: required versions by distribution in that environment.
         shares_devices: shares devices with training ranks and sleeps until it gets weights.
-        adapter: shape of an adapter that is sent alone; None: none is.
+        adapter: shape of the adapter, if syncs send it without the base weights; else None.
     """
 
     serving_dir: Path
@@ -157,8 +157,8 @@ class ReplicaProcess:
         except ModuleNotFoundError as error:
             raise ConfigError(
                 "rollout.openai_endpoint",
-                f"got true; need {error.name} in the environment of {spec.rollout.engine}; "
-                "install it there",
+                f"got true; need the package {error.name} in the environment of "
+                f"{spec.rollout.engine}; install it there",
             ) from error
         path = self._disk.local(spec.log_path(self._number).with_suffix(".openai.json"))
         endpoint = await serve(self._engine, spec.serving_dir, spec.rollout.timeout_s, path)

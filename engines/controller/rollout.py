@@ -1,4 +1,4 @@
-"""Rollout engines as a trainer sees them, and the way of its weights to them.
+"""Rollout engines as a trainer sees them, and the transport that takes its weights to them.
 
 Promises: the same requests and weights give the same samples inside the training ranks or beside
 them if one engine takes all of them; nothing is sampled from weights that were not verified.

@@ -92,8 +92,7 @@ def dispatch_mode(method: Callable[..., Any]) -> Dispatch:
 def split_plan(value: object, num_parts: int) -> Parts:
     """Return for each part the ascending indices of its items; parts may be empty.
 
-    `value` is a `TokenBatch`, whose units of sequences stay whole, or a list; a TypeError
-    otherwise.
+    `value` is a `TokenBatch`, whose units of sequences stay whole, or a list; else TypeError.
     """
     if isinstance(value, TokenBatch):
         lengths, units = value.lengths_B.tolist(), value.units
@@ -168,8 +167,8 @@ def equal_result(call: str, place: str, results: Sequence[Any]) -> Any:
     ]
     if others:
         raise WorkerError(
-            f"{call}: {place} {', '.join(map(str, others))} came to {results[others[0]]!r:.300}, "
-            f"{place} 0 to {results[0]!r:.300}; need equal results: what they hold has diverged"
+            f"{call}: {place} {', '.join(map(str, others))} returned {results[others[0]]!r:.300}, "
+            f"{place} 0 {results[0]!r:.300}; need equal results: their states have diverged"
         )
     return results[0]
 

@@ -135,7 +135,7 @@ class ImageFile:
 
     @staticmethod
     def open(path: Path) -> "ImageFile":
-        """Read all positions; none without a file. `ConfigError`: the file holds something else."""
+        """Read the place of each image; none without a file. Raises ConfigError for other files."""
         if not path.exists():
             return ImageFile(path, {})
         try:
@@ -163,7 +163,9 @@ class ImageFile:
         with pq.ParquetFile(self.path, metadata=self.footer) as file:
             data: bytes = file.read_row_group(group, ["data"])["data"][row].as_py()
         if hashlib.sha256(data).hexdigest() != sha256:
-            raise ConfigError(str(self.path), f"image {sha256} has other bytes; copy it again")
+            raise ConfigError(
+                str(self.path), f"image {sha256} is damaged (another sha256); copy the file again"
+            )
         return data
 
     def _place(self, sha256: str) -> Place:

@@ -46,7 +46,7 @@ def _model(context: JobContext[HarnessStageConfig], stack: ExitStack) -> Harness
     config, spec = context.config, context.spec
     served = load_served(context, config.model)
     if served.weights_dir is None:
-        raise ValueError("the harness asks a model as a user would load it; got a policy")
+        raise ValueError("got a policy checkpoint; the harness needs a merged model")
     replica = replica_of(config, served, context.attempt_dir)
     reader = WorkerSpec(
         roles={POLICY: RoleSpec(ModelSource(served.weights_dir), config.training)},

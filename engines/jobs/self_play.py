@@ -79,9 +79,10 @@ def self_play(context: JobContext[SelfPlayStageConfig]) -> JobOutput:
     if not counts.num_pairs and counts.num_overlong_pairs:
         raise ConfigError(
             "model.max_length",
-            f"got {context.config.max_length}; all {counts.num_overlong_pairs} pairs that were "
-            "made have an answer that, with its prompt, is longer as preference training reads it; "
-            "need room for one; raise it, or lower preference.self_play.sampling.max_new_tokens",
+            f"got {context.config.max_length}; each of the {counts.num_overlong_pairs} pairs that "
+            "were made has an answer that exceeds it together with its prompt, as preference "
+            "training reads them; raise it, or lower "
+            "preference.self_play.sampling.max_new_tokens",
         )
     if not counts.num_pairs:
         raise NothingToTrainOnError(
@@ -189,8 +190,8 @@ def asked_rows(
             if row.messages[len(row.prompt)].tool_calls:
                 raise ConfigError(
                     "data.sft",
-                    f"row {place} of the split calls tools in its first answer, beside which spin "
-                    "sets a text of the policy's; need a text; leave out such rows",
+                    f"row {place} of the split calls tools in its first answer; need a text, which "
+                    "spin can pair with a text of the policy; leave out such rows",
                 )
             return as_prompt(row)
         if row.images:

@@ -40,7 +40,7 @@ class Start:
     Attributes:
         source: weights of the input policy, or of the pipeline's model.
         hf_dir: configuration and tokenizer in the attempt's directory.
-        tokenizer: with the recipe's chat template.
+        tokenizer: tokenizer of the model, with the recipe's chat template.
     """
 
     dataset: Dataset

@@ -60,7 +60,8 @@ def judge_score(
     """
     if sample.judgement is None:
         raise ValueError(
-            "the judge came to no end within rl.reward.judge: max_length, sampling.max_new_tokens"
+            "the judge did not finish; raise rl.reward.judge.max_length or its "
+            "sampling.max_new_tokens"
         )
     if pattern is None:
         number = last_rating(sample.judgement)
@@ -68,7 +69,7 @@ def judge_score(
         matches = list(re.finditer(pattern, sample.judgement))
         number = float(matches[-1][1] or "") if matches else None
     if number is None:
-        what = "one number at its end" if pattern is None else "what pattern finds"
+        what = "one number at its end" if pattern is None else "a match of pattern"
         raise ValueError(f"the judge wrote {sample.judgement!r}, without {what}")
     return {"score": number * scale, "acc": float(number * scale > threshold)}
 
@@ -82,7 +83,7 @@ def model_score(sample: ScoreRequest, *, threshold: float = 0.0) -> dict[str, fl
         ValueError: the model did not read the answer.
     """
     if sample.model_score is None:
-        raise ValueError("the conversation is longer than rl.reward.model.max_length")
+        raise ValueError("the conversation is longer than rl.reward.model.max_length; raise it")
     return {"score": sample.model_score, "acc": float(sample.model_score > threshold)}
 
 

@@ -64,7 +64,7 @@ class ScoreRequest:
         ground_truth: any JSON value.
         extra_info: a JSON object.
         tokens: None for a text that was not sampled.
-        model_score: of the reward model; None without one, or if it did not read the answer.
+        model_score: the reward model's; None without one, or if it did not read the answer.
         judgement: text of the judge; None without one, or if it did not finish.
     """
 

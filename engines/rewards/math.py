@@ -143,7 +143,7 @@ def compute_score(
             right = _is_right(truths, answers, num_decimals)
     except (CpuLimitError, MemoryError, RecursionError, OverflowError):
         right = False
-    # The parser puts the text of an answer behind the parsed expression.
+    # The parser puts the text of an answer after the parsed expression.
     texts = [answer for answer in answers if isinstance(answer, str)]
     return {"score": float(right), ANSWER: math_form(texts[-1]) if texts else None}
 

@@ -12,7 +12,7 @@ class ExactOptions(StrictModel):
     """Options of reward `exact`."""
 
     answer_delimiter: str | None = None
-    """Only the text behind its last occurrence is the answer; null uses the row's `extra_info`."""
+    """Only the text after its last occurrence is the answer; null uses the row's `extra_info`."""
     ignore_case: bool = False
     """Compare without regard to case."""
 
@@ -21,7 +21,7 @@ class MathOptions(StrictModel):
     """Options of reward `math`."""
 
     extraction: Literal["any", "boxed", "hash", "answer", "last_number"] = "any"
-    r"""Place of the answer: `\boxed{}`, behind `####`, behind `Answer:`, or the last number; `any`
+    r"""Place of the answer: `\boxed{}`, after `####`, after `Answer:`, or the last number; `any`
     prefers a box to anything else that can be parsed."""
     num_decimals: int = 6
     """Decimals to which two floating-point numbers must agree."""
@@ -50,14 +50,16 @@ class JudgeOptions(StrictModel):
 
     def _check_values(self) -> None:
         if self.pattern is not None and not _compiled(self.pattern).groups:
-            raise ValueError("pattern: got one without a group; put the number in parentheses")
+            raise ValueError(
+                "pattern: got one without a group; put parentheses around the part for the number"
+            )
 
 
 class Gsm8kOptions(StrictModel):
     """Options of reward `gsm8k`."""
 
     method: Literal["strict", "flexible"] = "strict"
-    """The last number behind `#### ` without its commas, or the last number unchanged."""
+    """The last number after `#### ` without its commas, or the last number unchanged."""
     format_score: float = 0.0
     """Score of a wrong number."""
     score: float = 1.0

@@ -131,7 +131,7 @@ def mixture(
     """Return `score`, the sum; each component's score by its name; `acc`; and `pred` if given.
 
     Args:
-        components: by name: `target` (see `resolve.load`), `kwargs` and `weight`.
+        components: `target` (see `resolve.load`), `kwargs` and `weight` of each, by name.
         routes: component names by `data_source`; if empty, all components judge every sample.
         accuracy: components that decide `acc` and `pred`: their `acc`, or a score >= 1.
 

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _THREAD_DEADLINE_S = 60.0
-"""For the thread's last turn, which may kill a process and start another."""
+"""Deadline of the thread's last turn, which may kill a process and start another."""
 _WORTH = 2.0
 """Start another process if the remaining work exceeds its start time by this factor."""
 

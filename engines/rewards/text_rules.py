@@ -13,7 +13,7 @@ arXiv:2103.03874), `minerva_form` that of Minerva (Lewkowycz et al., arXiv:2206.
 D.1), which DAPO uses.
 Promises verl's scores for the last three, including their strictness: for `gsm8k`, `#### 5.`
 is not 5, and the flexible last number of `10-5` is -5; reward `math` accepts equal numbers in other
-spellings. Exception in `math_boxed`: the last `\boxed` precedes every `\fbox`, and a brace behind
+spellings. Exception in `math_boxed`: the last `\boxed` precedes every `\fbox`, and a brace after
 a backslash closes no box.
 """
 
@@ -51,13 +51,13 @@ def boxed(text: str) -> str | None:
 
 
 def after_hash(text: str) -> str | None:
-    """Return the rest of the line behind the last `####`; None if it is empty."""
+    """Return the rest of the line after the last `####`; None if it is empty."""
     _, found, rest = text.rpartition("####")
     return rest.split("\n", 1)[0].strip() or None if found else None
 
 
 def after_answer(text: str) -> str | None:
-    """Return the rest of the line behind the last `Answer:`, in any case; None if it is empty."""
+    """Return the rest of the line after the last `Answer:`, in any case; None if it is empty."""
     found = _ANSWER.findall(text)
     return found[-1].strip() or None if found else None
 
@@ -65,7 +65,7 @@ def after_answer(text: str) -> str | None:
 def last_number(text: str) -> str | None:
     """Return the last decimal number, with commas between groups of three digits.
 
-    A minus behind a letter, a digit or a closing bracket is a subtraction: 5 for `10-5`.
+    A minus after a letter, a digit or a closing bracket is a subtraction: 5 for `10-5`.
     """
     found = _NUMBER.findall(text)
     return found[-1] if found else None
@@ -77,7 +77,7 @@ EXTRACTIONS: Mapping[Extraction, Callable[[str], str | None]] = {
     "answer": after_answer,
     "last_number": last_number,
 }
-"""By name; `any` is not here, since it combines several forms."""
+"""Extractions by name; `any` is not here, since it combines several forms."""
 
 
 def truth_text(ground_truth: object) -> str:
@@ -125,7 +125,7 @@ _MINERVA_PATTERNS = (
 def math_form(text: str) -> str:
     r"""Return the form by which MATH's answers are compared.
 
-    Removes units behind `\text{ `, degrees, escaped percent and dollar signs, `\left`/`\right` and
+    Removes units after `\text{ `, degrees, escaped percent and dollar signs, `\left`/`\right` and
     white space; completes `\frac12`, `a/b` and `.5`; keeps the 5 of `x = 5`. An answer with two
     units is returned unchanged.
     """

@@ -110,7 +110,7 @@ class RolloutEngine(ABC):
         one worker reads it. Raises WeightSyncError also if the engine holds no weights or takes no
         adapters.
         """
-        raise WeightSyncError(f"{type(self).__name__} was not made for an adapter")
+        raise WeightSyncError(f"{type(self).__name__} takes no adapters")
 
     @abstractmethod
     async def finish_update(self, version: int, digest: str) -> None:
@@ -139,7 +139,7 @@ class RolloutEngine(ABC):
             RolloutError: no confirmed weights, no capability, or refused by `check_prompts`.
             DeadlineError: an answer took longer than `rollout.timeout_s`.
         """
-        raise RolloutError(f"{type(self).__name__} says no logprobs of a prompt")
+        raise RolloutError(f"{type(self).__name__} cannot return logprobs of a prompt")
 
     @abstractmethod
     async def pause(self) -> None:

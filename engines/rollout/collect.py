@@ -24,7 +24,7 @@ Receive = Callable[[Completion], None]
 
 
 class Ledger(ABC, Generic[Request]):
-    """Records which answers of a batch have arrived; a RolloutError if two requests share an id."""
+    """Records which answers of a batch arrived; raises RolloutError if two requests share an id."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         if len({request.request_id for request in requests}) != len(requests):
@@ -114,7 +114,9 @@ class SampleLedger(Ledger[RolloutRequest]):
             if found[-1] in wanted:
                 self.accept(completion)
         if len(found) != len(wanted) or set(found) != wanted:
-            raise RolloutError(f"asked for {len(wanted)} samples, got {len(found)}, not the same")
+            raise RolloutError(
+                f"asked for {len(wanted)} samples, got {len(found)}; need each requested one once"
+            )
 
     def abort_missing(self) -> int:
         """Record missing samples as aborted before their first token; return how many ended."""
@@ -144,7 +146,8 @@ class PromptLedger(Ledger[PromptRequest]):
         answers = await engine.prompt_logprobs(requests)
         if [each.request_id for each in requests] != [each.request_id for each in answers]:
             raise RolloutError(
-                f"asked about {len(requests)} sequences, got {len(answers)}, not the same"
+                f"asked about {len(requests)} sequences, got {len(answers)} answers; need one for "
+                "each, in order"
             )
         self._found |= {answer.request_id: answer for answer in answers}
 

@@ -25,7 +25,7 @@ class ExpectedTensors:
         self._seen: set[str] = set()
 
     def check(self, name: str, tensor: Tensor) -> None:
-        """Take note of a tensor; a WeightSyncError if it is not expected."""
+        """Record a tensor as received; raise WeightSyncError if it is not expected."""
         if name in self._tied:
             raise WeightSyncError(f"{name} is tied to another parameter; send the other one only")
         if name not in self._wanted:

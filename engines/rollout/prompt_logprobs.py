@@ -100,7 +100,7 @@ class PromptRows:
 def prompt_answer(request: PromptRequest, rows: PromptRows) -> PromptLogprobs | None:
     """Return the answer to a request; None if a position has fewer than K allowed tokens.
 
-    A RolloutError if the rows do not match the N tokens that are asked about.
+    Raises RolloutError if the rows do not match the N tokens that are asked about.
     """
     num_asked = len(request.token_ids) - request.first
     if len(rows.logprobs) != num_asked or (request.num_top and len(rows.likeliest) != num_asked):

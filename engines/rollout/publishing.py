@@ -30,7 +30,7 @@ from engines.weight_sync.base import (
 from infra.errors import DeadlineError, PipelineError
 
 ANSWER_DEADLINE_S = 60.0
-"""For a call that does no work."""
+"""Deadline of a call that does no work."""
 PROBE_DEADLINE_S = 300.0
 """Long, since an engine may compile kernels for its first request."""
 RESTART_DEADLINE_S = 900.0
@@ -51,7 +51,7 @@ class Probe(Protocol):
         ...
 
     def check(self, requests: Sequence[RolloutRequest], found: Sequence[Completion]) -> None:
-        """Compare with the trainer, in its thread; a WeightSyncError if the logprobs differ."""
+        """Compare with the trainer, in its thread; raise WeightSyncError if the logprobs differ."""
         ...
 
 

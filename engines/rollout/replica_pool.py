@@ -198,7 +198,7 @@ class RestartPolicy:
     """When a replica is given up, and how often another one may start.
 
     Attributes:
-        max_num_restarts: of all replicas together, over the life of the service.
+        max_num_restarts: limit for all replicas together, over the life of the service.
         silence_s: a sampling replica without an answer for this long is lost.
     """
 
@@ -236,7 +236,7 @@ class ReplicaPool:
             self._listeners.remove(listener)
 
     def move(self, slot: ReplicaSlot, to: ReplicaState) -> None:
-        """Change a state and notify the listeners; a ValueError if that is not allowed."""
+        """Change a state and notify the listeners; raise ValueError if that is not allowed."""
         if slot.state is not to:
             if (slot.state, to) not in TRANSITIONS:
                 raise ValueError(f"replica {slot.place}: no step from {slot.state} to {to}")

@@ -158,8 +158,8 @@ class RolloutService:
     """Serves requests with replicas, which it owns and closes.
 
     Args:
-        timeout_s: after which samples of a batch are aborted; also the deadline of a weight update.
-        restarts: None: the loss of a replica is an error.
+        timeout_s: time until a batch's open samples are aborted; also limits a weight update.
+        restarts: None makes the loss of a replica an error.
     """
 
     def __init__(

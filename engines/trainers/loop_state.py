@@ -1,7 +1,7 @@
 """State of the RL loop between two steps, what a checkpoint keeps of it, and a step's updates.
 
-Promises: a resumed loop has the state of the uninterrupted one, even if an older checkpoint lacks a
-value.
+Promises: a loop resumed from a step checkpoint has the state of the uninterrupted one, even if an
+older checkpoint lacks a value.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,7 +58,7 @@ class LoopState:
         num_skipped: trailing steps in a row, over all rounds, that trained on nothing.
         num_poisoned: updates of the round that were left out.
         num_critic_steps: steps that trained the current critic.
-        kl_coef: of the KL in the reward, for the next step.
+        kl_coef: coefficient of the KL term in the reward of the next step.
     """
 
     num_previous_steps: int

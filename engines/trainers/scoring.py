@@ -58,9 +58,9 @@ class ScoredBatch:
 NO_SHAPING = OverlongConfig()
 
 Completions = Sequence[Sequence[Completion]]
-"""By request."""
+"""Completions by request, those of a request in the order of its seeds."""
 Scores = list[list[Score | None]]
-"""In the layout of `Completions`; None for a completion without a score."""
+"""Scores in the layout of `Completions`; None for a completion without a score."""
 Place = tuple[int, int]
 """Index of a request, and of the completion within it."""
 

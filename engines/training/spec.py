@@ -1,7 +1,4 @@
-"""What a training engine is made from, and the loss functions it calls.
-
-The named models (roles) of a run and what they are built from, as plain data.
-"""
+"""What the training engines of a run's models (roles) are made from, and the losses they call."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -38,7 +38,7 @@ class ImageProcessor:
             raise ConfigError(
                 "model.path",
                 f"{hf_dir} is {f'a {sees}' if sees else 'a text model'}; need one that sees images "
-                f"({', '.join(VISION_MODEL_TYPES)}), for rows of the data show some; choose one, "
+                f"({', '.join(VISION_MODEL_TYPES)}), as rows of the data show images; choose one, "
                 "or leave out such rows",
             )
         sizes = image_sizes(hf_dir)

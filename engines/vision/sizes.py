@@ -45,8 +45,8 @@ class ImageSizes:
         """
         if max(width, height) > _MAX_RATIO * min(width, height):
             raise RowError(
-                f"an image of {width} x {height} pixels is none for this model; need sides of at "
-                f"most {_MAX_RATIO} to 1; leave out such rows"
+                f"an image of {width} x {height} pixels is too long for this model; need sides of "
+                f"at most {_MAX_RATIO} to 1; leave out such rows"
             )
         side = self.patch_size * self.merge_size
         rows, columns = round(height / side), round(width / side)

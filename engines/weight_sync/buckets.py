@@ -97,7 +97,7 @@ class Entry:
 
     @property
     def end_bytes(self) -> int:
-        """Offset behind the last byte."""
+        """Offset after the last byte."""
         return self.offset_bytes + math.prod(self.shape) * getattr(torch, self.dtype).itemsize
 
     def view(self, memory: Tensor) -> Tensor:

@@ -133,8 +133,8 @@ class RendezvousSource(ABC):
 class Rendezvous:
     """One process's view of the rendezvous; raises `error` when a process gave up.
 
-    `address` is this machine's as seen from the store's host. `store` holds the keys of this view,
-    `failures` the failure message of the whole transfer.
+    `address` is this machine's address as seen from the store's host. `store` holds the keys of
+    this view, `failures` the failure message of the whole transfer.
     """
 
     source: RendezvousSource
@@ -153,7 +153,7 @@ class Rendezvous:
             self.store.set(key, text)
 
     def announce(self) -> None:
-        """Tell the sender that this reader is there; a WeightSyncError if it has come before."""
+        """Tell the sender that this reader is there; raise WeightSyncError at a second call."""
         reader = self.source.reader
         with self._reached():
             times = self.store.add(f"reader {reader}", 1)
@@ -195,7 +195,7 @@ class Rendezvous:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Report a failure of the block to the other processes; only the first report counts."""
+        """Report an error of the block to the other processes (the first counts); raise it on."""
         if self.error is ReceiverGoneError:
             who, gave_up = "the trainer", SENDER_GAVE_UP
         else:
@@ -211,6 +211,7 @@ class Rendezvous:
 
     @contextmanager
     def _reached(self) -> Iterator[None]:
+        """Raise `error` in place of torch's RuntimeError if the store is gone."""
         try:
             yield
         except RuntimeError as error:

@@ -109,8 +109,8 @@ def _overrides(example: str) -> Argument:
 
 
 DEBUG = _switch("--debug", "show tracebacks")
-JSON = _switch("--json", "for machines")
-STORE = _argument("--store", "URI", "another store than that of this home")
+JSON = _switch("--json", "print JSON, for programs")
+STORE = _argument("--store", "URI", "use this store instead of the home's")
 RECIPE = (
     _argument("recipe", "RECIPE", "a recipe's name or a YAML file"),
     _overrides("rl.num_rounds=3"),
@@ -123,7 +123,7 @@ RECIPE = (
     _argument(
         "--from",
         "STAGE",
-        "reuse everything before a stage, which runs again; refused if some of it is not done",
+        "run a stage again and reuse all before it; refused if an earlier stage is not done",
         dest="start_from",
     ),
 )
@@ -134,9 +134,9 @@ COMMANDS: Mapping[str, tuple[str, *tuple[Argument, ...]]] = {
         _several(
             "--adopt",
             "STAGE",
-            "continue what was half-trained before an edit or in another layout; may be repeated",
+            "continue a stage half-trained before an edit or in another layout; may be repeated",
         ),
-        _switch("--local", "run in this process, also where a worker of `rlhf up` would do it"),
+        _switch("--local", "run in this process, even if a worker of `rlhf up` could run it"),
     ),
     "flow": (
         "run a flow of your own over the same stages",
@@ -149,13 +149,13 @@ COMMANDS: Mapping[str, tuple[str, *tuple[Argument, ...]]] = {
     "doctor": (
         "check this machine from end to end",
         JSON,
-        _argument("--store", "URI", "a store that a recipe names, to look at too"),
+        _argument("--store", "URI", "also check this store, which a recipe names"),
     ),
     "up": ("start Prefect server, worker, Ray and MLflow on this machine",),
     "down": ("stop every server of this home that no living run uses",),
-    "status": ("show the servers of this home, and who works on which stage", STORE),
+    "status": ("show the servers of this home, and the stages that jobs hold", STORE),
     "show": (
-        "write a page of what a run's policy wrote, step by step",
+        "write a page of the samples of a run's policy, step by step",
         _argument(
             "run",
             "RUN",
@@ -163,40 +163,40 @@ COMMANDS: Mapping[str, tuple[str, *tuple[Argument, ...]]] = {
             "by default the latest",
             nargs="?",
         ),
-        _argument("--against", "RUN", "another run, to put beside it"),
-        _argument("--out", "FILE", "the page; by default in the run's directory"),
+        _argument("--against", "RUN", "another run to show beside it"),
+        _argument("--out", "FILE", "file of the page; by default in the run's directory"),
         STORE,
     ),
     "diagnose": (
         "diagnose a run: findings, and what to try next",
-        _argument("run", "RUN", "as of `show`; by default the latest", nargs="?"),
+        _argument("run", "RUN", "as for `show`; by default the latest", nargs="?"),
         JSON,
         STORE,
     ),
     "automations": ("have a Prefect server pick up runs whose process was killed",),
     "gc": (
-        "show what a store holds without need; --delete removes it",
+        "show what a store holds that nothing needs; --delete removes it",
         STORE,
         _argument(
             "--unused",
             "AGE",
-            "what nothing needs goes after so long, e.g. 12h or 30d; a day at least",
+            "remove what nothing needs after this time, e.g. 36h or 30d; at least a day",
             default="30d",
         ),
         _argument("--max-size", "SIZE", "remove the least recently used above this, e.g. 500GB"),
         _several("--keep", "RUN", "keep what a run used"),
-        _several("--release", "RUN", "keep it no longer"),
+        _several("--release", "RUN", "stop keeping what a run used"),
         _switch("--delete", "remove what is shown"),
         JSON,
     ),
     "nightly": (
-        "compute recipes afresh and say of each whether it was reproduced",
+        "compute recipes anew and report whether each was reproduced",
         _argument("recipes", "RECIPE", "names or YAML files; default: all that ship", nargs="*"),
-        _argument("--baselines", "DIR", "what is stored of them; default: flows/baselines"),
-        _switch("--accept", "run nothing; take the last night's results for right"),
+        _argument("--baselines", "DIR", "stored measurements; default: flows/baselines"),
+        _switch("--accept", "run nothing; store the last night's results as baselines"),
     ),
     "evaluate": (
-        "measure a model on suites, by itself or with another",
+        "measure a model on suites, alone or compared with another",
         _argument("model", "MODEL", "a model directory, a hub id or models:/NAME@ALIAS"),
         _several(
             "--suite",
@@ -207,16 +207,16 @@ COMMANDS: Mapping[str, tuple[str, *tuple[Argument, ...]]] = {
         ),
         _argument("--against", "MODEL", "compare with it, problem by problem"),
         _overrides("rollout.engine=vllm or suites.gsm8k.evaluation.num_samples=8"),
-        ("--seed", {"type": int, "help": "of sampled answers and generated problems"}),
+        ("--seed", {"type": int, "help": "seed of sampled answers and generated problems"}),
         JSON,
-        _switch("--local", "as of `run`"),
+        _switch("--local", "as for `run`"),
     ),
     "merge": (
         "write a policy checkpoint as a Hugging Face directory",
         _argument("checkpoint", "CHECKPOINT", "a published policy artifact"),
         _argument("out", "OUT", "a directory that does not exist yet"),
         ("--dtype", {"choices": ("float32", "bfloat16"), "default": "float32"}),
-        _switch("--adapter-only", "the low-rank adapter alone, as PEFT loads it"),
+        _switch("--adapter-only", "write only the low-rank adapter, in PEFT's format"),
     ),
 }
 """What each command does, and its arguments; all of them have `--debug`."""

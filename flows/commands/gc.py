@@ -88,7 +88,7 @@ def aliased(home: Path) -> Mapping[str, str]:
         found = tracker.aliased()
     except Exception as error:  # the tracker's own exceptions are not known here
         raise ServiceError(
-            f"{address} does not say which models bear an alias ({error}); start it, or name "
+            f"{address} does not say which models have an alias ({error}); start it, or name "
             "another one with MLFLOW_TRACKING_URI"
         ) from error
     return {digest: f"registered as {alias}" for digest, alias in found.items()}

@@ -30,7 +30,11 @@ def main(arguments: argparse.Namespace) -> int:
     checkpoint = Path(arguments.checkpoint).expanduser().resolve()
     out = Path(arguments.out).expanduser().resolve()
     if not checkpoint.is_dir():
-        raise ConfigError("CHECKPOINT", f"{checkpoint} does not exist (cwd is {Path.cwd()})")
+        raise ConfigError(
+            "CHECKPOINT",
+            f"{checkpoint} is no directory (cwd is {Path.cwd()}); need a policy below "
+            "<home>/store/artifacts/policy",
+        )
     try:
         kind = verify_directory(checkpoint).kind
     except ArtifactError as error:

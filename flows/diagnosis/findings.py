@@ -30,7 +30,7 @@ from infra.store.work_channel import JobProblem
 from infra.tracking.history import StageHistory
 
 Area = Literal["resources", "communication", "algorithm"]
-"""In the order of diagnosis, in which causes come before their symptoms."""
+"""Areas in the order of diagnosis, in which causes come before their symptoms."""
 Severity = Literal["failed", "sick", "note"]
 
 
@@ -91,13 +91,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class StageView:
-    """Journal and commit of a stage up to its current step; fields of the commit are empty before.
+    """Journal and commit of a stage up to its current step; without a commit its fields are empty.
 
     Attributes:
         steps: metrics by step.
         messages: log lines, oldest first.
         problem: error of the newest attempt, if it ended without a commit and reported one.
-        phase: of the last heartbeat; empty if there is none.
+        phase: phase that the last heartbeat named; empty without a heartbeat.
         is_gone: True without a commit or a reported error if its process is certainly dead.
         seconds: time of each phase of the committed job.
     """

@@ -106,7 +106,7 @@ def text(diagnosis: Diagnosis) -> str:
             lines.append(f"{mark} {finding.place}: {finding.symptom}: {finding.text}")
             lines += [f"       {number}" for number in finding.evidence]
             if finding.severity != "note":
-                lines += [f"    try {step}" for step in finding.next]
+                lines += [f"    next: {step}" for step in finding.next]
     return "\n".join(lines) + "\n"
 
 

@@ -119,7 +119,7 @@ def _entropy_collapse(rounds: Rounds, thresholds: DiagnosisConfig) -> Iterator[F
             "rl.algorithm.clip_ratio_high above clip_ratio_low",
             "rl.algorithm.use_kl_loss, or rl.algorithm.entropy_coeff",
             "a lower rl.optimizer.lr",
-            "rl.algorithm.filter_groups, so that only prompts count that are solved now and then",
+            "rl.algorithm.filter_groups, to train only on prompts that are solved sometimes",
         )
 
 
@@ -194,7 +194,7 @@ def _no_signal(rounds: Rounds, thresholds: DiagnosisConfig) -> Iterator[Finding]
             rounds,
             f"{means[-1]:.0%} of the last steps had nothing to train on",
             (Evidence(SKIPPED, means[-1], curve[-1][0]),),
-            "prompts that the policy solves now and then",
+            "prompts that the policy solves sometimes",
             "more samples for a prompt (rl.group_size)",
             "look at the rewards: `rlhf show`",
         )
@@ -248,7 +248,7 @@ NEXT = {
     ),
     "dead_rank": (
         "the end of that rank's log, in the error",
-        "memory: a process that is killed without a word was often the largest of its machine",
+        "less memory: a rank that dies without an error was often killed for using too much",
         "the same command resumes from the newest step checkpoint",
     ),
     "hang": (
@@ -280,9 +280,9 @@ def resource_findings(stage: StageView, thresholds: DiagnosisConfig) -> Iterator
         yield Finding(area, cause or "failed", stage.label, text, at, then, "failed")
     elif stage.is_gone:
         text = (
-            f"its process ended without a word in phase {stage.phase}"
+            f"its process ended without an error in phase {stage.phase}"
             f"{f' after step {stage.last_step}' if stage.last_step is not None else ''}: it was "
-            "killed, by a person or for the memory of its machine"
+            "killed, by a user or because its machine ran out of memory"
         )
         knobs = memory_knobs(stage.config, stage.phase)
         then = ("the kernel's log of that machine", *knobs, ANY_NEXT[-1])
@@ -295,7 +295,7 @@ def resource_findings(stage: StageView, thresholds: DiagnosisConfig) -> Iterator
             stage.label,
             f"peak memory grew from {means[0]:.3g} GB to {means[-1]:.3g} GB",
             (compared([stage], PEAK_MEMORY, thresholds.window_num_steps),),
-            (*memory_knobs(stage.config), "longer answers, or something that is never given back"),
+            (*memory_knobs(stage.config), "longer answers, or memory that is never freed"),
         )
     _, restarts = points([stage], RESTARTS)
     if restarts and restarts[-1][1]:

@@ -173,7 +173,9 @@ def load_own_flow(entrypoint: str) -> Flow[..., Any]:
     path, _, name = entrypoint.partition(":")
     file = Path(path).resolve()
     if not file.is_file():
-        raise ConfigError("FLOW", f"got {path!r}; need a Python file; there is none")
+        raise ConfigError(
+            "FLOW", f"got {path!r}, which is no file (cwd is {Path.cwd()}); need a Python file"
+        )
     found = {key: thing for key, thing in vars(_executed(file)).items() if isinstance(thing, Flow)}
     if name in found:
         return found[name]

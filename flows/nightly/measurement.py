@@ -181,7 +181,7 @@ def measure(recipe: Recipe, night: str, problem: str = "") -> Measurement:
     """Read from the store what the run of a recipe produced.
 
     Args:
-        recipe: with a store of its own.
+        recipe: must have a store of its own.
         problem: why the run ended early; empty if it did not.
     """
     history = StageHistory(open_storage(recipe.store_uri))

@@ -94,8 +94,8 @@ def resolve_hardware(hardware: HardwareConfig, home: Path) -> HardwareConfig:
     if _is_elsewhere(env.RAY_ADDRESS.get()):
         raise ConfigError(
             "hardware.device_kind",
-            "missing; the devices of the cluster at RAY_ADDRESS are not asked from here; set it "
-            "and hardware.platform to what `rlhf doctor` says on a node there",
+            "missing, and not detected for the cluster at RAY_ADDRESS; set it and "
+            "hardware.platform to what `rlhf doctor` says on a node there",
         )
     found = _surveyed(hardware.platform, home)
     if hardware.device_kind not in (None, found.label):

@@ -37,7 +37,7 @@ from infra.field_errors import to_config_error
 from infra.names import unknown_name
 
 NUM_SIMILAR_FILES = 3
-_OF_TASKS = "the tasks of a harness say how they are asked and judged; remove it"
+_OF_TASKS = "a harness's tasks define their own prompts and scores; remove it"
 _NOT_TRAINED = "nothing is trained here; remove it"
 MEASURED = re.compile(r"sft|preference(_\d+)?|rl_round_\d+|incumbent|final|(.*_)?against")
 """Labels that evaluations of stages have, which suite names must not match."""
@@ -166,7 +166,7 @@ def check_recipe(recipe: Recipe) -> None:
             "recipe trains; lower it, or raise rl.num_rounds",
         )
     if recipe.against is not None and recipe.against.init == "random":
-        raise ConfigError("against.init", "got random; need a model that is there; name its path")
+        raise ConfigError("against.init", "got random; need an existing model; set against.path")
     _check_promotion(recipe)
     if recipe.promote.suite is not None and recipe.promote.suite not in recipe.suites:
         raise ConfigError("promote.suite", unknown_name(recipe.promote.suite, [*recipe.suites]))
@@ -307,7 +307,11 @@ def _check_data(recipe: Recipe) -> None:
     data = recipe.data
     if data is None:
         if recipe.trains:
-            raise ConfigError("data", "missing; need arithmetic, or sources; add a section")
+            raise ConfigError(
+                "data",
+                "missing; set data.arithmetic, or the sources data.sft, data.rl and "
+                "data.evaluation",
+            )
         return
     plays = recipe.preference is not None and recipe.preference.self_play is not None
     if plays and recipe.reward_model is None and data.preference:
@@ -362,8 +366,8 @@ def _check_measured_alone(recipe: Recipe) -> None:
     if recipe.model.init == "random":
         raise ConfigError(
             "rl.num_rounds",
-            "got 0 with sft: null; nothing would be trained; add one, or name a model to measure "
-            "(model.path)",
+            "got 0 with sft: null; nothing would be trained; raise it, add sft, or name a model to "
+            "measure (model.path)",
         )
     if recipe.reward_model is not None:
         raise ConfigError(
@@ -383,13 +387,10 @@ def _check_suites_alone(recipe: Recipe) -> None:
     why_evaluation = why_reward = _OF_TASKS
     if some is not None:
         why_evaluation = (
-            "the recipe has no data of its own, and this changes no suite; need it of a suite; set "
-            f"suites.{some}.evaluation.{{}}"
+            "the recipe has no data of its own, and this changes no suite; set "
+            f"suites.{some}.evaluation.{{}} instead"
         )
-        why_reward = (
-            "every suite has a reward of its own; need it of a suite; set "
-            f"suites.{some}.reward.{{}}"
-        )
+        why_reward = f"every suite has a reward of its own; set suites.{some}.reward.{{}} instead"
     confidence = {"confidence"} if recipe.harness_suites else set[str]()
     _refuse("evaluation", recipe.evaluation, confidence, why_evaluation)
     if all(recipe.suites[name].reward for name in recipe.data_suites):

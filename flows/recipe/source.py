@@ -60,7 +60,9 @@ def _find(what: str, directory: Path, name_or_path: str) -> Path:
     path = Path(name_or_path).expanduser()
     if path.suffix in {".yaml", ".yml"} or len(path.parts) > 1:
         if not path.is_file():
-            raise ConfigError(what, f"{name_or_path} does not exist (cwd is {Path.cwd()})")
+            raise ConfigError(
+                what, f"{name_or_path} is no file (cwd is {Path.cwd()}); need a YAML file"
+            )
         return path.resolve()
     names = shipped_names(directory)
     if name_or_path not in names:
@@ -183,7 +185,9 @@ def _read_with_bases(
     """Read a file as plain data, merged over its bases; `seen` are the files that extend it."""
     if path in seen or len(seen) >= MAX_EXTENDS:
         chain = " -> ".join(each.name for each in (*seen, path))
-        raise ConfigError(f"{path.name}: extends", f"a circle or too long a chain: {chain}")
+        raise ConfigError(
+            f"{path.name}: extends", f"circular, or more than {MAX_EXTENDS} levels: {chain}"
+        )
     try:
         data = parse_yaml(path.read_bytes().decode("utf-8"), path.name)
     except UnicodeDecodeError as error:
@@ -222,7 +226,7 @@ def _with_value(level: Any, keys: Sequence[str], value: Any, path: str) -> Any:
     if isinstance(level, list):
         if not key.isdigit() or int(key) >= len(level):
             raise ConfigError(
-                f"{path}.{key}", f"{path} has {len(level)} entries; need one's number"
+                f"{path}.{key}", f"{path} has {len(level)} entries; need the index of one, from 0"
             )
         at = int(key)
         changed = _with_value(level[at] if rest else None, rest, value, f"{path}.{key}")

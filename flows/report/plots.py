@@ -71,7 +71,7 @@ class PlotData:
     """Everything that is drawn; an empty part is left out.
 
     Attributes:
-        preference: of training on preferences, in all iterations of self-play.
+        preference: curves of preference training, in all iterations of self-play.
         reward: mean reward per RL step.
         lengths: mean response length per RL step.
         accuracy: held-out accuracy per stage.
@@ -97,7 +97,7 @@ SIZE_INCHES = (7.0, 3.2)
 PNG_DPI = 150
 MIN_SMOOTHED = 10
 MAX_LINE_LABELS, MAX_LEVEL_LABELS = 5, 8
-"""With more bars than the first, labels have one word per line; than the second, vertical text."""
+"""Numbers of bars above which labels have one word per line, and above which they are vertical."""
 BAR_INCHES, AROUND_BARS_INCHES = 0.17, 1.2
 """Minimum height of a horizontal bar, and of the space around all bars."""
 STYLE: dict[Any, Any] = {
@@ -330,7 +330,7 @@ def pair_curves(journals: Sequence[Journal], trainer: str) -> PairCurves:
     """Return the curves of stages that train on pairs.
 
     Args:
-        journals: of one stage or of all iterations, in order; each counts from step 1.
+        journals: one for each stage or iteration, in order; each counts from step 1.
         trainer: prefix of the metrics, `preference` or `reward_model`.
     """
     return PairCurves(

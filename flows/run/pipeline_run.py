@@ -212,7 +212,7 @@ class PipelineRun:
 def open_run(
     recipe: Recipe, force: Mapping[str, str] = NOTHING_FORCED, adopt: Collection[str] = ()
 ) -> Iterator[PipelineRun]:
-    """Open the resources of a run, and release them at its end.
+    """Open the resources of a run; record how it failed, and release them at its end.
 
     `force` and `adopt` are those of `flows.plan.plan_run`.
     """

@@ -1,4 +1,4 @@
-"""What decides about policies: the registered model that a run has to beat, the gate of RL rounds.
+"""Decisions about policies: the registered model that a run must beat, and the gate of RL rounds.
 
 Promises: the registry is asked once per run. If the run's model already has the alias, it is
 compared with its predecessor, so a repeated run requests the same stages. The gate's decision is a
@@ -29,7 +29,7 @@ from tasks.runner.run import StageResult
 
 
 def tracking_uri(location: LocationConfig) -> str:
-    """Return the MLflow of a run: the configured one, that of `rlhf up`, or the home's database."""
+    """Return the address of a run's MLflow: configured, of `rlhf up`, or the home's database."""
     return location.tracking_uri or tracking_address(location.home_directory)
 
 
@@ -52,7 +52,7 @@ def find_registered(tracker: Tracker, name: str, alias: str, then: str) -> Incum
     """Return the version of a registered model that has an alias; None if there is none.
 
     Raises:
-        ServiceError: the registry does not answer; ends with `then`.
+        ServiceError: the registry does not answer; the text ends with `then`.
     """
     try:
         return tracker.incumbent(name, alias)
@@ -79,23 +79,23 @@ class Registry:
             ServiceError: the registry does not answer.
             ConfigError: the store of the run does not have the incumbent's files.
         """
-        bearer = self._bearer
-        if bearer is None:
+        found = self._incumbent
+        if found is None:
             return None
-        if bearer.artifact.digest == candidate.digest:
-            return bearer.beat if bearer.beat and self._has(bearer.beat) else None
-        if not self._has(bearer.artifact):
+        if found.artifact.digest == candidate.digest:
+            return found.beat if found.beat and self._has(found.beat) else None
+        if not self._has(found.artifact):
             raise ConfigError(
                 "promote.alias",
-                f"got {self._gate.alias!r}, which version {bearer.version} of "
-                f"{self._gate.model_name} bears ({bearer.artifact.uri}); need its files in "
-                f"{self._storage.uri}, to compare with it; take the store that has them "
-                "(location.store), another promote.model_name, or the alias away from it",
+                f"got {self._gate.alias!r}, which points to version {found.version} of "
+                f"{self._gate.model_name} ({found.artifact.uri}); need its files in "
+                f"{self._storage.uri}, to compare with it; set location.store to the store that "
+                "has them, set another promote.model_name, or remove the alias from that version",
             )
-        return bearer.artifact
+        return found.artifact
 
     @cached_property
-    def _bearer(self) -> Incumbent | None:
+    def _incumbent(self) -> Incumbent | None:
         then = (
             "nothing is promoted: run the recipe again once it answers, only the comparison is left"
         )
@@ -134,8 +134,9 @@ class RoundGate:
             if name in found:
                 raise SickRunError(
                     f"{trained.label}: {name}: {found[name].text} "
-                    f"({'; '.join(map(str, found[name].evidence))}); diagnosis.end_run names it: "
-                    f"try {found[name].next[0]}, or take it out and run again"
+                    f"({'; '.join(map(str, found[name].evidence))}); diagnosis.end_run lists "
+                    f"{name}; first advice: {found[name].next[0]}; or remove {name} there, and run "
+                    "again"
                 )
         whys = [f"{each.symptom}: {each.text}" for each in rejecting(shown, self._thresholds)]
         if not whys:

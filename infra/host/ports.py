@@ -1,10 +1,12 @@
-"""Ports of the loopback interface for servers that take seconds to bind them; HTTP checks of these.
+"""Pick loopback ports for servers that bind them only seconds later; check servers over HTTP.
 
 Until a server listens, its port looks free, so two homes could pick the same one and clients would
 talk to the wrong server. So a picked port is also claimed by a Linux abstract socket, which belongs
 to the network namespace as ports do and vanishes with its process.
-Promises: no other process that asks here, forked children included, picks a port of a living one.
-Does not promise: anything about other programs, other systems, or sandboxes without such names.
+Promises: while a process lives, no other process that asks this module picks one of its ports; this
+holds for forked children too.
+Does not promise: anything about other programs, systems other than Linux, or sandboxes without
+abstract sockets.
 """
 
 import errno

@@ -255,7 +255,7 @@ def _root_sources(name: str) -> list[_Source]:
     if name.endswith(".py"):
         path = Path(name).expanduser().absolute()
         if not path.is_file():
-            raise ConfigError(name, f"{path} does not exist; give another path")
+            raise ConfigError(name, f"{path} is no file; need a Python file")
         return [_Source(_FILE_PREFIX + path.name, path)]
     if module_file(name) is None:
         raise ConfigError(name, "no such module; install the package that holds it")
@@ -332,7 +332,7 @@ def _imported_names(source: _Source) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _parsed_imports(source: _Source, mtime_ns: int, size_bytes: int) -> tuple[str, ...]:
-    """Cached by `mtime_ns` and `size_bytes`, so that an edited file is parsed again."""
+    """Return imported names, cached by time and size, so that an edited file is parsed again."""
     try:
         tree = parsed_file(source.path)
     except (SyntaxError, ValueError) as error:

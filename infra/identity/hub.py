@@ -50,8 +50,8 @@ def hub_snapshot(
     if revision is None or not _COMMIT.fullmatch(revision):
         raise ConfigError(
             f"{section}.revision",
-            f"got {revision!r}; need the commit of {repo_id} that the plan resolved, for nothing "
-            f"of that name is here (cwd is {Path.cwd()})",
+            f"got {revision!r}; need the commit of {repo_id} that the plan resolved, because no "
+            f"path of that name exists here (cwd is {Path.cwd()})",
         )
     with _refusals(repo_id, revision, section):
         folder = huggingface_hub.snapshot_download(
@@ -62,7 +62,7 @@ def hub_snapshot(
 
 @contextmanager
 def _refusals(repo_id: str, revision: str | None, section: str) -> Iterator[None]:
-    """Convert any error of the hub's client to one line with its field."""
+    """Raise any error of the hub's client as a one-line `ConfigError` that names the field."""
     from huggingface_hub import errors  # loads the HTTP library
 
     try:

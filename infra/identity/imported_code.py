@@ -131,7 +131,7 @@ def script_artifact(script: Path, field: str) -> Artifact:
     """
     script = script.expanduser().absolute()
     if not script.is_file():
-        raise ConfigError(field, f"{script} does not exist (cwd is {Path.cwd()})")
+        raise ConfigError(field, f"{script} is no file (cwd is {Path.cwd()}); need a Python file")
     files = {
         name: FileEntry(size_bytes=path.stat().st_size, sha256=sha256_file(path))
         for name, path in script_files(script).items()

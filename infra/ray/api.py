@@ -80,7 +80,8 @@ class RayApi:
         if status in {401, 403}:
             raise ConfigError(
                 "ray.address",
-                f"{self.url} answered {status}; set RAY_AUTH_TOKEN_PATH to the file with its token",
+                f"{self.url} answered {status}: its token is missing or wrong here; set "
+                "RAY_AUTH_TOKEN to it, or unset that and set RAY_AUTH_TOKEN_PATH to its file",
             )
         if status != 200:
             lines = [line for line in text.splitlines() if len(line.strip()) > 1]
@@ -126,7 +127,8 @@ def existing_token() -> str | None:
     except FileNotFoundError:
         if named:
             raise ConfigError(
-                "environment.RAY_AUTH_TOKEN_PATH", f"{named} does not exist; need the token file"
+                "environment.RAY_AUTH_TOKEN_PATH",
+                f"{named} does not exist; set it to the file with the token of the Ray cluster",
             ) from None
         return None
 

@@ -26,7 +26,7 @@ def keep(
 ) -> int:
     """Run a program until it has ended `max_restarts` + 1 times in a row; return its exit code.
 
-    A run of `settled_s` seconds starts a new row. A negative code is the signal that ended it.
+    A run of at least `settled_s` resets that count. A negative code is the signal that ended it.
     """
     num_restarts = 0
     while True:

@@ -78,7 +78,7 @@ class Manifest(FrozenModel, strict=True, populate_by_name=True, serialize_by_ali
     schema_version: int = Field(default=MANIFEST_SCHEMA, alias="schema")
     kind: Kind
     files: Mapping[RelativePath, FileEntry]
-    """By path relative to the directory, with forward slashes; without the manifest itself."""
+    """Files by path relative to the directory, with forward slashes; without the manifest."""
 
     @property
     def digest(self) -> str:
@@ -103,7 +103,7 @@ def build_manifest(
         if name == MANIFEST_NAME:
             continue
         if not entry.is_file(follow_symlinks=False):
-            raise ArtifactError(f"{entry.path} is not a regular file; an artifact holds only these")
+            raise ArtifactError(f"{entry.path} is not a regular file; need regular files only")
         paths[name] = Path(entry.path)
     if not paths:
         raise ArtifactError(f"{directory} holds no file; an empty artifact is a mistake")
@@ -164,13 +164,13 @@ def parse_manifest(data: bytes, where: str, kind: str | None = None) -> Manifest
             ) from None
         raise _damaged(where, data, str(error).splitlines()[0]) from error
     if data != manifest.to_bytes():
-        raise _damaged(where, data, "its kind, schema or spelling is another")
+        raise _damaged(where, data, "another kind, schema or spelling")
     return manifest
 
 
 def _damaged(where: str, data: bytes, reason: str) -> ArtifactCorruptError:
     return ArtifactCorruptError(
-        f"{where}: sha256 {hashlib.sha256(data).hexdigest()} is not of its manifest ({reason})"
+        f"{where} is no valid manifest ({reason}); its sha256 is {hashlib.sha256(data).hexdigest()}"
     )
 
 

@@ -196,7 +196,7 @@ class Heartbeat:
             self._watch_progress()
 
     def _beat_or_warn(self) -> None:
-        """Only warn: a failing disk ends the job where it saves, not here."""
+        """Write a beat, or only warn: a failing disk ends the job where it saves, not here."""
         try:
             self._beat()
         except OSError as error:

@@ -22,8 +22,8 @@ class KnownRun:
     """A pipeline run that used a store; times are in seconds since the epoch.
 
     Attributes:
-        used_at: by fingerprint, when the run last asked for the stage.
-        read_at: by digest, when the run last read an artifact that none of its stages made.
+        used_at: time of the last request for each stage, by fingerprint.
+        read_at: time of the last read of each artifact that none of its stages made, by digest.
     """
 
     key: str

@@ -63,7 +63,7 @@ class LogEntry(FrozenModel):
     adopted: Adoption | None = None
     """In a *held* that starts a generation: the work that its attempts continue."""
     journal: dict[int, int] = {}
-    """By attempt, the bytes that count of the generation's journal segments before this entry."""
+    """Number of bytes that count in each earlier journal segment of the generation, by attempt."""
     record: CommitRecord | None = None
     made_at: str
     """UTC, for people; no decision depends on it."""
@@ -79,7 +79,7 @@ class Attempt:
 
 
 class Segment(NamedTuple):
-    """The part that counts of one attempt's journal."""
+    """The part of one attempt's journal that counts for the stage."""
 
     attempt: int
     num_bytes: int | None  # None while the attempt may still append
@@ -167,7 +167,7 @@ class StageLogs(ABC):
         """
         log = self.entries(fingerprint)
         if number > len(log):
-            raise FencedError(f"{fingerprint[:12]} lost entries before {number} meanwhile")
+            raise FencedError(f"{fingerprint[:12]}: log entries before {number} were removed")
         goes_on = log[number - 1] if number and log[number - 1].kind == "held" else None
         entry = LogEntry(
             kind="held",
@@ -190,7 +190,9 @@ class StageLogs(ABC):
         """Raise `FencedError` unless the attempt's entry is the last one."""
         log = self.entries(attempt.fingerprint)
         if len(log) <= attempt.number or log[attempt.number].holder.id != attempt.holder:
-            raise FencedError(f"{attempt.fingerprint[:12]}: attempt {attempt.number} is not held")
+            raise FencedError(
+                f"{attempt.fingerprint[:12]}: attempt {attempt.number} does not hold the stage"
+            )
         if len(log) > attempt.number + 1:
             raise FencedError(_fenced(attempt.fingerprint, attempt.number + 1, log[-1]))
 
@@ -248,7 +250,7 @@ class StageLogs(ABC):
         return [self._entry(fingerprint, number) for number in numbers]
 
     def _counted(self, fingerprint: str, held: LogEntry) -> dict[int, int]:
-        """Return the bytes that count of all segments up to that of a *held* entry, inclusive."""
+        """Return by attempt how many journal bytes count, up to the attempt of a *held* entry."""
         return {**held.journal, held.number: self._journal_bytes(fingerprint, held.number)}
 
     def _create(self, fingerprint: str, entry: LogEntry) -> bool:
@@ -350,7 +352,7 @@ def current_generation(entries: Sequence[LogEntry]) -> int:
 
 
 def journal_segments(entries: Sequence[LogEntry], attempt: int | None = None) -> list[Segment]:
-    """Return the journal segments of a generation; arguments as of `generation`."""
+    """Return the journal segments of a generation; arguments as for `generation`."""
     members = generation(entries, attempt)
     counted = members[-1].journal if members else {}
     return [Segment(e.number, counted.get(e.number)) for e in members if e.kind == "held"]

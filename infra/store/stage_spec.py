@@ -82,7 +82,7 @@ class StageSpec(FrozenModel):
     sources: dict[str, str] = {}
     """sha256 by module of the code in the fingerprint; the job compares it with its own."""
     libraries: dict[str, str | None] = {}
-    """Versions by distribution; also compared."""
+    """Versions by distribution; the job compares them with its own."""
     rollout_libraries: dict[str, str | None] = {}
     """Versions in the replicas' job environment; empty if they have none of their own."""
     runtime: dict[str, Any] = {}
@@ -100,9 +100,9 @@ class NextStage(FrozenModel):
     """A stage whose only missing input is the output of the previous one, named by its kind."""
 
     spec: StageSpec
-    """Specification of its first attempt; inputs and fingerprint lack that output."""
+    """Specification of its first attempt; inputs and fingerprint lack the previous output."""
     identity: dict[str, Any]
-    """Everything that its fingerprint hashes, except the digest of that output."""
+    """Everything that its fingerprint hashes, except the digest of the previous output."""
     follower: str
     """Name of the follower that waits for it."""
     run_key: str

@@ -66,7 +66,9 @@ class WorkChannel(ABC):
         name = self._name(attempt, "spec.json")
         data, where = self._files.get(name), self._files.place(name)
         if data is None:
-            raise ConfigError(where, "does not exist; need the specification")
+            raise ConfigError(
+                where, "does not exist; need the stage's specification, written at its start"
+            )
         try:
             return StageSpec.model_validate(json.loads(data))
         except ValidationError as error:

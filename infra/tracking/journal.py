@@ -190,12 +190,17 @@ def read_records(path: Path, offset: int = 0) -> tuple[list[JournalRecord], int]
         with path.open("rb") as file:
             size_bytes = file.seek(0, os.SEEK_END)
             if size_bytes < offset:
-                raise JournalError(f"{path} has {size_bytes} bytes, {offset} were already read")
+                raise JournalError(
+                    f"{path} shrank to {size_bytes} bytes after {offset} were read; "
+                    "read it again from its start"
+                )
             file.seek(offset)
             data = file.read()
     except FileNotFoundError:
         if offset:
-            raise JournalError(f"{path} is gone, {offset} bytes were already read") from None
+            raise JournalError(
+                f"{path} is gone after {offset} bytes were read; read its successor from the start"
+            ) from None
         return [], 0
     return _records(data, offset, str(path))
 

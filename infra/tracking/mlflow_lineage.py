@@ -66,7 +66,7 @@ def register_version(client: "MlflowClient", candidate: ModelCandidate, model_id
     return version
 
 
-def bearer_of(client: "MlflowClient", name: str, alias: str) -> Incumbent | None:
+def incumbent_of(client: "MlflowClient", name: str, alias: str) -> Incumbent | None:
     """Return the version that an alias points to, read from its tags; None if there is none."""
     from mlflow.exceptions import MlflowException
 
@@ -90,7 +90,7 @@ def bearer_of(client: "MlflowClient", name: str, alias: str) -> Incumbent | None
 
 
 def aliased_digests(client: "MlflowClient") -> dict[str, str]:
-    """Return the digests of all aliased versions, each with one `name@alias`."""
+    """Return one `name@alias` for each digest of a version that an alias points to."""
     found: dict[str, str] = {}
     token: str | None = None
     while True:

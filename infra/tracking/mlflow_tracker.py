@@ -168,9 +168,9 @@ class MlflowTracker:
         if self.is_absent():
             return None
         with _refusals(), self._writing():
-            from infra.tracking.mlflow_lineage import bearer_of
+            from infra.tracking.mlflow_lineage import incumbent_of
 
-            return bearer_of(self._client, name, alias)
+            return incumbent_of(self._client, name, alias)
 
     def aliased(self) -> dict[str, str]:
         """Return the aliases of all registered models, also of other programs."""
@@ -241,7 +241,7 @@ class MlflowTracker:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Convert a rejection by MLflow to TrackerRefusedError; other errors mean it is unreachable."""
+    """Raise a rejection by MLflow as TrackerRefusedError; other errors mean it is unreachable."""
     try:
         yield
     except Exception as error:

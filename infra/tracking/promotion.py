@@ -58,7 +58,7 @@ class Decision(FrozenModel):
     alias: str
     """Alias of the incumbent, which moves to a promoted model."""
     comparison: Comparison | None = None
-    """None if there was no incumbent."""
+    """Comparison with the incumbent; None if there was none."""
     reason: str = ""
 
     @property

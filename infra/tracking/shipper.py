@@ -96,7 +96,7 @@ class Shipper:
             if self._tracker.is_absent():
                 self._ledger.forget()
         except OSError as error:
-            _log.warning("tracking: what is untold is not known: %s", error)
+            _log.warning("tracking: cannot tell what was not sent yet: %s", error)
         if any(self._ledger.pending()):
             self._wake()
 
@@ -122,7 +122,7 @@ class Shipper:
             try:
                 self._ledger.put(entry)
             except OSError as error:
-                _log.warning("tracking: %s is not noted for later: %s", entry.name, error)
+                _log.warning("tracking: cannot record %s for later: %s", entry.name, error)
         self._wake()
 
     def journal_grew(self, key: str) -> None:

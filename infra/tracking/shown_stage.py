@@ -3,8 +3,7 @@
 Promises: if a tracker refuses one item, the others are still sent and the user is told once. The
 number of samples is bounded. If the store has lost an output, only its manifest is missing. A
 committed promotion registers a model, in whichever process sees it first; the alias moves only from
-the incumbent that the model was compared with, so a late decision does not replace a newer
-champion.
+the incumbent that the model was compared with, so a late decision does not replace a newer one.
 Does not promise: samples of a running stage; `rlhf show` has them.
 """
 
@@ -28,7 +27,7 @@ from infra.tracking.tracker import (
 )
 
 MAX_SAMPLES = 128
-"""Per stage; a single step is cut to this number."""
+"""Limit per stage; a single step is cut to it."""
 MAX_SAMPLES_BYTES = 4 * 2**20
 
 _log = logging.getLogger(__name__)
@@ -59,16 +58,16 @@ def register(tracker: Tracker, history: StageHistory, entry: RunEntry, run_id: s
     alias, model = decision.given_alias, entry.inputs["model"]
     if not alias:
         return
-    bearer = tracker.incumbent(decision.model_name, decision.alias)
-    if bearer is not None and bearer.artifact.digest == model.digest:
+    incumbent = tracker.incumbent(decision.model_name, decision.alias)
+    if incumbent is not None and incumbent.artifact.digest == model.digest:
         return
     beaten = decision.comparison.incumbent_digest if decision.comparison else None
-    if decision.promoted and bearer is not None and bearer.artifact.digest != beaten:
+    if decision.promoted and incumbent is not None and incumbent.artifact.digest != beaten:
         alias = CHALLENGER
         _log.warning(
             "promote: version %s of %s became %s meanwhile; this model is registered as %s: "
             "run the recipe again to compare it with that one",
-            *(bearer.version, decision.model_name, decision.alias, alias),
+            *(incumbent.version, decision.model_name, decision.alias, alias),
         )
     candidate = ModelCandidate(
         name=decision.model_name,

@@ -90,7 +90,7 @@ class ModelCandidate:
 
 @dataclass(frozen=True)
 class Incumbent:
-    """The version that an alias points to; `beat` as of its last `ModelCandidate`.
+    """The registered version that an alias points to; `beat` is the model that it replaced there.
 
     The artifact's digest is empty if another program registered the version.
     """

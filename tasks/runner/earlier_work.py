@@ -91,7 +91,7 @@ class EarlierRun:
         return f"differs from {self.spec.fingerprint[:DIGITS]}: {self.differs}"
 
     def distance(self) -> tuple[int, bool, int]:
-        """Return what orders earlier runs; the smallest is the nearest."""
+        """Return the sort key of earlier runs; the smallest is the nearest."""
         sources_and_libraries = len(self.differs.sources) + len(self.differs.libraries)
         return len(self.differs.changes), self.output is None, sources_and_libraries
 

@@ -190,7 +190,7 @@ class JobFollower:
         try:
             return self._storage.attempts.leave(self._fingerprint, self._follower)
         except (ArtifactError, OSError) as error:
-            _log.warning("%s: who else waits is not known: %s", self._label, redact(str(error)))
+            _log.warning("%s: cannot tell who else waits: %s", self._label, redact(str(error)))
             return 0
 
     def _stand(self, jobs: RayJobs) -> _Job | None:

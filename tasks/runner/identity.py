@@ -115,7 +115,7 @@ class StageRequest:
 
     @property
     def interpreter(self) -> Path | None:
-        """Python of the job's environment; None: this one."""
+        """Path of the Python that runs the job; None: the project's own."""
         return self.config.interpreter
 
     @cached_property
@@ -188,8 +188,8 @@ def environment_of(
 
     Args:
         named: kind and name of parts; an outside plugin counts only if it is named.
-        interpreter: of the job's environment; None: this one.
-        rollout_interpreter: of the rollout replicas' environment; None: the job's.
+        interpreter: path of the Python that runs the job; None: this process's own.
+        rollout_interpreter: path of the Python that runs rollout replicas; None: the job's.
     """
     outside = outside_code(named_rows(named))
     job = environment_digest((*NUMERIC_DISTRIBUTIONS, *imported), outside, interpreter)

@@ -29,7 +29,7 @@ from infra.tracking.mirrors.fan_out import Teller
 from tasks.runner.identity import StageRequest
 
 CLOSE_DEADLINE_S = 60.0
-"""For a successful run; each upload of a report or model extends it, to `UPLOAD_DEADLINE_S`."""
+"""Deadline after a successful run; a report or model upload extends it to `UPLOAD_DEADLINE_S`."""
 UPLOAD_DEADLINE_S = 3600.0
 """Deadline of all uploads: 2 GiB, the largest model that is uploaded, at 0.6 MB/s."""
 CLOSE_IN_HASTE_S = 5.0

@@ -1,4 +1,4 @@
-"""What runs stages (`StageRunner`), and the result of a stage."""
+"""The interface that runs stages (`StageRunner`), and the result of a stage."""
 
 from collections.abc import Mapping
 from typing import Protocol

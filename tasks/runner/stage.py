@@ -36,7 +36,7 @@ class StageObserver:
     """Sees stages while they run, e.g. a terminal; this one does nothing."""
 
     def stage_started(self, label: str, fingerprint: str) -> None:
-        """Handle that a stage is looked up."""
+        """Handle the look-up of a stage, which may then be reused or run."""
 
     def message(self, label: str, text: str) -> None:
         """Handle an event of a stage's job."""
@@ -54,7 +54,7 @@ class StageContext:
     Args:
         ray_jobs: returns the job client, and starts a cluster; called only if a stage has to run.
         orchestrated: True if each stage is a Prefect task run.
-        force: by stage label, a token; only a commit that was made under it is reused.
+        force: token by stage label; of such a stage only a commit made under the token is reused.
         adopt: labels of stages that continue half-trained work of another fingerprint.
         metadata: attached to each Ray job (`flow_run_id`).
         run_key: key of the pipeline run in the store.

@@ -87,7 +87,7 @@ def test_a_deployment_of_the_file_has_no_parameter_that_is_needed(flow_file: Pat
 @pytest.mark.parametrize(
     ("entrypoint", "problem"),
     [
-        ("none.py", "FLOW: got 'none.py'; need a Python file; there is none"),
+        ("none.py", "FLOW: got 'none.py', which is no file"),
         ("two.py", "FLOW: got 'two.py'; its flows are: one, other; name one, as in two.py:my_flow"),
         ("two.py:third", "FLOW: got 'two.py:third'; its flows are: one, other; name one, as in"),
         ("nothing.py", "FLOW: got 'nothing.py'; its flows are: none; name one, as in"),

@@ -33,7 +33,10 @@ SHIPPED = ", ".join(
             f"recipe: no 'quickstar'; known: {SHIPPED}, path/to/recipe.yaml; did you mean "
             "quickstart?",
         ),
-        ("extends: r.yaml\n", "r.yaml: extends: a circle or too long a chain: r.yaml -> r.yaml"),
+        (
+            "extends: r.yaml\n",
+            "r.yaml: extends: circular, or more than 5 levels: r.yaml -> r.yaml",
+        ),
         ("a: " + "[" * 30 + "]" * 30 + "\n", "r.yaml:1: nested deeper than 20 levels"),
         ("a: !ruby/object x\n", "r.yaml:1: tag not allowed: !ruby/object; write a plain value"),
     ],

@@ -69,7 +69,8 @@ OVERRIDES = [
     ),
     (
         ["rl.mini_batch_size_prompts=5"],
-        "rl.batch_size_prompts: 32 is not a multiple of mini_batch_size_prompts 5; make it one",
+        "rl.batch_size_prompts: 32 is not a multiple of mini_batch_size_prompts 5; set it to a "
+        "multiple",
     ),
     (
         ["rl.mini_batch_size_prompts=1", "training.num_workers=2"],
@@ -126,7 +127,8 @@ OVERRIDES = [
     ),
     (
         ["rl.reward.function=nowhere.py:score"],
-        f"rl.reward.function: nowhere.py does not exist (cwd is {Path.cwd()})",
+        f"rl.reward.function: nowhere.py is no file (cwd is {Path.cwd()}); need a Python file with "
+        "the function",
     ),
     (
         ["rl.reward.function=mixture"],
@@ -140,18 +142,19 @@ OVERRIDES = [
     ),
     (
         ["rl.optimizer.schedule=cosine"],
-        "rl.optimizer.schedule: got 'cosine'; need 'constant', for the number of rounds is open",
+        "rl.optimizer.schedule: got 'cosine'; need 'constant', because rounds may be added later",
     ),
     (
         ["rl.sampling.top_p=0.9"],
-        "rl.sampling.top_p: got 0.9; need 1.0: rl.mismatch compares logprobs of the whole "
-        "vocabulary, and the sampler's are of what top_p keeps; set it to 1.0, or "
-        "rl.mismatch.enable to false",
+        "rl.sampling.top_p: got 0.9; need 1.0: rl.mismatch compares logprobs over the whole "
+        "vocabulary, but the sampler normalizes over the tokens that top_p keeps; set it to 1.0, "
+        "or rl.mismatch.enable to false",
     ),
     (
         ["rl.sampling.top_k=5"],
-        "rl.sampling.top_k: got 5; need 0: rl.mismatch compares logprobs of the whole vocabulary, "
-        "and the sampler's are of what top_k keeps; set it to 0, or rl.mismatch.enable to false",
+        "rl.sampling.top_k: got 5; need 0: rl.mismatch compares logprobs over the whole "
+        "vocabulary, but the sampler normalizes over the tokens that top_k keeps; set it to 0, or "
+        "rl.mismatch.enable to false",
     ),
     (
         ["evaluation.structured_output={choice: [a, b]}"],
@@ -196,8 +199,8 @@ OVERRIDES = [
     ),
     (
         ["sft=null", "rl.num_rounds=0"],
-        "rl.num_rounds: got 0 with sft: null; nothing would be trained; add one, or name a model "
-        "to measure (model.path)",
+        "rl.num_rounds: got 0 with sft: null; nothing would be trained; raise it, add sft, or name "
+        "a model to measure (model.path)",
     ),
     (["rl.num_rounds=yes"], "rl.num_rounds: got True; need a number"),
     (["sft.optimizer.lr=on"], "sft.optimizer.lr: got True; need a number"),
@@ -232,7 +235,7 @@ OVERRIDES = [
     ),
     (
         ["promote.alias=challenger"],
-        "promote.alias: got 'challenger'; need another; that of the losers is taken",
+        "promote.alias: got 'challenger', which models that lose get; set another",
     ),
     (["rl.num_rounds"], "--set: got 'rl.num_rounds'; need path.to.key=value"),
     (

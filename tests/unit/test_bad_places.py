@@ -233,5 +233,5 @@ def test_bad_input_row_46_programs_that_a_model_wrote(monkeypatch: pytest.Monkey
         load_recipe("quickstart", ["rl.reward.function=code"])
     assert str(refused.value) == (
         "rl.reward.function: got code, which runs programs that a model wrote; need a sandbox, "
-        "which is not here; set it to http, and kwargs.url to a sandbox of yours"
+        "which this project lacks; set it to http, and kwargs.url to your own sandbox"
     )

@@ -5,7 +5,7 @@ answers by their energy: the squared norm of the gradient of ``log pi`` with res
 is ``1 - 2 pi + sum of pi^2``, known from the forward pass, and the energy of an answer up to token
 t is the sum of these.
 Promises: tokens that are not trained on (of an environment or a tool) are skipped: value, return
-and advantage before them equal those behind them.
+and advantage before them equal those after them.
 Letters: B samples, T tokens, P groups, L trained tokens of the longest sample, K places (tokens or
 turns).
 """
@@ -25,7 +25,7 @@ def discounted_sums(values_BL: Tensor, factor_B: Tensor) -> Tensor:
     """Return (B, L) ``y_t = x_t + factor y_{t+1}``, computed from the right.
 
     Args:
-        values_BL: float64, 0 behind the end of a row.
+        values_BL: float64, 0 after the end of a row.
     """
     sums_BL = torch.empty_like(values_BL)
     carried_B = torch.zeros_like(factor_B)
@@ -39,7 +39,7 @@ def gae_advantages(inputs: AdvantageInputs) -> Advantages:
     """Generalised advantage estimation (arXiv:1506.02438 eq. 16), decoupled, length-adaptive.
 
     ``delta_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = delta_t + gamma lam A_{t+1}``, with V_t the
-    value of the state in which token t is chosen. V behind the last token is 0. For a truncated
+    value of the state in which token t is chosen. V after the last token is 0. For a truncated
     answer it is the critic's value there (row `last_values`), unless `bootstrap_truncated` is off.
     The critic's targets are ``A_t + V_t`` with `lam_critic` (VAPO, arXiv:2504.05118 sec. 4.1, uses
     1: unbiased targets) and are never whitened. The advantages use `lam`, or ``1 - 1 / (alpha l)``

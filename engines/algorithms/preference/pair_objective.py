@@ -1,7 +1,7 @@
 """Losses over pairs of answers, for a policy (the DPO family) and for a reward model.
 
 A policy's losses are pure functions of `PairInputs` to a `PairLoss`. A reward model's score is the
-output of a value model behind the last token of a sequence, as the role `reward` reads it.
+output of a value model after the last token of a sequence, as the role `reward` reads it.
 
 Promises: the mean over the pairs of the step for every number of ranks or micro-batches; metrics
 add up likewise. Values and gradients are finite for finite log-probabilities. Pairs are
@@ -212,7 +212,7 @@ class RewardModelObjective:
         """Return this micro-batch's share of the loss and metrics, see `share_of_pairs`.
 
         Args:
-            batch: whole pairs, as units with the `required_rows` (of margins the chosen answer's
+            batch: whole pairs, as units with the `required_rows` (the chosen answer's margin
                 counts). A pair counts if `loss_mask` is set on any of its tokens but the first.
 
         Raises:

@@ -25,7 +25,7 @@ def check_sampling(rl: RLConfig) -> None:
         if optimizer.schedule != "constant":
             raise ConfigError(
                 f"{path}.schedule",
-                f"got {optimizer.schedule!r}; need 'constant', for the number of rounds is open",
+                f"got {optimizer.schedule!r}; need 'constant', because rounds may be added later",
             )
     # The sampler renormalises over the kept tokens, the trainer over the whole vocabulary: equal
     # beliefs differ by the logarithm of the kept mass.
@@ -37,9 +37,9 @@ def check_sampling(rl: RLConfig) -> None:
         if cut and rl.mismatch.enable:
             raise ConfigError(
                 f"rl.sampling.{name}",
-                f"got {got}; need {need}: rl.mismatch compares logprobs of the whole vocabulary, "
-                f"and the sampler's are of what {name} keeps; set it to {need}, or "
-                "rl.mismatch.enable to false",
+                f"got {got}; need {need}: rl.mismatch compares logprobs over the whole vocabulary, "
+                f"but the sampler normalizes over the tokens that {name} keeps; set it to {need}, "
+                "or rl.mismatch.enable to false",
             )
 
 
@@ -198,9 +198,8 @@ def check_distillation(rl: RLConfig) -> None:
     if estimator.selects:
         raise ConfigError(
             ADVANTAGES.setting,
-            f"got {estimator.name}, which chooses by rewards what is trained on, with "
-            f"{_SECTION}.policy_weight 0, where nothing learns from them; need another; set it, or "
-            f"raise {_SECTION}.policy_weight",
+            f"got {estimator.name}, which selects samples by reward, with {_SECTION}.policy_weight "
+            f"0, where nothing learns from rewards; set another, or raise {_SECTION}.policy_weight",
         )
     for setting, is_set in {
         "rl.algorithm.use_kl_loss": algorithm.use_kl_loss,
@@ -214,8 +213,8 @@ def check_distillation(rl: RLConfig) -> None:
         if is_set:
             raise ConfigError(
                 setting,
-                f"got one with {_SECTION}.policy_weight 0, where nothing learns from rewards; need "
-                f"none; remove it, or raise {_SECTION}.policy_weight",
+                f"is set with {_SECTION}.policy_weight 0, where nothing learns from rewards; "
+                f"remove it, or raise {_SECTION}.policy_weight",
             )
 
 
@@ -236,17 +235,17 @@ def _check_estimator(rl: RLConfig, section: DistillationConfig) -> None:
     if rl.batch_size_prompts > rl.prompts_per_update or rl.num_epochs > 1:
         raise ConfigError(
             setting,
-            f"got {loss} with several updates of a batch, where samples are an older policy's and "
-            f"it estimates no KL; need {TOPK}, or one update; set it, or rl.num_epochs to 1 and "
-            "rl.mini_batch_size_prompts to null",
+            f"got {loss} with several updates per batch; after the first one the samples come from "
+            f"an older policy, where it is no estimate of the KL; use {TOPK}, or rl.num_epochs 1 "
+            "and rl.mini_batch_size_prompts null",
         )
     for name in ("num_top", "tail"):
         given, default = getattr(section, name), type(section).model_fields[name].default
         if given != default:
             raise ConfigError(
                 f"{_SECTION}.{name}",
-                f"got {given} with {_SECTION}.loss {section.loss}, which sees the sampled token "
-                f"alone and reads nothing of it; remove it, or set the loss to {TOPK}",
+                f"got {given} with {_SECTION}.loss {section.loss}, which uses only the sampled "
+                f"token and ignores {name}; remove it, or set the loss to {TOPK}",
             )
 
 
@@ -259,15 +258,15 @@ def check_served_teacher(rl: RLConfig, rollout: RolloutConfig, max_length: int) 
     if PROMPT_LOGPROBS not in row.capabilities:
         raise ConfigError(
             setting,
-            f"got engines of rollout.engine {row.name}, which cannot return logprobs of "
-            f"given tokens; need {' or '.join(engines_with(PROMPT_LOGPROBS))}; "
-            "set rollout.engine to one, or this to null",
+            f"got rollout.engine {row.name}, which cannot return logprobs of given tokens; need "
+            f"{' or '.join(engines_with(PROMPT_LOGPROBS))}; set rollout.engine to one, or this to "
+            "null",
         )
     if temperature != 1 and ANY_TEMPERATURE not in row.capabilities:
         raise ConfigError(
             setting,
-            f"got engines of rollout.engine {row.name}, which says logprobs of given tokens at "
-            f"temperature 1 alone, and rl.sampling.temperature {temperature}; need "
+            f"got rollout.engine {row.name}, which returns logprobs of given tokens only at "
+            f"temperature 1, with rl.sampling.temperature {temperature}; need "
             f"{' or '.join(engines_with(ANY_TEMPERATURE))}; set rollout.engine to it, "
             "rl.sampling.temperature to 1, or this to null",
         )

@@ -13,7 +13,7 @@ from infra.errors import ConfigError
 def check_answer_length(
     path: str, max_new_tokens: int, max_length: int, max_prompt_length: int | None = None
 ) -> None:
-    """Refuse answers that do not fit into the context behind a prompt.
+    """Refuse answers that do not fit into the context after a prompt.
 
     Raises `ConfigError` at `path`. `max_prompt_length` None means unknown: at least one token.
     """
@@ -69,7 +69,8 @@ def check_order(path: str, order: OrderConfig) -> None:
     shuffled, banded = order.kind == "shuffled", order.kind == "banded"
     if order.weights and not shuffled:
         raise ConfigError(
-            f"{path}.weights", f"got weights with kind {order.kind}; need kind shuffled; set one"
+            f"{path}.weights",
+            f"got weights with kind {order.kind}; need kind shuffled; set it, or remove them",
         )
     if order.difficulty is not None and shuffled:
         raise ConfigError(
@@ -115,8 +116,8 @@ def check_supervised_order(path: str, order: OrderConfig) -> None:
     if order.difficulty is not None:
         raise ConfigError(
             f"{path}.difficulty",
-            f"got {order.difficulty}; need null, for rows with answers have no extra_info: the "
-            "tokens of a conversation say how difficult it is; remove it",
+            f"got {order.difficulty}; need null: rows with answers have no extra_info, so their "
+            "difficulty is their number of tokens; remove it",
         )
 
 

@@ -43,7 +43,7 @@ def check_seen_by_judges(
         return
     raise ConfigError(
         f"rl.reward.{'judge' if reward_model is None else 'model'}",
-        f"got a model that judges; {shown}, which it is not shown; need a rule; set "
+        f"got a model that judges; {shown}, which it does not see; need a rule; set "
         "rl.reward.function to one, or leave out the source",
     )
 
@@ -90,7 +90,7 @@ def resolved_algorithm(rl: RLConfig) -> AlgorithmConfig:
             if known
             else f"null with rl.reward.function {reward.function}, which may report any"
         )
-        raise ConfigError(KEYS, f"got {why}; need names of what every sample has; set it")
+        raise ConfigError(KEYS, f"got {why}; need names of scores that every sample gets; set it")
     keys = given.gdpo_reward_keys or known.pop()
     for source, names in _routes(reward).items():
         able = (*names, "score", "acc")
@@ -144,9 +144,9 @@ def check_value_model(setting: str, training: TrainingConfig) -> None:
 
 
 _SAID_BY: Mapping[str, str] = {
-    "model": "the role reward says; need rl.reward.model, which this recipe lacks; set "
+    "model": "the reward model's score; need rl.reward.model, which this recipe lacks; set "
     "rl.reward.model.path to a sequence classification model",
-    "judge": "a judge writes; need rl.reward.judge, which this recipe lacks; set "
+    "judge": "a judge's text; need rl.reward.judge, which this recipe lacks; set "
     "rl.reward.judge.path and rl.reward.judge.prompt",
 }
 
@@ -159,7 +159,7 @@ def check_reward_models(reward: RewardConfig) -> None:
         if row.reads is not None and row.reads not in reward.models:
             raise ConfigError(
                 f"{path}.function",
-                f"got {row.name}, which reads what {_SAID_BY[row.reads]}",
+                f"got {row.name}, which reads {_SAID_BY[row.reads]}",
             )
     for path, row in rows.items():
         if not row.is_verdict and path.rpartition(".")[2] in reward.accuracy:
@@ -176,8 +176,8 @@ def check_reward_models(reward: RewardConfig) -> None:
         able = " or ".join(row.name for row in REWARDS.rows if row.reads == name)
         raise ConfigError(
             f"rl.reward.{name}",
-            "got a model, and nothing reads what it says; need null, or a function or component "
-            f"{able}; remove it, or add one",
+            f"got a model, and nothing reads its output; remove it, or add a function or component "
+            f"{able}",
         )
 
 

@@ -124,12 +124,12 @@ class StageConfig(StrictModel):
 
     @property
     def interpreter(self) -> Path | None:
-        """Python of the job environment that the job needs; None: the project's own."""
+        """Path of the Python that runs the job; None: the project's own."""
         return None
 
     @property
     def rollout_interpreter(self) -> Path | None:
-        """Python of its rollout replicas; None: the job's Python, or there are no replicas."""
+        """Path of the Python that runs rollout replicas; None: the job's, or no replicas."""
         return None
 
     @property
@@ -227,7 +227,7 @@ class TrainingStageConfig(BackendStageConfig):
 
     @property
     def interpreter(self) -> Path | None:
-        """Python of the training backend's job environment."""
+        """Path of the Python that the training backend needs; None: the project's own."""
         return ENGINES.interpreter(self.training.backend, "training.backend")
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
@@ -240,5 +240,5 @@ class TrainingStageConfig(BackendStageConfig):
 
 
 def interpreter_of(rollout: RolloutConfig) -> Path | None:
-    """Return the Python of rollout replicas; None: the job's Python, or there are no replicas."""
+    """Return the path of the Python that runs rollout replicas; None: the job's, or no replicas."""
     return None if is_embedded(rollout) else ROLLOUT_ENGINES.interpreter(rollout.engine)

@@ -68,7 +68,7 @@ class SoupStageConfig(StageConfig):
     stage = "soup"
     num_models: int = Field(ge=1)
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """In a recipe `merge.dtype`."""
+    """dtype of the averaged weights; in a recipe `merge.dtype`."""
     max_shard_bytes: int = Field(default=5_000_000_000, ge=1024)
 
     @classmethod
@@ -269,7 +269,7 @@ class HarnessStageConfig(BackendStageConfig, AnsweringStageConfig):
 
     @property
     def interpreter(self) -> Path | None:
-        """Python of the harness's job environment."""
+        """Path of the Python that runs the harness; None: the project's own."""
         return HARNESSES.interpreter(LM_EVAL, self.section)
 
     @property

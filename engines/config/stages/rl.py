@@ -113,7 +113,7 @@ class RLRoundStageConfig(TrainingStageConfig):
 
     @property
     def rollout_interpreter(self) -> Path | None:
-        """Python of the rollout engine's job environment."""
+        """Path of the Python that runs rollout replicas; None: the job's, or no replicas."""
         return interpreter_of(self.rollout)
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:

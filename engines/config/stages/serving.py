@@ -45,7 +45,7 @@ class AnsweringStageConfig(ComputingStageConfig):
 
     @property
     def rollout_interpreter(self) -> Path | None:
-        """Python of the rollout engine's job environment."""
+        """Path of the Python that runs rollout replicas; None: the job's, or no replicas."""
         return interpreter_of(self.rollout)
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
@@ -63,7 +63,7 @@ class ServingStageConfig(BackendStageConfig, AnsweringStageConfig):
 
     @property
     def interpreter(self) -> Path | None:
-        """Python of the training backend's job environment, which can read its checkpoints."""
+        """Path of the Python that can read the backend's checkpoints; None: the project's own."""
         return ENGINES.interpreter(self.backend, "training.backend") if self.backend else None
 
     @property
@@ -104,7 +104,7 @@ class SelfPlayStageConfig(ServingStageConfig):
     """Tokens of a prompt with its answer; in a recipe `model.max_length`."""
     self_play: SelfPlayConfig
     sampling: SamplingConfig
-    """In a recipe `preference.self_play.sampling`, or `rl.sampling`."""
+    """How answers are sampled; in a recipe `preference.self_play.sampling`, or `rl.sampling`."""
 
     @classmethod
     def from_recipe(cls, recipe: "Recipe", iteration: int) -> Self:

@@ -100,7 +100,7 @@ class DatasetSummary:
 
     Attributes:
         num_overlapping: held-out rows whose prompt occurs in training.
-        num_decontaminated: by split, rows removed since they share words with held-out ones.
+        num_decontaminated: rows removed since they share words with held-out ones, by split.
         num_images: distinct images.
     """
 
@@ -134,9 +134,9 @@ def build_dataset(
 
     Args:
         model: with `init: random` a tokenizer is trained on the data; None: data for any model.
-        tokenizer: of a pretrained model, to check lengths now; None leaves this to later stages.
+        tokenizer: a pretrained model's, to check lengths now; None leaves this to later stages.
         suites: further held-out rows that training rows must not repeat.
-        image_length: of a vision model; None leaves prompts with images to later stages.
+        image_length: a vision model's count of an image's tokens; None leaves this to later stages.
 
     Raises:
         ConfigError: the data cannot be used; names the place and the remedy.

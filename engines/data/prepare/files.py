@@ -144,9 +144,9 @@ def _of_split(names: list[str], split: str, field: str, top: Path) -> list[str]:
     if unclear:
         raise ConfigError(
             field,
-            f"got {split!r}; whether {some_of(unclear)} under {top} are of it their names do not "
-            "tell; set it to a word of the names that are to be read, as a whole and without what "
-            "follows the last point, or give one file as the path",
+            f"got {split!r}; the names of {some_of(unclear)} under {top} do not tell if they are "
+            "of this split; set it to a whole word of the names to read, without the suffix, or "
+            "give one file as the path",
         )
     return names
 

@@ -45,7 +45,7 @@ _DAMAGE = {
 """Problems of a file by the beginning of the error of `csv`."""
 _WRONG_QUOTES = (
     "the record that begins here is quoted wrongly ({}), so what follows is not known; need a "
-    "separator or line end behind a closing quote, and quotes inside a field doubled; mend the file"
+    "separator or line end after a closing quote, and quotes inside a field doubled; mend the file"
 )
 _SHOWN_CHARACTERS = 40
 _BATCH_BYTES = 64 * 2**20
@@ -66,7 +66,7 @@ class RawRow:
 class BadRow:
     """A row that cannot be used; `unreadable` if it is not even a JSON object or record.
 
-    If columns are `absent` that its layout needs, `present` has the others.
+    `absent` has columns that its layout needs and the row lacks; `present` then has its columns.
     """
 
     place: str
@@ -93,6 +93,7 @@ def read_file(path: Path) -> Iterator[RawRow | BadRow]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a source file, unpacked if packed; raise `ConfigError` if its gzip data is damaged."""
     if path.suffix.lower() != PACKED_SUFFIX:
         with path.open("rb") as file:
             yield file
@@ -179,7 +180,7 @@ def _read_json_lines(lines: Iterable[bytes], path: Path) -> Iterator[RawRow | Ba
 class _BadJSON(Exception):
     """A text is not JSON; `line` counts from 1, None if unknown.
 
-    It `is_longer` if a JSON value and more text were found.
+    `is_longer` is True if more text follows a complete JSON value.
     """
 
     def __init__(self, problem: str, line: int | None = None, is_longer: bool = False) -> None:

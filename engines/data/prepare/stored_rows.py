@@ -227,6 +227,6 @@ def _writing(path: Path, schema: pa.Schema) -> Iterator[pa.ipc.RecordBatchFileWr
 
 @contextmanager
 def _reading(path: Path) -> Iterator[pa.ipc.RecordBatchFileReader]:
-    """Open without memory mapping, since mapped pages count as the memory of the process."""
+    """Open an Arrow file without memory mapping, whose pages count as memory of the process."""
     with pa.OSFile(str(path)) as file, pa.ipc.open_file(file) as reader:
         yield reader

@@ -310,8 +310,8 @@ def _marked_pieces(rendered: Rendered) -> list[tuple[str, bool]]:
     if not rendered.spans:
         raise ConfigError(
             "model.chat_template",
-            "renders a conversation differently once it goes on, so its answers cannot be told "
-            "apart; need {% generation %} blocks around them, or rows with one answer each",
+            "renders earlier turns differently once a conversation continues, so its answers "
+            "cannot be located; need {% generation %} blocks around them, or rows with one answer",
         )
     pieces: list[tuple[str, bool]] = []
     done = 0

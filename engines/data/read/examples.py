@@ -136,16 +136,17 @@ def rl_prompts(
         sources += [sys.intern(row.data_source) for row in batch]
         rendered = render_prompts(tokenizer, [row.prompt for row in batch])
         for row, ids in zip(batch, rendered, strict=True):
+            shown = f"row {len(packed)} of the stage's split (data_source {row.data_source!r})"
             if row.images and expanded is None:
                 raise ConfigError(
                     "data",
-                    f"row {len(packed)} of the split shows images, which this stage does not read; "
-                    "need text; leave out such rows",
+                    f"{shown} shows images, which this stage does not read; need text; leave out "
+                    "such rows",
                 )
             try:
                 packed.append(expanded(row, ids) if expanded else ids)
             except RowError as error:
-                raise ConfigError("data", f"row {len(packed)} of the split: {error}") from None
+                raise ConfigError("data", f"{shown}: {error}") from None
             shows_images.append(bool(row.images))
     lengths = packed.lengths
     refuse_empty(lengths)
@@ -191,7 +192,9 @@ def within(
             f"{longest}, has {lengths[longest]}); {remedies[on_overlong]}",
         )
     if not kept:
-        raise ConfigError(field, f"0 of {len(lengths)} {noun} have at most {limit} tokens")
+        raise ConfigError(
+            field, f"0 of {len(lengths)} {noun} have at most {limit} tokens; raise it"
+        )
     return kept
 
 

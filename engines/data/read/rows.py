@@ -74,7 +74,7 @@ class Message:
 
     Attributes:
         role: `system`, `user`, `assistant` or `tool`.
-        content: an assistant's may be empty if it has tool calls.
+        content: text; may be empty for an assistant that has tool calls.
         tool_call_id: role `tool` only: id of the call that it answers; empty if unknown.
         name: role `tool` only: the function that returned; empty if unknown.
         tools: first message only: the tools of the whole conversation, each the JSON text of
@@ -213,7 +213,7 @@ class SFTRow:
 class PreferenceRow:
     """A chosen and a rejected answer to one prompt.
 
-    The text of an answer may be empty, or None where the source has none, only beside its calls.
+    Only an answer with tool calls may have an empty text, or None if the source has none.
     `margin` tells how much better the chosen answer is; None if unknown.
     """
 
@@ -268,7 +268,7 @@ def check_roles(messages: Sequence[Message], name: str, last: Sequence[str]) -> 
         if message.role not in expected:
             raise RowError(f"{where}.role is {message.role!r}; need {' or '.join(expected)}")
         if message.tools and place:
-            raise RowError(f"{where}.tools is given; need it with the first message alone")
+            raise RowError(f"{where}.tools is given; need it only in the first message")
         expected = _FOLLOWERS[message.role]
     if messages[-1].role not in last:
         raise RowError(
@@ -282,14 +282,14 @@ def _check_said(message: Message, where: str, content: str) -> None:
     if message.is_plain:
         return
     if message.tool_calls and message.role != "assistant":
-        raise RowError(f"{where}.tool_calls is given; need it of the assistant alone")
+        raise RowError(f"{where}.tool_calls is given; need role assistant for it")
     if message.images and message.role != "user":
-        raise RowError(f"{where}.images is given; need it of the user alone")
+        raise RowError(f"{where}.images is given; need role user for it")
     if message.images and message.content.count(IMAGE_MARK) != len(message.images):
-        raise RowError(f"{where}.images are {len(message.images)}; need one for each {IMAGE_MARK}")
+        raise RowError(f"{where} has {len(message.images)} images; need one for each {IMAGE_MARK}")
     if (message.tool_call_id or message.name) and message.role != "tool":
         named = "tool_call_id" if message.tool_call_id else "name"
-        raise RowError(f"{where}.{named} is given; need it of the role tool alone")
+        raise RowError(f"{where}.{named} is given; need role tool for it")
     _check_unicode(message.tool_call_id, f"{where}.tool_call_id")
     _check_unicode(message.name, f"{where}.name")
     for place, call in enumerate(message.tool_calls):
@@ -303,7 +303,7 @@ def _check_said(message: Message, where: str, content: str) -> None:
 
 def _refuse_images(messages: Sequence[Message]) -> None:
     if any(message.images for message in messages):
-        raise RowError("images are given; need text: rows of data.rl and data.evaluation have some")
+        raise RowError("images are given; need text; only data.rl and data.evaluation read images")
 
 
 def _check_object(text: str, name: str) -> None:

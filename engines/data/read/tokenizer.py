@@ -161,8 +161,8 @@ def check_same_tokens(
         raise ConfigError(
             setting,
             f"got {name} whose tokenizer has {theirs.get(first)!r} at id {first}, the "
-            f"policy's has {ours.get(first)!r}; need one tokenizer, or they speak of different "
-            "texts; use a model of the policy's family",
+            f"policy's has {ours.get(first)!r}; need equal ids, so that both read the same text; "
+            "use a model of the policy's family",
         )
 
 

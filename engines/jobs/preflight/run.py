@@ -170,8 +170,8 @@ def first_rows(
 ) -> dict[str, RLRow]:
     """Read the first usable row of every local source and render it with the chat template.
 
-    Returns rows of the RL split, then of the evaluation split, by configuration path. A ConfigError
-    if a column is missing, no row is usable or the template fails.
+    Returns rows of the RL split, then of the evaluation split, by configuration path. Raises
+    ConfigError if a column is missing, no row is usable or the template fails.
     """
     for path, source in _local(data, section, "sft"):
         row = first_usable_row(source, path, SFT_ROWS)
@@ -223,7 +223,7 @@ def look_at_images(at: PreflightRequest, sources: Sequence[str]) -> None:
     if engine is not None and IMAGES not in ROLLOUT_ENGINES.place(engine).capabilities:
         raise ConfigError(
             ROLLOUT_ENGINES.setting,
-            f"got {engine}; {shown}, which it does not show the model; need "
+            f"got {engine}; {shown}, which it does not pass to the model; need "
             f"{' or '.join(engines_with(IMAGES))}; choose it, or leave out the source",
         )
     check_seen_by_judges(shown, at.reward_model, at.judge)
@@ -254,8 +254,8 @@ def _look_at_training(training: TrainingConfig, shown: str, *, has_critic: bool)
     if backend in BACKENDS and backend not in able:
         raise ConfigError(
             "training.backend",
-            f"got {backend}; {shown}, and it trains text models; need {' or '.join(able)}; choose "
-            "one, or leave out the source",
+            f"got {backend}; {shown}, and it trains only text models; need "
+            f"{' or '.join(able)}; choose one, or leave out the source",
         )
     if training.ulysses_size > 1:
         raise ConfigError(

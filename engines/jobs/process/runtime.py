@@ -125,7 +125,7 @@ class JobContext(Generic[Config]):
         try:
             self.storage.attempts.check(attempt)
         except StoreError as error:
-            logger.warning("whether this attempt is still held is not known: %s", error)
+            logger.warning("cannot check that this attempt still holds its stage: %s", error)
 
     @contextlib.contextmanager
     def reading(self, names: Iterable[str]) -> Iterator[None]:
@@ -303,7 +303,7 @@ def _claim(
         if before.fingerprint in storage.attempts.followed_by(stage.follower):
             storage.attempts.join(fingerprint, stage.follower)  # until the follower joins itself
     except (PipelineError, OSError) as error:
-        logger.info("stage %s is left to a job of its own: %s", claimed.stage, error)
+        logger.info("stage %s gets a job of its own, not this one: %s", claimed.stage, error)
         return None
     return claimed
 

@@ -113,7 +113,7 @@ def _reward_model(
     def behind(batch: TokenBatch) -> Tensor:
         found = workers.run(ModelWorker.infer, batch, Readouts(last_values=True), REWARD)
         if found.last_values_B is None:
-            raise ValueError("a value model said nothing behind its sequences")
+            raise ValueError("the value model returned no last_values")
         return found.last_values_B
 
     return RewardModelJudge(

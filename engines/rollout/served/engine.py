@@ -178,7 +178,7 @@ class ServedEngine(StatefulEngine):
         self._paused = True
 
     async def resume(self) -> None:
-        """See the base class; also a RolloutError without confirmed weights."""
+        """See the base class; also raises RolloutError without confirmed weights."""
         self._check_can_serve()
         await self._wait(self._go_on_sampling(), "to resume")
         self._paused = False

@@ -61,7 +61,7 @@ class RunningSample(SampleOfCall):
         spans: Iterable[tuple[int, int, int]],
         finish_reason: str,
     ) -> Completion:
-        """Return the completion, cut behind the token that completes a stop string.
+        """Return the completion, cut after the token that completes a stop string.
 
         Args:
             spans: policy version of the tokens from a start to an end.

@@ -84,7 +84,7 @@ def prompt_rows(answer: Mapping[str, Any], request: PromptRequest, num_top: int)
 
 
 class SglangEngine(ServedEngine):
-    """Rollout engine on SGLang, whose processes the constructor starts, or a ConfigError."""
+    """Rollout engine on SGLang; creating it starts its processes or raises ConfigError."""
 
     capabilities = frozenset(
         {

@@ -66,7 +66,7 @@ def server_arguments(
     platform: PlatformBase,
     layout: ModelLayout,
 ) -> dict[str, Any]:
-    """Return the arguments of `ServerArgs`, or a ConfigError if the cache is too small."""
+    """Return the arguments of `ServerArgs`; raise ConfigError if the cache is too small."""
     on_cpu = platform.device_name == "cpu"
     length = context_length(options, layout) + NUM_HELD_BACK
     has_tokenizer = (hf_dir / "tokenizer.json").is_file()

@@ -139,7 +139,7 @@ class SglangSampler:
         """While it is clear, samples are held back."""
         self.may_send.set()
         self._unsent: dict[int, dict[RunningSample, Answer]] = {}
-        """By number of their `generate` call."""
+        """Samples held back, by number of their `generate` call."""
         self._answers: dict[str, Answer] = {}
         self._sending: set[asyncio.Task[None]] = set()
         self._dropping: set[asyncio.Task[None]] = set()

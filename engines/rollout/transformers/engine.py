@@ -30,7 +30,7 @@ from infra.errors import DeadlineError
 
 
 class TransformersEngine(StatefulEngine):
-    """Rollout engine on transformers; a ConfigError for bad options or an unsupported model."""
+    """Rollout engine on transformers; raises ConfigError for bad options or unsupported models."""
 
     capabilities = frozenset(
         {
@@ -99,7 +99,7 @@ class TransformersEngine(StatefulEngine):
         self._paused = True
 
     async def resume(self) -> None:
-        """See the base class; also a RolloutError without confirmed weights."""
+        """See the base class; also raises RolloutError without confirmed weights."""
         self._check_can_serve()
         self._paused = False
         self._start_sampling()
@@ -137,7 +137,7 @@ class TransformersEngine(StatefulEngine):
         return [found[request.request_id] for request in requests]
 
     async def sleep(self, level: SleepLevel = "weights") -> None:
-        """See the base class; a RolloutError while samples are in flight."""
+        """See the base class; raises RolloutError while samples are in flight."""
         if self._num_in_flight:
             raise RolloutError("samples are in flight; drain or abort them before sleep")
         self._batch.free()

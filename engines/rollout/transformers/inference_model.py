@@ -5,7 +5,7 @@ persistent buffers under the names that `save_pretrained` writes, each exactly o
 in which it is held, or raises. Models with unsupported attention (recurrent layers, soft caps,
 custom attention) are refused at construction or at the first forward pass. The context ends where
 rotary embeddings would depend on the longest sequence of the batch. Features and positions of
-images are those of the trainer's forward pass (`engines.vision.processor`); behind the prompt a
+images are those of the trainer's forward pass (`engines.vision.processor`); after the prompt a
 rotary position is the place plus a fixed offset, since an image takes fewer positions than places.
 Does not promise support of every architecture: it must use transformers' `AttentionInterface`. An
 image placeholder is never sampled; its small probability is missing from the distribution, while
@@ -100,7 +100,7 @@ class Vision:
         if len(found_N):
             raise RolloutError(
                 f"{len(found_N)} tokens of a prompt stand for images, the first {int(found_N[0])}; "
-                "its logprobs are those of a text alone; ask about texts"
+                "need a prompt of text only to compute its logprobs"
             )
 
     def _check(self, batch: TokenBatch) -> None:
@@ -124,7 +124,7 @@ class Vision:
 
 
 class InferenceModel:
-    """A model whose weights come by `load`; a ConfigError if it is not supported."""
+    """A model whose weights come by `load`; raises ConfigError if it is not supported."""
 
     def __init__(self, hf_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
         if not (hf_dir / "config.json").is_file():
@@ -232,8 +232,9 @@ class InferenceModel:
             self._logprob_head = LogprobHead(self._model, chunked=True)
         if self._logprob_head.why_whole is not None:
             raise RolloutError(
-                f"a {type(self._model).__name__} says no logprobs of a prompt in the rollout "
-                f"engine transformers, since {self._logprob_head.why_whole}; choose another engine"
+                f"the rollout engine transformers cannot return logprobs of a prompt of a "
+                f"{type(self._model).__name__}: {self._logprob_head.why_whole}; choose another "
+                "engine"
             )
         if self._vision is not None:
             self._vision.check_text(input_ids_T)
@@ -318,9 +319,9 @@ class InferenceModel:
     def _check_attended(self, step: PrefillStep | DecodeStep) -> None:
         if len(step.attended) != self.num_layers:
             raise RolloutError(
-                f"{len(step.attended)} of {self.num_layers} layers of a "
-                f"{type(self._model).__name__} attend, the others keep a state of their own, which "
-                "the rollout engine transformers does not; choose another engine"
+                f"only {len(step.attended)} of {self.num_layers} layers of a "
+                f"{type(self._model).__name__} use attention; the rollout engine transformers "
+                "cannot keep the state of the others; choose another engine"
             )
 
 

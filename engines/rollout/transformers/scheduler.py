@@ -18,9 +18,9 @@ class Sample(SampleOfCall):
     """One sample of a request, waiting or running.
 
     Attributes:
-        token_ids: tokens sampled so far, prefix included.
-        logprobs: of the tokens behind the prefix.
-        versions: policy versions of the first of these; the current version sampled the rest.
+        token_ids: the prefix, if the request has one, and the tokens sampled so far.
+        logprobs: one for each sampled token, without the prefix.
+        versions: policy version of each sampled token until the last `stamp`; later ones have none.
     """
 
     eos_token_ids: frozenset[int] = frozenset()

@@ -86,7 +86,7 @@ def _shape(name: str, layout: ModelLayout, lora: LoraConfig) -> tuple[int, int]:
 
 
 class VllmEngine(ServedEngine):
-    """Rollout engine on vLLM, whose processes the constructor starts, or a ConfigError.
+    """Rollout engine on vLLM; creating it starts its processes or raises ConfigError.
 
     `adapter` is the shape of the adapter beside the weights; None: there is none.
     """

@@ -119,7 +119,7 @@ def engine_arguments(
 
 
 def adapter_arguments(adapter: LoraConfig | None) -> dict[str, Any]:
-    """Return the engine arguments for an adapter; a ConfigError if vLLM lacks its rank."""
+    """Return the engine arguments for an adapter; raise ConfigError if vLLM lacks its rank."""
     if adapter is None:
         return {}
     from vllm.config.lora import MaxLoRARanks

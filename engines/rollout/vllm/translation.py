@@ -36,8 +36,8 @@ def check_temperature(request: RolloutRequest) -> None:
 def vllm_seed(seed: int, draw_offset: int = 0) -> int:
     """Return a 32-bit seed for vLLM; torch's CPU generator ignores all other bits.
 
-    vLLM draws a whole vocabulary per token and cannot skip any, so behind `draw_offset` used
-    numbers another stream starts.
+    vLLM draws a whole vocabulary per token and cannot skip any, so another stream starts after
+    `draw_offset` used numbers.
     """
     if draw_offset:
         name = f"{seed & 2**64 - 1}/draw={draw_offset}".encode()

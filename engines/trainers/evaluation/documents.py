@@ -67,7 +67,7 @@ def write_measurement(
 
 
 def has_documents(directory: Path) -> bool:
-    """Return True if an evaluation is a measurement by a harness."""
+    """Return True if a harness made the evaluation in a directory: it then has documents."""
     return (directory / DOCUMENTS_NAME).exists()
 
 

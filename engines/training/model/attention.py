@@ -173,7 +173,7 @@ def packed_attention(
         raise ConfigError(
             "model.path",
             f"its attention needs {', '.join(refused) or 'a mask'}, "
-            f"which {ATTENTION_NAME} has not; choose another architecture",
+            f"which {ATTENTION_NAME} does not support; choose another architecture",
         )
     group = packing.ulysses_group
     if group is not None:

@@ -28,7 +28,7 @@ class ImageLayout:
     """Layout of a model's images.
 
     Attributes:
-        token_id: of the placeholder token, which appears once for each image feature.
+        token_id: id of the placeholder token, which appears once for each image feature.
         merge_size: patches along height and along width that form one feature.
         patch_width: values of one patch.
     """

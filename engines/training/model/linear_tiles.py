@@ -79,7 +79,7 @@ def add_columns(
     """Add the logits of some columns (online softmax, arXiv:1805.02867); overwrites them.
 
     Args:
-        sums: of the columns before; with no columns, m is -inf and the rest 0.
+        sums: result of the columns before; for the first columns, m is -inf and the rest 0.
         scale: 1 / temperature, a 0-d tensor; None: 1.
         place_R1: int64 index of each row's token among the columns; 0 if it is not there.
         inside_R: True if the token is among the columns.

@@ -22,8 +22,8 @@ class ModelFlops:
     """Operations of a model's forward pass, as a function of sequence lengths.
 
     Attributes:
-        layers_per_token: of one token in all layers, without attention scores.
-        attention_per_pair: of one query-key pair in one layer.
+        layers_per_token: operations of one token in all layers, without attention scores.
+        attention_per_pair: operations of one query-key pair in one layer.
         windows: (tokens a query sees at most, None for all; number of such layers).
     """
 

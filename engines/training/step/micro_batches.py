@@ -122,8 +122,8 @@ def _check(
     for rank, (sequence, *numbers) in enumerate(faults):
         if sequence >= 0:
             raise EngineError(
-                f"loss_mask: sequence {sequence} of data-parallel rank {rank} has its first "
-                "token in it; need 0 there, for nothing predicts that token; set it to 0"
+                f"loss_mask: sequence {sequence} of data-parallel rank {rank} trains on its first "
+                "token, which nothing predicts; set it to 0 there"
             )
         image_fault = ImageFault(*numbers)
         if image_fault.sequence >= 0:
@@ -138,7 +138,7 @@ def _check(
     if rotary_limit is not None and longest > rotary_limit:
         raise ConfigError(
             "model.path",
-            f"its rotary embeddings compute a micro-batch otherwise when a sequence exceeds "
+            f"its rotary embeddings change for a whole micro-batch when a sequence exceeds "
             f"{rotary_limit} tokens; got {longest}; set model.max_length to {rotary_limit} or less",
         )
 
@@ -155,7 +155,7 @@ def plan_micro_batches(
 
     Args:
         min_num: minimum number of micro-batches, as far as there are sequences.
-        costs: of each sequence in any unit; None balances tokens.
+        costs: one for each sequence, in any unit; None balances tokens.
         units: sequences that stay together; None: each is its own unit.
 
     Returns:

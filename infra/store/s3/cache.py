@@ -120,7 +120,7 @@ class ArtifactCache:
             publish_directory(source, final)
 
     def fetch(self, kind: str, digest: str, manifest: Callable[[], Manifest], read: Read) -> Path:
-        """Return a verified copy, which stays while this process lives; `read` is as of `download`.
+        """Return a verified copy, which stays while this process lives; `read` as for `download`.
 
         Raises:
             ArtifactCorruptError: the store's bytes do not match the manifest.

@@ -296,7 +296,7 @@ class SharedSteps:
             raise ArtifactNotFoundError(f"{place} was removed")
         manifest = parse_manifest(data, place, STEP_KIND)
         if manifest.digest != digest:
-            raise ArtifactCorruptError(f"{place} is that of {manifest.digest}")
+            raise ArtifactCorruptError(f"{place} has digest {manifest.digest}; need {digest}")
         unfinished = self._root / f".part-{digest}"
         make_directories(unfinished)
         download(unfinished, manifest, lambda name, *at: self._objects.part(f"{root}/{name}", *at))

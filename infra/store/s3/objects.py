@@ -125,7 +125,7 @@ class ConflictError(StoreError):
 
 @contextmanager
 def told(place: str, endpoint: str) -> Iterator[None]:
-    """Convert errors of botocore to one-line errors of this project that name the object."""
+    """Raise errors of botocore as `StoreError` or `ConfigError`, in one line with the object."""
     try:
         yield
     except ClientError as error:
@@ -384,7 +384,7 @@ class Objects(Files):
 
 @functools.cache
 def _client(endpoint: str, profile: str | None, process: int) -> Any:
-    """Cached client for one process: it is thread-safe, but a fork must not share connections."""
+    """Return a client, cached per process: it is thread-safe, but a fork must not share it."""
     config = Config(
         connect_timeout=CONNECT_TIMEOUT_S,
         read_timeout=READ_TIMEOUT_S,

@@ -293,7 +293,9 @@ class S3Storage(Storage):
             raise ArtifactNotFoundError(f"{where} is not in the store")
         manifest = parse_manifest(data, where, artifact.kind)
         if manifest.digest != artifact.digest:
-            raise ArtifactCorruptError(f"{where} is that of the artifact {manifest.digest}")
+            raise ArtifactCorruptError(
+                f"{where} has digest {manifest.digest}; need {artifact.digest}"
+            )
         return manifest
 
     def _sizes(self, root: str) -> dict[str, int]:

@@ -59,7 +59,7 @@ class StoredRun(FrozenModel):
     """Valid bytes of the points; later bytes belong to an interrupted call."""
 
 
-class Bearer(FrozenModel):
+class StoredIncumbent(FrozenModel):
     """A model that an alias points to, and the model that it replaced there."""
 
     artifact: Artifact
@@ -67,10 +67,10 @@ class Bearer(FrozenModel):
 
 
 class Models(FrozenModel):
-    """Content of `models.json`: digests of the versions by model, and bearers by `name@alias`."""
+    """Content of `models.json`: digests of the versions by model, incumbents by `name@alias`."""
 
     versions: dict[str, list[str]] = {}
-    aliases: dict[str, Bearer] = {}
+    aliases: dict[str, StoredIncumbent] = {}
 
 
 class DirectoryTracker(ABC):
@@ -192,22 +192,22 @@ class DirectoryTracker(ABC):
             digest = candidate.artifact.digest
             versions = models.versions.get(candidate.name, [])
             versions = versions if digest in versions else [*versions, digest]
-            bearer = Bearer(artifact=candidate.artifact, beat=candidate.beat)
+            incumbent = StoredIncumbent(artifact=candidate.artifact, beat=candidate.beat)
             told = Models(
                 versions={**models.versions, candidate.name: versions},
-                aliases={**models.aliases, f"{candidate.name}@{candidate.alias}": bearer},
+                aliases={**models.aliases, f"{candidate.name}@{candidate.alias}": incumbent},
             )
             save_record(self.root / "models.json", told)
             return str(versions.index(digest) + 1)
 
     def incumbent(self, name: str, alias: str) -> Incumbent | None:
-        """Return the recorded bearer of an alias."""
+        """Return the version that `models.json` records for an alias."""
         models = self._models()
-        bearer = models.aliases.get(f"{name}@{alias}")
-        if bearer is None:
+        stored = models.aliases.get(f"{name}@{alias}")
+        if stored is None:
             return None
-        number = models.versions[name].index(bearer.artifact.digest) + 1
-        return Incumbent(str(number), bearer.artifact, bearer.beat)
+        number = models.versions[name].index(stored.artifact.digest) + 1
+        return Incumbent(str(number), stored.artifact, stored.beat)
 
     def aliased(self) -> dict[str, str]:
         """Return the recorded aliases by digest."""

@@ -74,7 +74,7 @@ def test_another_machines_devices_are_named_by_the_recipe(
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "http://10.0.0.1:8265")
     for hardware in (HardwareConfig(), HardwareConfig(platform="nvidia")):
-        with pytest.raises(ConfigError, match=r"^hardware\.device_kind: missing; .* set it and"):
+        with pytest.raises(ConfigError, match=r"^hardware\.device_kind: missing, .* set it and"):
             resolve_hardware(hardware, tmp_path)
     stated = HardwareConfig(platform="nvidia", device_kind="NVIDIA H100")
     assert resolve_hardware(stated, tmp_path) == stated
@@ -89,7 +89,7 @@ def test_a_head_does_not_answer_for_other_nodes(
     """A head without an accelerator would choose the CPU for ranks that have one."""
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
     monkeypatch.setattr(platform_probe, "num_nodes", lambda api: 2)
-    with pytest.raises(ConfigError, match=r"hardware\.device_kind: missing; the devices of the cl"):
+    with pytest.raises(ConfigError, match=r"hardware\.device_kind: missing"):
         resolve_hardware(HardwareConfig(), tmp_path / "home")
     assert asked == []
     monkeypatch.setattr(platform_probe, "num_nodes", lambda api: 1)

@@ -112,7 +112,7 @@ def test_places_that_cannot_be_written_are_refused_by_the_setting(tmp_path: Path
             preflight(recipe)
         relative = load_recipe("quickstart", [f"location.{setting}=here"])
         with pytest.raises(
-            ConfigError, match=rf"^location.{setting}: got 'here', which is another"
+            ConfigError, match=rf"^location.{setting}: got 'here', which depends on"
         ):
             preflight(relative)
 

@@ -84,8 +84,8 @@ class ShareGPT(Preprocessor[ShareGPTOptions]):
             tools = parse_tools(columns.get("tools"), "tools")
             if tells and not tools:
                 raise RowError(
-                    "tools is empty; need the tools that the system message tells in <tools>, "
-                    "which parse_calls leaves out"
+                    "tools is empty; need the tools that the system message lists in <tools>, "
+                    "because parse_calls removes that message"
                 )
             messages = with_tools(messages, tools)
         return SFTRow(messages, self.options.data_source)

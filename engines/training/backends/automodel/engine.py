@@ -130,7 +130,8 @@ def _tensor_parallel_plan(model: PreTrainedModel, sequence_parallel: bool) -> di
             return None
         raise ConfigError(
             "training.sequence_parallel" if sequence_parallel else "training.tensor_parallel_size",
-            f"automodel has no such plan for {kind.__name__}; choose another training.backend",
+            f"automodel has no plan of this parallelism for {kind.__name__}; choose another "
+            "training.backend",
         )
     plan = dict(make_plan(model, sequence_parallel))
     if sequence_parallel:

@@ -3,8 +3,6 @@
 Gradients are reduced in float32, to shards after every micro-batch. Parameters are sharded over all
 ranks or, with hybrid sharding, over the ranks of each of `replicate_size` copies, which all-reduce
 once per step. A single process in float32 runs the plain module, without a process group.
-
-The device mesh that FSDP shards over.
 """
 
 import torch

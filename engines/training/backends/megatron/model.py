@@ -70,8 +70,8 @@ def rotary_frequencies(config: PretrainedConfig, device: torch.device) -> Tensor
     if scaling != 1.0:
         raise ConfigError(
             "model.path",
-            f"got rotary embeddings that scale attention by {scaling}; need 1.0, for the megatron "
-            "backend does not; choose another, or set training.backend: fsdp2",
+            f"got rotary embeddings that scale attention by {scaling}; need 1.0, because the "
+            "megatron backend cannot scale it; choose another, or set training.backend: fsdp2",
         )
     return frequencies.to(device)
 
@@ -230,12 +230,12 @@ class ValueHead(nn.Module):
         self.bias = nn.Parameter(like.new_zeros(1))
 
     def forward(self, hidden_ND: Tensor) -> Tensor:
-        """(N, D) to (1, N) float32."""
+        """Return (1, N) float32 values of the hidden states."""
         return float32_linear(hidden_ND, self.weight, self.bias).T
 
 
 class PackedModel(GPTModel):
-    """One stage, or one of its virtual pieces; `piece` is None if there is one."""
+    """One pipeline stage, or one of its virtual pieces; `piece` is None for a whole stage."""
 
     def __init__(
         self,

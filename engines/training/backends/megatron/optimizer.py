@@ -40,7 +40,7 @@ class ShardedAdamW:
     """The optimizer of one rank, over the stage's pieces wrapped for gradient reduction.
 
     Attributes:
-        shards: of the parameters that this rank updates.
+        shards: the parts of parameters that this rank updates.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ class Part:
         hub: blocks by name on the hub.
         is_expert: replicated over other ranks than dense weights.
         is_cut: tensor-parallel ranks hold different parts of it.
-        is_primary: of the tensor-parallel ranks and stages with equal values, this one sends.
+        is_primary: this rank sends it, for all tensor-parallel ranks and stages with equal values.
         is_first: this is the first of the tensor-parallel ranks.
     """
 

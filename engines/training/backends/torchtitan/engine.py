@@ -51,7 +51,9 @@ class TorchTitanEngine(ModuleEngine[Any]):
         """Build and shard the decoder and, if it trains, its optimizer."""
         training, platform = self.spec.training, self.spec.platform
         if training.frozen_parameters:
-            raise ConfigError("training.frozen_parameters", "torchtitan trains all; remove them")
+            raise ConfigError(
+                "training.frozen_parameters", "torchtitan trains all parameters; remove them"
+            )
         self._join_ranks()
         tensor = training.tensor_parallel_size
         self._mesh = collectives.make_mesh(

@@ -96,7 +96,7 @@ def test_refusals():
         advantages(GRPO, batch, torch.ones(4), torch.tensor([0]))
     with pytest.raises(ValueError, match="need one per token"):
         advantages(GRPO, batch, torch.ones(2), torch.tensor([0, 0]))
-    with pytest.raises(ValueError, match="not of the components"):
+    with pytest.raises(ValueError, match="need one per sample and component"):
         advantages(GRPO, batch, torch.ones(4), torch.tensor([0, 0]), scores_BR=torch.ones(2, 2))
     with pytest.raises(ValueError, match="negative"):
         estimate_B(GRPO, torch.ones(2), torch.tensor([0, -1]))

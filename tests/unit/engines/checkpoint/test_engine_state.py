@@ -74,9 +74,9 @@ def test_bad_input_row_39_a_checkpoint_without_its_optimizer_is_refused(
     with pytest.raises(CheckpointError) as refused:
         engine.load_checkpoint(checkpoint)
     assert str(refused.value) == (
-        f"{checkpoint}: part 'optimizer' is absent; a stage is continued with all of it; weights "
-        "alone must be asked for: export them and name them in model.path of a new run, or begin "
-        "the stage anew with --force"
+        f"{checkpoint}: part 'optimizer' is absent; a stage continues only from a complete "
+        "checkpoint; begin the stage anew with --force, or export its weights and name them in "
+        "model.path of a new run"
     )
 
 

@@ -101,7 +101,7 @@ def test_no_config_lists_what_is_there(model_dir: Path, tmp_path: Path) -> None:
         f"model.path: {run} is not a model directory: no config.json; it holds: step_10, step_20 "
         f"(a run? pass {run}/step_20/hf)"
     )
-    assert "does not exist (cwd is " in refused(tmp_path / "nowhere")
+    assert "nowhere is no directory (cwd is " in refused(tmp_path / "nowhere")
 
 
 def test_an_index_that_names_an_absent_shard(model_dir: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_context_in_which_rotary_factors_change(model_dir: Path, section: str)
     edit(model_dir / "config.json", **{"rope_parameters": None, section: rope})
     check_model_directory(model_dir, max_length=32)
     assert refused(model_dir, max_length=33).endswith(
-        "(rotary embeddings); got model.max_length 33; set it to 32 or less"
+        "more than 32 tokens; got model.max_length 33; set it to 32 or less"
     )
 
 
@@ -195,7 +195,7 @@ def test_paths_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     commit = "c" * 40
     for path, revision, text in (
-        (str(tmp_path / "no"), None, "nothing of that name is here"),
+        (str(tmp_path / "no"), None, "no path of that name exists here"),
         ("nobody-at-all/no-such-model", None, "need the commit of nobody-at-all/no-such-model"),
         ("nobody-at-all/no-such-model", "main", "got 'main'; need the commit"),
         ("a b/c", commit, "neither the hub nor its cache gives it"),

@@ -198,7 +198,7 @@ def test_fault_row_7_a_checkpoint_waits_for_as_much_room_as_the_newest_takes(
     threading.Timer(0.3, filler.unlink).start()
     store.save(3, write("v" * 600_000), TrainerState(3))
     assert store.steps() == [2, 3]
-    assert "bytes are free, the newest has 60" in caplog.text
+    assert "bytes are free, the newest checkpoint has 60" in caplog.text
     monkeypatch.setattr(waiting, "ROOM_DEADLINE_S", 0.1)
     filler.write_bytes(bytes(600_000))
     with pytest.raises(DeadlineError, match=f"room on the disk of {small_disk}"):

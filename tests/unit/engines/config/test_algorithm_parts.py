@@ -135,7 +135,7 @@ def test_a_value_model_that_the_backend_does_not_have_is_refused(rl, setting):
     [
         (
             {"function": "model"},
-            "rl.reward.function: got model, which reads what the role reward says; need "
+            "rl.reward.function: got model, which reads the reward model's score; need "
             "rl.reward.model, which this recipe lacks; set rl.reward.model.path to a sequence "
             "classification model",
         ),
@@ -145,24 +145,24 @@ def test_a_value_model_that_the_backend_does_not_have_is_refused(rl, setting):
                 "components": {"a": {"function": "exact"}, "b": {"function": "model"}},
                 "accuracy": ["a"],
             },
-            "rl.reward.components.b.function: got model, which reads what the role reward says; "
+            "rl.reward.components.b.function: got model, which reads the reward model's score; "
             "need rl.reward.model, which this recipe lacks; set rl.reward.model.path to a sequence "
             "classification model",
         ),
         (
             {"function": "judge", "model": {"path": "judge"}},
-            "rl.reward.function: got judge, which reads what a judge writes; need rl.reward.judge, "
+            "rl.reward.function: got judge, which reads a judge's text; need rl.reward.judge, "
             "which this recipe lacks; set rl.reward.judge.path and rl.reward.judge.prompt",
         ),
         (
             {"function": "exact", "judge": {"path": "judge", "prompt": "?"}},
-            "rl.reward.judge: got a model, and nothing reads what it says; need null, or a "
-            "function or component judge; remove it, or add one",
+            "rl.reward.judge: got a model, and nothing reads its output; remove it, or add a "
+            "function or component judge",
         ),
         (
             {"function": "exact", "model": {"path": "judge"}},
-            "rl.reward.model: got a model, and nothing reads what it says; need null, or a "
-            "function or component model; remove it, or add one",
+            "rl.reward.model: got a model, and nothing reads its output; remove it, or add a "
+            "function or component model",
         ),
     ],
 )
@@ -240,7 +240,7 @@ def test_gdpo_compares_the_mixture_by_its_weights() -> None:
             "got 'taste', which does not judge data_source '*'; need one of right, score, acc",
         ),
         ({"function": "math"}, {}, "gdpo_reward_keys: got null with rl.reward.function math"),
-        (MIXTURE, {"gdpo_reward_weights": [1.0]}, "need gdpo_reward_keys, which they are of"),
+        (MIXTURE, {"gdpo_reward_weights": [1.0]}, "need gdpo_reward_keys too"),
     ],
 )
 def test_gdpo_is_refused_where_what_it_compares_is_open(reward, options, words) -> None:

@@ -30,21 +30,21 @@ def rl_with(distillation: dict[str, Any], **settings: Any) -> RLConfig:
         ({"loss": "topp"}, {}, "rl.distillation.loss", "need topk or one of abs, k1"),
         ({"loss": "k1"}, {}, "rl.distillation.loss", "set k1\\+"),
         ({"loss": "kl"}, {}, "rl.distillation.loss", "gradient is 0 on average"),
-        ({"loss": "k3+"}, {"num_epochs": 2}, "rl.distillation.loss", "an older policy's"),
+        ({"loss": "k3+"}, {"num_epochs": 2}, "rl.distillation.loss", "an older policy"),
         ({"loss": "k3+", "num_top": 8}, {}, "rl.distillation.num_top", "got 8 with .* k3\\+"),
         ({"loss": "k2", "tail": "ignore"}, {}, "rl.distillation.tail", "set the loss to topk"),
         (
             {"loss": "k2"},
             {"batch_size_prompts": 8, "mini_batch_size_prompts": 4},
             "rl.distillation.loss",
-            "an older policy's",
+            "an older policy",
         ),
         ({}, {"critic": {}}, "rl.critic", "raise rl.distillation.policy_weight"),
         (
             {},
             {"algorithm": {"adv_estimator": "raft"}},
             "rl.algorithm.adv_estimator",
-            "got raft, which chooses by rewards",
+            "got raft, which selects samples by reward",
         ),
         ({}, {"algorithm": {"use_kl_loss": True}}, "rl.algorithm.use_kl_loss", "remove it"),
         ({}, {"algorithm": {"entropy_coeff": 0.1}}, "rl.algorithm.entropy_coeff", "remove it"),
@@ -112,7 +112,7 @@ def test_engines_that_cannot_say_what_a_teacher_is_asked_are_refused_by_name(
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_a_temperature_that_an_engine_does_not_know_is_refused(engine: str) -> None:
     rollout, sampling = RolloutConfig(engine=engine), {"sampling": {"temperature": 0.7}}
-    with pytest.raises(ConfigError, match="at temperature 1 alone, and .* 0.7; need transformers"):
+    with pytest.raises(ConfigError, match="only at temperature 1, with .* 0.7; need transformers"):
         check_served_teacher(rl_with({"served": {}}, **sampling), rollout, 64)
     check_served_teacher(rl_with({"served": {}}), rollout, 64)
     check_served_teacher(rl_with({"served": {}}, **sampling), RolloutConfig(), 64)

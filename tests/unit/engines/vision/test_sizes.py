@@ -83,7 +83,9 @@ def test_as_transformers_counts(
         path = model(Path(place), **{name.removesuffix(".json"): content})
         expected = theirs(path, width, height)
         if expected is None:
-            with pytest.raises(RowError, match=f"an image of {width} x {height} pixels is none"):
+            with pytest.raises(
+                RowError, match=f"an image of {width} x {height} pixels is too long"
+            ):
                 ours(path).num_tokens(width, height)
         else:
             assert ours(path).num_tokens(width, height) == expected
@@ -99,8 +101,8 @@ def test_hand_numbers() -> None:
         with pytest.raises(RowError) as refused:
             sizes.num_tokens(width, height)
         assert str(refused.value) == (
-            f"an image of {width} x {height} pixels is none for this model; need sides of at most "
-            "200 to 1; leave out such rows"
+            f"an image of {width} x {height} pixels is too long for this model; need sides of at "
+            "most 200 to 1; leave out such rows"
         )
     # 20,000 pixels, but no whole row of tokens: sqrt(3136 / 20000) = 0.396 of 71.4 are 28.3 wide.
     assert sizes.num_tokens(2000, 10) == 29

@@ -50,7 +50,7 @@ def test_merge_says_what_a_checkpoint_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["merge", str(tmp_path / "no"), str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err.startswith(f"CHECKPOINT: {tmp_path}/no does not exist")
+    assert capsys.readouterr().err.startswith(f"CHECKPOINT: {tmp_path}/no is no directory")
     assert main(["merge", str(tmp_path), str(tmp_path / "out")]) == 2
     assert "need a policy below <home>/store/artifacts/policy" in capsys.readouterr().err
 

@@ -92,7 +92,7 @@ def test_a_job_whose_process_is_gone(home: Path, capsys: pytest.CaptureFixture[s
         file.write(beat.model_dump_json().encode())
         file.close()
         assert main(["diagnose"]) == code
-    assert "ended without a word in phase train" in capsys.readouterr().out
+    assert "ended without an error in phase train" in capsys.readouterr().out
 
 
 def test_a_run_of_which_nothing_is_known(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -172,7 +172,7 @@ def test_what_is_said_stays_text_on_every_page(sick: StageView, tmp_path: Path) 
     told = markdown(diagnosis, tmp_path / "diagnosis.html")
     (line,) = [line for line in told.splitlines() if "disk_full**" in line]
     assert "```` </script><img" in line
-    assert "try free space there" in text(diagnosis)
+    assert "next: free space there" in text(diagnosis)
 
 
 def test_only_what_ails_is_told_in_markdown(sick: StageView, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_without_its_environment_the_plan_says_what_to_make(
         ),
         (
             "{harness: {tasks: [a]}, reward: {function: exact}}",
-            "suites.x.reward: got one beside harness, whose tasks say how they are asked",
+            "suites.x.reward: got one beside harness",
         ),
         (
             "{harness: {tasks: [a]}, evaluation: {max_new_tokens: 3}}",
@@ -203,14 +203,12 @@ def test_intervals_and_comparisons_of_a_harness_are_at_the_recipe_s_confidence(
 
 
 def test_what_a_harness_does_not_read_of_an_evaluation_is_refused(python: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^evaluation.num_samples: got 8; the tasks of a harness"
-    ):
+    with pytest.raises(ConfigError, match=r"^evaluation.num_samples: got 8; a harness's tasks"):
         only_measured(ARC, "evaluation.num_samples=8")
 
 
 @pytest.mark.parametrize("override", ["evaluation.max_new_tokens=64", "rl.reward.timeout_s=60"])
 @pytest.mark.usefixtures("python")
 def test_how_tasks_are_asked_and_judged_is_no_setting_of_a_recipe(override: str) -> None:
-    with pytest.raises(ConfigError, match="the tasks of a harness say how .*; remove it"):
+    with pytest.raises(ConfigError, match="a harness's tasks define .*; remove it"):
         only_measured(ARC, override)

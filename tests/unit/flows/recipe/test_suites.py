@@ -127,13 +127,13 @@ def test_what_only_training_reads_of_a_model_does_not_count_for_its_evaluation()
         (
             ("evaluation={num_samples: 8, pass_at: [8]}",),
             "evaluation.num_samples: got 8; the recipe has no data of its own, and this changes no "
-            "suite; need it of a suite; set suites.addition.evaluation.num_samples",
+            "suite; set suites.addition.evaluation.num_samples",
         ),
         (("evaluation.confidence=0.9",), "evaluation.confidence: got 0.9; the recipe has no data"),
         (
             ("rl.reward.function=math",),
-            "rl.reward.function: got 'math'; every suite has a reward of its own; need it of a "
-            "suite; set suites.addition.reward.function",
+            "rl.reward.function: got 'math'; every suite has a reward of its own; set "
+            "suites.addition.reward.function",
         ),
         (("promote.model_name=x",), "promote.model_name: got 'x'; nothing is trained here; remove"),
         (("rl.group_size=2",), "rl.group_size: got 2; nothing is trained here; remove it"),
@@ -260,7 +260,7 @@ def test_the_rows_of_a_suite_are_those_of_any_model(tmp_path: Path) -> None:
     ("overrides", "said"),
     [
         (("suites={x: gsm9k}",), "suite: no 'gsm9k'; known: addition, aime_2024, gsm8k"),
-        (("suites={x: ./absent.yaml}",), "suite: ./absent.yaml does not exist"),
+        (("suites={x: ./absent.yaml}",), "suite: ./absent.yaml is no file"),
         (("suites={sft: addition}",), "suites.sft: that is the name of a stage's evaluation"),
         (("suites={rl_round_7: addition}",), "suites.rl_round_7: that is the name"),
         (("suites={final: addition}",), "suites.final: that is the name of a stage's evaluation"),
@@ -295,7 +295,7 @@ def test_the_rows_of_a_suite_are_those_of_any_model(tmp_path: Path) -> None:
         ),
         (
             ("suites={x: {data: {arithmetic: {}}, reward: {model: {path: owner/name}}}}",),
-            "suites.x.reward.model: got a model; need functions alone",
+            "suites.x.reward.model: got a model; need functions only",
         ),
         (
             ("suites={x: {data: {evaluation: [{path: ./absent.parquet}]}}}",),
@@ -312,7 +312,7 @@ def test_the_rows_of_a_suite_are_those_of_any_model(tmp_path: Path) -> None:
         ),
         (("against={init: random}",), "against.init: got random"),
         (("sft=null", "rl.num_rounds=0"), "rl.num_rounds: got 0 with sft: null"),
-        (("data=null",), "data: missing; need arithmetic, or sources"),
+        (("data=null",), "data: missing; set data.arithmetic"),
         (("data.arithmetic.num_rl=0",), "data.arithmetic.num_rl: got 0; the recipe has a stage"),
     ],
 )

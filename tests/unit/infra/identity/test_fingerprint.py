@@ -144,7 +144,7 @@ def test_wrong_roots_are_the_users_error(tmp_path: Path) -> None:
         source_closure(["engines.jobs.no_such_job"])
     with pytest.raises(ConfigError, match="no such module"):
         source_closure(["nowhere_at_all.x"])
-    with pytest.raises(ConfigError, match="does not exist"):
+    with pytest.raises(ConfigError, match="is no file"):
         source_closure([str(tmp_path / "reward.py")])
     (tmp_path / "reward.py").write_text("def f(:\n")
     with pytest.raises(ConfigError, match=r"reward\.py: not Python: "):

@@ -202,7 +202,7 @@ def test_a_follower_reads_each_record_once(path: Path) -> None:
 def test_a_shrunk_or_vanished_file_is_not_the_same_journal(path: Path) -> None:
     with Journal(path) as journal:
         journal.log("x")
-    with pytest.raises(JournalError, match="1000 were already read"):
+    with pytest.raises(JournalError, match=r"shrank .* 1000 "):
         read_records(path, 1000)
     path.unlink()
     with pytest.raises(JournalError, match="is gone"):

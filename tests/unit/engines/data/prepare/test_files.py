@@ -116,9 +116,9 @@ def test_words_that_may_mean_a_split_are_not_read_as_one(
         with pytest.raises(ConfigError) as error:
             chosen(tmp_path, split=split)
         said = str(error.value)
-        assert said.startswith(f"data.rl.0.split: got {split!r}; whether ")
+        assert said.startswith(f"data.rl.0.split: got {split!r}; ")
         assert names[1] in said
-        assert "set it to a word of the names that are to be read" in said
+        assert "set it to a whole word of the names" in said
     assert chosen(tmp_path, split=names[1].partition(".")[0]) == [names[1]]
 
 

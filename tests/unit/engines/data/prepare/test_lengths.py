@@ -149,7 +149,7 @@ def test_a_shape_that_the_model_does_not_take(tmp_path: Path, model: Path, split
     with pytest.raises(ConfigError) as refused:
         build(tmp_path / "out", model, data)
     assert str(refused.value) == (
-        f"data.{split}: row 4 of the split: an image of 2 x 500 pixels is none for this model; "
+        f"data.{split}: row 4 of the split: an image of 2 x 500 pixels is too long for this model; "
         "need sides of at most 200 to 1; leave out such rows"
     )
 

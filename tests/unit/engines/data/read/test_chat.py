@@ -112,7 +112,7 @@ def test_training_and_rollout_see_one_prompt(
 def test_a_template_that_rewrites_the_past_needs_generation_blocks(directory: Path) -> None:
     chat = [USER, Message("assistant", "a=b"), USER, Message("assistant", "c=a")]
     with pytest.raises(
-        ConfigError, match=r"model\.chat_template: renders a conversation diff.*blocks"
+        ConfigError, match=r"model\.chat_template: renders earlier turns diff.*blocks"
     ):
         render_sft(load(directory, FORGETFUL), chat)
     assert trained_text(load(directory, FORGETFUL), *chat[:2]) == ["a=b<|end|>"]

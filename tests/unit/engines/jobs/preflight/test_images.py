@@ -68,8 +68,8 @@ def test_who_sees_passes(model: Path, data: Path) -> None:
 
 def test_the_rollout_engine(model: Path, data: Path) -> None:
     assert error_of(model, data, rollout_engine="vllm") == (
-        f"rollout.engine: got vllm; {SHOWN}, which it does not show the model; need transformers; "
-        "choose it, or leave out the source"
+        f"rollout.engine: got vllm; {SHOWN}, which it does not pass to the model; need "
+        "transformers; choose it, or leave out the source"
     )
 
 
@@ -77,8 +77,8 @@ def test_the_backend_and_its_layout(data: Path) -> None:
     """Of a model on the hub: what sees is not known yet, so its backend is asked by name."""
     megatron = TrainingConfig(backend="megatron")
     assert error_of(HUB, data, training=megatron) == (
-        f"training.backend: got megatron; {SHOWN}, and it trains text models; need fsdp or fsdp2; "
-        "choose one, or leave out the source"
+        f"training.backend: got megatron; {SHOWN}, and it trains only text models; need fsdp or "
+        "fsdp2; choose one, or leave out the source"
     )
     changes = ("training.ulysses_size=2", "training.num_workers=2")
     assert error_of(HUB, data, *changes) == (
@@ -91,7 +91,7 @@ def test_a_critic_and_a_model_that_judges(model: Path, data: Path) -> None:
     assert error_of(model, data, *critic).startswith(f"rl.critic: got a critic; {SHOWN}, which a v")
     judge = (f"rl.reward.judge={{path: {model}, prompt: '{{{{ answer }}}}'}}",)
     judged = error_of(model, data, *judge, "rl.reward.function=judge")
-    assert judged.startswith(f"rl.reward.judge: got a model that judges; {SHOWN}, which it is not")
+    assert judged.startswith(f"rl.reward.judge: got a model that judges; {SHOWN}, which it does")
 
 
 def test_self_play(tmp_path: Path, model: Path, data: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_suite_of_its_own_judges(tmp_path: Path, model: Path, data: Path) -> N
     recipes = [each.replace(", REWARD", "") for each in changes]
     assert error_of(model, text, *recipes) == (
         "rl.reward.judge: got a model that judges; suites.shown.data.evaluation.0 has rows that "
-        "show images, which it is not shown; need a rule; set rl.reward.function to one, or leave "
+        "show images, which it does not see; need a rule; set rl.reward.function to one, or leave "
         "out the source"
     )
 

@@ -38,9 +38,7 @@ def changes(tmp_path: Path) -> list[str]:
 def test_images_of_a_suite_are_seen_by_whoever_judges_it(changes: list[str]) -> None:
     asked = request_of(load_recipe("quickstart", changes))
     assert asked is not None
-    with pytest.raises(
-        ConfigError, match=r"suites\.shown\.data\.evaluation\.0 .*not shown"
-    ) as found:
+    with pytest.raises(ConfigError, match=r"suites\.shown\.data\.evaluation\.0 .*not see") as found:
         check_request(asked)
     assert found.value.path == "rl.reward.judge"
     ruled = request_of(load_recipe("quickstart", [*changes, "suites.shown.reward.function=math"]))

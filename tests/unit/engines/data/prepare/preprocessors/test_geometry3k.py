@@ -244,7 +244,7 @@ def test_supervised_rows_and_pairs_show_none(tmp_path: Path) -> None:
     for split, row in rows.items():
         pq.write_table(pa.Table.from_pylist([row]), tmp_path / "t.parquet")
         source = SourceConfig(path=str(tmp_path / "t.parquet"), format=layouts[split])
-        with pytest.raises(ConfigError, match=r"t\.parquet row 0: images are given; need text: "):
+        with pytest.raises(ConfigError, match=r"t\.parquet row 0: images are given; need text; "):
             loaded_rows.load(split, source)
 
 

@@ -369,7 +369,7 @@ def nested(levels: int) -> dict[str, Any]:
         (
             "messages",
             {"messages": [{**OPENAI["messages"][0], "tool_calls": [CALL]}]},
-            "messages[0].tool_calls is given; need it of the assistant alone",
+            "messages[0].tool_calls is given; need role assistant for it",
         ),
         (
             "sharegpt",
