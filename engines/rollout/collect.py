@@ -47,7 +47,7 @@ class Arrivals:
     """Finished samples on their way from the event loop to the thread that waits for their batch.
 
     Attributes:
-        refused: `receive` raised an error.
+        refused: `receive` raised an error, or is running.
         over: set when the event loop has stopped working on the batch.
     """
 
@@ -65,11 +65,9 @@ class Arrivals:
     def hand_over(self) -> None:
         """Pass queued samples on, in the waiting thread; propagates what `receive` raises."""
         while self._receive is not None and self._arrived:
-            try:
-                self._receive(self._arrived.popleft())
-            except BaseException:
-                self.refused = True
-                raise
+            self.refused = True
+            self._receive(self._arrived.popleft())
+            self.refused = False
 
 
 class SampleLedger(Ledger[RolloutRequest]):

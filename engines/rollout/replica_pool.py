@@ -16,17 +16,26 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Generic, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from engines.errors import ReplicaLostError
 from engines.rollout.base import RolloutEngine
 from engines.rollout.collect import Ledger, Request
 from infra.errors import DeadlineError, PipelineError
 
+T = TypeVar("T")
 NUM_LOOKS = 6
 """Health checks within `silence_s`, after which a silent replica counts as lost."""
 END_DEADLINE_S = 10.0
@@ -262,6 +271,30 @@ class ReplicaPool:
         """Restart the replicas of some slots; see `lose`."""
         for slot, error in lost:
             self.lose(slot, slot.engine, error)
+
+    async def ask(
+        self, slots: Iterable[ReplicaSlot], call: Callable[[ReplicaSlot], Awaitable[T]]
+    ) -> list[tuple[ReplicaSlot, T]]:
+        """Call replicas at once and wait for all; return the answers of those that are not lost.
+
+        Then the first error that is no loss is raised.
+        """
+
+        async def one(slot: ReplicaSlot) -> list[tuple[ReplicaSlot, T]]:
+            engine = slot.engine
+            try:
+                return [(slot, await call(slot))]
+            except ReplicaLostError as error:
+                self.lose(slot, engine, error)
+                return []
+
+        outcomes = await asyncio.gather(*map(one, slots), return_exceptions=True)
+        answers: list[tuple[ReplicaSlot, T]] = []
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            answers += outcome
+        return answers
 
     async def watch(self) -> None:
         """Check the health of the replicas that sample, until cancelled."""

@@ -206,12 +206,11 @@ class RolloutService:
                 self.timeout_s + 2 * ABORT_DEADLINE_S + ANSWER_DEADLINE_S,
                 arrivals.hand_over,
             )
-        except BaseException:
+        finally:
             if arrivals.refused:
                 arrivals.over.wait(ANSWER_DEADLINE_S)
                 with suppress(PipelineError):  # the error that ended the batch is raised
                     self.abort()
-            raise
         return ledger.rows()
 
     def prompt_logprobs(self, requests: Sequence[PromptRequest]) -> list[PromptLogprobs]:
@@ -266,7 +265,7 @@ class RolloutService:
 
     def health(self) -> list[Health]:
         """Return the health of each running replica; also possible while others call `generate`."""
-        return self._on_each(lambda engine: engine.health(), "health of the replicas")
+        return self._on_each(lambda slot: slot.engine.health(), "health of the replicas")
 
     def states(self) -> list[ReplicaState]:
         """Return the state of each replica, by place."""
@@ -274,7 +273,7 @@ class RolloutService:
 
     def abort(self) -> None:
         """End all requests in flight; their partial samples are delivered as `abort`."""
-        self._on_each(lambda engine: engine.abort(), "the replicas to abort")
+        self._on_each(lambda slot: slot.engine.abort(), "the replicas to abort")
 
     def close(self) -> None:
         """Close the replicas and the loop; may be repeated."""
@@ -340,21 +339,8 @@ class RolloutService:
         with self._pool.listening(self._news.set):
             return await BatchRun(self._pool, routing, ledger).run(timeout_s)
 
-    def _on_each(
-        self, call: Callable[[RolloutEngine], Coroutine[Any, Any, T]], what: str
-    ) -> list[T]:
+    def _on_each(self, call: Callable[[ReplicaSlot], Coroutine[Any, Any, T]], what: str) -> list[T]:
         """Call all running replicas at once; return the answers of those that are not lost."""
-
-        async def ask(slot: ReplicaSlot) -> list[T]:
-            engine = slot.engine
-            try:
-                return [await call(engine)]
-            except ReplicaLostError as error:
-                self._pool.lose(slot, engine, error)
-                return []
-
-        async def ask_all() -> list[list[T]]:
-            return await asyncio.gather(*(ask(slot) for slot in self._pool.slots if slot.is_up))
-
-        answers = self._loop.run(ask_all(), what, ANSWER_DEADLINE_S)
-        return [found for each in answers for found in each]
+        running = (slot for slot in self._pool.slots if slot.is_up)
+        answers = self._loop.run(self._pool.ask(running, call), what, ANSWER_DEADLINE_S)
+        return [answer for _, answer in answers]
