@@ -11,8 +11,8 @@ import logging
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,14 @@ class Pool:
         nodes = list(dict.fromkeys(place.node for place in chosen))
         return tuple(sorted(chosen, key=lambda place: nodes.index(place.node)))
 
+    @contextmanager
+    def closed_on_error(self) -> Iterator["Pool"]:
+        """Yield the pool, and close it if the block raises."""
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            yield self
+            undo.pop_all()
+
     def close(self) -> None:
         """Release everything and kill what still runs there; may be called again."""
         group, self._group = self._group, None
@@ -115,15 +123,12 @@ def reserve(
     if on_this_node is not None:
         wanted[on_this_node][f"node:{this_address()}"] = NODE_SHARE
     group = ray.util.placement_group(wanted, strategy="PACK")
-    try:
+    with Pool(group, ()).closed_on_error():
         _wait(group, wanted, queueing)
         numbers = [*num_sharing, *[1] * (len(bundles) - len(num_sharing))]
         return Pool(
             group, _places(group, [_share(*each) for each in zip(bundles, numbers, strict=True)])
         )
-    except BaseException:
-        ray.util.remove_placement_group(group)
-        raise
 
 
 def this_node() -> str:

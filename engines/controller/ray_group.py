@@ -13,7 +13,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -121,11 +121,10 @@ class RayWorkerGroup:
             for rank in range(options.world_size)
         ]
         options.log_dir.mkdir(parents=True, exist_ok=True)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._kill)
             self._start(factory)
-        except BaseException:
-            self._kill()
-            raise
+            undo.pop_all()
 
     def run(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a `@dispatch` method on the ranks and return its collected result."""

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -306,24 +306,21 @@ class RayReplicas:
         async def build() -> None:
             await asyncio.gather(*(self._build(replica) for replica in replicas))
 
-        with closing(EventLoopThread("replica-start")) as loop:
-            try:
-                loop.run(build(), f"{len(replicas)} replicas to start", 2 * START_DEADLINE_S)
-            except BaseException:
-                for replica in replicas:
-                    replica.kill()
-                raise
+        with closing(EventLoopThread("replica-start")) as loop, ExitStack() as undo:
+            for replica in replicas:
+                undo.callback(replica.kill)
+            loop.run(build(), f"{len(replicas)} replicas to start", 2 * START_DEADLINE_S)
+            undo.pop_all()
         return replicas
 
     async def restart(self, place: int, lost: RolloutEngine) -> RemoteReplica:
         """Kill a lost replica and start another in its place."""
         cast(RemoteReplica, lost).kill()
         replica = self._create(place)
-        try:
+        with ExitStack() as undo:
+            undo.callback(replica.kill)
             await self._build(replica)
-        except BaseException:
-            replica.kill()
-            raise
+            undo.pop_all()
         logger.info("replica %d is up again", place)
         return replica
 
