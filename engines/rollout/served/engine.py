@@ -83,10 +83,10 @@ class ServedEngine(StatefulEngine):
                 request,
                 place,
                 call,
-                f"{call}/{place}/{request.request_id}/",
+                f"{call}/{number}/{place}/{request.request_id}",
                 self._stop_strings.follow(request, place),
             )
-            for request in requests
+            for number, request in enumerate(requests)
             for place in range(request.num_samples)
         ]
         stream = self._open_call(call, requests)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,3 +157,21 @@ def test_samples_that_do_not_end_meet_a_deadline(monkeypatch: pytest.MonkeyPatch
         await task
 
     with_samples(test, 0.3)
+
+
+def test_no_sample_has_a_name_with_which_that_of_another_begins() -> None:
+    """SGLang aborts every sample whose name begins with the one that it is told."""
+
+    async def main() -> list[str]:
+        engine = Library()
+        asked = [ASKED, replace(ASKED, request_id="a/greedy"), replace(ASKED, request_id="0")]
+        stream = engine.generate(asked)
+        await asyncio.sleep(0)
+        names = list(engine.sampler.aborted)
+        await engine.abort()
+        assert len([completion async for completion in stream]) == 6
+        return names
+
+    names = asyncio.run(main())
+    assert len(names) == 6
+    assert [(a, b) for a in names for b in names if a is not b and b.startswith(a)] == []
