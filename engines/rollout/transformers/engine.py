@@ -21,8 +21,7 @@ from engines.rollout.request_check import check_requests
 from engines.rollout.stop_strings import StopStrings
 from engines.rollout.transformers.inference_model import InferenceModel
 from engines.rollout.transformers.options import TransformersOptions
-from engines.rollout.transformers.running_batch import PromptReader, RunningBatch
-from engines.rollout.transformers.scheduler import Sample, Scheduler
+from engines.rollout.transformers.running_batch import PromptReader, RunningBatch, Sample, Scheduler
 from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import WeightDigest, WeightSource
 from hardware.base import PlatformBase
