@@ -80,8 +80,7 @@ def launch_policy_beside(
         bundles += _replica_bundles(other, other.rollout.num_replicas)
     sharing = [num_actors_on_device] * num_own
     with reserve(bundles, queueing, 0 if here else None, sharing).closed_on_error() as pool:
-        launched = _launch_each(others.values(), pool, num_own)
-        beside = dict(zip(others, launched, strict=True))
+        beside = dict(zip(others, _launch_each(others.values(), pool, num_own), strict=True))
         if not num_replicas:
             workers = _group_of_actors(spec, log_dir, pool)
             return workers, RankRollout(workers), beside

@@ -140,10 +140,11 @@ class RayWorkerGroup:
             self._data_parallel_ranks if mode is Dispatch.SPLIT else list(range(self.world_size))
         )
         parts = split_plan(whole, max(places) + 1)
-        if isinstance(whole, TokenBatch):
-            shares = self._tensors.shares(whole, parts)
-        else:
-            shares = [(take(whole, items), ()) for items in parts]
+        shares: Sequence[tuple[Any, Sequence[Any]]] = (
+            self._tensors.shares(whole, parts)
+            if isinstance(whole, TokenBatch)
+            else [(take(whole, items), ()) for items in parts]
+        )
         calls = [(((share, *rest), kwargs), arrays) for share, arrays in shares]
         results = self._call_all(name, calls, places)
         return collect(whole, parts, [results[places.index(i)] for i in range(len(parts))])
@@ -186,15 +187,17 @@ class RayWorkerGroup:
         # as a store timeout.
         actors = self._actors
         self._await([each.started.remote() for each in actors], "all ranks to start", start_s)
-        opened = [actors[0].open_store.remote()]
-        ((host, port),) = self._await(opened, "rank 0 to open its store", start_s)
+        ((host, port),) = self._await(
+            [actors[0].open_store.remote()], "rank 0 to open its store", start_s
+        )
         self._await(
             [each.join.remote(host, port) for each in actors],
             "all ranks to join the process group",
             start_s,
         )
-        built = [each.build.remote(factory) for each in actors]
-        self._data_parallel_ranks = self._await(built, "build", options.call_timeout_s)
+        self._data_parallel_ranks = self._await(
+            [each.build.remote(factory) for each in actors], "build", options.call_timeout_s
+        )
 
     def _call_all(self, name: str, calls: Sequence[Call], places: Sequence[int]) -> list[Any]:
         """Send each rank the call of its place; shared arguments are put into Ray once."""
@@ -315,17 +318,16 @@ class RankProcess:
     def __init__(
         self, seat: Seat, options: RayGroupOptions, access: DiskAccess | None = None
     ) -> None:
-        rank = seat.rank
         self._seat, self._options = seat, options
         disk = remote_files.use(access)
-        log_to(disk.local(options.log_path(rank)))
+        log, beats = options.log_path(seat.rank), options.heartbeat_path(seat.rank)
+        log_to(disk.local(log))
         self._worker: Any = None
         self._store: TCPStore | None = None
         torch.set_num_threads(options.num_threads)
-        beats = options.heartbeat_path(rank)
         self._heartbeat = Heartbeat(disk.local(beats), options.heartbeat_s)
         self._heartbeat.__enter__()
-        for path in (beats, options.log_path(rank)):
+        for path in (beats, log):
             disk.follow(path, options.heartbeat_s)
 
     def started(self) -> None:
@@ -339,14 +341,13 @@ class RankProcess:
 
     def join(self, host: str, port: int) -> None:
         """Join the default process group through the store of rank 0."""
-        options, rank = self._options, self._seat.rank
+        options, size = self._options, self._options.world_size
         logger.info("collectives over %s", use_interface_of(self._seat.address))
         # Deadline of the rendezvous and of each collective.
         timeout = timedelta(seconds=options.collective_timeout_s)
-        size = options.world_size
         store = self._store or TCPStore(host, port, size, is_master=False, timeout=timeout)
         dist.init_process_group(
-            options.backend, store=store, rank=rank, world_size=size, timeout=timeout
+            options.backend, store=store, rank=self._seat.rank, world_size=size, timeout=timeout
         )
 
     def build(self, factory: Callable[[], Any]) -> int:

@@ -119,8 +119,9 @@ class ReplicaProcess:
         serving_dir = await asyncio.to_thread(self._disk.bring, self._spec.serving_dir)
         spec = replace(self._spec, serving_dir=serving_dir)
         if spec.interpreter is not None:
-            who = f"a replica of {spec.rollout.engine}"
-            refuse_other_libraries(spec.libraries, Path(sys.executable), who)
+            refuse_other_libraries(
+                spec.libraries, Path(sys.executable), f"a replica of {spec.rollout.engine}"
+            )
         for broken in import_external_modules():
             logger.warning("%s", broken)
         torch.set_num_threads(spec.num_threads)
@@ -137,7 +138,19 @@ class ReplicaProcess:
         if spec.shares_devices:
             await self._engine.sleep()
         if spec.rollout.openai_endpoint:
-            self._endpoint = await self._serve_openai(spec)
+            try:
+                from engines.rollout.openai_endpoint import serve
+            except ModuleNotFoundError as error:
+                raise ConfigError(
+                    "rollout.openai_endpoint",
+                    f"got true; need {error.name} in the environment of {spec.rollout.engine}; "
+                    "install it there",
+                ) from error
+            path = self._disk.local(spec.log_path(self._number).with_suffix(".openai.json"))
+            self._endpoint = await serve(
+                self._engine, spec.serving_dir, spec.rollout.timeout_s, path
+            )
+            logger.info("OpenAI's API: address and key are in %s", path)
         return ReplicaLocation(this_node(), own_identity())
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
@@ -150,20 +163,6 @@ class ReplicaProcess:
         if self._endpoint is not None:
             return await self._endpoint.call(name, arguments)
         return await getattr(self._engine, name)(*arguments)
-
-    async def _serve_openai(self, spec: ReplicaSpec) -> "Endpoint":
-        try:
-            from engines.rollout.openai_endpoint import serve
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                "rollout.openai_endpoint",
-                f"got true; need {error.name} in the environment of {spec.rollout.engine}; "
-                "install it there",
-            ) from error
-        path = self._disk.local(spec.log_path(self._number).with_suffix(".openai.json"))
-        endpoint = await serve(self._engine, spec.serving_dir, spec.rollout.timeout_s, path)
-        logger.info("OpenAI's API: address and key are in %s", path)
-        return endpoint
 
 
 class RemoteReplica(RolloutEngine):
@@ -278,8 +277,9 @@ class RemoteReplica(RolloutEngine):
         try:
             return await reference
         except RayActorError as error:
-            tail = log_tail(self._log_path, who)
-            raise ReplicaLostError(f"{who}: its process died{tail}") from error
+            raise ReplicaLostError(
+                f"{who}: its process died{log_tail(self._log_path, who)}"
+            ) from error
         except RayTaskError as error:
             cause = error.cause
             if not isinstance(cause, PipelineError):
@@ -332,10 +332,13 @@ class RayReplicas:
         runtime: dict[str, Any] = {"env_vars": {"OMP_NUM_THREADS": str(spec.num_threads)}}
         if spec.interpreter is not None:
             runtime["py_executable"] = str(spec.interpreter)
-        options = self._places[place].options
-        actor = remote.options(runtime_env=runtime, **options).remote(place, spec, self._access)
-        num_workers = spec.rollout.num_workers_per_replica
-        return RemoteReplica(actor, place, spec.log_path(place), num_workers)
+        actor = remote.options(runtime_env=runtime, **self._places[place].options)
+        return RemoteReplica(
+            actor.remote(place, spec, self._access),
+            place,
+            spec.log_path(place),
+            spec.rollout.num_workers_per_replica,
+        )
 
     async def _build(self, replica: RemoteReplica) -> None:
         from ray.exceptions import RayError

@@ -202,8 +202,9 @@ class Publisher:
                 self._loop.wait(arriving, "weights to arrive", timeout_s)
             except DeadlineError:
                 for slot in transfer.slots:
-                    late = ReplicaLostError(LATE.format(slot.place))
-                    transfer.outcomes.setdefault(slot.place, late)
+                    transfer.outcomes.setdefault(
+                        slot.place, ReplicaLostError(LATE.format(slot.place))
+                    )
         return sent, None
 
     def _probe(
@@ -216,8 +217,9 @@ class Publisher:
         found: dict[int, Completion] = {}
 
         async def ask(slot: ReplicaSlot) -> None:
-            asked = [requests[slot.place]]
-            [[found[slot.place]]] = await collect(slot.engine, asked, 2 * PROBE_DEADLINE_S)
+            [[found[slot.place]]] = await collect(
+                slot.engine, [requests[slot.place]], 2 * PROBE_DEADLINE_S
+            )
 
         left = self._each(slots, ask, "the probe after a sync", PROBE_DEADLINE_S)
         if left:

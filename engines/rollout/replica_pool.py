@@ -317,8 +317,9 @@ class ReplicaPool:
             _, left = await asyncio.wait(self._restarting, timeout=END_DEADLINE_S)
             if left:  # the others are closed nevertheless
                 logger.warning("after %g s replicas still start: %d", END_DEADLINE_S, len(left))
-        closing = [slot.engine.close() for slot in self.slots if slot.is_up]
-        results = await asyncio.gather(*closing, return_exceptions=True)
+        results = await asyncio.gather(
+            *(slot.engine.close() for slot in self.slots if slot.is_up), return_exceptions=True
+        )
         if errors := [result for result in results if isinstance(result, Exception)]:
             raise ExceptionGroup("replicas did not close", errors)
 

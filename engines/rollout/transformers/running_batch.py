@@ -363,8 +363,8 @@ class PromptReader:
         """Yield the answers of each forward pass, to requests that `check_prompts` accepted."""
         alike: dict[tuple[float, int, int | None], list[PromptRequest]] = {}
         for request in requests:
-            asked = request.temperature, request.num_top, request.below
-            alike.setdefault(asked, []).append(request)
+            key = request.temperature, request.num_top, request.below
+            alike.setdefault(key, []).append(request)
         for (temperature, num_top, below), several in alike.items():
             readouts = Readouts(num_top=num_top, top_below=below if num_top else None)
             lengths = [len(request.token_ids) for request in several]
@@ -382,8 +382,9 @@ class PromptReader:
             [request.token_ids for request in requests], loss_mask=asked
         ).to(model.device)
         # No cache rows: no sample continues these sequences.
-        cache = KVCache(0, max(lengths))
-        step = PrefillStep.build(cache, 0, lengths, [0] * len(lengths), model.device)
+        step = PrefillStep.build(
+            KVCache(0, max(lengths)), 0, lengths, [0] * len(lengths), model.device
+        )
         read_N = read_positions(batch, readouts)
         targets = targets_of(batch, read_N, temperature, readouts)
         found = model.logprob_rows(batch.input_ids_T, step, read_N - 1, targets)
