@@ -2,20 +2,23 @@
 
 Promises: the contract of `engines.rollout.base`, provided the abstract methods do what they say.
 Every wait has the deadline `rollout.timeout_s`, and its error names what was waited for. A sample
-has one task, which ends with its completion or error, or is cancelled when its call has ended.
+has one task, which ends with its completion or error, or is cancelled when its call has ended. A
+completion has one logprob and one version per token. A sample with stop strings ends at the first
+one; those of the libraries are not used, since they ignore a prefix.
 Does not promise to score, or to return prompt logprobs, while paused: the library may compute
 nothing then.
 """
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from engines.errors import ReplicaLostError, RolloutError, WeightSyncError
 from engines.rollout.base import Capability, Health, SleepLevel
-from engines.rollout.engine_state import NO_VERSION, StatefulEngine
+from engines.rollout.engine_state import NO_VERSION, SampleOfCall, StatefulEngine
 from engines.rollout.prompt_logprobs import (
     PromptLogprobs,
     PromptRequest,
@@ -24,9 +27,8 @@ from engines.rollout.prompt_logprobs import (
     prompt_answer,
 )
 from engines.rollout.request_check import check_requests
-from engines.rollout.served.sampler import RunningSample, Sampler
 from engines.rollout.served.weight_receiver import ModelLayout, agreed, order_of
-from engines.rollout.stop_strings import StopStrings
+from engines.rollout.stop_strings import SampledText, StopStrings
 from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import WeightDigest, WeightSource
 from infra.errors import DeadlineError
@@ -34,6 +36,89 @@ from infra.errors import DeadlineError
 T = TypeVar("T")
 END_DEADLINE_S = 30.0
 """Time for aborted or abandoned samples to end."""
+
+
+@dataclass(eq=False, slots=True)
+class RunningSample(SampleOfCall):
+    """One sample in the engine's processes.
+
+    Attributes:
+        name: its name in the processes; unique, and not a prefix of another sample's name.
+        aborted: an abort was requested.
+        num_until_stop: number of sampled tokens up to the first stop string; None: none was found.
+    """
+
+    name: str
+    text: SampledText | None = None
+    aborted: bool = False
+    num_until_stop: int | None = None
+    _num_seen: int = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and prefix, which the processes take as its prompt."""
+        return [*self.request.prompt_ids, *self.request.prefix(self.place)]
+
+    @property
+    def num_left(self) -> int:
+        """Number of tokens that may still be sampled."""
+        return self.request.sampling.max_new_tokens - len(self.request.prefix(self.place))
+
+    def empty(self) -> Completion:
+        """Return the completion of a sample aborted before its first token."""
+        return Completion(*self.key, (), (), (), "abort")
+
+    def reaches_stop(self, token_ids: Sequence[int]) -> bool:
+        """Return True if these are the first sampled tokens so far that contain a stop string."""
+        if self.text is None or self.num_until_stop is not None:
+            return False
+        number = self.text.contains_stop(token_ids[self._num_seen :])
+        if number is not None:
+            self.num_until_stop = self._num_seen + number
+        self._num_seen = len(token_ids)
+        return number is not None
+
+    def completion(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        spans: Iterable[tuple[int, int, int]],
+        finish_reason: str,
+    ) -> Completion:
+        """Return the completion, cut behind the token that completes a stop string.
+
+        Args:
+            spans: policy version of the tokens from a start to an end.
+
+        Raises:
+            RolloutError: a token lacks its logprob or its version.
+        """
+        versions = [version for version, start, end in spans for _ in range(start, end)]
+        if not len(token_ids) == len(logprobs) == len(versions):
+            raise RolloutError(
+                f"{self.name}: {len(token_ids)} tokens with {len(logprobs)} logprobs and "
+                f"{len(versions)} versions"
+            )
+        kept = slice(self.num_until_stop)
+        reason = finish_reason if self.num_until_stop is None else "stop"
+        return Completion(*self.key, token_ids[kept], logprobs[kept], versions[kept], reason)
+
+
+class Sampler(Protocol):
+    """Computes samples with the engine's library."""
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the processes are gone."""
+        ...
+
+    async def sample(self, sample: RunningSample) -> Completion:
+        """Sample to the end; when cancelled, have the processes drop the sample.
+
+        The processes must know the sample before this coroutine first yields, else it must check
+        `RunningSample.aborted` once they do: an abort reaches only known samples.
+        """
+        ...
 
 
 class ServedEngine(StatefulEngine):

@@ -17,7 +17,7 @@ from contextlib import aclosing
 from typing import Any
 
 from engines.errors import RolloutError
-from engines.rollout.served.sampler import RunningSample
+from engines.rollout.served.engine import RunningSample
 from engines.rollout.sglang.server import Client, Server
 from engines.rollout.transformers.sampling import GAMMA, stream_starts
 from engines.types import Completion, RolloutRequest
@@ -131,7 +131,7 @@ def completion(
 
 
 class SglangSampler:
-    """See `engines.rollout.served.sampler.Sampler`."""
+    """See `engines.rollout.served.engine.Sampler`."""
 
     def __init__(self, server: Server, client: Client, eos_token_ids: frozenset[int]) -> None:
         self._server, self._client, self._eos_token_ids = server, client, eos_token_ids

@@ -15,7 +15,7 @@ from typing import Any
 
 from engines.errors import RolloutError
 from engines.rollout.prompt_logprobs import Candidates, PromptRequest, PromptRows, logprob_at
-from engines.rollout.served.sampler import RunningSample
+from engines.rollout.served.engine import RunningSample
 from engines.types import Completion, RolloutRequest
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0

@@ -27,8 +27,7 @@ from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.rollout.base import NEED_IDLE
 from engines.rollout.openai_endpoint import serve
 from engines.rollout.served import engine as served_engine
-from engines.rollout.served.engine import ServedEngine
-from engines.rollout.served.sampler import RunningSample
+from engines.rollout.served.engine import RunningSample, ServedEngine
 from engines.types import Completion, RolloutRequest, SamplingParams
 from engines.weight_sync.base import WeightDigest
 from infra.errors import ConfigError

@@ -10,8 +10,7 @@ import pytest
 
 from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.served import engine as served_engine
-from engines.rollout.served.engine import ServedEngine
-from engines.rollout.served.sampler import RunningSample
+from engines.rollout.served.engine import RunningSample, ServedEngine
 from engines.types import Completion, RolloutRequest, SamplingParams
 from engines.weight_sync.base import WeightDigest
 from infra.errors import DeadlineError

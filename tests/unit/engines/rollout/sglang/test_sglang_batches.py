@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from engines.errors import RolloutError
-from engines.rollout.served.sampler import RunningSample
+from engines.rollout.served.engine import RunningSample
 from engines.rollout.sglang import sampling as sglang_sampling
 from engines.rollout.sglang.sampling import SglangSampler
 from engines.rollout.sglang.server import Client, Server
