@@ -118,13 +118,13 @@ class ServedRollout(RolloutService):
             WeightSyncError: an engine fails the probe or holds other weights.
         """
         run, launched = self._workers.run, self._launched
-        send, adapter = ModelWorker.send_weights, None
+        send, adapter = partial(run, ModelWorker.send_weights), None
         if launched.new_adapter_transport is not None:
-            send = ModelWorker.send_frozen_weights
+            send = partial(run, ModelWorker.send_frozen_weights)
             adapter = WeightRoute(
                 launched.new_adapter_transport, partial(run, ModelWorker.send_adapter)
             )
-        return self.sync(launched.new_transport, partial(run, send), version, probe, adapter)
+        return self.sync(launched.new_transport, send, version, probe, adapter)
 
     def sleep(self) -> None:
         """Release device memory that the ranks need: put engines on their devices to sleep.

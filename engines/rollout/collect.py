@@ -95,11 +95,11 @@ class SampleLedger(Ledger[RolloutRequest]):
 
     def missing(self, requests: Iterable[RolloutRequest]) -> list[RolloutRequest]:
         """See `Ledger`."""
-        left: list[RolloutRequest] = []
-        for request in requests:
-            if indices := [key[1] for key in request.sample_keys if key not in self._found]:
-                left.append(request.select(indices))
-        return left
+        left = (
+            request.select(key[1] for key in request.sample_keys if key not in self._found)
+            for request in requests
+        )
+        return [request for request in left if request.num_samples]
 
     async def collect_share(
         self, engine: RolloutEngine, requests: Sequence[RolloutRequest]

@@ -240,8 +240,9 @@ class Publisher:
                 async with asyncio.timeout(deadline_s):
                     await call(slot)
             except SILENCE as error:
-                silent = f"replica {slot.place}: no answer while we waited for {what}"
-                raise silence(silent, error) from error
+                raise silence(
+                    f"replica {slot.place}: no answer while we waited for {what}", error
+                ) from error
 
         # Not read from the states: a lost replica may be replaced by the end.
         left = self._loop.run(self._pool.ask(slots, in_time), what, 2 * deadline_s)

@@ -333,8 +333,8 @@ class ReplicaPool:
             if slot.state is ReplicaState.HEALTHY:
                 self.move(slot, ReplicaState.SUSPECT)
             if restarts is not None and silent_s > restarts.silence_s:
-                lost = f"replica {slot.place}: no answer for {silent_s:.0f} s"
-                self.lose(slot, engine, silence(lost, error))
+                what = f"replica {slot.place}: no answer for {silent_s:.0f} s"
+                self.lose(slot, engine, silence(what, error))
         except ReplicaLostError as error:
             self.lose(slot, engine, error)
         else:

@@ -102,8 +102,8 @@ class BatchRun(Generic[Request]):
     async def _abort(self) -> None:
         """End the running shares; a replica that does not end them by the deadline is lost."""
         running = dict(self._running)
-        aborts = [_abort_on(engine) for _, engine, _ in running.values()]
         if running:
+            aborts = (_abort_on(engine) for _, engine, _ in running.values())
             await asyncio.wait(
                 [*running, *map(asyncio.ensure_future, aborts)], timeout=ABORT_DEADLINE_S
             )
@@ -341,6 +341,5 @@ class RolloutService:
 
     def _on_each(self, call: Callable[[ReplicaSlot], Coroutine[Any, Any, T]], what: str) -> list[T]:
         """Call all running replicas at once; return the answers of those that are not lost."""
-        running = (slot for slot in self._pool.slots if slot.is_up)
-        answers = self._loop.run(self._pool.ask(running, call), what, ANSWER_DEADLINE_S)
-        return [answer for _, answer in answers]
+        asking = self._pool.ask((slot for slot in self._pool.slots if slot.is_up), call)
+        return [answer for _, answer in self._loop.run(asking, what, ANSWER_DEADLINE_S)]

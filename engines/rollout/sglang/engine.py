@@ -38,14 +38,18 @@ TAGS = {"kv": ["kv_cache"], "weights": ["kv_cache", "weights"]}
 
 
 def start_server(
-    hf_dir: Path, rollout: RolloutConfig, dtype: str, platform: PlatformBase, layout: ModelLayout
+    hf_dir: Path,
+    options: SglangOptions,
+    max_num_sequences: int,
+    dtype: str,
+    platform: PlatformBase,
+    layout: ModelLayout,
 ) -> Server:
     """Start SGLang with random weights and wait until it takes requests.
 
     Raises:
         ConfigError: the options do not fit the model or the platform, or SGLang refuses them.
     """
-    options = SglangOptions.model_validate(rollout.options)
     on_cpu = platform.device_name == "cpu"
     if on_cpu and layout.is_latent:
         raise ConfigError(
@@ -54,7 +58,7 @@ def start_server(
             "kernels that the package index has for no CPU; choose transformers",
         )
     arguments = {
-        **server_arguments(hf_dir, options, rollout.max_num_sequences, dtype, platform, layout),
+        **server_arguments(hf_dir, options, max_num_sequences, dtype, platform, layout),
         **options.server_args,
     }
     environment = {
@@ -188,11 +192,11 @@ def prompt_rows(answer: Mapping[str, Any], request: PromptRequest, num_top: int)
     """
     meta, num_asked = answer["meta_info"], len(request.token_ids) - request.first
     told = meta["input_token_logprobs"][-num_asked:]
-    if not num_top:
-        return PromptRows([row[0] for row in told])
-    tops = meta["input_top_logprobs"][-num_asked:]
     return PromptRows(
-        [row[0] for row in told], [[(each[0], each[1]) for each in row] for row in tops]
+        [row[0] for row in told],
+        [[(each[0], each[1]) for each in row] for row in meta["input_top_logprobs"][-num_asked:]]
+        if num_top
+        else (),
     )
 
 
@@ -214,7 +218,9 @@ class SglangEngine(ServedEngine):
         layout = read_layout(hf_dir, "sglang", dtype)
         stop_strings = StopStrings(hf_dir)
         self._frees_memory = platform.device_name != "cpu"
-        self._server = start_server(hf_dir, rollout, dtype, platform, layout)
+        self._server = start_server(
+            hf_dir, options, rollout.max_num_sequences, dtype, platform, layout
+        )
         self._client = Client(self._server)
         self._sglang_sampler = SglangSampler(self._server, self._client, layout.eos_token_ids)
         own = {
@@ -258,8 +264,8 @@ class SglangEngine(ServedEngine):
         return scores(await self._client.call(GENERATE, body), ids, temperature)
 
     async def _prompt_rows(self, request: PromptRequest, num_top: int) -> PromptRows:
-        answer = await self._client.call(GENERATE, prompt_body(request, num_top))
-        return prompt_rows(answer, request, num_top)
+        body = prompt_body(request, num_top)
+        return prompt_rows(await self._client.call(GENERATE, body), request, num_top)
 
     async def _stop_sampling(self) -> None:
         self._sglang_sampler.may_send.clear()

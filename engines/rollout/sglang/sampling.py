@@ -73,11 +73,9 @@ def batch_body(samples: Sequence[RunningSample], eos_token_ids: Collection[int])
 def _sampling(sample: RunningSample, eos_token_ids: Collection[int]) -> dict[str, Any]:
     sampling, form = sample.request.sampling, dict[str, str]()
     if asked := sampling.structured_output:
-        if asked.json_schema:
-            form = {"json_schema": asked.json_schema}
-        else:
-            choice = "|".join(f"({re.escape(each)})" for each in asked.choice)
-            form = {"regex": asked.regex or choice}
+        choice = "|".join(f"({re.escape(each)})" for each in asked.choice)
+        schema = asked.json_schema
+        form = {"json_schema": schema} if schema else {"regex": asked.regex or choice}
     return {
         "max_new_tokens": sample.num_left,
         "temperature": sampling.temperature,

@@ -211,7 +211,11 @@ def receive_adapter(
     for name, tensor in source.tensors():
         if name in tensors:
             raise WeightSyncError(f"{name} was sent twice")
-        wanted = _shape(name, layout, lora)
+        module = name.removesuffix(_A).removesuffix(_B)
+        shape = layout.tensors.get(f"{module}.weight", ())
+        if module == name or len(shape) != 2:
+            raise WeightSyncError(f"the rollout model has no weight for the adapter {name}")
+        wanted = (lora.rank, shape[1]) if name.endswith(_A) else (shape[0], lora.rank)
         if tuple(tensor.shape) != wanted or tensor.dtype != getattr(torch, dtype):
             raise WeightSyncError(
                 f"{name}: sent {tensor.dtype} {tuple(tensor.shape)}, need {dtype} {wanted}"
@@ -225,17 +229,10 @@ def receive_adapter(
         raise WeightSyncError(
             f"{len(missing)} parts of the adapter were not sent, first {missing[0]}"
         )
-    targets = sorted({module.rpartition(".")[2] for module in modules})
-    write_peft_adapter(directory, tensors, lora, targets)
+    write_peft_adapter(
+        directory, tensors, lora, sorted({module.rpartition(".")[2] for module in modules})
+    )
     return digest_of(tensors)
-
-
-def _shape(name: str, layout: ModelLayout, lora: LoraConfig) -> tuple[int, int]:
-    module = name.removesuffix(_A).removesuffix(_B)
-    shape = layout.tensors.get(f"{module}.weight", ())
-    if module == name or len(shape) != 2:
-        raise WeightSyncError(f"the rollout model has no weight for the adapter {name}")
-    return (lora.rank, shape[1]) if name.endswith(_A) else (shape[0], lora.rank)
 
 
 class VllmEngine(ServedEngine):
