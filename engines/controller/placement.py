@@ -155,7 +155,11 @@ def _wait(group: Any, wanted: Sequence[Mapping[str, float]], queueing: Queueing)
         queueing.waiting()
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         now = time.monotonic()
-        what = f"room for {_request_text(wanted)} (the cluster has {_nodes_text(nodes)})"
+        asked, there = (Counter(map(_listed, each)).items() for each in (wanted, nodes))
+        what = (
+            f"room for {', '.join(f'{num} x {text}' for text, num in asked)} "
+            f"(the cluster has {', '.join(f'{num} x ({text})' for text, num in there)})"
+        )
         if _could_fit(wanted, nodes):
             fitted_at = now
         elif now - fitted_at >= queueing.fit_deadline_s:
@@ -225,21 +229,10 @@ def _could_fit(wanted: Sequence[Mapping[str, float]], nodes: Sequence[dict[str, 
     return True
 
 
-def _request_text(wanted: Sequence[Mapping[str, float]]) -> str:
-    kinds = Counter(
-        " + ".join(f"{amount:g} {name}" for name, amount in bundle.items() if "node:" not in name)
-        for bundle in wanted
-    )
-    return ", ".join(f"{num} x {kind}" for kind, num in kinds.items())
-
-
-def _nodes_text(totals: Sequence[Mapping[str, float]]) -> str:
+def _listed(amounts: Mapping[str, float]) -> str:
     hidden = ("node:", "memory", "object_store_memory", "accelerator_type:")
-    nodes = Counter(
-        " + ".join(f"{v:g} {n}" for n, v in sorted(node.items()) if not n.startswith(hidden))
-        for node in totals
-    )
-    return ", ".join(f"{num} x ({kind or 'nothing'})" for kind, num in nodes.items())
+    shown = (f"{v:g} {n}" for n, v in sorted(amounts.items()) if not n.startswith(hidden))
+    return " + ".join(shown) or "nothing"
 
 
 @dataclass(frozen=True)

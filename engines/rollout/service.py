@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from engines.config.rollout import RoutingName
 from engines.errors import ReplicaLostError, RolloutError
 from engines.rollout.base import Health, RolloutEngine
-from engines.rollout.collect import Arrivals, Ledger, PromptLedger, Receive, Request, SampleLedger
+from engines.rollout.collect import Ledger, PromptLedger, Receive, Request, SampleLedger
 from engines.rollout.event_loop import EventLoopThread
 from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
 from engines.rollout.publishing import (
@@ -197,18 +197,17 @@ class RolloutService:
                 replica lost for good.
             DeadlineError: not one sample was finished at the deadline.
         """
-        arrivals = Arrivals(on_completion)
-        ledger = SampleLedger(requests, arrivals.note)
+        ledger = SampleLedger(requests, on_completion)
         try:
             self._attend(
-                lambda: self._sample(requests, ledger, arrivals),
+                lambda: self._sample(requests, ledger),
                 f"{len(requests)} requests to be sampled",
                 self.timeout_s + 2 * ABORT_DEADLINE_S + ANSWER_DEADLINE_S,
-                arrivals.hand_over,
+                ledger.hand_over,
             )
         finally:
-            if arrivals.refused:
-                arrivals.over.wait(ANSWER_DEADLINE_S)
+            if ledger.refused:
+                ledger.over.wait(ANSWER_DEADLINE_S)
                 with suppress(PipelineError):  # the error that ended the batch is raised
                     self.abort()
         return ledger.rows()
@@ -315,13 +314,11 @@ class RolloutService:
         finally:
             working.cancel()
 
-    async def _sample(
-        self, requests: Sequence[RolloutRequest], ledger: SampleLedger, arrivals: Arrivals
-    ) -> None:
+    async def _sample(self, requests: Sequence[RolloutRequest], ledger: SampleLedger) -> None:
         try:
             is_complete = await self._run(requests, ledger, self.timeout_s)
         finally:
-            arrivals.over.set()
+            ledger.over.set()
         if not is_complete and not ledger.abort_missing():
             raise DeadlineError("one sample to be finished (rollout.timeout_s)", self.timeout_s)
 

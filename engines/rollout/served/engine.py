@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from engines.errors import ReplicaLostError, RolloutError, WeightSyncError
 from engines.rollout.base import Capability, Health, SleepLevel
@@ -104,23 +104,6 @@ class RunningSample(SampleOfCall):
         return Completion(*self.key, token_ids[kept], logprobs[kept], versions[kept], reason)
 
 
-class Sampler(Protocol):
-    """Computes samples with the engine's library."""
-
-    @property
-    def is_lost(self) -> bool:
-        """True if the processes are gone."""
-        ...
-
-    async def sample(self, sample: RunningSample) -> Completion:
-        """Sample to the end; when cancelled, have the processes drop the sample.
-
-        The processes must know the sample before this coroutine first yields, else it must check
-        `RunningSample.aborted` once they do: an abort reaches only known samples.
-        """
-        ...
-
-
 class ServedEngine(StatefulEngine):
     """Library-independent part of an engine; subclasses implement the calls to the library.
 
@@ -136,15 +119,14 @@ class ServedEngine(StatefulEngine):
         layout: ModelLayout,
         dtype: str,
         timeout_s: float,
-        sampler: Sampler,
         stop_strings: StopStrings,
         context_length: int,
         max_num_prompts: int,
     ) -> None:
         super().__init__(timeout_s)
         self._library, self._layout, self._dtype = library, layout, dtype
-        self._sampler, self._stop_strings = sampler, stop_strings
-        self._context_length, self._max_num_prompts = context_length, max_num_prompts
+        self._stop_strings, self._context_length = stop_strings, context_length
+        self._max_num_prompts = max_num_prompts
         self._in_flight: dict[RunningSample, asyncio.Task[None]] = {}
         self._num_scoring = 0
         self._sleep_level: SleepLevel = "weights"
@@ -306,12 +288,25 @@ class ServedEngine(StatefulEngine):
         """See the base class. Requests in flight are delivered as `abort`."""
         if self._closed:
             return
-        if not self._sampler.is_lost:
+        if not self._is_lost:
             await self.abort()
         self._closed = True
         if self._in_flight:
             await asyncio.wait(self._in_flight.values(), timeout=self._timeout_s)
         await self._end()
+
+    @property
+    @abstractmethod
+    def _is_lost(self) -> bool:
+        """True if the processes are gone."""
+
+    @abstractmethod
+    async def _sample(self, sample: RunningSample) -> Completion:
+        """Sample to the end; when cancelled, have the processes drop the sample.
+
+        The processes must know the sample before this coroutine first yields, else it must check
+        `RunningSample.aborted` once they do: an abort reaches only known samples.
+        """
 
     @abstractmethod
     def _check_request(self, request: RolloutRequest) -> None:
@@ -368,10 +363,10 @@ class ServedEngine(StatefulEngine):
         await self._wait(self._name_version(version), "to note the version")
 
     def _can_serve(self) -> bool:
-        return super()._can_serve() and not self._sampler.is_lost
+        return super()._can_serve() and not self._is_lost
 
     def _check_can_serve(self) -> None:
-        if not self._closed and self._sampler.is_lost:
+        if not self._closed and self._is_lost:
             raise ReplicaLostError(f"{self._library} has died; its own log lines say why")
         super()._check_can_serve()
 
@@ -398,14 +393,14 @@ class ServedEngine(StatefulEngine):
             )
 
     async def _compute(self, sample: RunningSample) -> None:
-        result = sample.empty() if sample.aborted else await self._sampler.sample(sample)
+        result = sample.empty() if sample.aborted else await self._sample(sample)
         self._in_flight.pop(sample, None)
         self._deliver(sample.call, result)
 
     def _ended(self, sample: RunningSample, task: "asyncio.Task[None]") -> None:
         self._in_flight.pop(sample, None)
         if not task.cancelled() and (error := task.exception()) is not None:
-            kind = ReplicaLostError if self._sampler.is_lost else RolloutError
+            kind = ReplicaLostError if self._is_lost else RolloutError
             failure = kind(f"sampling failed: {error}")
             failure.__cause__ = error
             self._deliver(sample.call, failure)

@@ -19,14 +19,14 @@ from transformers import AutoConfig
 from engines.config.rollout import RolloutConfig
 from engines.rollout.base import Capability, SleepLevel
 from engines.rollout.prompt_logprobs import PromptRequest, PromptRows, logprob_at
-from engines.rollout.served.engine import ServedEngine
+from engines.rollout.served.engine import RunningSample, ServedEngine
 from engines.rollout.served.weight_receiver import ModelLayout, read_layout
 from engines.rollout.sglang.options import NUM_HELD_BACK, SglangOptions
 from engines.rollout.sglang.plugin import ORDER
 from engines.rollout.sglang.sampling import GENERATE, SglangSampler, check_temperature
 from engines.rollout.sglang.server import Client, Server, start
 from engines.rollout.stop_strings import StopStrings
-from engines.types import RolloutRequest
+from engines.types import Completion, RolloutRequest
 from hardware.base import PlatformBase
 from infra import env
 from infra.errors import ConfigError
@@ -222,7 +222,7 @@ class SglangEngine(ServedEngine):
             hf_dir, options, rollout.max_num_sequences, dtype, platform, layout
         )
         self._client = Client(self._server)
-        self._sglang_sampler = SglangSampler(self._server, self._client, layout.eos_token_ids)
+        self._sampler = SglangSampler(self._client, layout.eos_token_ids)
         own = {
             Capability.PREFIX_CACHE: options.enable_prefix_caching,
             Capability.STRUCTURED_OUTPUT: stop_strings.has_tokenizer,
@@ -235,11 +235,17 @@ class SglangEngine(ServedEngine):
             layout,
             dtype,
             rollout.timeout_s,
-            self._sglang_sampler,
             stop_strings,
             context_length(options, layout),
             rollout.max_num_sequences,
         )
+
+    @property
+    def _is_lost(self) -> bool:
+        return self._server.is_lost
+
+    async def _sample(self, sample: RunningSample) -> Completion:
+        return await self._sampler.sample(sample)
 
     def _check_request(self, request: RolloutRequest) -> None:
         check_temperature(request)
@@ -268,16 +274,16 @@ class SglangEngine(ServedEngine):
         return prompt_rows(await self._client.call(GENERATE, body), request, num_top)
 
     async def _stop_sampling(self) -> None:
-        self._sglang_sampler.may_send.clear()
+        self._sampler.may_send.clear()
         await self._client.call("/pause_generation", {"mode": "retract"})
         await self._ask()  # the scheduler answers after its last step
 
     async def _go_on_sampling(self) -> None:
         await self._client.call("/continue_generation", {})
-        self._sglang_sampler.may_send.set()
+        self._sampler.may_send.set()
 
     async def _abort(self, names: Sequence[str]) -> None:
-        await self._sglang_sampler.abort(names)
+        await self._sampler.abort(names)
 
     async def _free(self, level: SleepLevel) -> None:
         if self._frees_memory:
@@ -293,6 +299,6 @@ class SglangEngine(ServedEngine):
         await self._client.call("/server_info")
 
     async def _end(self) -> None:
-        await self._sglang_sampler.close()
+        await self._sampler.close()
         await self._client.close()
         self._server.stop()

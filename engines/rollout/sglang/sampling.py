@@ -18,7 +18,7 @@ from typing import Any
 
 from engines.errors import RolloutError
 from engines.rollout.served.engine import RunningSample
-from engines.rollout.sglang.server import Client, Server
+from engines.rollout.sglang.server import Client
 from engines.rollout.transformers.sampling import GAMMA, stream_starts
 from engines.types import Completion, RolloutRequest
 from infra.errors import DeadlineError
@@ -129,10 +129,10 @@ def completion(
 
 
 class SglangSampler:
-    """See `engines.rollout.served.engine.Sampler`."""
+    """Has the server compute samples; see `ServedEngine._sample`."""
 
-    def __init__(self, server: Server, client: Client, eos_token_ids: frozenset[int]) -> None:
-        self._server, self._client, self._eos_token_ids = server, client, eos_token_ids
+    def __init__(self, client: Client, eos_token_ids: frozenset[int]) -> None:
+        self._client, self._eos_token_ids = client, eos_token_ids
         self.may_send = asyncio.Event()
         """While it is clear, samples are held back."""
         self.may_send.set()
@@ -142,13 +142,8 @@ class SglangSampler:
         self._sending: set[asyncio.Task[None]] = set()
         self._dropping: set[asyncio.Task[None]] = set()
 
-    @property
-    def is_lost(self) -> bool:
-        """See `Sampler`."""
-        return self._server.is_lost
-
     async def sample(self, sample: RunningSample) -> Completion:
-        """See `Sampler`. A sample that is aborted before it was sent comes out empty."""
+        """Sample to the end; a sample that is aborted before it was sent comes out empty."""
         loop = asyncio.get_running_loop()
         answer = self._answers[sample.name] = loop.create_future()
         if sample.call not in self._unsent:

@@ -353,45 +353,42 @@ def fill_holes(num_rows: int, leaving: Collection[int]) -> tuple[list[int], list
     return [moved.get(place, place) for place in range(num_left)], movers, holes
 
 
-class PromptReader:
-    """Computes prompt logprobs with at most `max_tokens` padded tokens per forward pass."""
+def read_prompts(
+    model: InferenceModel, requests: Sequence[PromptRequest], max_tokens: int
+) -> Iterator[list[PromptLogprobs]]:
+    """Yield the prompt logprobs of each forward pass of at most `max_tokens` padded tokens.
 
-    def __init__(self, model: InferenceModel, max_tokens: int) -> None:
-        self._model, self._max_tokens = model, max_tokens
+    The requests were accepted by `check_prompts`.
+    """
+    alike: dict[tuple[float, int, int | None], list[PromptRequest]] = {}
+    for request in requests:
+        key = request.temperature, request.num_top, request.below
+        alike.setdefault(key, []).append(request)
+    for (temperature, num_top, below), several in alike.items():
+        readouts = Readouts(num_top=num_top, top_below=below if num_top else None)
+        lengths = [len(request.token_ids) for request in several]
+        for chunk in prefill_chunks(lengths, max_tokens):
+            yield _pass(model, [several[at] for at in chunk], temperature, readouts)
 
-    def read(self, requests: Sequence[PromptRequest]) -> Iterator[list[PromptLogprobs]]:
-        """Yield the answers of each forward pass, to requests that `check_prompts` accepted."""
-        alike: dict[tuple[float, int, int | None], list[PromptRequest]] = {}
-        for request in requests:
-            key = request.temperature, request.num_top, request.below
-            alike.setdefault(key, []).append(request)
-        for (temperature, num_top, below), several in alike.items():
-            readouts = Readouts(num_top=num_top, top_below=below if num_top else None)
-            lengths = [len(request.token_ids) for request in several]
-            for chunk in prefill_chunks(lengths, self._max_tokens):
-                yield self._pass([several[at] for at in chunk], temperature, readouts)
 
-    @torch.inference_mode()
-    def _pass(
-        self, requests: Sequence[PromptRequest], temperature: float, readouts: Readouts
-    ) -> list[PromptLogprobs]:
-        model = self._model
-        lengths = [len(request.token_ids) for request in requests]
-        asked = [[0.0] * r.first + [1.0] * (len(r.token_ids) - r.first) for r in requests]
-        batch = TokenBatch.from_sequences(
-            [request.token_ids for request in requests], loss_mask=asked
-        ).to(model.device)
-        # No cache rows: no sample continues these sequences.
-        step = PrefillStep.build(
-            KVCache(0, max(lengths)), 0, lengths, [0] * len(lengths), model.device
-        )
-        read_N = read_positions(batch, readouts)
-        targets = targets_of(batch, read_N, temperature, readouts)
-        found = model.logprob_rows(batch.input_ids_T, step, read_N - 1, targets)
-        rows = found.new_zeros(found.shape[0], batch.num_tokens + 1).index_copy(1, read_N, found)
-        said = model_outputs(rows, batch, readouts, "language_model")
-        spans = zip(requests, pairwise(batch.cu_seqlens.tolist()), strict=True)
-        return [_answer(r, said, slice(start + r.first, end)) for r, (start, end) in spans]
+@torch.inference_mode()
+def _pass(
+    model: InferenceModel, requests: Sequence[PromptRequest], temperature: float, readouts: Readouts
+) -> list[PromptLogprobs]:
+    lengths = [len(request.token_ids) for request in requests]
+    asked = [[0.0] * r.first + [1.0] * (len(r.token_ids) - r.first) for r in requests]
+    batch = TokenBatch.from_sequences(
+        [request.token_ids for request in requests], loss_mask=asked
+    ).to(model.device)
+    # No cache rows: no sample continues these sequences.
+    step = PrefillStep.build(KVCache(0, max(lengths)), 0, lengths, [0] * len(lengths), model.device)
+    read_N = read_positions(batch, readouts)
+    targets = targets_of(batch, read_N, temperature, readouts)
+    found = model.logprob_rows(batch.input_ids_T, step, read_N - 1, targets)
+    rows = found.new_zeros(found.shape[0], batch.num_tokens + 1).index_copy(1, read_N, found)
+    said = model_outputs(rows, batch, readouts, "language_model")
+    spans = zip(requests, pairwise(batch.cu_seqlens.tolist()), strict=True)
+    return [_answer(r, said, slice(start + r.first, end)) for r, (start, end) in spans]
 
 
 def _answer(request: PromptRequest, said: ModelOutputs, places: slice) -> PromptLogprobs:

@@ -28,18 +28,19 @@ from engines.errors import WeightSyncError
 from engines.rollout.base import Capability, SleepLevel
 from engines.rollout.expected_tensors import digest_of
 from engines.rollout.prompt_logprobs import PromptRequest, PromptRows
-from engines.rollout.served.engine import ServedEngine
+from engines.rollout.served.engine import RunningSample, ServedEngine
 from engines.rollout.served.weight_receiver import ModelLayout, read_layout
 from engines.rollout.stop_strings import StopStrings
 from engines.rollout.vllm.options import VllmOptions
 from engines.rollout.vllm.translation import (
-    VllmSampler,
     check_temperature,
+    completion,
     prompt_rows,
+    sampling_params,
     score_sequence,
 )
 from engines.rollout.vllm.worker_extension import WorkerExtension
-from engines.types import RolloutRequest
+from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import WeightDigest, WeightSource
 from hardware.base import PlatformBase
 from infra import env
@@ -268,26 +269,45 @@ class VllmEngine(ServedEngine):
         }
         # Set per instance: they depend on the options and the platform.
         self.capabilities = VllmEngine.capabilities | {c for c, has in own.items() if has}  # pyright: ignore[reportAttributeAccessIssue]
-        self._vllm_sampler = VllmSampler(self._llm, layout.eos_token_ids)
+        self._adapter_request: Any = None  # vLLM's, for the adapter to sample with
         self._score_numbers = itertools.count()
         super().__init__(
             "vLLM",
             layout,
             dtype,
             rollout.timeout_s,
-            self._vllm_sampler,
             StopStrings(hf_dir),
             config.model_config.max_model_len,
             rollout.max_num_sequences,
         )
 
+    @property
+    def _is_lost(self) -> bool:
+        return self._llm is not None and self._llm.errored
+
+    async def _sample(self, sample: RunningSample) -> Completion:
+        # vLLM drops a request whose task is cancelled. It has cached its supported tasks, else
+        # another coroutine could run between the start of a sample and the moment when it knows it.
+        from vllm.inputs.engine import tokens_input
+
+        found: Any = None
+        async for found in self._llm.generate(
+            tokens_input(sample.token_ids),
+            sampling_params(sample, self._layout.eos_token_ids),
+            sample.name,
+            lora_request=self._adapter_request,
+        ):
+            if sample.reaches_stop(found.outputs[0].token_ids) and not found.finished:
+                await self._llm.abort(sample.name)
+        return completion(sample, found.outputs[0])
+
     def _check_request(self, request: RolloutRequest) -> None:
         check_temperature(request)
 
     async def _load(self, order: str) -> Sequence[str]:
-        if self._vllm_sampler.adapter is not None and self._in_flight:
+        if self._adapter_request is not None and self._in_flight:
             raise WeightSyncError("samples with an adapter are in flight; abort them first")
-        self._vllm_sampler.adapter = None
+        self._adapter_request = None
         replies = await self._llm.collective_rpc("receive_weights", args=(order,))
         await self._forget()
         return replies
@@ -308,7 +328,7 @@ class VllmEngine(ServedEngine):
                 raise
             except Exception as error:  # vLLM turns every error of its processes into one
                 raise WeightSyncError(f"vLLM refuses the adapter: {error}") from error
-            self._vllm_sampler.adapter = LoRARequest(ADAPTER, 1, path)
+            self._adapter_request = LoRARequest(ADAPTER, 1, path)
         await self._forget()
         return receipt
 
@@ -328,7 +348,7 @@ class VllmEngine(ServedEngine):
             ids,
             temperature,
             f"score/{next(self._score_numbers)}",
-            self._vllm_sampler.adapter,
+            self._adapter_request,
         )
 
     async def _prompt_rows(self, request: PromptRequest, num_top: int) -> PromptRows:
@@ -337,7 +357,7 @@ class VllmEngine(ServedEngine):
             request,
             num_top,
             f"prompt/{next(self._score_numbers)}",
-            self._vllm_sampler.adapter,
+            self._adapter_request,
         )
 
     async def _stop_sampling(self) -> None:
@@ -365,4 +385,4 @@ class VllmEngine(ServedEngine):
 
     async def _end(self) -> None:
         self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
-        self._vllm_sampler.llm = self._llm = None
+        self._llm = None  # its destructor fails at the end of the process

@@ -199,10 +199,13 @@ class LateEngine(ServedEngine):
     def __init__(self) -> None:
         self.told = asyncio.Event()
         layout: Any = SimpleNamespace(vocab_size=64)
-        sampler: Any = SimpleNamespace(is_lost=False, sample=self._sample)
         stops: Any = SimpleNamespace(follow=lambda request, place: None)
-        super().__init__("it", layout, "float32", 60.0, sampler, stops, 64, 2)
+        super().__init__("it", layout, "float32", 60.0, stops, 64, 2)
         self._version, self._holds_weights = 0, True
+
+    @property
+    def _is_lost(self) -> bool:
+        return False
 
     async def _sample(self, sample: RunningSample) -> Completion:
         await self.told.wait()

@@ -27,8 +27,6 @@ CHANGES: list[tuple[str, tuple[Any, ...]]] = [
 class LateSampler:
     """As vLLM: an abort puts a last answer in line, and returns before anyone has it."""
 
-    is_lost = False
-
     def __init__(self, delay_s: float) -> None:
         self.delay_s = delay_s
         self.aborted: dict[str, asyncio.Event] = {}
@@ -48,8 +46,15 @@ class Library(ServedEngine):
         layout: Any = SimpleNamespace(vocab_size=12)
         stops: Any = SimpleNamespace(follow=lambda request, place: None)
         self.sampler = LateSampler(delay_s)
-        super().__init__("it", layout, "float32", 10.0, self.sampler, stops, 8, 2)
+        super().__init__("it", layout, "float32", 10.0, stops, 8, 2)
         self._version, self._holds_weights = 0, True
+
+    @property
+    def _is_lost(self) -> bool:
+        return False
+
+    async def _sample(self, sample: RunningSample) -> Completion:
+        return await self.sampler.sample(sample)
 
     def _check_request(self, request: RolloutRequest) -> None:
         pass
