@@ -142,10 +142,8 @@ def reserve_replicas(
 ) -> Pool:
     """Reserve places for `num_ranks` ranks, then for all replicas; the caller closes the pool.
 
-    Embedded engines need no place: all of `replicas` are embedded, or none.
+    None of the replicas is embedded: those need no place.
     """
-    if is_embedded(replicas[0].rollout):
-        return Pool(None, ())
     connect_ray()
     bundles = _rank_bundles(replicas[0].platform, num_ranks)
     for each in replicas:

@@ -385,8 +385,7 @@ class ServedEngine(StatefulEngine):
         """Wait for aborted or abandoned samples, which a library may end with a delay."""
         ending = [s for s in self._in_flight if s.aborted or s.call not in self._calls]
         if ending:
-            tasks = [self._in_flight[sample] for sample in ending]
-            await asyncio.wait(tasks, timeout=END_DEADLINE_S)
+            await asyncio.wait([self._in_flight[each] for each in ending], timeout=END_DEADLINE_S)
         if num_left := len(self._in_flight.keys() & set(ending)):
             raise DeadlineError(
                 f"{num_left} aborted samples of {self._library} to end", END_DEADLINE_S

@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -137,18 +137,12 @@ class Scheduler:
         num_free = self._max_num_sequences - num_running
         if not self.waiting or (num_running and num_free < self._min_free):
             return []
-        groups: list[list[Sample]] = []
-        bare: RolloutRequest | None = None
-        for _ in range(min(num_free, len(self.waiting))):
-            sample = self.waiting.popleft()
-            if sample.request is bare and not sample.token_ids:
-                groups[-1].append(sample)
-            else:
-                groups.append([sample])
-            bare = None if sample.token_ids else sample.request
+        joining = [self.waiting.popleft() for _ in range(min(num_free, len(self.waiting)))]
+        # Bare prompts of one request are one prefix; tokens of its own make a sample another.
+        alike = groupby(joining, lambda each: id(each if each.token_ids else each.request))
+        groups = [tuple(group) for _, group in alike]
         return [
-            Prefix([*group[0].request.prompt_ids, *group[0].token_ids], tuple(group))
-            for group in groups
+            Prefix([*group[0].request.prompt_ids, *group[0].token_ids], group) for group in groups
         ]
 
 
@@ -320,10 +314,9 @@ class RunningBatch:
         drawn = self.samples[first_row:]
         rows = zip(drawn, ids_B.tolist(), logprobs, strict=True)
         has_ended = [sample.append(token, logprob) for sample, token, logprob in rows]
-        if first_row == 0:
-            self._longest += 1
-        else:
-            self._longest = max(self._longest, *(sample.num_tokens for sample in drawn))
+        grown = (sample.num_tokens for sample in drawn)
+        # After a decode step every row has one token more.
+        self._longest = max(self._longest, *grown) if first_row else self._longest + 1
         return self.remove([row for row, ended in enumerate(has_ended, first_row) if ended])
 
 
