@@ -263,8 +263,16 @@ class RemoteReplica(RolloutEngine):
             task.remote(location.process)
 
     async def build(self) -> None:
-        """Make the engine in its process; raises the engine's `PipelineError`."""
-        self._location = await self._answer(self._actor.build.remote())
+        """Make the engine in its process, or raise its `PipelineError`, or that of the start."""
+        from ray.exceptions import RayError
+
+        try:
+            async with asyncio.timeout(START_DEADLINE_S):
+                self._location = await self._answer(self._actor.build.remote())
+        except TimeoutError:
+            raise DeadlineError("a replica to start", START_DEADLINE_S) from None
+        except RayError as error:
+            raise ReplicaLostError(f"a replica did not start: {error}") from error
 
     async def _call(self, name: str, *arguments: Any) -> Any:
         return await self._answer(self._actor.call.remote(name, arguments))
@@ -304,7 +312,7 @@ class RayReplicas:
         replicas = [self._create(place) for place in range(len(self._places))]
 
         async def build() -> None:
-            await asyncio.gather(*(self._build(replica) for replica in replicas))
+            await asyncio.gather(*(replica.build() for replica in replicas))
 
         with closing(EventLoopThread("replica-start")) as loop, ExitStack() as undo:
             for replica in replicas:
@@ -319,7 +327,7 @@ class RayReplicas:
         replica = self._create(place)
         with ExitStack() as undo:
             undo.callback(replica.kill)
-            await self._build(replica)
+            await replica.build()
             undo.pop_all()
         logger.info("replica %d is up again", place)
         return replica
@@ -339,14 +347,3 @@ class RayReplicas:
             spec.log_path(place),
             spec.rollout.num_workers_per_replica,
         )
-
-    async def _build(self, replica: RemoteReplica) -> None:
-        from ray.exceptions import RayError
-
-        try:
-            async with asyncio.timeout(START_DEADLINE_S):
-                await replica.build()
-        except TimeoutError:
-            raise DeadlineError("a replica to start", START_DEADLINE_S) from None
-        except RayError as error:
-            raise ReplicaLostError(f"a replica did not start: {error}") from error

@@ -288,13 +288,9 @@ class ReplicaPool:
                 self.lose(slot, engine, error)
                 return []
 
-        outcomes = await asyncio.gather(*map(one, slots), return_exceptions=True)
-        answers: list[tuple[ReplicaSlot, T]] = []
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-            answers += outcome
-        return answers
+        tasks = [asyncio.ensure_future(one(slot)) for slot in slots]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return [answer for task in tasks for answer in task.result()]
 
     async def watch(self) -> None:
         """Check the health of the replicas that sample, until cancelled."""
