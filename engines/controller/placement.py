@@ -235,45 +235,30 @@ def _listed(amounts: Mapping[str, float]) -> str:
     return " + ".join(shown) or "nothing"
 
 
-@dataclass(frozen=True)
-class Seat:
-    """One rank's place among the others; `address` is that of its node."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    node_rank: int
-    address: str
+def rank_addresses(places: Sequence[Place]) -> list[str]:
+    """Return the address that each rank uses: that of its node, loopback if there is one node."""
+    is_alone = len({place.node for place in places}) == 1
+    return [LOOPBACK if is_alone else place.address for place in places]
 
 
-def seats(places: Sequence[Place]) -> list[Seat]:
-    """Return a seat for each place; places of one node must be consecutive."""
-    nodes = list(dict.fromkeys(place.node for place in places))
+def rank_environments(places: Sequence[Place], *, sees_all_devices: bool) -> list[dict[str, str]]:
+    """Return the environment variables of each rank; places of one node must be consecutive.
+
+    LOCAL_RANK is 0 if a rank sees only its device.
+    """
     held = [place.node for place in places]
+    nodes = list(dict.fromkeys(held))
     return [
-        Seat(
-            rank=rank,
-            world_size=len(places),
-            local_rank=held[:rank].count(place.node),
-            local_world_size=held.count(place.node),
-            node_rank=nodes.index(place.node),
-            address=LOOPBACK if len(nodes) == 1 else place.address,
-        )
-        for rank, place in enumerate(places)
+        {
+            env.RANK.name: str(rank),
+            env.WORLD_SIZE.name: str(len(held)),
+            # Libraries use it as the device index.
+            env.LOCAL_RANK.name: str(held[:rank].count(node) if sees_all_devices else 0),
+            env.LOCAL_WORLD_SIZE.name: str(held.count(node)),
+            env.GROUP_RANK.name: str(nodes.index(node)),
+        }
+        for rank, node in enumerate(held)
     ]
-
-
-def seat_environment(seat: Seat, *, sees_all_devices: bool) -> dict[str, str]:
-    """Return a rank's environment variables; LOCAL_RANK is 0 if it sees only its device."""
-    return {
-        env.RANK.name: str(seat.rank),
-        env.WORLD_SIZE.name: str(seat.world_size),
-        # Libraries use it as the device index.
-        env.LOCAL_RANK.name: str(seat.local_rank if sees_all_devices else 0),
-        env.LOCAL_WORLD_SIZE.name: str(seat.local_world_size),
-        env.GROUP_RANK.name: str(seat.node_rank),
-    }
 
 
 def use_interface_of(address: str) -> str:

@@ -29,9 +29,8 @@ from engines.collectives import close_process_group, open_store
 from engines.controller.placed_batches import Array, Share, TensorStore
 from engines.controller.placement import (
     Pool,
-    Seat,
-    seat_environment,
-    seats,
+    rank_addresses,
+    rank_environments,
     this_node,
     use_interface_of,
 )
@@ -167,22 +166,16 @@ class RayWorkerGroup:
     def _start(self, factory: Callable[[], Any]) -> None:
         import ray
 
-        options, start_s = self._options, self._options.start_timeout_s
-        access = access_for(
-            [place.node for place in self._rank_places], this_node(), options.log_dir
-        )
+        options, start_s, places = self._options, self._options.start_timeout_s, self._rank_places
+        access = access_for([place.node for place in places], this_node(), options.log_dir)
         remote: Any = ray.remote(max_restarts=0, max_task_retries=0)(RankProcess)
-        for seat, place in zip(seats(self._rank_places), self._rank_places, strict=True):
-            options.heartbeat_path(seat.rank).unlink(missing_ok=True)
-            environment = {
-                "OMP_NUM_THREADS": str(options.num_threads),
-                **seat_environment(seat, sees_all_devices=options.sees_all_devices),
-            }
-            self._actors.append(
-                remote.options(runtime_env={"env_vars": environment}, **place.options).remote(
-                    seat, options, access
-                )
-            )
+        addresses = rank_addresses(places)
+        environments = rank_environments(places, sees_all_devices=options.sees_all_devices)
+        for rank, place in enumerate(places):
+            options.heartbeat_path(rank).unlink(missing_ok=True)
+            variables = {"OMP_NUM_THREADS": str(options.num_threads), **environments[rank]}
+            actor = remote.options(runtime_env={"env_vars": variables}, **place.options)
+            self._actors.append(actor.remote(rank, addresses[rank], options, access))
         # All start before any joins, so that a rank that does not start is reported as such and not
         # as a store timeout.
         actors = self._actors
@@ -316,11 +309,11 @@ class RankProcess:
     """
 
     def __init__(
-        self, seat: Seat, options: RayGroupOptions, access: DiskAccess | None = None
+        self, rank: int, address: str, options: RayGroupOptions, access: DiskAccess | None = None
     ) -> None:
-        self._seat, self._options = seat, options
+        self._rank, self._address, self._options = rank, address, options
         disk = remote_files.use(access)
-        log, beats = options.log_path(seat.rank), options.heartbeat_path(seat.rank)
+        log, beats = options.log_path(rank), options.heartbeat_path(rank)
         log_to(disk.local(log))
         self._worker: Any = None
         self._store: TCPStore | None = None
@@ -335,19 +328,19 @@ class RankProcess:
 
     def open_store(self) -> tuple[str, int]:
         """Open the rendezvous store and return its host and port; called on rank 0 only."""
-        host, timeout_s = self._seat.address, self._options.collective_timeout_s
+        host, timeout_s = self._address, self._options.collective_timeout_s
         self._store = open_store(self._options.world_size, timeout_s, host)
         return host, self._store.port
 
     def join(self, host: str, port: int) -> None:
         """Join the default process group through the store of rank 0."""
         options, size = self._options, self._options.world_size
-        logger.info("collectives over %s", use_interface_of(self._seat.address))
+        logger.info("collectives over %s", use_interface_of(self._address))
         # Deadline of the rendezvous and of each collective.
         timeout = timedelta(seconds=options.collective_timeout_s)
         store = self._store or TCPStore(host, port, size, is_master=False, timeout=timeout)
         dist.init_process_group(
-            options.backend, store=store, rank=self._seat.rank, world_size=size, timeout=timeout
+            options.backend, store=store, rank=self._rank, world_size=size, timeout=timeout
         )
 
     def build(self, factory: Callable[[], Any]) -> int:

@@ -259,8 +259,8 @@ class RemoteReplica(RolloutEngine):
             end_process(location.process)
         elif location is not None:
             there = NodeAffinitySchedulingStrategy(location.node_id, soft=False)
-            task: Any = ray.remote(num_cpus=0, scheduling_strategy=there)(end_process)
-            task.remote(location.process)
+            task: Any = ray.remote(num_cpus=0)(end_process)
+            task.options(scheduling_strategy=there).remote(location.process)
 
     async def build(self) -> None:
         """Make the engine in its process, or raise its `PipelineError`, or that of the start."""

@@ -264,7 +264,7 @@ class RolloutService:
 
     def health(self) -> list[Health]:
         """Return the health of each running replica; also possible while others call `generate`."""
-        return self._on_each(lambda slot: slot.engine.health(), "health of the replicas")
+        return self._on_each(lambda engine: engine.health(), "health of the replicas")
 
     def states(self) -> list[ReplicaState]:
         """Return the state of each replica, by place."""
@@ -272,7 +272,7 @@ class RolloutService:
 
     def abort(self) -> None:
         """End all requests in flight; their partial samples are delivered as `abort`."""
-        self._on_each(lambda slot: slot.engine.abort(), "the replicas to abort")
+        self._on_each(lambda engine: engine.abort(), "the replicas to abort")
 
     def close(self) -> None:
         """Close the replicas and the loop; may be repeated."""
@@ -336,7 +336,10 @@ class RolloutService:
         with self._pool.listening(self._news.set):
             return await BatchRun(self._pool, routing, ledger).run(timeout_s)
 
-    def _on_each(self, call: Callable[[ReplicaSlot], Coroutine[Any, Any, T]], what: str) -> list[T]:
+    def _on_each(
+        self, call: Callable[[RolloutEngine], Coroutine[Any, Any, T]], what: str
+    ) -> list[T]:
         """Call all running replicas at once; return the answers of those that are not lost."""
-        asking = self._pool.ask((slot for slot in self._pool.slots if slot.is_up), call)
+        running = (slot for slot in self._pool.slots if slot.is_up)
+        asking = self._pool.ask(running, lambda slot: call(slot.engine))
         return [answer for _, answer in self._loop.run(asking, what, ANSWER_DEADLINE_S)]
