@@ -75,5 +75,7 @@ class Trajectory:
     @property
     def images(self) -> tuple[bytes, ...]:
         """Files of all images, in the order in which they are shown."""
-        of_segments = (image for segment in self.segments for image in segment.images)
-        return (*self.prompt.images, *of_segments)
+        return (
+            *self.prompt.images,
+            *(image for segment in self.segments for image in segment.images),
+        )

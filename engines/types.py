@@ -137,7 +137,6 @@ class TokenBatch:
 
     def select(self, sequences: Sequence[int]) -> "TokenBatch":
         """Return the given sequences in that order; raise ValueError if a unit is split."""
-        index_T = self.token_index_T(sequences)
         chosen = torch.tensor(list(sequences), dtype=torch.int64, device=self.input_ids_T.device)
         if self.unit_B is not None:
             is_of_unit_B = torch.isin(self.unit_B, self.unit_B[chosen])
@@ -146,7 +145,7 @@ class TokenBatch:
                 apart = sorted({*self.unit_B[is_of_unit_B].tolist()})[:5]
                 raise ValueError(f"units are taken apart or repeated: {apart}")
         ends_B = self.lengths_B[chosen].to(torch.int64).cumsum(0)
-        tokens = RowSelection(index_T, self.cu_seqlens, sequences)
+        tokens = RowSelection(self.token_index_T(sequences), self.cu_seqlens, sequences)
         rows = RowSelection(chosen, torch.arange(len(self.cu_seqlens)), sequences)
         return TokenBatch(
             tokens.of(self.input_ids_T),

@@ -8,9 +8,8 @@ cluster, or a process was too slow).
 """
 
 import sys
-import threading
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,10 +31,10 @@ from engines.controller.rollout import (
 )
 from engines.controller.worker_group import InProcessGroup, WorkerGroup
 from engines.rollout.base import behind_service, create_rollout_engine
+from engines.rollout.event_loop import EventLoopThread
 from engines.rollout.replica_pool import RestartPolicy
 from engines.weight_sync.in_process import new_transport
 from hardware.detection import detect, planned
-from infra.errors import DeadlineError
 from infra.job_environments import installed_distributions, is_inside
 
 RAY_ADDRESS = "auto"
@@ -75,14 +74,13 @@ def launch_policy_beside(
         bundles, first, num_replicas = [], 0, num_ranks
         num_actors_on_device = 1 if here else 2
     bundles += _replica_bundles(replica, num_replicas)
-    num_sharing = [num_actors_on_device] * len(bundles)
+    num_own = len(bundles)
     # All in one reservation: two runs that each hold half of the devices would wait forever.
     for other in others.values():
         bundles += _replica_bundles(other, other.rollout.num_replicas)
-    pool = reserve(bundles, queueing, 0 if here else None, num_sharing)
-    try:
-        launched = _launch_each(others.values(), pool, len(num_sharing))
-        beside = dict(zip(others, launched, strict=True))
+    sharing = [num_actors_on_device] * num_own
+    with reserve(bundles, queueing, 0 if here else None, sharing).closed_on_error() as pool:
+        beside = dict(zip(others, _launch_each(others.values(), pool, num_own), strict=True))
         if not num_replicas:
             workers = _group_of_actors(spec, log_dir, pool)
             return workers, RankRollout(workers), beside
@@ -93,9 +91,6 @@ def launch_policy_beside(
         engines = launch_engines(replica, pool.places(first, num_replicas), sender)
         workers = _group_here(trained, pool) if here else _group_of_actors(trained, log_dir, pool)
         return workers, ServedRollout(engines, workers), beside
-    except BaseException:
-        pool.close()
-        raise
 
 
 def launch_policy_group(
@@ -130,20 +125,16 @@ def launch_served_model(
     `beside` is one more model on one rank, such as a reward model. The engines of `judge` are
     embedded if and only if those of `spec` are.
     """
+    if is_embedded(spec.rollout):
+        engines = launch_engines(spec)
+        group = None if beside is None else _group_here(beside, None)
+        return LaunchedModel(engines, group, judge and launch_engines(judge), Pool(None, ()))
     replicas = [spec] if judge is None else [spec, judge]
     num_ranks = int(beside is not None)
-    pool = reserve_replicas(replicas, queueing, num_ranks)
-    try:
+    with reserve_replicas(replicas, queueing, num_ranks).closed_on_error() as pool:
         engines, *judges = _launch_each(replicas, pool, num_ranks)
-        group = None
-        if beside is not None and is_embedded(spec.rollout):
-            group = _group_here(beside, None)
-        elif beside is not None:
-            group = _group_of_actors(beside, spec.log_dir, pool)
-    except BaseException:
-        pool.close()
-        raise
-    return LaunchedModel(engines, group, judges[0] if judges else None, pool)
+        group = None if beside is None else _group_of_actors(beside, spec.log_dir, pool)
+        return LaunchedModel(engines, group, judges[0] if judges else None, pool)
 
 
 def reserve_replicas(
@@ -151,10 +142,8 @@ def reserve_replicas(
 ) -> Pool:
     """Reserve places for `num_ranks` ranks, then for all replicas; the caller closes the pool.
 
-    Embedded engines need no place: all of `replicas` are embedded, or none.
+    None of the replicas is embedded: those need no place.
     """
-    if is_embedded(replicas[0].rollout):
-        return Pool(None, ())
     connect_ray()
     bundles = _rank_bundles(replicas[0].platform, num_ranks)
     for each in replicas:
@@ -265,27 +254,16 @@ def connect_ray() -> None:
     """Connect to the Ray cluster; raise DeadlineError if it does not answer in time."""
     import ray
 
-    if ray.is_initialized():
-        return
-    connection: Future[object] = Future()
+    async def connect() -> None:
+        ray.init(
+            address=RAY_ADDRESS,
+            log_to_driver=False,
+            configure_logging=False,
+            # By default Ray starts actors with the Python of the cluster.
+            runtime_env={"py_executable": sys.executable} if is_inside() else None,
+        )
 
-    def connect() -> None:
-        try:
-            connection.set_result(
-                ray.init(
-                    address=RAY_ADDRESS,
-                    log_to_driver=False,
-                    configure_logging=False,
-                    # By default Ray starts actors with the Python of the cluster.
-                    runtime_env={"py_executable": sys.executable} if is_inside() else None,
-                )
-            )
-        except BaseException as error:  # noqa: BLE001  thread boundary: raised by result()
-            connection.set_exception(error)
-
-    # In a thread: ray.init retries forever, and would replace our SIGTERM handler.
-    threading.Thread(target=connect, daemon=True).start()
-    try:
-        connection.result(timeout=CONNECT_DEADLINE_S)
-    except TimeoutError:
-        raise DeadlineError("the Ray cluster of this job to answer", CONNECT_DEADLINE_S) from None
+    if not ray.is_initialized():
+        # In a thread: ray.init retries forever, and would replace our SIGTERM handler.
+        with closing(EventLoopThread("ray-connect")) as thread:
+            thread.run(connect(), "the Ray cluster of this job to answer", CONNECT_DEADLINE_S)

@@ -102,10 +102,8 @@ class ModelWorker:
 
     def initialize(self) -> None:
         """Build and load the models; raise ConfigError if the engine cannot serve. Collective."""
-        # First, because it is cheap and may raise.
-        spec = self._spec
-        rollout = spec.rollout
-        if rollout is not None:
+        spec, rollout = self._spec, self._spec.rollout
+        if rollout is not None:  # first, because it is cheap and may raise
             dtype = rollout.dtype or spec.training.dtype
             engine = create_rollout_engine(
                 rollout.engine, spec.serving_dir, behind_service(rollout), dtype, self._platform

@@ -76,10 +76,8 @@ class Share:
 
         def of(placed: PlacedRows) -> PlacedRows:
             # Sharing one object for all tensors of a layout pickles it once.
-            key = id(placed.spans_B2)
-            if key not in chosen:
-                chosen[key] = placed.spans_B2[list(sequences)]
-            return replace(placed, spans_B2=chosen[key])
+            own = chosen.setdefault(id(placed.spans_B2), placed.spans_B2[list(sequences)])
+            return replace(placed, spans_B2=own)
 
         return Share(
             of(self.input_ids_T),
@@ -207,11 +205,11 @@ class TensorStore:
         held = self._put(tensor)
         if held.is_view:
             return tensor
-        array = self._store.get(held.reference)
         with warnings.catch_warnings():
             # Torch has no read-only tensors and warns once.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            view = torch.from_numpy(array).view(tensor.dtype).reshape(tensor.shape)
+            stored = torch.from_numpy(self._store.get(held.reference))
+        view = stored.view(tensor.dtype).reshape(tensor.shape)
         self._held[view] = _Held(version_of(view), held.reference, is_view=True)
         return view
 

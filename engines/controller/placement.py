@@ -11,8 +11,8 @@ import logging
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,14 @@ class Pool:
         nodes = list(dict.fromkeys(place.node for place in chosen))
         return tuple(sorted(chosen, key=lambda place: nodes.index(place.node)))
 
+    @contextmanager
+    def closed_on_error(self) -> Iterator["Pool"]:
+        """Yield the pool, and close it if the block raises."""
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            yield self
+            undo.pop_all()
+
     def close(self) -> None:
         """Release everything and kill what still runs there; may be called again."""
         group, self._group = self._group, None
@@ -115,15 +123,12 @@ def reserve(
     if on_this_node is not None:
         wanted[on_this_node][f"node:{this_address()}"] = NODE_SHARE
     group = ray.util.placement_group(wanted, strategy="PACK")
-    try:
+    with Pool(group, ()).closed_on_error():
         _wait(group, wanted, queueing)
         numbers = [*num_sharing, *[1] * (len(bundles) - len(num_sharing))]
         return Pool(
             group, _places(group, [_share(*each) for each in zip(bundles, numbers, strict=True)])
         )
-    except BaseException:
-        ray.util.remove_placement_group(group)
-        raise
 
 
 def this_node() -> str:
@@ -150,7 +155,11 @@ def _wait(group: Any, wanted: Sequence[Mapping[str, float]], queueing: Queueing)
         queueing.waiting()
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         now = time.monotonic()
-        what = f"room for {_request_text(wanted)} (the cluster has {_nodes_text(nodes)})"
+        asked, there = (Counter(map(_listed, each)).items() for each in (wanted, nodes))
+        what = (
+            f"room for {', '.join(f'{num} x {text}' for text, num in asked)} "
+            f"(the cluster has {', '.join(f'{num} x ({text})' for text, num in there)})"
+        )
         if _could_fit(wanted, nodes):
             fitted_at = now
         elif now - fitted_at >= queueing.fit_deadline_s:
@@ -220,62 +229,36 @@ def _could_fit(wanted: Sequence[Mapping[str, float]], nodes: Sequence[dict[str, 
     return True
 
 
-def _request_text(wanted: Sequence[Mapping[str, float]]) -> str:
-    kinds = Counter(
-        " + ".join(f"{amount:g} {name}" for name, amount in bundle.items() if "node:" not in name)
-        for bundle in wanted
-    )
-    return ", ".join(f"{num} x {kind}" for kind, num in kinds.items())
-
-
-def _nodes_text(totals: Sequence[Mapping[str, float]]) -> str:
+def _listed(amounts: Mapping[str, float]) -> str:
     hidden = ("node:", "memory", "object_store_memory", "accelerator_type:")
-    nodes = Counter(
-        " + ".join(f"{v:g} {n}" for n, v in sorted(node.items()) if not n.startswith(hidden))
-        for node in totals
-    )
-    return ", ".join(f"{num} x ({kind or 'nothing'})" for kind, num in nodes.items())
+    shown = (f"{v:g} {n}" for n, v in sorted(amounts.items()) if not n.startswith(hidden))
+    return " + ".join(shown) or "nothing"
 
 
-@dataclass(frozen=True)
-class Seat:
-    """One rank's place among the others; `address` is that of its node."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    node_rank: int
-    address: str
+def rank_addresses(places: Sequence[Place]) -> list[str]:
+    """Return the address that each rank uses: that of its node, loopback if there is one node."""
+    is_alone = len({place.node for place in places}) == 1
+    return [LOOPBACK if is_alone else place.address for place in places]
 
 
-def seats(places: Sequence[Place]) -> list[Seat]:
-    """Return a seat for each place; places of one node must be consecutive."""
-    nodes = list(dict.fromkeys(place.node for place in places))
+def rank_environments(places: Sequence[Place], *, sees_all_devices: bool) -> list[dict[str, str]]:
+    """Return the environment variables of each rank; places of one node must be consecutive.
+
+    LOCAL_RANK is 0 if a rank sees only its device.
+    """
     held = [place.node for place in places]
+    nodes = list(dict.fromkeys(held))
     return [
-        Seat(
-            rank=rank,
-            world_size=len(places),
-            local_rank=held[:rank].count(place.node),
-            local_world_size=held.count(place.node),
-            node_rank=nodes.index(place.node),
-            address=LOOPBACK if len(nodes) == 1 else place.address,
-        )
-        for rank, place in enumerate(places)
+        {
+            env.RANK.name: str(rank),
+            env.WORLD_SIZE.name: str(len(held)),
+            # Libraries use it as the device index.
+            env.LOCAL_RANK.name: str(held[:rank].count(node) if sees_all_devices else 0),
+            env.LOCAL_WORLD_SIZE.name: str(held.count(node)),
+            env.GROUP_RANK.name: str(nodes.index(node)),
+        }
+        for rank, node in enumerate(held)
     ]
-
-
-def seat_environment(seat: Seat, *, sees_all_devices: bool) -> dict[str, str]:
-    """Return a rank's environment variables; LOCAL_RANK is 0 if it sees only its device."""
-    return {
-        env.RANK.name: str(seat.rank),
-        env.WORLD_SIZE.name: str(seat.world_size),
-        # Libraries use it as the device index.
-        env.LOCAL_RANK.name: str(seat.local_rank if sees_all_devices else 0),
-        env.LOCAL_WORLD_SIZE.name: str(seat.local_world_size),
-        env.GROUP_RANK.name: str(seat.node_rank),
-    }
 
 
 def use_interface_of(address: str) -> str:

@@ -13,7 +13,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -29,9 +29,8 @@ from engines.collectives import close_process_group, open_store
 from engines.controller.placed_batches import Array, Share, TensorStore
 from engines.controller.placement import (
     Pool,
-    Seat,
-    seat_environment,
-    seats,
+    rank_addresses,
+    rank_environments,
     this_node,
     use_interface_of,
 )
@@ -121,11 +120,10 @@ class RayWorkerGroup:
             for rank in range(options.world_size)
         ]
         options.log_dir.mkdir(parents=True, exist_ok=True)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._kill)
             self._start(factory)
-        except BaseException:
-            self._kill()
-            raise
+            undo.pop_all()
 
     def run(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a `@dispatch` method on the ranks and return its collected result."""
@@ -141,10 +139,11 @@ class RayWorkerGroup:
             self._data_parallel_ranks if mode is Dispatch.SPLIT else list(range(self.world_size))
         )
         parts = split_plan(whole, max(places) + 1)
-        if isinstance(whole, TokenBatch):
-            shares = self._tensors.shares(whole, parts)
-        else:
-            shares = [(take(whole, items), ()) for items in parts]
+        shares: Sequence[tuple[Any, Sequence[Any]]] = (
+            self._tensors.shares(whole, parts)
+            if isinstance(whole, TokenBatch)
+            else [(take(whole, items), ()) for items in parts]
+        )
         calls = [(((share, *rest), kwargs), arrays) for share, arrays in shares]
         results = self._call_all(name, calls, places)
         return collect(whole, parts, [results[places.index(i)] for i in range(len(parts))])
@@ -167,35 +166,31 @@ class RayWorkerGroup:
     def _start(self, factory: Callable[[], Any]) -> None:
         import ray
 
-        options, start_s = self._options, self._options.start_timeout_s
-        access = access_for(
-            [place.node for place in self._rank_places], this_node(), options.log_dir
-        )
+        options, start_s, places = self._options, self._options.start_timeout_s, self._rank_places
+        access = access_for([place.node for place in places], this_node(), options.log_dir)
         remote: Any = ray.remote(max_restarts=0, max_task_retries=0)(RankProcess)
-        for seat, place in zip(seats(self._rank_places), self._rank_places, strict=True):
-            options.heartbeat_path(seat.rank).unlink(missing_ok=True)
-            environment = {
-                "OMP_NUM_THREADS": str(options.num_threads),
-                **seat_environment(seat, sees_all_devices=options.sees_all_devices),
-            }
-            self._actors.append(
-                remote.options(runtime_env={"env_vars": environment}, **place.options).remote(
-                    seat, options, access
-                )
-            )
+        addresses = rank_addresses(places)
+        environments = rank_environments(places, sees_all_devices=options.sees_all_devices)
+        for rank, place in enumerate(places):
+            options.heartbeat_path(rank).unlink(missing_ok=True)
+            variables = {"OMP_NUM_THREADS": str(options.num_threads), **environments[rank]}
+            actor = remote.options(runtime_env={"env_vars": variables}, **place.options)
+            self._actors.append(actor.remote(rank, addresses[rank], options, access))
         # All start before any joins, so that a rank that does not start is reported as such and not
         # as a store timeout.
         actors = self._actors
         self._await([each.started.remote() for each in actors], "all ranks to start", start_s)
-        opened = [actors[0].open_store.remote()]
-        ((host, port),) = self._await(opened, "rank 0 to open its store", start_s)
+        ((host, port),) = self._await(
+            [actors[0].open_store.remote()], "rank 0 to open its store", start_s
+        )
         self._await(
             [each.join.remote(host, port) for each in actors],
             "all ranks to join the process group",
             start_s,
         )
-        built = [each.build.remote(factory) for each in actors]
-        self._data_parallel_ranks = self._await(built, "build", options.call_timeout_s)
+        self._data_parallel_ranks = self._await(
+            [each.build.remote(factory) for each in actors], "build", options.call_timeout_s
+        )
 
     def _call_all(self, name: str, calls: Sequence[Call], places: Sequence[int]) -> list[Any]:
         """Send each rank the call of its place; shared arguments are put into Ray once."""
@@ -314,19 +309,18 @@ class RankProcess:
     """
 
     def __init__(
-        self, seat: Seat, options: RayGroupOptions, access: DiskAccess | None = None
+        self, rank: int, address: str, options: RayGroupOptions, access: DiskAccess | None = None
     ) -> None:
-        rank = seat.rank
-        self._seat, self._options = seat, options
+        self._rank, self._address, self._options = rank, address, options
         disk = remote_files.use(access)
-        log_to(disk.local(options.log_path(rank)))
+        log, beats = options.log_path(rank), options.heartbeat_path(rank)
+        log_to(disk.local(log))
         self._worker: Any = None
         self._store: TCPStore | None = None
         torch.set_num_threads(options.num_threads)
-        beats = options.heartbeat_path(rank)
         self._heartbeat = Heartbeat(disk.local(beats), options.heartbeat_s)
         self._heartbeat.__enter__()
-        for path in (beats, options.log_path(rank)):
+        for path in (beats, log):
             disk.follow(path, options.heartbeat_s)
 
     def started(self) -> None:
@@ -334,20 +328,19 @@ class RankProcess:
 
     def open_store(self) -> tuple[str, int]:
         """Open the rendezvous store and return its host and port; called on rank 0 only."""
-        host, timeout_s = self._seat.address, self._options.collective_timeout_s
+        host, timeout_s = self._address, self._options.collective_timeout_s
         self._store = open_store(self._options.world_size, timeout_s, host)
         return host, self._store.port
 
     def join(self, host: str, port: int) -> None:
         """Join the default process group through the store of rank 0."""
-        options, rank = self._options, self._seat.rank
-        logger.info("collectives over %s", use_interface_of(self._seat.address))
+        options, size = self._options, self._options.world_size
+        logger.info("collectives over %s", use_interface_of(self._address))
         # Deadline of the rendezvous and of each collective.
         timeout = timedelta(seconds=options.collective_timeout_s)
-        size = options.world_size
         store = self._store or TCPStore(host, port, size, is_master=False, timeout=timeout)
         dist.init_process_group(
-            options.backend, store=store, rank=rank, world_size=size, timeout=timeout
+            options.backend, store=store, rank=self._rank, world_size=size, timeout=timeout
         )
 
     def build(self, factory: Callable[[], Any]) -> int:

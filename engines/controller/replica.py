@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -119,8 +119,9 @@ class ReplicaProcess:
         serving_dir = await asyncio.to_thread(self._disk.bring, self._spec.serving_dir)
         spec = replace(self._spec, serving_dir=serving_dir)
         if spec.interpreter is not None:
-            who = f"a replica of {spec.rollout.engine}"
-            refuse_other_libraries(spec.libraries, Path(sys.executable), who)
+            refuse_other_libraries(
+                spec.libraries, Path(sys.executable), f"a replica of {spec.rollout.engine}"
+            )
         for broken in import_external_modules():
             logger.warning("%s", broken)
         torch.set_num_threads(spec.num_threads)
@@ -137,7 +138,19 @@ class ReplicaProcess:
         if spec.shares_devices:
             await self._engine.sleep()
         if spec.rollout.openai_endpoint:
-            self._endpoint = await self._serve_openai(spec)
+            try:
+                from engines.rollout.openai_endpoint import serve
+            except ModuleNotFoundError as error:
+                raise ConfigError(
+                    "rollout.openai_endpoint",
+                    f"got true; need {error.name} in the environment of {spec.rollout.engine}; "
+                    "install it there",
+                ) from error
+            path = self._disk.local(spec.log_path(self._number).with_suffix(".openai.json"))
+            self._endpoint = await serve(
+                self._engine, spec.serving_dir, spec.rollout.timeout_s, path
+            )
+            logger.info("OpenAI's API: address and key are in %s", path)
         return ReplicaLocation(this_node(), own_identity())
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
@@ -150,20 +163,6 @@ class ReplicaProcess:
         if self._endpoint is not None:
             return await self._endpoint.call(name, arguments)
         return await getattr(self._engine, name)(*arguments)
-
-    async def _serve_openai(self, spec: ReplicaSpec) -> "Endpoint":
-        try:
-            from engines.rollout.openai_endpoint import serve
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                "rollout.openai_endpoint",
-                f"got true; need the package {error.name} in the environment of "
-                f"{spec.rollout.engine}; install it there",
-            ) from error
-        path = self._disk.local(spec.log_path(self._number).with_suffix(".openai.json"))
-        endpoint = await serve(self._engine, spec.serving_dir, spec.rollout.timeout_s, path)
-        logger.info("OpenAI's API: address and key are in %s", path)
-        return endpoint
 
 
 class RemoteReplica(RolloutEngine):
@@ -264,8 +263,16 @@ class RemoteReplica(RolloutEngine):
             task.options(scheduling_strategy=there).remote(location.process)
 
     async def build(self) -> None:
-        """Make the engine in its process; raises the engine's `PipelineError`."""
-        self._location = await self._answer(self._actor.build.remote())
+        """Make the engine in its process, or raise its `PipelineError`, or that of the start."""
+        from ray.exceptions import RayError
+
+        try:
+            async with asyncio.timeout(START_DEADLINE_S):
+                self._location = await self._answer(self._actor.build.remote())
+        except TimeoutError:
+            raise DeadlineError("a replica to start", START_DEADLINE_S) from None
+        except RayError as error:
+            raise ReplicaLostError(f"a replica did not start: {error}") from error
 
     async def _call(self, name: str, *arguments: Any) -> Any:
         return await self._answer(self._actor.call.remote(name, arguments))
@@ -278,8 +285,9 @@ class RemoteReplica(RolloutEngine):
         try:
             return await reference
         except RayActorError as error:
-            tail = log_tail(self._log_path, who)
-            raise ReplicaLostError(f"{who}: its process died{tail}") from error
+            raise ReplicaLostError(
+                f"{who}: its process died{log_tail(self._log_path, who)}"
+            ) from error
         except RayTaskError as error:
             cause = error.cause
             if not isinstance(cause, PipelineError):
@@ -304,26 +312,23 @@ class RayReplicas:
         replicas = [self._create(place) for place in range(len(self._places))]
 
         async def build() -> None:
-            await asyncio.gather(*(self._build(replica) for replica in replicas))
+            await asyncio.gather(*(replica.build() for replica in replicas))
 
-        with closing(EventLoopThread("replica-start")) as loop:
-            try:
-                loop.run(build(), f"{len(replicas)} replicas to start", 2 * START_DEADLINE_S)
-            except BaseException:
-                for replica in replicas:
-                    replica.kill()
-                raise
+        with closing(EventLoopThread("replica-start")) as loop, ExitStack() as undo:
+            for replica in replicas:
+                undo.callback(replica.kill)
+            loop.run(build(), f"{len(replicas)} replicas to start", 2 * START_DEADLINE_S)
+            undo.pop_all()
         return replicas
 
     async def restart(self, place: int, lost: RolloutEngine) -> RemoteReplica:
         """Kill a lost replica and start another in its place."""
         cast(RemoteReplica, lost).kill()
         replica = self._create(place)
-        try:
-            await self._build(replica)
-        except BaseException:
-            replica.kill()
-            raise
+        with ExitStack() as undo:
+            undo.callback(replica.kill)
+            await replica.build()
+            undo.pop_all()
         logger.info("replica %d is up again", place)
         return replica
 
@@ -335,18 +340,10 @@ class RayReplicas:
         runtime: dict[str, Any] = {"env_vars": {"OMP_NUM_THREADS": str(spec.num_threads)}}
         if spec.interpreter is not None:
             runtime["py_executable"] = str(spec.interpreter)
-        options = self._places[place].options
-        actor = remote.options(runtime_env=runtime, **options).remote(place, spec, self._access)
-        num_workers = spec.rollout.num_workers_per_replica
-        return RemoteReplica(actor, place, spec.log_path(place), num_workers)
-
-    async def _build(self, replica: RemoteReplica) -> None:
-        from ray.exceptions import RayError
-
-        try:
-            async with asyncio.timeout(START_DEADLINE_S):
-                await replica.build()
-        except TimeoutError:
-            raise DeadlineError("a replica to start", START_DEADLINE_S) from None
-        except RayError as error:
-            raise ReplicaLostError(f"a replica did not start: {error}") from error
+        actor = remote.options(runtime_env=runtime, **self._places[place].options)
+        return RemoteReplica(
+            actor.remote(place, spec, self._access),
+            place,
+            spec.log_path(place),
+            spec.rollout.num_workers_per_replica,
+        )

@@ -117,13 +117,14 @@ class ServedRollout(RolloutService):
         Raises:
             WeightSyncError: an engine fails the probe or holds other weights.
         """
-        run, new_transport = self._workers.run, self._launched.new_transport
-        if self._launched.new_adapter_transport is None:
-            return self.sync(new_transport, partial(run, ModelWorker.send_weights), version, probe)
-        send_adapter = partial(run, ModelWorker.send_adapter)
-        adapter = WeightRoute(self._launched.new_adapter_transport, send_adapter)
-        send_frozen = partial(run, ModelWorker.send_frozen_weights)
-        return self.sync(new_transport, send_frozen, version, probe, adapter)
+        run, launched = self._workers.run, self._launched
+        send, adapter = partial(run, ModelWorker.send_weights), None
+        if launched.new_adapter_transport is not None:
+            send = partial(run, ModelWorker.send_frozen_weights)
+            adapter = WeightRoute(
+                launched.new_adapter_transport, partial(run, ModelWorker.send_adapter)
+            )
+        return self.sync(launched.new_transport, send, version, probe, adapter)
 
     def sleep(self) -> None:
         """Release device memory that the ranks need: put engines on their devices to sleep.

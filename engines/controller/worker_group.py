@@ -97,8 +97,10 @@ def split_plan(value: object, num_parts: int) -> Parts:
     if isinstance(value, TokenBatch):
         lengths, units = value.lengths_B.tolist(), value.units
         sizes = [sum(lengths[i] for i in unit) for unit in units]
-        parts = balanced_partition(sizes, num_parts)
-        return [sorted(i for unit in part for i in units[unit]) for part in parts]
+        return [
+            sorted(i for unit in part for i in units[unit])
+            for part in balanced_partition(sizes, num_parts)
+        ]
     if not isinstance(value, list | tuple):
         raise TypeError(f"cannot split a {type(value).__name__} over ranks")
     # A request weighs its maximum number of tokens.
@@ -130,7 +132,14 @@ def collect(value: object, parts: Parts, results: Sequence[Any]) -> Any:
     """
     first = results[0]
     if isinstance(first, ModelOutputs):
-        return _collect_outputs(value, parts, results)
+        columns: dict[str, Any] = {}
+        for field in fields(ModelOutputs):
+            own = [getattr(result, field.name) for result in results]
+            if field.name.endswith("_B") and own[0] is not None:
+                columns[field.name] = torch.stack(collect(value, parts, [[*each] for each in own]))
+            elif own[0] is not None:
+                columns[field.name] = collect(value, parts, own)
+        return ModelOutputs(**columns)
     if not isinstance(first, list | Tensor):
         return equal_result("a split call", "share", results)
     if isinstance(first, Tensor) and not isinstance(value, TokenBatch):
@@ -144,17 +153,6 @@ def collect(value: object, parts: Parts, results: Sequence[Any]) -> Any:
             entries.update(zip(items, pieces, strict=True))
     ordered = [entries[i] for i in range(len(entries))]
     return torch.cat(ordered) if isinstance(first, Tensor) else ordered
-
-
-def _collect_outputs(value: object, parts: Parts, results: Sequence[ModelOutputs]) -> ModelOutputs:
-    found: dict[str, Any] = {}
-    for field in fields(ModelOutputs):
-        own = [getattr(result, field.name) for result in results]
-        if field.name.endswith("_B") and own[0] is not None:
-            found[field.name] = torch.stack(collect(value, parts, [list(rows) for rows in own]))
-        elif own[0] is not None:
-            found[field.name] = collect(value, parts, own)
-    return ModelOutputs(**found)
 
 
 def equal_result(call: str, place: str, results: Sequence[Any]) -> Any:

@@ -43,45 +43,21 @@ class Ledger(ABC, Generic[Request]):
         """
 
 
-class Arrivals:
-    """Finished samples on their way from the event loop to the thread that waits for their batch.
+class SampleLedger(Ledger[RolloutRequest]):
+    """Records samples in an event loop; another thread hands finished ones over to `receive`.
 
     Attributes:
-        refused: `receive` raised an error.
+        refused: `receive` raised an error, or is running.
         over: set when the event loop has stopped working on the batch.
     """
 
-    def __init__(self, receive: Receive | None) -> None:
+    def __init__(self, requests: Sequence[RolloutRequest], receive: Receive | None = None) -> None:
+        super().__init__(requests)
         self._receive = receive
         self._arrived: deque[Completion] = deque()
-        self.refused = False
-        self.over = threading.Event()
-
-    def note(self, completion: Completion) -> None:
-        """Queue a sample, in the event loop; aborted samples are not passed on."""
-        if self._receive is not None and completion.finish_reason != "abort":
-            self._arrived.append(completion)
-
-    def hand_over(self) -> None:
-        """Pass queued samples on, in the waiting thread; propagates what `receive` raises."""
-        while self._receive is not None and self._arrived:
-            try:
-                self._receive(self._arrived.popleft())
-            except BaseException:
-                self.refused = True
-                raise
-
-
-class SampleLedger(Ledger[RolloutRequest]):
-    """Records samples; `on_sample` is called with each accepted one, aborted ones included."""
-
-    def __init__(
-        self, requests: Sequence[RolloutRequest], on_sample: Receive = lambda sample: None
-    ) -> None:
-        super().__init__(requests)
-        self._on_sample = on_sample
         self._wanted = [request.sample_keys for request in requests]
         self._found: dict[tuple[str, int], Completion] = {}
+        self.refused, self.over = False, threading.Event()
 
     @property
     def num_missing(self) -> int:
@@ -93,15 +69,23 @@ class SampleLedger(Ledger[RolloutRequest]):
         key = completion.request_id, completion.sample_index
         if key not in self._found:
             self._found[key] = completion
-            self._on_sample(completion)
+            if completion.finish_reason != "abort":
+                self._arrived.append(completion)
+
+    def hand_over(self) -> None:
+        """Pass finished samples on, in the calling thread; propagates what `receive` raises."""
+        while self._receive is not None and self._arrived:
+            self.refused = True
+            self._receive(self._arrived.popleft())
+            self.refused = False
 
     def missing(self, requests: Iterable[RolloutRequest]) -> list[RolloutRequest]:
         """See `Ledger`."""
-        left: list[RolloutRequest] = []
-        for request in requests:
-            if indices := [key[1] for key in request.sample_keys if key not in self._found]:
-                left.append(request.select(indices))
-        return left
+        left = (
+            request.select(key[1] for key in request.sample_keys if key not in self._found)
+            for request in requests
+        )
+        return [request for request in left if request.num_samples]
 
     async def collect_share(
         self, engine: RolloutEngine, requests: Sequence[RolloutRequest]

@@ -90,8 +90,7 @@ class StatefulEngine(RolloutEngine):
         self, call: int, requests: Sequence[RolloutRequest]
     ) -> AsyncIterator[Completion]:
         """Return the stream of a call for all samples of its requests."""
-        keys = [key for request in requests for key in request.sample_keys]
-        self._calls[call] = asyncio.Queue(), keys
+        self._calls[call] = asyncio.Queue(), [key for each in requests for key in each.sample_keys]
         stream = self._stream(call, len(requests))
         weakref.finalize(stream, self._forget_call, call)  # for a stream that is never iterated
         return stream

@@ -43,8 +43,7 @@ class ExpectedTensors:
 
     def check_complete(self) -> None:
         """Raise a WeightSyncError if a tensor is missing."""
-        missing = sorted(self._wanted.keys() - self._seen)
-        if missing:
+        if missing := sorted(self._wanted.keys() - self._seen):
             raise WeightSyncError(f"{len(missing)} parameters were not sent, first {missing[0]}")
 
 

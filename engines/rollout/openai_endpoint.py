@@ -191,13 +191,14 @@ def _choice(completion: Completion, tokenizer: DirectoryTokenizer, is_chat: bool
         "logprobs": {"tokens": tokens, "token_logprobs": values},
     }
     if is_chat:
-        rows = [
-            {"token": token, "logprob": value, "top_logprobs": []}
-            for token, value in zip(tokens, values, strict=True)
-        ]
         said = {
             "message": {"role": "assistant", "content": text},
-            "logprobs": {"content": rows},
+            "logprobs": {
+                "content": [
+                    {"token": token, "logprob": value, "top_logprobs": []}
+                    for token, value in zip(tokens, values, strict=True)
+                ]
+            },
         }
     return {
         "index": completion.sample_index,
@@ -283,8 +284,10 @@ class Endpoint:
         return await handler(request)
 
     async def _models(self, request: web.Request) -> web.Response:
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "rlhf"}
-        return web.json_response({"object": "list", "data": [model]})
+        return web.json_response({
+            "object": "list",
+            "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "rlhf"}],
+        })  # fmt: skip
 
     async def _serve(self, form: type[SamplingBody], request: web.Request) -> web.Response:
         time_s, name = int(time.time()), f"openai-{next(self._numbers)}"

@@ -124,16 +124,11 @@ class Publisher:
     ) -> WeightDigest | None:
         """Have the slots serve the publication; return what was sent, None if one was lost."""
         slots = self._each(slots, lambda slot: slot.engine.wake_up(), "replicas to wake up")
-        if not slots:
-            return None
-        version = publication.version
-        if publication.adapter is None:
+        version, adapter, sent = publication.version, publication.adapter, None
+        if slots and adapter is None:
             sent = self._ship(_Transfer(slots, version), publication.weights, expected)
-        elif self._send_frozen(slots, publication):
-            transfer = _Transfer(slots, version, is_adapter=True)
-            sent = self._ship(transfer, publication.adapter, expected)
-        else:
-            return None
+        elif slots and adapter is not None and self._send_frozen(slots, publication):
+            sent = self._ship(_Transfer(slots, version, is_adapter=True), adapter, expected)
         if sent is None:
             return None
         left = self._each(
@@ -163,56 +158,54 @@ class Publisher:
         """Transfer to all slots, compare digests; return what was sent, None if one was lost."""
         transport = route.new_transport([slot.engine.num_workers for slot in transfer.slots])
         try:
-            sent = self._transfer(transfer, transport, route.send)
+            sent, failure = self._send(transfer, transport, route.send)
         finally:
             transport.stop()
-        if lost := transfer.lost():
+        version, outcomes = transfer.version, transfer.outcomes
+        found = [(slot, outcomes[slot.place]) for slot in transfer.slots]
+        if lost := [(slot, held) for slot, held in found if isinstance(held, ReplicaLostError)]:
             self._loop.run(self._pool.lose_all(lost), MOVES, ANSWER_DEADLINE_S)
             self._raise_failure()
-        if sent is None:
             return None
-        version = transfer.version
+        if not isinstance(failure, DeadlineError):
+            # In the order of arrival: the first stopped the others.
+            refused = (each for each in outcomes.values() if isinstance(each, PipelineError))
+            failure = next(refused, failure)
+        if failure is not None:
+            raise failure
         if expected is not None and sent != expected:
             raise WeightSyncError(
                 f"version {version} was published as {expected}, the trainer holds {sent} now"
             )
-        for slot in transfer.slots:
-            if (held := transfer.outcomes[slot.place]) != sent:
+        for slot, held in found:
+            if held != sent:
                 raise WeightSyncError(
                     f"version {version}: sent {sent}, replica {slot.place} holds {held}; it will "
                     "not generate from them"
                 )
         return sent
 
-    def _transfer(
+    def _send(
         self, transfer: "_Transfer", transport: Delivery, send: Send
-    ) -> WeightDigest | None:
-        """Return what was sent; None if replicas were lost and the transfer was stopped."""
+    ) -> tuple[WeightDigest | None, PipelineError | None]:
+        """Return what was sent, or why the trainer stopped; every slot has an outcome then."""
         arriving = self._loop.start(transfer.run(transport))
-
-        def end(timeout_s: float) -> None:
+        sent, timeout_s = None, ANSWER_DEADLINE_S
+        try:
+            sent, timeout_s = send(transport), self._timeout_s
+        except (ReceiverGoneError, DeadlineError) as error:
+            return None, error
+        finally:
+            if sent is None:
+                transport.stop()
             try:
                 self._loop.wait(arriving, "weights to arrive", timeout_s)
             except DeadlineError:
-                transfer.give_up()
-
-        try:
-            sent = send(transport)
-        except BaseException as error:
-            transport.stop()
-            end(ANSWER_DEADLINE_S)
-            if isinstance(error, ReceiverGoneError | DeadlineError):
-                if transfer.lost():
-                    return None
-                if isinstance(error, ReceiverGoneError) and (first := transfer.first_error()):
-                    raise first from None
-            raise
-        end(self._timeout_s)
-        if transfer.lost():
-            return None
-        if first := transfer.first_error():
-            raise first
-        return sent
+                for slot in transfer.slots:
+                    transfer.outcomes.setdefault(
+                        slot.place, ReplicaLostError(LATE.format(slot.place))
+                    )
+        return sent, None
 
     def _probe(
         self, slots: Sequence[ReplicaSlot], publication: Publication
@@ -224,8 +217,9 @@ class Publisher:
         found: dict[int, Completion] = {}
 
         async def ask(slot: ReplicaSlot) -> None:
-            asked = [requests[slot.place]]
-            [[found[slot.place]]] = await collect(slot.engine, asked, 2 * PROBE_DEADLINE_S)
+            [[found[slot.place]]] = await collect(
+                slot.engine, [requests[slot.place]], 2 * PROBE_DEADLINE_S
+            )
 
         left = self._each(slots, ask, "the probe after a sync", PROBE_DEADLINE_S)
         if left:
@@ -240,27 +234,20 @@ class Publisher:
         deadline_s: float = ANSWER_DEADLINE_S,
     ) -> list[ReplicaSlot]:
         """Call every replica at once; return the slots left, raise errors other than loss."""
-        # Collected here and not read from the states: a lost replica may be replaced by the end.
-        left: list[ReplicaSlot] = []
 
-        async def one(slot: ReplicaSlot) -> None:
-            engine = slot.engine
+        async def in_time(slot: ReplicaSlot) -> None:
             try:
                 async with asyncio.timeout(deadline_s):
                     await call(slot)
-                left.append(slot)
             except SILENCE as error:
-                silent = f"replica {slot.place}: no answer while we waited for {what}"
-                self._pool.lose(slot, engine, silence(silent, error))
-            except ReplicaLostError as error:
-                self._pool.lose(slot, engine, error)
+                raise silence(
+                    f"replica {slot.place}: no answer while we waited for {what}", error
+                ) from error
 
-        async def everyone() -> None:
-            await asyncio.gather(*(one(slot) for slot in slots))
-
-        self._loop.run(everyone(), what, 2 * deadline_s)
+        # Not read from the states: a lost replica may be replaced by the end.
+        left = self._loop.run(self._pool.ask(slots, in_time), what, 2 * deadline_s)
         self._raise_failure()
-        return sorted(left, key=lambda slot: slot.place)
+        return [slot for slot, _ in left]
 
     def _await(self, there: Callable[[], bool]) -> None:
         news = threading.Event()
@@ -294,15 +281,18 @@ class _FrozenWeights:
     held_by: dict[int, RolloutEngine] = field(default_factory=dict)
 
 
+@dataclass
 class _Transfer:
-    """One update of several replicas."""
+    """One update of several replicas.
 
-    def __init__(
-        self, slots: Sequence[ReplicaSlot], version: int, is_adapter: bool = False
-    ) -> None:
-        self.slots, self.version, self._is_adapter = slots, version, is_adapter
-        self.outcomes: dict[int, WeightDigest | PipelineError] = {}
-        """Digest or error by place; a ReplicaLostError for a replica without an answer."""
+    Attributes:
+        outcomes: digest or error by place; a ReplicaLostError for a replica without an answer.
+    """
+
+    slots: Sequence[ReplicaSlot]
+    version: int
+    is_adapter: bool = False
+    outcomes: dict[int, WeightDigest | PipelineError] = field(default_factory=dict)
 
     async def run(self, transport: Delivery) -> None:
         """Load the tensors into all replicas; the first failure stops the sender."""
@@ -311,9 +301,9 @@ class _Transfer:
 
     async def _take(self, slot: ReplicaSlot, source: WeightSource, transport: Delivery) -> None:
         engine = slot.engine
-        update = engine.update_adapter if self._is_adapter else engine.update_weights
+        update = engine.update_adapter if self.is_adapter else engine.update_weights
         try:
-            # An answer after `give_up` changes nothing: the replica counts as lost.
+            # An answer after the deadline changes nothing: the replica counts as lost.
             self.outcomes.setdefault(slot.place, await update(source, self.version))
         except SILENCE as error:
             self.outcomes.setdefault(slot.place, silence(LATE.format(slot.place), error))
@@ -322,15 +312,3 @@ class _Transfer:
         finally:
             if not isinstance(self.outcomes.get(slot.place), WeightDigest):
                 transport.stop()  # else the sender would wait for this receiver
-
-    def give_up(self) -> None:
-        for slot in self.slots:
-            self.outcomes.setdefault(slot.place, ReplicaLostError(LATE.format(slot.place)))
-
-    def first_error(self) -> PipelineError | None:
-        errors = (found for found in self.outcomes.values() if isinstance(found, PipelineError))
-        return next((error for error in errors if not isinstance(error, ReplicaLostError)), None)
-
-    def lost(self) -> list[tuple[ReplicaSlot, ReplicaLostError]]:
-        outcomes = ((slot, self.outcomes.get(slot.place)) for slot in self.slots)
-        return [(slot, found) for slot, found in outcomes if isinstance(found, ReplicaLostError)]

@@ -16,17 +16,26 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Generic, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from engines.errors import ReplicaLostError
 from engines.rollout.base import RolloutEngine
 from engines.rollout.collect import Ledger, Request
 from infra.errors import DeadlineError, PipelineError
 
+T = TypeVar("T")
 NUM_LOOKS = 6
 """Health checks within `silence_s`, after which a silent replica counts as lost."""
 END_DEADLINE_S = 10.0
@@ -263,6 +272,26 @@ class ReplicaPool:
         for slot, error in lost:
             self.lose(slot, slot.engine, error)
 
+    async def ask(
+        self, slots: Iterable[ReplicaSlot], call: Callable[[ReplicaSlot], Awaitable[T]]
+    ) -> list[tuple[ReplicaSlot, T]]:
+        """Call replicas at once and wait for all; return the answers of those that are not lost.
+
+        Then the first error that is no loss is raised.
+        """
+
+        async def one(slot: ReplicaSlot) -> list[tuple[ReplicaSlot, T]]:
+            engine = slot.engine
+            try:
+                return [(slot, await call(slot))]
+            except ReplicaLostError as error:
+                self.lose(slot, engine, error)
+                return []
+
+        tasks = [asyncio.ensure_future(one(slot)) for slot in slots]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return [answer for task in tasks for answer in task.result()]
+
     async def watch(self) -> None:
         """Check the health of the replicas that sample, until cancelled."""
         if self._restarts is None:
@@ -284,8 +313,9 @@ class ReplicaPool:
             _, left = await asyncio.wait(self._restarting, timeout=END_DEADLINE_S)
             if left:  # the others are closed nevertheless
                 logger.warning("after %g s replicas still start: %d", END_DEADLINE_S, len(left))
-        closing = [slot.engine.close() for slot in self.slots if slot.is_up]
-        results = await asyncio.gather(*closing, return_exceptions=True)
+        results = await asyncio.gather(
+            *(slot.engine.close() for slot in self.slots if slot.is_up), return_exceptions=True
+        )
         if errors := [result for result in results if isinstance(result, Exception)]:
             raise ExceptionGroup("replicas did not close", errors)
 
@@ -299,8 +329,8 @@ class ReplicaPool:
             if slot.state is ReplicaState.HEALTHY:
                 self.move(slot, ReplicaState.SUSPECT)
             if restarts is not None and silent_s > restarts.silence_s:
-                lost = f"replica {slot.place}: no answer for {silent_s:.0f} s"
-                self.lose(slot, engine, silence(lost, error))
+                what = f"replica {slot.place}: no answer for {silent_s:.0f} s"
+                self.lose(slot, engine, silence(what, error))
         except ReplicaLostError as error:
             self.lose(slot, engine, error)
         else:

@@ -41,23 +41,8 @@ def _problems(
     structured_output: bool,
     images: bool,
 ) -> Iterator[str]:
-    yield from _problems_of_prompt(request, context_length, vocab_size)
-    yield from _problems_of_samples(request, vocab_size)
-    yield from _problems_of_sampling(request, vocab_size)
-    if request.sampling.structured_output and not structured_output:
-        able = ", ".join(structured_output_engines()) or "none"
-        yield f"this rollout engine has no structured output; engines that have it: {able}"
-    if request.images and not images:
-        yield (
-            f"got {len(request.images)} images; this engine and its model take none; engines that "
-            f"pass images to a model that takes them: {', '.join(engines_with(IMAGES)) or 'none'}"
-        )
-
-
-def _problems_of_prompt(
-    request: RolloutRequest, context_length: int, vocab_size: int
-) -> Iterator[str]:
-    num_prompt, limit = len(request.prompt_ids), request.sampling.max_new_tokens
+    sampling, num_prompt = request.sampling, len(request.prompt_ids)
+    limit = sampling.max_new_tokens
     if not num_prompt:
         yield "the prompt is empty; need at least one token"
     if not _in_vocabulary(request.prompt_ids, vocab_size):
@@ -68,6 +53,28 @@ def _problems_of_prompt(
         yield (
             f"{num_prompt} prompt tokens and max_new_tokens {limit} do not fit the context of "
             f"{context_length}"
+        )
+    yield from _problems_of_samples(request, vocab_size)
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        yield f"temperature is {sampling.temperature}; need a number of at least 0"
+    if not 0 < sampling.top_p <= 1:
+        yield f"top_p is {sampling.top_p}; need more than 0 and at most 1"
+    if sampling.top_k < 0:
+        yield f"top_k is {sampling.top_k}; need at least 0, which switches it off"
+    if "" in sampling.stop or _repeats(sampling.stop):
+        yield f"stop is {sampling.stop}; need texts that are not empty, each once"
+    if not _in_vocabulary(sampling.stop_token_ids, vocab_size) or _repeats(sampling.stop_token_ids):
+        yield (
+            f"stop_token_ids are {sampling.stop_token_ids}; need ids below the vocabulary of "
+            f"{vocab_size}, each once"
+        )
+    if sampling.structured_output and not structured_output:
+        able = ", ".join(structured_output_engines()) or "none"
+        yield f"this rollout engine has no structured output; engines that have it: {able}"
+    if request.images and not images:
+        yield (
+            f"got {len(request.images)} images; this engine and its model take none; engines that "
+            f"pass images to a model that takes them: {', '.join(engines_with(IMAGES)) or 'none'}"
         )
 
 
@@ -86,31 +93,14 @@ def _problems_of_samples(request: RolloutRequest, vocab_size: int) -> Iterator[s
                 f"a prefix has {len(prefix)} tokens; need fewer than max_new_tokens "
                 f"{request.sampling.max_new_tokens}, or there is nothing left to sample"
             )
+    if request.sampling.structured_output and any(request.prefixes):
+        yield "structured output cannot continue a prefix; ask for the whole sample again"
     if min(request.draw_offsets, default=0) < 0:
         yield f"a draw offset is {min(request.draw_offsets)}; need at least 0"
     if min(request.sample_indices, default=0) < 0 or _repeats(request.sample_indices):
         yield f"sample_indices are {request.sample_indices}; need numbers from 0 on, each once"
     if request.turn < 0:
         yield f"turn is {request.turn}; need at least 0"
-
-
-def _problems_of_sampling(request: RolloutRequest, vocab_size: int) -> Iterator[str]:
-    sampling = request.sampling
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        yield f"temperature is {sampling.temperature}; need a number of at least 0"
-    if not 0 < sampling.top_p <= 1:
-        yield f"top_p is {sampling.top_p}; need more than 0 and at most 1"
-    if sampling.top_k < 0:
-        yield f"top_k is {sampling.top_k}; need at least 0, which switches it off"
-    if sampling.structured_output and any(request.prefixes):
-        yield "structured output cannot continue a prefix; ask for the whole sample again"
-    if "" in sampling.stop or _repeats(sampling.stop):
-        yield f"stop is {sampling.stop}; need texts that are not empty, each once"
-    if not _in_vocabulary(sampling.stop_token_ids, vocab_size) or _repeats(sampling.stop_token_ids):
-        yield (
-            f"stop_token_ids are {sampling.stop_token_ids}; need ids below the vocabulary of "
-            f"{vocab_size}, each once"
-        )
 
 
 def _in_vocabulary(token_ids: Collection[int], vocab_size: int) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from engines.config.rollout import RoutingName
 from engines.errors import ReplicaLostError, RolloutError
 from engines.rollout.base import Health, RolloutEngine
-from engines.rollout.collect import Arrivals, Ledger, PromptLedger, Receive, Request, SampleLedger
+from engines.rollout.collect import Ledger, PromptLedger, Receive, Request, SampleLedger
 from engines.rollout.event_loop import EventLoopThread
 from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
 from engines.rollout.publishing import (
@@ -102,8 +102,8 @@ class BatchRun(Generic[Request]):
     async def _abort(self) -> None:
         """End the running shares; a replica that does not end them by the deadline is lost."""
         running = dict(self._running)
-        aborts = [_abort_on(engine) for _, engine, _ in running.values()]
         if running:
+            aborts = (_abort_on(engine) for _, engine, _ in running.values())
             await asyncio.wait(
                 [*running, *map(asyncio.ensure_future, aborts)], timeout=ABORT_DEADLINE_S
             )
@@ -197,21 +197,19 @@ class RolloutService:
                 replica lost for good.
             DeadlineError: not one sample was finished at the deadline.
         """
-        arrivals = Arrivals(on_completion)
-        ledger = SampleLedger(requests, arrivals.note)
+        ledger = SampleLedger(requests, on_completion)
         try:
             self._attend(
-                lambda: self._sample(requests, ledger, arrivals),
+                lambda: self._sample(requests, ledger),
                 f"{len(requests)} requests to be sampled",
                 self.timeout_s + 2 * ABORT_DEADLINE_S + ANSWER_DEADLINE_S,
-                arrivals.hand_over,
+                ledger.hand_over,
             )
-        except BaseException:
-            if arrivals.refused:
-                arrivals.over.wait(ANSWER_DEADLINE_S)
+        finally:
+            if ledger.refused:
+                ledger.over.wait(ANSWER_DEADLINE_S)
                 with suppress(PipelineError):  # the error that ended the batch is raised
                     self.abort()
-            raise
         return ledger.rows()
 
     def prompt_logprobs(self, requests: Sequence[PromptRequest]) -> list[PromptLogprobs]:
@@ -316,13 +314,11 @@ class RolloutService:
         finally:
             working.cancel()
 
-    async def _sample(
-        self, requests: Sequence[RolloutRequest], ledger: SampleLedger, arrivals: Arrivals
-    ) -> None:
+    async def _sample(self, requests: Sequence[RolloutRequest], ledger: SampleLedger) -> None:
         try:
             is_complete = await self._run(requests, ledger, self.timeout_s)
         finally:
-            arrivals.over.set()
+            ledger.over.set()
         if not is_complete and not ledger.abort_missing():
             raise DeadlineError("one sample to be finished (rollout.timeout_s)", self.timeout_s)
 
@@ -344,17 +340,6 @@ class RolloutService:
         self, call: Callable[[RolloutEngine], Coroutine[Any, Any, T]], what: str
     ) -> list[T]:
         """Call all running replicas at once; return the answers of those that are not lost."""
-
-        async def ask(slot: ReplicaSlot) -> list[T]:
-            engine = slot.engine
-            try:
-                return [await call(engine)]
-            except ReplicaLostError as error:
-                self._pool.lose(slot, engine, error)
-                return []
-
-        async def ask_all() -> list[list[T]]:
-            return await asyncio.gather(*(ask(slot) for slot in self._pool.slots if slot.is_up))
-
-        answers = self._loop.run(ask_all(), what, ANSWER_DEADLINE_S)
-        return [found for each in answers for found in each]
+        running = (slot for slot in self._pool.slots if slot.is_up)
+        asking = self._pool.ask(running, lambda slot: call(slot.engine))
+        return [answer for _, answer in self._loop.run(asking, what, ANSWER_DEADLINE_S)]

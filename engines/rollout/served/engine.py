@@ -2,20 +2,23 @@
 
 Promises: the contract of `engines.rollout.base`, provided the abstract methods do what they say.
 Every wait has the deadline `rollout.timeout_s`, and its error names what was waited for. A sample
-has one task, which ends with its completion or error, or is cancelled when its call has ended.
+has one task, which ends with its completion or error, or is cancelled when its call has ended. A
+completion has one logprob and one version per token. A sample with stop strings ends at the first
+one; those of the libraries are not used, since they ignore a prefix.
 Does not promise to score, or to return prompt logprobs, while paused: the library may compute
 nothing then.
 """
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from engines.errors import ReplicaLostError, RolloutError, WeightSyncError
 from engines.rollout.base import Capability, Health, SleepLevel
-from engines.rollout.engine_state import NO_VERSION, StatefulEngine
+from engines.rollout.engine_state import NO_VERSION, SampleOfCall, StatefulEngine
 from engines.rollout.prompt_logprobs import (
     PromptLogprobs,
     PromptRequest,
@@ -24,9 +27,8 @@ from engines.rollout.prompt_logprobs import (
     prompt_answer,
 )
 from engines.rollout.request_check import check_requests
-from engines.rollout.served.sampler import RunningSample, Sampler
 from engines.rollout.served.weight_receiver import ModelLayout, agreed, order_of
-from engines.rollout.stop_strings import StopStrings
+from engines.rollout.stop_strings import SampledText, StopStrings
 from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import WeightDigest, WeightSource
 from infra.errors import DeadlineError
@@ -34,6 +36,72 @@ from infra.errors import DeadlineError
 T = TypeVar("T")
 END_DEADLINE_S = 30.0
 """Time for aborted or abandoned samples to end."""
+
+
+@dataclass(eq=False, slots=True)
+class RunningSample(SampleOfCall):
+    """One sample in the engine's processes.
+
+    Attributes:
+        name: its name in the processes; unique, and not a prefix of another sample's name.
+        aborted: an abort was requested.
+        num_until_stop: number of sampled tokens up to the first stop string; None: none was found.
+    """
+
+    name: str
+    text: SampledText | None = None
+    aborted: bool = False
+    num_until_stop: int | None = None
+    _num_seen: int = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and prefix, which the processes take as its prompt."""
+        return [*self.request.prompt_ids, *self.request.prefix(self.place)]
+
+    @property
+    def num_left(self) -> int:
+        """Number of tokens that may still be sampled."""
+        return self.request.sampling.max_new_tokens - len(self.request.prefix(self.place))
+
+    def empty(self) -> Completion:
+        """Return the completion of a sample aborted before its first token."""
+        return Completion(*self.key, (), (), (), "abort")
+
+    def reaches_stop(self, token_ids: Sequence[int]) -> bool:
+        """Return True if these are the first sampled tokens so far that contain a stop string."""
+        if self.text is None or self.num_until_stop is not None:
+            return False
+        number = self.text.contains_stop(token_ids[self._num_seen :])
+        if number is not None:
+            self.num_until_stop = self._num_seen + number
+        self._num_seen = len(token_ids)
+        return number is not None
+
+    def completion(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        spans: Iterable[tuple[int, int, int]],
+        finish_reason: str,
+    ) -> Completion:
+        """Return the completion, cut after the token that completes a stop string.
+
+        Args:
+            spans: policy version of the tokens from a start to an end.
+
+        Raises:
+            RolloutError: a token lacks its logprob or its version.
+        """
+        versions = [version for version, start, end in spans for _ in range(start, end)]
+        if not len(token_ids) == len(logprobs) == len(versions):
+            raise RolloutError(
+                f"{self.name}: {len(token_ids)} tokens with {len(logprobs)} logprobs and "
+                f"{len(versions)} versions"
+            )
+        kept = slice(self.num_until_stop)
+        reason = finish_reason if self.num_until_stop is None else "stop"
+        return Completion(*self.key, token_ids[kept], logprobs[kept], versions[kept], reason)
 
 
 class ServedEngine(StatefulEngine):
@@ -51,15 +119,14 @@ class ServedEngine(StatefulEngine):
         layout: ModelLayout,
         dtype: str,
         timeout_s: float,
-        sampler: Sampler,
         stop_strings: StopStrings,
         context_length: int,
         max_num_prompts: int,
     ) -> None:
         super().__init__(timeout_s)
         self._library, self._layout, self._dtype = library, layout, dtype
-        self._sampler, self._stop_strings = sampler, stop_strings
-        self._context_length, self._max_num_prompts = context_length, max_num_prompts
+        self._stop_strings, self._context_length = stop_strings, context_length
+        self._max_num_prompts = max_num_prompts
         self._in_flight: dict[RunningSample, asyncio.Task[None]] = {}
         self._num_scoring = 0
         self._sleep_level: SleepLevel = "weights"
@@ -83,10 +150,10 @@ class ServedEngine(StatefulEngine):
                 request,
                 place,
                 call,
-                f"{call}/{place}/{request.request_id}/",
+                f"{call}/{number}/{place}/{request.request_id}",
                 self._stop_strings.follow(request, place),
             )
-            for request in requests
+            for number, request in enumerate(requests)
             for place in range(request.num_samples)
         ]
         stream = self._open_call(call, requests)
@@ -221,12 +288,25 @@ class ServedEngine(StatefulEngine):
         """See the base class. Requests in flight are delivered as `abort`."""
         if self._closed:
             return
-        if not self._sampler.is_lost:
+        if not self._is_lost:
             await self.abort()
         self._closed = True
         if self._in_flight:
             await asyncio.wait(self._in_flight.values(), timeout=self._timeout_s)
         await self._end()
+
+    @property
+    @abstractmethod
+    def _is_lost(self) -> bool:
+        """True if the processes are gone."""
+
+    @abstractmethod
+    async def _sample(self, sample: RunningSample) -> Completion:
+        """Sample to the end; when cancelled, have the processes drop the sample.
+
+        The processes must know the sample before this coroutine first yields, else it must check
+        `RunningSample.aborted` once they do: an abort reaches only known samples.
+        """
 
     @abstractmethod
     def _check_request(self, request: RolloutRequest) -> None:
@@ -283,10 +363,10 @@ class ServedEngine(StatefulEngine):
         await self._wait(self._name_version(version), "to note the version")
 
     def _can_serve(self) -> bool:
-        return super()._can_serve() and not self._sampler.is_lost
+        return super()._can_serve() and not self._is_lost
 
     def _check_can_serve(self) -> None:
-        if not self._closed and self._sampler.is_lost:
+        if not self._closed and self._is_lost:
             raise ReplicaLostError(f"{self._library} has died; its own log lines say why")
         super()._check_can_serve()
 
@@ -305,22 +385,21 @@ class ServedEngine(StatefulEngine):
         """Wait for aborted or abandoned samples, which a library may end with a delay."""
         ending = [s for s in self._in_flight if s.aborted or s.call not in self._calls]
         if ending:
-            tasks = [self._in_flight[sample] for sample in ending]
-            await asyncio.wait(tasks, timeout=END_DEADLINE_S)
+            await asyncio.wait([self._in_flight[each] for each in ending], timeout=END_DEADLINE_S)
         if num_left := len(self._in_flight.keys() & set(ending)):
             raise DeadlineError(
                 f"{num_left} aborted samples of {self._library} to end", END_DEADLINE_S
             )
 
     async def _compute(self, sample: RunningSample) -> None:
-        result = sample.empty() if sample.aborted else await self._sampler.sample(sample)
+        result = sample.empty() if sample.aborted else await self._sample(sample)
         self._in_flight.pop(sample, None)
         self._deliver(sample.call, result)
 
     def _ended(self, sample: RunningSample, task: "asyncio.Task[None]") -> None:
         self._in_flight.pop(sample, None)
         if not task.cancelled() and (error := task.exception()) is not None:
-            kind = ReplicaLostError if self._sampler.is_lost else RolloutError
+            kind = ReplicaLostError if self._is_lost else RolloutError
             failure = kind(f"sampling failed: {error}")
             failure.__cause__ = error
             self._deliver(sample.call, failure)

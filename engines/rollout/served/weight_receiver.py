@@ -114,14 +114,13 @@ def source_to_json(source: WeightSource) -> dict[str, Any]:
 def source_from_json(data: Mapping[str, Any]) -> WeightSource:
     """Read the result of `source_to_json`; WeightSyncError if its class or fields are unknown."""
     module, name, values = str(data["module"]), str(data["name"]), data["fields"]
-    kind: Any = None
-    if module.startswith(_PACKAGE):
-        kind = getattr(importlib.import_module(module), name, None)
+    is_ours = module.startswith(_PACKAGE)
+    kind: Any = getattr(importlib.import_module(module), name, None) if is_ours else None
     if not isinstance(kind, type) or not is_dataclass(kind) or kind.__module__ != module:
         raise WeightSyncError(f"{module}.{name} is no weight source of this project")
-    hints = get_type_hints(kind)
     if {each.name for each in fields(kind)} != values.keys():
         raise WeightSyncError(f"{module}.{name}: got fields {', '.join(sorted(values))}")
+    hints = get_type_hints(kind)
     source: Any = kind(**{n: Path(v) if hints[n] is Path else v for n, v in values.items()})
     return source
 
@@ -146,11 +145,13 @@ def carry_out(order: str, load: Callable[[NamedTensors], None], worker: int = 0)
     """
     parsed = json.loads(order)
     dtype: torch.dtype = getattr(torch, parsed["dtype"])
-    wanted = {
-        name: (tuple(shape), torch.float32 if name in parsed["float32"] else dtype)
-        for name, shape in parsed["shapes"].items()
-    }
-    expected = ExpectedTensors(wanted, parsed["tied"])
+    expected = ExpectedTensors(
+        {
+            name: (tuple(shape), torch.float32 if name in parsed["float32"] else dtype)
+            for name, shape in parsed["shapes"].items()
+        },
+        parsed["tied"],
+    )
     held: dict[str, tuple[str, int]] = {}
     try:
         source = source_from_json(parsed["source"]).of_worker(worker)

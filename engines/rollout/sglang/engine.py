@@ -3,7 +3,9 @@
 Promises: the contract of `engines.rollout.base`. Samples paused during an update are recomputed up
 to where they stood, and each token carries the version that sampled it. Random streams are those of
 the engine transformers. `close`, and the end of this process, end every process of SGLang.
-Logprobs of given tokens are computed without the prefix cache.
+Logprobs of given tokens are computed without the prefix cache. SGLang runs on the requested
+platform or not at all, downloads nothing, reads no weights from the model directory, and its cache
+holds at least one sample of the whole context.
 Does not promise: a quick start; `score` and `prompt_logprobs` while paused; that an aborted sample
 has the tokens of its last steps.
 """
@@ -12,23 +14,138 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
 from engines.config.rollout import RolloutConfig
 from engines.rollout.base import Capability, SleepLevel
 from engines.rollout.prompt_logprobs import PromptRequest, PromptRows, logprob_at
-from engines.rollout.served.engine import ServedEngine
-from engines.rollout.served.weight_receiver import read_layout
-from engines.rollout.sglang import launch
-from engines.rollout.sglang.options import SglangOptions
+from engines.rollout.served.engine import RunningSample, ServedEngine
+from engines.rollout.served.weight_receiver import ModelLayout, read_layout
+from engines.rollout.sglang.options import NUM_HELD_BACK, SglangOptions
 from engines.rollout.sglang.plugin import ORDER
 from engines.rollout.sglang.sampling import GENERATE, SglangSampler, check_temperature
-from engines.rollout.sglang.server import Client
+from engines.rollout.sglang.server import Client, Server, start
 from engines.rollout.stop_strings import StopStrings
-from engines.types import RolloutRequest
+from engines.types import Completion, RolloutRequest
 from hardware.base import PlatformBase
+from infra import env
+from infra.errors import ConfigError
 from infra.faults import fault
 
 UPDATE = "/update_weights_from_ipc"
+CPU_KV_CACHE_BYTES = 2**30
 TAGS = {"kv": ["kv_cache"], "weights": ["kv_cache", "weights"]}
+
+
+def start_server(
+    hf_dir: Path,
+    options: SglangOptions,
+    max_num_sequences: int,
+    dtype: str,
+    platform: PlatformBase,
+    layout: ModelLayout,
+) -> Server:
+    """Start SGLang with random weights and wait until it takes requests.
+
+    Raises:
+        ConfigError: the options do not fit the model or the platform, or SGLang refuses them.
+    """
+    on_cpu = platform.device_name == "cpu"
+    if on_cpu and layout.is_latent:
+        raise ConfigError(
+            "rollout.engine",
+            f"got sglang; {layout.architecture} has latent attention, for which SGLang 0.5 needs "
+            "kernels that the package index has for no CPU; choose transformers",
+        )
+    arguments = {
+        **server_arguments(hf_dir, options, max_num_sequences, dtype, platform, layout),
+        **options.server_args,
+    }
+    environment = {
+        **platform.rollout_env_vars(),
+        env.SGLANG_USE_CPU_ENGINE.name: "1" if on_cpu else None,
+        env.SGLANG_PLUGINS.name: "rlhf",
+        env.SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION.name: "0",
+        # Else prompt logprobs materialize the logits of all tokens of a step.
+        env.SGLANG_ENABLE_LOGITS_PROCESSER_CHUNK.name: "1",
+        env.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.name: "1",
+        env.HF_HUB_OFFLINE.name: "1",
+    }
+    return start(arguments, environment)
+
+
+def context_length(options: SglangOptions, layout: ModelLayout) -> int:
+    """Return the limit of prompt and response together, in tokens."""
+    return min(options.max_model_len or layout.context_length, layout.context_length)
+
+
+def server_arguments(
+    hf_dir: Path,
+    options: SglangOptions,
+    max_num_sequences: int,
+    dtype: str,
+    platform: PlatformBase,
+    layout: ModelLayout,
+) -> dict[str, Any]:
+    """Return the arguments of `ServerArgs`, raise ConfigError if the cache is too small."""
+    on_cpu = platform.device_name == "cpu"
+    length = context_length(options, layout) + NUM_HELD_BACK
+    has_tokenizer = (hf_dir / "tokenizer.json").is_file()
+    return {
+        "model_path": str(hf_dir),
+        "json_model_override_args": f'{{"architectures": ["{layout.architecture}"]}}',
+        "load_format": "dummy",
+        "device": platform.device_name,
+        "dtype": dtype,
+        "trust_remote_code": False,
+        # Else the model's sampling defaults would replace what a request leaves out.
+        "sampling_defaults": "openai",
+        "sampling_backend": "pytorch",
+        # Only structured output needs the tokenizer.
+        "skip_tokenizer_init": not has_tokenizer,
+        "grammar_backend": "xgrammar" if has_tokenizer else "none",
+        "random_seed": 0,
+        "context_length": length,
+        "max_running_requests": max_num_sequences,
+        "max_total_tokens": _num_cache_tokens(hf_dir, options, dtype, on_cpu, length),
+        "mem_fraction_static": options.gpu_memory_utilization,
+        "max_prefill_tokens": options.max_prefill_tokens,
+        "chunked_prefill_size": options.max_prefill_tokens,
+        "tp_size": options.tensor_parallel_size,
+        "disable_radix_cache": not options.enable_prefix_caching,
+        "skip_server_warmup": True,
+        # Else its scheduler uses a whole core during training.
+        "sleep_on_idle": True,
+        "log_level": "warning",
+        **(
+            {"attention_backend": "torch_native", "disable_overlap_schedule": True}
+            if on_cpu
+            else {"enable_memory_saver": True}
+        ),
+    }
+
+
+def _num_cache_tokens(
+    hf_dir: Path, options: SglangOptions, dtype: str, on_cpu: bool, length: int
+) -> int | None:
+    """Return the tokens that the cache holds; None: what the share of the device leaves."""
+    num_bytes = options.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None)
+    if num_bytes is None:
+        return None
+    config: Any = AutoConfig.from_pretrained(
+        hf_dir, trust_remote_code=False, local_files_only=True
+    ).get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    item_bytes = 4 if dtype == "float32" else 2
+    token_bytes = 2 * config.num_hidden_layers * num_heads * head_dim * item_bytes
+    if num_bytes < length * token_bytes:
+        raise ConfigError(
+            "rollout.options.kv_cache_bytes",
+            f"got {num_bytes}; need {length * token_bytes}, one sample of the whole context; raise "
+            "it or lower max_model_len",
+        )
+    return num_bytes // token_bytes
 
 
 def score_body(ids: Sequence[int], temperature: float, vocab_size: int) -> dict[str, Any]:
@@ -75,11 +192,11 @@ def prompt_rows(answer: Mapping[str, Any], request: PromptRequest, num_top: int)
     """
     meta, num_asked = answer["meta_info"], len(request.token_ids) - request.first
     told = meta["input_token_logprobs"][-num_asked:]
-    if not num_top:
-        return PromptRows([row[0] for row in told])
-    tops = meta["input_top_logprobs"][-num_asked:]
     return PromptRows(
-        [row[0] for row in told], [[(each[0], each[1]) for each in row] for row in tops]
+        [row[0] for row in told],
+        [[(each[0], each[1]) for each in row] for row in meta["input_top_logprobs"][-num_asked:]]
+        if num_top
+        else (),
     )
 
 
@@ -101,9 +218,11 @@ class SglangEngine(ServedEngine):
         layout = read_layout(hf_dir, "sglang", dtype)
         stop_strings = StopStrings(hf_dir)
         self._frees_memory = platform.device_name != "cpu"
-        self._server = launch.start_server(hf_dir, rollout, dtype, platform, layout)
+        self._server = start_server(
+            hf_dir, options, rollout.max_num_sequences, dtype, platform, layout
+        )
         self._client = Client(self._server)
-        self._sglang_sampler = SglangSampler(self._server, self._client, layout.eos_token_ids)
+        self._sampler = SglangSampler(self._client, layout.eos_token_ids)
         own = {
             Capability.PREFIX_CACHE: options.enable_prefix_caching,
             Capability.STRUCTURED_OUTPUT: stop_strings.has_tokenizer,
@@ -116,11 +235,17 @@ class SglangEngine(ServedEngine):
             layout,
             dtype,
             rollout.timeout_s,
-            self._sglang_sampler,
             stop_strings,
-            launch.context_length(options, layout),
+            context_length(options, layout),
             rollout.max_num_sequences,
         )
+
+    @property
+    def _is_lost(self) -> bool:
+        return self._server.is_lost
+
+    async def _sample(self, sample: RunningSample) -> Completion:
+        return await self._sampler.sample(sample)
 
     def _check_request(self, request: RolloutRequest) -> None:
         check_temperature(request)
@@ -145,20 +270,20 @@ class SglangEngine(ServedEngine):
         return scores(await self._client.call(GENERATE, body), ids, temperature)
 
     async def _prompt_rows(self, request: PromptRequest, num_top: int) -> PromptRows:
-        answer = await self._client.call(GENERATE, prompt_body(request, num_top))
-        return prompt_rows(answer, request, num_top)
+        body = prompt_body(request, num_top)
+        return prompt_rows(await self._client.call(GENERATE, body), request, num_top)
 
     async def _stop_sampling(self) -> None:
-        self._sglang_sampler.may_send.clear()
+        self._sampler.may_send.clear()
         await self._client.call("/pause_generation", {"mode": "retract"})
         await self._ask()  # the scheduler answers after its last step
 
     async def _go_on_sampling(self) -> None:
         await self._client.call("/continue_generation", {})
-        self._sglang_sampler.may_send.set()
+        self._sampler.may_send.set()
 
     async def _abort(self, names: Sequence[str]) -> None:
-        await self._sglang_sampler.abort(names)
+        await self._sampler.abort(names)
 
     async def _free(self, level: SleepLevel) -> None:
         if self._frees_memory:
@@ -174,6 +299,6 @@ class SglangEngine(ServedEngine):
         await self._client.call("/server_info")
 
     async def _end(self) -> None:
-        await self._sglang_sampler.close()
+        await self._sampler.close()
         await self._client.close()
         self._server.stop()

@@ -54,8 +54,11 @@ def register() -> None:
 
 def add_streams(info: Any, owner: type, batch: Any, *others: object) -> Any:
     """Give a `SamplingBatchInfo` the random stream of each request, which SGLang leaves unset."""
-    starts = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
-    info.sampling_seed = torch.tensor(starts, dtype=torch.int64, device=batch.device)
+    info.sampling_seed = torch.tensor(
+        [request.sampling_params.sampling_seed or 0 for request in batch.reqs],
+        dtype=torch.int64,
+        device=batch.device,
+    )
     return info
 
 

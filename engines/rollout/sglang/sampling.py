@@ -17,8 +17,8 @@ from contextlib import aclosing
 from typing import Any
 
 from engines.errors import RolloutError
-from engines.rollout.served.sampler import RunningSample
-from engines.rollout.sglang.server import Client, Server
+from engines.rollout.served.engine import RunningSample
+from engines.rollout.sglang.server import Client
 from engines.rollout.transformers.sampling import GAMMA, stream_starts
 from engines.types import Completion, RolloutRequest
 from infra.errors import DeadlineError
@@ -73,11 +73,9 @@ def batch_body(samples: Sequence[RunningSample], eos_token_ids: Collection[int])
 def _sampling(sample: RunningSample, eos_token_ids: Collection[int]) -> dict[str, Any]:
     sampling, form = sample.request.sampling, dict[str, str]()
     if asked := sampling.structured_output:
-        if asked.json_schema:
-            form = {"json_schema": asked.json_schema}
-        else:
-            choice = "|".join(f"({re.escape(each)})" for each in asked.choice)
-            form = {"regex": asked.regex or choice}
+        choice = "|".join(f"({re.escape(each)})" for each in asked.choice)
+        schema = asked.json_schema
+        form = {"json_schema": schema} if schema else {"regex": asked.regex or choice}
     return {
         "max_new_tokens": sample.num_left,
         "temperature": sampling.temperature,
@@ -131,10 +129,10 @@ def completion(
 
 
 class SglangSampler:
-    """See `engines.rollout.served.sampler.Sampler`."""
+    """Has the server compute samples; see `ServedEngine._sample`."""
 
-    def __init__(self, server: Server, client: Client, eos_token_ids: frozenset[int]) -> None:
-        self._server, self._client, self._eos_token_ids = server, client, eos_token_ids
+    def __init__(self, client: Client, eos_token_ids: frozenset[int]) -> None:
+        self._client, self._eos_token_ids = client, eos_token_ids
         self.may_send = asyncio.Event()
         """While it is clear, samples are held back."""
         self.may_send.set()
@@ -144,13 +142,8 @@ class SglangSampler:
         self._sending: set[asyncio.Task[None]] = set()
         self._dropping: set[asyncio.Task[None]] = set()
 
-    @property
-    def is_lost(self) -> bool:
-        """See `Sampler`."""
-        return self._server.is_lost
-
     async def sample(self, sample: RunningSample) -> Completion:
-        """See `Sampler`. A sample that is aborted before it was sent comes out empty."""
+        """Sample to the end; a sample that is aborted before it was sent comes out empty."""
         loop = asyncio.get_running_loop()
         answer = self._answers[sample.name] = loop.create_future()
         if sample.call not in self._unsent:

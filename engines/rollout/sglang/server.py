@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +113,10 @@ class Server:
 def start(arguments: Mapping[str, Any], environment: Mapping[str, str | None]) -> Server:
     """Start a server and wait until it takes requests, or stop it and raise a PipelineError."""
     server = Server(arguments, environment)
-    try:
+    with ExitStack() as undo:
+        undo.callback(server.stop)
         server.await_ready()
-    except BaseException:
-        server.stop()
-        raise
+        undo.pop_all()
     return server
 
 

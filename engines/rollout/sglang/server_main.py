@@ -117,23 +117,19 @@ def main() -> None:
     ).start()
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
 
     load_plugins()
     try:
-        server_args = _accepted(json.loads((directory / ARGUMENTS).read_text(encoding="utf-8")))
+        arguments = json.loads((directory / ARGUMENTS).read_text(encoding="utf-8"))
+        server_args: Any = ServerArgs(**arguments, api_key=env.RLHF_SGLANG_KEY.require())
+        server_args.resolve_once()
+        context_length = server_args.context_length - NUM_HELD_BACK
+        check_window(Path(server_args.model_path), context_length, _model_class)
     except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
         (directory / REFUSAL).write_text(" ".join(str(error).split()), encoding="utf-8")
         raise
     launch_server(server_args)
-
-
-def _accepted(arguments: dict[str, Any]) -> Any:
-    from sglang.srt.server_args import ServerArgs
-
-    made = ServerArgs(**arguments, api_key=env.RLHF_SGLANG_KEY.require())
-    made.resolve_once()
-    check_window(Path(made.model_path), made.context_length - NUM_HELD_BACK, _model_class)
-    return made
 
 
 def check_window(

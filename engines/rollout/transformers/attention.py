@@ -248,22 +248,19 @@ class DecodeStep:
         if num_kv_heads not in self._slots:
             self._slots[num_kv_heads] = self.cache.slots(self.position_B, num_kv_heads)
         keys, values = self.cache.append(layer, key, value, self._slots[num_kv_heads], self.length)
-        grouped = (query * scaling).reshape(num_rows, num_kv_heads, -1, width)
-        scores = torch.matmul(grouped, keys.transpose(2, 3)) + self._bias_B11L(window)
-        weights = scores.softmax(-1).to(values.dtype)
-        return torch.matmul(weights, values).reshape(num_rows, 1, num_heads, -1)
-
-    def _bias_B11L(self, window: int | None) -> Tensor:
-        """Return (B, 1, 1, L) float32: 0 where the row's token attends, else -inf."""
         if window not in self._biases:
             position_B1 = self.position_B[:, None]
             place_L = torch.arange(self.length, device=position_B1.device)
             hidden_BL = place_L > position_B1
             if window is not None:
                 hidden_BL |= place_L <= position_B1 - window
+            # (B, 1, 1, L) float32: 0 where the row's token attends, else -inf.
             bias_BL = torch.zeros(hidden_BL.shape, device=position_B1.device)
             self._biases[window] = bias_BL.masked_fill_(hidden_BL, -torch.inf)[:, None, None]
-        return self._biases[window]
+        grouped = (query * scaling).reshape(num_rows, num_kv_heads, -1, width)
+        scores = torch.matmul(grouped, keys.transpose(2, 3)) + self._biases[window]
+        weights = scores.softmax(-1).to(values.dtype)
+        return torch.matmul(weights, values).reshape(num_rows, 1, num_heads, -1)
 
 
 def attend(

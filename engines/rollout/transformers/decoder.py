@@ -8,7 +8,7 @@ Letters: B rows, C hidden width, N output width, H query heads, G KV heads, D he
 vocabulary, L positions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Decoder:
         inner = model.model
         self._embedding: Tensor = inner.embed_tokens.weight
         self._layers = [_Layer(layer) for layer in inner.layers]
-        self._norm = _Norm(inner.norm)
+        self._norm = _norm(inner.norm)
         self._head: Tensor = model.lm_head.weight
         self._rotary: nn.Module = inner.rotary_emb
         self._context_length = context_length
@@ -49,34 +49,25 @@ class Decoder:
 
     def logits(self, input_ids_B: Tensor, step: DecodeStep) -> Tensor:
         """Return (B, V) logits after one more token of each row; caches its keys and values."""
-        hidden_BC = functional.embedding(input_ids_B, self._embedding)
-        cos_B1D, sin_B1D = self._angles(step)
-        for number, layer in enumerate(self._layers):
-            hidden_BC = layer(number, hidden_BC, cos_B1D, sin_B1D, step)
-        return functional.linear(self._norm(hidden_BC), self._head)
-
-    def _angles(self, step: DecodeStep) -> tuple[Tensor, Tensor]:
-        """Return (B, 1, D) cosines, and sines with a negated first half for `_rotated`."""
         if self._angles_2LD.shape[1] < step.length:
             # Bounded: a position beyond the context would change the angles of all positions.
             num_angles = min(self._context_length, max(MIN_ANGLES, 2 * step.length))
             position_L = torch.arange(num_angles, device=step.position_B.device)
             cos_1LD, sin_1LD = self._rotary(self._embedding, position_L[None])
             first, second = sin_1LD.chunk(2, -1)
+            # The first half of the sines is negated, for the rotation in `_Layer`.
             self._angles_2LD = torch.cat([cos_1LD, torch.cat([-first, second], -1)])
         cos_B1D, sin_B1D = self._angles_2LD.index_select(1, step.position_B)[:, :, None]
-        return cos_B1D, sin_B1D
+        hidden_BC = functional.embedding(input_ids_B, self._embedding)
+        for number, layer in enumerate(self._layers):
+            hidden_BC = layer(number, hidden_BC, cos_B1D, sin_B1D, step)
+        return functional.linear(self._norm(hidden_BC), self._head)
 
 
-class _Norm:
-    """Root mean square normalization (Zhang and Sennrich, arXiv:1910.07467)."""
-
-    def __init__(self, module: Any) -> None:
-        self._weight: Tensor = module.weight.data
-        self._epsilon: float = module.variance_epsilon
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, self._weight.shape, self._weight, self._epsilon)
+def _norm(module: Any) -> Callable[[Tensor], Tensor]:
+    """Return root mean square normalization (Zhang and Sennrich, arXiv:1910.07467)."""
+    weight, epsilon = module.weight.data, module.variance_epsilon
+    return lambda x: functional.rms_norm(x, weight.shape, weight, epsilon)
 
 
 class _Linear:
@@ -104,13 +95,13 @@ class _Layer:
 
     def __init__(self, module: Any) -> None:
         attention, mlp = module.self_attn, module.mlp
-        self.norm_in = _Norm(module.input_layernorm)
+        self.norm_in = _norm(module.input_layernorm)
         self.project_in = _Linear(attention.q_proj, attention.k_proj, attention.v_proj)
         self.norms_QK = None
         if hasattr(attention, "q_norm"):
-            self.norms_QK = _Norm(attention.q_norm), _Norm(attention.k_norm)
+            self.norms_QK = _norm(attention.q_norm), _norm(attention.k_norm)
         self.project_out = _Linear(attention.o_proj)
-        self.norm_mid = _Norm(module.post_attention_layernorm)
+        self.norm_mid = _norm(module.post_attention_layernorm)
         self.gate_up = _Linear(mlp.gate_proj, mlp.up_proj)
         self.down = _Linear(mlp.down_proj)
         self.num_queries = attention.q_proj.out_features // attention.head_dim
@@ -130,7 +121,10 @@ class _Layer:
         if self.norms_QK is not None:
             parts = turned.split([num_queries, num_keys], 1)
             turned = torch.cat([norm(x) for norm, x in zip(self.norms_QK, parts, strict=True)], 1)
-        queries, keys = _rotated(turned, cos_B1D, sin_B1D).split([num_queries, num_keys], 1)
+        # Rotary embedding (Su et al., arXiv:2104.09864), paired in halves as in Llama.
+        halves_swapped = turned.roll(turned.shape[-1] // 2, -1)
+        turned = (turned * cos_B1D).addcmul_(halves_swapped, sin_B1D)
+        queries, keys = turned.split([num_queries, num_keys], 1)
         seen = step.attend(
             number,
             queries.unsqueeze(2),
@@ -142,11 +136,6 @@ class _Layer:
         hidden_BC = self.project_out.added_to(hidden_BC, seen.view(num_rows, -1))
         gate, up = self.gate_up(self.norm_mid(hidden_BC)).chunk(2, -1)
         return self.down.added_to(hidden_BC, functional.silu(gate, inplace=True).mul_(up))
-
-
-def _rotated(x_BHD: Tensor, cos_B1D: Tensor, sin_B1D: Tensor) -> Tensor:
-    """Apply rotary embedding (Su et al., arXiv:2104.09864), paired in halves as in Llama."""
-    return (x_BHD * cos_B1D).addcmul_(x_BHD.roll(x_BHD.shape[-1] // 2, -1), sin_B1D)
 
 
 def _joined(parameters: Sequence[Tensor]) -> Tensor:

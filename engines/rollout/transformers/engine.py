@@ -21,8 +21,7 @@ from engines.rollout.request_check import check_requests
 from engines.rollout.stop_strings import StopStrings
 from engines.rollout.transformers.inference_model import InferenceModel
 from engines.rollout.transformers.options import TransformersOptions
-from engines.rollout.transformers.running_batch import PromptReader, RunningBatch
-from engines.rollout.transformers.scheduler import Sample, Scheduler
+from engines.rollout.transformers.running_batch import RunningBatch, Sample, Scheduler, read_prompts
 from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import WeightDigest, WeightSource
 from hardware.base import PlatformBase
@@ -48,10 +47,10 @@ class TransformersEngine(StatefulEngine):
         options = TransformersOptions.model_validate(rollout.options)
         super().__init__(rollout.timeout_s)
         self._model = InferenceModel(hf_dir, getattr(torch, dtype), platform.device())
+        self._max_prefill_tokens = options.max_prefill_tokens
         self._batch = RunningBatch(
             self._model, rollout.max_num_sequences, options.max_prefill_tokens
         )
-        self._reader = PromptReader(self._model, options.max_prefill_tokens)
         self._scheduler = Scheduler(rollout.max_num_sequences)
         self._stop_strings = StopStrings(hf_dir)
         self._driver: asyncio.Task[None] | None = None
@@ -126,7 +125,7 @@ class TransformersEngine(StatefulEngine):
         found: dict[str, PromptLogprobs] = {}
         try:
             async with asyncio.timeout(self._timeout_s):
-                for answers in self._reader.read(requests):
+                for answers in read_prompts(self._model, requests, self._max_prefill_tokens):
                     found |= {answer.request_id: answer for answer in answers}
                     await asyncio.sleep(0)
                     self._check_can_serve()

@@ -181,13 +181,12 @@ class InferenceModel:
         """
         ids = torch.tensor([t for each in sequences for t in each], device=self.device)[None]
         if self._vision is None:
-            logits_PV = self._logits(ids, step.position_T[None], step, step.last_P)[0]
-            return logits_PV, torch.zeros_like(step.last_P)
+            logits = self._logits(ids, step.position_T[None], step, step.last_P)
+            return logits[0], torch.zeros_like(step.last_P)
         position_31T, ahead_P, inputs = self._vision.see(sequences, images or [()] * len(sequences))
         inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
-        positions = position_31T.to(self.device)
-        logits_PV = self._logits(ids, positions, step, step.last_P, **inputs)[0]
-        return logits_PV, ahead_P.to(self.device)
+        logits = self._logits(ids, position_31T.to(self.device), step, step.last_P, **inputs)
+        return logits[0], ahead_P.to(self.device)
 
     def decode(
         self, input_ids_B: Tensor, step: DecodeStep, ahead_B: Tensor | None = None
@@ -208,8 +207,9 @@ class InferenceModel:
         """Return the logprobs of every token but the first of each sequence, one at a time."""
         found: list[tuple[float, ...]] = []
         for sequence in sequences:
-            cache = KVCache(0, self.context_length)
-            step = PrefillStep.build(cache, 0, [len(sequence)], [0], self.device)
+            step = PrefillStep.build(
+                KVCache(0, self.context_length), 0, [len(sequence)], [0], self.device
+            )
             ids_T = torch.tensor(sequence, device=self.device)
             logits_1TV = self._logits(ids_T[None], self._positions_of_text(step), step, 0)
             logprobs_TV = (logits_1TV[0, :-1].float() / temperature).log_softmax(-1)
@@ -278,13 +278,12 @@ class InferenceModel:
         """Free the memory of the parameters."""
         self._decoder = None
         for parameter in self._parameters.values():
-            parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
+            parameter.data = parameter.new_empty(0)
 
     def allocate(self) -> None:
         """Undo `release`; the values are undefined until `load`."""
         for name, parameter in self._parameters.items():
-            shape, dtype = self._shapes[name], parameter.dtype
-            parameter.data = torch.empty(shape, dtype=dtype, device=self.device)
+            parameter.data = parameter.new_empty(self._shapes[name])
         self._decoder = self._written_out()
 
     def _written_out(self) -> Decoder | None:

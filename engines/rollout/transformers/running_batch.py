@@ -1,24 +1,28 @@
-"""The running batch, and logprobs of given tokens: what computes with the rollout model.
+"""Samples that wait or run, and logprobs of given tokens: what computes with the rollout model.
 
-`RunningBatch` prefills joining samples, samples one token per row and removes finished rows.
-Promises: between two calls the cache holds the prompt and all sampled tokens but the last of every
-sample. A sample leaves in the call that finished it. A prompt is computed once for all samples of
-its request, also when they join at different times. Logits of given tokens exist only in tiles,
-computed by the head of the training engine: equal hidden states and weights give bitwise equal
-logprobs.
+`Scheduler` decides which samples join; `RunningBatch` prefills them, samples one token per row and
+removes finished rows.
+Promises: first come, first served; samples sent back by a weight update go first. Between two calls
+the cache holds the prompt and all sampled tokens but the last of every sample. A sample leaves in
+the call that finished it. A prompt is computed once for all samples of its request, also when they
+join at different times. Logits of given tokens exist only in tiles, computed by the head of the
+training engine: equal hidden states and weights give bitwise equal logprobs.
 Letters: B rows, P sequences, T tokens, V vocabulary; N tokens asked about, K likeliest tokens.
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
 
 from engines.errors import RolloutError
+from engines.rollout.engine_state import SampleOfCall
 from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
+from engines.rollout.stop_strings import SampledText
 from engines.rollout.transformers.attention import DecodeStep, KVCache, PrefillStep
 from engines.rollout.transformers.inference_model import InferenceModel
 from engines.rollout.transformers.sampling import (
@@ -27,10 +31,119 @@ from engines.rollout.transformers.sampling import (
     stream_starts,
     uniforms,
 )
-from engines.rollout.transformers.scheduler import Prefix, Sample, fill_holes, prefill_chunks
 from engines.training.model.linear_logprobs import targets_of
 from engines.training.outputs import model_outputs, read_positions
-from engines.types import ModelOutputs, Readouts, RolloutRequest, TokenBatch
+from engines.types import Completion, ModelOutputs, Readouts, RolloutRequest, TokenBatch
+
+
+@dataclass(eq=False, slots=True)
+class Sample(SampleOfCall):
+    """One sample of a request, waiting or running.
+
+    Attributes:
+        token_ids: the prefix, if the request has one, and the tokens sampled so far.
+        logprobs: one for each sampled token, without the prefix.
+        versions: policy version of each sampled token until the last `stamp`; later ones have none.
+    """
+
+    eos_token_ids: frozenset[int] = frozenset()
+    text: SampledText | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    stopped: bool = False
+
+    def __post_init__(self) -> None:
+        self.token_ids.extend(self.request.prefix(self.place))
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of prompt and sampled tokens."""
+        return len(self.request.prompt_ids) + len(self.token_ids)
+
+    @property
+    def stream_origin(self) -> int:
+        """Position of the token that uses, or would have used, number 0 of the random stream."""
+        num_given = len(self.request.prompt_ids) + len(self.request.prefix(self.place))
+        return num_given - self.request.draw_offset(self.place)
+
+    def append(self, token: int, logprob: float) -> bool:
+        """Append a sampled token; return True if the sample is finished."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        self.stopped = (
+            token in self.eos_token_ids
+            or token in self.request.sampling.stop_token_ids
+            or (self.text is not None and self.text.contains_stop([token]) is not None)
+        )
+        return self.stopped or len(self.token_ids) >= self.request.sampling.max_new_tokens
+
+    def stamp(self, version: int) -> None:
+        """Record `version` for every sampled token that has no version yet."""
+        self.versions.extend([version] * (len(self.logprobs) - len(self.versions)))
+
+    def completion(self, finish_reason: str, version: int) -> Completion:
+        """Return the finished sample; tokens without a version get `version`."""
+        self.stamp(version)
+        return Completion(
+            *self.key,
+            token_ids=self.token_ids[len(self.token_ids) - len(self.logprobs) :],
+            logprobs=self.logprobs,
+            policy_versions=self.versions,
+            finish_reason=finish_reason,
+        )
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A prompt, with sampled tokens if any, to prefill once, and the samples that continue it."""
+
+    token_ids: Sequence[int]
+    samples: tuple[Sample, ...]
+
+    @property
+    def shared(self) -> bool:
+        """True if it is a bare prompt, which further samples may continue later."""
+        return not self.samples[0].token_ids
+
+
+class Scheduler:
+    """The queue in front of a batch of at most `max_num_sequences` samples."""
+
+    def __init__(self, max_num_sequences: int) -> None:
+        self._max_num_sequences = max_num_sequences
+        # A prefill costs a forward pass of its own whatever its size, so joining one by one
+        # would double the number of passes: let an eighth of the batch come together.
+        self._min_free = max(1, max_num_sequences // 8)
+        self.waiting: deque[Sample] = deque()
+        """Queued samples, the next one first."""
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Append new samples to the queue."""
+        self.waiting.extend(samples)
+
+    def send_back(self, samples: Sequence[Sample]) -> None:
+        """Put samples that were running at the head of the queue, in their order."""
+        self.waiting.extendleft(reversed(samples))
+
+    def remove(self, condition: Callable[[Sample], bool]) -> list[Sample]:
+        """Remove and return the queued samples that meet a condition."""
+        removed = [sample for sample in self.waiting if condition(sample)]
+        self.waiting = deque(sample for sample in self.waiting if not condition(sample))
+        return removed
+
+    def next_prefixes(self, num_running: int) -> list[Prefix]:
+        """Remove the samples that join now from the queue, grouped by prefix."""
+        num_free = self._max_num_sequences - num_running
+        if not self.waiting or (num_running and num_free < self._min_free):
+            return []
+        joining = [self.waiting.popleft() for _ in range(min(num_free, len(self.waiting)))]
+        # Bare prompts of one request are one prefix; tokens of its own make a sample another.
+        alike = groupby(joining, lambda each: id(each if each.token_ids else each.request))
+        groups = [tuple(group) for _, group in alike]
+        return [
+            Prefix([*group[0].request.prompt_ids, *group[0].token_ids], group) for group in groups
+        ]
 
 
 @dataclass(frozen=True)
@@ -133,13 +246,11 @@ class RunningBatch:
             [prefix.samples[0].request.images for prefix in prefixes],
         )
         for index, prefix in enumerate(prefixes):
-            request = prefix.samples[0].request
-            if prefix.shared and request is wanted:
-                row = first_row + sum(num_samples[:index])
+            if wanted and prefix.shared and prefix.samples[0].request is wanted:
+                row, only = first_row + sum(num_samples[:index]), slice(index, index + 1)
                 layers = self._cache.read_row(row, lengths[index])
-                only = slice(index, index + 1)
                 self._held = HeldPrompt(
-                    request, layers, logits_PV[only].clone(), ahead_P[only].clone()
+                    wanted, layers, logits_PV[only].clone(), ahead_P[only].clone()
                 )
         self._add_rows(samples, ahead_P.index_select(0, step.sequence_B))
         return self._draw(logits_PV.index_select(0, step.sequence_B), first_row)
@@ -203,51 +314,74 @@ class RunningBatch:
         drawn = self.samples[first_row:]
         rows = zip(drawn, ids_B.tolist(), logprobs, strict=True)
         has_ended = [sample.append(token, logprob) for sample, token, logprob in rows]
-        if first_row == 0:
-            self._longest += 1
-        else:
-            self._longest = max(self._longest, *(sample.num_tokens for sample in drawn))
+        grown = (sample.num_tokens for sample in drawn)
+        # After a decode step every row has one token more.
+        self._longest = max(self._longest, *grown) if first_row else self._longest + 1
         return self.remove([row for row, ended in enumerate(has_ended, first_row) if ended])
 
 
-class PromptReader:
-    """Computes prompt logprobs with at most `max_tokens` padded tokens per forward pass."""
+def prefill_chunks(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Cut sequences into chunks of padded size (count x longest) `max_tokens`; return indices.
 
-    def __init__(self, model: InferenceModel, max_tokens: int) -> None:
-        self._model, self._max_tokens = model, max_tokens
+    Chunks hold similar lengths; a sequence above the budget is a chunk of its own.
+    """
+    chunks: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
+        if chunks and (len(chunks[-1]) + 1) * lengths[index] <= max_tokens:
+            chunks[-1].append(index)
+        else:
+            chunks.append([index])
+    return chunks
 
-    def read(self, requests: Sequence[PromptRequest]) -> Iterator[list[PromptLogprobs]]:
-        """Yield the answers of each forward pass, to requests that `check_prompts` accepted."""
-        alike: dict[tuple[float, int, int | None], list[PromptRequest]] = {}
-        for request in requests:
-            asked = request.temperature, request.num_top, request.below
-            alike.setdefault(asked, []).append(request)
-        for (temperature, num_top, below), several in alike.items():
-            readouts = Readouts(num_top=num_top, top_below=below if num_top else None)
-            lengths = [len(request.token_ids) for request in several]
-            for chunk in prefill_chunks(lengths, self._max_tokens):
-                yield self._pass([several[at] for at in chunk], temperature, readouts)
 
-    @torch.inference_mode()
-    def _pass(
-        self, requests: Sequence[PromptRequest], temperature: float, readouts: Readouts
-    ) -> list[PromptLogprobs]:
-        model = self._model
-        lengths = [len(request.token_ids) for request in requests]
-        asked = [[0.0] * r.first + [1.0] * (len(r.token_ids) - r.first) for r in requests]
-        batch = TokenBatch.from_sequences(
-            [request.token_ids for request in requests], loss_mask=asked
-        ).to(model.device)
-        # No cache rows: no sample continues these sequences.
-        cache = KVCache(0, max(lengths))
-        step = PrefillStep.build(cache, 0, lengths, [0] * len(lengths), model.device)
-        read_N = read_positions(batch, readouts)
-        targets = targets_of(batch, read_N, temperature, readouts)
-        found = model.logprob_rows(batch.input_ids_T, step, read_N - 1, targets)
-        rows = found.new_zeros(found.shape[0], batch.num_tokens + 1).index_copy(1, read_N, found)
-        said = model_outputs(rows, batch, readouts, "language_model")
-        spans = zip(requests, pairwise(batch.cu_seqlens.tolist()), strict=True)
-        return [_answer(r, said, slice(start + r.first, end)) for r, (start, end) in spans]
+def fill_holes(num_rows: int, leaving: Collection[int]) -> tuple[list[int], list[int], list[int]]:
+    """Compute how the last rows of a batch move into the places of leaving ones.
+
+    Returns the old row at each new place; the rows that move; the places they move to.
+    """
+    num_left = num_rows - len(leaving)
+    holes = sorted(row for row in leaving if row < num_left)
+    movers = [row for row in range(num_left, num_rows) if row not in leaving]
+    moved = dict(zip(holes, movers, strict=True))
+    return [moved.get(place, place) for place in range(num_left)], movers, holes
+
+
+def read_prompts(
+    model: InferenceModel, requests: Sequence[PromptRequest], max_tokens: int
+) -> Iterator[list[PromptLogprobs]]:
+    """Yield the prompt logprobs of each forward pass of at most `max_tokens` padded tokens.
+
+    The requests were accepted by `check_prompts`.
+    """
+    alike: dict[tuple[float, int, int | None], list[PromptRequest]] = {}
+    for request in requests:
+        key = request.temperature, request.num_top, request.below
+        alike.setdefault(key, []).append(request)
+    for (temperature, num_top, below), several in alike.items():
+        readouts = Readouts(num_top=num_top, top_below=below if num_top else None)
+        lengths = [len(request.token_ids) for request in several]
+        for chunk in prefill_chunks(lengths, max_tokens):
+            yield _pass(model, [several[at] for at in chunk], temperature, readouts)
+
+
+@torch.inference_mode()
+def _pass(
+    model: InferenceModel, requests: Sequence[PromptRequest], temperature: float, readouts: Readouts
+) -> list[PromptLogprobs]:
+    lengths = [len(request.token_ids) for request in requests]
+    asked = [[0.0] * r.first + [1.0] * (len(r.token_ids) - r.first) for r in requests]
+    batch = TokenBatch.from_sequences(
+        [request.token_ids for request in requests], loss_mask=asked
+    ).to(model.device)
+    # No cache rows: no sample continues these sequences.
+    step = PrefillStep.build(KVCache(0, max(lengths)), 0, lengths, [0] * len(lengths), model.device)
+    read_N = read_positions(batch, readouts)
+    targets = targets_of(batch, read_N, temperature, readouts)
+    found = model.logprob_rows(batch.input_ids_T, step, read_N - 1, targets)
+    rows = found.new_zeros(found.shape[0], batch.num_tokens + 1).index_copy(1, read_N, found)
+    said = model_outputs(rows, batch, readouts, "language_model")
+    spans = zip(requests, pairwise(batch.cu_seqlens.tolist()), strict=True)
+    return [_answer(r, said, slice(start + r.first, end)) for r, (start, end) in spans]
 
 
 def _answer(request: PromptRequest, said: ModelOutputs, places: slice) -> PromptLogprobs:

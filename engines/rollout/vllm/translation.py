@@ -10,12 +10,12 @@ fetched and rescaled. vLLM materializes the logits of all tokens of a step, at m
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from engines.errors import RolloutError
 from engines.rollout.prompt_logprobs import Candidates, PromptRequest, PromptRows, logprob_at
-from engines.rollout.served.sampler import RunningSample
+from engines.rollout.served.engine import RunningSample
 from engines.types import Completion, RolloutRequest
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
@@ -46,7 +46,7 @@ def vllm_seed(seed: int, draw_offset: int = 0) -> int:
     return (seed ^ (seed >> 32)) & (2**32 - 1)
 
 
-def sampling_params(sample: RunningSample, eos_token_ids: Sequence[int]) -> Any:
+def sampling_params(sample: RunningSample, eos_token_ids: Collection[int]) -> Any:
     """Return vLLM's parameters for one sample.
 
     Output comes once at the end; for a sample with stop strings also after each step.
@@ -92,40 +92,6 @@ def completion(sample: RunningSample, output: Any) -> Completion:
         [(int(span.version), span.start, span.end) for span in output.weight_versions or ()],
         output.finish_reason,
     )
-
-
-class VllmSampler:
-    """See `Sampler`; `adapter` is vLLM's request for the adapter to sample with, or None.
-
-    `llm` must have cached its supported tasks; else another coroutine could run between the start
-    of a sample and the moment when vLLM knows it.
-    """
-
-    def __init__(self, llm: Any, eos_token_ids: frozenset[int]) -> None:
-        self.llm: Any = llm
-        """None once it was shut down: its destructor fails at the end of the process."""
-        self._eos_token_ids = sorted(eos_token_ids)
-        self.adapter: Any = None
-
-    @property
-    def is_lost(self) -> bool:
-        """See `Sampler`."""
-        return self.llm is not None and self.llm.errored
-
-    async def sample(self, sample: RunningSample) -> Completion:
-        """See `Sampler`. vLLM drops a request whose task is cancelled."""
-        from vllm.inputs.engine import tokens_input
-
-        found: Any = None
-        async for found in self.llm.generate(
-            tokens_input(sample.token_ids),
-            sampling_params(sample, self._eos_token_ids),
-            sample.name,
-            lora_request=self.adapter,
-        ):
-            if sample.reaches_stop(found.outputs[0].token_ids) and not found.finished:
-                await self.llm.abort(sample.name)
-        return completion(sample, found.outputs[0])
 
 
 async def score_sequence(

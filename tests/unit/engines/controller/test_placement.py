@@ -8,7 +8,13 @@ import sys
 import pytest
 
 from engines.collectives import open_store
-from engines.controller.placement import Place, Pool, seat_environment, seats, use_interface_of
+from engines.controller.placement import (
+    Place,
+    Pool,
+    rank_addresses,
+    rank_environments,
+    use_interface_of,
+)
 
 
 def place(bundle: int, node: str) -> Place:
@@ -19,22 +25,23 @@ def test_ranks_of_one_node_stand_side_by_side() -> None:
     pool = Pool(None, [place(i, node) for i, node in enumerate("2121133")])
     places = pool.places(0, 5)
     assert [p.bundle for p in places] == [0, 2, 1, 3, 4]
-    found = seats(places)
-    assert [seat.node_rank for seat in found] == [0, 0, 1, 1, 1]
-    assert [seat.local_rank for seat in found] == [0, 1, 0, 1, 2]
-    assert [seat.local_world_size for seat in found] == [2, 2, 3, 3, 3]
-    assert {seat.address for seat in found[:2]} == {"10.0.0.2"}
+    found = rank_environments(places, sees_all_devices=True)
+    assert [variables["RANK"] for variables in found] == ["0", "1", "2", "3", "4"]
+    assert [variables["GROUP_RANK"] for variables in found] == ["0", "0", "1", "1", "1"]
+    assert [variables["LOCAL_RANK"] for variables in found] == ["0", "1", "0", "1", "2"]
+    assert [variables["LOCAL_WORLD_SIZE"] for variables in found] == ["2", "2", "3", "3", "3"]
+    assert rank_addresses(places)[:3] == ["10.0.0.2", "10.0.0.2", "10.0.0.1"]
     assert [p.bundle for p in pool.places(5, 2)] == [5, 6]
 
 
 def test_ranks_on_one_node_use_loopback() -> None:
-    assert {seat.address for seat in seats([place(0, "1"), place(1, "1")])} == {"127.0.0.1"}
+    assert rank_addresses([place(0, "1"), place(1, "1")]) == ["127.0.0.1", "127.0.0.1"]
 
 
 def test_a_rank_that_sees_one_device_takes_the_first() -> None:
-    (_, seat) = seats([place(0, "1"), place(1, "1")])
-    one = seat_environment(seat, sees_all_devices=False)
-    every = seat_environment(seat, sees_all_devices=True)
+    places = [place(0, "1"), place(1, "1")]
+    (_, one) = rank_environments(places, sees_all_devices=False)
+    (_, every) = rank_environments(places, sees_all_devices=True)
     assert (one["LOCAL_RANK"], every["LOCAL_RANK"]) == ("0", "1")
     assert (one["RANK"], one["LOCAL_WORLD_SIZE"], one["GROUP_RANK"]) == ("1", "2", "0")
 

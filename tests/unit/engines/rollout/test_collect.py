@@ -4,7 +4,7 @@ import pytest
 from rlhf.testing.rollout_calls import generate_all
 
 from engines.errors import RolloutError
-from engines.rollout.collect import Arrivals, SampleLedger
+from engines.rollout.collect import SampleLedger
 from engines.types import Completion, RolloutRequest, SamplingParams
 
 
@@ -44,14 +44,13 @@ def test_lost_and_doubled_samples_are_errors(answers):
 
 def test_a_sample_that_comes_again_is_handed_over_once_and_an_aborted_one_never():
     found: list[Completion] = []
-    arrivals = Arrivals(found.append)
-    ledger = SampleLedger(requests("a"), arrivals.note)
+    ledger = SampleLedger(requests("a"), found.append)
     first, again = (Completion("a", 0, (1,), (-0.5,), (0,), "stop") for _ in range(2))
     ledger.accept(first)
     ledger.accept(again)
     ledger.abort_missing()
     assert found == []
-    arrivals.hand_over()
-    arrivals.hand_over()
+    ledger.hand_over()
+    ledger.hand_over()
     assert [each is first for each in found] == [True]
     assert [each.finish_reason for each in ledger.rows()[0]] == ["stop", "abort"]

@@ -27,8 +27,7 @@ from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.rollout.base import NEED_IDLE
 from engines.rollout.openai_endpoint import serve
 from engines.rollout.served import engine as served_engine
-from engines.rollout.served.engine import ServedEngine
-from engines.rollout.served.sampler import RunningSample
+from engines.rollout.served.engine import RunningSample, ServedEngine
 from engines.types import Completion, RolloutRequest, SamplingParams
 from engines.weight_sync.base import WeightDigest
 from infra.errors import ConfigError
@@ -200,10 +199,13 @@ class LateEngine(ServedEngine):
     def __init__(self) -> None:
         self.told = asyncio.Event()
         layout: Any = SimpleNamespace(vocab_size=64)
-        sampler: Any = SimpleNamespace(is_lost=False, sample=self._sample)
         stops: Any = SimpleNamespace(follow=lambda request, place: None)
-        super().__init__("it", layout, "float32", 60.0, sampler, stops, 64, 2)
+        super().__init__("it", layout, "float32", 60.0, stops, 64, 2)
         self._version, self._holds_weights = 0, True
+
+    @property
+    def _is_lost(self) -> bool:
+        return False
 
     async def _sample(self, sample: RunningSample) -> Completion:
         await self.told.wait()

@@ -222,6 +222,26 @@ def test_a_trainer_that_fails_while_it_sends_is_told(lab) -> None:
         assert service.generate(lab.requests(1, 1))
 
 
+def test_a_call_to_all_replicas_ends_when_all_have_answered_one_of_them_with_an_error(lab) -> None:
+    engines = [lab.bare_engine(), lab.bare_engine()]
+    ended: list[str] = []
+
+    async def refuse(request_ids: Sequence[str] | None = None) -> None:
+        raise RolloutError("cannot abort")
+
+    async def take_time(request_ids: Sequence[str] | None = None) -> None:
+        await asyncio.sleep(0.2)
+        ended.append("slow")
+
+    engines[0].abort, engines[1].abort = refuse, take_time
+    with serving(*engines) as service:
+        with pytest.raises(RolloutError, match="cannot abort"):
+            service.abort()
+        ended_by_then = list(ended)
+        del engines[0].abort, engines[1].abort
+    assert ended_by_then == ["slow"]
+
+
 def test_it_is_asked_for_its_health_and_aborted_while_it_generates(build_lab) -> None:
     lab = build_lab(eos_token_id=None, max_position_embeddings=4096)
     with serving(lab.bare_engine()) as service:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,7 @@ import pytest
 
 from engines.errors import RolloutError, WeightSyncError
 from engines.rollout.served import engine as served_engine
-from engines.rollout.served.engine import ServedEngine
-from engines.rollout.served.sampler import RunningSample
+from engines.rollout.served.engine import RunningSample, ServedEngine
 from engines.types import Completion, RolloutRequest, SamplingParams
 from engines.weight_sync.base import WeightDigest
 from infra.errors import DeadlineError
@@ -26,8 +26,6 @@ CHANGES: list[tuple[str, tuple[Any, ...]]] = [
 
 class LateSampler:
     """As vLLM: an abort puts a last answer in line, and returns before anyone has it."""
-
-    is_lost = False
 
     def __init__(self, delay_s: float) -> None:
         self.delay_s = delay_s
@@ -48,8 +46,15 @@ class Library(ServedEngine):
         layout: Any = SimpleNamespace(vocab_size=12)
         stops: Any = SimpleNamespace(follow=lambda request, place: None)
         self.sampler = LateSampler(delay_s)
-        super().__init__("it", layout, "float32", 10.0, self.sampler, stops, 8, 2)
+        super().__init__("it", layout, "float32", 10.0, stops, 8, 2)
         self._version, self._holds_weights = 0, True
+
+    @property
+    def _is_lost(self) -> bool:
+        return False
+
+    async def _sample(self, sample: RunningSample) -> Completion:
+        return await self.sampler.sample(sample)
 
     def _check_request(self, request: RolloutRequest) -> None:
         pass
@@ -156,3 +161,21 @@ def test_samples_that_do_not_end_meet_a_deadline(monkeypatch: pytest.MonkeyPatch
         await task
 
     with_samples(test, 0.3)
+
+
+def test_no_sample_has_a_name_with_which_that_of_another_begins() -> None:
+    """SGLang aborts every sample whose name begins with the one that it is told."""
+
+    async def main() -> list[str]:
+        engine = Library()
+        asked = [ASKED, replace(ASKED, request_id="a/greedy"), replace(ASKED, request_id="0")]
+        stream = engine.generate(asked)
+        await asyncio.sleep(0)
+        names = list(engine.sampler.aborted)
+        await engine.abort()
+        assert len([completion async for completion in stream]) == 6
+        return names
+
+    names = asyncio.run(main())
+    assert len(names) == 6
+    assert [(a, b) for a in names for b in names if a is not b and b.startswith(a)] == []

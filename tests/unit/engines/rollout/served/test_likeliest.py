@@ -62,10 +62,13 @@ class Library(ServedEngine):
         self.num_now = self.num_at_once = 0
         self._delay_s = delay_s
         layout: Any = SimpleNamespace(vocab_size=12)
-        sampler: Any = SimpleNamespace(is_lost=False)
         stops: Any = SimpleNamespace()
-        super().__init__("it", layout, "float32", timeout_s, sampler, stops, 8, 2)
+        super().__init__("it", layout, "float32", timeout_s, stops, 8, 2)
         self._version = 0
+
+    @property
+    def _is_lost(self) -> bool:
+        return False
 
     async def _prompt_rows(self, request: PromptRequest, num_top: int) -> PromptRows:
         self.asked.append((request.request_id, num_top))

@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 
 from engines.errors import RolloutError
-from engines.rollout.served.sampler import RunningSample
+from engines.rollout.served.engine import RunningSample
 from engines.rollout.sglang import sampling as sglang_sampling
 from engines.rollout.sglang.sampling import SglangSampler
-from engines.rollout.sglang.server import Client, Server
+from engines.rollout.sglang.server import Client
 from engines.types import Completion, RolloutRequest, SamplingParams
 from infra.errors import DeadlineError
 
@@ -52,7 +52,7 @@ def sample(place: int, call: int = 0) -> RunningSample:
 
 
 def sampling(client: Scripted) -> tuple[SglangSampler, Callable[..., asyncio.Task[Completion]]]:
-    made = SglangSampler(cast(Server, None), cast(Client, client), frozenset({3}))
+    made = SglangSampler(cast(Client, client), frozenset({3}))
     return made, lambda *which: asyncio.create_task(made.sample(sample(*which)))
 
 
@@ -130,7 +130,7 @@ def test_a_server_that_does_not_hear_of_an_abort_keeps_nobody_from_closing(
 
     async def drop_and_close() -> list[BaseException | None]:
         told: list[BaseException | None] = []
-        sampler = SglangSampler(cast(Server, None), cast(Client, Silent()), frozenset({3}))
+        sampler = SglangSampler(cast(Client, Silent()), frozenset({3}))
         sampler._drop("0/0")
         for task in sampler._dropping:
             task.add_done_callback(lambda task: told.append(task.exception()))

@@ -17,10 +17,16 @@ from transformers import Gemma3TextConfig, MistralConfig, PretrainedConfig, Qwen
 from engines.config.plugins import ROLLOUT_ENGINES
 from engines.errors import RolloutError
 from engines.rollout.prompt_logprobs import PromptRequest
-from engines.rollout.served.sampler import RunningSample
+from engines.rollout.served.engine import RunningSample
 from engines.rollout.served.weight_receiver import ModelLayout, read_layout
-from engines.rollout.sglang.engine import prompt_body, prompt_rows, score_body, scores
-from engines.rollout.sglang.launch import NUM_HELD_BACK, server_arguments
+from engines.rollout.sglang.engine import (
+    NUM_HELD_BACK,
+    prompt_body,
+    prompt_rows,
+    score_body,
+    scores,
+    server_arguments,
+)
 from engines.rollout.sglang.options import SglangOptions
 from engines.rollout.sglang.plugin import ends_where_told
 from engines.rollout.sglang.sampling import (

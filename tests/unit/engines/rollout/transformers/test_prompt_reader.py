@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines.errors import RolloutError
 from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
+from engines.rollout.transformers.running_batch import read_prompts
 from engines.training.backends.transformers import head
 
 SEQUENCES = ((4, 9), (5, 6, 7, 8, 9, 10, 11), tuple(4 + (5 * i) % 20 for i in range(40)), (7, 7, 7))
@@ -96,7 +97,7 @@ def test_logits_live_in_tiles(build_lab, monkeypatch: pytest.MonkeyPatch) -> Non
     for elements, is_whole in ((1 << 24, True), (512, False)):
         monkeypatch.setattr(head, "tile_elements", lambda *_, n=elements, **__: n)
         with Largest() as largest:
-            found = list(engine._reader.read(requests))
+            found = list(read_prompts(engine._model, requests, 8192))
         assert (largest.num_elements >= 59 * 500) == is_whole
         check(lab.model, requests, found[0])
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from engines.config.plugins import ROLLOUT_ENGINES
 from engines.errors import RolloutError
 from engines.rollout.prompt_logprobs import PromptRequest
-from engines.rollout.served.sampler import RunningSample
+from engines.rollout.served.engine import RunningSample
 from engines.rollout.vllm.options import VllmOptions
 from engines.rollout.vllm.translation import (
     check_temperature,
