@@ -24,13 +24,13 @@ def up(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command ta
     make_place(home, "RLHF_HOME", "name another")
     stack.up(home)
     print_servers(home)
-    api_url = stack.running_prefect_url(home)
+    api_url = stack.running_url(home, "prefect")
     if api_url:
         sys.stdout.write("\n")
         print_automations(home, api_url)
     sys.stdout.write(
         f"\nexport PREFECT_API_URL={api_url}\n"
-        f"export MLFLOW_TRACKING_URI={stack.running_mlflow_url(home)}\n"
+        f"export MLFLOW_TRACKING_URI={stack.running_url(home, 'mlflow')}\n"
     )
     return 0
 
@@ -67,7 +67,7 @@ def print_servers(home: Path) -> bool:
 def automations(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (the same)
     """Create or repair the automations of the configured server, else of the one of `rlhf up`."""
     home = env.home()
-    api_url = env.PREFECT_API_URL.get() or stack.running_prefect_url(home)
+    api_url = env.PREFECT_API_URL.get() or stack.running_url(home, "prefect")
     if api_url is None:
         raise ConfigError(
             f"environment.{env.PREFECT_API_URL.name}",
