@@ -14,6 +14,7 @@ their location. Two machines that log one digest at the same moment may create t
 
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -24,13 +25,13 @@ from urllib.parse import urlsplit
 
 from infra.store.artifacts import EXTERNAL_KIND, MANIFEST_NAME, Manifest
 from infra.store.stage_spec import Artifact
-from infra.tracking.mlflow_tracker import headline_rows
 from infra.tracking.tracker import Incumbent, ModelCandidate, TrackedOutput
 
 if TYPE_CHECKING:
-    from mlflow.entities import DatasetInput, Run
+    from mlflow.entities import DatasetInput, Metric, Run
     from mlflow.tracking import MlflowClient
 
+MAX_KEY_CHARS = 250
 MAX_UPLOAD_BYTES = 2 * 1024**3
 ARTIFACT_PATH = "model"
 METRIC_TAG = "rlhf.metric."
@@ -199,13 +200,17 @@ def log_inputs(client: "MlflowClient", run: "Run", inputs: Mapping[str, Artifact
     """Link a run to the artifacts that it reads."""
     from mlflow.entities import LoggedModelInput
 
-    models = {each.digest: each for name, each in inputs.items() if _is_model(name, each)}
+    models = {
+        each.digest: each
+        for name, each in inputs.items()
+        # A user's directory counts as a model if it is the input `model`.
+        if each.kind in MODEL_KINDS or (each.kind == EXTERNAL_KIND and name == "model")
+    }
     data = {name: each for name, each in inputs.items() if each.digest not in models}
-    found = [model_of(client, run, each) for each in models.values()]
     client.log_inputs(
         run.info.run_id,
         datasets=[_dataset(name, each, name) for name, each in data.items()],
-        models=[LoggedModelInput(model_id) for model_id in found],
+        models=[LoggedModelInput(model_of(client, run, each)) for each in models.values()],
     )
 
 
@@ -217,8 +222,8 @@ def log_output(client: "MlflowClient", run: "Run", output: TrackedOutput) -> Non
     from mlflow.entities import LoggedModelOutput
 
     run_id, artifact = run.info.run_id, output.artifact
-    read = _models_read(run)
-    about = read[0] if len(read) == 1 else None
+    read = run.inputs.model_inputs if run.inputs else ()
+    about = read[0].model_id if len(read) == 1 else None
     made = None
     if artifact.kind in MODEL_KINDS:
         made = about = model_of(client, run, artifact, output.name)
@@ -236,6 +241,32 @@ def log_output(client: "MlflowClient", run: "Run", output: TrackedOutput) -> Non
             client.log_artifact(run_id, str(path), OUTPUT)
             if made is not None:
                 client.log_model_artifact(made, str(path))
+
+
+def headline_rows(
+    run: "Run", metrics: Mapping[str, float], model_id: str | None = None
+) -> list["Metric"]:
+    """Return the headline metrics that a run lacks, as rows at step 0 with the run's start as time.
+
+    With that time, sending them again has no effect. `model_id` is the model that they describe.
+    """
+    from mlflow.entities import Metric
+
+    return [
+        Metric(metric_key(name), float(value), run.info.start_time, 0, model_id=model_id)
+        for name, value in metrics.items()
+        if metric_key(name) not in run.data.metrics
+    ]
+
+
+def metric_key(name: str) -> str:
+    """Replace the characters that MLflow does not allow: `pass@4` becomes `pass_at_4`.
+
+    MLflow also requires a valid path, so empty and dot parts (`a//b`, `../b`) become `_`.
+    """
+    parts = re.sub(r"[^/\w.\- :]", "_", name.replace("@", "_at_")).split("/")
+    path = "/".join("_" if part in {"", ".", ".."} else part for part in parts)
+    return path[:MAX_KEY_CHARS].rstrip("/")
 
 
 def model_of(
@@ -268,15 +299,6 @@ def model_of(
     if model.status != "READY":
         client.finalize_logged_model(model.model_id, "READY")
     return model.model_id
-
-
-def _models_read(run: "Run") -> list[str]:
-    return [model.model_id for model in run.inputs.model_inputs] if run.inputs else []
-
-
-def _is_model(name: str, artifact: Artifact) -> bool:
-    """True for a model; a user's directory counts as one if it is the input `model`."""
-    return artifact.kind in MODEL_KINDS or (artifact.kind == EXTERNAL_KIND and name == "model")
 
 
 def _dataset(
