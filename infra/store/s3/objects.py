@@ -27,7 +27,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple, Self
@@ -361,7 +361,13 @@ class Objects(Files):
     def _upload_parts(self, file: IO[bytes], name: str, entry: FileEntry) -> None:
         at, client = self._at(name), self._client
         upload = client.create_multipart_upload(**at, ChecksumAlgorithm="SHA256")["UploadId"]
-        try:
+
+        def abandon() -> None:
+            with suppress(BotoCoreError, ClientError):
+                client.abort_multipart_upload(**at, UploadId=upload)
+
+        with ExitStack() as undo:
+            undo.callback(abandon)
             whole, parts = hashlib.sha256(), []
             size_bytes = max(PART_BYTES, -(-entry.size_bytes // MAX_PARTS))
             while data := file.read(size_bytes):
@@ -373,10 +379,7 @@ class Objects(Files):
             client.complete_multipart_upload(
                 **at, UploadId=upload, MultipartUpload={"Parts": parts}
             )
-        except BaseException:
-            with suppress(BotoCoreError, ClientError):
-                client.abort_multipart_upload(**at, UploadId=upload)
-            raise
+            undo.pop_all()
 
     def _told(self, name: str) -> AbstractContextManager[None]:
         return told(self.place(name), self.endpoint)
