@@ -14,7 +14,7 @@ import os
 import random
 import socket
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -62,22 +62,13 @@ def _take(port: int) -> bool:
     if is_new and not _claim(port):
         return False
     # Check after the claim: a previous claimer may have just ended and left its server listening.
-    if _is_free(port):
+    with suppress(OSError), socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignores those in TIME_WAIT
+        probe.bind(("127.0.0.1", port))
         return True
     if is_new:
         _claims.pop(port).close()
     return False
-
-
-def _is_free(port: int) -> bool:
-    """Return True if a server could listen there; sockets in TIME_WAIT do not count."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def _claim(port: int) -> bool:

@@ -91,9 +91,7 @@ def _load(directory: Path, name: str, entry: FileEntry, read: Read) -> None:
             return
         path.unlink()
         if not resumed:
-            raise ArtifactCorruptError(
-                f"{name}: sha256 {digest.hexdigest()} != {entry.sha256} of the manifest"
-            )
+            objects.compare(name, digest.hexdigest(), entry)  # raises
 
 
 def _write(file: IO[bytes], data: bytes, start: int) -> None:

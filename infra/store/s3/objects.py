@@ -279,7 +279,7 @@ class Objects(Files):
                 self._upload_parts(file, name, entry)
             return
         data = path.read_bytes()
-        _compare(str(path), hashlib.sha256(data).hexdigest(), entry)
+        compare(str(path), hashlib.sha256(data).hexdigest(), entry)
         self.put(name, data)
 
     def listed(self, prefix: str, after: str = "") -> list[Found]:
@@ -375,7 +375,7 @@ class Objects(Files):
                 part = {"PartNumber": len(parts) + 1, "ChecksumSHA256": _checksum(data)}
                 sent = client.upload_part(**at, UploadId=upload, Body=data, **part)
                 parts.append({**part, "ETag": sent["ETag"]})
-            _compare(file.name, whole.hexdigest(), entry)
+            compare(file.name, whole.hexdigest(), entry)
             client.complete_multipart_upload(
                 **at, UploadId=upload, MultipartUpload={"Parts": parts}
             )
@@ -407,6 +407,7 @@ def _checksum(data: bytes) -> str:
     return base64.b64encode(hashlib.sha256(data).digest()).decode()
 
 
-def _compare(where: str, sha256: str, entry: FileEntry) -> None:
+def compare(where: str, sha256: str, entry: FileEntry) -> None:
+    """Raise `ArtifactCorruptError` if a digest is not that of the manifest's entry."""
     if sha256 != entry.sha256:
         raise ArtifactCorruptError(f"{where}: sha256 {sha256} != {entry.sha256} of the manifest")
