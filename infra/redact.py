@@ -83,7 +83,8 @@ class RedactingFilter(logging.Filter):
         except (TypeError, ValueError):
             # Format and arguments do not match; log both as they are.
             message = f"{record.msg} {record.args}"
-        record.msg, record.args = redact(message), ()
+        record.msg = redact(message)
+        record.args = ()
         if record.exc_info and not record.exc_text:
             record.exc_text = logging.Formatter().formatException(record.exc_info)
         if record.exc_text:

@@ -15,7 +15,6 @@ from infra import env
 from infra.errors import ConfigError
 from infra.host.records import make_place
 from infra.services import stack
-from infra.services.held_stages import held_stages
 
 
 def up(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command takes them)
@@ -49,7 +48,9 @@ def status(arguments: argparse.Namespace) -> int:
     """Print the servers and the stages held by a job; the exit code is 0 if all servers answer."""
     home = env.home()
     all_up = print_servers(home)
-    sys.stdout.writelines(f"{line}\n" for line in held_stages(arguments.store or home / "store"))
+    sys.stdout.writelines(
+        f"{line}\n" for line in stack.held_stages(arguments.store or home / "store")
+    )
     return 0 if all_up else 1
 
 

@@ -210,7 +210,7 @@ def read_journal(
     new = dict(positions)
     while True:
         before = storage.attempts.entries(fingerprint)
-        for number, end in journal_segments(before, attempt):
+        for number, end in journal_segments(before, attempt).items():
             start = new.get(number, 0)
             found, new[number] = _records(
                 channel.read_journal(number, start, end), start, f"attempt {number}"

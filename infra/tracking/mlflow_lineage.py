@@ -48,14 +48,11 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 def register_version(client: "MlflowClient", candidate: ModelCandidate, model_id: str) -> str:
     """Register a model with the id of its logged model, set the alias, and return the version."""
-    artifact = candidate.artifact
-    version = _version_with(client, candidate.name, artifact.digest)
+    version = _version_with(client, candidate.name, candidate.artifact.digest)
     if version is None:
         source = _log_model(client, candidate)
         tags = {
-            DIGEST_TAG: artifact.digest,
-            URI_TAG: artifact.uri,
-            FINGERPRINT_TAG: artifact.fingerprint or "",
+            **_tags(candidate.artifact),
             MODEL_TAG: model_id,
             **{METRIC_TAG + key: repr(float(value)) for key, value in candidate.metrics.items()},
         }
@@ -65,6 +62,11 @@ def register_version(client: "MlflowClient", candidate: ModelCandidate, model_id
     client.set_model_version_tag(candidate.name, version, BEAT_TAG, beat)
     client.set_registered_model_alias(candidate.name, candidate.alias, version)
     return version
+
+
+def _tags(artifact: Artifact) -> dict[str, str]:
+    fingerprint = artifact.fingerprint or ""
+    return {DIGEST_TAG: artifact.digest, URI_TAG: artifact.uri, FINGERPRINT_TAG: fingerprint}
 
 
 def bearer_of(client: "MlflowClient", name: str, alias: str) -> Incumbent | None:
@@ -140,7 +142,20 @@ def _lay_out(candidate: ModelCandidate, directory: Path, *, links: bool) -> None
     source = candidate.directory
     files = [path for path in source.rglob("*") if path.is_file()]
     too_large = sum(path.stat().st_size for path in files) > MAX_UPLOAD_BYTES
-    flavor = _flavor(json.loads((source / "config.json").read_text(encoding="utf-8")), source)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    flavor: dict[str, Any] = {
+        "task": "text-generation",
+        "instance_type": "TextGenerationPipeline",
+        "pipeline_model_type": config["architectures"][0],
+        "model_binary": "model",
+        "framework": "pt",
+        "torch_dtype": f"torch.{config.get('dtype', 'float32')}",
+        "components": ["tokenizer"],
+        "tokenizer_type": "AutoTokenizer",
+    }
+    if (source / "preprocessor_config.json").exists():
+        flavor |= {"task": "image-text-to-text", "instance_type": "ImageTextToTextPipeline"}
+        flavor["processor_type"] = "AutoProcessor"
     for path in files:
         name = path.relative_to(source)
         if too_large and not links and path.name != "manifest.json":
@@ -158,23 +173,6 @@ def _lay_out(candidate: ModelCandidate, directory: Path, *, links: bool) -> None
             "python_function", loader_module="mlflow.transformers", python_version=python
         )
     model.save(str(directory / "MLmodel"))
-
-
-def _flavor(config: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    flavor: dict[str, Any] = {
-        "task": "text-generation",
-        "instance_type": "TextGenerationPipeline",
-        "pipeline_model_type": config["architectures"][0],
-        "model_binary": "model",
-        "framework": "pt",
-        "torch_dtype": f"torch.{config.get('dtype', 'float32')}",
-        "components": ["tokenizer"],
-        "tokenizer_type": "AutoTokenizer",
-    }
-    if (source / "preprocessor_config.json").exists():
-        flavor |= {"task": "image-text-to-text", "instance_type": "ImageTextToTextPipeline"}
-        flavor["processor_type"] = "AutoProcessor"
-    return flavor
 
 
 def _place(source: Path, target: Path, *, links: bool) -> None:
@@ -284,16 +282,11 @@ def model_of(
     )
     model = found[0] if found else None
     if model is None:
-        tags = {
-            DIGEST_TAG: artifact.digest,
-            URI_TAG: artifact.uri,
-            FINGERPRINT_TAG: artifact.fingerprint or "",
-        }
         model = client.create_logged_model(
             run.info.experiment_id,
             name=made_as or artifact.kind,
             source_run_id=run.info.run_id if made_as else None,
-            tags=tags,
+            tags=_tags(artifact),
             model_type=artifact.kind,
         )
     if model.status != "READY":
