@@ -18,6 +18,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
@@ -80,7 +81,7 @@ class Manifest(FrozenModel, strict=True, populate_by_name=True, serialize_by_ali
     files: Mapping[RelativePath, FileEntry]
     """By path relative to the directory, with forward slashes; without the manifest itself."""
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """sha256 of the canonical JSON of (schema, kind, files): the artifact's identity."""
         return sha256_json(self)

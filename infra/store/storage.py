@@ -46,8 +46,7 @@ from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.work_channel import LocalChannel, WorkChannel
 
 _log = logging.getLogger(__name__)
-SHA256 = re.compile(r"[0-9a-f]{64}")
-KIND = re.compile(r"[a-z][a-z0-9_-]*")
+_ARTIFACT = re.compile(r"artifacts/[a-z][a-z0-9_-]*/[0-9a-f]{64}")
 NO_DIGESTS: Mapping[str, str] = {}
 STORES = PluginTable(
     "store",
@@ -113,7 +112,6 @@ class Storage(ABC):
         Raises:
             ArtifactError: `source` has no file, or an entry that is not a regular file.
         """
-        require(KIND, kind, "artifact kind")
         fault("storage.before_publish")
         manifest = build_manifest(source, kind, digests)
         write_manifest(source, manifest)
@@ -308,17 +306,12 @@ def open_storage(uri: str) -> Storage:
     )
 
 
-def require(pattern: re.Pattern[str], value: str, what: str) -> None:
-    """Raise `ValueError` unless a value that becomes a path component matches the pattern."""
-    if not pattern.fullmatch(value):
-        raise ValueError(f"{what}: got {value!r}; need {pattern.pattern}")
-
-
 def artifact_name(kind: str, digest: str) -> str:
-    """Return the name of an artifact's directory in a store."""
-    require(KIND, kind, "artifact kind")
-    require(SHA256, digest, "artifact digest")
-    return f"artifacts/{kind}/{digest}"
+    """Return the name of an artifact's directory in a store; `ValueError` if it is not safe."""
+    name = f"artifacts/{kind}/{digest}"
+    if not _ARTIFACT.fullmatch(name):
+        raise ValueError(f"artifact: got {name!r}; need {_ARTIFACT.pattern}")
+    return name
 
 
 def verify_named(directory: Path, digest: str, level: Level = "bytes") -> Manifest:
