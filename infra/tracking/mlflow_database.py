@@ -41,7 +41,10 @@ _OF_THE_MACHINE = frozenset(
     }
 )
 """SQLite errors that come from the machine (disk full, locked) and not from the database."""
-_OF_A_MIGRATION = (sqlite3.Error, LookupError, TypeError, ValueError, AttributeError)
+_OF_A_MIGRATION = (
+    *(sqlite3.Error, LookupError, TypeError, ValueError, AttributeError),
+    *(RuntimeError, AssertionError),
+)
 """What a migration script of MLflow raises on rows that it does not expect."""
 _UNFINISHED = "_alembic_tmp_"
 """Name prefix of the table copy that a migration makes."""

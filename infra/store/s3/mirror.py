@@ -20,7 +20,7 @@ import atexit
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -93,13 +93,10 @@ class JournalChunks:
 
     def read(self, start: int, end: int | None) -> bytes:
         """Return bytes `start` to `end`, fewer if the shipped part is shorter."""
-        parts = []
-        for offset, num_bytes in self.refresh():
-            first = max(start - offset, 0)
-            last = num_bytes if end is None else min(end - offset, num_bytes)
-            if first < last:
-                parts.append(self._objects.part(self._name(offset), first, last))
-        return b"".join(parts)
+        return b"".join(
+            self._objects.part(self._name(chunk.offset), first, last)
+            for chunk, first, last in stretches(self.refresh(), start, end)
+        )
 
     def append(self, data: bytes) -> None:
         """Ship whole lines; `ArtifactCorruptError` if another writer shipped different ones."""
@@ -196,6 +193,20 @@ def end_below(directory: Path) -> None:
     """Stop mirroring every directory below a directory."""
     for path in [path for path in _mirrors if path.is_relative_to(directory)]:
         end(path)
+
+
+def stretches(
+    chunks: Sequence[Chunk], start: int, end: int | None
+) -> Iterator[tuple[Chunk, int, int]]:
+    """Yield the chunks that hold bytes `start` to `end` (None: all the rest) of a journal.
+
+    Each comes with the first and the last byte wanted of it, counted from its own beginning.
+    """
+    for chunk in chunks:
+        first = max(start - chunk.offset, 0)
+        last = chunk.num_bytes if end is None else min(end - chunk.offset, chunk.num_bytes)
+        if first < last:
+            yield chunk, first, last
 
 
 def _read_from(path: Path, start: int) -> bytes:

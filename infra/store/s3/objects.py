@@ -218,10 +218,6 @@ class Objects(Files):
         with self._told(name):
             self._put(name, data)
 
-    def touch(self, name: str) -> None:
-        """Put an empty object."""
-        self.put(name, b"")
-
     def create(self, name: str, data: bytes) -> bool:
         """Create an object unless the name is taken; return True if it has these bytes now.
 
