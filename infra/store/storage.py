@@ -110,7 +110,8 @@ class Storage(ABC):
         files that were hashed while they were written.
 
         Raises:
-            ArtifactError: `source` has no file, or an entry that is not a regular file.
+            ArtifactError: `source` has no file, or an entry that is not a regular file; or `kind`
+                is no plain name.
         """
         fault("storage.before_publish")
         manifest = build_manifest(source, kind, digests)
