@@ -70,7 +70,22 @@ def fault(point: str) -> bool:
     if _passes[setting, point] != at_pass:
         return False
     logging.getLogger(__name__).warning("fault injected at %s: %s", point, action)
-    return _act(point, action, argument)
+    match action:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "exit":
+            os._exit(int(argument or 1))
+        case "raise":
+            raise InjectedFaultError(f"injected at {point}")
+        case "eio" | "enospc":
+            raise OSError(getattr(errno, action.upper()), f"injected at {point}")
+        case "memory":
+            bytearray(int(argument))
+        case "sleep":
+            time.sleep(float(argument or 1))
+    return action == "nan"
 
 
 def _parse(setting: str) -> dict[str, tuple[str, str, int]]:
@@ -93,26 +108,3 @@ def _parse(setting: str) -> dict[str, tuple[str, str, int]]:
             )
         armed[point] = (action, argument, int(at_pass or 1))
     return armed
-
-
-def _act(point: str, action: str, argument: str) -> bool:
-    match action:
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        case "exit":
-            os._exit(int(argument or 1))
-        case "raise":
-            raise InjectedFaultError(f"injected at {point}")
-        case "eio":
-            raise OSError(errno.EIO, f"injected at {point}")
-        case "enospc":
-            raise OSError(errno.ENOSPC, f"injected at {point}")
-        case "memory":
-            bytearray(int(argument))
-        case "sleep":
-            time.sleep(float(argument or 1))
-        case "nan":
-            return True
-    return False

@@ -43,17 +43,12 @@ def to_config_error(error: ValidationError, model: type[BaseModel], root: str = 
         need = (field and field.description) or "give a value"
         return ConfigError(path, f"missing; need {need}{more}")
     if kind == "value_error":
-        path, problem = _split_rule(path, str(first["ctx"]["error"]) if "ctx" in first else "")
+        problem = str(first["ctx"]["error"]) if "ctx" in first else ""
+        inner, colon, rest = problem.partition(": ")
+        if colon and re.fullmatch(r"[a-z_][a-z0-9_.]*", inner):
+            path, problem = f"{path}.{inner}" if path else inner, rest
         return ConfigError(path or "recipe", problem + more)
     return ConfigError(path or "recipe", _bad_value(first, field) + more)
-
-
-def _split_rule(path: str, text: str) -> tuple[str, str]:
-    """Move a leading `field: ` of a validator's message into the path."""
-    field, colon, problem = text.partition(": ")
-    if colon and re.fullmatch(r"[a-z_][a-z0-9_.]*", field):
-        return (f"{path}.{field}" if path else field), problem
-    return path, text
 
 
 def _unknown_field(name: str, owner: type[BaseModel] | None, root: type[BaseModel]) -> str:
@@ -81,18 +76,14 @@ def _bad_value(error: ErrorDetails, field: FieldInfo | None) -> str:
         need = _describe((get_args(field.annotation) or (str,))[0])
     else:
         need = describe_field(field) if field else error["msg"].lower()
-    return f"got {_echo(error['input'])}; need {need}"
-
-
-def _echo(value: Any) -> str:
-    text = repr(value)
-    if isinstance(value, float):
-        text = f"{value:g}"
-    elif isinstance(value, BaseModel | Mapping):
-        text = "a mapping"
+    value = error["input"]
+    got = f"{value:g}" if isinstance(value, float) else repr(value)
+    if isinstance(value, BaseModel | Mapping):
+        got = "a mapping"
     elif isinstance(value, list | tuple):
-        text = "a list"
-    return text if len(text) <= MAX_ECHO_CHARS else f"{text[:MAX_ECHO_CHARS]}..."
+        got = "a list"
+    more = "..." if len(got) > MAX_ECHO_CHARS else ""
+    return f"got {got[:MAX_ECHO_CHARS]}{more}; need {need}"
 
 
 def describe_field(field: FieldInfo) -> str:

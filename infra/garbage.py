@@ -244,7 +244,14 @@ def collect(storage: Storage, inventory: Inventory, found: Survey) -> Collected:
 class _Removal:
     def __init__(self, storage: Storage, inventory: Inventory, found: Survey) -> None:
         self._storage, self._inventory = storage, inventory
-        self._spoke = _who_spoke(storage, inventory, found)
+        before = {run.key: run for run in found.runs}
+
+        def spoke() -> Collection[KnownRun]:
+            """Return the runs whose records changed after the survey."""
+            # Not by time: the store's clock may be behind this machine's.
+            return [run for run in storage.runs.known() if run != before.get(run.key)]
+
+        self._spoke = functools.cache(spoke) if inventory.others_wait else spoke
         self._naming = _naming(storage)
         self.freed_bytes = 0
         self.spared: list[str] = []
@@ -288,19 +295,6 @@ class _Removal:
                     or any(digest in run.read_at for run in self._spoke())
                 ),
             )
-
-
-def _who_spoke(
-    storage: Storage, inventory: Inventory, found: Survey
-) -> Callable[[], Collection[KnownRun]]:
-    """Return a function that lists the runs whose records changed after the survey."""
-    before = {run.key: run for run in found.runs}
-
-    def ask() -> Collection[KnownRun]:
-        # Not by time: the store's clock may be behind this machine's.
-        return [run for run in storage.runs.known() if run != before.get(run.key)]
-
-    return functools.cache(ask) if inventory.others_wait else ask
 
 
 def _is_used(stage: SurveyedStage, touched_at: float, spoke: Collection[KnownRun]) -> bool:

@@ -20,14 +20,14 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import EntryPoint, entry_points
 from itertools import combinations
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
 from infra import env
 from infra.errors import EXIT_TERMINATED, ConfigError, UnknownPluginError
@@ -192,9 +192,10 @@ def import_external_modules() -> tuple[BrokenModule, ...]:
             continue
         _importing.append((name, RUN_TIME_OWNER if owner.startswith("environment.") else owner))
         try:
-            _import(name)
-        except Exception as error:  # noqa: BLE001  plugin boundary: any reason is the user's answer
-            _broken[name] = BrokenModule(name, redact(reason_of(error)), owner)
+            with _outside_code():
+                importlib.import_module(name)
+        except ImportError as error:
+            _broken[name] = BrokenModule(name, redact(str(error)), owner)
         finally:
             _importing.pop()
     return tuple(_broken[name] for name in modules if name in _broken)
@@ -216,27 +217,29 @@ def load_row(row: Row, path: str) -> Any:
     if row.is_ours and not row.requires:
         return load_target(row.target)
     try:
-        _import(row.module)
-        return load_target(row.target)
-    except Exception as error:
-        if row.is_ours and not isinstance(error, ImportError):
-            raise
-        remedy = f"pip install 'rlhf-pipeline[{row.extra}]'" if row.extra else "install it again"
+        with nullcontext() if row.is_ours else _outside_code():
+            return load_target(row.target)
+    except ImportError as error:
+        reason, remedy = str(error), f"repair or remove {row.source}"
+        if row.is_ours:
+            extra = f"pip install 'rlhf-pipeline[{row.extra}]'"
+            reason, remedy = reason_of(error), extra if row.extra else "install it again"
         raise ConfigError(
-            path,
-            f"{row.name} cannot be loaded from {row.target} ({reason_of(error)}); "
-            + (remedy if row.is_ours else f"repair or remove {row.source}"),
+            path, f"{row.name} cannot be loaded from {row.target} ({reason}); {remedy}"
         ) from error
 
 
-def _import(name: str) -> ModuleType:
-    """Import an external module; turns its `sys.exit` into an ImportError."""
+@contextmanager
+def _outside_code() -> Iterator[None]:
+    """Convert whatever the import of an external module raises to a one-line ImportError."""
     try:
-        return importlib.import_module(name)
+        yield
     except SystemExit as error:
         if error.code == EXIT_TERMINATED:
             raise  # not from the module: this process received SIGTERM
         raise ImportError(f"it calls sys.exit({error.code!r})") from error
+    except Exception as error:  # plugin boundary: any reason is the user's answer
+        raise ImportError(reason_of(error)) from error
 
 
 def reason_of(error: BaseException) -> str:
@@ -272,6 +275,13 @@ def _owner(entry: EntryPoint) -> str:
 
 
 RowT = TypeVar("RowT", bound=Row)
+
+
+class Accelerator(TypedDict, total=False):
+    """Torch device type and vendor that a plugin has to support; absent means any."""
+
+    device: str | None
+    vendor: str | None
 
 
 class PluginTable(Generic[RowT]):
@@ -330,14 +340,7 @@ class PluginTable(Generic[RowT]):
                 )
         return rows
 
-    def place(
-        self,
-        name: str,
-        path: str | None = None,
-        *,
-        device: str | None = None,
-        vendor: str | None = None,
-    ) -> RowT:
+    def place(self, name: str, path: str | None = None, **on: Unpack[Accelerator]) -> RowT:
         """Return the row of a name without checking or importing what it requires.
 
         A row for (device, vendor) is preferred to one for the torch device type, and that to one
@@ -347,39 +350,29 @@ class PluginTable(Generic[RowT]):
             UnknownPluginError: the name is unknown, or does not support the device.
             ConfigError: two rows claim the name.
         """
-        rows = self.find_all(name, path)
-        row = _best(rows, device, vendor)
-        if row is None:
+        rows, device, vendor = self.find_all(name, path), on.get("device"), on.get("vendor")
+        if device is None:
+            return rows[0]
+        fitting = [r for r in rows if not r.devices or device in r.devices]
+        fitting = [r for r in fitting if not r.devices or r.vendor in {vendor, None}]
+        if not fitting:
+            places = {f"{d} ({r.vendor})" if r.vendor else d for r in rows for d in r.devices}
             raise UnknownPluginError(
                 path or self.setting,
                 f"{name} does not run on {device} ({vendor}); it runs on: "
-                + ", ".join(sorted(place for row in rows for place in _places(row))),
+                f"{', '.join(sorted(places))}",
             )
-        return row
+        return min(fitting, key=lambda row: (not row.devices, row.vendor != vendor))
 
-    def find(
-        self,
-        name: str,
-        path: str | None = None,
-        *,
-        device: str | None = None,
-        vendor: str | None = None,
-    ) -> RowT:
+    def find(self, name: str, path: str | None = None, **on: Unpack[Accelerator]) -> RowT:
         """Return the row of `place`; raises ConfigError if its requirements are missing."""
-        row = self.place(name, path, device=device, vendor=vendor)
+        row = self.place(name, path, **on)
         _interpreter(row, path or self.setting)
         return row
 
-    def load(
-        self,
-        name: str,
-        path: str | None = None,
-        *,
-        device: str | None = None,
-        vendor: str | None = None,
-    ) -> Any:
+    def load(self, name: str, path: str | None = None, **on: Unpack[Accelerator]) -> Any:
         """Import the object that the row's target names; arguments and errors as for `find`."""
-        return load_row(self.find(name, path, device=device, vendor=vendor), path or self.setting)
+        return load_row(self.find(name, path, **on), path or self.setting)
 
     def check_targets(self, name: str, path: str | None = None) -> None:
         """Check that module and attribute of an external plugin exist; imports nothing.
@@ -395,7 +388,7 @@ class PluginTable(Generic[RowT]):
 
     def interpreter(self, name: str, path: str | None = None) -> Path | None:
         """Return the path of the Python that a plugin needs; None: this one. Raises as `find`."""
-        return _interpreter(self.find(name, path), path or self.setting)
+        return _interpreter(self.place(name, path), path or self.setting)
 
     def _typed(self, row: Row) -> RowT:
         if isinstance(row, self.row_type):
@@ -424,20 +417,6 @@ def _spec_of(module: str) -> ModuleSpec | None:
         places = spec.submodule_search_locations or [] if spec else []
         spec = spec and PathFinder.find_spec(f"{spec.name}.{part}", places)
     return spec
-
-
-def _best(rows: Sequence[RowT], device: str | None, vendor: str | None) -> RowT | None:
-    if device is None:
-        return rows[0]
-    exact = [row for row in rows if device in row.devices and row.vendor == vendor]
-    every = [row for row in rows if device in row.devices and row.vendor is None]
-    anywhere = [row for row in rows if not row.devices]
-    return next(iter((*exact, *every, *anywhere)), None)
-
-
-def _places(row: Row) -> Iterator[str]:
-    for device in row.devices:
-        yield f"{device} ({row.vendor})" if row.vendor else device
 
 
 def _interpreter(row: Row, path: str) -> Path | None:

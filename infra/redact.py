@@ -78,7 +78,12 @@ class RedactingFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Redact message, traceback and stack of a record; always returns True."""
-        record.msg = redact(_message(record))
+        try:
+            message = record.getMessage()
+        except (TypeError, ValueError):
+            # Format and arguments do not match; log both as they are.
+            message = f"{record.msg} {record.args}"
+        record.msg = redact(message)
         record.args = ()
         if record.exc_info and not record.exc_text:
             record.exc_text = logging.Formatter().formatException(record.exc_info)
@@ -95,14 +100,6 @@ def environment_of_user_code(passed: Collection[str] = (), **extra: str | None) 
     return env.child_environment(**{**dict.fromkeys(withheld), **extra})
 
 
-def _message(record: logging.LogRecord) -> str:
-    try:
-        return record.getMessage()
-    except (TypeError, ValueError):
-        # Format and arguments do not match; log both as they are.
-        return f"{record.msg} {record.args}"
-
-
 def redact_output() -> Callable[[], None]:
     """Redact the output of this process and its later children; return a function that ends it.
 
@@ -111,22 +108,19 @@ def redact_output() -> Callable[[], None]:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    pipes = [os.pipe() for _ in _STREAMS]
-    originals = [os.dup(stream) for stream in _STREAMS]
-    pairs = [(read, original) for (read, _), original in zip(pipes, originals, strict=True)]
+    pipes = [(stream, *os.pipe(), os.dup(stream)) for stream in _STREAMS]
+    passed = [fd for _, read, _, original in pipes for fd in (read, original)]
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__, *(str(fd) for pair in pairs for fd in pair)],
+        [sys.executable, "-P", "-m", __name__, *map(str, passed)],
         stdin=subprocess.DEVNULL,
-        pass_fds=[fd for pair in pairs for fd in pair],
+        pass_fds=passed,
         process_group=0,
         env=env.child_environment(),
     )
-    for stream, (read, write) in zip(_STREAMS, pipes, strict=True):
+    for stream, read, write, original in pipes:
         os.dup2(write, stream)
-        os.close(write)
-        os.close(read)
-    for original in originals:
-        os.close(original)
+        for descriptor in (read, write, original):
+            os.close(descriptor)
 
     def end() -> None:
         sys.stdout.flush()
@@ -160,19 +154,15 @@ def main(arguments: list[str]) -> int:
             waiting[key.fd] = rest
             if not data or len(rest) > _READ_BYTES:
                 head, newline, waiting[key.fd] = head + newline + rest, b"", b""
-            _write(key.data, head + newline)
+            text = redact((head + newline).decode("utf-8", "surrogateescape"))
+            clean = memoryview(text.encode("utf-8", "surrogateescape"))
+            # On a full disk the log is lost; the job must not fail with a broken pipe.
+            with contextlib.suppress(OSError):
+                while clean:
+                    clean = clean[os.write(key.data, clean) :]
             if not data:
                 selector.unregister(key.fd)
     return 0
-
-
-def _write(target: int, data: bytes) -> None:
-    text = redact(data.decode("utf-8", "surrogateescape"))
-    clean = memoryview(text.encode("utf-8", "surrogateescape"))
-    # On a full disk the log is lost; the job must not fail with a broken pipe.
-    with contextlib.suppress(OSError):
-        while clean:
-            clean = clean[os.write(target, clean) :]
 
 
 if __name__ == "__main__":

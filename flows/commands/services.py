@@ -15,7 +15,6 @@ from infra import env
 from infra.errors import ConfigError
 from infra.host.records import make_place
 from infra.services import stack
-from infra.services.held_stages import held_stages
 
 
 def up(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command takes them)
@@ -24,13 +23,13 @@ def up(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (every command ta
     make_place(home, "RLHF_HOME", "name another")
     stack.up(home)
     print_servers(home)
-    api_url = stack.running_prefect_url(home)
+    api_url = stack.running_url(home, "prefect")
     if api_url:
         sys.stdout.write("\n")
         print_automations(home, api_url)
     sys.stdout.write(
         f"\nexport PREFECT_API_URL={api_url}\n"
-        f"export MLFLOW_TRACKING_URI={stack.running_mlflow_url(home)}\n"
+        f"export MLFLOW_TRACKING_URI={stack.running_url(home, 'mlflow')}\n"
     )
     return 0
 
@@ -49,7 +48,9 @@ def status(arguments: argparse.Namespace) -> int:
     """Print the servers and the stages held by a job; the exit code is 0 if all servers answer."""
     home = env.home()
     all_up = print_servers(home)
-    sys.stdout.writelines(f"{line}\n" for line in held_stages(arguments.store or home / "store"))
+    sys.stdout.writelines(
+        f"{line}\n" for line in stack.held_stages(arguments.store or home / "store")
+    )
     return 0 if all_up else 1
 
 
@@ -67,7 +68,7 @@ def print_servers(home: Path) -> bool:
 def automations(arguments: argparse.Namespace) -> int:  # noqa: ARG001  (the same)
     """Create or repair the automations of the configured server, else of the one of `rlhf up`."""
     home = env.home()
-    api_url = env.PREFECT_API_URL.get() or stack.running_prefect_url(home)
+    api_url = env.PREFECT_API_URL.get() or stack.running_url(home, "prefect")
     if api_url is None:
         raise ConfigError(
             f"environment.{env.PREFECT_API_URL.name}",

@@ -21,7 +21,7 @@ from infra.errors import ServiceError
 from infra.host import servers
 from infra.host.ports import pick_ports
 from infra.host.servers import ServerCommand
-from infra.services.stack import HEARTBEAT_S, running_prefect_url
+from infra.services.stack import HEARTBEAT_S, running_url
 
 NAME = "prefect-embedded"
 
@@ -45,7 +45,7 @@ class PrefectServer:
 @contextlib.contextmanager
 def prefect_server(home: Path) -> Iterator[PrefectServer]:
     """Yield the configured server, else that of `rlhf up`, else an embedded one."""
-    api_url = env.PREFECT_API_URL.get() or running_prefect_url(home)
+    api_url = env.PREFECT_API_URL.get() or running_url(home, "prefect")
     if api_url:
         check_answers(api_url)
         yield PrefectServer(api_url, wait=lambda: None, lasting=True, history_is_dead=False)

@@ -22,6 +22,10 @@ from infra.host.servers import STOP_DEADLINE_S, ServerRecord, load, lock, stop
 POLL_S = 2.0
 IDLE_S = 6.0
 """Long enough that a run that starts at once reuses the server."""
+_END = (
+    "import sys; from pathlib import Path; from infra.host.guard import end_unneeded; "
+    "end_unneeded(Path(sys.argv[1]), *sys.argv[2:])"
+)
 
 
 def start_guard(
@@ -42,7 +46,12 @@ def start_guard(
                 # Do not end a working server because its record is unreadable.
                 idle_since = time.monotonic()
             if time.monotonic() - idle_since >= IDLE_S:
-                _start_end(home, name, mark)
+                # A process outside this server's family, which the stop does not kill.
+                subprocess.Popen(
+                    [sys.executable, "-c", _END, str(home), name, mark],
+                    env=env.child_environment(RLHF_PROCESS_MARK=None),
+                    start_new_session=True,
+                )
                 idle_since = time.monotonic() + STOP_DEADLINE_S
 
     threading.Thread(target=watch, name="guard", daemon=True).start()
@@ -58,17 +67,6 @@ def end_unneeded(home: Path, name: str, mark: str) -> None:
                     stop(home, record)
                 return
     stop_all([], STOP_DEADLINE_S, marks=[mark])
-
-
-def _start_end(home: Path, name: str, mark: str) -> None:
-    """End the server from a process outside its family, which the stop does not kill."""
-    code = "import sys; from pathlib import Path; from infra.host.guard import end_unneeded; "
-    subprocess.Popen(
-        [sys.executable, "-c", f"{code}end_unneeded(Path(sys.argv[1]), *sys.argv[2:])"]
-        + [str(home), name, mark],
-        env=env.child_environment(RLHF_PROCESS_MARK=None),
-        start_new_session=True,
-    )
 
 
 def main() -> None:

@@ -16,11 +16,14 @@ import os
 import random
 import socket
 import sys
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 
 TIMEOUT_S = 3.0
+NO_ANSWER = (OSError, http.client.HTTPException)
+"""Errors of `exchange` with a server that does not answer in HTTP."""
 _FIRST_PORT = 20_000  # Ray's workers use 10,002 to 19,999
 _NUM_PORT_TRIES = 100
 # Not seeded: processes must choose differently, and no result depends on the choice.
@@ -61,22 +64,13 @@ def _take(port: int) -> bool:
     if is_new and not _claim(port):
         return False
     # Check after the claim: a previous claimer may have just ended and left its server listening.
-    if _is_free(port):
+    with suppress(OSError), socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignores those in TIME_WAIT
+        probe.bind(("127.0.0.1", port))
         return True
     if is_new:
         _claims.pop(port).close()
     return False
-
-
-def _is_free(port: int) -> bool:
-    """Return True if a server could listen there; sockets in TIME_WAIT do not count."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def _claim(port: int) -> bool:
@@ -112,31 +106,43 @@ def _first_ephemeral_port() -> int:
 
 def answers_ok(url: str) -> bool:
     """Return True if a GET of a plain HTTP address gives status 200."""
-    return _exchange("GET", url) is not None
+    return _content("GET", url) is not None
 
 
 def online_workers(api_url: str, pool: str) -> int:
     """Return the number of online workers of a Prefect work pool; 0 if the server is silent."""
-    answer = _exchange("POST", f"{api_url}/work_pools/{pool}/workers/filter", {})
+    answer = _content("POST", f"{api_url}/work_pools/{pool}/workers/filter", {})
     return sum(worker.get("status") == "ONLINE" for worker in json.loads(answer or b"[]"))
 
 
-def _exchange(method: str, url: str, body: Any = None) -> bytes | None:
+def _content(method: str, url: str, body: Any = None) -> bytes | None:
     """Return the content of a 200 answer; None for anything else, silence included."""
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(
-        parts.hostname or "127.0.0.1", parts.port, timeout=TIMEOUT_S
-    )
     try:
-        connection.request(
-            method,
-            parts.path,
-            body=None if body is None else json.dumps(body),
-            headers={"Content-Type": "application/json"},
-        )
-        response = connection.getresponse()
-        return response.read() if response.status == 200 else None
-    except (OSError, http.client.HTTPException):
+        status, content = exchange(method, url, body)
+    except NO_ANSWER:
         return None
-    finally:
-        connection.close()
+    return content if status == 200 else None
+
+
+def exchange(
+    method: str,
+    url: str,
+    body: Any = None,
+    token: str | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> tuple[int, bytes]:
+    """Send a JSON value, without proxies; return status and content, or raise a `NO_ANSWER`.
+
+    `timeout_s` limits the connection and each read. The `token` is sent in a header.
+    """
+    parts = urlsplit(url)
+    is_tls = parts.scheme == "https"
+    connect = http.client.HTTPSConnection if is_tls else http.client.HTTPConnection
+    headers = {"Content-Type": "application/json"}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    with closing(connect(parts.hostname or "127.0.0.1", parts.port, timeout=timeout_s)) as to:
+        target = urlunsplit(("", "", parts.path, parts.query, ""))
+        to.request(method, target, None if body is None else json.dumps(body), headers)
+        response = to.getresponse()
+        return response.status, response.read()

@@ -23,6 +23,7 @@ from infra import env
 from infra.errors import DeadlineError, ServiceError
 from infra.frozen_model import FrozenModel
 from infra.host.records import log_tail
+from infra.store.process_stamp import boot_id, started_ticks
 
 # An ignored SIGINT is inherited: a Prefect worker started from a shell with `&` would never stop.
 # `preexec_fn` is unsafe with threads, so a short-lived interpreter resets it and execs the program.
@@ -43,7 +44,7 @@ class ProcessIdentity(FrozenModel):
 
     pid: int
     started: str
-    """Start time in clock ticks and boot id; equal only for the same process."""
+    """Boot id and start time in clock ticks, unaffected by clock jumps."""
 
 
 class ProcessRecord(ProcessIdentity):
@@ -56,13 +57,8 @@ class ProcessRecord(ProcessIdentity):
 
 def identify(pid: int) -> ProcessIdentity | None:
     """Return the living process with this pid; None if there is none or it is a zombie."""
-    try:
-        process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return None
-        return ProcessIdentity(pid=pid, started=_start_stamp(process))
-    except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
-        return None
+    ticks = started_ticks(pid)
+    return None if ticks is None else ProcessIdentity(pid=pid, started=f"{boot_id()}:{ticks}")
 
 
 def num_bytes_read() -> int:
@@ -76,7 +72,8 @@ def num_bytes_read() -> int:
 
 def own_identity() -> ProcessIdentity:
     """Return the identity of this process."""
-    return ProcessIdentity(pid=os.getpid(), started=_start_stamp(psutil.Process()))
+    pid = os.getpid()
+    return ProcessIdentity(pid=pid, started=f"{boot_id()}:{started_ticks(pid)}")
 
 
 def is_alive(process: ProcessIdentity) -> bool:
@@ -154,17 +151,6 @@ def stop_all(
         time.sleep(0.05)
 
 
-def _start_stamp(process: psutil.Process) -> str:
-    """Return start ticks and boot id, unaffected by clock jumps; elsewhere the creation time."""
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except FileNotFoundError:
-        return f"{process.create_time():.2f}"
-    # The program name in parentheses may itself contain spaces and parentheses.
-    stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8", errors="replace")
-    return f"{boot_id}:{stat.rpartition(')')[2].split()[19]}"
-
-
 def _families(
     records: Sequence[ProcessRecord], known_marks: Collection[str]
 ) -> set[psutil.Process]:
@@ -172,8 +158,8 @@ def _families(
     # the session is not the recorded one.
     sessions = set()
     for record in records:
-        holder = identify(record.pid)
-        if (holder is None or holder.started == record.started) and _same_boot(record):
+        holder, boot = identify(record.pid), record.started.partition(":")[0]
+        if (holder is None or holder.started == record.started) and boot == boot_id():
             sessions.add(record.pid)
     marks = {*known_marks, *(record.mark for record in records)}
     members = {p for p in psutil.process_iter() if _belongs(p, sessions, marks)}
@@ -191,10 +177,6 @@ def _belongs(process: psutil.Process, sessions: set[int], marks: set[str]) -> bo
         )
     except (psutil.Error, ProcessLookupError, PermissionError, OSError):
         return False  # it is gone, or belongs to another user
-
-
-def _same_boot(record: ProcessRecord) -> bool:
-    return record.started.partition(":")[0] == own_identity().started.partition(":")[0]
 
 
 def _is_running(process: psutil.Process) -> bool:

@@ -9,7 +9,6 @@ Does not promise: to notice killed users. `infra.host.guard` does, inside the se
 """
 
 import contextlib
-import logging
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,8 +33,6 @@ from infra.waiting import wait_for
 START_DEADLINE_S = 240.0
 STOP_DEADLINE_S = 12.0
 LOCK_DEADLINE_S = 3 * (START_DEADLINE_S + STOP_DEADLINE_S)  # its holder may start and end it twice
-
-_log = logging.getLogger(__name__)
 
 
 class Server(FrozenModel):
@@ -125,16 +122,15 @@ def start(home: Path, command: ServerCommand, *, persistent: bool) -> ServerReco
     path = record_path(home, command.name)
     save_record(path, record)
     fault("server.before_start")
-    try:
-        environment = {**command.environment, env.RLHF_PROCESS_MARK.name: record.mark}
+    with contextlib.ExitStack() as undo:
+        undo.callback(lambda: stop(home, record))
+        environment = {**command.environment}
         environment.pop(env.RLHF_FAULTS.name, None)
         process = start_detached(command.argv, record.log_path, environment, mark=record.mark)
         fault("server.before_record")
         record = record.model_copy(update={"process": process})
         save_record(path, record)
-    except BaseException:
-        stop(home, record)
-        raise
+        undo.pop_all()
     fault("server.recorded")
     return record
 

@@ -35,8 +35,15 @@ def uninterrupted() -> Iterator[None]:
     if not _scopes or threading.current_thread() is not threading.main_thread():
         yield
         return
-    with _scopes[-1].held_back():
+    scope = _scopes[-1]
+    scope.num_holding += 1
+    try:
         yield
+    finally:
+        scope.num_holding -= 1
+        if scope.is_late and not scope.num_holding:
+            scope.is_late = False
+            raise _end(scope.asked_by)
 
 
 class OrderlyEnd:
@@ -48,21 +55,9 @@ class OrderlyEnd:
     """
 
     def __init__(self) -> None:
-        self._asked_by, self._asked_at = 0, 0.0  # first signal and its time
-        self._is_look = self._over = self._is_late = False
-        self._num_holding = 0
-
-    @contextlib.contextmanager
-    def held_back(self) -> Iterator[None]:
-        """Implements `uninterrupted`."""
-        self._num_holding += 1
-        try:
-            yield
-        finally:
-            self._num_holding -= 1
-            if self._is_late and not self._num_holding:
-                self._is_late = False
-                raise _end(self._asked_by)
+        self.asked_by, self._asked_at = 0, 0.0  # first signal and its time
+        self._is_look = self._over = self.is_late = False
+        self.num_holding = 0
 
     def __enter__(self) -> Self:
         _scopes.append(self)
@@ -82,14 +77,14 @@ class OrderlyEnd:
     ) -> None:
         self._over = True
         _scopes.remove(self)
-        if self._asked_by and isinstance(error, Exception) and _tells_of_an_end(error):
-            raise _end(self._asked_by) from error
+        if self.asked_by and isinstance(error, Exception) and _tells_of_an_end(error):
+            raise _end(self.asked_by) from error
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         is_look, self._is_look = self._is_look, False
-        if not self._asked_by:
-            self._asked_by, self._asked_at = number, now
+        if not self.asked_by:
+            self.asked_by, self._asked_at = number, now
         elif not is_look and now - self._asked_at < END_LIMIT_S:
             sys.stderr.write("ending already; a moment\n")
             return
@@ -101,14 +96,14 @@ class OrderlyEnd:
         is_importing = frame is not None and frame.f_code.co_filename.startswith(IMPORT_SYSTEM)
         if is_importing or (is_look and _tells_of_an_end(sys.exception())):
             return
-        if self._num_holding:
-            self._is_late = True
+        if self.num_holding:
+            self.is_late = True
             return
-        raise _end(self._asked_by)
+        raise _end(self.asked_by)
 
     def _look(self) -> None:
         self._is_look = True
-        os.kill(os.getpid(), self._asked_by)
+        os.kill(os.getpid(), self.asked_by)
 
 
 def _end(number: int) -> BaseException:

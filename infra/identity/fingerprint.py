@@ -281,7 +281,17 @@ def _beside(directory: Path, name: str) -> Iterator[_Source]:
 def module_file(name: str) -> Path | None:
     """Return the file of a module, or the directory of a namespace package; imports nothing."""
     top, *rest = name.split(".")
-    for directory in _package_directories(top):
+    directories = [_PROJECT_ROOT / top]
+    if top not in OUR_PACKAGES or not directories[0].is_dir():
+        spec = None
+        with contextlib.suppress(ValueError):  # put into sys.modules by hand, without a spec
+            spec = importlib.util.find_spec(top)  # imports nothing for a name without dots
+        if spec is None:
+            return None
+        if spec.submodule_search_locations is None:
+            return Path(spec.origin) if spec.has_location and spec.origin and not rest else None
+        directories = [Path(place) for place in spec.submodule_search_locations]
+    for directory in directories:
         base = directory.joinpath(*rest)
         module = base.with_name(f"{base.name}.py") if rest else base
         for candidate in (base / "__init__.py", module):
@@ -289,30 +299,7 @@ def module_file(name: str) -> Path | None:
                 return candidate
         if base.is_dir():
             return base
-    return _single_file(top) if not rest else None
-
-
-def _package_directories(top: str) -> list[Path]:
-    """Return a top-level package's directories; this project's lie beside this package."""
-    ours = _PROJECT_ROOT / top
-    if top in OUR_PACKAGES and ours.is_dir():
-        return [ours]
-    spec = _top_level_spec(top)
-    return [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
-
-
-def _single_file(top: str) -> Path | None:
-    spec = _top_level_spec(top)
-    is_file = spec and spec.submodule_search_locations is None and spec.has_location
-    return Path(spec.origin) if is_file and spec.origin else None
-
-
-def _top_level_spec(top: str) -> Any:
-    # For a name without dots, `find_spec` imports nothing.
-    try:
-        return importlib.util.find_spec(top)
-    except ValueError:  # a module put into sys.modules by hand, without a spec
-        return None
+    return None
 
 
 def parsed_file(path: Path) -> ast.Module:
@@ -357,14 +344,11 @@ def _absolute_base(node: ast.ImportFrom, package: str) -> str:
 
 def _executed_nodes(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
-        is_skipped = isinstance(child, ast.If) and _is_type_checking(child.test)
+        test = child.test if isinstance(child, ast.If) else None
+        is_skipped = "TYPE_CHECKING" in {getattr(test, "attr", ""), getattr(test, "id", "")}
         for executed in getattr(child, "orelse", ()) if is_skipped else [child]:
             yield executed
             yield from _executed_nodes(executed)
-
-
-def _is_type_checking(test: ast.expr) -> bool:
-    return "TYPE_CHECKING" in {getattr(test, "attr", ""), getattr(test, "id", "")}
 
 
 def _installed_version(distribution: str) -> str | None:

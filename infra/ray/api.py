@@ -5,7 +5,6 @@ and appears in no URL, error text or log; texts from Ray are redacted. Every cal
 is not retried.
 """
 
-import http.client
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from urllib.parse import urlsplit
 
 from infra import env
 from infra.errors import ConfigError, JobSubmitError
-from infra.redact import redact
+from infra.host.ports import NO_ANSWER, exchange
 
 REQUEST_TIMEOUT_S = 30.0
 """Long enough for a submission: the head itself waits 10 s for its job agent."""
@@ -53,8 +52,6 @@ class RayApi:
             raise ConfigError(
                 "ray.address", f"got {url!r}; need the dashboard, like http://127.0.0.1:8265"
             )
-        self._host, self._port, self._tls = parts.hostname, port, parts.scheme == "https"
-        self._prefix = parts.path
 
     def version(self, timeout_s: float = 5.0) -> str:
         """Return the head's Ray version; a success proves that it answers and accepts the token."""
@@ -76,7 +73,13 @@ class RayApi:
             RayResponseError: the status is not 200.
             ConfigError: the head refuses the token.
         """
-        status, text = self._exchange(method, path, body, timeout_s)
+        try:
+            status, content = exchange(method, self.url + path, body, self._token, timeout_s)
+        except NO_ANSWER as error:
+            raise RayUnreachableError(
+                f"Ray at {self.url} does not answer: {str(error) or type(error).__name__}"
+            ) from error
+        text = content.decode("utf-8", errors="replace")
         if status in {401, 403}:
             raise ConfigError(
                 "ray.address",
@@ -90,30 +93,6 @@ class RayApi:
             return json.loads(text)
         except ValueError:
             return text
-
-    def _exchange(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
-    ) -> tuple[int, str]:
-        headers = {"Content-Type": "application/json"}
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
-        connect = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
-        connection = connect(self._host, self._port, timeout=timeout_s)
-        try:
-            connection.request(
-                method,
-                self._prefix + path,
-                body=None if body is None else json.dumps(body),
-                headers=headers,
-            )
-            response = connection.getresponse()
-            return response.status, response.read().decode("utf-8", errors="replace")
-        except (OSError, http.client.HTTPException) as error:
-            raise RayUnreachableError(
-                f"Ray at {self.url} does not answer: {str(error) or type(error).__name__}"
-            ) from error
-        finally:
-            connection.close()
 
 
 def existing_token() -> str | None:
@@ -174,14 +153,3 @@ class JobStatus:
     def is_terminal(self) -> bool:
         """True if the job has ended."""
         return self.state not in {JobState.PENDING, JobState.RUNNING}
-
-
-def parse_status(job: Mapping[str, Any]) -> JobStatus:
-    """Convert a job server entry to a `JobStatus`."""
-    return JobStatus(
-        submission_id=job["submission_id"],
-        state=JobState(job["status"]),
-        message=redact(job.get("message") or ""),
-        exit_code=job.get("driver_exit_code"),
-        metadata=dict(job.get("metadata") or {}),
-    )

@@ -11,7 +11,6 @@ A head runs as `ray start --head --block` in its own session and is ended by tha
 """
 
 import contextlib
-import functools
 import hashlib
 import importlib.metadata
 import logging
@@ -22,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from infra import env
@@ -123,14 +123,20 @@ def ensure_cluster(
     """
     address = address or env.RAY_ADDRESS.get()
     if address:
-        return _existing(address)
+        api = RayApi(address, existing_token())
+        try:
+            version, ours = api.version(), importlib.metadata.version("ray")
+        except RayUnreachableError as error:
+            raise ServiceError(f"ray.address: {error}") from error
+        if version != ours:
+            said = "Ray at %s is %s, here it is %s; jobs may not start"
+            _log.warning(said, address, version, ours)
+        return Cluster(api.url, None, False, None, api)
     home = home.absolute()
     # Held during the start, so that a second process waits and then finds the record.
     with servers.lock(home, NAME):
         living = _living(home)
-        command = functools.partial(
-            head_command, home, num_cpus, num_gpus, full_dashboard=persistent
-        )
+        command = partial(head_command, home, num_cpus, num_gpus, full_dashboard=persistent)
         record = living or _start(home, command, persistent, given_up)
         record = servers.join(home, record, persistent=persistent)
     fault("server.ready")
@@ -159,41 +165,20 @@ def _start(
 ) -> ServerRecord:
     # The raylet exits at start if a chosen port was taken before its use, or if its agent takes
     # more than about 30 s to load on a busy machine.
-    for _ in range(NUM_STARTS - 1):
+    for remaining in reversed(range(NUM_STARTS)):
         try:
-            return _start_once(home, command(), persistent, given_up)
+            with contextlib.ExitStack() as undo:
+                record = servers.start(home, command(), persistent=persistent)
+                undo.callback(servers.stop, home, record)
+                servers.wait_until_ready(record, partial(is_ready, record), given_up=given_up)
+                undo.pop_all()
+                return record
         except (ServiceError, DeadlineError) as error:
-            if given_up():
+            if given_up() or not remaining:
                 raise
-            _log.warning(
-                "the Ray head did not start and is started once more: %s",
-                str(error).partition("\n")[0],
-            )
-    return _start_once(home, command(), persistent, given_up)
-
-
-def _start_once(
-    home: Path, command: ServerCommand, persistent: bool, given_up: Callable[[], bool]
-) -> ServerRecord:
-    record = servers.start(home, command, persistent=persistent)
-    try:
-        servers.wait_until_ready(record, lambda: is_ready(record), given_up=given_up)
-    except BaseException:
-        servers.stop(home, record)
-        raise
-    return record
-
-
-def _existing(address: str) -> Cluster:
-    api = RayApi(address, existing_token())
-    try:
-        version = api.version()
-    except RayUnreachableError as error:
-        raise ServiceError(f"ray.address: {error}") from error
-    ours = importlib.metadata.version("ray")
-    if version != ours:
-        _log.warning("Ray at %s is %s, here it is %s; jobs may not start", address, version, ours)
-    return Cluster(api.url, None, False, None, api)
+            said = str(error).partition("\n")[0]
+            _log.warning("the Ray head did not start and is started once more: %s", said)
+    raise AssertionError
 
 
 def _living(home: Path) -> ServerRecord | None:
@@ -202,7 +187,7 @@ def _living(home: Path) -> ServerRecord | None:
         return None
     try:
         servers.wait_until_ready(
-            record, lambda: is_ready(record), deadline_s=UNRESPONSIVE_DEADLINE_S
+            record, partial(is_ready, record), deadline_s=UNRESPONSIVE_DEADLINE_S
         )
     except (DeadlineError, ServiceError, ConfigError, OSError) as error:
         _log.warning("the embedded Ray head is replaced: %s", str(error).partition("\n")[0])
@@ -238,6 +223,18 @@ def head_command(
 ) -> ServerCommand:
     """Return the command that starts a head on free ports; `num_gpus` None lets Ray count them."""
     token_path = _token_file(home)
+    environment = env.child_environment(
+        RAY_AUTH_MODE="token",
+        RAY_AUTH_TOKEN_PATH=str(token_path),
+        RAY_AUTH_TOKEN=None,
+        RAY_ADDRESS=None,
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_JOB_START_TIMEOUT_SECONDS=str(JOB_QUEUE_DEADLINE_S),
+        # Otherwise GCS, raylet and agents listen on all interfaces despite --node-ip-address.
+        RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
+        RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="0",
+    )
+    digest = hashlib.sha256(os.fsencode(home)).hexdigest()[:10]
     gcs, agent, *others = pick_ports(8)
     dashboard = pick_port(8265) if full_dashboard else others.pop()
     argv = (
@@ -254,12 +251,14 @@ def head_command(
         f"--num-cpus={num_cpus or default_num_cpus()}",
         *([] if num_gpus is None else [f"--num-gpus={num_gpus}"]),
         f"--object-store-memory={OBJECT_STORE_BYTES}",
-        f"--temp-dir={_temp_dir(home)}",
+        # Short: Ray puts sockets below it, and a socket path has at most 107 bytes.
+        f"--temp-dir={tempfile.gettempdir()}/rlhf-ray-{os.getuid()}-{digest}",
     )
     return ServerCommand(
         name=NAME,
         argv=argv,
-        environment=_environment(token_path),
+        # Jobs of later runs must not report to the Prefect run that started the head.
+        environment={k: v for k, v in environment.items() if not k.startswith("PREFECT__")},
         url=f"http://127.0.0.1:{dashboard}",
         # The job agent's check, which includes the raylet: a dashboard alone cannot run jobs.
         health_url=f"http://127.0.0.1:{agent}/api/local_raylet_healthz",
@@ -279,22 +278,6 @@ def is_ready(record: ServerRecord) -> bool:
     return True
 
 
-def _environment(token_path: Path) -> dict[str, str]:
-    environment = env.child_environment(
-        RAY_AUTH_MODE="token",
-        RAY_AUTH_TOKEN_PATH=str(token_path),
-        RAY_AUTH_TOKEN=None,
-        RAY_ADDRESS=None,
-        RAY_USAGE_STATS_ENABLED="0",
-        RAY_JOB_START_TIMEOUT_SECONDS=str(JOB_QUEUE_DEADLINE_S),
-        # Otherwise GCS, raylet and agents listen on all interfaces despite --node-ip-address.
-        RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
-        RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S="0",
-    )
-    # Jobs of later runs must not report to the Prefect run that started the head.
-    return {k: v for k, v in environment.items() if not k.startswith("PREFECT__")}
-
-
 def _token_file(home: Path) -> Path:
     path = home / "ray_token"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -310,9 +293,3 @@ def _token_file(home: Path) -> Path:
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(secrets.token_hex(32))
     return path
-
-
-def _temp_dir(home: Path) -> Path:
-    """Return a short path: Ray puts sockets below it, and a socket path has at most 107 bytes."""
-    digest = hashlib.sha256(os.fsencode(home)).hexdigest()[:10]
-    return Path(tempfile.gettempdir()) / f"rlhf-ray-{os.getuid()}-{digest}"

@@ -14,11 +14,11 @@ from typing import Any
 from infra.errors import JobSubmitError
 from infra.ray.api import (
     JobRequest,
+    JobState,
     JobStatus,
     RayApi,
     RayResponseError,
     RayUnreachableError,
-    parse_status,
 )
 from infra.ray.cluster import Cluster
 from infra.redact import redact
@@ -45,8 +45,10 @@ class RayJobs:
 
     def submit(self, submission_id: str, request: JobRequest) -> bool:
         """Submit a job; False if that id existed. Raises JobSubmitError if Ray refuses the job."""
+        cwd = shlex.quote(str(Path.cwd()))
         body: dict[str, Any] = {
-            "entrypoint": _entrypoint(request),
+            # `exec` keeps the program's exit code and signals. The directory may be absent there.
+            "entrypoint": f"cd {cwd} 2>/dev/null; exec {shlex.join(request.argv)}",
             "submission_id": submission_id,
             "metadata": dict(request.metadata),
             "runtime_env": {"env_vars": dict(request.env)},
@@ -70,13 +72,18 @@ class RayJobs:
     def look(self, submission_id: str) -> JobStatus | None:
         """Return the current status of a job; None if Ray knows no such job."""
         try:
-            return parse_status(
-                self.api.call("GET", f"/api/jobs/{submission_id}", timeout_s=LOOK_DEADLINE_S)
-            )
+            job = self.api.call("GET", f"/api/jobs/{submission_id}", timeout_s=LOOK_DEADLINE_S)
         except RayResponseError as error:
             if error.status == 404:
                 return None
             raise
+        return JobStatus(
+            submission_id=job["submission_id"],
+            state=JobState(job["status"]),
+            message=redact(job.get("message") or ""),
+            exit_code=job.get("driver_exit_code"),
+            metadata=dict(job.get("metadata") or {}),
+        )
 
     def status(self, submission_id: str) -> JobStatus:
         """Return the current status of a job; raises JobSubmitError if Ray knows no such job."""
@@ -115,11 +122,3 @@ def num_nodes(api: RayApi) -> int:
             f"Ray at {api.url} lists its nodes in an unknown form: {error}"
         ) from None
     return nodes.count("ALIVE")
-
-
-def _entrypoint(request: JobRequest) -> str:
-    """Return a shell line that execs the program, to keep its exit code and signals.
-
-    It uses the working directory of the caller, if the job's host has it.
-    """
-    return f"cd {shlex.quote(str(Path.cwd()))} 2>/dev/null; exec {shlex.join(request.argv)}"

@@ -10,8 +10,10 @@ Does not promise: to restart a server that dies later; the next `up` does.
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
@@ -23,6 +25,8 @@ from infra.host import servers
 from infra.host.ports import answers_ok, online_workers, pick_port
 from infra.host.servers import ServerCommand, ServerRecord
 from infra.ray.cluster import ensure_cluster, is_ready
+from infra.store.process_stamp import is_dead
+from infra.store.storage import open_storage
 
 WORK_POOL = "rlhf-pool"
 HEARTBEAT_S = 30  # Prefect's minimum
@@ -66,14 +70,19 @@ def up(
         DeadlineError: one did not answer in time.
     """
     home = home.absolute()
-    with servers.lock(home, LOCK):
+    with servers.lock(home, LOCK), ExitStack() as undo:
         new = [name for name in SERVICES if servers.running(home, name) is None]
-        try:
-            _start_all(home, prefect_port, mlflow_port, deadline_s)
-        except BaseException:
-            _log.warning("up failed; ending what it started")
-            _end(home, new, spare_users=False)
-            raise
+        undo.callback(_end, home, new, spare_users=False)
+        undo.callback(_log.warning, "up failed; ending what it started")
+        # In parallel, since each loads for seconds; the worker once its server answers.
+        prefect = _begin(home, "prefect", lambda: prefect_server(home, pick_port(prefect_port)))
+        mlflow = _begin(home, "mlflow", lambda: mlflow_server(home, pick_port(mlflow_port)))
+        ensure_cluster(home, persistent=True)
+        _wait(prefect, deadline_s)
+        worker = _begin(home, "worker", lambda: process_worker(home, prefect.url, mlflow.url))
+        _wait(mlflow, deadline_s)
+        _wait(worker, deadline_s)
+        undo.pop_all()
     return [status_of(home, name) for name in SERVICES]
 
 
@@ -107,9 +116,30 @@ def status_of(home: Path, name: str) -> ServiceStatus:
     return ServiceStatus(name, state, record.url, record.process.pid, pids)
 
 
-def running_prefect_url(home: Path) -> str | None:
-    """Return the API address of the Prefect server that `up` started, if it runs."""
-    return _running_url(home, "prefect")
+def held_stages(store: str | Path) -> Iterator[str]:
+    """Yield a line for each held stage whose attempt is not known to have ended."""
+    storage = open_storage(str(store))
+    for fingerprint, stored in storage.inventory.stages().items():
+        log, channel = storage.attempts.entries(fingerprint), storage.channel(fingerprint)
+        if not log or log[-1].kind == "committed" or channel.read_error(log[-1].number):
+            continue
+        held, beat = log[-1], channel.read_beat(log[-1].number)
+        if is_dead(beat.process if beat else held.holder.process):
+            continue
+        pids = (f"pid {pid}" for pid in held.holder.process.split(".")[1:2])
+        by = " ".join([held.host or "another host", *pids])
+        gone = ", which is gone" if is_dead(held.holder.process) else ""
+        at = "" if beat is None else f", {beat.phase} step {beat.step or 0}"
+        yield (
+            f"{fingerprint[:12]} is held by {by} since {held.made_at}{gone}: {held.holder.ray_job}"
+            f"{at} (last sign of life {max(0.0, time.time() - stored.work.touched_at):.0f} s ago)"
+        )
+
+
+def running_url(home: Path, name: str) -> str | None:
+    """Return the address of a server that `up` started, if it runs; for Prefect, of its API."""
+    record = servers.running(home, name)
+    return None if record is None else record.url
 
 
 def worker_api_url(home: Path) -> str | None:
@@ -118,15 +148,10 @@ def worker_api_url(home: Path) -> str | None:
     return worker.url if worker.state == "up" else None
 
 
-def running_mlflow_url(home: Path) -> str | None:
-    """Return the address of the MLflow server that `up` started, if it runs."""
-    return _running_url(home, "mlflow")
-
-
 def tracking_address(home: Path) -> str:
     """Return MLFLOW_TRACKING_URI, else the running MLflow server, else a database in the home."""
     database = f"sqlite:///{home / 'mlflow.db'}"
-    return env.MLFLOW_TRACKING_URI.get() or running_mlflow_url(home) or database
+    return env.MLFLOW_TRACKING_URI.get() or running_url(home, "mlflow") or database
 
 
 def _end(home: Path, names: Sequence[str], *, spare_users: bool) -> list[str]:
@@ -136,17 +161,6 @@ def _end(home: Path, names: Sequence[str], *, spare_users: bool) -> list[str]:
     others = [name for name in names if name != "worker"]
     with ThreadPoolExecutor() as threads:
         return ended + list(compress(others, threads.map(end, others)))
-
-
-def _start_all(home: Path, prefect_port: int, mlflow_port: int, deadline_s: float) -> None:
-    """Start all in parallel, since each loads for seconds; the worker once its server answers."""
-    prefect = _begin(home, "prefect", lambda: prefect_server(home, pick_port(prefect_port)))
-    mlflow = _begin(home, "mlflow", lambda: mlflow_server(home, pick_port(mlflow_port)))
-    ensure_cluster(home, persistent=True)
-    _wait(prefect, deadline_s)
-    worker = _begin(home, "worker", lambda: process_worker(home, prefect.url, mlflow.url))
-    _wait(mlflow, deadline_s)
-    _wait(worker, deadline_s)
 
 
 def _wait(record: ServerRecord, deadline_s: float) -> None:
@@ -172,11 +186,6 @@ def _is_healthy(record: ServerRecord) -> bool:
         return is_ready(record)
     except (ConfigError, OSError):
         return False
-
-
-def _running_url(home: Path, name: str) -> str | None:
-    record = servers.running(home, name)
-    return None if record is None else record.url
 
 
 def prefect_server(home: Path, port: int) -> ServerCommand:

@@ -18,6 +18,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
@@ -80,7 +81,7 @@ class Manifest(FrozenModel, strict=True, populate_by_name=True, serialize_by_ali
     files: Mapping[RelativePath, FileEntry]
     """Files by path relative to the directory, with forward slashes; without the manifest."""
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """sha256 of the canonical JSON of (schema, kind, files): the artifact's identity."""
         return sha256_json(self)
@@ -107,13 +108,10 @@ def build_manifest(
         paths[name] = Path(entry.path)
     if not paths:
         raise ArtifactError(f"{directory} holds no file; an empty artifact is a mistake")
-    known = digests or {}
+    known = {} if digests is None else {name: digests[name] for name in digests.keys() & paths}
     files = _hash_all({name: path for name, path in paths.items() if name not in known})
-    files |= {
-        name: FileEntry(size_bytes=path.stat().st_size, sha256=known[name])
-        for name, path in paths.items()
-        if name in known
-    }
+    for name, digest in known.items():
+        files[name] = FileEntry(size_bytes=paths[name].stat().st_size, sha256=digest)
     fault("artifacts.before_manifest")
     try:
         return Manifest(kind=kind, files=files)
@@ -174,8 +172,15 @@ def _damaged(where: str, data: bytes, reason: str) -> ArtifactCorruptError:
     )
 
 
-def verify_directory(directory: Path, level: Level = "bytes", kind: str | None = None) -> Manifest:
+def verify_directory(
+    directory: Path,
+    level: Level = "bytes",
+    kind: str | None = None,
+    manifest: Manifest | None = None,
+) -> Manifest:
     """Compare a directory with its manifest, which is returned; None as `kind` accepts any kind.
+
+    A `manifest` that the caller has just read is not read again.
 
     Raises:
         ArtifactNotFoundError: there is no manifest.
@@ -184,14 +189,18 @@ def verify_directory(directory: Path, level: Level = "bytes", kind: str | None =
         OSError: a file could not be read; nothing is known about its content.
     """
     try:
-        manifest = read_manifest(directory, kind)
+        manifest = manifest or read_manifest(directory, kind)
         present = {} if level == "manifest" else _listed(directory, manifest)
     except ArtifactCorruptError as error:
         if level == "bytes" and kind is not None:
             raise _with_digests(error, directory, kind) from error
         raise
     for name, entry in present.items():
-        if _size_bytes(entry) != manifest.files[name].size_bytes:
+        try:
+            size_bytes = entry.stat(follow_symlinks=False).st_size
+        except FileNotFoundError:
+            raise ArtifactCorruptError(f"{entry.path} vanished while it was verified") from None
+        if size_bytes != manifest.files[name].size_bytes:
             _check_entry(entry, _hash_regular(Path(entry.path)), manifest.files[name])
     if level == "bytes":
         found = _hash_all({name: Path(entry.path) for name, entry in present.items()})
@@ -304,13 +313,6 @@ def _hash_all(
         return {name: hash_file(path) for name, path in paths.items()}
     with ThreadPoolExecutor(NUM_HASH_THREADS, "hash") as pool:
         return dict(zip(paths, pool.map(hash_file, paths.values()), strict=True))
-
-
-def _size_bytes(entry: "os.DirEntry[str]") -> int:
-    try:
-        return entry.stat(follow_symlinks=False).st_size
-    except FileNotFoundError:
-        raise ArtifactCorruptError(f"{entry.path} vanished while it was verified") from None
 
 
 def _check_entry(entry: "os.DirEntry[str]", found: FileEntry, expected: FileEntry) -> None:

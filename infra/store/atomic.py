@@ -12,7 +12,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from infra.faults import fault
@@ -74,11 +74,10 @@ def create_exclusively(path: Path, data: bytes) -> bool:
     """
     with _written_temporary(path, data) as temporary:
         fault("atomic.before_link")
-        try:
+        created = False
+        with suppress(FileExistsError):
             os.link(temporary, path)
             created = True
-        except FileExistsError:
-            created = False
     # Also after a lost race: the winner may die before the name is durable, and we rely on it.
     fsync_directory(path.parent)
     return created

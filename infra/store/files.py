@@ -39,9 +39,9 @@ class Files(ABC):
     def put(self, name: str, data: bytes) -> None:
         """Create or replace a file."""
 
-    @abstractmethod
     def touch(self, name: str) -> None:
         """Create an empty file or renew its time; it may not survive a power loss."""
+        self.put(name, b"")
 
     @abstractmethod
     def create(self, name: str, data: bytes) -> bool:

@@ -16,44 +16,52 @@ _STAMP = re.compile(r"([0-9a-f]{8})\.(\d+)\.(\d+)")
 def own_stamp() -> str:
     """Return `<machine>.<pid>.<start>` of this process, which is valid in a file name."""
     pid = os.getpid()
-    return f"{_machine()}.{pid}.{_started(pid) or 0}"
+    return f"{_machine()}.{pid}.{started_ticks(pid) or 0}"
 
 
 def find_stamp(name: str) -> str | None:
     """Return the stamp in a file name; None if there is none."""
     match = _STAMP.search(name)
-    return match.group(0) if match else None
+    return match[0] if match else None
 
 
 def is_dead(stamp: str) -> bool:
     """Return True if the process ran on this machine and has ended; False if it ran elsewhere."""
     match = _STAMP.fullmatch(stamp)
-    if match is None or match.group(1) != _machine():
+    if match is None or match[1] != _machine():
         return False
-    return _started(int(match.group(2))) != int(match.group(3))
+    return started_ticks(int(match[2])) != int(match[3])
 
 
 def living_pid(stamp: str) -> int | None:
     """Return the pid of a process that is alive on this machine; None if it is dead or unknown."""
     match = _STAMP.fullmatch(stamp)
-    if match is None or match.group(1) != _machine():
+    if match is None or match[1] != _machine():
         return None
-    pid = int(match.group(2))
-    return pid if _started(pid) == int(match.group(3)) else None
+    return int(match[2]) if started_ticks(int(match[2])) == int(match[3]) else None
 
 
 @functools.cache
 def _machine() -> str:
     """Return an id of this boot and PID namespace, in which a pid identifies one process."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         return "0" * 8  # without /proc the start time of a process is unknown, too
-    return hashlib.sha256(f"{boot} {namespace}".encode()).hexdigest()[:8]
+    return hashlib.sha256(f"{boot_id()} {namespace}".encode()).hexdigest()[:8]
 
 
-def _started(pid: int) -> int | None:  # ticks since boot; None: gone, or a zombie
+@functools.cache
+def boot_id() -> str:
+    """Return the id of this boot of the machine; empty if the system has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def started_ticks(pid: int) -> int | None:
+    """Return when a process started, in ticks since boot; None if it is gone or a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):

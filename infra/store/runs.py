@@ -111,12 +111,9 @@ class Runs:
             write(*arguments)
 
     def _name(self, key: str) -> str:
-        if key not in self._names:
-            data = self._files.get(f"{_run(key)}/name")
-            if data is None:  # the run is being forgotten
-                return key[:12]
+        if key not in self._names and (data := self._files.get(f"{_run(key)}/name")) is not None:
             self._names[key] = data.decode()
-        return self._names[key]
+        return self._names.get(key, key[:12])  # it has none while it is being forgotten
 
 
 def _run(key: str) -> str:

@@ -46,8 +46,7 @@ from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.work_channel import LocalChannel, WorkChannel
 
 _log = logging.getLogger(__name__)
-SHA256 = re.compile(r"[0-9a-f]{64}")
-KIND = re.compile(r"[a-z][a-z0-9_-]*")
+_ARTIFACT = re.compile(r"artifacts/[a-z][a-z0-9_-]*/[0-9a-f]{64}")
 NO_DIGESTS: Mapping[str, str] = {}
 STORES = PluginTable(
     "store",
@@ -111,9 +110,9 @@ class Storage(ABC):
         files that were hashed while they were written.
 
         Raises:
-            ArtifactError: `source` has no file, or an entry that is not a regular file.
+            ArtifactError: `source` has no file, or an entry that is not a regular file; or `kind`
+                is no plain name.
         """
-        require(KIND, kind, "artifact kind")
         fault("storage.before_publish")
         manifest = build_manifest(source, kind, digests)
         write_manifest(source, manifest)
@@ -250,53 +249,44 @@ class LocalStorage(Storage):
             # Its publisher may have died before the name was durable.
             fsync_directory(final.parent)
             shutil.rmtree(source)
-        else:
-            self._take_in(source, final, digest)
-
-    def _holds(self, final: Path, digest: str) -> bool:
-        """Return True if the store has intact files of this digest; move a damaged copy aside."""
-        if not os.path.lexists(final):
-            return False
+            return
         try:
-            verify_named(final, digest)
-        except ArtifactCorruptError as error:
-            aside = final.with_name(f".damaged-{temporary_sibling(final).name.lstrip('.')}")
-            _log.warning("replacing a damaged artifact, kept as %s: %s", aside, error)
-            # Another publisher may have replaced it already; equal digests are interchangeable.
-            with contextlib.suppress(FileNotFoundError):
-                final.rename(aside)
-            return False
-        try:
-            os.utime(final)  # the garbage collector sees a recent use
-        except FileNotFoundError:
-            return False
-        return True
-
-    def _take_in(self, source_dir: Path, final: Path, digest: str) -> None:
-        try:
-            publish_directory(source_dir, final)
+            publish_directory(source, final)
+            return
         except FileExistsError:
             verify_named(final, digest)
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
-            self._copy_in(source_dir, final, digest)
-        else:
-            return
-        shutil.rmtree(source_dir)
+            self._copy_in(source, final, digest)
+        shutil.rmtree(source)
 
-    def _copy_in(self, source_dir: Path, final: Path, digest: str) -> None:
+    def _holds(self, final: Path, digest: str) -> bool:
+        """Return True if the store has intact files of this digest; move a damaged copy aside."""
+        # Another publisher may replace it, or the collector take it; equal digests are equal.
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                if os.path.lexists(final):
+                    verify_named(final, digest)
+                    os.utime(final)  # the garbage collector sees a recent use
+                    return True
+            except ArtifactCorruptError as error:
+                aside = final.with_name(f".damaged-{temporary_sibling(final).name.lstrip('.')}")
+                _log.warning("replacing a damaged artifact, kept as %s: %s", aside, error)
+                final.rename(aside)
+        return False
+
+    def _copy_in(self, source: Path, final: Path, digest: str) -> None:
         remove_abandoned(final.parent)
         temporary = temporary_sibling(final)
         try:
-            shutil.copytree(source_dir, temporary, copy_function=_copy_file)
+            shutil.copytree(source, temporary, copy_function=_copy_file)
             verify_named(temporary, digest)
             publish_directory(temporary, final)
         except FileExistsError:
             verify_named(final, digest)
         finally:
-            if temporary.exists():
-                shutil.rmtree(temporary)
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def open_storage(uri: str) -> Storage:
@@ -306,9 +296,7 @@ def open_storage(uri: str) -> Storage:
         ConfigError: the scheme is unknown.
     """
     parts = urlsplit(uri)
-    if not parts.scheme:
-        if not uri:
-            raise ConfigError("storage", "got ''; need a directory or file:///directory")
+    if uri and not parts.scheme:
         return LocalStorage(Path(uri))
     if parts.scheme == "file" and parts.netloc in {"", "localhost"} and parts.path:
         return LocalStorage(Path(unquote(parts.path)))
@@ -319,30 +307,26 @@ def open_storage(uri: str) -> Storage:
     )
 
 
-def require(pattern: re.Pattern[str], value: str, what: str) -> None:
-    """Raise `ValueError` unless a value that becomes a path component matches the pattern."""
-    if not pattern.fullmatch(value):
-        raise ValueError(f"{what}: got {value!r}; need {pattern.pattern}")
-
-
 def artifact_name(kind: str, digest: str) -> str:
-    """Return the name of an artifact's directory in a store."""
-    require(KIND, kind, "artifact kind")
-    require(SHA256, digest, "artifact digest")
-    return f"artifacts/{kind}/{digest}"
+    """Return the name of an artifact's directory in a store; `ValueError` if it is not safe."""
+    name = f"artifacts/{kind}/{digest}"
+    if not _ARTIFACT.fullmatch(name):
+        raise ValueError(f"artifact: got {name!r}; need {_ARTIFACT.pattern}")
+    return name
 
 
 def verify_named(directory: Path, digest: str, level: Level = "bytes") -> Manifest:
     """Verify the artifact directory `<kind>/<name>` and that its manifest has the given digest."""
     try:
-        found = read_manifest(directory, directory.parent.name).digest
+        manifest = read_manifest(directory, directory.parent.name)
     except ArtifactNotFoundError as error:
         raise ArtifactCorruptError(str(error)) from error
     except ArtifactCorruptError as error:
         raise ArtifactCorruptError(f"{error}; need that of digest {digest}") from error
-    if found != digest:
-        raise ArtifactCorruptError(f"{directory / MANIFEST_NAME}: digest {found}; need {digest}")
-    return verify_directory(directory, level)
+    if manifest.digest != digest:
+        found = f"{directory / MANIFEST_NAME}: digest {manifest.digest}"
+        raise ArtifactCorruptError(f"{found}; need {digest}")
+    return verify_directory(directory, level, manifest=manifest)
 
 
 def check_unchanged(artifact: Artifact) -> None:

@@ -26,15 +26,11 @@ def verdict(gain: float, margin: float, higher_is_better: bool | None) -> Verdic
 
 def verdicts(metrics: Mapping[str, float]) -> dict[str, Verdict]:
     """Return the verdict by metric; empty for a stage that compares no models."""
-    gains = {
-        name.removeprefix(GAIN): gain for name, gain in metrics.items() if name.startswith(GAIN)
-    }
-    return {
-        name: verdict(gain, metrics[MARGIN + name], _direction(metrics, name))
-        for name, gain in gains.items()
-    }
-
-
-def _direction(metrics: Mapping[str, float], name: str) -> bool | None:
-    said = metrics.get(HIGHER_IS_BETTER + name)
-    return None if said is None else bool(said)
+    found: dict[str, Verdict] = {}
+    for key, gain in metrics.items():
+        if key.startswith(GAIN):
+            name = key.removeprefix(GAIN)
+            higher = metrics.get(HIGHER_IS_BETTER + name)
+            is_higher_better = None if higher is None else bool(higher)
+            found[name] = verdict(gain, metrics[MARGIN + name], is_higher_better)
+    return found

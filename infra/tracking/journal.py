@@ -13,6 +13,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -84,14 +85,13 @@ class Journal:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._recorded: dict[int, set[str]] = {}
         self._time_ms = 0
-        try:
-            records, self._end = read_records(path, 0)
+        with ExitStack() as undo:
+            undo.callback(os.close, self._descriptor)
+            records, self._end = read_records(path)
             os.ftruncate(self._descriptor, self._end)
             os.fsync(self._descriptor)
             fsync_directory(path.parent)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
+            undo.pop_all()
         for record in (*earlier, *records):
             self._remember(record)
 
@@ -103,10 +103,10 @@ class Journal:
         """
         have = self._recorded.get(step, set())
         fresh = {name: float(value) for name, value in values.items() if name not in have}
-        if not fresh:
-            return False
-        self._append(JournalRecord(kind="metrics", time_ms=self._now(), step=step, values=fresh))
-        return True
+        if fresh:
+            at_ms = self._now()
+            self._append(JournalRecord(kind="metrics", time_ms=at_ms, step=step, values=fresh))
+        return bool(fresh)
 
     def copy(self, records: Iterable[JournalRecord]) -> None:
         """Copy metrics of another journal, except for steps that already have some."""
@@ -184,24 +184,9 @@ def read_records(path: Path, offset: int = 0) -> tuple[list[JournalRecord], int]
     """Return the complete records from a byte offset on, and the offset after them; none if absent.
 
     Raises:
-        JournalError: a line before the last is damaged, or the file is shorter than `offset`.
+        JournalError: a line before the last is damaged.
     """
-    try:
-        with path.open("rb") as file:
-            size_bytes = file.seek(0, os.SEEK_END)
-            if size_bytes < offset:
-                raise JournalError(
-                    f"{path} shrank to {size_bytes} bytes after {offset} were read; "
-                    "read it again from its start"
-                )
-            file.seek(offset)
-            data = file.read()
-    except FileNotFoundError:
-        if offset:
-            raise JournalError(
-                f"{path} is gone after {offset} bytes were read; read its successor from the start"
-            ) from None
-        return [], 0
+    data = path.read_bytes()[offset:] if path.exists() else b""
     return _records(data, offset, str(path))
 
 
@@ -225,7 +210,7 @@ def read_journal(
     new = dict(positions)
     while True:
         before = storage.attempts.entries(fingerprint)
-        for number, end in journal_segments(before, attempt):
+        for number, end in journal_segments(before, attempt).items():
             start = new.get(number, 0)
             found, new[number] = _records(
                 channel.read_journal(number, start, end), start, f"attempt {number}"
@@ -256,11 +241,9 @@ def _records(data: bytes, offset: int, where: str) -> tuple[list[JournalRecord],
 
 def _parse(line: bytes) -> JournalRecord:
     try:
-        values = json.loads(line, parse_constant=_refuse_constant)
+        return JournalRecord.model_validate(json.loads(line, parse_constant=_refuse_constant))
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    try:
-        return JournalRecord.model_validate(values)
     except ValidationError as error:
         raise ValueError(error.errors()[0]["msg"]) from error
 

@@ -41,6 +41,11 @@ _OF_THE_MACHINE = frozenset(
     }
 )
 """SQLite errors that come from the machine (disk full, locked) and not from the database."""
+_OF_A_MIGRATION = (
+    *(sqlite3.Error, LookupError, TypeError, ValueError, AttributeError),
+    *(RuntimeError, AssertionError),
+)
+"""What a migration script of MLflow raises on rows that it does not expect."""
 _UNFINISHED = "_alembic_tmp_"
 """Name prefix of the table copy that a migration makes."""
 _ROWS_OF_OTHERS = {
@@ -116,14 +121,17 @@ def ensure_whole(database: Path) -> None:
 
 def _migrate(database: Path, made: Path) -> Path | None:
     """Build the migrated database, else a new one; returns the old one's new name in that case."""
+    from alembic.util import CommandError
+    from mlflow.exceptions import MlflowException
     from mlflow.store.db.utils import _upgrade_db
+    from sqlalchemy.exc import SQLAlchemyError
 
     try:
         with closing(_connect(database)) as source:
             source.execute("VACUUM INTO ?", (str(made),))
         _upgrade_db(_engine(made))
         return None
-    except Exception as error:  # a migration may raise anything
+    except (SQLAlchemyError, MlflowException, CommandError, *_OF_A_MIGRATION) as error:
         if _is_of_the_machine(error):
             raise
         reason = " ".join(str(error).partition("[SQL")[0].split())[:120]

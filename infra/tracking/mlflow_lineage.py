@@ -14,6 +14,7 @@ their location. Two machines that log one digest at the same moment may create t
 
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -24,13 +25,13 @@ from urllib.parse import urlsplit
 
 from infra.store.artifacts import EXTERNAL_KIND, MANIFEST_NAME, Manifest
 from infra.store.stage_spec import Artifact
-from infra.tracking.mlflow_tracker import headline_rows
 from infra.tracking.tracker import Incumbent, ModelCandidate, TrackedOutput
 
 if TYPE_CHECKING:
-    from mlflow.entities import DatasetInput, Run
+    from mlflow.entities import DatasetInput, Metric, Run
     from mlflow.tracking import MlflowClient
 
+MAX_KEY_CHARS = 250
 MAX_UPLOAD_BYTES = 2 * 1024**3
 ARTIFACT_PATH = "model"
 METRIC_TAG = "rlhf.metric."
@@ -47,14 +48,11 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 def register_version(client: "MlflowClient", candidate: ModelCandidate, model_id: str) -> str:
     """Register a model with the id of its logged model, set the alias, and return the version."""
-    artifact = candidate.artifact
-    version = _version_with(client, candidate.name, artifact.digest)
+    version = _version_with(client, candidate.name, candidate.artifact.digest)
     if version is None:
         source = _log_model(client, candidate)
         tags = {
-            DIGEST_TAG: artifact.digest,
-            URI_TAG: artifact.uri,
-            FINGERPRINT_TAG: artifact.fingerprint or "",
+            **_tags(candidate.artifact),
             MODEL_TAG: model_id,
             **{METRIC_TAG + key: repr(float(value)) for key, value in candidate.metrics.items()},
         }
@@ -64,6 +62,11 @@ def register_version(client: "MlflowClient", candidate: ModelCandidate, model_id
     client.set_model_version_tag(candidate.name, version, BEAT_TAG, beat)
     client.set_registered_model_alias(candidate.name, candidate.alias, version)
     return version
+
+
+def _tags(artifact: Artifact) -> dict[str, str]:
+    fingerprint = artifact.fingerprint or ""
+    return {DIGEST_TAG: artifact.digest, URI_TAG: artifact.uri, FINGERPRINT_TAG: fingerprint}
 
 
 def incumbent_of(client: "MlflowClient", name: str, alias: str) -> Incumbent | None:
@@ -139,7 +142,20 @@ def _lay_out(candidate: ModelCandidate, directory: Path, *, links: bool) -> None
     source = candidate.directory
     files = [path for path in source.rglob("*") if path.is_file()]
     too_large = sum(path.stat().st_size for path in files) > MAX_UPLOAD_BYTES
-    flavor = _flavor(json.loads((source / "config.json").read_text(encoding="utf-8")), source)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    flavor: dict[str, Any] = {
+        "task": "text-generation",
+        "instance_type": "TextGenerationPipeline",
+        "pipeline_model_type": config["architectures"][0],
+        "model_binary": "model",
+        "framework": "pt",
+        "torch_dtype": f"torch.{config.get('dtype', 'float32')}",
+        "components": ["tokenizer"],
+        "tokenizer_type": "AutoTokenizer",
+    }
+    if (source / "preprocessor_config.json").exists():
+        flavor |= {"task": "image-text-to-text", "instance_type": "ImageTextToTextPipeline"}
+        flavor["processor_type"] = "AutoProcessor"
     for path in files:
         name = path.relative_to(source)
         if too_large and not links and path.name != "manifest.json":
@@ -157,23 +173,6 @@ def _lay_out(candidate: ModelCandidate, directory: Path, *, links: bool) -> None
             "python_function", loader_module="mlflow.transformers", python_version=python
         )
     model.save(str(directory / "MLmodel"))
-
-
-def _flavor(config: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    flavor: dict[str, Any] = {
-        "task": "text-generation",
-        "instance_type": "TextGenerationPipeline",
-        "pipeline_model_type": config["architectures"][0],
-        "model_binary": "model",
-        "framework": "pt",
-        "torch_dtype": f"torch.{config.get('dtype', 'float32')}",
-        "components": ["tokenizer"],
-        "tokenizer_type": "AutoTokenizer",
-    }
-    if (source / "preprocessor_config.json").exists():
-        flavor |= {"task": "image-text-to-text", "instance_type": "ImageTextToTextPipeline"}
-        flavor["processor_type"] = "AutoProcessor"
-    return flavor
 
 
 def _place(source: Path, target: Path, *, links: bool) -> None:
@@ -199,13 +198,17 @@ def log_inputs(client: "MlflowClient", run: "Run", inputs: Mapping[str, Artifact
     """Link a run to the artifacts that it reads."""
     from mlflow.entities import LoggedModelInput
 
-    models = {each.digest: each for name, each in inputs.items() if _is_model(name, each)}
+    models = {
+        each.digest: each
+        for name, each in inputs.items()
+        # A user's directory counts as a model if it is the input `model`.
+        if each.kind in MODEL_KINDS or (each.kind == EXTERNAL_KIND and name == "model")
+    }
     data = {name: each for name, each in inputs.items() if each.digest not in models}
-    found = [model_of(client, run, each) for each in models.values()]
     client.log_inputs(
         run.info.run_id,
         datasets=[_dataset(name, each, name) for name, each in data.items()],
-        models=[LoggedModelInput(model_id) for model_id in found],
+        models=[LoggedModelInput(model_of(client, run, each)) for each in models.values()],
     )
 
 
@@ -217,8 +220,8 @@ def log_output(client: "MlflowClient", run: "Run", output: TrackedOutput) -> Non
     from mlflow.entities import LoggedModelOutput
 
     run_id, artifact = run.info.run_id, output.artifact
-    read = _models_read(run)
-    about = read[0] if len(read) == 1 else None
+    read = run.inputs.model_inputs if run.inputs else ()
+    about = read[0].model_id if len(read) == 1 else None
     made = None
     if artifact.kind in MODEL_KINDS:
         made = about = model_of(client, run, artifact, output.name)
@@ -238,6 +241,32 @@ def log_output(client: "MlflowClient", run: "Run", output: TrackedOutput) -> Non
                 client.log_model_artifact(made, str(path))
 
 
+def headline_rows(
+    run: "Run", metrics: Mapping[str, float], model_id: str | None = None
+) -> list["Metric"]:
+    """Return the headline metrics that a run lacks, as rows at step 0 with the run's start as time.
+
+    With that time, sending them again has no effect. `model_id` is the model that they describe.
+    """
+    from mlflow.entities import Metric
+
+    return [
+        Metric(metric_key(name), float(value), run.info.start_time, 0, model_id=model_id)
+        for name, value in metrics.items()
+        if metric_key(name) not in run.data.metrics
+    ]
+
+
+def metric_key(name: str) -> str:
+    """Replace the characters that MLflow does not allow: `pass@4` becomes `pass_at_4`.
+
+    MLflow also requires a valid path, so empty and dot parts (`a//b`, `../b`) become `_`.
+    """
+    parts = re.sub(r"[^/\w.\- :]", "_", name.replace("@", "_at_")).split("/")
+    path = "/".join("_" if part in {"", ".", ".."} else part for part in parts)
+    return path[:MAX_KEY_CHARS].rstrip("/")
+
+
 def model_of(
     client: "MlflowClient", run: "Run", artifact: Artifact, made_as: str | None = None
 ) -> str:
@@ -253,30 +282,16 @@ def model_of(
     )
     model = found[0] if found else None
     if model is None:
-        tags = {
-            DIGEST_TAG: artifact.digest,
-            URI_TAG: artifact.uri,
-            FINGERPRINT_TAG: artifact.fingerprint or "",
-        }
         model = client.create_logged_model(
             run.info.experiment_id,
             name=made_as or artifact.kind,
             source_run_id=run.info.run_id if made_as else None,
-            tags=tags,
+            tags=_tags(artifact),
             model_type=artifact.kind,
         )
     if model.status != "READY":
         client.finalize_logged_model(model.model_id, "READY")
     return model.model_id
-
-
-def _models_read(run: "Run") -> list[str]:
-    return [model.model_id for model in run.inputs.model_inputs] if run.inputs else []
-
-
-def _is_model(name: str, artifact: Artifact) -> bool:
-    """True for a model; a user's directory counts as one if it is the input `model`."""
-    return artifact.kind in MODEL_KINDS or (artifact.kind == EXTERNAL_KIND and name == "model")
 
 
 def _dataset(

@@ -9,7 +9,6 @@ then use the older one.
 """
 
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -19,6 +18,17 @@ from typing import TYPE_CHECKING, Any
 from infra import env
 from infra.redact import redact
 from infra.tracking.mlflow_database import database_lock, ensure_whole
+from infra.tracking.mlflow_lineage import (
+    aliased_digests,
+    bearer_of,
+    headline_rows,
+    log_inputs,
+    log_output,
+    metric_key,
+    model_of,
+    register_version,
+)
+from infra.tracking.mlflow_traces import log_traces
 from infra.tracking.samples import KeptSample
 from infra.tracking.tracker import (
     Incumbent,
@@ -32,7 +42,7 @@ from infra.tracking.tracker import (
 )
 
 if TYPE_CHECKING:
-    from mlflow.entities import Metric, Run
+    from mlflow.entities import Run
     from mlflow.tracking import MlflowClient
 
 TAG = "rlhf."
@@ -45,7 +55,6 @@ METRICS_PER_CALL = 500
 """Calls with 20 rows reach a tenth of the throughput of calls with hundreds."""
 PARAMS_PER_CALL = 100
 MAX_PARAM_CHARS = 500
-MAX_KEY_CHARS = 250
 _REFUSALS = frozenset(
     {
         *("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "PERMISSION_DENIED"),
@@ -91,9 +100,19 @@ class MlflowTracker:
         """Return the id of the run with this key, the oldest if there are several."""
         with _refusals(), self._writing():
             found = self._find(run.key) or self._create(run)
-            if DESCRIBED_TAG not in found.data.tags:
-                _describe(self._client, found, run)
-            return found.info.run_id
+            run_id, known = found.info.run_id, found.data.params
+            if DESCRIBED_TAG in found.data.tags:
+                return run_id
+            from mlflow.entities import Param
+
+            flat = flatten(run.params).items()
+            params = [Param(key, value) for key, value in flat if key not in known]
+            for start in range(0, len(params), PARAMS_PER_CALL):
+                self._client.log_batch(run_id, params=params[start : start + PARAMS_PER_CALL])
+            if run.inputs:
+                log_inputs(self._client, found, run.inputs)
+            self._client.set_tag(run_id, DESCRIBED_TAG, "true")
+            return run_id
 
     def position(self, run_id: str) -> str:
         """Return the position in the run's tag."""
@@ -122,9 +141,8 @@ class MlflowTracker:
             from mlflow.entities import RunTag
 
             run = self._client.get_run(run_id)
-            rows = headline_rows(run, metrics)
             run_tags = [RunTag(TAG + name, value) for name, value in tags.items()]
-            self._client.log_batch(run_id, metrics=rows, tags=run_tags)
+            self._client.log_batch(run_id, metrics=headline_rows(run, metrics), tags=run_tags)
             if state == "RUNNING":
                 self._client.update_run(run_id, status=state)
             elif run.info.status != state:
@@ -133,8 +151,6 @@ class MlflowTracker:
     def log_output(self, run_id: str, output: TrackedOutput) -> None:
         """Log the output as a logged model or a dataset."""
         with _refusals(), self._writing():
-            from infra.tracking.mlflow_lineage import log_output
-
             log_output(self._client, self._client.get_run(run_id), output)
 
     def log_samples(
@@ -145,8 +161,6 @@ class MlflowTracker:
     ) -> None:
         """Log the samples as traces."""
         with _refusals():
-            from infra.tracking.mlflow_traces import log_traces
-
             log_traces(self.uri, self._client.get_run(run_id), steps, times_ms)
 
     def log_files(self, run_id: str, directory: Path, path: str) -> None:
@@ -157,8 +171,6 @@ class MlflowTracker:
     def register(self, candidate: ModelCandidate) -> str:
         """Register the model as a version that MLflow's API can load."""
         with _refusals(), self._writing():
-            from infra.tracking.mlflow_lineage import model_of, register_version
-
             run = self._client.get_run(candidate.run_id)
             model_id = model_of(self._client, run, candidate.artifact)
             return register_version(self._client, candidate, model_id)
@@ -168,8 +180,6 @@ class MlflowTracker:
         if self.is_absent():
             return None
         with _refusals(), self._writing():
-            from infra.tracking.mlflow_lineage import incumbent_of
-
             return incumbent_of(self._client, name, alias)
 
     def aliased(self) -> dict[str, str]:
@@ -177,8 +187,6 @@ class MlflowTracker:
         if self.is_absent():
             return {}
         with _refusals(), self._writing():
-            from infra.tracking.mlflow_lineage import aliased_digests
-
             return aliased_digests(self._client)
 
     def _writing(self) -> Any:
@@ -188,15 +196,6 @@ class MlflowTracker:
 
     @cached_property
     def _client(self) -> "MlflowClient":
-        for variable, value in (
-            (env.MLFLOW_HTTP_REQUEST_MAX_RETRIES, "1"),
-            (env.MLFLOW_HTTP_REQUEST_TIMEOUT, "5"),
-            (env.MLFLOW_DISABLE_TELEMETRY, "true"),
-            # Otherwise a server's client prints two lines at the end of each run.
-            (env.MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT, "true"),
-        ):
-            if variable.get() is None:
-                env.set_for_process(variable.name, value)
         from mlflow.tracking import MlflowClient
 
         # The caller reports a failure in one line; these loggers print SQL tracebacks.
@@ -213,7 +212,19 @@ class MlflowTracker:
     def _experiment_id(self) -> str:
         # A server has its own location; an embedded MLflow would use the working directory.
         location = self._files.as_uri() if self._database else None
-        return _ensure_experiment(self._client, self._experiment, location)
+        from mlflow.exceptions import MlflowException
+
+        found = self._client.get_experiment_by_name(self._experiment)
+        if found is None:
+            try:
+                return self._client.create_experiment(self._experiment, location)
+            except MlflowException:
+                found = self._client.get_experiment_by_name(self._experiment)
+                if found is None:  # else another machine was faster
+                    raise
+        if found.lifecycle_stage == "deleted":
+            self._client.restore_experiment(found.experiment_id)
+        return found.experiment_id
 
     def _create(self, run: TrackedRun) -> "Run":
         tags = {
@@ -241,71 +252,27 @@ class MlflowTracker:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Raise a rejection by MLflow as TrackerRefusedError; other errors mean it is unreachable."""
-    try:
-        yield
-    except Exception as error:
-        if getattr(error, "error_code", None) in _REFUSALS:
-            raise TrackerRefusedError(str(error)) from error
-        raise
+    """Raise a rejection by MLflow as TrackerRefusedError; other errors mean it is unreachable.
 
-
-def _ensure_experiment(client: "MlflowClient", name: str, location: str | None) -> str:
+    Sets MLflow's variables that have to be set before its import.
+    """
+    for variable, value in (
+        (env.MLFLOW_HTTP_REQUEST_MAX_RETRIES, "1"),
+        (env.MLFLOW_HTTP_REQUEST_TIMEOUT, "5"),
+        (env.MLFLOW_DISABLE_TELEMETRY, "true"),
+        # Otherwise a server's client prints two lines at the end of each run.
+        (env.MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT, "true"),
+    ):
+        if variable.get() is None:
+            env.set_for_process(variable.name, value)
     from mlflow.exceptions import MlflowException
 
-    found = client.get_experiment_by_name(name)
-    if found is None:
-        try:
-            return client.create_experiment(name, artifact_location=location)
-        except MlflowException:
-            found = client.get_experiment_by_name(name)  # another machine was faster
-            if found is None:
-                raise
-    if found.lifecycle_stage == "deleted":
-        client.restore_experiment(found.experiment_id)
-    return found.experiment_id
-
-
-def _describe(client: "MlflowClient", found: "Run", run: TrackedRun) -> None:
-    """Add settings and inputs, then a tag that they are complete; repeated after a kill."""
-    from mlflow.entities import Param
-
-    from infra.tracking.mlflow_lineage import log_inputs
-
-    run_id, known = found.info.run_id, found.data.params
-    flat = flatten(run.params).items()
-    params = [Param(key, value) for key, value in flat if key not in known]
-    for start in range(0, len(params), PARAMS_PER_CALL):
-        client.log_batch(run_id, params=params[start : start + PARAMS_PER_CALL])
-    if run.inputs:
-        log_inputs(client, found, run.inputs)
-    client.set_tag(run_id, DESCRIBED_TAG, "true")
-
-
-def headline_rows(
-    run: "Run", metrics: Mapping[str, float], model_id: str | None = None
-) -> list["Metric"]:
-    """Return the headline metrics that a run lacks, as rows at step 0 with the run's start as time.
-
-    With that time, sending them again has no effect. `model_id` is the model that they describe.
-    """
-    from mlflow.entities import Metric
-
-    return [
-        Metric(metric_key(name), float(value), run.info.start_time, 0, model_id=model_id)
-        for name, value in metrics.items()
-        if metric_key(name) not in run.data.metrics
-    ]
-
-
-def metric_key(name: str) -> str:
-    """Replace the characters that MLflow does not allow: `pass@4` becomes `pass_at_4`.
-
-    MLflow also requires a valid path, so empty and dot parts (`a//b`, `../b`) become `_`.
-    """
-    parts = re.sub(r"[^/\w.\- :]", "_", name.replace("@", "_at_")).split("/")
-    path = "/".join("_" if part in {"", ".", ".."} else part for part in parts)
-    return path[:MAX_KEY_CHARS].rstrip("/")
+    try:
+        yield
+    except MlflowException as error:
+        if error.error_code in _REFUSALS:
+            raise TrackerRefusedError(str(error)) from error
+        raise
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

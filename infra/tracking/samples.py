@@ -71,7 +71,13 @@ def read_samples(
     for entry in generation(storage.attempts.entries(fingerprint), attempt):
         if entry.kind == "held":
             files |= storage.channel(fingerprint).read_samples(entry.number)
-    return _parsed(files)
+    steps: dict[int, KeptStep] = {}
+    for step, data in sorted(files.items()):
+        try:
+            steps[step] = KeptStep.model_validate_json(data)
+        except ValidationError as error:
+            _log.warning("samples of step %d are damaged: %s", step, str(error).splitlines()[0])
+    return steps
 
 
 def within(
@@ -89,13 +95,3 @@ def within(
     ):
         chosen = chosen[::-1][::2][::-1]
     return {step: steps[step] for step in chosen}
-
-
-def _parsed(files: Mapping[int, bytes]) -> dict[int, KeptStep]:
-    steps: dict[int, KeptStep] = {}
-    for step, data in sorted(files.items()):
-        try:
-            steps[step] = KeptStep.model_validate_json(data)
-        except ValidationError as error:
-            _log.warning("samples of step %d are damaged: %s", step, str(error).splitlines()[0])
-    return steps

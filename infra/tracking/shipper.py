@@ -165,17 +165,14 @@ class Shipper:
                         *(redact(self._tracker.address), upload_s),
                     )
             elif now - moved_at >= deadline_s:
-                self._leave(now - began_at)
+                if self._telling is not None:  # it took so long that the next run sends it last
+                    self._note_aside(self._telling)
+                _log.warning(
+                    "tracking: %s did not take everything within %.0f s; the next run sends the "
+                    "rest",
+                    *(redact(self._tracker.address), now - began_at),
+                )
                 return
-
-    def _leave(self, waited_s: float) -> None:
-        """Give up waiting; the entry that took so long is sent last by the next run."""
-        if self._telling is not None:
-            self._note_aside(self._telling)
-        _log.warning(
-            "tracking: %s did not take everything within %.0f s; the next run sends the rest",
-            *(redact(self._tracker.address), waited_s),
-        )
 
     def _wake(self) -> None:
         self._is_news.set()
@@ -185,23 +182,20 @@ class Shipper:
             self._thread.start()
 
     def _run(self) -> None:
+        closing = False
         try:
-            self._serve()
+            while not closing:
+                self._is_news.wait(self._retry_after_s if self._news else None)
+                self._is_news.clear()
+                closing = self._is_closing.is_set()
+                if closing or time.monotonic() >= self._silent_until:
+                    failure = _failure(self._round)
+                    if failure is not None:
+                        self._is_away("be told", failure)
+                if not closing:
+                    self._is_closing.wait(self._ship_every_s)
         finally:
             self._has_ended.set()
-
-    def _serve(self) -> None:
-        while True:
-            self._is_news.wait(self._retry_after_s if self._news else None)
-            self._is_news.clear()
-            closing = self._is_closing.is_set()
-            if closing or time.monotonic() >= self._silent_until:
-                failure = _failure(self._round)
-                if failure is not None:
-                    self._is_away("be told", failure)
-            if closing:
-                return
-            self._is_closing.wait(self._ship_every_s)
 
     def _round(self) -> None:
         if not self._in_touch:
@@ -327,15 +321,14 @@ class Shipper:
 
     def _resolve(self, entry: RunEntry) -> RunEntry | None:
         """Return the real state of another process's pending run; None if there is no news."""
-        if entry.fingerprint and entry.state != "FINISHED":
-            record = self._history.commit(entry.fingerprint, entry.generation)
-            if record is not None:
-                return entry.committed(record)
+        is_open = bool(entry.fingerprint) and entry.state != "FINISHED"
+        if is_open and (record := self._history.commit(entry.fingerprint, entry.generation)):
+            return entry.committed(record)
         if entry.state == "RUNNING":
             if not entry.owner.is_gone():
                 return None
             entry = entry.model_copy(update={"state": "KILLED"})
-        if entry.fingerprint and entry.state != "FINISHED":
+        if is_open:
             state, _, position = entry.told.partition(" ")
             if state == entry.state and not self._read(entry, position)[0]:
                 return None
@@ -343,7 +336,14 @@ class Shipper:
 
     def _tell(self, entry: RunEntry) -> None:
         run_id = self._open(entry)
-        position = self._send_journal(entry, run_id) if entry.fingerprint else ""
+        position = ""
+        if entry.fingerprint:
+            before = self._positions.get(entry.key)
+            before = self._tracker.position(run_id) if before is None else before
+            records, position = self._read(entry, before)
+            if position != before:
+                self._tracker.log_metrics(run_id, _points(records), position)
+            self._positions[entry.key] = position
         if entry.state == "FINISHED" or self._states.get(entry.key) != entry.state:
             self._send_state(entry, run_id)
             self._states[entry.key] = entry.state
@@ -373,15 +373,6 @@ class Shipper:
             )
         return run_id
 
-    def _send_journal(self, entry: RunEntry, run_id: str) -> str:
-        if entry.key not in self._positions:
-            self._positions[entry.key] = self._tracker.position(run_id)
-        records, position = self._read(entry, self._positions[entry.key])
-        if position != self._positions[entry.key]:
-            self._tracker.log_metrics(run_id, _points(records), position)
-            self._positions[entry.key] = position
-        return position
-
     def _read(self, entry: RunEntry, position: str) -> tuple[list[JournalRecord], str]:
         try:
             return self._history.records(entry.fingerprint, position, entry.generation)
@@ -397,21 +388,16 @@ class Shipper:
             self._is_uploading = False
 
     def _send_state(self, entry: RunEntry, run_id: str) -> None:
-        tags = {}
+        tags: dict[str, str] = {}
         if entry.output is not None:
-            tags = {
-                "output.digest": entry.output.digest,
-                "output.kind": entry.output.kind,
-                "output.uri": entry.output.uri,
-            }
+            shown = entry.output.model_dump(include={"digest", "kind", "uri"})
+            tags = {f"output.{name}": value for name, value in shown.items()}
             if entry.output.kind == PROMOTION:
                 self._upload(partial(register, self._tracker, self._history, entry, run_id))
         for label, key in entry.stages.items():
             stage = self.find(key)
-            if stage is None:
-                continue
-            stage_id = self._run_ids.get(key) or stage.run_id
-            if not stage_id and key not in self._aside:
+            stage_id = self._run_ids.get(key) or (stage and stage.run_id)
+            if stage and not stage_id and key not in self._aside:
                 stage_id = self._open(stage)  # not sent yet
             if stage_id:
                 tags[f"run.{label}"] = stage_id

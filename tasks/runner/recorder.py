@@ -25,7 +25,8 @@ from infra.store.canonical import sha256_json
 from infra.store.stage_spec import Adoption, CommitRecord
 from infra.tracking.journal import JournalRecord
 from infra.tracking.ledger import Owner, RunEntry
-from infra.tracking.mirrors.fan_out import Teller
+from infra.tracking.mirrors.fan_out import FanOut
+from infra.tracking.shipper import Shipper
 from tasks.runner.identity import StageRequest
 
 CLOSE_DEADLINE_S = 60.0
@@ -46,7 +47,7 @@ class Recorder:
 
     def __init__(
         self,
-        shipper: Teller,
+        shipper: Shipper | FanOut,
         *,
         identity: Mapping[str, str],
         name: str,

@@ -19,7 +19,7 @@ import yaml
 from prefect.client.orchestration import SyncPrefectClient
 from tiny_pipeline import RECIPE, Home
 
-from infra.services.stack import down, running_prefect_url
+from infra.services.stack import down, running_url
 from infra.waiting import wait_for
 
 pytestmark = [pytest.mark.stacks, pytest.mark.exclusive]
@@ -45,7 +45,7 @@ def home(tmp_path: Path) -> Iterator[Home]:
 
     try:
         run("flows.commands.cli", "up")
-        environment["PREFECT_API_URL"] = running_prefect_url(home.path) or ""
+        environment["PREFECT_API_URL"] = running_url(home.path, "prefect") or ""
         run("prefect", "--no-prompt", "deploy", "--all")
         yield home
     finally:
@@ -86,7 +86,7 @@ def states(home: Home) -> list[str]:
 def test_fault_row_20_a_training_run_that_is_cancelled_on_its_page_leaves_nothing(
     home: Home,
 ) -> None:
-    url = running_prefect_url(home.path)
+    url = running_url(home.path, "prefect")
     assert url is not None
     recipe = yaml.safe_load(RECIPE)
     recipe["sft"]["num_steps"] = 100_000

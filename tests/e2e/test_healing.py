@@ -24,7 +24,7 @@ from tiny_pipeline import RECIPE, Home
 
 from flows.automations import MAX_RESUMES, SILENCE_S, STRANDED_S, TAG
 from infra.host import servers
-from infra.services.stack import WORK_POOL, down, running_prefect_url
+from infra.services.stack import WORK_POOL, down, running_url
 from infra.store.storage import open_storage
 from infra.waiting import wait_for
 
@@ -139,7 +139,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     try:
         assert run("flows.commands.cli", "up").count("created") == 5
         assert run("flows.commands.cli", "automations").count("unchanged") == 5
-        url = running_prefect_url(home.path)
+        url = running_url(home.path, "prefect")
         assert url is not None
         environment["PREFECT_API_URL"] = url
         for directory in (ROOT, probes):

@@ -25,7 +25,7 @@ from tiny_pipeline import Home
 
 from flows.recipe.recipe import load_recipe
 from infra import env
-from infra.services.stack import down, running_mlflow_url, running_prefect_url
+from infra.services.stack import down, running_url
 from infra.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,12 +108,12 @@ def test_a_run_in_the_image_reads_its_code_from_there(home: Home, tmp_path: Path
     code, mark = copied(tmp_path / "code"), tmp_path / "mark"
     with (code / "flows" / "rlhf_pipeline.py").open("a") as file:
         file.write(f"\nPath({str(mark)!r}).write_text(__file__)\n")
-    url = running_prefect_url(home.path)
+    url = running_url(home.path, "prefect")
     environment = {
         **home.environment,
         "PREFECT_API_URL": str(url),
         "RLHF_PREFECT_URL": str(url),
-        "RLHF_MLFLOW_URL": str(running_mlflow_url(home.path)),
+        "RLHF_MLFLOW_URL": str(running_url(home.path, "mlflow")),
         "RLHF_IMAGE": "rlhf-pipeline:1",
         "RLHF_DATA": "/srv/rlhf",
     }
@@ -160,7 +160,7 @@ def test_a_script_serves_the_flow_without_a_worker(home: Home, tmp_path: Path) -
     guide = (ROOT / "docs" / "guides" / "operate.md").read_text("utf-8")
     [script] = re.findall(r"^```python\n(.*?serve\(.*?)^```", guide, re.MULTILINE | re.DOTALL)
     (tmp_path / "serve.py").write_text(script)
-    url = running_prefect_url(home.path)
+    url = running_url(home.path, "prefect")
     settings = {"PREFECT_API_URL": str(url), "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
     server = subprocess.Popen(
         [sys.executable, "serve.py"],

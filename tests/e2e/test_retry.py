@@ -21,7 +21,7 @@ from tiny_pipeline import Home, ran, settings
 from flows.recipe.recipe import load_recipe
 from infra.ray.cluster import ensure_cluster
 from infra.ray.jobs import RayJobs
-from infra.services.stack import down, running_prefect_url, worker_api_url
+from infra.services.stack import down, running_url, worker_api_url
 from infra.store.storage import open_storage
 from infra.tracking.journal import read_records
 from infra.waiting import wait_for
@@ -111,7 +111,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
 @pytest.fixture(scope="module")
 def server(home: Home) -> Server:
     """With the deployment."""
-    url = running_prefect_url(home.path)
+    url = running_url(home.path, "prefect")
     assert url is not None
     subprocess.run(
         [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--name", "rlhf-pipeline"],
@@ -230,7 +230,7 @@ from pathlib import Path
 from flows.local.served_run import find_deployment
 print(find_deployment(), find_deployment(Path("/elsewhere")))
 """
-    url = running_prefect_url(home.path)
+    url = running_url(home.path, "prefect")
     found = subprocess.run(
         [sys.executable, "-c", code],
         env={**home.environment, "PREFECT_API_URL": str(url)},

@@ -23,8 +23,7 @@ from infra.ray.cluster import ensure_cluster
 from infra.services.stack import (
     WORK_POOL,
     down,
-    running_mlflow_url,
-    running_prefect_url,
+    running_url,
     status,
     up,
 )
@@ -95,7 +94,7 @@ def test_everything_answers_on_loopback_only(running: Path) -> None:
 
 
 def test_the_worker_polls_its_pool(running: Path) -> None:
-    url = running_prefect_url(running)
+    url = running_url(running, "prefect")
     assert url is not None
     assert online_workers(url, WORK_POOL) == 1
     with urllib.request.urlopen(f"{url}/work_pools/{WORK_POOL}", timeout=60) as answer:
@@ -119,7 +118,7 @@ def test_a_run_uses_the_head_and_does_not_end_it(running: Path) -> None:
 def test_a_model_goes_through_the_mlflow_server_and_is_loaded_from_it(
     running: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = running_mlflow_url(running)
+    url = running_url(running, "mlflow")
     assert url is not None
     tracker = MlflowTracker(TrackerSettings(running, url))
     parent = tracker.open_run(TrackedRun("p" * 8, "through the server", params={"a": 1}))

@@ -14,10 +14,9 @@ Does not promise: the limit, if living processes read more than it.
 import hashlib
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -47,22 +46,20 @@ def transfer(transfers: Iterable[Callable[[], None]]) -> None:
 
     The first exception is raised when those in progress have ended; no others are started.
     """
-    is_over = threading.Event()
+    pending = list(transfers)
+    shared = iter(pending)  # gives each transfer to one thread, and ends when `pending` is cleared
 
-    def make(one: Callable[[], None]) -> None:
+    def work() -> None:
         try:
-            if not is_over.is_set():
+            for one in shared:
                 one()
-        except BaseException:
-            is_over.set()  # here, since the next transfer may start before the caller wakes
-            raise
-
-    with ThreadPoolExecutor(NUM_TRANSFERS, "transfer") as pool:
-        try:
-            for each in as_completed([pool.submit(make, one) for one in transfers]):
-                each.result()
         finally:
-            is_over.set()
+            pending.clear()  # here, since the next transfer may start before the caller wakes
+
+    with ThreadPoolExecutor(NUM_TRANSFERS, "transfer") as pool, ExitStack() as stack:
+        stack.callback(pending.clear)  # Ctrl-C
+        for each in as_completed([pool.submit(work) for _ in range(NUM_TRANSFERS)]):
+            each.result()
 
 
 def download(directory: Path, manifest: Manifest, read: Read) -> None:
@@ -94,9 +91,7 @@ def _load(directory: Path, name: str, entry: FileEntry, read: Read) -> None:
             return
         path.unlink()
         if not resumed:
-            raise ArtifactCorruptError(
-                f"{name}: sha256 {digest.hexdigest()} != {entry.sha256} of the manifest"
-            )
+            objects.compare(name, digest.hexdigest(), entry)  # raises
 
 
 def _write(file: IO[bytes], data: bytes, start: int) -> None:
@@ -131,9 +126,14 @@ class ArtifactCache:
             use = self._directory / "uses" / digest / own_stamp()
             use.parent.mkdir(parents=True, exist_ok=True)
             use.touch()
-            if final.exists() and _is_sound(final, digest):
-                os.utime(final)
-                return final
+            try:
+                if final.exists():
+                    verify_named(final, digest)
+                    os.utime(final)
+                    return final
+            except ArtifactCorruptError as error:
+                _log.warning("loading a damaged copy again: %s", error)
+                remove_directory(final)
             files = manifest()
             unfinished = self._directory / "partial" / digest
             self._make_room(sum(entry.size_bytes for entry in files.files.values()), digest)
@@ -144,19 +144,23 @@ class ArtifactCache:
             return final
 
     def _make_room(self, needed_bytes: int, digest: str) -> None:
-        limit_bytes = _limit_bytes()
+        limit = env.RLHF_CACHE_BYTES.require()
+        if not limit.isdigit():
+            name = f"environment.{env.RLHF_CACHE_BYTES.name}"
+            raise ConfigError(name, f"got {limit!r}; need bytes")
         copies = chain(self._directory.glob("artifacts/*/*"), self._directory.glob("partial/*"))
         others = [path for path in copies if path.name != digest and path.name[0] != "."]
-        sizes = {path: _size_bytes(path) for path in sorted(others, key=_changed_at)}
+        others.sort(key=lambda path: path.stat().st_mtime)
+        sizes = {path: _size_bytes(path) for path in others}
         total_bytes = needed_bytes + sum(sizes.values())
         for path, size_bytes in sizes.items():
-            if total_bytes <= limit_bytes:
+            if total_bytes <= int(limit):
                 return
             with self._lock(path.name).open("ab") as file:
                 if lock_now(file.fileno()) and not self._is_read(path.name):
                     remove_directory(path)
                     total_bytes -= size_bytes
-        if total_bytes > limit_bytes:
+        if total_bytes > int(limit):
             _log.warning(
                 "%s takes %d bytes, more than RLHF_CACHE_BYTES: all of it is in use",
                 self._directory,
@@ -164,11 +168,11 @@ class ArtifactCache:
             )
 
     def _is_read(self, digest: str) -> bool:
-        uses = {use: is_dead(use.name) for use in (self._directory / "uses" / digest).glob("*")}
-        for use, dead in uses.items():
-            if dead:
-                use.unlink(missing_ok=True)
-        return not all(uses.values())
+        uses = [*(self._directory / "uses" / digest).glob("*")]
+        dead = [use for use in uses if is_dead(use.name)]
+        for use in dead:
+            use.unlink(missing_ok=True)
+        return len(dead) < len(uses)
 
     def _lock(self, digest: str) -> Path:
         return self._directory / "locks" / digest
@@ -177,27 +181,5 @@ class ArtifactCache:
         return self._directory / "artifacts" / kind / digest
 
 
-def _limit_bytes() -> int:
-    value = env.RLHF_CACHE_BYTES.require()
-    if not value.isdigit():
-        raise ConfigError(f"environment.{env.RLHF_CACHE_BYTES.name}", f"got {value!r}; need bytes")
-    return int(value)
-
-
-def _is_sound(directory: Path, digest: str) -> bool:
-    """Return True if a copy is intact; remove a damaged one, since the store has the original."""
-    try:
-        verify_named(directory, digest)
-    except ArtifactCorruptError as error:
-        _log.warning("loading a damaged copy again: %s", error)
-        remove_directory(directory)
-        return False
-    return True
-
-
 def _size_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-
-
-def _changed_at(path: Path) -> float:
-    return path.stat().st_mtime

@@ -225,16 +225,13 @@ class S3Inventory(Inventory):
         manifests = [name for name in names if name.endswith(f"/{MANIFEST_NAME}")]
         rest = [name for name in names if name not in {*manifests}]
         if what == "work":
-            rest = [*self._marks(place, parts[0], names), *rest]
+            followers = [PurePath(name).name for name in names if "/followers/" in name]
+            rest = [*(f"followed/{name}/{parts[0]}" for name in followers), *rest]
+            work = f"work/{parts[0]}/"
+            steps = [f"{work}{n}/" for n in self._objects.children(work) if n.startswith("steps-")]
+            if all(each.startswith(f"{place}/") for each in steps):
+                rest = [f"with-steps/{parts[0]}", *rest]
         yield from (group for group in (manifests, rest) if group)
-
-    def _marks(self, place: str, fingerprint: str, names: Sequence[str]) -> list[str]:
-        followers = [PurePath(name).name for name in names if "/followers/" in name]
-        followed = [f"followed/{name}/{fingerprint}" for name in followers]
-        work = f"work/{fingerprint}/"
-        steps = [f"{work}{n}/" for n in self._objects.children(work) if n.startswith("steps-")]
-        has_others = not all(each.startswith(f"{place}/") for each in steps)
-        return followed if has_others else [f"with-steps/{fingerprint}", *followed]
 
     def _files(self, place: str) -> list[Found]:
         return [

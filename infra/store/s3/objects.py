@@ -27,7 +27,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple, Self
@@ -218,10 +218,6 @@ class Objects(Files):
         with self._told(name):
             self._put(name, data)
 
-    def touch(self, name: str) -> None:
-        """Put an empty object."""
-        self.put(name, b"")
-
     def create(self, name: str, data: bytes) -> bool:
         """Create an object unless the name is taken; return True if it has these bytes now.
 
@@ -279,7 +275,7 @@ class Objects(Files):
                 self._upload_parts(file, name, entry)
             return
         data = path.read_bytes()
-        _compare(str(path), hashlib.sha256(data).hexdigest(), entry)
+        compare(str(path), hashlib.sha256(data).hexdigest(), entry)
         self.put(name, data)
 
     def listed(self, prefix: str, after: str = "") -> list[Found]:
@@ -361,7 +357,13 @@ class Objects(Files):
     def _upload_parts(self, file: IO[bytes], name: str, entry: FileEntry) -> None:
         at, client = self._at(name), self._client
         upload = client.create_multipart_upload(**at, ChecksumAlgorithm="SHA256")["UploadId"]
-        try:
+
+        def abandon() -> None:
+            with suppress(BotoCoreError, ClientError):
+                client.abort_multipart_upload(**at, UploadId=upload)
+
+        with ExitStack() as undo:
+            undo.callback(abandon)
             whole, parts = hashlib.sha256(), []
             size_bytes = max(PART_BYTES, -(-entry.size_bytes // MAX_PARTS))
             while data := file.read(size_bytes):
@@ -369,14 +371,11 @@ class Objects(Files):
                 part = {"PartNumber": len(parts) + 1, "ChecksumSHA256": _checksum(data)}
                 sent = client.upload_part(**at, UploadId=upload, Body=data, **part)
                 parts.append({**part, "ETag": sent["ETag"]})
-            _compare(file.name, whole.hexdigest(), entry)
+            compare(file.name, whole.hexdigest(), entry)
             client.complete_multipart_upload(
                 **at, UploadId=upload, MultipartUpload={"Parts": parts}
             )
-        except BaseException:
-            with suppress(BotoCoreError, ClientError):
-                client.abort_multipart_upload(**at, UploadId=upload)
-            raise
+            undo.pop_all()
 
     def _told(self, name: str) -> AbstractContextManager[None]:
         return told(self.place(name), self.endpoint)
@@ -404,6 +403,7 @@ def _checksum(data: bytes) -> str:
     return base64.b64encode(hashlib.sha256(data).digest()).decode()
 
 
-def _compare(where: str, sha256: str, entry: FileEntry) -> None:
+def compare(where: str, sha256: str, entry: FileEntry) -> None:
+    """Raise `ArtifactCorruptError` if a digest is not that of the manifest's entry."""
     if sha256 != entry.sha256:
         raise ArtifactCorruptError(f"{where}: sha256 {sha256} != {entry.sha256} of the manifest")

@@ -67,12 +67,6 @@ class S3Channel(WorkChannel):
         self._shippers: list[StepsShipper] = []
         self._journals: dict[int, JournalChunks] = {}
 
-    @staticmethod
-    def with_steps(objects: Objects) -> list[str]:
-        """See `Storage.with_steps`."""
-        here = {path.parent.parent.name for path in _local(objects).glob("*/steps-*/step-*")}
-        return sorted(here | {PurePath(each.name).name for each in objects.listed(_WITH_STEPS)})
-
     def read_journal(self, attempt: int, start: int = 0, end: int | None = None) -> bytes:
         """See `WorkChannel.read_journal`."""
         return self._journal(attempt).read(start, end)
@@ -220,7 +214,10 @@ class S3Storage(Storage):
 
     def with_steps(self) -> list[str]:
         """See `Storage.with_steps`."""
-        return S3Channel.with_steps(self._objects)
+        here = _local(self._objects).glob("*/steps-*/step-*")
+        there = self._objects.listed(_WITH_STEPS)
+        names = {path.parent.parent.name for path in here}
+        return sorted(names | {PurePath(each.name).name for each in there})
 
     def _publish(self, source: Path, manifest: Manifest) -> None:
         """See `Storage`; the files stay in this machine's cache."""
@@ -263,17 +260,12 @@ class S3Storage(Storage):
                     f"{self._objects.place(f'{root}/{name}')} has {present.get(name, 'no')} bytes, "
                     f"the manifest says {entry.size_bytes}"
                 )
-        if level == "bytes":
-            for name, entry in manifest.files.items():
-                found = hashlib.sha256()
-                for at in range(0, entry.size_bytes, objects_of.PART_BYTES):
-                    end = min(at + objects_of.PART_BYTES, entry.size_bytes)
-                    found.update(self._objects.part(f"{root}/{name}", at, end))
-                if found.hexdigest() != entry.sha256:
-                    raise ArtifactCorruptError(
-                        f"{self._objects.place(f'{root}/{name}')}: sha256 {found.hexdigest()} != "
-                        f"{entry.sha256} of the manifest"
-                    )
+        for name, entry in manifest.files.items() if level == "bytes" else ():
+            found = hashlib.sha256()
+            for at in range(0, entry.size_bytes, objects_of.PART_BYTES):
+                end = min(at + objects_of.PART_BYTES, entry.size_bytes)
+                found.update(self._objects.part(f"{root}/{name}", at, end))
+            objects_of.compare(self._objects.place(f"{root}/{name}"), found.hexdigest(), entry)
         return manifest
 
     def _fetch(self, artifact: Artifact) -> Path:

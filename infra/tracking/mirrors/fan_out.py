@@ -6,47 +6,15 @@ is used again.
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 from infra.tracking.ledger import RunEntry
-
-
-class Teller(Protocol):
-    """Something that sends runs to trackers; `infra.tracking.shipper.Shipper` documents it."""
-
-    def begin(self) -> None:
-        """Start sending what earlier runs left over."""
-        ...
-
-    def find(self, key: str) -> RunEntry | None:
-        """Return the newest entry of a run."""
-        ...
-
-    def is_settled(self, key: str) -> bool:
-        """True if everything about a run was sent."""
-        ...
-
-    def put(self, entry: RunEntry) -> None:
-        """Queue a run."""
-        ...
-
-    def journal_grew(self, key: str) -> None:
-        """Queue a stage with new journal records."""
-        ...
-
-    def finish(self) -> None:
-        """Send the rest at once, then end; does not wait."""
-        ...
-
-    def close(self, deadline_s: float, upload_s: float = 0.0, waited_s: float = 0.0) -> None:
-        """Send the rest, and wait for a bounded time."""
-        ...
+from infra.tracking.shipper import Shipper
 
 
 class FanOut:
     """Sends to the first tracker, whose ledger answers `find`, and to its mirrors."""
 
-    def __init__(self, first: Teller, mirrors: Sequence[Teller]) -> None:
+    def __init__(self, first: Shipper, mirrors: Sequence[Shipper]) -> None:
         self._first, self._mirrors = first, tuple(mirrors)
 
     def begin(self) -> None:

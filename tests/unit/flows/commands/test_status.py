@@ -9,7 +9,7 @@ import pytest
 
 from flows.commands.cli import main
 from infra import env
-from infra.services.held_stages import held_stages
+from infra.services.stack import held_stages
 from infra.store.heartbeat import Heartbeat
 from infra.store.process_stamp import own_stamp
 from infra.store.stage_log import Holder

@@ -13,7 +13,7 @@ from rlhf.testing.s3_server import BUCKET
 from infra import env
 from infra.faults import InjectedFaultError
 from infra.garbage import DAY_S, Collected, collect
-from infra.services.held_stages import held_stages
+from infra.services.stack import held_stages
 from infra.store.heartbeat import Heartbeat
 from infra.store.process_stamp import own_stamp
 from infra.store.s3 import inventory

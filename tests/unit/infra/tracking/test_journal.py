@@ -199,16 +199,6 @@ def test_a_follower_reads_each_record_once(path: Path) -> None:
     assert [*messages, *(r.message for r in records)] == ["0", "1", "2", "3", "4", "late"]
 
 
-def test_a_shrunk_or_vanished_file_is_not_the_same_journal(path: Path) -> None:
-    with Journal(path) as journal:
-        journal.log("x")
-    with pytest.raises(JournalError, match=r"shrank .* 1000 "):
-        read_records(path, 1000)
-    path.unlink()
-    with pytest.raises(JournalError, match="is gone"):
-        read_records(path, 5)
-
-
 def test_fault_row_25_time_never_runs_backwards(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
