@@ -20,8 +20,8 @@ from infra.redact import redact
 from infra.tracking.mlflow_database import database_lock, ensure_whole
 from infra.tracking.mlflow_lineage import (
     aliased_digests,
-    bearer_of,
     headline_rows,
+    incumbent_of,
     log_inputs,
     log_output,
     metric_key,
