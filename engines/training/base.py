@@ -224,7 +224,12 @@ class BaseEngine(EngineBackend):
                 if micro.token_index_T is not None:  # None: a filler micro-batch
                     columns[:, micro.token_index_T] = to_columns(output, micro.batch)
             self._end_inference()
-            columns = self._from_last_stage(columns)
+            group = self.pipeline_group
+            if group is not None:
+                on_device = columns.to(self.spec.platform.device())
+                last = dist.get_global_rank(group, dist.get_world_size(group) - 1)
+                collectives.broadcast(on_device, src=last, group=group)
+                columns = on_device.cpu()
         return from_columns(columns, batch, readouts, model_type)
 
     def optimizer_step(self) -> float:
@@ -331,15 +336,6 @@ class BaseEngine(EngineBackend):
         last = dist.get_world_size(group) - 1
         reduced = totals.reduce(self.data_parallel_group) if dist.get_rank(group) == last else None
         return tuple(collectives.broadcast_json(reduced, last, group, self.spec.platform.device()))
-
-    def _from_last_stage(self, columns: Tensor) -> Tensor:
-        group = self.pipeline_group
-        if group is None:
-            return columns
-        on_device = columns.to(self.spec.platform.device())
-        last = dist.get_global_rank(group, dist.get_world_size(group) - 1)
-        collectives.broadcast(on_device, src=last, group=group)
-        return on_device.cpu()
 
 
 def flops_of(spec: EngineSpec) -> TrainingFlops | None:

@@ -72,43 +72,20 @@ def is_fused(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and _can_compile()
 
 
-def add_columns(
-    sums: SoftmaxSums, logits_RC: Tensor, scale: Tensor | None, place_R1: Tensor, inside_R: Tensor,
-    *, entropy: bool, squares: bool,
-) -> SoftmaxSums:  # fmt: skip
-    """Add the logits of some columns (online softmax, arXiv:1805.02867); overwrites them.
-
-    Args:
-        sums: of the columns before; with no columns, m is -inf and the rest 0.
-        scale: 1 / temperature, a 0-d tensor; None: 1.
-        place_R1: int64 index of each row's token among the columns; 0 if it is not there.
-        inside_R: True if the token is among the columns.
-    """
-    function = _add_columns
-    if is_fused(logits_RC):
-        function = _fused(function, (entropy, squares, scale is None, *_singles(logits_RC)))
-    return SoftmaxSums(
-        *function(*sums, logits_RC, scale, place_R1, inside_R, entropy=entropy, squares=squares)
-    )
-
-
-def gradient_of_logits(logits_RC: Tensor, scale: Tensor | None, slopes: LogitSlopes) -> Tensor:
-    """Return the (R, C) gradient of the logits before the temperature; overwrites the logits.
-
-    d/dz of sum_k g_k log p_k is sum_k g_k (1[k] - p); of the entropy H it is -p (log p + H).
-    """
-    function = _gradient_of_logits
-    if is_fused(logits_RC):
-        flags = slopes.entropy_R is None, scale is None, *_singles(logits_RC)
-        function = _fused(function, (*flags, *_singles(slopes.place_RK)))
-    return function(logits_RC, scale, *slopes)
-
-
 def _add_columns(
     before_R: Tensor, sum_R: Tensor, weighted_R: Tensor, squared_R: Tensor, chosen_R: Tensor,
     logits_RC: Tensor, scale: Tensor | None, place_R1: Tensor, inside_R: Tensor,
     *, entropy: bool, squares: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    """Add the logits of some columns (online softmax, arXiv:1805.02867); overwrites them.
+
+    Args:
+        before_R: with the next four the sums of the columns before; with no columns, m is -inf and
+            the rest 0.
+        scale: 1 / temperature, a 0-d tensor; None: 1.
+        place_R1: int64 index of each row's token among the columns; 0 if it is not there.
+        inside_R: True if the token is among the columns.
+    """
     z_RC = scaled(logits_RC, scale)
     chosen_R = torch.where(inside_R, z_RC.gather(1, place_R1).squeeze(1), chosen_R)
     largest_R = torch.maximum(before_R, z_RC.amax(dim=1))
@@ -132,6 +109,10 @@ def _gradient_of_logits(
     logits_RC: Tensor, scale: Tensor | None, grad_RK: Tensor, place_RK: Tensor, inside_RK: Tensor,
     log_sum_R: Tensor, entropy_R: Tensor | None, grad_entropy_R: Tensor | None,
 ) -> Tensor:  # fmt: skip
+    """Return the (R, C) gradient of the logits before the temperature; overwrites the logits.
+
+    d/dz of sum_k g_k log p_k is sum_k g_k (1[k] - p); of the entropy H it is -p (log p + H).
+    """
     total_R1 = grad_RK.sum(dim=1, keepdim=True)
     log_probs = scaled(logits_RC, scale).sub_(log_sum_R[:, None])
     if entropy_R is None or grad_entropy_R is None:
@@ -230,9 +211,13 @@ class RowStatistics:
     def add(self, logits_RC: Tensor, scale: Tensor | None, columns: slice) -> None:
         """Add a tile of logits, which is overwritten."""
         place_R, inside_R = places(self._token_ids_R, columns)
-        self._sums = add_columns(
-            self._sums, logits_RC, scale, place_R[:, None], inside_R,
-            entropy=self._entropy, squares=self._squares,
+        entropy, squares = self._entropy, self._squares
+        function = _add_columns
+        if is_fused(logits_RC):
+            function = _fused(function, (entropy, squares, scale is None, *_singles(logits_RC)))
+        self._sums = SoftmaxSums(
+            *function(*self._sums, logits_RC, scale, place_R[:, None], inside_R,
+                      entropy=entropy, squares=squares)
         )  # fmt: skip
 
     def take(self, parts: Sequence["RowStatistics"]) -> None:
@@ -303,7 +288,11 @@ def tiled_gradients(
         bias_sum = hidden_ND.new_zeros(width, dtype=dtype)
         for rows in slices(hidden_ND.shape[0], shape[0]):
             logits_RC = tile(hidden_ND, weight_VD, bias_V, rows, columns)
-            grad_RC = gradient_of_logits(logits_RC, scale, slopes_of(rows, columns))
+            slopes, function = slopes_of(rows, columns), _gradient_of_logits
+            if is_fused(logits_RC):
+                flags = slopes.entropy_R is None, scale is None, *_singles(logits_RC)
+                function = _fused(function, (*flags, *_singles(slopes.place_RK)))
+            grad_RC = function(logits_RC, scale, *slopes)
             if hidden_sum is not None:
                 _accumulate(hidden_sum[rows], grad_RC, own_CD)
             if weight_sum is not None:
