@@ -26,15 +26,13 @@ from engines import collectives
 class SoftmaxSums(NamedTuple):
     """The largest logit m of the columns seen so far, and sums over them; each (R,).
 
-    Sums of exp(z - m), of exp(z - m) * (z - m) for entropies, and of exp(z - m)^2; and the
-    logit of each row's token.
+    Sums of exp(z - m), of exp(z - m) * (z - m) for entropies, and of exp(z - m)^2.
     """
 
     largest_R: Tensor
     sum_R: Tensor
     weighted_R: Tensor
     squared_R: Tensor
-    chosen_R: Tensor
 
 
 class LogitSlopes(NamedTuple):
@@ -73,21 +71,17 @@ def is_fused(x: Tensor) -> bool:
 
 
 def _add_columns(
-    before_R: Tensor, sum_R: Tensor, weighted_R: Tensor, squared_R: Tensor, chosen_R: Tensor,
-    logits_RC: Tensor, scale: Tensor | None, place_R1: Tensor, inside_R: Tensor,
-    *, entropy: bool, squares: bool,
+    before_R: Tensor, sum_R: Tensor, weighted_R: Tensor, squared_R: Tensor,
+    logits_RC: Tensor, scale: Tensor | None, *, entropy: bool, squares: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Add the logits of some columns (online softmax, arXiv:1805.02867); overwrites them.
 
     Args:
-        before_R: with the next four the sums of the columns before; with no columns, m is -inf and
-            the rest 0.
+        before_R: largest logit m of the columns before, with the sums of the next three arguments;
+            with no columns, m is -inf and the sums are 0.
         scale: 1 / temperature, a 0-d tensor; None: 1.
-        place_R1: int64 index of each row's token among the columns; 0 if it is not there.
-        inside_R: True if the token is among the columns.
     """
     z_RC = scaled(logits_RC, scale)
-    chosen_R = torch.where(inside_R, z_RC.gather(1, place_R1).squeeze(1), chosen_R)
     largest_R = torch.maximum(before_R, z_RC.amax(dim=1))
     # exp(-inf) = 0 drops the empty sums of the first tile.
     fallen_R = before_R - largest_R
@@ -102,7 +96,7 @@ def _add_columns(
     sum_R = sum_R * kept_R + exponentials.sum(dim=1)
     if squares:
         squared_R = squared_R * kept_R.square() + exponentials.square_().sum(dim=1)
-    return largest_R, sum_R, weighted_R, squared_R, chosen_R
+    return largest_R, sum_R, weighted_R, squared_R
 
 
 def _gradient_of_logits(
@@ -193,32 +187,24 @@ def check_inputs(
 
 
 class RowStatistics:
-    """Softmax statistics of some rows, accumulated over tiles of the vocabulary.
+    """Softmax statistics of some rows, accumulated over tiles of the vocabulary."""
 
-    Token ids are relative to this rank's first row; ids outside its rows are ignored.
-    """
-
-    def __init__(
-        self, token_ids_R: Tensor, dtype: torch.dtype, entropy: bool, squares: bool
-    ) -> None:
-        self._token_ids_R = token_ids_R
+    def __init__(self, hidden_RD: Tensor, *, entropy: bool = False, squares: bool = False) -> None:
         self._entropy, self._squares = entropy, squares
-        zeros_R = torch.zeros(token_ids_R.shape[0], dtype=dtype, device=token_ids_R.device)
+        zeros_R = hidden_RD.new_zeros(hidden_RD.shape[0], dtype=statistics_dtype(hidden_RD))
         largest_R = torch.full_like(zeros_R, -torch.inf)
-        # Separate tensors: code compiled for four aliases of one tensor would not fit later tiles.
-        self._sums = SoftmaxSums(largest_R, *(zeros_R.clone() for _ in range(4)))
+        # Separate tensors: code compiled for aliases of one tensor would not fit later tiles.
+        self._sums = SoftmaxSums(largest_R, *(zeros_R.clone() for _ in range(3)))
 
-    def add(self, logits_RC: Tensor, scale: Tensor | None, columns: slice) -> None:
+    def add(self, logits_RC: Tensor, scale: Tensor | None) -> None:
         """Add a tile of logits, which is overwritten."""
-        place_R, inside_R = places(self._token_ids_R, columns)
         entropy, squares = self._entropy, self._squares
         function = _add_columns
         if is_fused(logits_RC):
             function = _fused(function, (entropy, squares, scale is None, *_singles(logits_RC)))
         self._sums = SoftmaxSums(
-            *function(*self._sums, logits_RC, scale, place_R[:, None], inside_R,
-                      entropy=entropy, squares=squares)
-        )  # fmt: skip
+            *function(*self._sums, logits_RC, scale, entropy=entropy, squares=squares)
+        )
 
     def take(self, parts: Sequence["RowStatistics"]) -> None:
         """Concatenate the statistics of consecutive rows, which together are all rows."""
@@ -234,34 +220,23 @@ class RowStatistics:
         fallen_R = own.largest_R - largest_R
         kept_R = fallen_R.exp()
         shift_R = torch.where(kept_R > 0, fallen_R * own.sum_R, 0.0)
-        parts = [own.sum_R * kept_R, (own.weighted_R + shift_R) * kept_R, own.chosen_R]
+        parts = [own.sum_R * kept_R, (own.weighted_R + shift_R) * kept_R]
         if self._squares:
             parts.append(own.squared_R * kept_R.square())
         sums = torch.stack(parts)
         collectives.all_reduce(sums, group)
-        sum_R, weighted_R, chosen_R = sums[:3].unbind()
         squared_R = sums[-1] if self._squares else own.squared_R
-        self._sums = SoftmaxSums(largest_R, sum_R, weighted_R, squared_R, chosen_R)
+        self._sums = SoftmaxSums(largest_R, sums[0], sums[1], squared_R)
 
     def log_sum(self) -> Tensor:
         """(R,) log of the sum of exp(z)."""
         return self._sums.largest_R + self._sums.sum_R.log()
 
-    def readouts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(R,) logprob of each row's token, entropy in nats, and sum of squared probabilities.
-
-        The last two are empty if they are not requested.
-        """
+    def readouts(self) -> tuple[Tensor, Tensor]:
+        """(R,) entropy in nats, and sum of squared probabilities; empty if not requested."""
         sums, none = self._sums, self._sums.sum_R.new_empty(0)
         entropy_R = sums.sum_R.log() - sums.weighted_R / sums.sum_R if self._entropy else none
-        squares_R = sums.squared_R / sums.sum_R.square() if self._squares else none
-        return sums.chosen_R - self.log_sum(), entropy_R, squares_R
-
-
-def no_statistics(hidden_RD: Tensor) -> RowStatistics:
-    """Return statistics of no columns that look for no token."""
-    no_token_R = torch.full((hidden_RD.shape[0],), -1, device=hidden_RD.device)
-    return RowStatistics(no_token_R, statistics_dtype(hidden_RD), entropy=False, squares=False)
+        return entropy_R, sums.squared_R / sums.sum_R.square() if self._squares else none
 
 
 def tiled_gradients(
