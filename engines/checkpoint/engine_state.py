@@ -66,7 +66,7 @@ def save_engine_state(
     save_sharded(path / TENSORS_DIR, tensors)
     problem: OSError | None = None
     try:
-        _write_small_files(path, scalars, _rng_copy(platform), collectives.rank())
+        _write_small_files(path, scalars, platform.rng_state(), collectives.rank())
     except OSError as error:
         problem = error
     # Also a barrier: no rank continues before all files exist.
@@ -88,7 +88,8 @@ def stage_engine_state(
     (path / TENSORS_DIR).mkdir(exist_ok=True)
     write_tensors = stage_sharded(path / TENSORS_DIR, tensors, buffers)
     # Read now: the process group may be closed when the files are written.
-    rng, rank = _rng_copy(platform), collectives.rank()
+    rng = {name: tensor.clone() for name, tensor in platform.rng_state().items()}
+    rank = collectives.rank()
 
     def write() -> None:
         write_tensors()
@@ -97,12 +98,8 @@ def stage_engine_state(
     return write
 
 
-def _rng_copy(platform: PlatformBase) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in platform.rng_state().items()}
-
-
 def _write_small_files(
-    path: Path, scalars: EngineScalars, rng: dict[str, Tensor], rank: int
+    path: Path, scalars: EngineScalars, rng: Mapping[str, Tensor], rank: int
 ) -> None:
     """Write this rank's random generators and, on rank 0, the scalars."""
     (path / _RNG_DIR).mkdir(exist_ok=True)
@@ -160,10 +157,8 @@ def _shown(lora: LoraConfig | None) -> str:
 def read_scalars(path: Path) -> EngineScalars:
     """Return `engine.json`; raise `CheckpointError` if it is absent or has another schema."""
     try:
-        text = (path / ENGINE_FILE).read_text(encoding="utf-8")
+        return EngineScalars.model_validate_json((path / ENGINE_FILE).read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is not an engine checkpoint: no {ENGINE_FILE}") from error
-    try:
-        return EngineScalars.model_validate_json(text)
     except ValidationError as error:
         raise CheckpointError(f"{path / ENGINE_FILE}: {error}") from error

@@ -36,7 +36,14 @@ def write_model(
     out_dir.mkdir(parents=True, exist_ok=True)
     for source in sorted(hf_dir.iterdir()):
         shutil.copyfile(source, out_dir / source.name)
-    _set_dtype(out_dir / "config.json", dtype)
+    path = out_dir / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)
+    for section in (config, config.get("text_config")):
+        for name in QUANTIZATION if isinstance(section, dict) else ():
+            section.pop(name, None)
+    config["dtype"] = dtype
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     _write_shards(tensors, getattr(torch, dtype), out_dir, max_shard_bytes)
 
 
@@ -94,13 +101,3 @@ def _name_shards(parts: list[list[str]], total_bytes: int, out_dir: Path) -> Non
 
 def _part_name(number: int) -> str:
     return f"part-{number:05d}.safetensors"
-
-
-def _set_dtype(path: Path, dtype: str) -> None:
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config.pop("torch_dtype", None)
-    for section in (config, config.get("text_config")):
-        for name in QUANTIZATION if isinstance(section, dict) else ():
-            section.pop(name, None)
-    config["dtype"] = dtype
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
