@@ -27,7 +27,6 @@ from engines.training.backends.transformers.adapters import (
     has_adapter,
     is_adapter_name,
     merged_weight,
-    set_adapter_enabled,
     whole_tensor,
 )
 from engines.training.backends.transformers.build import (
@@ -156,7 +155,12 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
         return whole_outputs(rows, read_N, batch, readouts, self.spec.model_type, group)
 
     def _set_adapter(self, enabled: bool) -> None:
-        set_adapter_enabled(self.model, enabled)
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        for module in self.model.modules():
+            if isinstance(module, BaseTunerLayer):
+                # Not enable_adapters(): that also switches requires_grad of the parameters.
+                module._disable_adapters = not enabled
 
     def _clip_gradients(self, max_norm: float) -> float:
         trained = [p for p in self.model.parameters() if p.grad is not None]
