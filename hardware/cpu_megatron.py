@@ -48,11 +48,10 @@ def megatron_on_cpu() -> Iterator[None]:
 
 def _enter(stack: ExitStack) -> None:
     stack.enter_context(_CudaOnHost())
-    nothing = {"range_push": _nothing(), "range_pop": _nothing()}
     for owner, attributes in (
         (torch.cuda, _cuda_replacements()),
         (torch.cuda.random, _GENERATOR),
-        (torch.cuda.nvtx, nothing),
+        (torch.cuda.nvtx, {"range_push": _nothing(), "range_pop": _nothing()}),
         (torch, {"compile": _uncompiled}),
     ):
         stack.enter_context(replaced(owner, attributes))

@@ -61,8 +61,9 @@ class BackgroundSave:
         self._step, self._world_size, self._timeout_s = step, world_size, timeout_s
         self._staged: Future[None] = Future()
         self._directory: Future[Path] = Future()
-        save = partial(checkpoints.save, step, self._when_written, state)
-        self._result: Future[StepCheckpoint] = in_thread(save, f"publish-step-{step}")
+        self._result: Future[StepCheckpoint] = in_thread(
+            partial(checkpoints.save, step, self._when_written, state), f"publish-step-{step}"
+        )
         self._result.add_done_callback(self._end_without_directory)
 
     def stage(self, stage: Callable[[Path], None]) -> None:
@@ -139,8 +140,9 @@ class StagingBuffers:
         # pop is atomic, so that no other thread can take the same buffer.
         buffer = self._free.pop(key, None)
         if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-            pinned = value.device.type != "cpu"
-            buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
+            buffer = torch.empty(
+                value.shape, dtype=value.dtype, pin_memory=value.device.type != "cpu"
+            )
         return buffer.copy_(value)
 
     def give_back(self, key: object, buffer: Tensor) -> None:

@@ -105,8 +105,9 @@ def _write_small_files(
     (path / _RNG_DIR).mkdir(exist_ok=True)
     write_tensors(rng, path / _RNG_DIR / f"rank-{rank:05d}.safetensors")
     if rank == 0:
-        text = json.dumps(scalars.model_dump(), indent=1, sort_keys=True) + "\n"
-        (path / ENGINE_FILE).write_text(text, encoding="utf-8")
+        (path / ENGINE_FILE).write_text(
+            json.dumps(scalars.model_dump(), indent=1, sort_keys=True) + "\n", encoding="utf-8"
+        )
 
 
 def load_engine_state(

@@ -90,8 +90,9 @@ class Slot:
 
     def view(self, parameter: Tensor) -> Tensor:
         """Return a writable view of this part of the (contiguous) parameter."""
-        offset = parameter.storage_offset() + self.offset
-        return parameter.detach().as_strided(self.size, self.stride, offset)
+        return parameter.detach().as_strided(
+            self.size, self.stride, parameter.storage_offset() + self.offset
+        )
 
 
 def hub_slots(model: PreTrainedModel) -> dict[str, Slot]:

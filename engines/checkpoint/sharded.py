@@ -61,8 +61,9 @@ def stage_sharded(
 
 def _save(writer: "_SafetensorsWriter", path: Path, tensors: Mapping[str, Tensor]) -> None:
     with _own_errors("save", path):
-        alone = not dist.is_initialized()
-        state_dict_saver.save(dict(tensors), storage_writer=writer, no_dist=alone)
+        state_dict_saver.save(
+            dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized()
+        )
 
 
 def load_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -76,8 +77,9 @@ def load_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """
     reader = _Reader(str(path))
     with _own_errors("load", path, reader):
-        alone = not dist.is_initialized()
-        state_dict_loader.load(dict(tensors), storage_reader=reader, no_dist=alone)
+        state_dict_loader.load(
+            dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized()
+        )
 
 
 class _Reader(HuggingFaceStorageReader):
@@ -247,8 +249,9 @@ class ShardedReader:
                 places = json.loads(info)
                 for name in shard.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
                     shape = tuple(shard.get_slice(name).get_shape())
-                    piece = _Piece(file, tuple(places[name]["saved_offsets"]), shape)
-                    self._pieces.setdefault(name, []).append(piece)
+                    self._pieces.setdefault(name, []).append(
+                        _Piece(file, tuple(places[name]["saved_offsets"]), shape)
+                    )
 
     def names(self) -> list[str]:
         """Return the sorted names of the tensors."""

@@ -192,8 +192,9 @@ class BaseEngine(EngineBackend):
 
         with self.train_mode(), self._meter.step(ready.work):
             self.optimizer_zero_grad()
-            micro_batches = [micro.batch for micro in ready.micro_batches]
-            self._forward_backward(micro_batches, scaled_loss, readouts)
+            self._forward_backward(
+                [micro.batch for micro in ready.micro_batches], scaled_loss, readouts
+            )
             loss, metrics, spoiled = self._reduced(totals)
             if not math.isfinite(loss):
                 size = self.data_parallel_size
@@ -289,8 +290,9 @@ class BaseEngine(EngineBackend):
     @cached_property
     def _meter(self) -> StepMeter:
         # Not in the constructor: there is no process group yet.
-        peak = self.spec.platform.peak_flops_per_s(self.spec.training.dtype)
-        return StepMeter(self.world_size, peak)
+        return StepMeter(
+            self.world_size, self.spec.platform.peak_flops_per_s(self.spec.training.dtype)
+        )
 
     def _join_ranks(self, *, alone_too: bool = True) -> None:
         """Seed this rank if it trains; create a process group of one rank if there is none."""

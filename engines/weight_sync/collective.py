@@ -186,8 +186,9 @@ class CollectiveThread(Generic[Item, Result]):
         error = self._ended.exception()
         if isinstance(error, PipelineError):
             raise error
-        text = f"a peer of the broadcast is gone: {first_line(error)}"
-        raise self._rendezvous.error(text) from error
+        raise self._rendezvous.error(
+            f"a peer of the broadcast is gone: {first_line(error)}"
+        ) from error
 
 
 class _BucketSender:
@@ -247,8 +248,9 @@ def _fetch(
     group = _group(rendezvous, source.reader + 1)
     numbers = itertools.count()  # `enumerate` would keep a reference to the old memory
     for memory in free:
-        text = rendezvous.wait(str(next(numbers)), WEIGHTS_TO_COME, source.timeout_s)
-        entries = entries_from_json(text)
+        entries = entries_from_json(
+            rendezvous.wait(str(next(numbers)), WEIGHTS_TO_COME, source.timeout_s)
+        )
         if not entries:
             yield entries, memory
             break

@@ -46,8 +46,9 @@ class ShardedSource(RendezvousSource):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `WeightSource`."""
         with self.join() as rendezvous:
-            what = "the trainer's plan of parts"
-            plan = SendPlan.from_json(rendezvous.wait(PLAN, what, self.timeout_s + GRACE_S))
+            plan = SendPlan.from_json(
+                rendezvous.wait(PLAN, "the trainer's plan of parts", self.timeout_s + GRACE_S)
+            )
             # Announced to all first: a sender starts only when all of its readers are there.
             for sender in plan.senders:
                 rendezvous.channel(sender).announce()

@@ -55,8 +55,7 @@ def open_transport(
         namespace, process, _ = left.name.removeprefix(PREFIX).split("-")
         if namespace == own_namespace and not Path("/proc", process).exists():
             shutil.rmtree(left, ignore_errors=True)
-    name = f"{PREFIX}{own_namespace}-{os.getpid()}-{secrets.token_hex(8)}"
-    directory = SHARED_MEMORY / name
+    directory = SHARED_MEMORY / f"{PREFIX}{own_namespace}-{os.getpid()}-{secrets.token_hex(8)}"
     directory.mkdir(mode=0o700)
     return SharedMemoryTransport(
         dtype, float32_names, tuple(num_workers), timeout_s, bucket_bytes, directory

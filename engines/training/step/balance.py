@@ -71,8 +71,10 @@ def balanced_partition(
         (i for i in range(len(costs)) if own_size[i] <= cap),
         key=lambda i: (-costs[i], -own_size[i], i),
     )
-    items = _Items([float(costs[i]) for i in rest], [float(own_size[i]) for i in rest], cap)
-    parts = _partition(items, num_parts - len(alone))
+    parts = _partition(
+        _Items([float(costs[i]) for i in rest], [float(own_size[i]) for i in rest], cap),
+        num_parts - len(alone),
+    )
     if parts is None:
         raise ValueError(
             f"num_parts: got {num_parts}; found no partition under max_size {max_size}; "

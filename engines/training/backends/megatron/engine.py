@@ -211,8 +211,9 @@ class MegatronEngine(BaseEngine):
 
         (path / TENSORS_DIR).mkdir(exist_ok=True)
         with self.eval_mode(), self._library():
-            regions = stored_regions(self.replica, self._stored_state)
-            write_tensors = stage_regions(path / TENSORS_DIR, regions, self._staging)
+            write_tensors = stage_regions(
+                path / TENSORS_DIR, stored_regions(self.replica, self._stored_state), self._staging
+            )
         write_rest = stage_engine_state(
             path, {}, self._own_scalars(step), self.spec.platform, self._staging
         )

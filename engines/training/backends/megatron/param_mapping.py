@@ -87,8 +87,9 @@ class _Finder:
         self._config = architecture.config
 
     def parts(self, chunk: nn.Module) -> Iterator[Part]:
-        piece = getattr(chunk, "vp_stage", None)
-        first_layer = get_transformer_layer_offset(self._config, vp_stage=piece)
+        first_layer = get_transformer_layer_offset(
+            self._config, vp_stage=getattr(chunk, "vp_stage", None)
+        )
         num_experts = self._config.num_moe_experts or 0
         first_expert = self._place.expert * (num_experts // self._layout.expert)
         is_tied = getattr(chunk, "share_embeddings_and_output_weights", False)

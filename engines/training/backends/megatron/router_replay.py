@@ -87,8 +87,7 @@ class RouteMemory:
             local = _concatenated(local, self._place.tensor_group)
         if self._layout.context > 1:
             local = _concatenated(local, self._place.context_group)
-        whole = local[: batch.num_tokens].to("cpu", torch.int16)
-        routes = whole.split(batch.lengths_B.tolist())
+        routes = local[: batch.num_tokens].to("cpu", torch.int16).split(batch.lengths_B.tolist())
         self._known[piece].update(zip(_keys(batch), routes, strict=True))
 
     def repeated(self, piece: int, batch: TokenBatch, num_local: int) -> RowRoutes:

@@ -360,10 +360,13 @@ def _from_pretrained(hf_dir: Path, model_type: ModelType) -> PreTrainedModel:
     missing = set(info["missing_keys"])
     if model_type == "value_model":
         missing = {name for name in missing if not name.startswith(VALUE_HEAD)}
-    unexpected = _new_to_both(info["unexpected_keys"], hf_dir, model_type)
     _refuse_misfits(
         hf_dir,
-        {"missing": missing, "mismatched": info["mismatched_keys"], "unexpected": unexpected},
+        {
+            "missing": missing,
+            "mismatched": info["mismatched_keys"],
+            "unexpected": _new_to_both(info["unexpected_keys"], hf_dir, model_type),
+        },
     )
     for name, parameter in model.named_parameters():
         if name in info["missing_keys"]:

@@ -96,8 +96,9 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
             head = self._model.get_submodule(VALUE_HEAD.removesuffix("."))
             compute_in_float32(cast(torch.nn.Linear, head))
         if self.spec.optimizer is not None:
-            named = list(self._named_parameters())
-            self._optimizer = make_adamw(named, self._decayed_names(), self.spec.optimizer)
+            self._optimizer = make_adamw(
+                list(self._named_parameters()), self._decayed_names(), self.spec.optimizer
+            )
 
     def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         return self.model.named_parameters()
