@@ -98,9 +98,7 @@ class _CudaOnHost(TorchFunctionMode):
 
 
 def _is_cuda(value: Any) -> bool:
-    if isinstance(value, torch.device):
-        return value.type == "cuda"
-    return isinstance(value, str) and value.partition(":")[0] == "cuda"
+    return isinstance(value, str | torch.device) and str(value).partition(":")[0] == "cuda"
 
 
 class _Idle:

@@ -123,7 +123,16 @@ def load_engine_state(
             f"{path} was trained with training.lora {_shown(scalars.lora)}; this engine has "
             f"{_shown(lora)}: it can start from those weights, not continue"
         )
-    _load_parts(path, tensors)
+    try:
+        load_sharded(path / TENSORS_DIR, tensors)
+    except CheckpointError as error:
+        if absent := _absent_parts(path, tensors):
+            raise CheckpointError(
+                f"{path}: part {', '.join(map(repr, absent))} is absent; a stage is continued with "
+                "all of it; weights alone must be asked for: export them and name them in "
+                "model.path of a new run, or begin the stage anew with --force"
+            ) from error
+        raise
     if scalars.world_size == collectives.world_size():
         file = path / _RNG_DIR / f"rank-{collectives.rank():05d}.safetensors"
         if not file.exists():
@@ -132,23 +141,13 @@ def load_engine_state(
     return scalars
 
 
-def _load_parts(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Load the tensors; explain the error if the whole model or optimizer is absent."""
-    try:
-        load_sharded(path / TENSORS_DIR, tensors)
-    except CheckpointError as error:
-        if not any((path / TENSORS_DIR).glob("shard-*.safetensors")):
-            raise
-        there = ShardedReader(path / TENSORS_DIR).names()
-        parts, held = ({name.partition(".")[0] for name in names} for names in (tensors, there))
-        absent = sorted(parts - held)
-        if not absent:
-            raise
-        raise CheckpointError(
-            f"{path}: part {', '.join(map(repr, absent))} is absent; a stage is continued with all "
-            "of it; weights alone must be asked for: export them and name them in model.path of a "
-            "new run, or begin the stage anew with --force"
-        ) from error
+def _absent_parts(path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return which of model and optimizer a checkpoint with files lacks as a whole."""
+    if not any((path / TENSORS_DIR).glob("shard-*.safetensors")):
+        return []
+    there = ShardedReader(path / TENSORS_DIR).names()
+    parts, held = ({name.partition(".")[0] for name in names} for names in (tensors, there))
+    return sorted(parts - held)
 
 
 def _shown(lora: LoraConfig | None) -> str:

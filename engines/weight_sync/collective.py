@@ -330,7 +330,15 @@ class BroadcastGroup:
             nccl._timeout = timeout
             self._group = ProcessGroupNCCL(store, rank, size, nccl)
         else:
-            self._group = _registered(backend, store, rank, size, timeout)
+            plugin = distributed_c10d.Backend._plugins[backend.upper()]
+            if plugin.extended_api:
+                options = _DistributedBackendOptions()
+                options.store, options.group_rank, options.group_size = store, rank, size
+                options.timeout, options.group_id = timeout, "weights"
+                options.global_ranks_in_group = list(range(size))
+                self._group = plugin.creator_fn(options, None)
+            else:
+                self._group = plugin.creator_fn(store, rank, size, timeout)
 
     def broadcast(self, memory: Tensor) -> None:
         """Broadcast bytes of process 0 into memory of equal size elsewhere; blocks until done."""
@@ -338,14 +346,3 @@ class BroadcastGroup:
         options.rootRank = options.rootTensor = 0
         self._group.broadcast([memory], options).wait()
         settle(memory)  # on a device `wait` blocks only the stream
-
-
-def _registered(backend: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    plugin = distributed_c10d.Backend._plugins[backend.upper()]
-    if not plugin.extended_api:
-        return plugin.creator_fn(store, rank, size, timeout)
-    options = _DistributedBackendOptions()
-    options.store, options.group_rank, options.group_size = store, rank, size
-    options.timeout, options.group_id = timeout, "weights"
-    options.global_ranks_in_group = list(range(size))
-    return plugin.creator_fn(options, None)
