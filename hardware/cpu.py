@@ -2,9 +2,9 @@
 
 import platform
 import resource
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 from hardware.base import Availability, PlatformBase
 
@@ -103,16 +103,3 @@ class CPUPlatform(PlatformBase):
 
             return torchtitan_on_cpu()
         return nullcontext()
-
-
-@contextmanager
-def replaced(owner: object, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Scope in which some attributes of a module or object have other values."""
-    before = {name: getattr(owner, name) for name in attributes}
-    for name, value in attributes.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)

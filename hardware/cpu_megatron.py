@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from hardware.cpu import replaced
+from hardware.replaced import replaced
 
 _CPU = torch.device("cpu")
 _JIT = "megatron.core.jit"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from hardware.cpu import replaced
+from hardware.replaced import replaced
 
 
 @contextmanager
