@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from hardware.replaced import replaced
+
 _CPU = torch.device("cpu")
 _JIT = "megatron.core.jit"
 _RANDOM = "megatron.core.tensor_parallel.random"
@@ -46,35 +48,26 @@ def megatron_on_cpu() -> Iterator[None]:
 
 def _enter(stack: ExitStack) -> None:
     stack.enter_context(_CudaOnHost())
-    stack.enter_context(_replaced(torch.cuda, _cuda_replacements()))
-    stack.enter_context(_replaced(torch.cuda.random, _GENERATOR))
-    stack.enter_context(
-        _replaced(torch.cuda.nvtx, {"range_push": _nothing(), "range_pop": _nothing()})
-    )
-    stack.enter_context(_replaced(torch, {"compile": _uncompiled}))
+    for owner, attributes in (
+        (torch.cuda, _cuda_replacements()),
+        (torch.cuda.random, _GENERATOR),
+        (torch.cuda.nvtx, {"range_push": _nothing(), "range_pop": _nothing()}),
+        (torch, {"compile": _uncompiled}),
+    ):
+        stack.enter_context(replaced(owner, attributes))
     with warnings.catch_warnings():
         # Megatron-Core warns about every optional CUDA library that is absent.
         warnings.simplefilter("ignore")
         names = (_JIT, _RANDOM, *_DISPATCHERS)
         jit, random, *dispatchers = (importlib.import_module(name) for name in names)
-    stack.enter_context(_replaced(jit, {"jit_fuser": _uncompiled}))
-    stack.enter_context(_replaced(random, _TRACKER))
-    # It warns that the host's generator moved: here that is the device's as well.
-    stack.enter_context(_replaced(logging.getLogger(_RANDOM), {"disabled": True}))
-    for module in dispatchers:
-        stack.enter_context(_replaced(module, {"maybe_move_tensor_to_cpu": _split_sizes}))
-
-
-@contextmanager
-def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    before = {name: getattr(owner, name) for name in attributes}
-    for name, value in attributes.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+    for owner, attributes in (
+        (jit, {"jit_fuser": _uncompiled}),
+        (random, _TRACKER),
+        # It warns that the host's generator moved: here that is the device's as well.
+        (logging.getLogger(_RANDOM), {"disabled": True}),
+        *((module, {"maybe_move_tensor_to_cpu": _split_sizes}) for module in dispatchers),
+    ):
+        stack.enter_context(replaced(owner, attributes))
 
 
 class _CudaOnHost(TorchFunctionMode):
@@ -105,9 +98,7 @@ class _CudaOnHost(TorchFunctionMode):
 
 
 def _is_cuda(value: Any) -> bool:
-    if isinstance(value, torch.device):
-        return value.type == "cuda"
-    return isinstance(value, str) and value.partition(":")[0] == "cuda"
+    return isinstance(value, str | torch.device) and str(value).partition(":")[0] == "cuda"
 
 
 class _Idle:

@@ -6,9 +6,9 @@ Promises: nothing else of TorchTitan is replaced, and leaving the scope restores
 import importlib
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
-from typing import Any
+from contextlib import ExitStack, contextmanager
+
+from hardware.replaced import replaced
 
 
 @contextmanager
@@ -19,16 +19,11 @@ def torchtitan_on_cpu() -> Iterator[None]:
     """
     import torch
 
-    stand_ins: dict[str, Any] = {"device_type": "cpu", "device_module": torch.cpu}
+    stand_ins = {"device_type": "cpu", "device_module": torch.cpu}
     importlib.import_module("torchtitan.tools.utils")
-    replaced: list[tuple[ModuleType, str, Any]] = []
     modules = [module for name, module in sys.modules.items() if name.startswith("torchtitan.")]
-    for module in modules:
-        for name in vars(module).keys() & stand_ins:
-            replaced.append((module, name, getattr(module, name)))
-            setattr(module, name, stand_ins[name])
-    try:
+    with ExitStack() as stack:
+        for module in modules:
+            held = {name: stand_ins[name] for name in vars(module).keys() & stand_ins}
+            stack.enter_context(replaced(module, held))
         yield
-    finally:
-        for module, name, value in replaced:
-            setattr(module, name, value)

@@ -6,7 +6,8 @@ platform that is not available is an error, never another platform.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from platform import machine
 
@@ -14,7 +15,7 @@ from hardware.base import Availability, PlatformBase
 from hardware.platforms import PLATFORMS
 from infra import env
 from infra.errors import ConfigError
-from infra.plugins import import_external_modules, load_row, reason_of
+from infra.plugins import Row, import_external_modules, load_row, reason_of
 
 _SETTING = PLATFORMS.setting
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -34,32 +35,34 @@ def create(name: str) -> PlatformBase:
     """
     row = PLATFORMS.find(name)
     platform_class = load_row(row, _SETTING)
-    try:
+    with _asking(row, "does not start"):
         platform: PlatformBase = platform_class()
+    platform.name = name
+    return platform
+
+
+@contextmanager
+def _asking(row: Row, problem: str) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # plugin boundary
         if row.is_ours:
             raise
         raise ConfigError(
-            _SETTING, f"{name} of {row.source} does not start ({reason_of(error)})"
+            _SETTING, f"{row.name} of {row.source} {problem} ({reason_of(error)})"
         ) from error
-    platform.name = name
-    return platform
 
 
 def availability(name: str) -> Availability:
     """Return whether a platform can be used here; one that does not load cannot."""
     try:
         platform = create(name)
+        with _asking(PLATFORMS.find(name), "cannot be probed"):
+            return platform.is_available()
     except ConfigError as error:
         return Availability(False, error.problem)
     except ImportError as error:
         return Availability(False, f"cannot be imported: {error}")
-    try:
-        return platform.is_available()
-    except Exception as error:  # noqa: BLE001  plugin boundary: a probe must not raise
-        if PLATFORMS.find(name).is_ours:
-            raise
-        return Availability(False, f"its probe failed: {reason_of(error)}")
 
 
 def detect(requested: str = "auto") -> tuple[PlatformBase, str]:

@@ -10,7 +10,7 @@ import sys
 
 from hardware.detection import availability, create, detect
 from infra.errors import ConfigError
-from infra.plugins import Row, load_row, outside_rows, reason_of
+from infra.plugins import load_row, outside_rows, reason_of
 from infra.survey_report import FoundPlatform, FoundPlugin, Refusal, SurveyReport
 
 
@@ -48,22 +48,19 @@ def find_platform(requested: str) -> SurveyReport:
 
 def survey() -> SurveyReport:
     """Report the platform of this machine, and the result of loading every plugin."""
-    plugins = tuple(_look_at(kind, row) for kind, row in outside_rows())
-    return find_platform("auto").model_copy(update={"plugins": plugins})
-
-
-def _look_at(kind: str, row: Row) -> FoundPlugin:
-    name = f"{kind}.{row.name}"
-    detail = f"{row.owner}, {row.target}"
-    try:
-        load_row(row, f"plugin {name}")
-        if kind == "platform":
-            create(row.name)
-            found = availability(row.name)
-            detail += f", {'available' if found.ok else 'not available'}: {found.reason}"
-    except ConfigError as error:
-        return FoundPlugin(name=name, detail=detail, problem=error.problem)
-    return FoundPlugin(name=name, detail=detail)
+    plugins: list[FoundPlugin] = []
+    for kind, row in outside_rows():
+        name, detail, problem = f"{kind}.{row.name}", f"{row.owner}, {row.target}", None
+        try:
+            load_row(row, f"plugin {name}")
+            if kind == "platform":
+                create(row.name)
+                found = availability(row.name)
+                detail += f", {'available' if found.ok else 'not available'}: {found.reason}"
+        except ConfigError as error:
+            problem = error.problem
+        plugins.append(FoundPlugin(name=name, detail=detail, problem=problem))
+    return find_platform("auto").model_copy(update={"plugins": tuple(plugins)})
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 """Bounded waits for something outside this process; a wait that times out raises an error.
 
+`in_thread` runs work whose result another thread waits for.
 Does not promise: to interrupt a predicate that blocks.
 """
 
 import errno
 import logging
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 from infra.errors import DeadlineError
@@ -42,6 +45,25 @@ def wait_for(
         if time.monotonic() >= ends_at:
             raise DeadlineError(what, deadline_s)
         time.sleep(poll_s)
+
+
+def in_thread(work: Callable[[], Value], name: str) -> Future[Value]:
+    """Call `work` in a daemon thread, and return the future of its result or error.
+
+    An executor's threads would keep the process from ending while `work` blocks.
+    """
+    future: Future[Value] = Future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001  thread boundary: the future carries it
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 def when_there_is_room(write: Callable[[], Value], what: str) -> Value:

@@ -5,14 +5,15 @@ marker file; a thread of the publishing process waits for all markers. This neve
 calls. The next checkpoint reuses the memory of the copy (`StagingBuffers`), since fresh memory,
 which the operating system provides page by page, costs more than the copying.
 Promises: a checkpoint appears only when every rank has written its part; an error in the background
-is raised by the next call. One checkpoint is in flight at a time.
+is raised by the next call. One checkpoint is in flight at a time. A lent buffer is not lent again.
 """
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,31 +22,28 @@ from engines import remote_files
 from engines.checkpoint.step_store import StepCheckpoint, StepCheckpoints, TrainerState
 from engines.errors import CheckpointError
 from infra.errors import DeadlineError
-from infra.waiting import wait_for
+from infra.waiting import in_thread, wait_for
 
 T = TypeVar("T")
 _WRITTEN, _FAILED = ".written-", ".failed-"
 _POLL_S = 0.05
 
 
-def write_in_background(write: Callable[[], None], path: Path, rank: int) -> threading.Thread:
-    """Write a rank's staged files in a new thread, and return the thread.
+def write_in_background(write: Callable[[], None], path: Path, rank: int) -> None:
+    """Write a rank's staged files in a new thread.
 
     It leaves `.written-<rank>` or `.failed-<rank>` in `path`, which is on the driver's disk.
     """
     disk = remote_files.current()
 
-    def run() -> None:
-        try:
-            write()
-        except Exception as error:  # noqa: BLE001  thread boundary: told through the marker
-            disk.put(path / f"{_FAILED}{rank}", f"{type(error).__name__}: {error}".encode())
-        else:
+    def leave_marker(written: Future[None]) -> None:
+        error = written.exception()
+        if error is None:
             disk.put(path / f"{_WRITTEN}{rank}", b"")
+        else:
+            disk.put(path / f"{_FAILED}{rank}", f"{type(error).__name__}: {error}".encode())
 
-    thread = threading.Thread(target=run, name=f"checkpoint-rank-{rank}", daemon=True)
-    thread.start()
-    return thread
+    in_thread(write, f"checkpoint-rank-{rank}").add_done_callback(leave_marker)
 
 
 class BackgroundSave:
@@ -59,24 +57,28 @@ class BackgroundSave:
         world_size: int,
         timeout_s: float,
     ) -> None:
-        self._checkpoints, self._step, self._state = checkpoints, step, state
-        self._world_size, self._timeout_s = world_size, timeout_s
+        self._step, self._world_size, self._timeout_s = step, world_size, timeout_s
         self._staged: Future[None] = Future()
         self._directory: Future[Path] = Future()
-        self._result: Future[StepCheckpoint] = Future()
-        threading.Thread(target=self._run, name=f"publish-step-{step}", daemon=True).start()
+        self._result: Future[StepCheckpoint] = in_thread(
+            partial(checkpoints.save, step, self._when_written, state), f"publish-step-{step}"
+        )
+        self._result.add_done_callback(self._end_without_directory)
 
     def stage(self, stage: Callable[[Path], None]) -> None:
         """Call `stage` with the directory; it returns when the ranks have copied their state.
 
         Raises `DeadlineError` or `OSError` if the directory could not be created (in time).
         """
-        try:
+        with ExitStack() as stack:
+            stack.push(self._end_staging)
             stage(self._within(self._directory, "its directory to be made"))
-        except BaseException as error:
+
+    def _end_staging(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            self._staged.set_result(None)
+        else:
             self._staged.set_exception(error)
-            raise
-        self._staged.set_result(None)
 
     @property
     def done(self) -> bool:
@@ -103,15 +105,9 @@ class BackgroundSave:
             raise DeadlineError(f"step {self._step}: {what}", self._timeout_s)
         return future.result()
 
-    def _run(self) -> None:
-        try:
-            saved = self._checkpoints.save(self._step, self._when_written, self._state)
-        except BaseException as error:  # noqa: BLE001  thread boundary: raised by result()
-            if not self._directory.done():
-                self._directory.set_exception(error)
-            self._result.set_exception(error)
-        else:
-            self._result.set_result(saved)
+    def _end_without_directory(self, saved: Future[StepCheckpoint]) -> None:
+        if not self._directory.done():
+            self._directory.set_exception(saved.exception())
 
     def _when_written(self, path: Path) -> None:
         self._directory.set_result(path)
@@ -143,8 +139,9 @@ class StagingBuffers:
         # pop is atomic, so that no other thread can take the same buffer.
         buffer = self._free.pop(key, None)
         if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-            pinned = value.device.type != "cpu"
-            buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
+            buffer = torch.empty(
+                value.shape, dtype=value.dtype, pin_memory=value.device.type != "cpu"
+            )
         return buffer.copy_(value)
 
     def give_back(self, key: object, buffer: Tensor) -> None:

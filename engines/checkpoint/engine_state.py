@@ -66,7 +66,7 @@ def save_engine_state(
     save_sharded(path / TENSORS_DIR, tensors)
     problem: OSError | None = None
     try:
-        _write_small_files(path, scalars, _rng_copy(platform), collectives.rank())
+        _write_small_files(path, scalars, platform.rng_state(), collectives.rank())
     except OSError as error:
         problem = error
     # Also a barrier: no rank continues before all files exist.
@@ -88,7 +88,8 @@ def stage_engine_state(
     (path / TENSORS_DIR).mkdir(exist_ok=True)
     write_tensors = stage_sharded(path / TENSORS_DIR, tensors, buffers)
     # Read now: the process group may be closed when the files are written.
-    rng, rank = _rng_copy(platform), collectives.rank()
+    rng = {name: tensor.clone() for name, tensor in platform.rng_state().items()}
+    rank = collectives.rank()
 
     def write() -> None:
         write_tensors()
@@ -97,19 +98,16 @@ def stage_engine_state(
     return write
 
 
-def _rng_copy(platform: PlatformBase) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in platform.rng_state().items()}
-
-
 def _write_small_files(
-    path: Path, scalars: EngineScalars, rng: dict[str, Tensor], rank: int
+    path: Path, scalars: EngineScalars, rng: Mapping[str, Tensor], rank: int
 ) -> None:
     """Write this rank's random generators and, on rank 0, the scalars."""
     (path / _RNG_DIR).mkdir(exist_ok=True)
     write_tensors(rng, path / _RNG_DIR / f"rank-{rank:05d}.safetensors")
     if rank == 0:
-        text = json.dumps(scalars.model_dump(), indent=1, sort_keys=True) + "\n"
-        (path / ENGINE_FILE).write_text(text, encoding="utf-8")
+        (path / ENGINE_FILE).write_text(
+            json.dumps(scalars.model_dump(), indent=1, sort_keys=True) + "\n", encoding="utf-8"
+        )
 
 
 def load_engine_state(
@@ -125,7 +123,16 @@ def load_engine_state(
             f"{path} was trained with training.lora {_shown(scalars.lora)}; this engine has "
             f"{_shown(lora)}, so it can start from those weights but not continue the training"
         )
-    _load_parts(path, tensors)
+    try:
+        load_sharded(path / TENSORS_DIR, tensors)
+    except CheckpointError as error:
+        if absent := _absent_parts(path, tensors):
+            raise CheckpointError(
+                f"{path}: part {', '.join(map(repr, absent))} is absent; a stage continues only "
+                "from a complete checkpoint; begin the stage anew with --force, or export its "
+                "weights and name them in model.path of a new run"
+            ) from error
+        raise
     if scalars.world_size == collectives.world_size():
         file = path / _RNG_DIR / f"rank-{collectives.rank():05d}.safetensors"
         if not file.exists():
@@ -134,23 +141,13 @@ def load_engine_state(
     return scalars
 
 
-def _load_parts(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Load the tensors; explain the error if the whole model or optimizer is absent."""
-    try:
-        load_sharded(path / TENSORS_DIR, tensors)
-    except CheckpointError as error:
-        if not any((path / TENSORS_DIR).glob("shard-*.safetensors")):
-            raise
-        there = ShardedReader(path / TENSORS_DIR).names()
-        parts, held = ({name.partition(".")[0] for name in names} for names in (tensors, there))
-        absent = sorted(parts - held)
-        if not absent:
-            raise
-        raise CheckpointError(
-            f"{path}: part {', '.join(map(repr, absent))} is absent; a stage continues only from a "
-            "complete checkpoint; begin the stage anew with --force, or export its weights and "
-            "name them in model.path of a new run"
-        ) from error
+def _absent_parts(path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return which of model and optimizer a checkpoint with files lacks as a whole."""
+    if not any((path / TENSORS_DIR).glob("shard-*.safetensors")):
+        return []
+    there = ShardedReader(path / TENSORS_DIR).names()
+    parts, held = ({name.partition(".")[0] for name in names} for names in (tensors, there))
+    return sorted(parts - held)
 
 
 def _shown(lora: LoraConfig | None) -> str:
@@ -160,10 +157,8 @@ def _shown(lora: LoraConfig | None) -> str:
 def read_scalars(path: Path) -> EngineScalars:
     """Return `engine.json`; raise `CheckpointError` if it is absent or has another schema."""
     try:
-        text = (path / ENGINE_FILE).read_text(encoding="utf-8")
+        return EngineScalars.model_validate_json((path / ENGINE_FILE).read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is not an engine checkpoint: no {ENGINE_FILE}") from error
-    try:
-        return EngineScalars.model_validate_json(text)
     except ValidationError as error:
         raise CheckpointError(f"{path / ENGINE_FILE}: {error}") from error

@@ -36,7 +36,14 @@ def write_model(
     out_dir.mkdir(parents=True, exist_ok=True)
     for source in sorted(hf_dir.iterdir()):
         shutil.copyfile(source, out_dir / source.name)
-    _set_dtype(out_dir / "config.json", dtype)
+    path = out_dir / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)
+    for section in (config, config.get("text_config")):
+        for name in QUANTIZATION if isinstance(section, dict) else ():
+            section.pop(name, None)
+    config["dtype"] = dtype
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     _write_shards(tensors, getattr(torch, dtype), out_dir, max_shard_bytes)
 
 
@@ -62,8 +69,7 @@ def _write_shards(
         stored = own_storage(converted.contiguous())
         source_bytes = 0 if stored is tensor else tensor.untyped_storage().nbytes()
         del tensor, converted  # free it before the next one is made
-        needed_bytes = min(stored.nbytes + source_bytes, max_shard_bytes // 2)
-        room_bytes = max(room_bytes, needed_bytes)
+        room_bytes = max(room_bytes, min(stored.nbytes + source_bytes, max_shard_bytes // 2))
         if shard and size_bytes + stored.nbytes > max_shard_bytes:
             flush()
         shard[name] = stored
@@ -88,19 +94,10 @@ def _name_shards(parts: list[list[str]], total_bytes: int, out_dir: Path) -> Non
         (out_dir / _part_name(number)).rename(out_dir / final)
         weight_map.update(dict.fromkeys(names, final))
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    (out_dir / f"{_WEIGHTS}.safetensors.index.json").write_text(text, encoding="utf-8")
+    (out_dir / f"{_WEIGHTS}.safetensors.index.json").write_text(
+        json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
 
 
 def _part_name(number: int) -> str:
     return f"part-{number:05d}.safetensors"
-
-
-def _set_dtype(path: Path, dtype: str) -> None:
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config.pop("torch_dtype", None)
-    for section in (config, config.get("text_config")):
-        for name in QUANTIZATION if isinstance(section, dict) else ():
-            section.pop(name, None)
-    config["dtype"] = dtype
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

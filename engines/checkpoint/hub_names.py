@@ -90,8 +90,9 @@ class Slot:
 
     def view(self, parameter: Tensor) -> Tensor:
         """Return a writable view of this part of the (contiguous) parameter."""
-        offset = parameter.storage_offset() + self.offset
-        return parameter.detach().as_strided(self.size, self.stride, offset)
+        return parameter.detach().as_strided(
+            self.size, self.stride, parameter.storage_offset() + self.offset
+        )
 
 
 def hub_slots(model: PreTrainedModel) -> dict[str, Slot]:
@@ -114,7 +115,9 @@ def hub_slots(model: PreTrainedModel) -> dict[str, Slot]:
             if part is empty:
                 slots[on_disk] = Slot(name, shape, parameter.stride(), 0)
             elif part.untyped_storage()._cdata == empty.untyped_storage()._cdata:
-                slots[on_disk] = _slot_of_view(name, part)
+                steps = zip(part.shape, part.stride(), strict=True)
+                stride = tuple(step if size > 1 else 1 for size, step in steps)
+                slots[on_disk] = Slot(name, tuple(part.shape), stride, int(part.storage_offset()))
             else:
                 computed[on_disk] = name
     if computed:
@@ -141,13 +144,6 @@ class _CopiesLeftOut(TorchFunctionMode):
         # Tensor.view fails on a tensor that was not made contiguous.
         called = Tensor.reshape if func is Tensor.view else func
         return called(*args, **(kwargs or {}))
-
-
-def _slot_of_view(parameter: str, part: Tensor) -> Slot:
-    stride = tuple(
-        step if size > 1 else 1 for size, step in zip(part.shape, part.stride(), strict=True)
-    )
-    return Slot(parameter, tuple(part.shape), stride, int(part.storage_offset()))
 
 
 class HubNames:

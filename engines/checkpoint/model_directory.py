@@ -153,8 +153,7 @@ def check_finite(path: Path) -> None:
     for file in _weight_files(path):
         with safe_open(file, framework="pt") as stored:
             for name in stored.keys():  # noqa: SIM118  it is no mapping
-                tensor = stored.get_tensor(name)
-                num_spoiled = int(torch.isfinite(tensor).logical_not().sum())
+                num_spoiled = int(torch.isfinite(stored.get_tensor(name)).logical_not().sum())
                 if num_spoiled:
                     raise ConfigError(
                         _FIELD,

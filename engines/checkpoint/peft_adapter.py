@@ -38,5 +38,6 @@ def write_peft_adapter(
         "target_modules": target_modules if isinstance(target_modules, str) else [*target_modules],
         "bias": "none",
     }
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    (path / "adapter_config.json").write_text(text, encoding="utf-8")
+    (path / "adapter_config.json").write_text(
+        json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )

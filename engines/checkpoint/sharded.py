@@ -61,8 +61,9 @@ def stage_sharded(
 
 def _save(writer: "_SafetensorsWriter", path: Path, tensors: Mapping[str, Tensor]) -> None:
     with _own_errors("save", path):
-        alone = not dist.is_initialized()
-        state_dict_saver.save(dict(tensors), storage_writer=writer, no_dist=alone)
+        state_dict_saver.save(
+            dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized()
+        )
 
 
 def load_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -76,8 +77,9 @@ def load_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """
     reader = _Reader(str(path))
     with _own_errors("load", path, reader):
-        alone = not dist.is_initialized()
-        state_dict_loader.load(dict(tensors), storage_reader=reader, no_dist=alone)
+        state_dict_loader.load(
+            dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized()
+        )
 
 
 class _Reader(HuggingFaceStorageReader):
@@ -128,23 +130,16 @@ class _SafetensorsWriter(StorageWriter):
         # Read now: the process group may be closed when staged copies are written.
         self._rank = collectives.rank()
         self._buffers = buffers
-        self._staged: list[tuple[dict[str, Tensor], dict[str, dict[str, list[int]]]]] = []
+        self._staged: list[tuple[dict[str, Tensor], dict[str, list[int]]]] = []
 
     def write_staged(self) -> None:
         """Write the copies and give their memory back."""
         for part, (tensors, offsets) in enumerate(self._staged):
-            self._write(part, tensors, offsets)
+            write_shard(self._path, self._rank, part, tensors, offsets)
             for name, tensor in tensors.items():
                 if self._buffers is not None:
                     self._buffers.give_back((part, name), tensor)
         self._staged = []
-
-    def _write(
-        self, part: int, tensors: dict[str, Tensor], offsets: dict[str, dict[str, list[int]]]
-    ) -> None:
-        info = json.dumps(offsets, sort_keys=True)
-        name = f"shard-{self._rank:05d}-{part:05d}.safetensors"
-        write_tensors(tensors, self._path / name, {SHARDING_INFO: info})
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Do nothing: no state is kept between saves."""
@@ -165,26 +160,23 @@ class _SafetensorsWriter(StorageWriter):
         results: list[WriteResult] = []
         for part, items in enumerate(_parts(plan.items)):
             tensors: dict[str, Tensor] = {}
-            offsets: dict[str, dict[str, list[int]]] = {}
+            offsets: dict[str, list[int]] = {}
             for item in items:
                 value = cast(Tensor, planner.resolve_data(item)).detach()
                 name = item.index.fqn
-                tensors[name] = self._on_host((part, name), value)
-                offsets[name] = {"saved_offsets": list(_chunk(item).offsets)}
-                size = value.numel() * value.element_size()
-                results.append(WriteResult(item.index, size, None))
+                if self._buffers is not None:
+                    tensors[name] = self._buffers.copy((part, name), value)
+                else:
+                    tensors[name] = own_storage(value.cpu().contiguous())
+                offsets[name] = list(_chunk(item).offsets)
+                results.append(WriteResult(item.index, value.nbytes, None))
             if self._buffers is not None:
                 self._staged.append((tensors, offsets))
             else:
-                self._write(part, tensors, offsets)
+                write_shard(self._path, self._rank, part, tensors, offsets)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
-
-    def _on_host(self, key: tuple[int, str], value: Tensor) -> Tensor:
-        if self._buffers is not None:
-            return self._buffers.copy(key, value)
-        return own_storage(value.cpu().contiguous())
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Do nothing: the headers replace an index."""
@@ -193,6 +185,20 @@ class _SafetensorsWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         """Return False: the writer is only used through an instance."""
         return False
+
+
+def write_shard(
+    path: Path,
+    rank: int,
+    part: int,
+    tensors: Mapping[str, Tensor],
+    offsets: Mapping[str, Sequence[int]],
+) -> None:
+    """Write a rank's file number `part`: pieces of tensors, and where in the tensors they begin."""
+    places = {name: {"saved_offsets": list(offset)} for name, offset in offsets.items()}
+    info = json.dumps(places, sort_keys=True)
+    name = f"shard-{rank:05d}-{part:05d}.safetensors"
+    write_tensors(tensors, path / name, {SHARDING_INFO: info})
 
 
 def _chunk(item: WriteItem) -> Any:
@@ -243,8 +249,9 @@ class ShardedReader:
                 places = json.loads(info)
                 for name in shard.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
                     shape = tuple(shard.get_slice(name).get_shape())
-                    piece = _Piece(file, tuple(places[name]["saved_offsets"]), shape)
-                    self._pieces.setdefault(name, []).append(piece)
+                    self._pieces.setdefault(name, []).append(
+                        _Piece(file, tuple(places[name]["saved_offsets"]), shape)
+                    )
 
     def names(self) -> list[str]:
         """Return the sorted names of the tensors."""

@@ -102,8 +102,9 @@ class StepCheckpoints:
         try:
             (tmp / CHECKPOINT_DIR).mkdir(parents=True)
             self._write(write, tmp)
-            content = {"step": state.step, "values": dict(state.values)}
-            (tmp / TRAINER_NAME).write_bytes(canonical_json(content) + b"\n")
+            (tmp / TRAINER_NAME).write_bytes(
+                canonical_json({"step": state.step, "values": dict(state.values)}) + b"\n"
+            )
             manifest = build_manifest(tmp, STEP_KIND)
             write_manifest(tmp, manifest)
             self._before_publish()

@@ -38,8 +38,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def own_storage(tensor: Tensor) -> Tensor:
     """Return the tensor, or a copy if it is a view: writing a view writes its whole storage."""
-    is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
-    return tensor.clone() if is_part else tensor
+    return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
 
 
 def disk_error(error: BaseException, path: Path) -> BaseException:

@@ -192,8 +192,9 @@ class BaseEngine(EngineBackend):
 
         with self.train_mode(), self._meter.step(ready.work):
             self.optimizer_zero_grad()
-            micro_batches = [micro.batch for micro in ready.micro_batches]
-            self._forward_backward(micro_batches, scaled_loss, readouts)
+            self._forward_backward(
+                [micro.batch for micro in ready.micro_batches], scaled_loss, readouts
+            )
             loss, metrics, spoiled = self._reduced(totals)
             if not math.isfinite(loss):
                 size = self.data_parallel_size
@@ -224,7 +225,12 @@ class BaseEngine(EngineBackend):
                 if micro.token_index_T is not None:  # None: a filler micro-batch
                     columns[:, micro.token_index_T] = to_columns(output, micro.batch)
             self._end_inference()
-            columns = self._from_last_stage(columns)
+            group = self.pipeline_group
+            if group is not None:
+                on_device = columns.to(self.spec.platform.device())
+                last = dist.get_global_rank(group, dist.get_world_size(group) - 1)
+                collectives.broadcast(on_device, src=last, group=group)
+                columns = on_device.cpu()
         return from_columns(columns, batch, readouts, model_type)
 
     def optimizer_step(self) -> float:
@@ -284,8 +290,9 @@ class BaseEngine(EngineBackend):
     @cached_property
     def _meter(self) -> StepMeter:
         # Not in the constructor: there is no process group yet.
-        peak = self.spec.platform.peak_flops_per_s(self.spec.training.dtype)
-        return StepMeter(self.world_size, peak)
+        return StepMeter(
+            self.world_size, self.spec.platform.peak_flops_per_s(self.spec.training.dtype)
+        )
 
     def _join_ranks(self, *, alone_too: bool = True) -> None:
         """Seed this rank if it trains; create a process group of one rank if there is none."""
@@ -331,15 +338,6 @@ class BaseEngine(EngineBackend):
         last = dist.get_world_size(group) - 1
         reduced = totals.reduce(self.data_parallel_group) if dist.get_rank(group) == last else None
         return tuple(collectives.broadcast_json(reduced, last, group, self.spec.platform.device()))
-
-    def _from_last_stage(self, columns: Tensor) -> Tensor:
-        group = self.pipeline_group
-        if group is None:
-            return columns
-        on_device = columns.to(self.spec.platform.device())
-        last = dist.get_global_rank(group, dist.get_world_size(group) - 1)
-        collectives.broadcast(on_device, src=last, group=group)
-        return on_device.cpu()
 
 
 def flops_of(spec: EngineSpec) -> TrainingFlops | None:

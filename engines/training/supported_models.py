@@ -51,8 +51,7 @@ def check_packed(hf_dir: Path, config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: names the unsupported feature.
     """
-    lacking = unusual_attention(config)
-    if lacking is not None:
+    if lacking := unusual_attention(config):
         raise ConfigError(
             "model.path",
             f"got {hf_dir}, a {config.get('model_type')} model with {lacking}; need attention that "
@@ -74,11 +73,7 @@ def check_megatron(hf_dir: Path, config: Mapping[str, Any]) -> None:
         and config.get("num_experts_per_tok") == 1,
     }
     problem = _problem(config, MEGATRON_MODELS, ("default", "linear", "llama3"), unlike)
-    if problem is not None:
-        raise ConfigError(
-            "model.path",
-            f"got {hf_dir}, {problem}; choose another, or set training.backend: fsdp2",
-        )
+    _refuse(hf_dir, problem, "set training.backend: fsdp2")
 
 
 def check_torchtitan(hf_dir: Path, config: Mapping[str, Any]) -> None:
@@ -93,10 +88,12 @@ def check_torchtitan(hf_dir: Path, config: Mapping[str, Any]) -> None:
         f"layers of type {', '.join(sorted(layer_types))}": layer_types,
     }
     problem = _problem(config, TITAN_HEAD_NORMS, ("default",), unlike)
+    _refuse(hf_dir, problem, "another training.backend")
+
+
+def _refuse(hf_dir: Path, problem: str | None, choice: str) -> None:
     if problem is not None:
-        raise ConfigError(
-            "model.path", f"got {hf_dir}, {problem}; choose another, or another training.backend"
-        )
+        raise ConfigError("model.path", f"got {hf_dir}, {problem}; choose another, or {choice}")
 
 
 def _problem(

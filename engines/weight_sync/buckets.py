@@ -8,6 +8,7 @@ a bucket get views, no copies.
 
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
@@ -54,8 +55,7 @@ class CastStream(Iterator[tuple[str, Tensor]]):
     @property
     def sent(self) -> WeightDigest:
         """Digest of the tensors so far."""
-        digest = combine(self._checksums.items())
-        return WeightDigest(digest, len(self._checksums), self._num_bytes)
+        return WeightDigest(combine(self._checksums.items()), len(self._checksums), self._num_bytes)
 
 
 def received_dtype(
@@ -72,7 +72,7 @@ def received_dtype(
 
 @contextmanager
 def in_step(tensors: Iterable[object]) -> Iterator[None]:
-    """Consume the rest of `tensors` before a lost receiver's error is raised.
+    """Consume the rest of `tensors` after the block, also if a receiver is lost.
 
     All ranks gather each tensor together: one that stopped midway would leave the others waiting.
     """
@@ -80,9 +80,9 @@ def in_step(tensors: Iterable[object]) -> Iterator[None]:
         yield
     except (ReceiverGoneError, DeadlineError):
         if world_size() > 1:
-            for _ in tensors:
-                pass
+            deque(tensors, maxlen=0)
         raise
+    deque(tensors, maxlen=0)
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,13 @@ Does not promise encryption. Checksums of entries are passed on, not verified.
 
 import itertools
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,9 +50,11 @@ from engines.weight_sync.rendezvous import (
     first_line,
 )
 from infra.errors import DeadlineError, PipelineError
+from infra.waiting import in_thread
 
 NUM_BUCKETS = 2
 ALL_CAME, ALL_TAKEN = "all came", "all taken"
+WEIGHTS_TO_COME = "the trainer to send weights"
 
 Bucket = tuple[list[Entry], Tensor]
 Item = TypeVar("Item")
@@ -66,8 +67,7 @@ class CollectiveSource(RendezvousSource):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `WeightSource`; a tensor is a view of a bucket, valid until the next one."""
-        rendezvous = self.join()
-        with rendezvous.reporting():
+        with self.join() as rendezvous:
             rendezvous.announce()
             with receiving(rendezvous) as entries:
                 for entry, tensor in entries:
@@ -83,14 +83,14 @@ class CollectiveTransport(RendezvousTransport):
     def send(self, tensors: Iterator[tuple[str, Tensor]]) -> WeightDigest:
         """See `Transport`; rank 0 sends, the other ranks only compute the digest."""
         stream = CastStream(tensors, getattr(torch, self.dtype), self.float32_names)
-        with in_step(tensors):
+        with in_step(stream):
             if rank() == 0:
-                rendezvous = self.sources[0].join(ReceiverGoneError)
-                with rendezvous.reporting(), sending(rendezvous, self.bucket_bytes) as packer:
+                with (
+                    self.sources[0].join(ReceiverGoneError) as rendezvous,
+                    sending(rendezvous, self.bucket_bytes) as packer,
+                ):
                     for name, tensor in stream:
                         packer.add(name, tensor)
-        for _ in stream:  # on ranks that do not send
-            pass
         return stream.sent
 
 
@@ -151,8 +151,8 @@ class CollectiveThread(Generic[Item, Result]):
     ) -> None:
         self._rendezvous, self._work = rendezvous, work
         self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[Result | Exception] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="weights", daemon=True).start()
+        self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
+        self._ended = in_thread(self._run, "weights")
 
     def put(self, item: Item | None) -> None:
         """Pass an item to the thread; None ends it."""
@@ -166,31 +166,29 @@ class CollectiveThread(Generic[Item, Result]):
             DeadlineError: nothing came within `timeout_s`.
         """
         end = time.monotonic() + timeout_s
-        result: Result | Exception | None = None
-        while result is None:
+        while True:
             self._rendezvous.check()
             try:
-                result = self._results.get(timeout=WATCH_S)
+                return self._results.get(timeout=WATCH_S)
             except queue.Empty:
+                if self._ended.done():
+                    self._raise_failure()
                 if time.monotonic() > end:
                     raise DeadlineError(what, timeout_s) from None
-        if isinstance(result, Exception):
-            self._rendezvous.check()  # that process's own error says more than a broken connection
-            raise result
-        return result
 
     def _run(self) -> None:
-        try:
-            for result in self._work(iter(self._items.get, None)):
-                self._results.put(result)
-                del result  # the caller may free a bucket while the next one is on its way
-        except PipelineError as error:
-            self._results.put(error)
-        except Exception as error:  # noqa: BLE001  thread boundary: raised by get()
-            text = f"a peer of the broadcast is gone: {first_line(error)}"
-            lost = self._rendezvous.error(text)
-            lost.__cause__ = error
-            self._results.put(lost)
+        for result in self._work(iter(self._items.get, None)):
+            self._results.put(result)
+            del result  # the caller may free a bucket while the next one is on its way
+
+    def _raise_failure(self) -> NoReturn:
+        self._rendezvous.check()  # that process's own error says more than a broken connection
+        error = self._ended.exception()
+        if isinstance(error, PipelineError):
+            raise error
+        raise self._rendezvous.error(
+            f"a peer of the broadcast is gone: {first_line(error)}"
+        ) from error
 
 
 class _BucketSender:
@@ -198,7 +196,7 @@ class _BucketSender:
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous, self._device = rendezvous, _device(rendezvous.source)
-        self._number = 0
+        self._numbers = itertools.count()
         self._memory = _memory(0, self._device)
         self.thread = CollectiveThread[Bucket, Tensor](rendezvous, self._broadcast)
 
@@ -219,15 +217,14 @@ class _BucketSender:
         """Wait until all was sent, and announce the end."""
         for _ in range(NUM_BUCKETS):
             self._free_bucket()
-        self._say([])
+        self._announce([])
 
-    def _say(self, entries: Sequence[Entry]) -> None:
-        self._rendezvous.say(str(self._number), entries_to_json(entries))
-        self._number += 1
+    def _announce(self, entries: Sequence[Entry]) -> None:
+        self._rendezvous.say(str(next(self._numbers)), entries_to_json(entries))
 
     def _free_bucket(self) -> Tensor:
-        what = "the rollout engines to read on"
-        return self.thread.get(what, self._rendezvous.source.timeout_s)
+        timeout_s = self._rendezvous.source.timeout_s
+        return self.thread.get("the rollout engines to read on", timeout_s)
 
     def _broadcast(self, filled: Iterator[Bucket]) -> Iterator[Tensor]:
         """Yield empty buckets, then each bucket once it was sent; runs in the thread.
@@ -238,7 +235,7 @@ class _BucketSender:
             yield _memory(0, self._device)
         group = _group(self._rendezvous, 0)
         for entries, memory in filled:
-            self._say(entries)
+            self._announce(entries)
             group.broadcast(memory[: entries[-1].end_bytes])
             yield memory
 
@@ -251,8 +248,9 @@ def _fetch(
     group = _group(rendezvous, source.reader + 1)
     numbers = itertools.count()  # `enumerate` would keep a reference to the old memory
     for memory in free:
-        what = "the trainer to send weights"
-        entries = entries_from_json(rendezvous.wait(str(next(numbers)), what, source.timeout_s))
+        entries = entries_from_json(
+            rendezvous.wait(str(next(numbers)), WEIGHTS_TO_COME, source.timeout_s)
+        )
         if not entries:
             yield entries, memory
             break
@@ -269,7 +267,7 @@ def _fetch(
 def _entries(
     thread: CollectiveThread[Tensor, Bucket], timeout_s: float
 ) -> Iterator[tuple[Entry, Tensor]]:
-    while (bucket := thread.get("the trainer to send weights", timeout_s))[0]:
+    while (bucket := thread.get(WEIGHTS_TO_COME, timeout_s))[0]:
         entries, memory = bucket
         for entry in entries:
             yield entry, entry.view(memory)
@@ -278,10 +276,15 @@ def _entries(
 
 
 def _group(rendezvous: Rendezvous, number: int) -> "BroadcastGroup":
-    source, timeout_s = rendezvous.source, rendezvous.source.timeout_s + GRACE_S
-    size = source.num_readers + 1
-    store, address = rendezvous.store, rendezvous.address
-    return BroadcastGroup(source.backend, store, number, size, address, timeout_s)
+    source = rendezvous.source
+    return BroadcastGroup(
+        source.backend,
+        rendezvous.store,
+        number,
+        source.num_readers + 1,
+        rendezvous.address,
+        source.timeout_s + GRACE_S,
+    )
 
 
 def _device(source: RendezvousSource) -> torch.device:
@@ -327,7 +330,15 @@ class BroadcastGroup:
             nccl._timeout = timeout
             self._group = ProcessGroupNCCL(store, rank, size, nccl)
         else:
-            self._group = _registered(backend, store, rank, size, timeout)
+            plugin = distributed_c10d.Backend._plugins[backend.upper()]
+            if plugin.extended_api:
+                options = _DistributedBackendOptions()
+                options.store, options.group_rank, options.group_size = store, rank, size
+                options.timeout, options.group_id = timeout, "weights"
+                options.global_ranks_in_group = list(range(size))
+                self._group = plugin.creator_fn(options, None)
+            else:
+                self._group = plugin.creator_fn(store, rank, size, timeout)
 
     def broadcast(self, memory: Tensor) -> None:
         """Broadcast bytes of process 0 into memory of equal size elsewhere; blocks until done."""
@@ -335,14 +346,3 @@ class BroadcastGroup:
         options.rootRank = options.rootTensor = 0
         self._group.broadcast([memory], options).wait()
         settle(memory)  # on a device `wait` blocks only the stream
-
-
-def _registered(backend: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    plugin = distributed_c10d.Backend._plugins[backend.upper()]
-    if not plugin.extended_api:
-        return plugin.creator_fn(store, rank, size, timeout)
-    options = _DistributedBackendOptions()
-    options.store, options.group_rank, options.group_size = store, rank, size
-    options.timeout, options.group_id = timeout, "weights"
-    options.global_ranks_in_group = list(range(size))
-    return plugin.creator_fn(options, None)

@@ -8,6 +8,7 @@ At most one tensor waits while another is read. If one side fails, the other end
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -37,12 +38,10 @@ class InProcessTransport:
         """See `Transport`."""
         stream = CastStream(tensors, self._dtype, self._float32_names)
         try:
-            for item in stream:
+            for item in chain(stream, [None]):
                 self._put(item)
-            self._put(None)
-        except BaseException:
+        finally:
             self.stop()
-            raise
         return stream.sent
 
     def stop(self) -> None:

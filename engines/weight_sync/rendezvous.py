@@ -125,14 +125,15 @@ class RendezvousSource(ABC):
         except (OSError, RuntimeError) as problem:
             what = f"the transfer of weights at {self.host}:{self.port} is over"
             raise error(f"{what}: {first_line(problem)}") from problem
-        of_transfer = PrefixStore(self.token, store)
-        return Rendezvous(self, address, error, of_transfer, of_transfer)
+        store = PrefixStore(self.token, store)
+        return Rendezvous(self, address, error, store, store)
 
 
 @dataclass(frozen=True)
 class Rendezvous:
     """One process's view of the rendezvous; raises `error` when a process gave up.
 
+    As a context it tells the other processes when the block fails.
     `address` is this machine's address as seen from the store's host. `store` holds the keys of
     this view, `failures` the failure message of the whole transfer.
     """
@@ -142,6 +143,21 @@ class Rendezvous:
     error: type[WeightSyncError]
     failures: Store
     store: Store
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Report the block's failure to the other processes; only the first report counts."""
+        if error is None:
+            return
+        is_sender = self.error is ReceiverGoneError
+        who = "the trainer" if is_sender else f"rollout engine {self.source.reader}"
+        text = SENDER_GAVE_UP if is_sender else f"{who} gave up while it took weights"
+        if isinstance(error, PipelineError):
+            text = f"{who}: {error}"
+        with self._reached():
+            self.failures.compare_set(FAILED, "", text)
 
     def channel(self, number: int) -> "Rendezvous":
         """Return a view with its own keys; a failure reported there reaches every view."""
@@ -187,27 +203,13 @@ class Rendezvous:
                 raise DeadlineError(what, timeout_s)
             time.sleep(POLL_S)
 
-    def await_readers(self, key: str, to: str) -> None:
-        """Wait for the key of every reader; `to` says in error texts what a reader has to do."""
-        for reader in range(self.source.num_readers):
-            what = f"rollout engine {reader} to {to}"
-            self.wait(f"{key} {reader}", what, self.source.timeout_s)
-
-    @contextmanager
-    def reporting(self) -> Iterator[None]:
-        """Report an error of the block to the other processes (the first counts); raise it on."""
-        if self.error is ReceiverGoneError:
-            who, gave_up = "the trainer", SENDER_GAVE_UP
-        else:
-            who = f"rollout engine {self.source.reader}"
-            gave_up = f"{who} gave up while it took weights"
-        try:
-            yield
-        except BaseException as error:
-            text = f"{who}: {error}" if isinstance(error, PipelineError) else gave_up
-            with self._reached():
-                self.failures.compare_set(FAILED, "", text)
-            raise
+    def await_readers(self, key: str, to: str) -> list[str]:
+        """Return the text of every reader's key; `to` says in error texts what a reader must do."""
+        timeout_s = self.source.timeout_s
+        return [
+            self.wait(f"{key} {reader}", f"rollout engine {reader} to {to}", timeout_s)
+            for reader in range(self.source.num_readers)
+        ]
 
     @contextmanager
     def _reached(self) -> Iterator[None]:
@@ -218,6 +220,6 @@ class Rendezvous:
             raise self.error(f"the store of the transfer is gone: {first_line(error)}") from error
 
 
-def first_line(error: BaseException) -> str:
+def first_line(error: object) -> str:
     """Return an error's message without torch's stack trace."""
     return str(error).partition("\n")[0]

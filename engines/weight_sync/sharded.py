@@ -12,7 +12,8 @@ Does not promise that a part was put in its place: the probe after a sync checks
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, astuple, dataclass, replace
 from itertools import chain
@@ -30,7 +31,6 @@ from engines.weight_sync.buckets import Entry, Packer, in_step, received_dtype
 from engines.weight_sync.collective import receiving, sending
 from engines.weight_sync.rendezvous import (
     GRACE_S,
-    Rendezvous,
     RendezvousSource,
     RendezvousTransport,
 )
@@ -45,10 +45,10 @@ class ShardedSource(RendezvousSource):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `WeightSource`."""
-        rendezvous = self.join()
-        with rendezvous.reporting():
-            what = "the trainer's plan of parts"
-            plan = SendPlan.from_json(rendezvous.wait(PLAN, what, self.timeout_s + GRACE_S))
+        with self.join() as rendezvous:
+            plan = SendPlan.from_json(
+                rendezvous.wait(PLAN, "the trainer's plan of parts", self.timeout_s + GRACE_S)
+            )
             # Announced to all first: a sender starts only when all of its readers are there.
             for sender in plan.senders:
                 rendezvous.channel(sender).announce()
@@ -111,18 +111,21 @@ class ShardedTransport(RendezvousTransport):
         stream, problem = _CastShards(shards, self), None
         rendezvous = self.sources[0].join(ReceiverGoneError)
         try:
-            with rendezvous.reporting(), in_step(stream):
+            with rendezvous, in_step(stream):
                 if rank() == 0:
                     rendezvous.say(PLAN, plan.to_json())
                 if rank() in plan.senders:
                     with sending(rendezvous.channel(rank()), self.round_bytes) as packer:
                         stream.pack(plan, packer)
-                for _ in stream:  # on ranks that send nothing
-                    pass
         except (ReceiverGoneError, DeadlineError) as error:
             problem = error
         _compare_ranks(problem, stream.checksums)
-        return _held_by_all(rendezvous)
+        texts = rendezvous.await_readers("held", "say what it holds")
+        held = [WeightDigest(**json.loads(text)) for text in texts]
+        for reader, each in enumerate(held):
+            if each != held[0]:
+                raise WeightSyncError(f"rollout engine 0 holds {held[0]}, {reader} holds {each}")
+        return held[0]
 
     def dtype_of(self, shard: WeightShard) -> torch.dtype:
         """Return the dtype in which receivers hold a shard."""
@@ -161,11 +164,23 @@ class _CastShards(Iterator[WeightShard]):
 def _assemble(
     each: "Round", arriving: Mapping[int, Iterator[tuple[Entry, Tensor]]]
 ) -> dict[str, Tensor]:
-    """Return the whole weights of a round, from parts that are valid until the sender's next."""
+    """Return the whole weights of a round, from parts that are valid until the sender's next.
+
+    Raises:
+        WeightSyncError: a part is absent, or its name, shape or checksum is another.
+    """
     weights: dict[str, Tensor] = {}
     for sender, places in enumerate(each.parts):
         for place in places:
-            part = _next_part(sender, arriving[sender], place)
+            entry, part = next(arriving[sender], (None, None))
+            if entry is None or part is None:
+                raise WeightSyncError(f"{_key(place)}: rank {sender} did not send it")
+            if (entry.name, tuple(entry.shape)) != (place.name, place.shape):
+                raise WeightSyncError(
+                    f"{_key(place)}: rank {sender} sent {entry.name} of shape {entry.shape}"
+                )
+            if tensor_checksum(part) != entry.checksum:
+                raise WeightSyncError(f"{_key(place)}: what rank {sender} sent is not what arrived")
             if place.name not in weights:
                 weights[place.name] = torch.empty(place.whole, dtype=part.dtype, device=part.device)
             weights[place.name][place.slices] = part
@@ -182,20 +197,6 @@ def _begun(parts: Iterator[tuple[Entry, Tensor]]) -> Iterator[tuple[Entry, Tenso
     return parts if first is None else chain((first,), parts)
 
 
-def _next_part(sender: int, parts: Iterator[tuple[Entry, Tensor]], place: WeightPlace) -> Tensor:
-    """Return a sender's next part after checking name, shape and checksum."""
-    entry, tensor = next(parts, (None, None))
-    if entry is None or tensor is None:
-        raise WeightSyncError(f"{_key(place)}: rank {sender} did not send it")
-    if (entry.name, tuple(entry.shape)) != (place.name, place.shape):
-        raise WeightSyncError(
-            f"{_key(place)}: rank {sender} sent {entry.name} of shape {entry.shape}"
-        )
-    if tensor_checksum(tensor) != entry.checksum:
-        raise WeightSyncError(f"{_key(place)}: what rank {sender} sent is not what arrived")
-    return tensor
-
-
 def _compare_ranks(problem: Exception | None, checksums: Mapping[str, str]) -> None:
     """Raise if a rank could not send, or ranks hold unequal copies of a part. Collective."""
     mine = json.dumps([str(problem) if problem else None, dict(checksums)])
@@ -210,20 +211,6 @@ def _compare_ranks(problem: Exception | None, checksums: Mapping[str, str]) -> N
             first, expected = seen.setdefault(key, (number, checksum))
             if checksum != expected:
                 raise WeightSyncError(f"{key}: ranks {first} and {number} hold unequal copies")
-
-
-def _held_by_all(rendezvous: Rendezvous) -> WeightDigest:
-    """Return the digest that all readers report."""
-    held: list[WeightDigest] = []
-    for reader in range(rendezvous.source.num_readers):
-        what = f"rollout engine {reader} to say what it holds"
-        text = rendezvous.wait(f"held {reader}", what, rendezvous.source.timeout_s)
-        held.append(WeightDigest(**json.loads(text)))
-        if held[reader] != held[0]:
-            raise WeightSyncError(
-                f"rollout engine 0 holds {held[0]}, {reader} holds {held[reader]}"
-            )
-    return held[0]
 
 
 def _key(place: WeightPlace) -> str:
@@ -282,12 +269,17 @@ def make_plan(
     Raises:
         WeightSyncError: parts do not cover a weight, or ranks' reading orders contradict.
     """
-    _check_cover(place for places in owned for place in places)
+    num_held = Counter[tuple[str, tuple[int, ...]]]()
+    for place in chain(*owned):
+        num_held[place.name, place.whole] += place.num_values
+    for (name, whole), held in num_held.items():
+        if held != math.prod(whole):
+            raise WeightSyncError(f"{name}: the ranks hold {held} of its {math.prod(whole)} values")
     groups = _inseparable([[place.name for place in places] for places in owned])
     orders = [list(dict.fromkeys(groups[place.name] for place in places)) for places in owned]
-    group_bytes: dict[str, int] = {}
+    group_bytes = Counter[str]()
     for name, group in groups.items():
-        group_bytes[group] = group_bytes.get(group, 0) + num_bytes[name]
+        group_bytes[group] += num_bytes[name]
     number_of: dict[str, int] = {}
     number, filled = 0, 0
     for group in _merged(orders):
@@ -300,18 +292,6 @@ def make_plan(
         for place in places:
             parts[number_of[groups[place.name]]][sender].append(place)
     return SendPlan(tuple(Round(tuple(tuple(own) for own in each)) for each in parts))
-
-
-def _check_cover(places: Iterable[WeightPlace]) -> None:
-    found: dict[tuple[str, tuple[int, ...]], int] = {}
-    for place in places:
-        key = (place.name, place.whole)
-        found[key] = found.get(key, 0) + place.num_values
-    for (name, whole), num_values in found.items():
-        if num_values != math.prod(whole):
-            raise WeightSyncError(
-                f"{name}: the ranks hold {num_values} of its {math.prod(whole)} values"
-            )
 
 
 def _inseparable(orders: Sequence[Sequence[str]]) -> dict[str, str]:

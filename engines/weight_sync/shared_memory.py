@@ -6,13 +6,14 @@ Promises: if one side fails or does not come, the others end with an error by th
 memory of a killed sender is freed by the next one. Tensors on a device are copied to the host.
 """
 
+import itertools
 import mmap
 import os
 import secrets
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,8 +55,7 @@ def open_transport(
         namespace, process, _ = left.name.removeprefix(PREFIX).split("-")
         if namespace == own_namespace and not Path("/proc", process).exists():
             shutil.rmtree(left, ignore_errors=True)
-    name = f"{PREFIX}{own_namespace}-{os.getpid()}-{secrets.token_hex(8)}"
-    directory = SHARED_MEMORY / name
+    directory = SHARED_MEMORY / f"{PREFIX}{own_namespace}-{os.getpid()}-{secrets.token_hex(8)}"
     directory.mkdir(mode=0o700)
     return SharedMemoryTransport(
         dtype, float32_names, tuple(num_workers), timeout_s, bucket_bytes, directory
@@ -88,11 +88,11 @@ class SharedMemoryTransport:
     def send(self, tensors: Iterator[tuple[str, Tensor]]) -> WeightDigest:
         """See `Transport`; rank 0 sends, the other ranks only compute the digest."""
         stream = CastStream(tensors, getattr(torch, self.dtype), self.float32_names)
-        with in_step(tensors):
+        with in_step(stream), ExitStack() as failed:
             if rank() == 0:
+                failed.callback(self.stop)
                 self._write(stream)
-        for _ in stream:  # on ranks that do not send
-            pass
+                failed.pop_all()
         return stream.sent
 
     def stop(self) -> None:
@@ -103,27 +103,20 @@ class SharedMemoryTransport:
     def await_readers(self, key: str, what: str) -> None:
         """Wait for the file `key` of every reader; `what` completes the error text."""
         end = time.monotonic() + self.timeout_s
+        gone = ReceiverGoneError("a rollout engine gave up while it took weights")
         for reader in range(sum(self.num_workers)):
-            while not (self.directory / f"{key}-{reader}").exists():
-                if (self.directory / FAILED).exists() or not self.directory.exists():
-                    raise ReceiverGoneError("a rollout engine gave up while it took weights")
-                if time.monotonic() > end:
-                    raise DeadlineError(f"rollout engine {reader} to {what}", self.timeout_s)
-                time.sleep(POLL_S)
+            late = DeadlineError(f"rollout engine {reader} to {what}", self.timeout_s)
+            _await_file(self.directory / f"{key}-{reader}", end, late, gone)
 
     def _write(self, stream: CastStream) -> None:
-        try:
-            self.await_readers("reader", "come")
-            writer = _Writer(self)
-            packer = Packer(self.bucket_bytes, writer.open_bucket, writer.publish)
-            for name, tensor in stream:
-                packer.add(name, tensor)
-            packer.flush()
-            writer.publish([])
-            writer.await_read()
-        except BaseException:
-            self.stop()
-            raise
+        self.await_readers("reader", "come")
+        writer = _Writer(self)
+        packer = Packer(self.bucket_bytes, writer.open_bucket, writer.publish)
+        for name, tensor in stream:
+            packer.add(name, tensor)
+        packer.flush()
+        writer.publish([])
+        writer.await_read()
 
 
 @dataclass(frozen=True)
@@ -136,38 +129,31 @@ class SharedMemorySource:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `WeightSource`; a tensor is a view of a bucket, valid until the next one."""
-        try:
-            (self.directory / f"reader-{self.reader}").touch()
-            number = 0
-            buckets = _Buckets(self.directory)
-            while entries := self._await_bucket(number):
-                memory = buckets.memory(number)
-                for entry in entries:
-                    yield entry.name, entry.view(memory)
-                fault("weights.bucket_read")
-                (self.directory / f"{number}.read-{self.reader}").touch()
-                number += 1
-        except BaseException as error:
-            _mark_failed(self.directory)
-            if isinstance(error, FileNotFoundError):
-                raise WeightSyncError("the trainer gave up while it sent weights") from error
-            raise
+        gone = WeightSyncError("the trainer gave up while it sent weights")
+        late = DeadlineError("the trainer to send weights", self.timeout_s)
+        with ExitStack() as failed:
+            failed.callback(_mark_failed, self.directory)
+            try:
+                (self.directory / f"reader-{self.reader}").touch()
+                buckets = _Buckets(self.directory)
+                for number in itertools.count():
+                    message = self.directory / f"{number}.json"
+                    _await_file(message, time.monotonic() + self.timeout_s, late, gone)
+                    entries = entries_from_json(message.read_text(encoding="utf-8"))
+                    if not entries:
+                        break
+                    memory = buckets.memory(number)
+                    for entry in entries:
+                        yield entry.name, entry.view(memory)
+                    fault("weights.bucket_read")
+                    (self.directory / f"{number}.read-{self.reader}").touch()
+            except FileNotFoundError as error:
+                raise gone from error
+            failed.pop_all()
 
     def of_worker(self, worker: int) -> "SharedMemorySource":
         """See `WeightSource`."""
         return replace(self, reader=self.reader + worker)
-
-    def _await_bucket(self, number: int) -> list[Entry]:
-        """Return the entries of a bucket; empty at the end."""
-        message = self.directory / f"{number}.json"
-        end = time.monotonic() + self.timeout_s
-        while not message.exists():
-            if (self.directory / FAILED).exists() or not self.directory.exists():
-                raise WeightSyncError("the trainer gave up while it sent weights")
-            if time.monotonic() > end:
-                raise DeadlineError("the trainer to send weights", self.timeout_s)
-            time.sleep(POLL_S)
-        return entries_from_json(message.read_text(encoding="utf-8"))
 
 
 class _Writer:
@@ -216,6 +202,16 @@ class _Buckets:
                 held = torch.frombuffer(mmap.mmap(file.fileno(), size_bytes), dtype=torch.uint8)
                 self._mapped[place] = held
         return held
+
+
+def _await_file(path: Path, end: float, late: DeadlineError, gone: WeightSyncError) -> None:
+    """Wait for a file of a transfer until `end`; raise `gone` if the other side gave up."""
+    while not path.exists():
+        if (path.parent / FAILED).exists() or not path.parent.exists():
+            raise gone
+        if time.monotonic() > end:
+            raise late
+        time.sleep(POLL_S)
 
 
 def _mark_failed(directory: Path) -> None:

@@ -18,9 +18,10 @@ from engines.checkpoint.step_store import CHECKPOINT_DIR
 from engines.config.backends import ENGINES
 from engines.errors import CheckpointError
 from engines.training.backends.transformers.adapters import (
-    is_trained_with_adapter,
+    is_adapter_name,
     save_peft_adapter,
 )
+from engines.training.spec import VALUE_HEAD
 from infra.plugins import load_row
 
 HF_DIR = "hf"
@@ -71,8 +72,8 @@ def extract_adapter(policy_dir: Path, out_dir: Path, dtype: str) -> None:
     named = {
         name.removeprefix(MODEL_PREFIX): reader.read(name).to(getattr(torch, dtype))
         for name in reader.names()
-        if name.startswith(MODEL_PREFIX)
-        and is_trained_with_adapter(name.removeprefix(MODEL_PREFIX))
+        if name.startswith(f"{MODEL_PREFIX}{VALUE_HEAD}")
+        or (name.startswith(MODEL_PREFIX) and is_adapter_name(name))
     }
     out_dir.mkdir(parents=True, exist_ok=True)
     save_peft_adapter(out_dir, named, lora)

@@ -75,14 +75,13 @@ def find_image_fault(batch: TokenBatch, layout: ImageLayout | None) -> ImageFaul
         num_features = layout.num_features(images.grid_thw_I3).tolist()
         for sequence, needed in zip(index_I.tolist(), num_features, strict=True):
             wanted[sequence].append(needed)
-    held = _placeholder_runs(batch, layout.token_id)
-    for i in range(num_sequences):
-        if held[i] != wanted[i]:
-            return ImageFault(i, _TOKENS, sum(held[i]), sum(wanted[i]))
+    for i, (held, needed) in enumerate(zip(_runs(batch, layout.token_id), wanted, strict=True)):
+        if held != needed:
+            return ImageFault(i, _TOKENS, sum(held), sum(needed))
     return ImageFault()
 
 
-def _placeholder_runs(batch: TokenBatch, token_id: int) -> list[list[int]]:
+def _runs(batch: TokenBatch, token_id: int) -> list[list[int]]:
     """Return, for each sequence, the lengths of its runs of placeholder tokens."""
     is_image_T = batch.input_ids_T == token_id
     runs: list[list[int]] = [[] for _ in range(batch.num_sequences)]

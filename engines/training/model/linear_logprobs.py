@@ -28,7 +28,6 @@ from engines.training.model.linear_tiles import (
     LogitSlopes,
     RowStatistics,
     check_inputs,
-    no_statistics,
     places,
     scale_of,
     scaled,
@@ -79,70 +78,17 @@ def linear_token_logprobs(
         ValueError: dtypes differ, or `chunk_elements` is below 1.
     """
     check_inputs(hidden_ND, weight_VD, bias_V, chunk_elements)
-    logprobs_N, entropy_N, squares_N = cast(
+    logprobs_N1, entropy_N, squares_N = cast(
         tuple[Tensor, Tensor, Tensor],
-        _LinearTokenLogprobs.apply(
-            hidden_ND, weight_VD, bias_V, token_ids_N - first_token,
+        _LinearLogprobs.apply(
+            hidden_ND, weight_VD, bias_V, token_ids_N[:, None] - first_token,
             scale_of(hidden_ND, temperature), entropy, sum_pi_squared, chunk_elements, group,
         ),
     )  # fmt: skip
     return TokenReadouts(
-        logprobs_N, entropy_N if entropy else None, squares_N if sum_pi_squared else None
-    )
-
-
-class _LinearTokenLogprobs(torch.autograd.Function):
-    """Online softmax over tiles (arXiv:1805.02867); the backward pass recomputes each tile."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, token_ids_N: Tensor,
-        scale: Tensor | None, entropy: bool, squares: bool, chunk_elements: int,
-        group: dist.ProcessGroup | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        rows_size, columns_size = tile_shape(hidden_ND, weight_VD, chunk_elements)
-        dtype = statistics_dtype(hidden_ND)
-        statistics = RowStatistics(token_ids_N, dtype, entropy, squares)
-        parts: list[RowStatistics] = []
-        for rows in slices(hidden_ND.shape[0], rows_size):
-            parts.append(RowStatistics(token_ids_N[rows], dtype, entropy, squares))
-            for columns in slices(weight_VD.shape[0], columns_size):
-                parts[-1].add(tile(hidden_ND, weight_VD, bias_V, rows, columns), scale, columns)
-        statistics.take(parts)
-        if group is not None:
-            statistics.sum_over(group)
-        logprobs_N, entropy_N, squares_N = statistics.readouts()
-        ctx.save_for_backward(
-            hidden_ND, weight_VD, bias_V, token_ids_N, statistics.log_sum(), entropy_N, scale
-        )
-        ctx.tile_shape = rows_size, columns_size
-        ctx.mark_non_differentiable(squares_N)
-        ctx.set_materialize_grads(False)
-        return logprobs_N, entropy_N, squares_N
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, bias_V, token_ids_N, log_sum_N, entropy_N, scale = ctx.saved_tensors
-        grad_logprobs_N, grad_entropy_N, _ = grad_outputs
-        if grad_logprobs_N is None:  # a loss of the entropy alone
-            grad_logprobs_N = torch.zeros_like(log_sum_N)
-        with_entropy = grad_entropy_N is not None and entropy_N.numel() > 0
-
-        def slopes_of(rows: slice, columns: slice) -> LogitSlopes:
-            place_R1, inside_R1 = places(token_ids_N[rows, None], columns)
-            return LogitSlopes(
-                grad_logprobs_N[rows, None], place_R1, inside_R1, log_sum_N[rows],
-                entropy_N[rows] if with_entropy else None,
-                grad_entropy_N[rows] if with_entropy else None,
-            )  # fmt: skip
-
-        gradients = tiled_gradients(
-            hidden_ND, weight_VD, bias_V, scale, ctx.tile_shape, ctx.needs_input_grad, slopes_of
-        )
-        return *gradients, None, None, None, None, None, None
+        logprobs_N1.squeeze(1), entropy_N if entropy else None,
+        squares_N if sum_pi_squared else None,
+    )  # fmt: skip
 
 
 def linear_logprobs_of(
@@ -168,60 +114,76 @@ def linear_logprobs_of(
     """
     check_inputs(hidden_ND, weight_VD, bias_V, chunk_elements)
     return cast(
-        Tensor,
+        tuple[Tensor, Tensor, Tensor],
         _LinearLogprobs.apply(
             hidden_ND, weight_VD, bias_V, token_ids_NK - first_token,
-            scale_of(hidden_ND, temperature), chunk_elements, group,
+            scale_of(hidden_ND, temperature), False, False, chunk_elements, group,
         ),
-    )  # fmt: skip
+    )[0]  # fmt: skip
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Like `linear_logprobs` for K tokens: the gradient of a logit is sum_k g_k (1[k] - p)."""
+    """Online softmax over tiles (arXiv:1805.02867); the backward pass recomputes each tile.
+
+    Gives the logprobs of K tokens of each row, entropies, and sums of squared probabilities.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None,
-        token_ids_NK: Tensor, scale: Tensor | None, chunk_elements: int,
-        group: dist.ProcessGroup | None,
-    ) -> Tensor:  # fmt: skip
+        token_ids_NK: Tensor, scale: Tensor | None, entropy: bool, squares: bool,
+        chunk_elements: int, group: dist.ProcessGroup | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         rows_size, columns_size = tile_shape(hidden_ND, weight_VD, chunk_elements)
         chosen_NK = hidden_ND.new_zeros(token_ids_NK.shape, dtype=statistics_dtype(hidden_ND))
-        statistics, parts = no_statistics(hidden_ND), list[RowStatistics]()
+        statistics = RowStatistics(hidden_ND, entropy=entropy, squares=squares)
+        parts: list[RowStatistics] = []
         for rows in slices(hidden_ND.shape[0], rows_size):
-            part, chosen_RK = no_statistics(hidden_ND[rows]), chosen_NK[rows]
+            parts.append(RowStatistics(hidden_ND[rows], entropy=entropy, squares=squares))
+            chosen_RK = chosen_NK[rows]
             for columns in slices(weight_VD.shape[0], columns_size):
                 logits_RC = tile(hidden_ND, weight_VD, bias_V, rows, columns)
-                place, inside = places(token_ids_NK[rows], columns)
-                own_RK = scaled(logits_RC.gather(1, place), scale)
-                chosen_RK.copy_(torch.where(inside, own_RK, chosen_RK))
-                part.add(logits_RC, scale, columns)
-            parts.append(part)
+                place_RK, inside_RK = places(token_ids_NK[rows], columns)
+                own_RK = scaled(logits_RC.gather(1, place_RK), scale)
+                chosen_RK.copy_(torch.where(inside_RK, own_RK, chosen_RK))
+                parts[-1].add(logits_RC, scale)
         statistics.take(parts)
         if group is not None:
             statistics.sum_over(group)
             collectives.all_reduce(chosen_NK, group)
         log_sum_N = statistics.log_sum()
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, token_ids_NK, log_sum_N, scale)
+        entropy_N, squares_N = statistics.readouts()
+        ctx.save_for_backward(
+            hidden_ND, weight_VD, bias_V, token_ids_NK, log_sum_N, entropy_N, scale
+        )
         ctx.tile_shape = rows_size, columns_size
-        return chosen_NK.sub_(log_sum_N[:, None])
+        ctx.mark_non_differentiable(squares_N)
+        ctx.set_materialize_grads(False)
+        return chosen_NK.sub_(log_sum_N[:, None]), entropy_N, squares_N
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, bias_V, token_ids_NK, log_sum_N, scale = ctx.saved_tensors
-        (grad_NK,) = grad_outputs
+        hidden_ND, weight_VD, bias_V, token_ids_NK, log_sum_N, entropy_N, scale = ctx.saved_tensors
+        grad_NK, grad_entropy_N, _ = grad_outputs
+        if grad_NK is None:  # a loss of the entropy alone
+            grad_NK = log_sum_N.new_zeros(token_ids_NK.shape)
+        with_entropy = grad_entropy_N is not None and entropy_N.numel() > 0
 
         def slopes_of(rows: slice, columns: slice) -> LogitSlopes:
-            place, inside = places(token_ids_NK[rows], columns)
-            return LogitSlopes(grad_NK[rows], place, inside, log_sum_N[rows])
+            place_RK, inside_RK = places(token_ids_NK[rows], columns)
+            return LogitSlopes(
+                grad_NK[rows], place_RK, inside_RK, log_sum_N[rows],
+                entropy_N[rows] if with_entropy else None,
+                grad_entropy_N[rows] if with_entropy else None,
+            )  # fmt: skip
 
         gradients = tiled_gradients(
             hidden_ND, weight_VD, bias_V, scale, ctx.tile_shape, ctx.needs_input_grad, slopes_of
         )
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None, None, None, None
 
 
 _NO_TOKEN = torch.iinfo(torch.int64).max
@@ -262,16 +224,20 @@ def linear_topk_logprobs(
             last on all ranks of the group.
     """
     check_inputs(hidden_ND, weight_VD, bias_V, chunk_elements)
-    vocabulary = _vocabulary(weight_VD, group)
+    vocabulary = weight_VD.shape[0]
+    if group is not None:
+        total = torch.tensor([vocabulary], device=weight_VD.device)
+        collectives.all_reduce(total, group)
+        vocabulary = int(total)
     below = vocabulary if below is None else min(below, vocabulary)
     if not 1 <= num_top <= below:
         raise ValueError(f"most likely tokens: got {num_top}; need 1 to {below}")
     rows_size, columns_size = tile_shape(hidden_ND, weight_VD, chunk_elements)
     scale = scale_of(hidden_ND, temperature)
-    statistics, best = no_statistics(hidden_ND), _unset_best(hidden_ND, num_top)
+    statistics, best = RowStatistics(hidden_ND), _unset_best(hidden_ND, num_top)
     parts: list[tuple[RowStatistics, _Best]] = []
     for rows in slices(hidden_ND.shape[0], rows_size):
-        part, best_part = no_statistics(hidden_ND[rows]), _unset_best(hidden_ND[rows], 0)
+        part, best_part = RowStatistics(hidden_ND[rows]), _unset_best(hidden_ND[rows], 0)
         for columns in slices(weight_VD.shape[0], columns_size):
             logits_RC = tile(hidden_ND, weight_VD, bias_V, rows, columns)
             z_RC = scaled(logits_RC, scale)
@@ -281,7 +247,7 @@ def linear_topk_logprobs(
                 found = _best_of_tile(candidates_RC, num_top, first)
                 best_part = _best_of([best_part, found], num_top)
             # If `z_RC` is `logits_RC`, it is already scaled in place.
-            part.add(logits_RC, None if z_RC is logits_RC else scale, columns)
+            part.add(logits_RC, None if z_RC is logits_RC else scale)
         parts.append((part, best_part))
     if parts:
         statistics.take([part for part, _ in parts])
@@ -336,14 +302,6 @@ def _best_over(own: _Best, num_top: int, group: dist.ProcessGroup) -> _Best:
         collectives.all_gather(logits, group), collectives.all_gather(ids, group), strict=True
     )
     return _best_of([_Best(*pair) for pair in pairs], num_top)
-
-
-def _vocabulary(weight_VD: Tensor, group: dist.ProcessGroup | None) -> int:
-    if group is None:
-        return weight_VD.shape[0]
-    total = torch.tensor([weight_VD.shape[0]], device=weight_VD.device)
-    collectives.all_reduce(total, group)
-    return int(total)
 
 
 _EXACT = 1 << 24

@@ -26,15 +26,13 @@ from engines import collectives
 class SoftmaxSums(NamedTuple):
     """The largest logit m of the columns seen so far, and sums over them; each (R,).
 
-    Sums of exp(z - m), of exp(z - m) * (z - m) for entropies, and of exp(z - m)^2; and the
-    logit of each row's token.
+    Sums of exp(z - m), of exp(z - m) * (z - m) for entropies, and of exp(z - m)^2.
     """
 
     largest_R: Tensor
     sum_R: Tensor
     weighted_R: Tensor
     squared_R: Tensor
-    chosen_R: Tensor
 
 
 class LogitSlopes(NamedTuple):
@@ -72,45 +70,18 @@ def is_fused(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and _can_compile()
 
 
-def add_columns(
-    sums: SoftmaxSums, logits_RC: Tensor, scale: Tensor | None, place_R1: Tensor, inside_R: Tensor,
-    *, entropy: bool, squares: bool,
-) -> SoftmaxSums:  # fmt: skip
+def _add_columns(
+    before_R: Tensor, sum_R: Tensor, weighted_R: Tensor, squared_R: Tensor,
+    logits_RC: Tensor, scale: Tensor | None, *, entropy: bool, squares: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Add the logits of some columns (online softmax, arXiv:1805.02867); overwrites them.
 
     Args:
-        sums: result of the columns before; for the first columns, m is -inf and the rest 0.
+        before_R: largest logit m of the columns before, with the sums of the next three arguments;
+            with no columns, m is -inf and the sums are 0.
         scale: 1 / temperature, a 0-d tensor; None: 1.
-        place_R1: int64 index of each row's token among the columns; 0 if it is not there.
-        inside_R: True if the token is among the columns.
     """
-    function = _add_columns
-    if is_fused(logits_RC):
-        function = _fused(function, (entropy, squares, scale is None, *_singles(logits_RC)))
-    return SoftmaxSums(
-        *function(*sums, logits_RC, scale, place_R1, inside_R, entropy=entropy, squares=squares)
-    )
-
-
-def gradient_of_logits(logits_RC: Tensor, scale: Tensor | None, slopes: LogitSlopes) -> Tensor:
-    """Return the (R, C) gradient of the logits before the temperature; overwrites the logits.
-
-    d/dz of sum_k g_k log p_k is sum_k g_k (1[k] - p); of the entropy H it is -p (log p + H).
-    """
-    function = _gradient_of_logits
-    if is_fused(logits_RC):
-        flags = slopes.entropy_R is None, scale is None, *_singles(logits_RC)
-        function = _fused(function, (*flags, *_singles(slopes.place_RK)))
-    return function(logits_RC, scale, *slopes)
-
-
-def _add_columns(
-    before_R: Tensor, sum_R: Tensor, weighted_R: Tensor, squared_R: Tensor, chosen_R: Tensor,
-    logits_RC: Tensor, scale: Tensor | None, place_R1: Tensor, inside_R: Tensor,
-    *, entropy: bool, squares: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
     z_RC = scaled(logits_RC, scale)
-    chosen_R = torch.where(inside_R, z_RC.gather(1, place_R1).squeeze(1), chosen_R)
     largest_R = torch.maximum(before_R, z_RC.amax(dim=1))
     # exp(-inf) = 0 drops the empty sums of the first tile.
     fallen_R = before_R - largest_R
@@ -125,13 +96,17 @@ def _add_columns(
     sum_R = sum_R * kept_R + exponentials.sum(dim=1)
     if squares:
         squared_R = squared_R * kept_R.square() + exponentials.square_().sum(dim=1)
-    return largest_R, sum_R, weighted_R, squared_R, chosen_R
+    return largest_R, sum_R, weighted_R, squared_R
 
 
 def _gradient_of_logits(
     logits_RC: Tensor, scale: Tensor | None, grad_RK: Tensor, place_RK: Tensor, inside_RK: Tensor,
     log_sum_R: Tensor, entropy_R: Tensor | None, grad_entropy_R: Tensor | None,
 ) -> Tensor:  # fmt: skip
+    """Return the (R, C) gradient of the logits before the temperature; overwrites the logits.
+
+    d/dz of sum_k g_k log p_k is sum_k g_k (1[k] - p); of the entropy H it is -p (log p + H).
+    """
     total_R1 = grad_RK.sum(dim=1, keepdim=True)
     log_probs = scaled(logits_RC, scale).sub_(log_sum_R[:, None])
     if entropy_R is None or grad_entropy_R is None:
@@ -212,28 +187,24 @@ def check_inputs(
 
 
 class RowStatistics:
-    """Softmax statistics of some rows, accumulated over tiles of the vocabulary.
+    """Softmax statistics of some rows, accumulated over tiles of the vocabulary."""
 
-    Token ids are relative to this rank's first row; ids outside its rows are ignored.
-    """
-
-    def __init__(
-        self, token_ids_R: Tensor, dtype: torch.dtype, entropy: bool, squares: bool
-    ) -> None:
-        self._token_ids_R = token_ids_R
+    def __init__(self, hidden_RD: Tensor, *, entropy: bool = False, squares: bool = False) -> None:
         self._entropy, self._squares = entropy, squares
-        zeros_R = torch.zeros(token_ids_R.shape[0], dtype=dtype, device=token_ids_R.device)
+        zeros_R = hidden_RD.new_zeros(hidden_RD.shape[0], dtype=statistics_dtype(hidden_RD))
         largest_R = torch.full_like(zeros_R, -torch.inf)
-        # Separate tensors: code compiled for four aliases of one tensor would not fit later tiles.
-        self._sums = SoftmaxSums(largest_R, *(zeros_R.clone() for _ in range(4)))
+        # Separate tensors: code compiled for aliases of one tensor would not fit later tiles.
+        self._sums = SoftmaxSums(largest_R, *(zeros_R.clone() for _ in range(3)))
 
-    def add(self, logits_RC: Tensor, scale: Tensor | None, columns: slice) -> None:
+    def add(self, logits_RC: Tensor, scale: Tensor | None) -> None:
         """Add a tile of logits, which is overwritten."""
-        place_R, inside_R = places(self._token_ids_R, columns)
-        self._sums = add_columns(
-            self._sums, logits_RC, scale, place_R[:, None], inside_R,
-            entropy=self._entropy, squares=self._squares,
-        )  # fmt: skip
+        entropy, squares = self._entropy, self._squares
+        function = _add_columns
+        if is_fused(logits_RC):
+            function = _fused(function, (entropy, squares, scale is None, *_singles(logits_RC)))
+        self._sums = SoftmaxSums(
+            *function(*self._sums, logits_RC, scale, entropy=entropy, squares=squares)
+        )
 
     def take(self, parts: Sequence["RowStatistics"]) -> None:
         """Concatenate the statistics of consecutive rows, which together are all rows."""
@@ -249,34 +220,23 @@ class RowStatistics:
         fallen_R = own.largest_R - largest_R
         kept_R = fallen_R.exp()
         shift_R = torch.where(kept_R > 0, fallen_R * own.sum_R, 0.0)
-        parts = [own.sum_R * kept_R, (own.weighted_R + shift_R) * kept_R, own.chosen_R]
+        parts = [own.sum_R * kept_R, (own.weighted_R + shift_R) * kept_R]
         if self._squares:
             parts.append(own.squared_R * kept_R.square())
         sums = torch.stack(parts)
         collectives.all_reduce(sums, group)
-        sum_R, weighted_R, chosen_R = sums[:3].unbind()
         squared_R = sums[-1] if self._squares else own.squared_R
-        self._sums = SoftmaxSums(largest_R, sum_R, weighted_R, squared_R, chosen_R)
+        self._sums = SoftmaxSums(largest_R, sums[0], sums[1], squared_R)
 
     def log_sum(self) -> Tensor:
         """(R,) log of the sum of exp(z)."""
         return self._sums.largest_R + self._sums.sum_R.log()
 
-    def readouts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(R,) logprob of each row's token, entropy in nats, and sum of squared probabilities.
-
-        The last two are empty if they are not requested.
-        """
+    def readouts(self) -> tuple[Tensor, Tensor]:
+        """(R,) entropy in nats, and sum of squared probabilities; empty if not requested."""
         sums, none = self._sums, self._sums.sum_R.new_empty(0)
         entropy_R = sums.sum_R.log() - sums.weighted_R / sums.sum_R if self._entropy else none
-        squares_R = sums.squared_R / sums.sum_R.square() if self._squares else none
-        return sums.chosen_R - self.log_sum(), entropy_R, squares_R
-
-
-def no_statistics(hidden_RD: Tensor) -> RowStatistics:
-    """Return statistics of no columns that look for no token."""
-    no_token_R = torch.full((hidden_RD.shape[0],), -1, device=hidden_RD.device)
-    return RowStatistics(no_token_R, statistics_dtype(hidden_RD), entropy=False, squares=False)
+        return entropy_R, sums.squared_R / sums.sum_R.square() if self._squares else none
 
 
 def tiled_gradients(
@@ -303,7 +263,11 @@ def tiled_gradients(
         bias_sum = hidden_ND.new_zeros(width, dtype=dtype)
         for rows in slices(hidden_ND.shape[0], shape[0]):
             logits_RC = tile(hidden_ND, weight_VD, bias_V, rows, columns)
-            grad_RC = gradient_of_logits(logits_RC, scale, slopes_of(rows, columns))
+            slopes, function = slopes_of(rows, columns), _gradient_of_logits
+            if is_fused(logits_RC):
+                flags = slopes.entropy_R is None, scale is None, *_singles(logits_RC)
+                function = _fused(function, (*flags, *_singles(slopes.place_RK)))
+            grad_RC = function(logits_RC, scale, *slopes)
             if hidden_sum is not None:
                 _accumulate(hidden_sum[rows], grad_RC, own_CD)
             if weight_sum is not None:

@@ -63,14 +63,18 @@ def balanced_partition(
     """
     _check(costs, num_parts, sizes, max_size)
     own_size = [0] * len(costs) if sizes is None else sizes
+    if num_parts == 1 and (max_size is None or sum(own_size) <= max_size):
+        return [list(range(len(costs)))]
     cap = math.inf if max_size is None else max_size
     alone = [i for i in range(len(costs)) if own_size[i] > cap]
     rest = sorted(
         (i for i in range(len(costs)) if own_size[i] <= cap),
         key=lambda i: (-costs[i], -own_size[i], i),
     )
-    items = _Items([float(costs[i]) for i in rest], [float(own_size[i]) for i in rest], cap)
-    parts = _partition(items, num_parts - len(alone))
+    parts = _partition(
+        _Items([float(costs[i]) for i in rest], [float(own_size[i]) for i in rest], cap),
+        num_parts - len(alone),
+    )
     if parts is None:
         raise ValueError(
             f"num_parts: got {num_parts}; found no partition under max_size {max_size}; "
@@ -85,6 +89,8 @@ def fewest_parts(sizes: Sequence[int], max_size: int) -> int:
 
     It is at most 11/9 of the smallest such number, plus 6/9 (Dosa 2007).
     """
+    if sizes and sum(sizes) <= max_size:
+        return 1
     capped = sorted((float(size) for size in sizes if size <= max_size), reverse=True)
     return len(sizes) - len(capped) + len(_first_fit(_Items(capped, capped, max_size)))
 
@@ -119,23 +125,29 @@ def _partition(items: _Items, num_parts: int) -> Parts | None:
         by_size = _differencing(items.sizes, num_parts)
         feasible += [by_size] if items.fits(by_size) else []
     if not feasible:
-        packed = _spread_out(_first_fit(items), num_parts)
-        feasible = [packed] if packed is not None else []
-    return _refine(items, min(feasible, key=items.largest_cost)) if feasible else None
+        packed = _first_fit(items)
+        if len(packed) > num_parts:
+            return None
+        while len(packed) < num_parts:
+            # An empty part is made if no part has two items.
+            fullest = max(range(len(packed)), key=lambda p: len(packed[p]))
+            num_given = 1 if len(packed[fullest]) > 1 else 0
+            packed.append(packed[fullest][:num_given])
+            packed[fullest] = packed[fullest][num_given:]
+        feasible = [packed]
+    return _refine(items, min(feasible, key=items.largest_cost))
 
 
 def _differencing(costs: Sequence[float], num_parts: int) -> Parts:
     """Join the two partial partitions with the largest spread until one is left.
 
     A partial partition is an ascending list of (cost, node) of its nonempty parts; two are joined
-    costliest with cheapest. A node is an item or a pair of nodes.
+    costliest with cheapest. A node is the index of its items in `members`.
     """
-    if num_parts == 1:
-        return [list(range(len(costs)))]
-    pairs: list[tuple[int, int]] = []
+    members = [[i] for i in range(len(costs))]
     heap = [(-cost, i, [(cost, i)]) for i, cost in enumerate(costs)]
     heapq.heapify(heap)
-    num_items = order = len(costs)
+    order = len(costs)
     while len(heap) > 1:
         _, _, left = heapq.heappop(heap)
         _, _, right = heapq.heappop(heap)
@@ -147,26 +159,14 @@ def _differencing(costs: Sequence[float], num_parts: int) -> Parts:
         for (left_cost, left_node), (right_cost, right_node) in zip(
             left[:overlap], reversed(right[:overlap]), strict=True
         ):
-            joined.append((left_cost + right_cost, num_items + len(pairs)))
-            pairs.append((left_node, right_node))
+            joined.append((left_cost + right_cost, len(members)))
+            members.append(members[left_node] + members[right_node])
         joined.sort()
         floor = joined[0][0] if len(joined) == num_parts else 0.0
         order += 1
         heapq.heappush(heap, (floor - joined[-1][0], order, joined))
-    parts = [_members(node, pairs, num_items) for _, node in heap[0][2]]
+    parts = [sorted(members[node]) for _, node in heap[0][2]]
     return parts + [[] for _ in range(num_parts - len(parts))]
-
-
-def _members(root: int, pairs: Sequence[tuple[int, int]], num_items: int) -> list[int]:
-    members: list[int] = []
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        if node < num_items:
-            members.append(node)
-        else:
-            stack.extend(pairs[node - num_items])
-    return sorted(members)
 
 
 def _greedy(items: _Items, num_parts: int) -> Parts | None:
@@ -200,19 +200,6 @@ def _first_fit(items: _Items) -> Parts:
         parts[part].append(item)
         room[part] -= size
     return [sorted(part) for part in parts]
-
-
-def _spread_out(parts: Parts, num_parts: int) -> Parts | None:
-    if len(parts) > num_parts:
-        return None
-    parts = list(parts)
-    while len(parts) < num_parts:
-        # An empty part is made if no part has two items.
-        fullest = max(range(len(parts)), key=lambda p: len(parts[p]))
-        num_given = 1 if len(parts[fullest]) > 1 else 0
-        parts.append(parts[fullest][:num_given])
-        parts[fullest] = parts[fullest][num_given:]
-    return parts
 
 
 def _refine(items: _Items, parts: Parts) -> Parts:

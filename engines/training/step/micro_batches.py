@@ -168,8 +168,8 @@ def plan_micro_batches(
     units = [[i] for i in range(len(lengths))] if units is None else units
     sizes = [sum(lengths[i] for i in unit) for unit in units]
     unit_costs = [sum(costs[i] for i in unit) for unit in units]
-    num = min(max(min_num, fewest_parts(sizes, max_tokens)), len(units))
-    of_units = balanced_partition(unit_costs, num, sizes=sizes, max_size=max_tokens)
+    num_parts = min(max(min_num, fewest_parts(sizes, max_tokens)), len(units))
+    of_units = balanced_partition(unit_costs, num_parts, sizes=sizes, max_size=max_tokens)
     parts = [sorted(i for unit in part for i in units[unit]) for part in of_units]
     parts.sort(key=lambda part: (math.fsum(costs[i] for i in part), part))
     return [sorted(part, key=lambda i: (lengths[i], i)) for part in parts]

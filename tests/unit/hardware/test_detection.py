@@ -119,7 +119,7 @@ def test_platforms_of_others_are_probed_first_and_the_cpu_last(
     [
         ("no_such_module_here:Platform", "ModuleNotFoundError: No module named"),
         ("platforms_of_test:Absent", "AttributeError: module"),
-        ("platforms_of_test:RaisingPlatform", "its probe failed: OSError: libchip.so"),
+        ("platforms_of_test:RaisingPlatform", "cannot be probed (OSError: libchip.so"),
         ("platforms_of_test:CPU_ONLY", "does not start (TypeError: 'bool' object is not"),
         ("raising_platform_module:Platform", "ZeroDivisionError: division by zero"),
     ],

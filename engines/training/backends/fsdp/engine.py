@@ -24,24 +24,22 @@ from engines.training.backends.transformers.engine import TransformersModelEngin
 
 def sharding_mesh(device_name: str, replicate_size: int, timeout_s: float) -> DeviceMesh:
     """Return all ranks in one dimension, or (copies, shards) for hybrid sharding."""
-    size = collectives.world_size()
-    if replicate_size == 1:
-        return collectives.make_mesh(device_name, (size,), ("shard",), timeout_s)
-    sizes = (replicate_size, size // replicate_size)
-    return collectives.make_mesh(device_name, sizes, ("replicate", "shard"), timeout_s)
+    sizes, names = (collectives.world_size() // replicate_size,), ("shard",)
+    if replicate_size > 1:
+        sizes, names = (replicate_size, *sizes), ("replicate", *names)
+    return collectives.make_mesh(device_name, sizes, names, timeout_s)
 
 
 class FSDP2Engine(TransformersModelEngine):
     """Engine on torch's `fully_shard`."""
 
     def _build_model(self, *, load_weights: bool) -> PreTrainedModel:
-        if not self._is_sharded():
-            return build_model(self.spec, None, load_weights=load_weights)
+        sharded = self._is_sharded()
         return build_model(
             self.spec,
-            self._shard,
+            self._shard if sharded else None,
             load_weights=load_weights,
-            weights_on_host=self._own_options.cpu_offload,
+            weights_on_host=sharded and self._own_options.cpu_offload,
         )
 
     @property
@@ -72,13 +70,12 @@ class FSDP2Engine(TransformersModelEngine):
         for layer in layers:
             fully_shard(layer, reshard_after_forward=options.reshard_after_forward, **settings)
         fully_shard(model, reshard_after_forward=False, **settings)
-        if options.num_prefetched_layers:
-            for i, layer in enumerate(layers):
-                ahead = layers[i + 1 : i + 1 + options.num_prefetched_layers]
-                if isinstance(layer, FSDPModule) and ahead:
-                    layer.set_modules_to_forward_prefetch(
-                        [x for x in ahead if isinstance(x, FSDPModule)]
-                    )
+        for i, layer in enumerate(layers):
+            ahead = layers[i + 1 : i + 1 + options.num_prefetched_layers]
+            if isinstance(layer, FSDPModule) and ahead:
+                layer.set_modules_to_forward_prefetch(
+                    [x for x in ahead if isinstance(x, FSDPModule)]
+                )
 
     def loss_factor(self, num_micro_batches: int) -> float:
         """Return the factor that turns FSDP's mean of gradients over all ranks into a sum.

@@ -8,7 +8,6 @@ directory reads like one from `save_sharded`, however the tensors were cut; at m
 `_MAX_FILE_BYTES`, or one larger region, are held in memory.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,8 +21,7 @@ from torch import Tensor
 from engines import collectives
 from engines.checkpoint.background import StagingBuffers
 from engines.checkpoint.engine_state import MODEL_PREFIX, TENSORS_DIR
-from engines.checkpoint.sharded import SHARDING_INFO, ShardedReader
-from engines.checkpoint.tensor_files import write_tensors
+from engines.checkpoint.sharded import ShardedReader, write_shard
 from engines.config.training import LoraConfig
 from engines.errors import CheckpointError
 from engines.training.backends.megatron.optimizer import Shard
@@ -118,11 +116,9 @@ class _RegionWriter:
     def flush(self) -> None:
         """Write the held regions."""
         for file in self._files:
-            offsets = {name: {"saved_offsets": list(r.offsets)} for name, r in file.items()}
-            name = f"shard-{self._rank:05d}-{self._num_written:05d}.safetensors"
-            info = json.dumps(offsets, sort_keys=True)
             tensors = {name: file[name].values for name in sorted(file)}
-            write_tensors(tensors, self._path / name, {SHARDING_INFO: info})
+            offsets = {name: region.offsets for name, region in file.items()}
+            write_shard(self._path, self._rank, self._num_written, tensors, offsets)
             self._num_written += 1
         self._files, self._size_bytes = [], 0
 

@@ -32,7 +32,7 @@ from engines.checkpoint.engine_state import (
 from engines.errors import EngineError
 from engines.training.backends.megatron.layout import Layout, check_layout
 from engines.training.backends.transformers.build import check_stored_names
-from engines.training.backends.transformers.module_engine import stored_weights
+from engines.training.backends.transformers.module_engine import ModuleEngine
 from engines.training.base import BaseEngine
 from engines.training.spec import EngineSpec, ScaledLoss
 from engines.training.step.optimizer_step import Averaged
@@ -185,7 +185,7 @@ class MegatronEngine(BaseEngine):
     @classmethod
     def stored_weights(cls, checkpoint: Path, hf_dir: Path) -> Iterator[tuple[str, Tensor]]:
         """Stream the whole weights of a checkpoint on the CPU."""
-        return stored_weights(checkpoint, hf_dir)
+        return ModuleEngine.stored_weights(checkpoint, hf_dir)
 
     def to(
         self, device: torch.device | str, *, model: bool = True, optimizer: bool = True,
@@ -211,8 +211,9 @@ class MegatronEngine(BaseEngine):
 
         (path / TENSORS_DIR).mkdir(exist_ok=True)
         with self.eval_mode(), self._library():
-            regions = stored_regions(self.replica, self._stored_state)
-            write_tensors = stage_regions(path / TENSORS_DIR, regions, self._staging)
+            write_tensors = stage_regions(
+                path / TENSORS_DIR, stored_regions(self.replica, self._stored_state), self._staging
+            )
         write_rest = stage_engine_state(
             path, {}, self._own_scalars(step), self.spec.platform, self._staging
         )

@@ -336,7 +336,7 @@ def _layers(
         layer.input_layernorm = layer.pre_mlp_layernorm = RowNorm
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RowNorm
-    num_layers = get_num_layers_to_build(config, vp_stage=piece)
     return TransformerBlockSubmodules(
-        layer_specs=[spec] * num_layers, layer_norm=cast(Any, RowNorm)
+        layer_specs=[spec] * get_num_layers_to_build(config, vp_stage=piece),
+        layer_norm=cast(Any, RowNorm),
     )

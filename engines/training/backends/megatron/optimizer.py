@@ -5,7 +5,7 @@ torch's. Megatron-Core's own saving and loading of state is not used; see `repli
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
@@ -76,8 +76,14 @@ class ShardedAdamW:
                 for g in part.optimizer.param_groups
             ]
             part.optimizer = started_adamw(groups, config)
-        self.shards: dict[nn.Parameter, Shard] = dict(self._find_shards())
         self.num_steps = 0
+        self.shards: dict[nn.Parameter, Shard] = {}
+        for part in self._parts:
+            models = [*part.model_float16_groups, *part.model_fp32_groups]
+            mains = [*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups]
+            for parameter, main in zip(chain(*models), chain(*mains), strict=True):
+                place = part._get_model_param_range_map(parameter)["param"]
+                self.shards[parameter] = Shard(main, place.start, part.optimizer.state[main])
 
     @property
     def averaged(self) -> list[tuple[Tensor, Tensor]]:
@@ -90,14 +96,6 @@ class ShardedAdamW:
             part._copy_main_params_to_model_params()
         for chunk in self._chunks:
             chunk.start_param_sync()
-
-    def _find_shards(self) -> Iterator[tuple[nn.Parameter, Shard]]:
-        for part in self._parts:
-            models = [*part.model_float16_groups, *part.model_fp32_groups]
-            mains = [*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups]
-            for parameter, main in zip(chain(*models), chain(*mains), strict=True):
-                place = part._get_model_param_range_map(parameter)["param"]
-                yield parameter, Shard(main, place.start, part.optimizer.state[main])
 
     def continue_from(self, num_steps: int) -> None:
         """Set the number of steps taken."""

@@ -87,13 +87,17 @@ class _Finder:
         self._config = architecture.config
 
     def parts(self, chunk: nn.Module) -> Iterator[Part]:
-        piece = getattr(chunk, "vp_stage", None)
-        first_layer = get_transformer_layer_offset(self._config, vp_stage=piece)
+        first_layer = get_transformer_layer_offset(
+            self._config, vp_stage=getattr(chunk, "vp_stage", None)
+        )
+        num_experts = self._config.num_moe_experts or 0
+        first_expert = self._place.expert * (num_experts // self._layout.expert)
         is_tied = getattr(chunk, "share_embeddings_and_output_weights", False)
         for local_name, parameter in chunk.named_parameters():
             if ".lora_" in local_name:
                 continue
-            name = self._global_name(local_name, first_layer)
+            name = _LAYER.sub(lambda m: f"decoder.layers.{int(m[1]) + first_layer}.", local_name)
+            name = _LOCAL_EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + first_expert}{m[3]}", name)
             blocks = tuple(self._blocks(name, parameter))
             is_copy = is_tied and name == "output_layer.weight"
             is_expert = ".experts." in name
@@ -108,11 +112,6 @@ class _Finder:
                 not is_copy and (is_cut or self._place.tensor == 0),
                 self._place.tensor == 0,
             )
-
-    def _global_name(self, name: str, first_layer: int) -> str:
-        name = _LAYER.sub(lambda m: f"decoder.layers.{int(m[1]) + first_layer}.", name)
-        first = self._place.expert * ((self._config.num_moe_experts or 0) // self._layout.expert)
-        return _LOCAL_EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + first}{m[3]}", name)
 
     def _blocks(self, name: str, parameter: nn.Parameter) -> Iterator[Block]:
         hub_names = [name] if name.startswith(VALUE_HEAD) else self._architecture.hub_names(name)

@@ -263,8 +263,7 @@ class Replica:
 
             def loss(rows: Tensor) -> Any:
                 group = self.place.context_group if self._layout.context > 1 else None
-                kind = self._spec.model_type
-                outputs = whole_outputs(rows, read_N, batch, readouts, kind, group)
+                outputs = whole_outputs(rows, read_N, batch, readouts, self._spec.model_type, group)
                 no_tokens = torch.zeros((), dtype=torch.int, device=device)
                 return on_outputs(outputs, batch), no_tokens, {}
 

@@ -57,31 +57,27 @@ class LayerRoutes:
         return scores.gather(1, chosen), chosen
 
 
-def watch_routers(chunk: nn.Module) -> int:
-    """Put a `LayerRoutes` into each layer; return the number of layers."""
-    layers = cast(Any, chunk).decoder.layers
-    for number, layer in enumerate(layers):
-        routes = LayerRoutes(number)
-        layer.mlp.router.router_replay = routes
-        layer.self_attention.core_attention.routes = routes
-    return len(layers)
-
-
 class RouteMemory:
     """Choices for sequences that were inferred, per piece of this rank."""
 
     def __init__(self, chunks: Sequence[nn.Module], layout: Layout, place: Place) -> None:
         self._layout, self._place = layout, place
         self._topk = int(cast(Any, chunks[0]).config.moe_router_topk)
-        self._num_layers = [watch_routers(chunk) for chunk in chunks]
+        self._num_layers: list[int] = []
+        for chunk in chunks:
+            layers = cast(Any, chunk).decoder.layers
+            for number, layer in enumerate(layers):
+                routes = LayerRoutes(number)
+                layer.mlp.router.router_replay = routes
+                layer.self_attention.core_attention.routes = routes
+            self._num_layers.append(len(layers))
         self._known: list[dict[bytes, Tensor]] = [{} for _ in chunks]
         self._is_used = False
 
     def begin_inference(self) -> None:
         """Clear the memory if an optimizer step has used it."""
         if self._is_used:
-            self._known = [{} for _ in self._known]
-            self._is_used = False
+            self._known, self._is_used = [{} for _ in self._known], False
 
     def record(self, piece: int, batch: TokenBatch, row: RowRoutes) -> None:
         """Store the choices of a row. Collective over the ranks that share it."""
@@ -91,8 +87,7 @@ class RouteMemory:
             local = _concatenated(local, self._place.tensor_group)
         if self._layout.context > 1:
             local = _concatenated(local, self._place.context_group)
-        whole = local[: batch.num_tokens].to("cpu", torch.int16)
-        routes = whole.split(batch.lengths_B.tolist())
+        routes = local[: batch.num_tokens].to("cpu", torch.int16).split(batch.lengths_B.tolist())
         self._known[piece].update(zip(_keys(batch), routes, strict=True))
 
     def repeated(self, piece: int, batch: TokenBatch, num_local: int) -> RowRoutes:

@@ -66,9 +66,9 @@ class TorchTitanEngine(ModuleEngine[Any]):
             with platform.library_scope("torchtitan"):
                 from engines.training.backends.torchtitan.model import sharded_decoder
 
-                options = TorchTitanOptions.model_validate(training.options)
                 self._model, self._hub_names = sharded_decoder(
-                    self.spec, options.fsdp_reshard_after_forward
+                    self.spec,
+                    TorchTitanOptions.model_validate(training.options).fsdp_reshard_after_forward,
                 )
         except ImportError as error:
             raise ConfigError(

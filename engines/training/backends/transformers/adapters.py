@@ -146,11 +146,6 @@ def is_adapter_name(name: str) -> bool:
     return name.endswith((_A, _B, _MAGNITUDE))
 
 
-def is_trained_with_adapter(name: str) -> bool:
-    """True for the parameters that adapter training trains: adapter and value head."""
-    return is_adapter_name(name) or name.startswith(VALUE_HEAD)
-
-
 @dataclass(frozen=True)
 class StoredAdapter:
     """The adapter of one weight: `a` (rank, in), `b` (out, rank), DoRA's magnitude (out,)."""
@@ -210,16 +205,6 @@ def merged_weight(name: str, named: Mapping[str, Tensor], scaling: float) -> Ten
         if stem + part in named
     }
     return StoredAdapter(parts[_A], parts[_B], scaling, parts.get(_MAGNITUDE)).merged_into(whole)
-
-
-def set_adapter_enabled(model: nn.Module, enabled: bool) -> None:
-    """Enable or disable the adapter in forward passes."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for module in model.modules():
-        if isinstance(module, BaseTunerLayer):
-            # Not enable_adapters(): that also switches requires_grad of the parameters.
-            module._disable_adapters = not enabled
 
 
 def save_peft_adapter(path: Path, named: Mapping[str, Tensor], lora: LoraConfig) -> None:

@@ -195,13 +195,14 @@ def build_on_meta(
 ) -> PreTrainedModel:
     """Return the architecture on the meta device."""
     config = _config(hf_dir, model_type)
-    with torch.device("meta"):
-        if architecture is not None:
-            return _checked(architecture(config), hf_dir)
-        model = _auto_class(model_type, config, hf_dir).from_config(
-            config, dtype=torch.float32, attn_implementation=attention_names(config)
+    if architecture is None:
+        architecture = partial(
+            _auto_class(model_type, config, hf_dir).from_config,
+            dtype=torch.float32,
+            attn_implementation=attention_names(config),
         )
-    return _checked(model, hf_dir)
+    with torch.device("meta"):
+        return _checked(architecture(config), hf_dir)
 
 
 def check_stored_names(hf_dir: Path, model_type: ModelType) -> None:
@@ -359,10 +360,13 @@ def _from_pretrained(hf_dir: Path, model_type: ModelType) -> PreTrainedModel:
     missing = set(info["missing_keys"])
     if model_type == "value_model":
         missing = {name for name in missing if not name.startswith(VALUE_HEAD)}
-    unexpected = _new_to_both(info["unexpected_keys"], hf_dir, model_type)
     _refuse_misfits(
         hf_dir,
-        {"missing": missing, "mismatched": info["mismatched_keys"], "unexpected": unexpected},
+        {
+            "missing": missing,
+            "mismatched": info["mismatched_keys"],
+            "unexpected": _new_to_both(info["unexpected_keys"], hf_dir, model_type),
+        },
     )
     for name, parameter in model.named_parameters():
         if name in info["missing_keys"]:

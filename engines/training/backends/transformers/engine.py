@@ -27,7 +27,6 @@ from engines.training.backends.transformers.adapters import (
     has_adapter,
     is_adapter_name,
     merged_weight,
-    set_adapter_enabled,
     whole_tensor,
 )
 from engines.training.backends.transformers.build import (
@@ -42,7 +41,7 @@ from engines.training.backends.transformers.module_engine import (
     make_adamw,
 )
 from engines.training.backends.transformers.vision import Vision, sees_images
-from engines.training.model.attention import Packing, SequenceSlice, slice_sequence
+from engines.training.model.attention import Packing, slice_sequence
 from engines.training.model.image_layout import ImageLayout
 from engines.training.model.linear_logprobs import targets_of
 from engines.training.model.logprobs import compute_in_float32
@@ -97,8 +96,9 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
             head = self._model.get_submodule(VALUE_HEAD.removesuffix("."))
             compute_in_float32(cast(torch.nn.Linear, head))
         if self.spec.optimizer is not None:
-            named = list(self._named_parameters())
-            self._optimizer = make_adamw(named, self._decayed_names(), self.spec.optimizer)
+            self._optimizer = make_adamw(
+                list(self._named_parameters()), self._decayed_names(), self.spec.optimizer
+            )
 
     def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         return self.model.named_parameters()
@@ -136,32 +136,32 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
         if idle:
             # Use every weight all the same: all ranks have to run the same collectives.
             read_N = read_N.new_full((1,), part.start + 1)
-        rows = self._rows(batch, part, read_N, readouts)
-        if idle:
-            read_N, rows = read_N.clamp(max=batch.num_tokens), rows * 0.0
-        return whole_outputs(rows, read_N, batch, readouts, self.spec.model_type, group)
-
-    def _rows(
-        self, batch: TokenBatch, part: SequenceSlice, read_N: Tensor, readouts: Readouts
-    ) -> Tensor:
-        """Return (K, N) float32: values, or logprobs and the other readouts."""
         inputs = {
             "input_ids": part.input_ids_S.unsqueeze(0),
             "position_ids": part.position_ids_S.unsqueeze(0),
             "attention_mask": None,
             "use_cache": False,
-            "packing": Packing.from_cu_seqlens(part.cu_seqlens, self._ulysses_group),
+            "packing": Packing.from_cu_seqlens(part.cu_seqlens, group),
         }
         if self._vision is not None:
             inputs |= self._vision.inputs(batch)
         rows_N = read_N - 1 - part.start
         if self._head is None:
-            return self.model(**inputs).logits[0, rows_N, 0].float().unsqueeze(0)
-        targets = targets_of(batch, read_N, self.spec.temperature, readouts)
-        return self._head(rows_N, targets, **inputs)
+            rows = self.model(**inputs).logits[0, rows_N, 0].float().unsqueeze(0)
+        else:
+            targets = targets_of(batch, read_N, self.spec.temperature, readouts)
+            rows = self._head(rows_N, targets, **inputs)
+        if idle:
+            read_N, rows = read_N.clamp(max=batch.num_tokens), rows * 0.0
+        return whole_outputs(rows, read_N, batch, readouts, self.spec.model_type, group)
 
     def _set_adapter(self, enabled: bool) -> None:
-        set_adapter_enabled(self.model, enabled)
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        for module in self.model.modules():
+            if isinstance(module, BaseTunerLayer):
+                # Not enable_adapters(): that also switches requires_grad of the parameters.
+                module._disable_adapters = not enabled
 
     def _clip_gradients(self, max_norm: float) -> float:
         trained = [p for p in self.model.parameters() if p.grad is not None]

@@ -32,16 +32,15 @@ class LogprobHead:
         self._head = head = cast(nn.Linear, model.get_output_embeddings())
         config = model.config.get_text_config()
         reworked = [n for n in _CHANGES_LOGITS if getattr(config, n, None) not in (None, 1)]
-        self.why_whole: str | None = None
-        if reworked:
-            self.why_whole = f"the architecture sets {', '.join(reworked)}"
-        elif not chunked:
-            self.why_whole = (
-                "training.chunked_logprobs is false, or ranks of the backend share its vocabulary"
-            )
-        elif type(head) is not nn.Linear:
-            self.why_whole = f"its head is a {type(head).__name__}"
-        else:
+        reasons = {
+            f"the architecture sets {', '.join(reworked)}": bool(reworked),
+            "training.chunked_logprobs is false, or ranks of the backend share its vocabulary": (
+                not chunked
+            ),
+            f"its head is a {type(head).__name__}": type(head) is not nn.Linear,
+        }
+        self.why_whole = next((reason for reason, holds in reasons.items() if holds), None)
+        if self.why_whole is None:
             head.forward = self._head_forward
 
     def __call__(self, rows_N: Tensor, targets: Targets, **inputs: object) -> Tensor:

@@ -30,7 +30,7 @@ from engines.checkpoint.engine_state import (
 )
 from engines.checkpoint.hub_names import HubNames, named_state
 from engines.checkpoint.sharded import ShardedReader, load_sharded
-from engines.config.training import OptimizerConfig
+from engines.config.training import LoraConfig, OptimizerConfig
 from engines.errors import CheckpointError, EngineError
 from engines.training.backends.transformers.adapters import (
     assign,
@@ -108,8 +108,36 @@ class ModuleEngine(BaseEngine, Generic[Model]):
 
     @classmethod
     def stored_weights(cls, checkpoint: Path, hf_dir: Path) -> Iterator[tuple[str, Tensor]]:
-        """Stream the whole weights of a checkpoint on the CPU."""
-        return stored_weights(checkpoint, hf_dir)
+        """Stream a checkpoint's whole weights by hub name on the CPU, without a process group.
+
+        Raises:
+            CheckpointError: weights are missing, superfluous or of another shape.
+        """
+        lora = read_scalars(checkpoint).lora
+        reader = ShardedReader(checkpoint / TENSORS_DIR)
+        stored = {
+            name.removeprefix(MODEL_PREFIX): reader.shape(name)
+            for name in reader.names()
+            if name.startswith(MODEL_PREFIX)
+        }
+        model = build_on_meta(
+            hf_dir, "value_model" if f"{VALUE_HEAD}weight" in stored else "language_model"
+        )
+        expected = {name: tuple(tensor.shape) for name, tensor in named_state(model)}
+        names = {base_name(name): name for name in stored if not is_adapter_name(name)}
+        held = {name: stored[at] for name, at in names.items()}
+        if held != expected:
+            wrong = sorted(name for name, _ in held.items() ^ expected.items())
+            raise CheckpointError(
+                f"{checkpoint}: does not fit {hf_dir / 'config.json'} at {', '.join(wrong[:3])}"
+            )
+
+        def whole(name: str) -> Tensor:
+            tensor = reader.read(MODEL_PREFIX + names[name])
+            adapter = stored_adapter(name, reader, lora) if lora else None
+            return tensor if adapter is None else adapter.merged_into(tensor)
+
+        yield from HubNames(model).stream((name, whole(name)) for name in expected)
 
     def to(
         self, device: torch.device | str, *, model: bool = True, optimizer: bool = True,
@@ -148,7 +176,9 @@ class ModuleEngine(BaseEngine, Generic[Model]):
                 for values in states.values():
                     values["step"].fill_(float(stored.num_optimizer_steps))
             else:
-                load_folded(path, dict(model), self.spec)
+                load_folded(path, dict(model), stored.lora)
+                if self.spec.training.lora is not None and self.spec.optimizer is not None:
+                    initialize_adapter(dict(model), self.spec.seed)
         return self._continue_from(stored, optimizer=optimizer)
 
     def _state_scope(self) -> AbstractContextManager[None]:
@@ -206,61 +236,25 @@ def make_adamw(
 
 
 @torch.no_grad()
-def load_folded(path: Path, named: Mapping[str, Tensor], spec: EngineSpec) -> int:
-    """Fill weights from a checkpoint with its adapter merged in; return its step. Collective.
+def load_folded(path: Path, named: Mapping[str, Tensor], lora: LoraConfig | None) -> None:
+    """Fill weights from a checkpoint, with its adapter (if `lora`) merged in. Collective.
 
     Raises:
         CheckpointError: a tensor is absent or has another shape.
     """
-    scalars, reader = read_scalars(path), ShardedReader(path / TENSORS_DIR)
+    reader = ShardedReader(path / TENSORS_DIR)
     own = {base_name(name): tensor for name, tensor in named.items() if not is_adapter_name(name)}
     wanted: dict[str, Tensor] = {}
     for name, tensor in own.items():
         plain, wrapped = MODEL_PREFIX + name, MODEL_PREFIX + wrapped_name(name)
         wanted[plain if plain in reader or wrapped not in reader else wrapped] = tensor
     load_sharded(path / TENSORS_DIR, wanted)
-    if scalars.lora is not None:
+    if lora is not None:
         num_merged = 0
         for name, tensor in own.items():
-            adapter = stored_adapter(name, reader, scalars.lora)
+            adapter = stored_adapter(name, reader, lora)
             if adapter is not None:
                 assign(tensor, adapter.merged_into(whole_tensor(tensor)))
                 num_merged += 1
         if num_merged == 0:
             raise CheckpointError(f"{path} says it holds an adapter, but there is none in it")
-    if spec.training.lora is not None and spec.optimizer is not None:
-        initialize_adapter(named, spec.seed)
-    return scalars.step
-
-
-def stored_weights(checkpoint: Path, hf_dir: Path) -> Iterator[tuple[str, Tensor]]:
-    """Stream a checkpoint's whole weights by hub name on the CPU, without a process group.
-
-    Raises:
-        CheckpointError: weights are missing, superfluous or of another shape.
-    """
-    lora = read_scalars(checkpoint).lora
-    reader = ShardedReader(checkpoint / TENSORS_DIR)
-    stored = {
-        name.removeprefix(MODEL_PREFIX): reader.shape(name)
-        for name in reader.names()
-        if name.startswith(MODEL_PREFIX)
-    }
-    model = build_on_meta(
-        hf_dir, "value_model" if f"{VALUE_HEAD}weight" in stored else "language_model"
-    )
-    expected = {name: tuple(tensor.shape) for name, tensor in named_state(model)}
-    held = {base_name(name): shape for name, shape in stored.items() if not is_adapter_name(name)}
-    if held != expected:
-        wrong = sorted(name for name, _ in held.items() ^ expected.items())
-        raise CheckpointError(
-            f"{checkpoint}: does not fit {hf_dir / 'config.json'} at {', '.join(wrong[:3])}"
-        )
-    names = {base_name(name): name for name in stored if not is_adapter_name(name)}
-
-    def whole(name: str) -> Tensor:
-        tensor = reader.read(MODEL_PREFIX + names[name])
-        adapter = stored_adapter(name, reader, lora) if lora else None
-        return tensor if adapter is None else adapter.merged_into(tensor)
-
-    yield from HubNames(model).stream((name, whole(name)) for name in expected)

@@ -69,8 +69,9 @@ class Vision:
         )
         # Hooks fit here: only single layers and the root are sharded units.
         self._inner: Any = model.model
-        language_model: nn.Module = self._inner.language_model
-        language_model.register_forward_pre_hook(self._add_dummy_image, with_kwargs=True)
+        self._inner.language_model.register_forward_pre_hook(
+            self._add_dummy_image, with_kwargs=True
+        )
         self._images: ImagePatches | None = None
         tower: nn.Module = self._inner.visual
         tower.register_forward_pre_hook(self._see_each_image_once, with_kwargs=True)

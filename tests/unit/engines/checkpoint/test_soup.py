@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engines.checkpoint.soup import mean_tensors
+from engines.jobs.soup import mean_tensors
 from infra.errors import ConfigError
 
 

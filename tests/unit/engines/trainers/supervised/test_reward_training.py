@@ -11,7 +11,6 @@ from transformers import AutoModelForSequenceClassification
 
 from engines.algorithms.preference.options import RewardModelOptions
 from engines.checkpoint.model_directory import load_tokenizer
-from engines.checkpoint.score_model import BIAS, write_score_config, write_score_model
 from engines.checkpoint.step_store import StepCheckpoints
 from engines.config.sections import RewardTrainingConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
@@ -21,6 +20,7 @@ from engines.data.read.examples import Pair, as_reward_model, read_pairs
 from engines.data.read.rows import Message, PreferenceRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.errors import CheckpointError
+from engines.jobs.reward_model import BIAS, write_score_config, write_score_model
 from engines.trainers.progress import StageProgress
 from engines.trainers.step_timer import PhaseClock
 from engines.trainers.supervised.preference import RewardPairs, packed
