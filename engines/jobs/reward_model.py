@@ -109,8 +109,8 @@ def write_score_config(hf_dir: Path, last_tokens: Set[int], out_dir: Path) -> No
     if heads != [f"{VALUE_HEAD}weight"]:
         raise ConfigError(
             "model.path",
-            f"got a {config.model_type}, whose sequence classification head is not {VALUE_HEAD}weight "
-            "alone; choose another architecture for the reward model",
+            f"got a {config.model_type}, whose sequence classification head is not "
+            f"{VALUE_HEAD}weight alone; choose another architecture for the reward model",
         )
     values = json.loads((hf_dir / _CONFIG).read_text(encoding="utf-8"))
     pads = values.get("pad_token_id")
