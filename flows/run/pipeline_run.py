@@ -155,7 +155,6 @@ class PipelineRun:
             force=force,
             adopt=adopt,
             metadata=metadata,
-            run_key=self.recorder.run_key,
         )
         history.storage.runs.begin(self.recorder.run_key, recipe.run_name)
         for _, path in recipe.models():

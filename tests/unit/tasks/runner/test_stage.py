@@ -89,7 +89,6 @@ def new_context(jobs: Jobs, home: Path, **force: str) -> StageContext:
         force=force,
         adopt=(),
         metadata={"flow_run_id": "run"},
-        run_key=recorder.run_key,
     )
 
 
