@@ -91,38 +91,34 @@ def run_stages(
         accepts: returns True if the next stages use the policy of a training stage, given the stage
             and its evaluation.
     """
-    StageOrder(recipe, run, find_incumbent, accepts).run_all()
+    order = StageOrder(recipe, run, find_incumbent, accepts)
+    # First, so that faults in a suite's data are found before anything trains.
+    suites = {
+        name: run_stage(run, PreprocessStageConfig.of_suite(recipe, name)).artifact
+        for name in recipe.data_suites
+    }
+    data = None
+    if recipe.data:
+        held_out = {f"{HELD_OUT}{name}": rows for name, rows in suites.items()}
+        given = held_out if recipe.trains else {}
+        data = run_stage(run, PreprocessStageConfig.from_recipe(recipe), **given).artifact
+    if data is None or not recipe.trains:
+        order.measure(data, suites)
+        return
+    policies, judge = order.train(data)
+    model = order.final_model(policies, {"dataset": data, REWARD_MODEL: judge})
+    measured = order.measure(data, suites, model, judge)
+    order.promote(model, measured[recipe.promote.suite or OWN])
 
 
 @dataclass(frozen=True)
 class StageOrder:
-    """The order of a recipe's stages; the fields are the arguments of `run_stages`."""
+    """Parts of the order of a recipe's stages; the fields are the arguments of `run_stages`."""
 
     recipe: Recipe
     run: StageRunner
     find_incumbent: Callable[[Artifact], Artifact | None]
     accepts: Callable[[StageResult, StageResult], bool]
-
-    def run_all(self) -> None:
-        """Run every stage."""
-        recipe = self.recipe
-        # First, so that faults in a suite's data are found before anything trains.
-        suites = {
-            name: run_stage(self.run, PreprocessStageConfig.of_suite(recipe, name)).artifact
-            for name in recipe.data_suites
-        }
-        data = None
-        if recipe.data:
-            held_out = {f"{HELD_OUT}{name}": rows for name, rows in suites.items()}
-            given = held_out if recipe.trains else {}
-            data = run_stage(self.run, PreprocessStageConfig.from_recipe(recipe), **given).artifact
-        if data is None or not recipe.trains:
-            self.measure(data, suites)
-            return
-        policies, judge = self.train(data)
-        model = self.final_model(policies, {"dataset": data, REWARD_MODEL: judge})
-        measured = self.measure(data, suites, model, judge)
-        self.promote(model, measured[recipe.promote.suite or OWN])
 
     def train(self, data: Artifact) -> tuple[Mapping[str, Artifact], Artifact | None]:
         """Run SFT, the reward model, preferences and rounds, each followed by an evaluation.

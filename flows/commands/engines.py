@@ -17,9 +17,8 @@ from engines.config.backends import BACKENDS, ENGINES, Backend, Tested
 from engines.config.options import schema_of
 from engines.config.plugins import ROLLOUT_ENGINES, RolloutRow
 from engines.config.rollout import RoutingName
-from flows.broken_modules import tell_broken_modules
 from infra.errors import ConfigError
-from infra.plugins import RUN_TIME_OWNER, PluginTable, Row
+from infra.plugins import RUN_TIME_OWNER, PluginTable, Row, import_external_modules
 
 HEADINGS = ("backend", "model type", "device", "parallelism", "features", "needs")
 OUTSIDE = "plugin"
@@ -188,7 +187,7 @@ def main(arguments: argparse.Namespace) -> int:
         _print_training_engines(console, folded(rows))
         console.print()
         console.print(_table(ROLLOUT_HEADINGS, map(astuple, engines)))
-    tell_broken_modules()
+    sys.stderr.writelines(f"{broken}\n" for broken in import_external_modules())
     return 0
 
 

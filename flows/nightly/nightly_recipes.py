@@ -17,9 +17,8 @@ from prefect.flows import Flow
 
 from flows.nightly import night as nights
 from flows.nightly.measurement import Measurement, measure, read_baseline
-from flows.nightly.night import Night, Outcome
+from flows.nightly.night import Night, Outcome, judge
 from flows.nightly.page import show_night, write_night
-from flows.nightly.verdict import judge
 from flows.preflight import preflight
 from flows.recipe.recipe import Recipe
 from flows.rlhf_pipeline import rlhf_pipeline, stop_jobs

@@ -217,15 +217,14 @@ def file_system_of(path: Path) -> str | None:
         return None
     place, found = path.resolve(), ("", None)
     for line in lines:
-        mounted, kind = map(_unescaped, line.split(" ")[1:3])
+        mounted, kind = (
+            re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), text)
+            for text in line.split(" ")[1:3]
+        )
         # A later mount on the same path hides an earlier one.
         if place.is_relative_to(mounted) and len(mounted) >= len(found[0]):
             found = (mounted, kind)
     return found[1]
-
-
-def _unescaped(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 NUM_CHECKPOINTS = 2

@@ -126,12 +126,11 @@ def request_of(recipe: Recipe) -> PreflightRequest | None:
     )
 
 
-NOTHING_FORCED: Mapping[str, str] = {}
 DEADLINE_S = 180.0
 """Long enough for a reward that loads a library before its first answer."""
 
 
-def preflight(recipe: Recipe, force: Mapping[str, str] = NOTHING_FORCED) -> Recipe:
+def preflight(recipe: Recipe, force: Mapping[str, str] = {}) -> Recipe:
     """Return the recipe with its device and the commits of everything from the hub.
 
     `force` has a token by label of each finished stage that runs again.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
-from flows.diagnosis.page import DIAGNOSIS_MD
+from flows.diagnosis.diagnosis import DIAGNOSIS_MD
 from flows.report.report import Report, markdown
 from flows.report.samples import PAGE_NAME, samples_markdown
 from tasks.runner.run import headline_metric

@@ -8,8 +8,7 @@ Does not promise: that the registry's answer is still valid at promotion; the tr
 again.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import cached_property
 
 from engines.config.plugins import TRACKERS
@@ -35,17 +34,15 @@ def tracking_uri(location: LocationConfig) -> str:
 
 def open_tracker(location: LocationConfig) -> Tracker:
     """Return the tracker of a run; it connects on first use."""
-    return TRACKERS.load(location.tracker)(_settings(location))
+    settings = TrackerSettings(location.home_directory, tracking_uri(location), location.experiment)
+    return TRACKERS.load(location.tracker)(settings)
 
 
 def open_mirrors(location: LocationConfig) -> list[Tracker]:
     """Return the mirrors of a run, which get the same records as the tracker."""
-    settings = replace(_settings(location), uri=None)  # the URI is only for the tracker
+    # The URI is only for the tracker.
+    settings = TrackerSettings(location.home_directory, None, location.experiment)
     return [TRACKERS.load(name)(settings) for name in location.mirrors]
-
-
-def _settings(location: LocationConfig) -> TrackerSettings:
-    return TrackerSettings(location.home_directory, tracking_uri(location), location.experiment)
 
 
 def find_registered(tracker: Tracker, name: str, alias: str, then: str) -> Incumbent | None:
@@ -128,7 +125,13 @@ class RoundGate:
         Raises:
             SickRunError: a symptom occurred for which the recipe ends the run.
         """
-        shown = self._symptoms([*self._accepted, trained, evaluated])
+        results = [*self._accepted, trained, evaluated]
+        shown: list[Finding] = []
+        is_asked = self._thresholds.end_run or self._thresholds.reject_round
+        if is_asked and all(each.artifact.digest for each in results):
+            views = stage_views(self._history, [each.fingerprint for each in results])
+            rounds = [view for view in views if isinstance(view.config, RLRoundStageConfig)]
+            shown = symptoms(rounds, views, self._thresholds)
         found = {each.symptom: each for each in shown}
         for name in self._thresholds.end_run:
             if name in found:
@@ -142,16 +145,7 @@ class RoundGate:
             self._accepted += [trained, evaluated]
             return True
         self.rejected[trained.label] = why = "; ".join(whys)
-        taken = "the model that the run began with"
-        if self._accepted:
-            taken = f"the policy of {self._accepted[-2].label}"
+        before = self._accepted and f"the policy of {self._accepted[-2].label}"
+        taken = before or "the model that the run began with"
         self._warn(trained.label, f"rejected: {why}; what follows takes {taken}")
         return False
-
-    def _symptoms(self, results: Sequence[StageResult]) -> list[Finding]:
-        asked = self._thresholds.end_run or self._thresholds.reject_round
-        if not asked or not all(each.artifact.digest for each in results):
-            return []
-        views = stage_views(self._history, [each.fingerprint for each in results])
-        rounds = [view for view in views if isinstance(view.config, RLRoundStageConfig)]
-        return symptoms(rounds, views, self._thresholds)

@@ -32,6 +32,7 @@ from infra.store.stage_log import generation, latest_commit
 from infra.store.stage_spec import Adoption, Artifact, StageSpec, some
 from infra.store.step_directories import link_checkpoint, newest_valid
 from infra.store.storage import Storage
+from infra.tracking.history import StageHistory
 from infra.tracking.journal import Journal, num_done, read_journal
 from tasks.runner.identity import STAGE_SCHEMA_VERSION, StageRequest
 
@@ -67,16 +68,6 @@ def differences(spec: StageSpec, request: StageRequest) -> Differences:
         sources=tuple(differing(spec.sources, request.sources)),
         libraries=tuple(f"{name} {old} -> {new}" for name, (old, new) in libraries.items()),
     )
-
-
-def specification(storage: Storage, fingerprint: str) -> StageSpec | None:
-    """Return the specification of the stage's newest generation; None if none can be read."""
-    for entry in generation(storage.attempts.entries(fingerprint)):
-        try:
-            return storage.channel(fingerprint).read_specification(entry.number)
-        except ConfigError:
-            continue  # the attempt died before writing it, or newer code wrote it
-    return None
 
 
 @dataclass(frozen=True)
@@ -130,7 +121,7 @@ class EarlierRuns:
         for fingerprint in nlargest(MAX_NUM_EARLIER, used_at, key=used_at.__getitem__):
             with suppress(ArtifactError):  # a lookup of that stage reports it
                 record = latest_commit(self._storage.attempts.entries(fingerprint))
-                spec = specification(self._storage, fingerprint)
+                spec = StageHistory(self._storage).specification(fingerprint)
                 if spec is not None and (record is not None or fingerprint in half_trained):
                     known.append((spec, record.artifact if record else None))
         return known
@@ -298,7 +289,8 @@ def copy_adopted_steps(storage: Storage, request: StageRequest, attempt: int) ->
 
 def _work(storage: Storage, fingerprint: str, request: StageRequest) -> HalfTrained | None:
     """Return a fingerprint's work, if it is half-trained and on the requested stage."""
-    work, spec = _open_generation(storage, fingerprint), specification(storage, fingerprint)
+    work = _open_generation(storage, fingerprint)
+    spec = StageHistory(storage).specification(fingerprint)
     if work is None or spec is None or spec.stage != request.config.stage:
         return None
     found = differences(spec, request)

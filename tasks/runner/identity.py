@@ -114,11 +114,6 @@ class StageRequest:
         """Name of this stage within the run (`rl_round_3`)."""
         return self.config.label
 
-    @property
-    def interpreter(self) -> Path | None:
-        """Python of the job's environment; None: this one."""
-        return self.config.interpreter
-
     @cached_property
     def sources(self) -> dict[str, str]:
         """sha256 by module of project code and scripts' imports that can change the output."""
@@ -133,13 +128,13 @@ class StageRequest:
     @cached_property
     def _imported(self) -> ImportedCode:
         """Third-party code that scripts import; a job environment counts as a whole."""
-        return imported_code(() if self.interpreter else self._scripts)
+        return imported_code(() if self.config.interpreter else self._scripts)
 
     @cached_property
     def libraries(self) -> dict[str, str | None]:
         """Versions by distribution that can change the job's output."""
         return installed_libraries(
-            (*NUMERIC_DISTRIBUTIONS, *self._imported.distributions), self.interpreter
+            (*NUMERIC_DISTRIBUTIONS, *self._imported.distributions), self.config.interpreter
         )
 
     @property
@@ -149,25 +144,23 @@ class StageRequest:
         return {} if interpreter is None else installed_libraries((), interpreter)
 
     @cached_property
-    def environment(self) -> str:
-        """Digest of the libraries and third-party code that the job would run."""
-        named, config = frozenset(self.config.plugins()), self.config
-        return environment_of(
-            named, config.interpreter, config.rollout_interpreter, self._imported.distributions
-        )
-
-    @cached_property
     def identity(self) -> dict[str, Any]:
         """Everything that determines the output."""
+        config = self.config
         chosen = [env.RLHF_ENGINE_DEVICE.get(), env.RLHF_ENGINE_VENDOR.get()]
         return stage_identity(
-            stage=self.config.stage,
+            stage=config.stage,
             schema_version=STAGE_SCHEMA_VERSION,
-            config=self.config.identity_values(),
+            config=config.identity_values(),
             inputs=self.inputs,
             seed=self.seed,
-            sources_digest=sha256_json([self.config.plugin_targets(), self.sources, *chosen]),
-            environment_digest=self.environment,
+            sources_digest=sha256_json([config.plugin_targets(), self.sources, *chosen]),
+            environment_digest=environment_of(
+                frozenset(config.plugins()),
+                config.interpreter,
+                config.rollout_interpreter,
+                self._imported.distributions,
+            ),
         )
 
     @property

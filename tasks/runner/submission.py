@@ -96,7 +96,7 @@ class Submission:
             spec = self._specification(request, attempt, holder_id)
             channel.write_specification(spec.model_copy(update={"adopted": adopted}))
             job = JobRequest(
-                argv=[str(request.interpreter or sys.executable), *spec.job_argv],
+                argv=[str(config.interpreter or sys.executable), *spec.job_argv],
                 env=forwarded_environment(),
                 metadata={**self._metadata, "stage": request.label, "fingerprint": fingerprint},
                 resources=config.driver_resources,
@@ -124,7 +124,7 @@ class Submission:
             store_uri=self.storage.uri,
             runtime=self._runtime.model_dump(mode="json"),
             then=None
-            if after is None or after.interpreter != request.interpreter
+            if after is None or after.config.interpreter != request.config.interpreter
             else NextStage(
                 spec=self._specification(after, 0, uuid.uuid4().hex),
                 identity=after.identity,

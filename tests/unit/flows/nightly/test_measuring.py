@@ -8,7 +8,7 @@ from engines.config.recipe import LocationConfig
 from engines.config.training import HardwareConfig
 from flows.nightly import measurement
 from flows.nightly.measurement import WHOLE_RUN, measure, observed
-from flows.nightly.verdict import judge
+from flows.nightly.night import judge
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.stage_order import run_stages
 from infra.errors import ConfigError

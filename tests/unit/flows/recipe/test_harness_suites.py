@@ -12,7 +12,7 @@ from flows.plan import Planner
 from flows.preflight.resolve import request_of
 from flows.recipe.recipe import Recipe, load_recipe, parse_recipe
 from flows.recipe.source import with_overrides
-from flows.report.measured import measured_tables
+from flows.report.report import measured_tables
 from flows.stage_order import run_stages
 from infra.errors import ConfigError
 from infra.store.storage import LocalStorage
