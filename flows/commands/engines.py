@@ -15,7 +15,7 @@ from rich.table import Column, Table
 
 from engines.config.backends import BACKENDS, ENGINES, Backend, Tested
 from engines.config.options import schema_of
-from engines.config.plugins import ROLLOUT_ENGINES, RolloutRow
+from engines.config.plugins import ROLLOUT_ENGINES
 from engines.config.rollout import RoutingName
 from infra.errors import ConfigError
 from infra.plugins import RUN_TIME_OWNER, PluginTable, Row, import_external_modules
@@ -108,22 +108,18 @@ def rollout_matrix(*, installed: bool) -> Iterator[RolloutMatrixRow]:
     """Yield a row for every rollout engine; `installed` is as in `engine_matrix`."""
     for row in (*ROLLOUT_ENGINES.rows, *(ROLLOUT_ENGINES.outside() if installed else ())):
         schema = schema_of(row, ROLLOUT_ENGINES.setting) if row.is_ours else None
+        needs = [] if row.is_ours else [_brought(row)]
+        if row.environment:
+            needs.append(f"its own environment: make env-{row.environment}")
+        if installed and row.requires:
+            needs.append("installed" if _is_usable(ROLLOUT_ENGINES, row.name) else "not installed")
         yield RolloutMatrixRow(
             row.name,
             ", ".join(row.capabilities),
             _ROUTINGS[row.routing],
             ", ".join(schema.model_fields) if schema else "",
-            _rollout_needs(row, installed=installed),
+            "; ".join(needs),
         )
-
-
-def _rollout_needs(row: RolloutRow, *, installed: bool) -> str:
-    parts = [] if row.is_ours else [_brought(row)]
-    if row.environment:
-        parts.append(f"its own environment: make env-{row.environment}")
-    if installed and row.requires:
-        parts.append("installed" if _is_usable(ROLLOUT_ENGINES, row.name) else "not installed")
-    return "; ".join(parts)
 
 
 def _brought(row: Row) -> str:

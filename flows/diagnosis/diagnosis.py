@@ -61,36 +61,31 @@ class Diagnosis:
 def diagnose(run: str, stages: Sequence[StageView], thresholds: DiagnosisConfig) -> Diagnosis:
     """Diagnose a run, finished or not; `stages` are in order."""
     found: list[Finding] = []
+    of_rounds: list[Finding] = []
+    accepted: list[StageView] = []
+    evaluations = _evaluations(stages)
     for stage in stages:
         found += resource_findings(stage, thresholds)
         found += time_findings(stage, thresholds)
         found += poisoned_findings(stage)
         if isinstance(stage.config, SFTStageConfig):
             found += loss_findings(stage, thresholds)
-    found += _of_rounds(stages, thresholds)
+        if not isinstance(stage.config, RLRoundStageConfig) or not stage.steps:
+            continue
+        shown = symptoms([*accepted, stage], stages, thresholds)  # compared with accepted rounds
+        scored = evaluations.get(stage.label)
+        is_judged = stage.is_committed and scored is not None and scored.is_committed
+        is_rejected = is_judged and bool(rejecting(shown, thresholds))
+        of_rounds += [replace(finding, rejected=is_rejected) for finding in shown]
+        if not is_rejected:
+            accepted.append(stage)
     return Diagnosis(
         run,
         stages,
-        sorted(found, key=lambda f: (AREAS.index(f.area), _SEVERITIES.index(f.severity))),
+        sorted(
+            [*found, *of_rounds], key=lambda f: (AREAS.index(f.area), _SEVERITIES.index(f.severity))
+        ),
     )
-
-
-def _of_rounds(stages: Sequence[StageView], thresholds: DiagnosisConfig) -> list[Finding]:
-    """Return the findings of each round, compared only with accepted earlier rounds."""
-    found: list[Finding] = []
-    accepted: list[StageView] = []
-    evaluations = _evaluations(stages)
-    for view in stages:
-        if not isinstance(view.config, RLRoundStageConfig) or not view.steps:
-            continue
-        shown = symptoms([*accepted, view], stages, thresholds)
-        scored = evaluations.get(view.label)
-        is_judged = view.is_committed and scored is not None and scored.is_committed
-        is_rejected = is_judged and bool(rejecting(shown, thresholds))
-        found += [replace(finding, rejected=is_rejected) for finding in shown]
-        if not is_rejected:
-            accepted.append(view)
-    return found
 
 
 def rejecting(found: Sequence[Finding], thresholds: DiagnosisConfig) -> list[Finding]:
@@ -165,10 +160,12 @@ def told_verdict(run: str, directory: Path) -> str:
 
 def html_page(diagnosis: Diagnosis) -> str:
     """Return the page as HTML."""
+    rounds = [view for view in diagnosis.stages if isinstance(view.config, RLRoundStageConfig)]
+    others = [view for view in diagnosis.stages if view not in rounds]
     plots = "".join(
         f"<div><b>{escape(title)}</b>{_plot(curve)}</div>"
         for title, names in SHOWN.items()
-        if len(curve := _curve(diagnosis, names)) > 1
+        if len(curve := points(rounds, *names)[1] or points(others, *names)[1]) > 1
     )
     areas = "".join(
         f"<h2>{area}</h2>{''.join(map(_article, found))}" for area, found in _areas(diagnosis)
@@ -215,15 +212,6 @@ def text(diagnosis: Diagnosis) -> str:
 
 def _areas(diagnosis: Diagnosis) -> list[tuple[str, list[Finding]]]:
     return [(area, [*found]) for area, found in groupby(diagnosis.findings, lambda f: f.area)]
-
-
-def _curve(diagnosis: Diagnosis, names: Sequence[str]) -> Points:
-    """Return the points over all rounds, or over the other stages if no round has the metric."""
-    rounds = [view for view in diagnosis.stages if isinstance(view.config, RLRoundStageConfig)]
-    return (
-        points(rounds, *names)[1]
-        or points([view for view in diagnosis.stages if view not in rounds], *names)[1]
-    )
 
 
 def _as_code(said: str) -> str:

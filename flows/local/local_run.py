@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from uuid import UUID
 
@@ -35,7 +34,7 @@ from prefect.client.schemas.filters import (
     LogFilterLevel,
     LogFilterTimestamp,
 )
-from prefect.client.schemas.objects import FlowRun, Log, State, StateType
+from prefect.client.schemas.objects import FlowRun, Log, State
 from prefect.client.schemas.sorting import LogSort
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import ObjectNotFound
@@ -47,7 +46,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from flows.automations import STRANDED_S, TAG
+from flows.automations import DRAIN_DEADLINE_S, STRANDED_S, TAG, UNFINISHED
 from flows.local.embedded_prefect import PrefectServer
 from flows.nightly.night import Night, last_night
 from flows.nightly.nightly_recipes import MATRIX, NotReproducedError, nightly_recipes
@@ -67,9 +66,6 @@ from infra.waiting import wait_for
 from tasks.runner.run import StageResult, headline_metric
 from tasks.runner.stage import StageObserver
 from tasks.runner.submission import forwarded_environment
-
-DRAIN_DEADLINE_S = 10.0
-UNFINISHED = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
 
 
 def run_locally(asked: AskedRun, console: Console, prefect: PrefectServer) -> Report:
@@ -102,8 +98,12 @@ def watched(
     resetter = RUN_CONTEXT.set(RunContext(observer=display, cluster=cluster))
     try:
         prefect.wait()
-        if prefect.history_is_dead:
-            _crash_dead_runs()
+        if prefect.history_is_dead:  # no process of an unfinished run can be alive
+            unfinished = FlowRunFilterState(type=FlowRunFilterStateType(any_=UNFINISHED))
+            crashed = Crashed(message="the process of this run was killed")
+            with get_client(sync_client=True) as client:
+                for run in client.read_flow_runs(flow_run_filter=FlowRunFilter(state=unfinished)):
+                    client.set_flow_run_state(run.id, crashed, force=True)
         yield
     finally:
         if cluster is not None:  # the flow releases it too, unless it failed before that
@@ -113,16 +113,6 @@ def watched(
         # While the server still runs: buffered events and log lines.
         EventsWorker.drain_all(timeout=DRAIN_DEADLINE_S, at_exit=False)
         APILogWorker.drain_all(timeout=DRAIN_DEADLINE_S, at_exit=False)
-
-
-def _crash_dead_runs() -> None:
-    """Mark flow runs as crashed that a stopped server left in an unfinished state."""
-    running = FlowRunFilterState(type=FlowRunFilterStateType(any_=UNFINISHED))
-    with get_client(sync_client=True) as client:
-        for run in client.read_flow_runs(flow_run_filter=FlowRunFilter(state=running)):
-            client.set_flow_run_state(
-                run.id, Crashed(message="the process of this run was killed"), force=True
-            )
 
 
 class _ConsoleHandler(logging.Handler):
@@ -193,7 +183,14 @@ def load_own_flow(entrypoint: str) -> Flow[..., Any]:
     file = Path(path).resolve()
     if not file.is_file():
         raise ConfigError("FLOW", f"got {path!r}; need a Python file; there is none")
-    found = {key: thing for key, thing in vars(_executed(file)).items() if isinstance(thing, Flow)}
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError("FLOW", f"got {file.name!r}; need a Python file, which ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(file.parent))  # so that the file can import its neighbours
+    sys.modules.setdefault(file.stem, module)
+    spec.loader.exec_module(module)
+    found = {key: thing for key, thing in vars(module).items() if isinstance(thing, Flow)}
     if name in found:
         return found[name]
     if name or len(found) != 1:
@@ -202,18 +199,6 @@ def load_own_flow(entrypoint: str) -> Flow[..., Any]:
             "FLOW", f"got {entrypoint!r}; its flows are: {flows}; name one, as in {path}:my_flow"
         )
     return next(iter(found.values()))
-
-
-def _executed(file: Path) -> ModuleType:
-    """Execute a file as a module that can import its neighbours."""
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    if spec is None or spec.loader is None:
-        raise ConfigError("FLOW", f"got {file.name!r}; need a Python file, which ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(file.parent))
-    sys.modules.setdefault(file.stem, module)
-    spec.loader.exec_module(module)
-    return module
 
 
 def run_night(

@@ -181,9 +181,12 @@ def measure(recipe: Recipe, night: str, problem: str = "") -> Measurement:
     """Read from the store what the run of a recipe produced.
 
     Args:
-        recipe: with a store of its own.
+        recipe: with a store of its own, and its device as `preflight` resolved it.
         problem: why the run ended early; empty if it did not.
     """
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     history = StageHistory(open_storage(recipe.store_uri))
     reader, gate = _Reader(history, recipe.seed), RoundGate(recipe.diagnosis, history)
     stopped_at = WHOLE_RUN if problem else ""
@@ -197,7 +200,14 @@ def measure(recipe: Recipe, night: str, problem: str = "") -> Measurement:
             raise
     return Measurement(
         recipe=recipe.name,
-        machine=this_machine(recipe),
+        machine=Machine(
+            platform=recipe.hardware.platform,
+            device_kind=recipe.hardware.device_kind or "",
+            processor=next(names, platform.processor() or platform.machine()),
+            num_cores=os.cpu_count() or 0,
+            memory_gib=round(psutil.virtual_memory().total / 2**30),
+            system=f"{platform.system()} {platform.machine()}",
+        ),
         settings=flattened({**settings_of(recipe), "seed": recipe.seed}),
         stages=reader.made,
         sources=reader.sources,
@@ -213,22 +223,6 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
     if recipe.rl.num_rounds:  # in RL rounds, rollouts that miss the deadline are not trained on
         values["rollout"] = {**values["rollout"], "timeout_s": recipe.rollout.timeout_s}
     return values
-
-
-def this_machine(recipe: Recipe) -> Machine:
-    """Return this machine and the device that a recipe computes on, as `preflight` resolved it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    processor = next(names, platform.processor() or platform.machine())
-    return Machine(
-        platform=recipe.hardware.platform,
-        device_kind=recipe.hardware.device_kind or "",
-        processor=processor,
-        num_cores=os.cpu_count() or 0,
-        memory_gib=round(psutil.virtual_memory().total / 2**30),
-        system=f"{platform.system()} {platform.machine()}",
-    )
 
 
 class _Reader:

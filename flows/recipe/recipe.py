@@ -29,7 +29,6 @@ from engines.config.recipe import Recipe
 from engines.config.rules.batches import check_answer_length
 from engines.config.sections import EvaluationConfig
 from engines.config.stages.base import StageConfig
-from engines.config.suite import HarnessConfig
 from flows.recipe.source import read_recipe, refuse_secrets, registered_model
 from flows.stage_order import stages_of
 from infra.errors import ConfigError
@@ -68,7 +67,10 @@ def prepare_recipe(recipe: Recipe) -> Recipe:
         name: suite.model_copy(
             update={
                 "data": suite.data and _absolute_data(suite.data),
-                "harness": suite.harness and _absolute_harness(suite.harness),
+                "harness": suite.harness
+                and suite.harness.model_copy(
+                    update={"include": suite.harness.include and _absolute(suite.harness.include)}
+                ),
                 "reward": suite.reward and _absolute_reward(suite.reward),
             }
         )
@@ -109,11 +111,6 @@ def _absolute_data(data: DataConfig) -> DataConfig:
         for split in SOURCE_SPLITS
     }
     return data.model_copy(update=sources)
-
-
-def _absolute_harness(harness: HarnessConfig) -> HarnessConfig:
-    include = harness.include
-    return harness.model_copy(update={"include": _absolute(include)}) if include else harness
 
 
 def _absolute_reward(reward: RewardConfig) -> RewardConfig:

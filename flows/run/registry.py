@@ -8,7 +8,8 @@ Does not promise: that the registry's answer is still valid at promotion; the tr
 again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 
 from engines.config.plugins import TRACKERS
@@ -45,22 +46,31 @@ def open_mirrors(location: LocationConfig) -> list[Tracker]:
     return [TRACKERS.load(name)(settings) for name in location.mirrors]
 
 
+@contextmanager
+def asking(tracker: Tracker, what: str, then: str) -> Iterator[None]:
+    """Raise errors of a tracker, whose own types are not known here, as ServiceError.
+
+    The error says that the tracker does not say `what`, and ends with `then`.
+    """
+    try:
+        yield
+    except ServiceError:
+        raise
+    except Exception as error:  # the boundary to a plugin
+        said = redact(" ".join(f"{type(error).__name__}: {error}".split()))[:200]
+        raise ServiceError(
+            f"{redact(tracker.address)} does not say {what} ({said}); {then}"
+        ) from error
+
+
 def find_registered(tracker: Tracker, name: str, alias: str, then: str) -> Incumbent | None:
     """Return the version of a registered model that has an alias; None if there is none.
 
     Raises:
         ServiceError: the registry does not answer; ends with `then`.
     """
-    try:
+    with asking(tracker, f"which version of {name} is {alias}", then):
         return tracker.incumbent(name, alias)
-    except ServiceError:
-        raise
-    except Exception as error:  # the tracker's own exceptions are not known here
-        said = redact(" ".join(f"{type(error).__name__}: {error}".split()))[:200]
-        raise ServiceError(
-            f"{redact(tracker.address)} does not say which version of {name} is {alias} ({said}); "
-            f"{then}"
-        ) from error
 
 
 class Registry:

@@ -15,7 +15,7 @@ functions of (seed, step), so no row is skipped or repeated; random generators o
 only if the number of ranks is the same.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -62,9 +62,24 @@ class Differences:
 
 def differences(spec: StageSpec, request: StageRequest) -> Differences:
     """Compare a request with an attempt's specification; inputs without a digest are skipped."""
+    before = _values(spec.schema_version, spec.seed, spec.inputs)
+    now = _values(STAGE_SCHEMA_VERSION, request.seed, request.inputs)
+    changes = [
+        Change(name, old, new, is_execution=False)
+        for name, (old, new) in differing(before, now).items()
+        if new != ""  # an empty digest is not known yet
+    ]
+    try:
+        config = type(request.config).model_validate(spec.config)
+    except ValidationError as error:
+        path = to_config_error(error, type(request.config)).path
+        misfit = Change(path, "the earlier settings", "do not fit this version", is_execution=False)
+        changes.append(misfit)
+    else:
+        changes += request.config.changes(config)
     libraries = differing(spec.libraries, request.libraries)
     return Differences(
-        changes=tuple(_changes(spec, request)),
+        changes=tuple(changes),
         sources=tuple(differing(spec.sources, request.sources)),
         libraries=tuple(f"{name} {old} -> {new}" for name, (old, new) in libraries.items()),
     )
@@ -125,21 +140,6 @@ class EarlierRuns:
                 if spec is not None and (record is not None or fingerprint in half_trained):
                     known.append((spec, record.artifact if record else None))
         return known
-
-
-def _changes(spec: StageSpec, request: StageRequest) -> Iterator[Change]:
-    before = _values(spec.schema_version, spec.seed, spec.inputs)
-    now = _values(STAGE_SCHEMA_VERSION, request.seed, request.inputs)
-    for name, (old, new) in differing(before, now).items():
-        if new != "":  # an empty digest is not known yet
-            yield Change(name, old, new, is_execution=False)
-    try:
-        config = type(request.config).model_validate(spec.config)
-    except ValidationError as error:
-        path = to_config_error(error, type(request.config)).path
-        yield Change(path, "the earlier settings", "do not fit this version", is_execution=False)
-    else:
-        yield from request.config.changes(config)
 
 
 def _values(schema_version: int, seed: int, inputs: Mapping[str, Artifact]) -> dict[str, Any]:
