@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 
 from engines.config.backends import ENGINES
 from engines.config.plugins import ROLLOUT_ENGINES, TABLES
-from flows.preflight.machine import platform_of, survey_machine
+from flows.preflight import platform_of, survey_machine
 from infra import env
 from infra.errors import ConfigError, PipelineError
 from infra.plugins import external_modules, import_external_modules

@@ -9,7 +9,7 @@ import pytest
 from engines.config.stages.final import CompareStageConfig, HarnessStageConfig
 from engines.config.training import HardwareConfig
 from flows.plan import Planner
-from flows.preflight.resolve import request_of
+from flows.preflight import request_of
 from flows.recipe.recipe import Recipe, load_recipe, parse_recipe
 from flows.recipe.source import with_overrides
 from flows.report.report import measured_tables
