@@ -30,8 +30,7 @@ from engines.config.stages.supervised import (
 )
 from infra.errors import ServiceError, SickRunError
 from infra.store.stage_spec import Artifact
-from tasks.runner.identity import StageRequest, stage_request
-from tasks.runner.run import StageResult, StageRunner, run_stage
+from tasks.runner.run import StageRequest, StageResult, StageRunner, run_stage, stage_request
 
 _log = logging.getLogger(__name__)
 

@@ -33,8 +33,7 @@ from infra.store.stage_spec import CommitRecord
 from infra.store.storage import open_storage
 from infra.tracking.history import StageHistory
 from infra.tracking.journal import JournalRecord
-from tasks.runner.identity import StageRequest
-from tasks.runner.run import StageResult
+from tasks.runner.run import StageRequest, StageResult
 
 MAX_RUNS = 10
 """Number of runs that a baseline keeps; older ones are dropped."""

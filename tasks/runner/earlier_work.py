@@ -34,7 +34,7 @@ from infra.store.step_directories import link_checkpoint, newest_valid
 from infra.store.storage import Storage
 from infra.tracking.history import StageHistory
 from infra.tracking.journal import Journal, num_done, read_journal
-from tasks.runner.identity import STAGE_SCHEMA_VERSION, StageRequest
+from tasks.runner.run import STAGE_SCHEMA_VERSION, StageRequest
 
 UNNAMED = "the device, or code of other distributions"
 DIGITS = 12

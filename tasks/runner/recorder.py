@@ -28,7 +28,7 @@ from infra.store.stage_spec import Adoption, CommitRecord
 from infra.tracking.journal import JournalRecord
 from infra.tracking.ledger import Owner, RunEntry
 from infra.tracking.mirrors.fan_out import Teller
-from tasks.runner.identity import StageRequest
+from tasks.runner.run import StageRequest
 
 CLOSE_DEADLINE_S = 60.0
 """For a successful run; each upload of a report or model extends it, to `UPLOAD_DEADLINE_S`."""

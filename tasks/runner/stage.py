@@ -27,9 +27,8 @@ from infra.tracking.history import StageHistory
 from infra.tracking.journal import JournalRecord
 from tasks.runner.earlier_work import find_adoptable
 from tasks.runner.following import JobFollower
-from tasks.runner.identity import StageRequest
 from tasks.runner.recorder import Recorder, RunPage, end_status
-from tasks.runner.run import StageResult
+from tasks.runner.run import StageRequest, StageResult
 from tasks.runner.submission import Submission, stop_followed
 
 

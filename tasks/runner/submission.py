@@ -25,8 +25,8 @@ from infra.store.stage_spec import NextStage, StageSpec
 from infra.store.storage import Storage
 from infra.store.work_channel import JobProblem
 from tasks.runner.earlier_work import HalfTrained, copy_adopted_steps, link_adopted
-from tasks.runner.identity import STAGE_SCHEMA_VERSION, StageRequest
 from tasks.runner.recorder import PREFECT_ERRORS
+from tasks.runner.run import STAGE_SCHEMA_VERSION, StageRequest
 
 FINGERPRINT_DIGITS = 16
 HOLDER_DIGITS = 8

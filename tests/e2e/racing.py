@@ -13,8 +13,8 @@ from infra.ray.cluster import Cluster
 from infra.ray.jobs import RayJobs
 from infra.store.storage import open_storage
 from tasks.runner.following import JobFollower
-from tasks.runner.identity import StageRequest
 from tasks.runner.recorder import RunPage
+from tasks.runner.run import StageRequest
 from tasks.runner.submission import Submission
 
 ROUND_DEADLINE_S = 120.0

@@ -14,7 +14,7 @@ from infra import env
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import CommitRecord
 from infra.store.storage import LocalStorage
-from tasks.runner.identity import stage_request
+from tasks.runner.run import stage_request
 
 MAX_READ_BYTES = 100_000_000
 ARTIFACT_BYTES = 20_000_000_000

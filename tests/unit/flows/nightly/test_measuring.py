@@ -16,8 +16,7 @@ from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import LocalStorage
 from infra.tracking.journal import Journal, JournalRecord
-from tasks.runner.identity import StageRequest
-from tasks.runner.run import StageResult
+from tasks.runner.run import StageRequest, StageResult
 
 LABELS = ["preprocess", "sft", "evaluate_sft", "rl_round_1", "evaluate_rl_round_1"]
 LABELS += ["merge", "evaluate", "promote"]

@@ -15,8 +15,7 @@ from infra.store.stage_spec import CommitRecord
 from infra.store.storage import LocalStorage
 from infra.tracking.history import StageHistory
 from infra.tracking.journal import Journal
-from tasks.runner.identity import StageRequest
-from tasks.runner.run import StageResult
+from tasks.runner.run import StageRequest, StageResult
 from tests.unit.flows.test_plan import Stages, recipe
 
 ENTROPY = {"rl_round_1": (0.5, 0.4), "rl_round_2": (0.01, 0.01), "rl_round_3": (0.4, 0.3)}

@@ -17,8 +17,8 @@ from infra.store.storage import LocalStorage
 from infra.store.work_channel import JobProblem
 from infra.tracking.journal import Journal, JournalRecord
 from tasks.runner.following import JobFollower
-from tasks.runner.identity import StageRequest
 from tasks.runner.recorder import RunPage
+from tasks.runner.run import StageRequest
 from tasks.runner.submission import Submission
 
 HOLDER = Holder(id="another", process="elsewhere")

@@ -17,8 +17,8 @@ from infra.tracking.history import StageHistory
 from infra.tracking.ledger import Ledger
 from infra.tracking.shipper import Shipper
 from infra.tracking.tracker import TrackerSettings
-from tasks.runner.identity import StageRequest, stage_request
 from tasks.runner.recorder import Recorder
+from tasks.runner.run import StageRequest, stage_request
 from tasks.runner.stage import StageContext, StageObserver
 
 
