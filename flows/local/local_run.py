@@ -49,8 +49,7 @@ from rich.table import Column, Table
 from flows.automations import DRAIN_DEADLINE_S, STRANDED_S, TAG, UNFINISHED
 from flows.local.embedded_prefect import PrefectServer
 from flows.nightly.night import Night, last_night
-from flows.nightly.nightly_recipes import MATRIX, NotReproducedError, nightly_recipes
-from flows.nightly.page import NIGHT_MD
+from flows.nightly.nightly_recipes import MATRIX, NIGHT_MD, NotReproducedError, nightly_recipes
 from flows.plan import AskedRun
 from flows.recipe.recipe import Recipe
 from flows.report.report import REPORT_JSON, REPORT_MD, Report, StageReport
