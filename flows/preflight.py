@@ -145,8 +145,7 @@ def preflight(recipe: Recipe, force: Mapping[str, str] = {}) -> Recipe:
     found = answer.found
     if found is None:
         raise ConfigError(answer.path or "recipe", str(answer.problem))
-    judges = {"model": found.reward_model, "judge": found.judge}
-    reward = recipe.rl.reward.model_copy(update=judges)
+    reward = recipe.rl.reward.model_copy(update={"model": found.reward_model, "judge": found.judge})
     rl = recipe.rl.model_copy(update={"reward": reward, "distillation": found.teacher})
     sections = {name: getattr(found, name) for name in ("model", "against", "data", "suites")}
     recipe = recipe.model_copy(update={**sections, "rl": rl})

@@ -106,8 +106,7 @@ def run_stages(
         return
     policies, judge = order.train(data)
     model = order.final_model(policies, {"dataset": data, REWARD_MODEL: judge})
-    measured = order.measure(data, suites, model, judge)
-    order.promote(model, measured[recipe.promote.suite or OWN])
+    order.promote(model, order.measure(data, suites, model, judge)[recipe.promote.suite or OWN])
 
 
 @dataclass(frozen=True)
@@ -237,8 +236,12 @@ class StageOrder:
 
     def compare(self, suite: str, scores: Artifact, against: Artifact) -> None:
         """Compare two evaluations of the same problems."""
-        stage = CompareStageConfig.from_recipe(self.recipe, suite)
-        run_stage(self.run, stage, evaluation=scores, against=against)
+        run_stage(
+            self.run,
+            CompareStageConfig.from_recipe(self.recipe, suite),
+            evaluation=scores,
+            against=against,
+        )
 
     def promote(self, model: Artifact, measured: Measured) -> None:
         """Compare the model with the incumbent, and register it if it is better."""

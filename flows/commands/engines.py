@@ -173,38 +173,34 @@ def main(arguments: argparse.Namespace) -> int:
     """Print both tables; name external modules that cannot be imported on stderr."""
     rows, engines = list(engine_matrix(installed=True)), list(rollout_matrix(installed=True))
     if arguments.json:
-        tables = {"training": rows, "rollout": engines}
-        plain = {name: [asdict(row) for row in table] for name, table in tables.items()}
+        plain = {"training": [*map(asdict, rows)], "rollout": [*map(asdict, engines)]}
         sys.stdout.write(json.dumps(plain, indent=1) + "\n")
     else:
         console = Console()
         if not console.is_terminal:
             console.width = PIPE_WIDTH
-        _print_training_engines(console, folded(rows))
+        cells, above = [], ""
+        training = folded(rows)
+        for row in training:
+            cells.append(("" if row.backend == above else row.backend, *astuple(row)[1:-1]))
+            above = row.backend
+        console.print(_table(HEADINGS[:-1], cells))
+        console.print()
+        for line in dict.fromkeys(f"{row.backend}: {row.needs}" for row in training if row.needs):
+            console.print(line, highlight=False)
+        console.print()
+        for how, meaning in MEANINGS.items():
+            console.print(f"{how}: {meaning}", highlight=False)
         console.print()
         console.print(_table(ROLLOUT_HEADINGS, map(astuple, engines)))
     sys.stderr.writelines(f"{broken}\n" for broken in import_external_modules())
     return 0
 
 
-def _print_training_engines(console: Console, rows: list[MatrixRow]) -> None:
-    cells, above = [], ""
-    for row in rows:
-        backend = "" if row.backend == above else row.backend
-        cells.append((backend, *astuple(row)[1:-1]))
-        above = row.backend
-    console.print(_table(HEADINGS[:-1], cells))
-    console.print()
-    for line in dict.fromkeys(f"{row.backend}: {row.needs}" for row in rows if row.needs):
-        console.print(line, highlight=False)
-    console.print()
-    for how, meaning in MEANINGS.items():
-        console.print(f"{how}: {meaning}", highlight=False)
-
-
 def _table(headings: Sequence[str], rows: Iterable[Iterable[str]]) -> Table:
-    columns = (Column(heading, overflow="fold") for heading in headings)
-    table = Table(*columns, box=None, pad_edge=False)
+    table = Table(
+        *(Column(heading, overflow="fold") for heading in headings), box=None, pad_edge=False
+    )
     for row in rows:
         table.add_row(*row)
     return table

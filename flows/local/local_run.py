@@ -218,9 +218,8 @@ def print_night(night: Night, directory: Path, console: Console) -> None:
         lines = [f"{verdict.recipe}: {verdict.word}{stage}", *verdict.problems]
         if verdict.drifted:
             lines.append(f"another digest since {verdict.drifted}: {'; '.join(verdict.causes)}")
-        indented = (f"    {line}" for line in (*lines[1:], *verdict.notes))
-        _print_lines(console, lines[0], *indented)
-    console.print(f"\nreport      {directory / NIGHT_MD}", highlight=False, soft_wrap=True)
+        _print_lines(console, lines[0], *(f"    {line}" for line in (*lines[1:], *verdict.notes)))
+    _print_lines(console, f"\nreport      {directory / NIGHT_MD}")
 
 
 DIGEST_DIGITS = 12
@@ -265,7 +264,8 @@ class TerminalDisplay(StageObserver):
         """Print a line that summarizes the stage."""
         self._end_bar()
         done = "reused" if result.reused else f"ran in {result.wall_s:.1f} s"
-        parts = [done, f"digest {result.digest[:DIGEST_DIGITS]}", headline_metric(result.metrics)]
+        digest = result.artifact.digest[:DIGEST_DIGITS]
+        parts = [done, f"digest {digest}", headline_metric(result.metrics)]
         self.message(result.label, ", ".join(filter(None, parts)))
 
     def close(self) -> None:
@@ -282,8 +282,8 @@ class TerminalDisplay(StageObserver):
 
 def summary_table(stages: Sequence[StageReport]) -> Table:
     """Return a table of stage, state, seconds, digest and headline metric."""
-    seconds = Column("seconds", justify="right")
-    table = Table("stage", "", seconds, "digest", "metric", show_edge=False, pad_edge=False)
+    headings = ("stage", "", Column("seconds", justify="right"), "digest", "metric")
+    table = Table(*headings, show_edge=False, pad_edge=False)
     for stage in stages:
         table.add_row(
             stage.name,
@@ -331,8 +331,7 @@ def find_or_hint(console: Console, checkout: Path = CHECKOUT) -> UUID | None:
     """Return the id of the deployment; without one, print how to register it and return None."""
     found = find_deployment(checkout)
     if found is None:
-        hint = HINT.format(checkout=checkout, url=PREFECT_API_URL.value())
-        console.print(hint, highlight=False, markup=False, soft_wrap=True)
+        _print_lines(console, HINT.format(checkout=checkout, url=PREFECT_API_URL.value()))
     return found
 
 
@@ -411,11 +410,11 @@ class _Shown:
             return None
         if state.name != self._state:
             self._state = state.name or ""
-            self._say(f"{'run':>{LABEL_WIDTH}}  {state.name}")
+            _print_lines(self._console, redact(f"{'run':>{LABEL_WIDTH}}  {state.name}"))
         for log in self._logs():
             if log.id not in self._lines and log.name in SHOWN_LOGGERS:
                 self._lines.add(log.id)
-                self._say(log.message)
+                _print_lines(self._console, redact(log.message))
             self._newest = max(self._newest or log.timestamp, log.timestamp)
         rests = datetime.now(UTC) - state.timestamp > timedelta(seconds=GIVEN_UP_S)
         return state if state.is_final() and (rests or not state.is_crashed()) else None
@@ -434,6 +433,3 @@ class _Shown:
             found += page
             if len(page) < PAGE:
                 return found
-
-    def _say(self, text: str) -> None:
-        self._console.print(redact(text), highlight=False, markup=False, soft_wrap=True)

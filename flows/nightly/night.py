@@ -150,8 +150,10 @@ def _figures_beyond(before: Sequence[Observed], now: Observed) -> Iterator[str]:
         means = [each[number] for each in stored if number < len(each)]
         room = _curve_room(curves[-1])
         if means and not min(means) - room <= value <= max(means) + room:
-            of = f"{number + 1} of {NUM_STRETCHES}"
-            yield f"curve {value:.4g} in stretch {of}, stored {_span(means)}, room {room:.2g}"
+            yield (
+                f"curve {value:.4g} in stretch {number + 1} of {NUM_STRETCHES}, "
+                f"stored {_span(means)}, room {room:.2g}"
+            )
             return
 
 
@@ -306,8 +308,7 @@ def accept(night: Night, recipes: Sequence[str], baselines: Path) -> list[Path]:
     found = {each.measurement.recipe: each.measurement for each in night.outcomes}
     for name in recipes or found:
         if name not in found:
-            known = ", ".join(found)
-            raise ConfigError("recipes", f"got {name!r}; night {night.name} has {known}")
+            raise ConfigError("recipes", f"got {name!r}; night {night.name} has {', '.join(found)}")
         if problem := found[name].problem:
             raise ConfigError("--accept", f"{name} stopped at {found[name].stopped_at}: {problem}")
     return [

@@ -225,8 +225,8 @@ def _with_value(level: Any, keys: Sequence[str], value: Any, path: str) -> Any:
         changed = _with_value(level[at] if rest else None, rest, value, f"{path}.{key}")
         return [*level[:at], changed, *level[at + 1 :]]
     mapping = level if isinstance(level, Mapping) else {}
-    below = f"{path}.{key}" if path else key
-    return {**mapping, key: _with_value(mapping.get(key), rest, value, below)}
+    path = f"{path}.{key}" if path else key
+    return {**mapping, key: _with_value(mapping.get(key), rest, value, path)}
 
 
 _REGISTERED = re.compile(r"models:/(?P<name>[^/@]+)@(?P<alias>[^/@]+)")

@@ -137,7 +137,7 @@ def build_report(
                 seconds=result.job_seconds.get("total", result.wall_s)
                 if result.reused
                 else result.wall_s,
-                digest=result.digest,
+                digest=result.artifact.digest,
                 fingerprint=result.fingerprint,
                 metrics=result.metrics,
                 job_seconds=result.job_seconds,

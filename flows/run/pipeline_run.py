@@ -58,7 +58,10 @@ class LazyCluster:
             ServiceError: the cluster could not be started.
             DeadlineError: it did not start in time.
         """
-        return RayJobs(self._started(self.start()))
+        try:
+            return RayJobs(self.start().result(LOCK_DEADLINE_S))
+        except TimeoutError:
+            raise DeadlineError("the Ray cluster to start", LOCK_DEADLINE_S) from None
 
     def release(self, besides: Collection[str] = ()) -> None:
         """End the cluster if it has no other user and no job; may be called twice.
@@ -69,8 +72,8 @@ class LazyCluster:
             return
         self._given_up.set()
         try:
-            self._started(self._starting).release(besides)
-        except (PipelineError, OSError) as error:
+            self._starting.result(LOCK_DEADLINE_S).release(besides)
+        except (PipelineError, OSError) as error:  # a TimeoutError is an OSError
             # A failed start was reported to its user. A failed end is retried by the guard.
             _log.debug("the cluster was not released: %s", error)
 
@@ -84,12 +87,6 @@ class LazyCluster:
                 )
                 executor.shutdown(wait=False)
             return self._starting
-
-    def _started(self, starting: Future[Cluster]) -> Cluster:
-        try:
-            return starting.result(timeout=LOCK_DEADLINE_S)
-        except TimeoutError:
-            raise DeadlineError("the Ray cluster to start", LOCK_DEADLINE_S) from None
 
 
 _log = logging.getLogger(__name__)

@@ -189,7 +189,8 @@ class RoundGate:
             self._accepted += [trained, evaluated]
             return True
         self.rejected[trained.label] = why = "; ".join(whys)
-        before = self._accepted and f"the policy of {self._accepted[-2].label}"
-        taken = before or "the model that the run began with"
+        taken = "the model that the run began with"
+        if self._accepted:
+            taken = f"the policy of {self._accepted[-2].label}"
         self._warn(trained.label, f"rejected: {why}; what follows takes {taken}")
         return False

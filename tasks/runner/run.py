@@ -185,8 +185,9 @@ def environment_of(
         interpreter: of the job's environment; None: this one.
         rollout_interpreter: of the rollout replicas' environment; None: the job's.
     """
-    outside = outside_code(named_rows(named))
-    job = environment_digest((*NUMERIC_DISTRIBUTIONS, *imported), outside, interpreter)
+    job = environment_digest(
+        (*NUMERIC_DISTRIBUTIONS, *imported), outside_code(named_rows(named)), interpreter
+    )
     if rollout_interpreter is None:
         return job
     return sha256_json([job, environment_digest((), None, rollout_interpreter)])
@@ -240,11 +241,6 @@ class StageResult(FrozenModel):
     """Half-trained work of another fingerprint that the result continues."""
     job_seconds: dict[str, float]
     """Wall seconds of the job's phases, from the commit record."""
-
-    @property
-    def digest(self) -> str:
-        """Digest of the output artifact."""
-        return self.artifact.digest
 
 
 class StageRunner(Protocol):

@@ -197,7 +197,7 @@ class StageContext:
             ours=ours,
         )
 
-        def on_exit(kind: object, error: BaseException | None, traceback: object) -> None:
+        def on_failure(kind: object, error: BaseException | None, traceback: object) -> None:
             if error is None:
                 return
             if follower.ray_job and not follower.others_wait:
@@ -210,8 +210,9 @@ class StageContext:
             error.add_note(request.label)
 
         with ExitStack() as stack:
-            stack.push(on_exit)
+            stack.push(on_failure)
             record = follower.follow(self._ray_jobs(), on_record)
+            stack.pop_all()
         log = self._storage.attempts.entries(request.fingerprint)[: record.attempt + 1]
         self.followed.add(log[-1].holder.ray_job)
         self._recorder.stage_finished(request, record, current_generation(log))

@@ -84,14 +84,14 @@ class Submission:
         storage.attempts.hold(fingerprint, holder, attempt, force, adopted)
         channel = storage.channel(fingerprint)
 
-        def on_exit(kind: object, error: BaseException | None, traceback: object) -> None:
+        def on_failure(kind: object, error: BaseException | None, traceback: object) -> None:
             if error is not None:
                 message = f"was not submitted: {redact(str(error))}"
                 problem = JobProblem(type=type(error).__name__, message=message, exit_code=1)
                 channel.write_error(attempt, problem)
 
         with ExitStack() as stack:
-            stack.push(on_exit)
+            stack.push(on_failure)
             adopted = copy_adopted_steps(storage, request, attempt)
             spec = self._specification(request, attempt, holder_id)
             channel.write_specification(spec.model_copy(update={"adopted": adopted}))
@@ -103,6 +103,7 @@ class Submission:
             )
             if not jobs.submit(name, job):
                 raise JobSubmitError(f"a job {name} already exists")
+            stack.pop_all()
 
     def _specification(self, request: StageRequest, attempt: int, holder: str) -> StageSpec:
         after = request.then
