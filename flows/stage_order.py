@@ -8,7 +8,7 @@ It does not import Prefect, so that `rlhf plan` can use it at low cost.
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engines.config.recipe import Recipe
 from engines.config.stages.base import REWARD_MODEL, StageConfig
@@ -35,13 +35,12 @@ from tasks.runner.run import StageRequest, StageResult, StageRunner, run_stage, 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class DryRun:
     """A `StageRunner` that only records which stages are requested."""
 
-    seed = 0
-
-    def __init__(self) -> None:
-        self.stages: list[StageConfig] = []
+    seed: int = 0
+    stages: list[StageConfig] = field(default_factory=list)
 
     def run(self, request: StageRequest) -> StageResult:
         """Record a stage; its output is a placeholder."""

@@ -12,6 +12,7 @@ import os
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -224,15 +225,15 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
     return values
 
 
+@dataclass(frozen=True)
 class _Reader:
     """A `tasks.runner.run.StageRunner` that runs nothing and stops where nothing was committed."""
 
-    def __init__(self, history: StageHistory, seed: int) -> None:
-        self.seed = seed
-        self._history = history
-        self.made: dict[str, Made] = {}
-        self.observed: dict[str, Observed] = {}
-        self.sources: dict[str, dict[str, str]] = {}
+    history: StageHistory
+    seed: int
+    made: dict[str, Made] = field(default_factory=dict)
+    observed: dict[str, Observed] = field(default_factory=dict)
+    sources: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def run(self, request: StageRequest) -> StageResult:
         """Read one stage.
@@ -240,11 +241,11 @@ class _Reader:
         Raises:
             StoppedError: the stage has no output.
         """
-        record = self._history.storage.lookup(request.fingerprint)
+        record = self.history.storage.lookup(request.fingerprint)
         self.made[request.label] = self._made(request, record)
         if record is None:
             raise StoppedError(request.label)
-        journal, _ = self._history.records(request.fingerprint, "")
+        journal, _ = self.history.records(request.fingerprint, "")
         self.observed[request.label] = observed(record, journal)
         return StageResult(
             label=request.label,

@@ -37,19 +37,18 @@ from infra.tracking.history import StageHistory
 from infra.tracking.ledger import Ledger
 from infra.tracking.mirrors.fan_out import FanOut
 from infra.tracking.shipper import Shipper
-from infra.tracking.tracker import Tracker
 from tasks.runner.recorder import Recorder, end_status
 from tasks.runner.stage import StageContext, StageObserver
 
 
+@dataclass
 class LazyCluster:
     """The cluster of one pipeline run; a local one keeps its files in `home`."""
 
-    def __init__(self, home: Path) -> None:
-        self._home = home
-        self._lock = threading.Lock()
-        self._given_up = threading.Event()
-        self._starting: Future[Cluster] | None = None
+    home: Path
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _given_up: threading.Event = field(default_factory=threading.Event, init=False)
+    _starting: Future[Cluster] | None = field(default=None, init=False)
 
     def jobs(self) -> RayJobs:
         """Return the job client of the cluster; start the cluster if it is not running.
@@ -83,7 +82,7 @@ class LazyCluster:
             if self._starting is None:
                 executor = ThreadPoolExecutor(1, "ray-start")
                 self._starting = executor.submit(
-                    ensure_cluster, self._home, given_up=self._given_up.is_set
+                    ensure_cluster, self.home, given_up=self._given_up.is_set
                 )
                 executor.shutdown(wait=False)
             return self._starting
@@ -164,8 +163,10 @@ class PipelineRun:
             self._recipe, self.stages.results, time.monotonic() - self._started, self.gate.rejected
         )
         directory = write_report(report, self._recipe, self._history)
-        metrics = {f"accuracy/{name}": value for name, value in report.accuracy.items()}
-        metrics |= {f"rejected/{label}": 1.0 for label in self.gate.rejected}
+        metrics = {
+            **{f"accuracy/{name}": value for name, value in report.accuracy.items()},
+            **{f"rejected/{label}": 1.0 for label in self.gate.rejected},
+        }
         self.recorder.run_finished(directory, metrics)
         if self._orchestrated:
             show_report(report, directory)
@@ -230,13 +231,12 @@ def open_run(
 def _recorder(recipe: Recipe, history: StageHistory, flow_run: Mapping[str, str]) -> Recorder:
     """Return the recorder of a run that is identified by its flow run, else by home and recipe."""
     params = recipe.model_dump(mode="json", exclude=NOT_IDENTITY)
-
-    def shipper(tracker: Tracker) -> Shipper:
-        return Shipper(Ledger(recipe.home, tracker.address, recipe.store_uri), tracker, history)
-
-    mirrors = [shipper(mirror) for mirror in open_mirrors(recipe.location)]
+    first, *mirrors = [
+        Shipper(Ledger(recipe.home, tracker.address, recipe.store_uri), tracker, history)
+        for tracker in (open_tracker(recipe.location), *open_mirrors(recipe.location))
+    ]
     return Recorder(
-        FanOut(shipper(open_tracker(recipe.location)), mirrors),
+        FanOut(first, mirrors),
         identity=flow_run or {"home": str(recipe.home), "recipe": sha256_json(params)},
         name=recipe.run_name,
         params=params,

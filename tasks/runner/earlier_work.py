@@ -102,11 +102,11 @@ class EarlierRun:
         return len(self.differs.changes), self.output is None, sources_and_libraries
 
 
+@dataclass
 class EarlierRuns:
     """The committed and half-trained stages of a store; it is read once, on first use."""
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    storage: Storage
 
     def nearest(self, request: StageRequest) -> EarlierRun | None:
         """Return the earlier run with the fewest differences; None if the stage was never run.
@@ -128,15 +128,15 @@ class EarlierRuns:
     def _known(self) -> list[tuple[StageSpec, Artifact | None]]:
         """Specifications and outputs, the last used first."""
         used_at: dict[str, float] = {}
-        for run in self._storage.runs.known():
+        for run in self.storage.runs.known():
             for fingerprint, at in run.used_at.items():
                 used_at[fingerprint] = max(at, used_at.get(fingerprint, at))
-        half_trained = {*self._storage.with_steps()}
+        half_trained = {*self.storage.with_steps()}
         known = []
         for fingerprint in nlargest(MAX_NUM_EARLIER, used_at, key=used_at.__getitem__):
             with suppress(ArtifactError):  # a lookup of that stage reports it
-                record = latest_commit(self._storage.attempts.entries(fingerprint))
-                spec = StageHistory(self._storage).specification(fingerprint)
+                record = latest_commit(self.storage.attempts.entries(fingerprint))
+                spec = StageHistory(self.storage).specification(fingerprint)
                 if spec is not None and (record is not None or fingerprint in half_trained):
                     known.append((spec, record.artifact if record else None))
         return known
