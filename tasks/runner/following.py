@@ -150,7 +150,19 @@ class JobFollower:
         self._storage.attempts.join(self._fingerprint, self._submission.follower)
         is_cancelled = False
         try:
-            return self._to_commit(jobs, on_record)
+            if not self._ours:
+                self._ask(self._skip_history)
+            while True:
+                # The stage may be done by now; then no other attempt must begin.
+                record = self._ask(self._lookup)
+                job = self._stand(jobs) if record is None else None
+                if job is not None:
+                    record = self._wait(jobs, job, on_record)
+                if record is not None:
+                    self._ask(partial(self._read, record.attempt))
+                    self._show(on_record)
+                    return record
+                self._ours = False  # the next attempt is a job of its own
         # Ctrl-C and SIGTERM arrive here as exceptions, at any point of the work.
         except KeyboardInterrupt:
             is_cancelled = True
@@ -162,21 +174,6 @@ class JobFollower:
             num_others = self._leave()
             if is_cancelled:
                 self._cancel(jobs, num_others)
-
-    def _to_commit(self, jobs: RayJobs, on_record: OnRecord) -> CommitRecord:
-        if not self._ours:
-            self._ask(self._skip_history)
-        while True:
-            # The stage may be done by now; then no other attempt must begin.
-            record = self._ask(self._lookup)
-            job = self._stand(jobs) if record is None else None
-            if job is not None:
-                record = self._wait(jobs, job, on_record)
-            if record is not None:
-                self._ask(partial(self._read, record.attempt))
-                self._show(on_record)
-                return record
-            self._ours = False  # the next attempt is a job of its own
 
     def _ask(self, ask: Callable[[], Value]) -> Value:
         return when_it_answers(ask, f"{self._label}: {self._storage.uri}", STORE_AWAY_S)
