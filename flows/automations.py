@@ -57,8 +57,8 @@ UNFINISHED = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
 _RUN = "prefect.flow-run"
 _BEAT = f"{_RUN}.heartbeat"
 _CRASHED, _STRANDED = f"{_RUN}.Crashed", "Stranded"
-_OTHER_ENDS = {f"{_RUN}.{name}" for name in ("Completed", "Failed", "Cancelled")}
-_STARTS = {f"{_RUN}.{name}" for name in ("AwaitingRetry", "Pending", "Running")}
+_OTHER_ENDS = {f"{_RUN}.Completed", f"{_RUN}.Failed", f"{_RUN}.Cancelled"}
+_STARTS = {f"{_RUN}.AwaitingRetry", f"{_RUN}.Pending", f"{_RUN}.Running"}
 _ASKED = "rlhf.asked"
 """Event that counts like the start of a state: the next heartbeat is expected after it."""
 _OURS = ResourceSpecification(

@@ -312,7 +312,7 @@ SHOWN_LOGGERS = frozenset({"prefect.flow_runs", "prefect.task_runs"})
 """Loggers that are shown: those of the flow and its stages, not the worker's."""
 FAILED = "Flow run encountered an exception: "
 """Start of Prefect's message about an error; the error's type and text follow."""
-OF_THE_USER = {kind.__name__ for kind in (ConfigError, UnknownPluginError)}
+OF_THE_USER = {ConfigError.__name__, UnknownPluginError.__name__}
 
 
 def find_deployment(checkout: Path = CHECKOUT) -> UUID | None:

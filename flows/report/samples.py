@@ -21,7 +21,7 @@ from infra.tracking.samples import KeptSample, read_samples, within
 PAGE_NAME = "samples.html"
 MARKDOWN_SAMPLES, MARKDOWN_CHARS = 16, 2000
 MAX_RUN_BYTES = 16 * 2**20
-_ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&"}
+_ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
 @dataclass(frozen=True)
