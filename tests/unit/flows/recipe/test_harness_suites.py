@@ -67,7 +67,7 @@ def test_a_trained_model_is_asked_where_suites_are_measured(tmp_path: Path, pyth
         "promote",
     ]
     ours, theirs = stages["harness_arc"], stages["harness_arc_against"]
-    assert ours.interpreter == python
+    assert ours.config.interpreter == python
     assert ours.inputs.keys() == {"model"}
     assert theirs.inputs == {}
     assert theirs.config.model.path == "owner/name"
