@@ -17,7 +17,6 @@ Does not promise: to distinguish a process that was suspended for long from one 
 it wakes up, both processes follow the same job.
 """
 
-from dataclasses import dataclass
 from datetime import timedelta
 
 from httpx import HTTPError
@@ -53,27 +52,18 @@ MAX_RESUMES = 3
 SEEN = timedelta(days=30)
 """How long the server remembers that it restarted a run."""
 DRAIN_DEADLINE_S = 10.0
+UNFINISHED = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
 
 _RUN = "prefect.flow-run"
 _BEAT = f"{_RUN}.heartbeat"
 _CRASHED, _STRANDED = f"{_RUN}.Crashed", "Stranded"
-_OTHER_ENDS = {f"{_RUN}.{name}" for name in ("Completed", "Failed", "Cancelled")}
-_STARTS = {f"{_RUN}.{name}" for name in ("AwaitingRetry", "Pending", "Running")}
+_OTHER_ENDS = {f"{_RUN}.Completed", f"{_RUN}.Failed", f"{_RUN}.Cancelled"}
+_STARTS = {f"{_RUN}.AwaitingRetry", f"{_RUN}.Pending", f"{_RUN}.Running"}
 _ASKED = "rlhf.asked"
 """Event that counts like the start of a state: the next heartbeat is expected after it."""
 _OURS = ResourceSpecification(
     {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"}
 )
-
-
-@dataclass(frozen=True)
-class Applied:
-    """State of one automation; `change` is `created`, `changed` or `unchanged`."""
-
-    name: str
-    change: str
-    enabled: bool
-    description: str
 
 
 def automations() -> list[AutomationCore]:
@@ -137,8 +127,10 @@ def automations() -> list[AutomationCore]:
     ]
 
 
-def apply_automations() -> list[Applied]:
+def apply_automations() -> list[tuple[AutomationCore, str]]:
     """Create or update the server's automations, and expect a heartbeat of every unfinished run.
+
+    Each is returned with `created`, `changed` or `unchanged`.
 
     A run that died before the automations existed, or while the server was down, is found that way.
 
@@ -154,26 +146,23 @@ def apply_automations() -> list[Applied]:
     return applied
 
 
-def _applied(client: SyncPrefectClient, wanted: AutomationCore) -> Applied:
+def _applied(client: SyncPrefectClient, wanted: AutomationCore) -> tuple[AutomationCore, str]:
     found = next(iter(client.read_automations_by_name(wanted.name)), None)
-    change = "unchanged"
     if found is None:
         client.create_automation(wanted)
-        change = "created"
-    else:
-        wanted = wanted.model_copy(update={"enabled": found.enabled})
-        if AutomationCore.model_validate(found.model_dump()) != wanted:
-            client.update_automation(found.id, wanted)
-            change = "changed"
-    return Applied(wanted.name, change, wanted.enabled, wanted.description)
+        return wanted, "created"
+    wanted = wanted.model_copy(update={"enabled": found.enabled})
+    if AutomationCore.model_validate(found.model_dump()) == wanted:
+        return wanted, "unchanged"
+    client.update_automation(found.id, wanted)
+    return wanted, "changed"
 
 
 def _ask(client: SyncPrefectClient) -> None:
     """Expect a heartbeat from now on from every run that has not ended."""
-    unfinished = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
     of = FlowRunFilter(
         tags=FlowRunFilterTags(all_=[TAG]),
-        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=unfinished)),
+        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=UNFINISHED)),
     )
     for run in client.read_flow_runs(flow_run_filter=of):
         emit_event(

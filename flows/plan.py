@@ -21,8 +21,7 @@ from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import Storage, open_storage
 from infra.tracking.history import StageHistory
 from tasks.runner.earlier_work import DIGITS, EarlierRuns, find_adoptable, half_trained, own_step
-from tasks.runner.identity import StageRequest
-from tasks.runner.run import StageResult
+from tasks.runner.run import StageRequest, StageResult
 
 Status = Literal["hit", "miss", "likely_run", "likely_reuse"]
 

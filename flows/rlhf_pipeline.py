@@ -4,6 +4,7 @@ rlhf run quickstart                       this file, in this process
 prefect deployment run rlhf-pipeline      this file, in a worker
 """
 
+import logging
 from pathlib import Path
 
 from prefect import flow, tags
@@ -18,17 +19,28 @@ from flows.plan import plan_run
 from flows.preflight import preflight
 from flows.recipe.recipe import Recipe, load_recipe, prepare_recipe
 from flows.report.report import Report
-from flows.run.pipeline_run import is_watched, open_run, stop_jobs_of
+from flows.run.pipeline_run import is_watched, open_run
 from flows.stage_order import run_stages
 from infra import env
+from infra.errors import PipelineError
 from infra.plugins import import_external_modules
+from infra.ray.cluster import living_cluster
+from infra.ray.jobs import RayJobs
+from infra.store.storage import open_storage
+from tasks.runner.submission import stop_followed
 
 
 def stop_jobs(flow: Flow[..., Report], flow_run: FlowRun, state: State[Report]) -> None:  # noqa: ARG001  (Prefect's signature)
     """Stop the jobs of a cancelled run, in case its own process could not."""
     location = flow_run.parameters.get("recipe", {}).get("location", {})
     home = Path(location["home"]) if location.get("home") else env.home()
-    stop_jobs_of(str(flow_run.id), home, location.get("store") or str(home / "store"))
+    try:
+        if cluster := living_cluster(home):
+            storage = open_storage(location.get("store") or str(home / "store"))
+            stop_followed(storage, RayJobs(cluster), str(flow_run.id))
+    except PipelineError as error:
+        logger = logging.getLogger(__name__)
+        logger.warning("jobs of flow run %s may still run: %s", flow_run.id, error)
 
 
 @flow(

@@ -8,7 +8,7 @@ It does not import Prefect, so that `rlhf plan` can use it at low cost.
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engines.config.recipe import Recipe
 from engines.config.stages.base import REWARD_MODEL, StageConfig
@@ -30,19 +30,17 @@ from engines.config.stages.supervised import (
 )
 from infra.errors import ServiceError, SickRunError
 from infra.store.stage_spec import Artifact
-from tasks.runner.identity import StageRequest, stage_request
-from tasks.runner.run import StageResult, StageRunner, run_stage
+from tasks.runner.run import StageRequest, StageResult, StageRunner, run_stage, stage_request
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class DryRun:
     """A `StageRunner` that only records which stages are requested."""
 
-    seed = 0
-
-    def __init__(self) -> None:
-        self.stages: list[StageConfig] = []
+    seed: int = 0
+    stages: list[StageConfig] = field(default_factory=list)
 
     def run(self, request: StageRequest) -> StageResult:
         """Record a stage; its output is a placeholder."""
@@ -91,38 +89,33 @@ def run_stages(
         accepts: returns True if the next stages use the policy of a training stage, given the stage
             and its evaluation.
     """
-    StageOrder(recipe, run, find_incumbent, accepts).run_all()
+    order = StageOrder(recipe, run, find_incumbent, accepts)
+    # First, so that faults in a suite's data are found before anything trains.
+    suites = {
+        name: run_stage(run, PreprocessStageConfig.of_suite(recipe, name)).artifact
+        for name in recipe.data_suites
+    }
+    data = None
+    if recipe.data:
+        held_out = {f"{HELD_OUT}{name}": rows for name, rows in suites.items()}
+        given = held_out if recipe.trains else {}
+        data = run_stage(run, PreprocessStageConfig.from_recipe(recipe), **given).artifact
+    if data is None or not recipe.trains:
+        order.measure(data, suites)
+        return
+    policies, judge = order.train(data)
+    model = order.final_model(policies, {"dataset": data, REWARD_MODEL: judge})
+    order.promote(model, order.measure(data, suites, model, judge)[recipe.promote.suite or OWN])
 
 
 @dataclass(frozen=True)
 class StageOrder:
-    """The order of a recipe's stages; the fields are the arguments of `run_stages`."""
+    """Parts of the order of a recipe's stages; the fields are the arguments of `run_stages`."""
 
     recipe: Recipe
     run: StageRunner
     find_incumbent: Callable[[Artifact], Artifact | None]
     accepts: Callable[[StageResult, StageResult], bool]
-
-    def run_all(self) -> None:
-        """Run every stage."""
-        recipe = self.recipe
-        # First, so that faults in a suite's data are found before anything trains.
-        suites = {
-            name: run_stage(self.run, PreprocessStageConfig.of_suite(recipe, name)).artifact
-            for name in recipe.data_suites
-        }
-        data = None
-        if recipe.data:
-            held_out = {f"{HELD_OUT}{name}": rows for name, rows in suites.items()}
-            given = held_out if recipe.trains else {}
-            data = run_stage(self.run, PreprocessStageConfig.from_recipe(recipe), **given).artifact
-        if data is None or not recipe.trains:
-            self.measure(data, suites)
-            return
-        policies, judge = self.train(data)
-        model = self.final_model(policies, {"dataset": data, REWARD_MODEL: judge})
-        measured = self.measure(data, suites, model, judge)
-        self.promote(model, measured[recipe.promote.suite or OWN])
 
     def train(self, data: Artifact) -> tuple[Mapping[str, Artifact], Artifact | None]:
         """Run SFT, the reward model, preferences and rounds, each followed by an evaluation.
@@ -243,8 +236,12 @@ class StageOrder:
 
     def compare(self, suite: str, scores: Artifact, against: Artifact) -> None:
         """Compare two evaluations of the same problems."""
-        stage = CompareStageConfig.from_recipe(self.recipe, suite)
-        run_stage(self.run, stage, evaluation=scores, against=against)
+        run_stage(
+            self.run,
+            CompareStageConfig.from_recipe(self.recipe, suite),
+            evaluation=scores,
+            against=against,
+        )
 
     def promote(self, model: Artifact, measured: Measured) -> None:
         """Compare the model with the incumbent, and register it if it is better."""

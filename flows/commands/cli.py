@@ -24,6 +24,7 @@ from infra.waiting import FULL_DISK
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
 FUNCTIONS = {
+    "plan": "run:plan",
     "evaluate": "run:evaluate",
     "flow": "run:flow",
     "nightly": "run:nightly",

@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 
 from engines.config.backends import ENGINES
 from engines.config.plugins import ROLLOUT_ENGINES, TABLES
-from flows.preflight.machine import platform_of, survey_machine
+from flows.preflight import platform_of, survey_machine
 from infra import env
 from infra.errors import ConfigError, PipelineError
 from infra.plugins import external_modules, import_external_modules
@@ -80,7 +80,13 @@ def _all_checks(store: str | None) -> Iterator[Check]:
         detail = str(broken.get(name, f"imported for {owner.removeprefix('environment.')}"))
         yield Check(f"module {name}", "error" if name in broken else "ok", detail)
     yield from _platform_and_plugins()
-    yield from _name_clashes()
+    # More than one plugin or package registers the name; platforms were checked above.
+    for kind, table in TABLES.items():
+        for name in sorted({row.name for row in table.outside()} if kind != "platform" else ()):
+            try:
+                table.find_all(name)
+            except ConfigError as error:
+                yield Check(f"plugin {kind}.{name}", "error", error.problem)
     yield from _engines()
     yield _storage(env.home())
     if store is not None:
@@ -143,17 +149,6 @@ def _platform_and_plugins() -> Iterator[Check]:
         for each in report.plugins
     )
     yield from dict.fromkeys(checks)  # two owners of a name have one problem
-
-
-def _name_clashes() -> Iterator[Check]:
-    """Find names that more than one plugin or package registers; platforms are checked above."""
-    for kind, table in TABLES.items():
-        if kind != "platform":
-            for name in sorted({row.name for row in table.outside()}):
-                try:
-                    table.find_all(name)
-                except ConfigError as error:
-                    yield Check(f"plugin {kind}.{name}", "error", error.problem)
 
 
 def _storage(home: Path) -> Check:

@@ -15,11 +15,10 @@ from rich.table import Column, Table
 
 from engines.config.backends import BACKENDS, ENGINES, Backend, Tested
 from engines.config.options import schema_of
-from engines.config.plugins import ROLLOUT_ENGINES, RolloutRow
+from engines.config.plugins import ROLLOUT_ENGINES
 from engines.config.rollout import RoutingName
-from flows.broken_modules import tell_broken_modules
 from infra.errors import ConfigError
-from infra.plugins import RUN_TIME_OWNER, PluginTable, Row
+from infra.plugins import RUN_TIME_OWNER, PluginTable, Row, import_external_modules
 
 HEADINGS = ("backend", "model type", "device", "parallelism", "features", "needs")
 OUTSIDE = "plugin"
@@ -109,22 +108,18 @@ def rollout_matrix(*, installed: bool) -> Iterator[RolloutMatrixRow]:
     """Yield a row for every rollout engine; `installed` is as in `engine_matrix`."""
     for row in (*ROLLOUT_ENGINES.rows, *(ROLLOUT_ENGINES.outside() if installed else ())):
         schema = schema_of(row, ROLLOUT_ENGINES.setting) if row.is_ours else None
+        needs = [] if row.is_ours else [_brought(row)]
+        if row.environment:
+            needs.append(f"its own environment: make env-{row.environment}")
+        if installed and row.requires:
+            needs.append("installed" if _is_usable(ROLLOUT_ENGINES, row.name) else "not installed")
         yield RolloutMatrixRow(
             row.name,
             ", ".join(row.capabilities),
             _ROUTINGS[row.routing],
             ", ".join(schema.model_fields) if schema else "",
-            _rollout_needs(row, installed=installed),
+            "; ".join(needs),
         )
-
-
-def _rollout_needs(row: RolloutRow, *, installed: bool) -> str:
-    parts = [] if row.is_ours else [_brought(row)]
-    if row.environment:
-        parts.append(f"its own environment: make env-{row.environment}")
-    if installed and row.requires:
-        parts.append("installed" if _is_usable(ROLLOUT_ENGINES, row.name) else "not installed")
-    return "; ".join(parts)
 
 
 def _brought(row: Row) -> str:
@@ -178,38 +173,34 @@ def main(arguments: argparse.Namespace) -> int:
     """Print both tables; name external modules that cannot be imported on stderr."""
     rows, engines = list(engine_matrix(installed=True)), list(rollout_matrix(installed=True))
     if arguments.json:
-        tables = {"training": rows, "rollout": engines}
-        plain = {name: [asdict(row) for row in table] for name, table in tables.items()}
+        plain = {"training": [*map(asdict, rows)], "rollout": [*map(asdict, engines)]}
         sys.stdout.write(json.dumps(plain, indent=1) + "\n")
     else:
         console = Console()
         if not console.is_terminal:
             console.width = PIPE_WIDTH
-        _print_training_engines(console, folded(rows))
+        cells, above = [], ""
+        training = folded(rows)
+        for row in training:
+            cells.append(("" if row.backend == above else row.backend, *astuple(row)[1:-1]))
+            above = row.backend
+        console.print(_table(HEADINGS[:-1], cells))
+        console.print()
+        for line in dict.fromkeys(f"{row.backend}: {row.needs}" for row in training if row.needs):
+            console.print(line, highlight=False)
+        console.print()
+        for how, meaning in MEANINGS.items():
+            console.print(f"{how}: {meaning}", highlight=False)
         console.print()
         console.print(_table(ROLLOUT_HEADINGS, map(astuple, engines)))
-    tell_broken_modules()
+    sys.stderr.writelines(f"{broken}\n" for broken in import_external_modules())
     return 0
 
 
-def _print_training_engines(console: Console, rows: list[MatrixRow]) -> None:
-    cells, above = [], ""
-    for row in rows:
-        backend = "" if row.backend == above else row.backend
-        cells.append((backend, *astuple(row)[1:-1]))
-        above = row.backend
-    console.print(_table(HEADINGS[:-1], cells))
-    console.print()
-    for line in dict.fromkeys(f"{row.backend}: {row.needs}" for row in rows if row.needs):
-        console.print(line, highlight=False)
-    console.print()
-    for how, meaning in MEANINGS.items():
-        console.print(f"{how}: {meaning}", highlight=False)
-
-
 def _table(headings: Sequence[str], rows: Iterable[Iterable[str]]) -> Table:
-    columns = (Column(heading, overflow="fold") for heading in headings)
-    table = Table(*columns, box=None, pad_edge=False)
+    table = Table(
+        *(Column(heading, overflow="fold") for heading in headings), box=None, pad_edge=False
+    )
     for row in rows:
         table.add_row(*row)
     return table

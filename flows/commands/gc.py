@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from engines.config.plugins import TRACKERS
+from flows.run.registry import asking
 from infra import env
-from infra.errors import ConfigError, ServiceError
+from infra.errors import ConfigError
 from infra.garbage import DAY_S, Collected, Limits, Survey, collect, survey
 from infra.services.stack import tracking_address
 from infra.store.runs import Runs
@@ -82,16 +83,10 @@ def aliased(home: Path) -> Mapping[str, str]:
     Raises:
         ServiceError: the registry does not answer.
     """
-    address = tracking_address(home)
-    tracker = TRACKERS.load("mlflow")(TrackerSettings(home, address))
-    try:
-        found = tracker.aliased()
-    except Exception as error:  # the tracker's own exceptions are not known here
-        raise ServiceError(
-            f"{address} does not say which models have an alias ({error}); start it, or name "
-            "another one with MLFLOW_TRACKING_URI"
-        ) from error
-    return {digest: f"registered as {alias}" for digest, alias in found.items()}
+    tracker = TRACKERS.load("mlflow")(TrackerSettings(home, tracking_address(home)))
+    then = "start it, or name another one with MLFLOW_TRACKING_URI"
+    with asking(tracker, "which models have an alias", then):
+        return {d: f"registered as {alias}" for d, alias in tracker.aliased().items()}
 
 
 def as_text(found: Survey, done: Collected | None) -> Iterator[str]:

@@ -1,36 +1,40 @@
-"""`rlhf run`, `evaluate`, `flow` and `nightly`: run a Prefect flow and print its outcome.
+"""`rlhf run`, `plan`, `evaluate`, `flow` and `nightly`: run or plan a flow and print its outcome.
 
 The flow is recorded at the configured Prefect server (PREFECT_API_URL, or the one of `rlhf up`), or
 else at an embedded server that lives as long as the command. If `rlhf up` runs and the deployment
 is registered, its worker executes the recipe of `run` and `evaluate`; others run in this process.
 `evaluate` builds a recipe without training and runs it like any other: finished evaluations are
-reused, interrupted ones resume, and MLflow and Prefect record it.
+reused, interrupted ones resume, and MLflow and Prefect record it. `plan` runs nothing.
 """
 
 import argparse
+import dataclasses
 import importlib
+import json
 import re
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from engines.config.base import local_path
-from flows.broken_modules import tell_broken_modules
 from flows.local.embedded_prefect import PrefectServer, prefect_server, use_prefect
 from flows.nightly import night as nights
-from flows.plan import ask
+from flows.plan import Status, ask, plan_run
 from flows.preflight import preflight
 from flows.recipe.recipe import Recipe, load_recipe, parse_recipe
 from flows.recipe.source import refuse_secrets, with_overrides, with_suites
-from flows.report.measured import measured_tables
-from flows.report.report import Report
+from flows.report.report import Report, measured_tables
 from infra import env
 from infra.errors import ConfigError
+from infra.plugins import import_external_modules
 from infra.services.stack import worker_api_url
+from tasks.runner.earlier_work import DIGITS
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -50,18 +54,17 @@ def run(recipe: Recipe, console: Console, arguments: argparse.Namespace) -> Repo
     """
     force, adopt = getattr(arguments, "force", []), getattr(arguments, "adopt", [])
     start_from = getattr(arguments, "start_from", None)
-    tell_broken_modules()
+    sys.stderr.writelines(f"{broken}\n" for broken in import_external_modules())
     recipe = preflight(recipe, dict.fromkeys(filter(None, (*force, start_from)), "look"))
     asked = ask(recipe, force, adopt, start_from)
     console.print(f"{recipe.run_name}, in {recipe.home}", highlight=False, soft_wrap=True)
     with _local_run(recipe.home, arguments) as (local_run, server):
-        served_run: Any = importlib.import_module("flows.local.served_run")
         is_served = server.api_url == worker_api_url(recipe.home) and not arguments.local
-        deployment = served_run.find_or_hint(console) if is_served else None
+        deployment = local_run.find_or_hint(console) if is_served else None
         if deployment is None:
             report = local_run.run_locally(asked, console, server)
         else:
-            report = served_run.run_served(asked, deployment, console)
+            report = local_run.run_served(asked, deployment, console)
     local_run.print_outcome(report, recipe, server.api_url if server.lasting else None, console)
     return report
 
@@ -69,7 +72,7 @@ def run(recipe: Recipe, console: Console, arguments: argparse.Namespace) -> Repo
 def flow(arguments: argparse.Namespace) -> int:
     """Run a flow from a Python file in this process, and print its outcome."""
     home = env.home()
-    tell_broken_modules()
+    sys.stderr.writelines(f"{broken}\n" for broken in import_external_modules())
     with _local_run(home, arguments) as (local_run, server):
         local_run.run_own_flow(arguments.flow, arguments.overrides, home, Console(), server)
     return 0
@@ -173,3 +176,41 @@ def _model(path: str, argument: str) -> dict[str, str]:
             f"{path} is a policy's checkpoint; need a model; `rlhf merge` makes one of it",
         )
     return {"path": path}
+
+
+PLAN_WORDS: Mapping[Status, str] = {
+    "hit": "reused",
+    "miss": "to run",
+    "likely_run": "likely to run",
+    "likely_reuse": "likely reused",
+}
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Look up every stage and print the result."""
+    recipe = load_recipe(arguments.recipe, arguments.overrides, seed=arguments.seed)
+    sys.stderr.writelines(f"{broken}\n" for broken in import_external_modules())
+    tokens = dict.fromkeys(filter(None, (*arguments.force, arguments.start_from)), "plan")
+    recipe = preflight(recipe, tokens)
+    planner = plan_run(recipe, tokens, start_from=arguments.start_from)
+    if arguments.json:
+        stages = [dataclasses.asdict(stage) for stage in planner.stages]
+        sys.stdout.write(json.dumps({"run": recipe.run_name, "stages": stages}, indent=2) + "\n")
+        return 0
+    console = Console()
+    table = Table("stage", "status", "fingerprint", "inputs", show_edge=False, pad_edge=False)
+    for stage in planner.stages:
+        inputs = ", ".join(
+            f"{name} {digest[:DIGITS] or '?'}" for name, digest in stage.inputs.items()
+        )
+        table.add_row(
+            stage.label, stage.status.replace("_", " "), stage.fingerprint[:DIGITS] or "?", inputs
+        )
+    console.print(table)
+    for stage in planner.stages:
+        for text in filter(None, (stage.why, stage.adoption, stage.rejected)):
+            console.print(f"{stage.label}: {text}", highlight=False, soft_wrap=True)
+    counts = Counter(stage.status for stage in planner.stages)
+    words = [f"{counts[status]} {text}" for status, text in PLAN_WORDS.items() if counts[status]]
+    console.print(f"{recipe.run_name}: {', '.join(words)}", highlight=False)
+    return 0

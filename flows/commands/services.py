@@ -85,6 +85,6 @@ def print_automations(home: Path, api_url: str) -> None:
     use_prefect(home, api_url, quiet=True)
     # Prefect reads these settings at import time.
     module: Any = importlib.import_module("flows.automations")
-    for each in module.apply_automations():
-        change = each.change if each.enabled else f"{each.change}, paused"
-        sys.stdout.write(f"{each.name:<27} {change:<18} {each.description}\n")
+    for each, change in module.apply_automations():
+        told = change if each.enabled else f"{change}, paused"
+        sys.stdout.write(f"{each.name:<27} {told:<18} {each.description}\n")

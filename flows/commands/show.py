@@ -12,8 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from engines.config.recipe import DiagnosisConfig
-from flows.diagnosis import page as diagnosis_page
-from flows.diagnosis.diagnosis import diagnose as find_causes
+from flows.diagnosis import diagnosis as diagnoses
 from flows.diagnosis.findings import run_views
 from flows.report.report import RECIPE_JSON
 from flows.report.samples import PAGE_NAME, ShownRun, samples_page, shown_run
@@ -57,10 +56,10 @@ def diagnose(arguments: argparse.Namespace) -> int:
     directory = home / "runs" / run.name
     recipe = directory / RECIPE_JSON
     thresholds = json.loads(recipe.read_bytes()).get("diagnosis", {}) if recipe.exists() else {}
-    diagnosis = find_causes(run.name, views, DiagnosisConfig.model_validate(thresholds))
+    diagnosis = diagnoses.diagnose(run.name, views, DiagnosisConfig.model_validate(thresholds))
     make_directories(directory)
-    path = diagnosis_page.write_diagnosis(diagnosis, directory)
-    text = f"{diagnosis_page.text(diagnosis)}\n{path}"
+    path = diagnoses.write_diagnosis(diagnosis, directory)
+    text = f"{diagnoses.text(diagnosis)}\n{path}"
     if arguments.json:
         findings = [asdict(finding) for finding in diagnosis.findings]
         text = json.dumps({"run": run.name, "findings": findings}, indent=2)

@@ -284,8 +284,11 @@ def resource_findings(stage: StageView, thresholds: DiagnosisConfig) -> Iterator
             f"{f' after step {stage.last_step}' if stage.last_step is not None else ''}: it was "
             "killed, by a user or because its machine ran out of memory"
         )
-        knobs = memory_knobs(stage.config, stage.phase)
-        then = ("the kernel's log of that machine", *knobs, ANY_NEXT[-1])
+        then = (
+            "the kernel's log of that machine",
+            *memory_knobs(stage.config, stage.phase),
+            ANY_NEXT[-1],
+        )
         yield Finding("resources", "killed", stage.label, text, at, then, "failed")
     _, _, means = _ends([stage], thresholds, PEAK_MEMORY)
     if means and means[-1] >= thresholds.memory_growth * means[0]:
@@ -302,8 +305,8 @@ def resource_findings(stage: StageView, thresholds: DiagnosisConfig) -> Iterator
         step = next(step for step, value in restarts if value)
         text = f"{restarts[-1][1]:.0f} rollout engines were lost and started again"
         then = ("their logs", "rollout.silence_s, if they were only slow")
-        evidence = (Evidence(RESTARTS, restarts[-1][1], step),)
-        yield Finding("resources", "replica_lost", stage.label, text, evidence, then)
+        evidence = Evidence(RESTARTS, restarts[-1][1], step)
+        yield Finding("resources", "replica_lost", stage.label, text, (evidence,), then)
 
 
 STEP, SYNC, PREFIX = "timing_s/step", "timing_s/update_weights", "timing_s/"

@@ -12,6 +12,7 @@ import os
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,7 @@ from infra.store.stage_spec import CommitRecord
 from infra.store.storage import open_storage
 from infra.tracking.history import StageHistory
 from infra.tracking.journal import JournalRecord
-from tasks.runner.identity import StageRequest
-from tasks.runner.run import StageResult
+from tasks.runner.run import StageRequest, StageResult
 
 MAX_RUNS = 10
 """Number of runs that a baseline keeps; older ones are dropped."""
@@ -181,9 +181,12 @@ def measure(recipe: Recipe, night: str, problem: str = "") -> Measurement:
     """Read from the store what the run of a recipe produced.
 
     Args:
-        recipe: must have a store of its own.
+        recipe: must have a store of its own, and its device as `preflight` resolved it.
         problem: why the run ended early; empty if it did not.
     """
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     history = StageHistory(open_storage(recipe.store_uri))
     reader, gate = _Reader(history, recipe.seed), RoundGate(recipe.diagnosis, history)
     stopped_at = WHOLE_RUN if problem else ""
@@ -197,7 +200,14 @@ def measure(recipe: Recipe, night: str, problem: str = "") -> Measurement:
             raise
     return Measurement(
         recipe=recipe.name,
-        machine=this_machine(recipe),
+        machine=Machine(
+            platform=recipe.hardware.platform,
+            device_kind=recipe.hardware.device_kind or "",
+            processor=next(names, platform.processor() or platform.machine()),
+            num_cores=os.cpu_count() or 0,
+            memory_gib=round(psutil.virtual_memory().total / 2**30),
+            system=f"{platform.system()} {platform.machine()}",
+        ),
         settings=flattened({**settings_of(recipe), "seed": recipe.seed}),
         stages=reader.made,
         sources=reader.sources,
@@ -215,31 +225,15 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
     return values
 
 
-def this_machine(recipe: Recipe) -> Machine:
-    """Return this machine and the device that a recipe computes on, as `preflight` resolved it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    processor = next(names, platform.processor() or platform.machine())
-    return Machine(
-        platform=recipe.hardware.platform,
-        device_kind=recipe.hardware.device_kind or "",
-        processor=processor,
-        num_cores=os.cpu_count() or 0,
-        memory_gib=round(psutil.virtual_memory().total / 2**30),
-        system=f"{platform.system()} {platform.machine()}",
-    )
-
-
+@dataclass(frozen=True)
 class _Reader:
     """A `tasks.runner.run.StageRunner` that runs nothing and stops where nothing was committed."""
 
-    def __init__(self, history: StageHistory, seed: int) -> None:
-        self.seed = seed
-        self._history = history
-        self.made: dict[str, Made] = {}
-        self.observed: dict[str, Observed] = {}
-        self.sources: dict[str, dict[str, str]] = {}
+    history: StageHistory
+    seed: int
+    made: dict[str, Made] = field(default_factory=dict)
+    observed: dict[str, Observed] = field(default_factory=dict)
+    sources: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def run(self, request: StageRequest) -> StageResult:
         """Read one stage.
@@ -247,11 +241,11 @@ class _Reader:
         Raises:
             StoppedError: the stage has no output.
         """
-        record = self._history.storage.lookup(request.fingerprint)
+        record = self.history.storage.lookup(request.fingerprint)
         self.made[request.label] = self._made(request, record)
         if record is None:
             raise StoppedError(request.label)
-        journal, _ = self._history.records(request.fingerprint, "")
+        journal, _ = self.history.records(request.fingerprint, "")
         self.observed[request.label] = observed(record, journal)
         return StageResult(
             label=request.label,

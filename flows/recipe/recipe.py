@@ -29,7 +29,6 @@ from engines.config.recipe import Recipe
 from engines.config.rules.batches import check_answer_length
 from engines.config.sections import EvaluationConfig
 from engines.config.stages.base import StageConfig
-from engines.config.suite import HarnessConfig
 from flows.recipe.source import read_recipe, refuse_secrets, registered_model
 from flows.stage_order import stages_of
 from infra.errors import ConfigError
@@ -63,7 +62,23 @@ def prepare_recipe(recipe: Recipe) -> Recipe:
     Raises:
         ConfigError: the recipe is invalid.
     """
-    recipe = _with_absolute_paths(recipe)
+    recipe = recipe.with_models(lambda _, path: _absolute(path))
+    suites = {
+        name: suite.model_copy(
+            update={
+                "data": suite.data and _absolute_data(suite.data),
+                "harness": suite.harness
+                and suite.harness.model_copy(
+                    update={"include": suite.harness.include and _absolute(suite.harness.include)}
+                ),
+                "reward": suite.reward and _absolute_reward(suite.reward),
+            }
+        )
+        for name, suite in recipe.suites.items()
+    }
+    rl = recipe.rl.model_copy(update={"reward": _absolute_reward(recipe.rl.reward)})
+    data = recipe.data and _absolute_data(recipe.data)
+    recipe = recipe.model_copy(update={"data": data, "rl": rl, "suites": suites})
     check_recipe(recipe)
     return recipe
 
@@ -87,23 +102,6 @@ def load_recipe(
     return parse_recipe(data)
 
 
-def _with_absolute_paths(recipe: Recipe) -> Recipe:
-    recipe = recipe.with_models(lambda _, path: _absolute(path))
-    suites = {
-        name: suite.model_copy(
-            update={
-                "data": suite.data and _absolute_data(suite.data),
-                "harness": suite.harness and _absolute_harness(suite.harness),
-                "reward": suite.reward and _absolute_reward(suite.reward),
-            }
-        )
-        for name, suite in recipe.suites.items()
-    }
-    rl = recipe.rl.model_copy(update={"reward": _absolute_reward(recipe.rl.reward)})
-    data = recipe.data and _absolute_data(recipe.data)
-    return recipe.model_copy(update={"data": data, "rl": rl, "suites": suites})
-
-
 def _absolute_data(data: DataConfig) -> DataConfig:
     sources = {
         split: tuple(
@@ -113,11 +111,6 @@ def _absolute_data(data: DataConfig) -> DataConfig:
         for split in SOURCE_SPLITS
     }
     return data.model_copy(update=sources)
-
-
-def _absolute_harness(harness: HarnessConfig) -> HarnessConfig:
-    include = harness.include
-    return harness.model_copy(update={"include": _absolute(include)}) if include else harness
 
 
 def _absolute_reward(reward: RewardConfig) -> RewardConfig:
@@ -302,8 +295,7 @@ def _check_data(recipe: Recipe) -> None:
                 f"suites.{name}", "that is the name of a stage's evaluation; choose another one"
             )
         if suite.data:
-            _check_paths(suite.data, f"suites.{name}.data")
-            _check_num_problems(suite.data, suite.evaluation, f"suites.{name}.")
+            _check_sources(suite.data, suite.evaluation, f"suites.{name}.")
     data = recipe.data
     if data is None:
         if recipe.trains:
@@ -319,18 +311,14 @@ def _check_data(recipe: Recipe) -> None:
             "data.preference",
             "got a source, which preference.self_play does not use; remove one of them",
         )
-    _check_paths(data, "data")
-    _check_num_problems(data, recipe.evaluation, "")
+    _check_sources(data, recipe.evaluation, "")
 
 
-def _check_paths(data: DataConfig, section: str) -> None:
+def _check_sources(data: DataConfig, evaluation: EvaluationConfig, section: str) -> None:
+    """Check that files exist, and that as many problems are generated as are requested."""
     for split in SOURCE_SPLITS:
         for index, source in enumerate(getattr(data, split)):
-            _check_path(f"{section}.{split}.{index}.path", source.path)
-
-
-def _check_num_problems(data: DataConfig, evaluation: EvaluationConfig, section: str) -> None:
-    """Check that as many problems are generated as are requested."""
+            _check_path(f"{section}data.{split}.{index}.path", source.path)
     asked = evaluation.num_problems or 0
     if data.arithmetic is not None and data.arithmetic.num_eval < asked:
         raise ConfigError(
@@ -341,9 +329,14 @@ def _check_num_problems(data: DataConfig, evaluation: EvaluationConfig, section:
 
 
 def _check_path(setting: str, text: str) -> None:
-    """Refuse a missing file if the text can only be a path; anything else may be a hub id."""
+    """Refuse a missing file if the text can only be a path; `owner/name` may be a hub id."""
     path = Path(text).expanduser()
-    if looks_like_path(text) and not path.exists():
+    is_path = (
+        text.startswith(("/", "./", "../", "~"))
+        or unpacked_suffix(path) in DATA_SUFFIXES
+        or len(path.parts) > 2
+    )
+    if is_path and not path.exists():
         near = sorted(
             each.name for each in path.parent.glob("*") if unpacked_suffix(each) in DATA_SUFFIXES
         )
@@ -351,18 +344,11 @@ def _check_path(setting: str, text: str) -> None:
         raise ConfigError(setting, f"{text} does not exist (cwd is {Path.cwd()}{beside})")
 
 
-def looks_like_path(text: str) -> bool:
-    """Return True if a text can only be a path; a hub id is `owner/name` without suffix."""
-    path = Path(text)
-    return (
-        text.startswith(("/", "./", "../", "~"))
-        or unpacked_suffix(path) in DATA_SUFFIXES
-        or len(path.parts) > 2
-    )
-
-
 def _check_measured_alone(recipe: Recipe) -> None:
-    """Check that a recipe without training evaluates something and sets no unused field."""
+    """Check that a recipe without training evaluates something and sets no unused field.
+
+    Without data of its own, it sets nothing that only its suites define.
+    """
     if recipe.model.init == "random":
         raise ConfigError(
             "rl.num_rounds",
@@ -373,16 +359,10 @@ def _check_measured_alone(recipe: Recipe) -> None:
         raise ConfigError(
             "reward_model", "got a section, and nothing is trained by it; remove it, or add rl"
         )
-    if recipe.data is None:
-        if not recipe.suites:
-            raise ConfigError(
-                "data", "missing, and there are no suites to measure; add one of them"
-            )
-        _check_suites_alone(recipe)
-
-
-def _check_suites_alone(recipe: Recipe) -> None:
-    """Check that a recipe without data of its own sets nothing that only its suites define."""
+    if recipe.data is not None:
+        return
+    if not recipe.suites:
+        raise ConfigError("data", "missing, and there are no suites to measure; add one of them")
     some = next(iter(recipe.data_suites), None)
     why_evaluation = why_reward = _OF_TASKS
     if some is not None:

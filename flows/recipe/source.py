@@ -8,7 +8,7 @@ unknown key is refused there.
 """
 
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -157,13 +157,10 @@ class _Builder:
             raise ConfigError(where, f"tag not allowed: {node.tag}; write a plain value")
         if isinstance(node, yaml.SequenceNode):
             return [self.build(child, depth + 1) for child in node.value]
-        if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, depth)
-        return self._loader.construct_object(node)
-
-    def _mapping(self, node: yaml.MappingNode, depth: int) -> dict[Hashable, Any]:
-        data: dict[Hashable, Any] = {}
-        first_lines: dict[Hashable, int] = {}
+        if not isinstance(node, yaml.MappingNode):
+            return self._loader.construct_object(node)
+        data: dict[str, Any] = {}
+        first_lines: dict[str, int] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             key = self.build(key_node, depth + 1)
@@ -232,8 +229,8 @@ def _with_value(level: Any, keys: Sequence[str], value: Any, path: str) -> Any:
         changed = _with_value(level[at] if rest else None, rest, value, f"{path}.{key}")
         return [*level[:at], changed, *level[at + 1 :]]
     mapping = level if isinstance(level, Mapping) else {}
-    below = f"{path}.{key}" if path else key
-    return {**mapping, key: _with_value(mapping.get(key), rest, value, below)}
+    path = f"{path}.{key}" if path else key
+    return {**mapping, key: _with_value(mapping.get(key), rest, value, path)}
 
 
 _REGISTERED = re.compile(r"models:/(?P<name>[^/@]+)@(?P<alias>[^/@]+)")

@@ -1,15 +1,17 @@
-"""Shows the report on the Prefect run page; an error here cannot fail a finished run."""
+"""Shows the report on the Prefect run page; an error of Prefect cannot fail a finished run."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
-from flows.diagnosis.page import DIAGNOSIS_MD
+from flows.diagnosis.diagnosis import DIAGNOSIS_MD
 from flows.report.report import Report, markdown
 from flows.report.samples import PAGE_NAME, samples_markdown
+from tasks.runner.recorder import PREFECT_ERRORS
 from tasks.runner.run import headline_metric
 
 MAX_PAGE_BYTES = 1_000_000
@@ -19,29 +21,6 @@ _log = logging.getLogger(__name__)
 
 def show_report(report: Report, directory: Path) -> None:
     """Create the artifacts of a finished run."""
-    show(f"{report.run}: report", partial(_report, report, directory))
-    show_diagnosis(report.recipe, report.run, directory)
-
-
-def show_diagnosis(recipe: str, run: str, directory: Path) -> None:
-    """Create the artifact of a run's diagnosis, if its directory has one with findings."""
-    show(f"{run}: diagnosis", partial(_diagnosis, recipe, run, directory))
-
-
-def show_page(key: str, description: str, render: Callable[..., str], directory: Path) -> None:
-    """Create an artifact of Markdown; `render(embed=True)` embeds the plots of `directory`."""
-    show(description, partial(_page, key, description, render, directory))
-
-
-def show(what: str, create: Callable[[], None]) -> None:
-    """Call `create`; an error is only a warning, because everything is on disk, too."""
-    try:
-        create()
-    except Exception as error:  # noqa: BLE001  the run page is optional
-        _log.warning("%s is not shown on the run page: %s", what, error)
-
-
-def _report(report: Report, directory: Path) -> None:
     key = _key(report.recipe)
     rows = [
         {
@@ -54,19 +33,38 @@ def _report(report: Report, directory: Path) -> None:
         }
         for stage in report.stages
     ]
-    create_table_artifact(table=rows, key=f"stages-{key}", description=report.run)
-    _page(f"report-{key}", report.run, partial(markdown, report, directory), directory)
-    page = directory / PAGE_NAME
-    if page.exists():
-        samples = samples_markdown(page.read_text("utf-8"), page)
-        create_markdown_artifact(samples, f"samples-{key}", f"{report.run}: samples")
+    with _optional(f"{report.run}: report"):
+        create_table_artifact(table=rows, key=f"stages-{key}", description=report.run)
+        _page(f"report-{key}", report.run, partial(markdown, report, directory), directory)
+        page = directory / PAGE_NAME
+        if page.exists():
+            samples = samples_markdown(page.read_text("utf-8"), page)
+            create_markdown_artifact(samples, f"samples-{key}", f"{report.run}: samples")
+    show_diagnosis(report.recipe, report.run, directory)
 
 
-def _diagnosis(recipe: str, run: str, directory: Path) -> None:
+def show_diagnosis(recipe: str, run: str, directory: Path) -> None:
+    """Create the artifact of a run's diagnosis, if its directory has one with findings."""
     path = directory / DIAGNOSIS_MD
-    if path.exists():
-        text = path.read_text("utf-8")[:MAX_PAGE_BYTES]
-        create_markdown_artifact(text, f"diagnosis-{_key(recipe)}", f"{run}: diagnosis")
+    with _optional(f"{run}: diagnosis"):
+        if path.exists():
+            text = path.read_text("utf-8")[:MAX_PAGE_BYTES]
+            create_markdown_artifact(text, f"diagnosis-{_key(recipe)}", f"{run}: diagnosis")
+
+
+def show_page(key: str, description: str, render: Callable[..., str], directory: Path) -> None:
+    """Create an artifact of Markdown; `render(embed=True)` embeds the plots of `directory`."""
+    with _optional(description):
+        _page(key, description, render, directory)
+
+
+@contextmanager
+def _optional(what: str) -> Iterator[None]:
+    """Make an error only a warning, because everything is on disk, too."""
+    try:
+        yield
+    except (*PREFECT_ERRORS, LookupError) as error:  # LookupError: a page of an older version
+        _log.warning("%s is not shown on the run page: %s", what, error)
 
 
 def _page(key: str, description: str, render: Callable[..., str], directory: Path) -> None:

@@ -1,28 +1,37 @@
-"""The report of a pipeline run: stages, results and times.
+"""The report of a pipeline run: stages, times, and results of evaluations and comparisons.
 
 `<home>/runs/<run name>/` has `report.json`, `report.md`, the plots as SVG and PNG, `samples.html`,
 `diagnosis.html`, and from the beginning of the run `recipe.json`, the resolved recipe.
 Promises: times are those of the work itself, whichever run did it. A run that reuses every stage
-does not change an existing report of the same stages.
+does not change an existing report of the same stages. Values in tables are those of the stages'
+commit records. A run with one final evaluation and no comparison has no table of evaluations.
 """
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from flows.diagnosis.diagnosis import diagnose
+from flows.diagnosis.diagnosis import DIAGNOSIS_PAGE, diagnose, told_verdict, write_diagnosis
 from flows.diagnosis.findings import stage_views
-from flows.diagnosis.page import DIAGNOSIS_PAGE, told_verdict, write_diagnosis
 from flows.recipe.recipe import Recipe
-from flows.report.measured import measured_tables, source_table
 from flows.report.plots import Bar, PlotData, draw_plots, median_step, pair_curves, run_on
 from flows.report.samples import PAGE_NAME, samples_page, shown_run
 from infra.store.atomic import atomic_write_bytes, make_directories
 from infra.store.canonical import canonical_json
 from infra.store.stage_spec import Adoption
+from infra.tracking.comparison import (
+    BEFORE,
+    GAIN,
+    MARGIN,
+    NUM_PAIRS,
+    PAIR_ACCURACY,
+    PAIR_MARGIN,
+    verdicts,
+)
 from infra.tracking.history import StageHistory
 from infra.tracking.journal import JournalRecord
 from tasks.runner.run import StageResult, headline_metric
@@ -30,7 +39,6 @@ from tasks.runner.run import StageResult, headline_metric
 REPORT_JSON = "report.json"
 REPORT_MD = "report.md"
 RECIPE_JSON = "recipe.json"
-NOTHING_REJECTED: Mapping[str, str] = {}
 PLOT_TITLES = {
     "accuracy": "Held-out accuracy",
     "reward": "Reward",
@@ -108,7 +116,7 @@ def build_report(
     recipe: Recipe,
     results: Sequence[StageResult],
     seconds: float,
-    rejected: Mapping[str, str] = NOTHING_REJECTED,
+    rejected: Mapping[str, str] = {},
 ) -> Report:
     """Build the report of a finished run.
 
@@ -129,7 +137,7 @@ def build_report(
                 seconds=result.job_seconds.get("total", result.wall_s)
                 if result.reused
                 else result.wall_s,
-                digest=result.digest,
+                digest=result.artifact.digest,
                 fingerprint=result.fingerprint,
                 metrics=result.metrics,
                 job_seconds=result.job_seconds,
@@ -267,3 +275,132 @@ def _verdict(report: Report) -> str:
 def data_uri(path: Path) -> str:
     """Return an SVG file as a data URI."""
     return f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode('ascii')}"
+
+
+EVALUATION, COMPARISON, HARNESS, OF_SUITE = "evaluate", "compare", "harness_", "preprocess_"
+"""Label prefixes of these stages; the last one makes the dataset of a suite."""
+PREFIX = "source/"
+"""Metrics are `source/<name>/<metric>`; the name may contain a `/`, the metric must not."""
+BOUNDS = ("_low", "_high")
+"""Suffixes of a metric for the ends of its interval."""
+
+Stages = Mapping[str, Mapping[str, float]]
+"""Metrics by stage label."""
+
+
+def measured_tables(stages: Stages) -> list[str]:
+    """Return Markdown lines: pair accuracy, evaluations, harness tasks and comparisons."""
+    evaluations = {each: found for each, found in stages.items() if each.startswith(EVALUATION)}
+    comparisons = {each: found for each, found in stages.items() if each.startswith(COMPARISON)}
+    has_suites = any(label.startswith(OF_SUITE) for label in stages)
+    return [
+        *_table(
+            "| trained on pairs | held out "
+            "| pair accuracy before | after | margin before | after |",
+            "|---|---:|---:|---:|---:|---:|",
+            (
+                (
+                    label,
+                    f"{metrics.get(NUM_PAIRS, 0):.0f}",
+                    _share(metrics, BEFORE + PAIR_ACCURACY),
+                    _share(metrics, PAIR_ACCURACY),
+                    _number(metrics, BEFORE + PAIR_MARGIN),
+                    _number(metrics, PAIR_MARGIN),
+                )
+                for label, metrics in stages.items()
+                if PAIR_ACCURACY in metrics
+            ),
+        ),
+        *(_shares("evaluation", evaluations) if has_suites or comparisons else []),
+        *_table(
+            "| harness | metric | value | interval |",
+            "|---|---|---:|---|",
+            (
+                (label, name, f"{value:.4g}", _interval(metrics, name))
+                for label, metrics in stages.items()
+                if label.startswith(HARNESS)
+                for name, value in sorted(metrics.items())
+                if "/" in name and not name.endswith(BOUNDS)
+            ),
+        ),
+        *_table(
+            "| comparison | metric | gain | chance gives | |",
+            "|---|---|---:|---:|---|",
+            (
+                (
+                    label,
+                    metric,
+                    f"{metrics[GAIN + metric]:+.4f}",
+                    f"{metrics[MARGIN + metric]:.4f}",
+                    verdict,
+                )
+                for label, metrics in comparisons.items()
+                for metric, verdict in verdicts(metrics).items()
+            ),
+        ),
+    ]
+
+
+def source_table(stage: str, metrics: Mapping[str, float]) -> list[str]:
+    """Return Markdown lines with a row for each data source; empty if there are none."""
+    sources: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for key, value in metrics.items():
+        if key.startswith(PREFIX):
+            source, _, name = key.removeprefix(PREFIX).rpartition("/")
+            sources[source][name] = value
+    lines = _shares("data source", dict(sorted(sources.items())))
+    return [f"`{stage}` by data source:", "", *lines] if lines else []
+
+
+def _shares(what: str, found: Stages) -> list[str]:
+    """Return a table with a row for each entry of `found` and a column for each shown metric.
+
+    These are the accuracy, and metrics at k.
+    """
+    names = sorted(
+        {
+            name
+            for metrics in found.values()
+            for name in metrics
+            if name == "accuracy"
+            or ("@" in name and not name.endswith(BOUNDS) and not name.startswith(PREFIX))
+        }
+    )
+    rows = (
+        (
+            label.replace("|", "&#124;"),
+            f"{metrics.get('num_problems', 0):.0f}",
+            *(_share(metrics, name) for name in names),
+        )
+        for label, metrics in found.items()
+    )
+    title = f"| {what} | problems | {' | '.join(names)} |"
+    return _table(title, "|---|---:" + "|---:" * len(names) + "|", rows)
+
+
+def _table(title: str, align: str, rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return Markdown lines; empty without rows."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return [title, align, *lines, ""] if lines else []
+
+
+def _number(metrics: Mapping[str, float], name: str) -> str:
+    return f"{metrics[name]:.4g}" if name in metrics else ""
+
+
+def _interval(metrics: Mapping[str, float], name: str) -> str:
+    """Return the interval of a metric; empty if the harness has no standard error."""
+    ends = [f"{metrics[name + bound]:.4g}" for bound in BOUNDS if name + bound in metrics]
+    return f"[{', '.join(ends)}]" if ends else ""
+
+
+def _share(found: Mapping[str, float], name: str) -> str:
+    """Return a value with its interval as a table cell; empty if the metric is missing.
+
+    Shares are in percent, best-of-k scores as they are.
+    """
+    if name not in found:
+        return ""
+    values = [found[name], *(found[name + bound] for bound in BOUNDS if name + bound in found)]
+    shown = [f"{value:.3g}" if name.startswith("best@") else f"{value:.1%}" for value in values]
+    return f"{shown[0]} [{', '.join(shown[1:])}]" if len(shown) > 1 else shown[0]

@@ -21,7 +21,7 @@ from infra.tracking.samples import KeptSample, read_samples, within
 PAGE_NAME = "samples.html"
 MARKDOWN_SAMPLES, MARKDOWN_CHARS = 16, 2000
 MAX_RUN_BYTES = 16 * 2**20
-_ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&"}
+_ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,13 @@ def samples_page(runs: Sequence[ShownRun]) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     # The data cannot close the element that holds them.
     plain = [
-        asdict(run) | {"steps": {step: _plain(kept) for step, kept in run.steps.items()}}
+        {
+            **asdict(run),
+            "steps": {
+                step: [sample.model_dump(mode="json") for sample in kept]
+                for step, kept in run.steps.items()
+            },
+        }
         for run in runs
     ]
     data = json.dumps(plain, allow_nan=False).translate(_ESCAPES)
@@ -79,7 +85,3 @@ def samples_markdown(page: str, path: Path) -> str:
             facts = ", ".join(f"{name} {value}" for name, value in told.items())
             lines += [facts, "", f"{fence}text", text, fence, ""]
     return "\n".join(lines)
-
-
-def _plain(samples: Sequence[KeptSample]) -> list[dict[str, object]]:
-    return [sample.model_dump(mode="json") for sample in samples]

@@ -9,8 +9,8 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,15 +20,14 @@ from prefect.logging import get_run_logger
 
 from engines.config.recipe import NOT_IDENTITY, Recipe
 from engines.config.stages.base import Runtime
-from flows.diagnosis.diagnosis import diagnose
+from flows.diagnosis.diagnosis import diagnose, write_diagnosis
 from flows.diagnosis.findings import run_views
-from flows.diagnosis.page import write_diagnosis
 from flows.report.page import show_diagnosis, show_report
 from flows.report.report import Report, build_report, run_directory, write_report
 from flows.run.registry import Registry, RoundGate, open_mirrors, open_tracker
 from infra.errors import DeadlineError, PipelineError
 from infra.host.servers import LOCK_DEADLINE_S
-from infra.ray.cluster import Cluster, ensure_cluster, living_cluster
+from infra.ray.cluster import Cluster, ensure_cluster
 from infra.ray.jobs import RayJobs
 from infra.redact import redact
 from infra.store.artifacts import digest_in_path
@@ -38,20 +37,18 @@ from infra.tracking.history import StageHistory
 from infra.tracking.ledger import Ledger
 from infra.tracking.mirrors.fan_out import FanOut
 from infra.tracking.shipper import Shipper
-from infra.tracking.tracker import Tracker
 from tasks.runner.recorder import Recorder, end_status
 from tasks.runner.stage import StageContext, StageObserver
-from tasks.runner.submission import stop_followed
 
 
+@dataclass
 class LazyCluster:
     """The cluster of one pipeline run; a local one keeps its files in `home`."""
 
-    def __init__(self, home: Path) -> None:
-        self._home = home
-        self._lock = threading.Lock()
-        self._given_up = threading.Event()
-        self._starting: Future[Cluster] | None = None
+    home: Path
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _given_up: threading.Event = field(default_factory=threading.Event, init=False)
+    _starting: Future[Cluster] | None = field(default=None, init=False)
 
     def jobs(self) -> RayJobs:
         """Return the job client of the cluster; start the cluster if it is not running.
@@ -60,7 +57,10 @@ class LazyCluster:
             ServiceError: the cluster could not be started.
             DeadlineError: it did not start in time.
         """
-        return RayJobs(_result(self.start()))
+        try:
+            return RayJobs(self.start().result(LOCK_DEADLINE_S))
+        except TimeoutError:
+            raise DeadlineError("the Ray cluster to start", LOCK_DEADLINE_S) from None
 
     def release(self, besides: Collection[str] = ()) -> None:
         """End the cluster if it has no other user and no job; may be called twice.
@@ -71,8 +71,8 @@ class LazyCluster:
             return
         self._given_up.set()
         try:
-            _result(self._starting).release(besides)
-        except (PipelineError, OSError) as error:
+            self._starting.result(LOCK_DEADLINE_S).release(besides)
+        except (PipelineError, OSError) as error:  # a TimeoutError is an OSError
             # A failed start was reported to its user. A failed end is retried by the guard.
             _log.debug("the cluster was not released: %s", error)
 
@@ -80,28 +80,15 @@ class LazyCluster:
         """Start the cluster in the background, if it is not running."""
         with self._lock:
             if self._starting is None:
-                self._starting = Future()
-                threading.Thread(
-                    target=self._run, args=(self._starting,), name="ray-start", daemon=True
-                ).start()
+                executor = ThreadPoolExecutor(1, "ray-start")
+                self._starting = executor.submit(
+                    ensure_cluster, self.home, given_up=self._given_up.is_set
+                )
+                executor.shutdown(wait=False)
             return self._starting
-
-    def _run(self, starting: Future[Cluster]) -> None:
-        try:
-            starting.set_result(ensure_cluster(self._home, given_up=self._given_up.is_set))
-        except BaseException as error:  # noqa: BLE001  handed to the thread that waits
-            starting.set_exception(error)
-
-
-def _result(starting: Future[Cluster]) -> Cluster:
-    try:
-        return starting.result(timeout=LOCK_DEADLINE_S)
-    except TimeoutError:
-        raise DeadlineError("the Ray cluster to start", LOCK_DEADLINE_S) from None
 
 
 _log = logging.getLogger(__name__)
-NOTHING_FORCED: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -155,7 +142,6 @@ class PipelineRun:
             force=force,
             adopt=adopt,
             metadata=metadata,
-            run_key=self.recorder.run_key,
         )
         history.storage.runs.begin(self.recorder.run_key, recipe.run_name)
         for _, path in recipe.models():
@@ -177,8 +163,10 @@ class PipelineRun:
             self._recipe, self.stages.results, time.monotonic() - self._started, self.gate.rejected
         )
         directory = write_report(report, self._recipe, self._history)
-        metrics = {f"accuracy/{name}": value for name, value in report.accuracy.items()}
-        metrics |= {f"rejected/{label}": 1.0 for label in self.gate.rejected}
+        metrics = {
+            **{f"accuracy/{name}": value for name, value in report.accuracy.items()},
+            **{f"rejected/{label}": 1.0 for label in self.gate.rejected},
+        }
         self.recorder.run_finished(directory, metrics)
         if self._orchestrated:
             show_report(report, directory)
@@ -210,7 +198,7 @@ class PipelineRun:
 
 @contextmanager
 def open_run(
-    recipe: Recipe, force: Mapping[str, str] = NOTHING_FORCED, adopt: Collection[str] = ()
+    recipe: Recipe, force: Mapping[str, str] = {}, adopt: Collection[str] = ()
 ) -> Iterator[PipelineRun]:
     """Open the resources of a run; record how it failed, and release them at its end.
 
@@ -219,50 +207,39 @@ def open_run(
     context = RUN_CONTEXT.get() or RunContext()
     cluster = context.cluster or LazyCluster(recipe.home)
     run = PipelineRun(recipe, force, adopt, cluster, context.observer)
-    stopped: frozenset[str] = frozenset()
-    try:
+    with ExitStack() as stack:
+        # After the cluster: that is free at once, while the trackers may take minutes.
+        stack.callback(run.recorder.close)
+
+        @stack.push
+        def on_exit(kind: object, error: BaseException | None, traceback: object) -> None:
+            # Ctrl-C also stops the job, unless another run follows it. Any other end of a run keeps
+            # the job running, so that its work is not lost and the next run attaches to it.
+            is_cancelled = isinstance(error, KeyboardInterrupt)
+            try:
+                if is_cancelled:
+                    with suppress(PipelineError):
+                        run.stages.stop_jobs()
+                if error is not None:
+                    run.fail(error)
+            finally:
+                cluster.release(run.stages.followed if is_cancelled else ())
+
         yield run
-    except BaseException as error:
-        # Ctrl-C also stops the job, unless another run follows it. Any other end of a run keeps
-        # the job running, so that its work is not lost and the next run attaches to it.
-        if isinstance(error, KeyboardInterrupt):
-            stopped = frozenset(run.stages.followed)
-            with suppress(PipelineError):
-                run.stages.stop_jobs()
-        run.fail(error)
-        raise
-    finally:
-        try:
-            # The cluster first: it is free at once, while the trackers may take minutes.
-            cluster.release(stopped)
-        finally:
-            run.recorder.close()
 
 
 def _recorder(recipe: Recipe, history: StageHistory, flow_run: Mapping[str, str]) -> Recorder:
     """Return the recorder of a run that is identified by its flow run, else by home and recipe."""
     params = recipe.model_dump(mode="json", exclude=NOT_IDENTITY)
-
-    def shipper(tracker: Tracker) -> Shipper:
-        return Shipper(Ledger(recipe.home, tracker.address, recipe.store_uri), tracker, history)
-
-    mirrors = [shipper(mirror) for mirror in open_mirrors(recipe.location)]
+    first, *mirrors = [
+        Shipper(Ledger(recipe.home, tracker.address, recipe.store_uri), tracker, history)
+        for tracker in (open_tracker(recipe.location), *open_mirrors(recipe.location))
+    ]
     return Recorder(
-        FanOut(shipper(open_tracker(recipe.location)), mirrors),
+        FanOut(first, mirrors),
         identity=flow_run or {"home": str(recipe.home), "recipe": sha256_json(params)},
         name=recipe.run_name,
         params=params,
         tags={"recipe": recipe.name, "seed": str(recipe.seed), **flow_run},
         store_uri=recipe.store_uri,
     )
-
-
-def stop_jobs_of(flow_run_id: str, home: Path, store_uri: str) -> None:
-    """Stop every job that only this flow run follows."""
-    try:
-        cluster = living_cluster(home)
-        if cluster is None:
-            return
-        stop_followed(open_storage(store_uri), RayJobs(cluster), flow_run_id)
-    except PipelineError as error:
-        _log.warning("jobs of flow run %s may still run: %s", flow_run_id, error)

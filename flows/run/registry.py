@@ -1,4 +1,4 @@
-"""Decisions about policies: the registered model that a run must beat, and the gate of RL rounds.
+"""Registered models that a run starts from or must beat, and the gate of RL rounds.
 
 Promises: the registry is asked once per run. If the run's model already has the alias, it is
 compared with its predecessor, so a repeated run requests the same stages. The gate's decision is a
@@ -8,16 +8,17 @@ Does not promise: that the registry's answer is still valid at promotion; the tr
 again.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
 
 from engines.config.plugins import TRACKERS
-from engines.config.recipe import DiagnosisConfig, LocationConfig
+from engines.config.recipe import DiagnosisConfig, LocationConfig, Recipe
 from engines.config.sections import PromoteConfig
 from engines.config.stages.rl import RLRoundStageConfig
 from flows.diagnosis.diagnosis import rejecting, symptoms
 from flows.diagnosis.findings import Finding, stage_views
+from flows.recipe.source import registered_model
 from infra.errors import ArtifactError, ConfigError, ServiceError, SickRunError
 from infra.redact import redact
 from infra.services.stack import tracking_address
@@ -35,17 +36,32 @@ def tracking_uri(location: LocationConfig) -> str:
 
 def open_tracker(location: LocationConfig) -> Tracker:
     """Return the tracker of a run; it connects on first use."""
-    return TRACKERS.load(location.tracker)(_settings(location))
+    settings = TrackerSettings(location.home_directory, tracking_uri(location), location.experiment)
+    return TRACKERS.load(location.tracker)(settings)
 
 
 def open_mirrors(location: LocationConfig) -> list[Tracker]:
     """Return the mirrors of a run, which get the same records as the tracker."""
-    settings = replace(_settings(location), uri=None)  # the URI is only for the tracker
+    # The URI is only for the tracker.
+    settings = TrackerSettings(location.home_directory, None, location.experiment)
     return [TRACKERS.load(name)(settings) for name in location.mirrors]
 
 
-def _settings(location: LocationConfig) -> TrackerSettings:
-    return TrackerSettings(location.home_directory, tracking_uri(location), location.experiment)
+@contextmanager
+def asking(tracker: Tracker, what: str, then: str) -> Iterator[None]:
+    """Raise errors of a tracker, whose own types are not known here, as ServiceError.
+
+    The error says that the tracker does not say `what`, and ends with `then`.
+    """
+    try:
+        yield
+    except ServiceError:
+        raise
+    except Exception as error:  # the boundary to a plugin
+        said = redact(" ".join(f"{type(error).__name__}: {error}".split()))[:200]
+        raise ServiceError(
+            f"{redact(tracker.address)} does not say {what} ({said}); {then}"
+        ) from error
 
 
 def find_registered(tracker: Tracker, name: str, alias: str, then: str) -> Incumbent | None:
@@ -54,16 +70,41 @@ def find_registered(tracker: Tracker, name: str, alias: str, then: str) -> Incum
     Raises:
         ServiceError: the registry does not answer; the text ends with `then`.
     """
-    try:
+    with asking(tracker, f"which version of {name} is {alias}", then):
         return tracker.incumbent(name, alias)
-    except ServiceError:
-        raise
-    except Exception as error:  # the tracker's own exceptions are not known here
-        said = redact(" ".join(f"{type(error).__name__}: {error}".split()))[:200]
-        raise ServiceError(
-            f"{redact(tracker.address)} does not say which version of {name} is {alias} ({said}); "
-            f"{then}"
-        ) from error
+
+
+def with_registered_models(recipe: Recipe, storage: Storage) -> Recipe:
+    """Replace each model that is named by an alias with the directory of its files in the store.
+
+    The fingerprint covers the files' bytes, so moving the alias changes it.
+
+    Raises:
+        ConfigError: the alias does not exist, or the store does not have the files.
+        ServiceError: the registry does not answer.
+    """
+    return recipe.with_models(partial(_directory, open_tracker(recipe.location), storage))
+
+
+def _directory(tracker: Tracker, storage: Storage, setting: str, path: str) -> str:
+    asked = registered_model(setting, path)
+    if asked is None:
+        return path
+    found = find_registered(tracker, *asked, "run it again once it answers")
+    if found is None:
+        raise ConfigError(
+            setting,
+            f"got {path}, and no version has that alias in {redact(tracker.address)}; need a "
+            "registered model; run the recipe that promotes it, or name a directory or a hub id",
+        )
+    try:
+        return str(storage.local_copy(found.artifact))
+    except (ArtifactError, ValueError):  # ValueError: a version that no pipeline registered
+        raise ConfigError(
+            setting,
+            f"got {path}, which is version {found.version} ({found.artifact.uri}); need its files "
+            f"in {storage.uri}; take the store that has them (location.store), or name a directory",
+        ) from None
 
 
 class Registry:
@@ -128,7 +169,13 @@ class RoundGate:
         Raises:
             SickRunError: a symptom occurred for which the recipe ends the run.
         """
-        shown = self._symptoms([*self._accepted, trained, evaluated])
+        results = [*self._accepted, trained, evaluated]
+        shown: list[Finding] = []
+        is_asked = self._thresholds.end_run or self._thresholds.reject_round
+        if is_asked and all(each.artifact.digest for each in results):
+            views = stage_views(self._history, [each.fingerprint for each in results])
+            rounds = [view for view in views if isinstance(view.config, RLRoundStageConfig)]
+            shown = symptoms(rounds, views, self._thresholds)
         found = {each.symptom: each for each in shown}
         for name in self._thresholds.end_run:
             if name in found:
@@ -148,11 +195,3 @@ class RoundGate:
             taken = f"the policy of {self._accepted[-2].label}"
         self._warn(trained.label, f"rejected: {why}; what follows takes {taken}")
         return False
-
-    def _symptoms(self, results: Sequence[StageResult]) -> list[Finding]:
-        asked = self._thresholds.end_run or self._thresholds.reject_round
-        if not asked or not all(each.artifact.digest for each in results):
-            return []
-        views = stage_views(self._history, [each.fingerprint for each in results])
-        rounds = [view for view in views if isinstance(view.config, RLRoundStageConfig)]
-        return symptoms(rounds, views, self._thresholds)

@@ -15,7 +15,7 @@ functions of (seed, step), so no row is skipped or repeated; random generators o
 only if the number of ranks is the same.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,8 +32,9 @@ from infra.store.stage_log import generation, latest_commit
 from infra.store.stage_spec import Adoption, Artifact, StageSpec, some
 from infra.store.step_directories import link_checkpoint, newest_valid
 from infra.store.storage import Storage
+from infra.tracking.history import StageHistory
 from infra.tracking.journal import Journal, num_done, read_journal
-from tasks.runner.identity import STAGE_SCHEMA_VERSION, StageRequest
+from tasks.runner.run import STAGE_SCHEMA_VERSION, StageRequest
 
 UNNAMED = "the device, or code of other distributions"
 DIGITS = 12
@@ -61,22 +62,27 @@ class Differences:
 
 def differences(spec: StageSpec, request: StageRequest) -> Differences:
     """Compare a request with an attempt's specification; inputs without a digest are skipped."""
+    before = _values(spec.schema_version, spec.seed, spec.inputs)
+    now = _values(STAGE_SCHEMA_VERSION, request.seed, request.inputs)
+    changes = [
+        Change(name, old, new, is_execution=False)
+        for name, (old, new) in differing(before, now).items()
+        if new != ""  # an empty digest is not known yet
+    ]
+    try:
+        config = type(request.config).model_validate(spec.config)
+    except ValidationError as error:
+        path = to_config_error(error, type(request.config)).path
+        misfit = Change(path, "the earlier settings", "do not fit this version", is_execution=False)
+        changes.append(misfit)
+    else:
+        changes += request.config.changes(config)
     libraries = differing(spec.libraries, request.libraries)
     return Differences(
-        changes=tuple(_changes(spec, request)),
+        changes=tuple(changes),
         sources=tuple(differing(spec.sources, request.sources)),
         libraries=tuple(f"{name} {old} -> {new}" for name, (old, new) in libraries.items()),
     )
-
-
-def specification(storage: Storage, fingerprint: str) -> StageSpec | None:
-    """Return the specification of the stage's newest generation; None if none can be read."""
-    for entry in generation(storage.attempts.entries(fingerprint)):
-        try:
-            return storage.channel(fingerprint).read_specification(entry.number)
-        except ConfigError:
-            continue  # the attempt died before writing it, or newer code wrote it
-    return None
 
 
 @dataclass(frozen=True)
@@ -96,11 +102,11 @@ class EarlierRun:
         return len(self.differs.changes), self.output is None, sources_and_libraries
 
 
+@dataclass
 class EarlierRuns:
     """The committed and half-trained stages of a store; it is read once, on first use."""
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    storage: Storage
 
     def nearest(self, request: StageRequest) -> EarlierRun | None:
         """Return the earlier run with the fewest differences; None if the stage was never run.
@@ -122,33 +128,18 @@ class EarlierRuns:
     def _known(self) -> list[tuple[StageSpec, Artifact | None]]:
         """Specifications and outputs, the last used first."""
         used_at: dict[str, float] = {}
-        for run in self._storage.runs.known():
+        for run in self.storage.runs.known():
             for fingerprint, at in run.used_at.items():
                 used_at[fingerprint] = max(at, used_at.get(fingerprint, at))
-        half_trained = {*self._storage.with_steps()}
+        half_trained = {*self.storage.with_steps()}
         known = []
         for fingerprint in nlargest(MAX_NUM_EARLIER, used_at, key=used_at.__getitem__):
             with suppress(ArtifactError):  # a lookup of that stage reports it
-                record = latest_commit(self._storage.attempts.entries(fingerprint))
-                spec = specification(self._storage, fingerprint)
+                record = latest_commit(self.storage.attempts.entries(fingerprint))
+                spec = StageHistory(self.storage).specification(fingerprint)
                 if spec is not None and (record is not None or fingerprint in half_trained):
                     known.append((spec, record.artifact if record else None))
         return known
-
-
-def _changes(spec: StageSpec, request: StageRequest) -> Iterator[Change]:
-    before = _values(spec.schema_version, spec.seed, spec.inputs)
-    now = _values(STAGE_SCHEMA_VERSION, request.seed, request.inputs)
-    for name, (old, new) in differing(before, now).items():
-        if new != "":  # an empty digest is not known yet
-            yield Change(name, old, new, is_execution=False)
-    try:
-        config = type(request.config).model_validate(spec.config)
-    except ValidationError as error:
-        path = to_config_error(error, type(request.config)).path
-        yield Change(path, "the earlier settings", "do not fit this version", is_execution=False)
-    else:
-        yield from request.config.changes(config)
 
 
 def _values(schema_version: int, seed: int, inputs: Mapping[str, Artifact]) -> dict[str, Any]:
@@ -298,7 +289,8 @@ def copy_adopted_steps(storage: Storage, request: StageRequest, attempt: int) ->
 
 def _work(storage: Storage, fingerprint: str, request: StageRequest) -> HalfTrained | None:
     """Return a fingerprint's work, if it is half-trained and on the requested stage."""
-    work, spec = _open_generation(storage, fingerprint), specification(storage, fingerprint)
+    work = _open_generation(storage, fingerprint)
+    spec = StageHistory(storage).specification(fingerprint)
     if work is None or spec is None or spec.stage != request.config.stage:
         return None
     found = differences(spec, request)

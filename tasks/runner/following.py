@@ -16,6 +16,8 @@ from enum import Enum, auto
 from functools import partial
 from typing import TypeVar
 
+from prefect.exceptions import TerminationSignal
+
 from infra.errors import (
     EXIT_TERMINATED,
     EXIT_USER_ERROR,
@@ -33,7 +35,6 @@ from infra.store.heartbeat import Beat, BeatWatch
 from infra.store.process_stamp import is_dead
 from infra.store.stage_log import LogEntry, latest_commit
 from infra.store.stage_spec import CommitRecord
-from infra.store.storage import Storage
 from infra.store.work_channel import JobProblem
 from infra.tracking.journal import JournalRecord, read_journal
 from infra.waiting import when_it_answers
@@ -87,12 +88,12 @@ class _Job:
     name: str
     attached: bool
     watch: BeatWatch
+    judged_at: float
+    """Time of the last query to Ray, on the monotonic clock."""
     is_here: bool
     """True if the attempt runs on this run's cluster; Ray does not know jobs of other clusters."""
     lost: BeatWatch = field(default_factory=_no_beat)
     """Time since Ray last knew the job."""
-    judged_at: float = field(default_factory=lambda: time.monotonic())
-    """Time of the last query to Ray, on the monotonic clock."""
     queued: BeatWatch = field(default_factory=_no_beat)
     """Time that it has waited for resources of the cluster."""
     is_told: bool = False
@@ -105,32 +106,29 @@ class JobFollower:
     Args:
         force: token of the wanted generation; empty accepts any commit.
         say: called with a line about each event of the job.
-        on_stand: called with the number of the attempt that owns the stage, before the wait for it.
+        on_stand: called with the log up to the attempt that owns the stage, before the wait for it.
         ours: True if a job that this run followed began the stage; then its earlier records and its
             failure are reported.
     """
 
     def __init__(
         self,
-        *,
-        label: str,
-        fingerprint: str,
-        force: str,
-        follower: str,
         submission: Submission,
-        storage: Storage,
+        *,
+        force: str,
         page: RunPage,
         say: Callable[[str], None],
-        on_stand: Callable[[int], None],
+        on_stand: Callable[[Sequence[LogEntry]], None],
         ours: bool = False,
     ) -> None:
-        self._label = label
-        self._fingerprint = fingerprint
-        self._force = force
-        self._follower = follower
         self._submission = submission
-        self._storage = storage
-        self._channel = storage.channel(fingerprint)
+        self._label = submission.request.label
+        self._fingerprint = submission.request.fingerprint
+        self._storage = submission.storage
+        self._channel = self._storage.channel(self._fingerprint)
+        self._log = partial(self._storage.attempts.entries, self._fingerprint)
+        self._lookup = partial(self._storage.lookup, self._fingerprint, force)
+        self._force = force
         self._page = page
         self._watcher, self._on_stand = say, on_stand
         self._ours = ours
@@ -149,46 +147,41 @@ class JobFollower:
             JobFailedError: the job ended, or fell silent, without a commit.
             OSError: the store failed at the first request, or for `STORE_AWAY_S`.
         """
-        self._storage.attempts.join(self._fingerprint, self._follower)
+        self._storage.attempts.join(self._fingerprint, self._submission.follower)
+        is_cancelled = False
         try:
-            record = self._to_commit(jobs, on_record)
-        except BaseException as error:
-            num_others = self._leave()
-            # SIGTERM and Ctrl-C arrive here as exceptions, at any point of the work.
-            if isinstance(error, KeyboardInterrupt) or run_is_cancelled(error):
-                self._cancel(jobs, num_others)
+            if not self._ours:
+                self._ask(self._skip_history)
+            while True:
+                # The stage may be done by now; then no other attempt must begin.
+                record = self._ask(self._lookup)
+                job = self._stand(jobs) if record is None else None
+                if job is not None:
+                    record = self._wait(jobs, job, on_record)
+                if record is not None:
+                    self._ask(partial(self._read, record.attempt))
+                    self._show(on_record)
+                    return record
+                self._ours = False  # the next attempt is a job of its own
+        # Ctrl-C and SIGTERM arrive here as exceptions, at any point of the work.
+        except KeyboardInterrupt:
+            is_cancelled = True
             raise
-        self._leave()
-        return record
-
-    def _to_commit(self, jobs: RayJobs, on_record: OnRecord) -> CommitRecord:
-        if not self._ours:
-            self._ask(self._skip_history)
-        while True:
-            # The stage may be done by now; then no other attempt must begin.
-            record = self._ask(self._lookup)
-            job = self._stand(jobs) if record is None else None
-            if job is not None:
-                record = self._wait(jobs, job, on_record)
-            if record is not None:
-                self._ask(partial(self._read, record.attempt))
-                self._show(on_record)
-                return record
-            self._ours = False  # the next attempt is a job of its own
+        except TerminationSignal:
+            is_cancelled = run_is_cancelled()
+            raise
+        finally:
+            num_others = self._leave()
+            if is_cancelled:
+                self._cancel(jobs, num_others)
 
     def _ask(self, ask: Callable[[], Value]) -> Value:
         return when_it_answers(ask, f"{self._label}: {self._storage.uri}", STORE_AWAY_S)
 
-    def _lookup(self) -> CommitRecord | None:
-        return self._storage.lookup(self._fingerprint, self._force)
-
-    def _log(self) -> Sequence[LogEntry]:
-        return self._storage.attempts.entries(self._fingerprint)
-
     def _leave(self) -> int:
         """Stop following; return the number of other followers, or 0 if the store fails."""
         try:
-            return self._storage.attempts.leave(self._fingerprint, self._follower)
+            return self._storage.attempts.leave(self._fingerprint, self._submission.follower)
         except (ArtifactError, OSError) as error:
             _log.warning("%s: cannot tell who else waits: %s", self._label, redact(str(error)))
             return 0
@@ -209,12 +202,13 @@ class JobFollower:
                     self._submission.submit(jobs, attempt, self._force)
             except FencedError:
                 continue  # another process claimed it first
-            holder = self._ask(self._log)[attempt].holder
-            self.ray_job = holder.ray_job
-            self._say(f"{'attached to' if attached else 'submitted'} {holder.ray_job}")
-            self._on_stand(attempt)
-            is_here = holder.cluster == jobs.cluster_id
-            return _Job(attempt, holder.ray_job, attached, self._watch(attempt), is_here)
+            log = self._ask(self._log)[: attempt + 1]
+            self.ray_job = name = log[attempt].holder.ray_job
+            self._say(f"{'attached to' if attached else 'submitted'} {name}")
+            self._on_stand(log)
+            is_here = log[attempt].holder.cluster == jobs.cluster_id
+            watch = self._watch(attempt)
+            return _Job(attempt, name, attached, watch, time.monotonic(), is_here)
 
     def _is_over(self, jobs: RayJobs, held: LogEntry) -> bool:
         """Return True if an attempt is certainly over, without waiting for silence."""
@@ -270,7 +264,7 @@ class JobFollower:
         """Watch the heartbeat of an attempt; joining tests that the channel can be written, too."""
 
         def look() -> Beat | None:
-            self._storage.attempts.join(self._fingerprint, self._follower)
+            self._storage.attempts.join(self._fingerprint, self._submission.follower)
             return self._channel.read_beat(attempt)
 
         return BeatWatch(look)
@@ -298,7 +292,8 @@ class JobFollower:
                 # Every job is pending for a few seconds.
                 if job.queued.look() >= QUEUED_TOLD_S and not job.is_told:
                     job.is_told = True
-                    needs = ", ".join(f"{k} {v}" for k, v in self._submission.resources.items())
+                    resources = self._submission.request.config.driver_resources
+                    needs = ", ".join(f"{name} {amount}" for name, amount in resources.items())
                     self._say(f"{job.name} waits until the cluster has room for it ({needs})")
             silent = job.watch.silence_s >= START_GRACE_S
         return _Verdict.SILENT if silent else _Verdict.ALIVE
@@ -371,7 +366,7 @@ class JobFollower:
         return JobFailedError(f"{where}: {reason}{self._tail(jobs, job)}")
 
     def _knobs(self, phase: str) -> str:
-        knobs = memory_knobs(self._submission.config, phase)[:NUM_KNOBS]
+        knobs = memory_knobs(self._submission.request.config, phase)[:NUM_KNOBS]
         return f"to need less: {', '.join(knobs)}" if knobs else "no setting of it needs less"
 
     def _tail(self, jobs: RayJobs, job: _Job) -> str:

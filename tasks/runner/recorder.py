@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import UUID
 
+from httpx import HTTPError
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.context import TaskRunContext
+from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 
 from infra.redact import redact
@@ -27,7 +29,7 @@ from infra.tracking.journal import JournalRecord
 from infra.tracking.ledger import Owner, RunEntry
 from infra.tracking.mirrors.fan_out import FanOut
 from infra.tracking.shipper import Shipper
-from tasks.runner.identity import StageRequest
+from tasks.runner.run import StageRequest
 
 CLOSE_DEADLINE_S = 60.0
 """Deadline after a successful run; a report or model upload extends it to `UPLOAD_DEADLINE_S`."""
@@ -162,6 +164,8 @@ def end_status(error: BaseException) -> EndStatus:
 
 
 UPDATE_EVERY_S = 3.0
+PREFECT_ERRORS = (HTTPError, PrefectException, OSError, RuntimeError, ValueError)
+"""Errors of a Prefect server that is away or refuses a request, and of the client's event loop."""
 Logger = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
 
@@ -210,6 +214,6 @@ class RunPage:
                 self._artifact_id = created if isinstance(created, UUID) else None
             else:
                 update_progress_artifact(artifact_id=self._artifact_id, progress=percent)
-        except Exception as error:  # noqa: BLE001  the run page is optional
+        except PREFECT_ERRORS as error:
             self._gave_up = True
             self._logger.warning("progress is no longer shown on the run page: %s", error)

@@ -8,7 +8,8 @@ Does not promise: a retry of a failed job. The next run resumes from its newest 
 
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
 
@@ -19,16 +20,15 @@ from prefect.states import Completed
 
 from engines.config.stages.base import Runtime
 from infra.ray.jobs import RayJobs
-from infra.store.stage_log import current_generation
-from infra.store.stage_spec import Adoption, CommitRecord
+from infra.store.stage_log import LogEntry, current_generation
+from infra.store.stage_spec import CommitRecord
 from infra.store.storage import Storage
 from infra.tracking.history import StageHistory
 from infra.tracking.journal import JournalRecord
 from tasks.runner.earlier_work import find_adoptable
 from tasks.runner.following import JobFollower
-from tasks.runner.identity import StageRequest
 from tasks.runner.recorder import Recorder, RunPage, end_status
-from tasks.runner.run import StageResult
+from tasks.runner.run import StageRequest, StageResult
 from tasks.runner.submission import Submission, stop_followed
 
 
@@ -57,7 +57,6 @@ class StageContext:
         force: token by stage label; of such a stage only a commit made under the token is reused.
         adopt: labels of stages that continue half-trained work of another fingerprint.
         metadata: attached to each Ray job (`flow_run_id`).
-        run_key: key of the pipeline run in the store.
     """
 
     def __init__(
@@ -73,10 +72,8 @@ class StageContext:
         force: Mapping[str, str],
         adopt: Collection[str],
         metadata: Mapping[str, str],
-        run_key: str,
     ) -> None:
         self._storage = storage
-        self._run_key = run_key
         self._ray_jobs = ray_jobs
         self._recorder = recorder
         self._observer = observer
@@ -135,7 +132,7 @@ class StageContext:
         force = self._force.get(request.label, "")
         self._observer.stage_started(request.label, request.fingerprint)
         # Before the lookup, so that `rlhf gc` does not remove it in between.
-        self._storage.runs.use(self._run_key, request.fingerprint)
+        self._storage.runs.use(self._recorder.run_key, request.fingerprint)
         log = self._storage.attempts.entries(request.fingerprint)
         # A job that this run followed may have continued with this stage, even to its commit.
         ours = bool(log) and log[-1].holder.ray_job in self.followed
@@ -166,7 +163,6 @@ class StageContext:
         return result
 
     def _compute(self, request: StageRequest, force: str, of: int, ours: bool) -> CommitRecord:
-        page = RunPage(request.label)
         if request.then is not None and request.then.label in self._force:
             request = replace(request, then=None)  # the job does not know its token
         asked = request.label in self._adopt
@@ -176,37 +172,34 @@ class StageContext:
             runtime=self._runtime,
             metadata=self._metadata,
             follower=self._follower,
-            run_key=self._run_key,
+            run_key=self._recorder.run_key,
             adopts=find_adoptable(self._storage, request) if asked else None,
         )
 
-        def on_stand(attempt: int) -> None:
+        def on_stand(log: Sequence[LogEntry]) -> None:
             nonlocal of
-            of, adopted = self._generation(request, attempt)
-            self._recorder.stage_started(request, of, adopted)
-            if asked and adopted is None:
+            of = current_generation(log)
+            self._recorder.stage_started(request, of, log[of].adopted)
+            if asked and log[of].adopted is None:
                 self._observer.message(request.label, "its own work goes on; nothing was adopted")
 
         def on_record(record: JournalRecord) -> None:
             self._observer.record(request.label, record)
             self._recorder.stage_grew(request, of)
 
+        page = RunPage(request.label)
         follower = JobFollower(
-            label=request.label,
-            fingerprint=request.fingerprint,
+            submission,
             force=force,
-            follower=self._follower,
-            submission=submission,
-            storage=self._storage,
             page=page,
             say=lambda text: self._observer.message(request.label, text),
             on_stand=on_stand,
             ours=ours,
         )
 
-        try:
-            record = follower.follow(self._ray_jobs(), on_record)
-        except BaseException as error:
+        def on_failure(kind: object, error: BaseException | None, traceback: object) -> None:
+            if error is None:
+                return
             if follower.ray_job and not follower.others_wait:
                 self.followed.add(follower.ray_job)
             committed = StageHistory(self._storage).commit(request.fingerprint, of)
@@ -215,15 +208,13 @@ class StageContext:
             else:
                 self._recorder.stage_finished(request, committed, of)
             error.add_note(request.label)
-            raise
-        log = self._storage.attempts.entries(request.fingerprint)
-        self.followed.add(log[record.attempt].holder.ray_job)
-        self._recorder.stage_finished(request, record, self._generation(request, record.attempt)[0])
+
+        with ExitStack() as stack:
+            stack.push(on_failure)
+            record = follower.follow(self._ray_jobs(), on_record)
+            stack.pop_all()
+        log = self._storage.attempts.entries(request.fingerprint)[: record.attempt + 1]
+        self.followed.add(log[-1].holder.ray_job)
+        self._recorder.stage_finished(request, record, current_generation(log))
         page.close()
         return record
-
-    def _generation(self, request: StageRequest, attempt: int) -> tuple[int, Adoption | None]:
-        """Return the number of the first attempt of the generation, and what that adopted."""
-        log = self._storage.attempts.entries(request.fingerprint)
-        of = current_generation(log[: attempt + 1])
-        return of, log[of].adopted

@@ -8,13 +8,12 @@ import logging
 import sys
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from contextlib import ExitStack
 
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
-from prefect.exceptions import TerminationSignal
 
-from engines.config.stages.base import Runtime, StageConfig
+from engines.config.stages.base import Runtime
 from infra import env
 from infra.errors import ArtifactError, JobSubmitError
 from infra.ray.api import JobRequest
@@ -26,7 +25,8 @@ from infra.store.stage_spec import NextStage, StageSpec
 from infra.store.storage import Storage
 from infra.store.work_channel import JobProblem
 from tasks.runner.earlier_work import HalfTrained, copy_adopted_steps, link_adopted
-from tasks.runner.identity import STAGE_SCHEMA_VERSION, StageRequest
+from tasks.runner.recorder import PREFECT_ERRORS
+from tasks.runner.run import STAGE_SCHEMA_VERSION, StageRequest
 
 FINGERPRINT_DIGITS = 16
 HOLDER_DIGITS = 8
@@ -51,34 +51,14 @@ class Submission:
         run_key: str,
         adopts: HalfTrained | None = None,
     ) -> None:
-        self._request = request
-        self._storage = storage
+        self.request = request
+        self.storage = storage
+        self.follower = follower
         self._runtime = runtime
+        self._metadata = metadata
         self._adopts = adopts
-        self._adopts_at = len(storage.attempts.entries(request.fingerprint))
-        self._metadata = {**metadata, "stage": request.label, "fingerprint": request.fingerprint}
-        self._follower = follower
+        self._adopts_at = len(storage.attempts.entries(request.fingerprint)) if adopts else None
         self._run_key = run_key
-
-    @property
-    def config(self) -> StageConfig:
-        """Configuration of the stage."""
-        return self._request.config
-
-    @property
-    def resources(self) -> Mapping[str, Any]:
-        """Resources that Ray reserves for the job's driver."""
-        return self._request.config.driver_resources
-
-    def submission_id(self, attempt: int, holder: str) -> str:
-        """Return a unique Ray job name for an attempt; followers read it from the stage's log.
-
-        The holder makes it unique: attempt numbers restart after garbage collection of a log, while
-        the cluster keeps the names of finished jobs.
-        """
-        fingerprint = self._request.fingerprint[:FINGERPRINT_DIGITS]
-        at = f"{fingerprint}-{self._storage.name}-a{attempt}-{holder[:HOLDER_DIGITS]}"
-        return f"{self._request.config.stage}-{at}"
 
     def submit(self, jobs: RayJobs, attempt: int, force: str) -> None:
         """Claim an attempt, and submit its job.
@@ -91,32 +71,39 @@ class Submission:
             JobSubmitError: Ray did not take the job; the attempt is over.
             ArtifactError: the work to adopt does not verify.
         """
-        holder_id, request = uuid.uuid4().hex, self._request
-        name = self.submission_id(attempt, holder_id)
+        request, storage, holder_id = self.request, self.storage, uuid.uuid4().hex
+        config, fingerprint = request.config, request.fingerprint
+        # The holder makes the name unique: attempt numbers restart after garbage collection of a
+        # log, while the cluster keeps the names of finished jobs.
+        place = f"{fingerprint[:FINGERPRINT_DIGITS]}-{storage.name}"
+        name = f"{config.stage}-{place}-a{attempt}-{holder_id[:HOLDER_DIGITS]}"
         holder = Holder(id=holder_id, process=own_stamp(), ray_job=name, cluster=jobs.cluster_id)
         adopted = None
         if self._adopts is not None and attempt == self._adopts_at:
-            adopted = link_adopted(self._adopts, self._storage, request.fingerprint, attempt)
-        self._storage.attempts.hold(request.fingerprint, holder, attempt, force, adopted)
-        channel = self._storage.channel(request.fingerprint)
-        try:
-            adopted = copy_adopted_steps(self._storage, request, attempt)
-            spec = self._specification(request, attempt, holder.id)
+            adopted = link_adopted(self._adopts, storage, fingerprint, attempt)
+        storage.attempts.hold(fingerprint, holder, attempt, force, adopted)
+        channel = storage.channel(fingerprint)
+
+        def on_failure(kind: object, error: BaseException | None, traceback: object) -> None:
+            if error is not None:
+                message = f"was not submitted: {redact(str(error))}"
+                problem = JobProblem(type=type(error).__name__, message=message, exit_code=1)
+                channel.write_error(attempt, problem)
+
+        with ExitStack() as stack:
+            stack.push(on_failure)
+            adopted = copy_adopted_steps(storage, request, attempt)
+            spec = self._specification(request, attempt, holder_id)
             channel.write_specification(spec.model_copy(update={"adopted": adopted}))
             job = JobRequest(
-                argv=[str(request.interpreter or sys.executable), *spec.job_argv],
+                argv=[str(config.interpreter or sys.executable), *spec.job_argv],
                 env=forwarded_environment(),
-                metadata=self._metadata,
-                resources=self.resources,
+                metadata={**self._metadata, "stage": request.label, "fingerprint": fingerprint},
+                resources=config.driver_resources,
             )
             if not jobs.submit(name, job):
                 raise JobSubmitError(f"a job {name} already exists")
-        except BaseException as error:
-            message = f"was not submitted: {redact(str(error))}"
-            channel.write_error(
-                attempt, JobProblem(type=type(error).__name__, message=message, exit_code=1)
-            )
-            raise
+            stack.pop_all()
 
     def _specification(self, request: StageRequest, attempt: int, holder: str) -> StageSpec:
         after = request.then
@@ -135,14 +122,14 @@ class Submission:
             sources=request.sources,
             libraries=request.libraries,
             rollout_libraries=request.rollout_libraries,
-            store_uri=self._storage.uri,
+            store_uri=self.storage.uri,
             runtime=self._runtime.model_dump(mode="json"),
             then=None
-            if after is None or after.interpreter != request.interpreter
+            if after is None or after.config.interpreter != request.config.interpreter
             else NextStage(
                 spec=self._specification(after, 0, uuid.uuid4().hex),
                 identity=after.identity,
-                follower=self._follower,
+                follower=self.follower,
                 run_key=self._run_key,
             ),
         )
@@ -180,7 +167,7 @@ STOP_DEADLINE_S = 20.0
 _log = logging.getLogger(__name__)
 
 
-def run_is_cancelled(error: BaseException) -> bool:
+def run_is_cancelled() -> bool:
     """Return True if a SIGTERM means that the flow run was cancelled.
 
     A worker that shuts down sends the same signal; only the flow run's state on the server tells
@@ -188,12 +175,12 @@ def run_is_cancelled(error: BaseException) -> bool:
     later.
     """
     context = FlowRunContext.get()
-    if not isinstance(error, TerminationSignal) or context is None or context.flow_run is None:
+    if context is None or context.flow_run is None:
         return False
     try:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(context.flow_run.id).state
-    except Exception as failure:  # noqa: BLE001  the process is ending
+    except PREFECT_ERRORS as failure:
         _log.warning("the state of the flow run is unknown: %s", failure)
         return False
     return state is not None and (state.is_cancelling() or state.is_cancelled())

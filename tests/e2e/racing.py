@@ -13,8 +13,8 @@ from infra.ray.cluster import Cluster
 from infra.ray.jobs import RayJobs
 from infra.store.storage import open_storage
 from tasks.runner.following import JobFollower
-from tasks.runner.identity import StageRequest
 from tasks.runner.recorder import RunPage
+from tasks.runner.run import StageRequest
 from tasks.runner.submission import Submission
 
 ROUND_DEADLINE_S = 120.0
@@ -72,11 +72,7 @@ def new_follower(request: StageRequest, store_uri: str, runtime: Runtime) -> Job
     """A follower of a stage that keeps to itself what it sees."""
     store, name = open_storage(store_uri), uuid.uuid4().hex
     return JobFollower(
-        label=request.label,
-        fingerprint=request.fingerprint,
-        force="",
-        follower=name,
-        submission=Submission(
+        Submission(
             request=request,
             storage=store,
             runtime=runtime,
@@ -84,10 +80,10 @@ def new_follower(request: StageRequest, store_uri: str, runtime: Runtime) -> Job
             follower=name,
             run_key="a" * 64,
         ),
-        storage=store,
+        force="",
         page=RunPage(request.label),
         say=lambda text: None,
-        on_stand=lambda attempt: None,
+        on_stand=lambda log: None,
     )
 
 

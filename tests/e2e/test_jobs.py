@@ -31,7 +31,7 @@ from infra.store.storage import open_storage
 from infra.tracking.journal import JournalRecord, read_journal
 from infra.waiting import wait_for
 from tasks.runner.earlier_work import find_adoptable
-from tasks.runner.identity import STAGE_SCHEMA_VERSION, StageRequest
+from tasks.runner.run import STAGE_SCHEMA_VERSION, StageRequest
 from tasks.runner.submission import Submission
 
 

@@ -28,7 +28,7 @@ from infra.store.stage_spec import Artifact, StageSpec
 from infra.store.storage import LocalStorage, Storage, open_storage
 from infra.waiting import wait_for
 from tasks.runner import following
-from tasks.runner.identity import StageRequest
+from tasks.runner.run import StageRequest
 
 NUM_ROUNDS = int(os.environ.get("RACE_ROUNDS", "20"))
 NUM_FOLLOWERS = 10

@@ -227,7 +227,7 @@ def test_a_deployment_of_another_checkout_or_home_is_not_used(
 ) -> None:
     code = """
 from pathlib import Path
-from flows.local.served_run import find_deployment
+from flows.local.local_run import find_deployment
 print(find_deployment(), find_deployment(Path("/elsewhere")))
 """
     url = running_url(home.path, "prefect")

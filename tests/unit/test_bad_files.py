@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engines.jobs.preflight.run import check_request
-from flows.preflight.resolve import request_of
+from flows.preflight import request_of
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError
 

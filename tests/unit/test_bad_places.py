@@ -25,9 +25,14 @@ from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.errors import CheckpointError
 from engines.jobs.preflight.models import BYTES_PER_PARAMETER, checkpoint_bytes
 from engines.jobs.process.policy import initial_source
-from flows.preflight import machine, preflight
-from flows.preflight.machine import check_devices, check_tracking_database, memory_shortage
-from flows.preflight.resolve import request_of
+from flows import preflight as machine
+from flows.preflight import (
+    check_devices,
+    check_tracking_database,
+    memory_shortage,
+    preflight,
+    request_of,
+)
 from flows.recipe.recipe import load_recipe
 from flows.stage_order import run_stages
 from infra.errors import ArtifactError, ConfigError

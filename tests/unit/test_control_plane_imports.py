@@ -11,11 +11,9 @@ CONTROL_PLANE = (
     "flows.rlhf_pipeline",
     "flows.nightly.nightly_recipes",
     "flows.local.local_run",
-    "flows.local.served_run",
     "flows.local.local_run",
     "flows.commands.doctor",
     "flows.commands.run",
-    "flows.commands.plan",
     "flows.commands.doctor",
     "flows.commands.recipes",
     "flows.commands.show",
@@ -83,7 +81,6 @@ def test_recipes_are_read_and_planned_without_prefect() -> None:
         "flows.recipe.recipe",
         "flows.commands.recipes",
         "flows.commands.run",
-        "flows.commands.plan",
     )
     ended = run(PROGRAM.format(blocked=blocked, modules=modules))
     assert ended.returncode == 0, ended.stderr

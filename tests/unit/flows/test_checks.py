@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.preflight.machine import platform_of, survey_machine
+from flows.preflight import platform_of, survey_machine
 from infra import env
 from infra.errors import ConfigError, ServiceError
 from infra.survey_report import SurveyReport

@@ -16,9 +16,8 @@ from infra.store.stage_log import Attempt
 from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import LocalStorage
 from infra.tracking.journal import Journal
-from tasks.runner import identity
-from tasks.runner.identity import StageRequest, numeric_sources
-from tasks.runner.run import StageResult
+from tasks.runner import run as identity
+from tasks.runner.run import StageRequest, StageResult, numeric_sources
 from tasks.runner.submission import Submission
 
 EDITED = "engines.trainers.supervised.trainer"

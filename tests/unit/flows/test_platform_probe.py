@@ -5,9 +5,9 @@ from platform import machine
 
 import pytest
 
+import flows.preflight as platform_probe
 from engines.config.training import HardwareConfig
-from flows.preflight import machine as platform_probe
-from flows.preflight.machine import resolve_hardware, survey_machine
+from flows.preflight import resolve_hardware, survey_machine
 from infra.errors import ConfigError
 from infra.survey_report import SurveyReport
 

@@ -12,8 +12,7 @@ from engines.checkpoint.model_directory import create_random_model
 from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.plugins import register_plugin
 from engines.data.prepare.tokenizer_training import train_tokenizer
-from flows.preflight import preflight
-from flows.preflight.resolve import request_of
+from flows.preflight import preflight, request_of
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError, PipelineError, StoreUnreachableError
 

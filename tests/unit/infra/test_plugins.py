@@ -24,7 +24,7 @@ from infra.plugins import (
     load_row,
     outside_rows,
 )
-from tasks.runner.identity import environment_of
+from tasks.runner.run import environment_of
 
 VARIABLE = "RLHF_USE_EXTERNAL_MODULES"
 

@@ -16,7 +16,7 @@ from engines.trainers.step_timer import PhaseClock
 from infra.errors import ArtifactCorruptError, ConfigError
 from infra.store.stage_spec import StageSpec
 from infra.store.storage import LocalStorage
-from tasks.runner.identity import stage_request
+from tasks.runner.run import stage_request
 
 
 class Silent:

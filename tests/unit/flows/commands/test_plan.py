@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from engines.config.stages.data import PreprocessStageConfig
-from flows.preflight.machine import resolve_hardware
+from flows.preflight import resolve_hardware
 from flows.recipe.recipe import load_recipe
 from infra import env
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import CommitRecord
 from infra.store.storage import LocalStorage
-from tasks.runner.identity import stage_request
+from tasks.runner.run import stage_request
 
 MAX_READ_BYTES = 100_000_000
 ARTIFACT_BYTES = 20_000_000_000

@@ -16,9 +16,8 @@ from engines.config.recipe import DiagnosisConfig, RoundSymptom
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.config.stages.supervised import SFTStageConfig
 from flows.diagnosis import rules
-from flows.diagnosis.diagnosis import diagnose, symptoms
+from flows.diagnosis.diagnosis import diagnose, html_page, markdown, symptoms, text
 from flows.diagnosis.findings import Finding, StageView, windows
-from flows.diagnosis.page import html_page, markdown, text
 from flows.diagnosis.rules import loss_findings, poisoned_findings
 from flows.recipe.recipe import Recipe
 from flows.stage_order import stages_of

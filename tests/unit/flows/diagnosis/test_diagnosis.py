@@ -14,9 +14,15 @@ from engines.config.stages.final import MergeStageConfig
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.config.stages.supervised import SFTStageConfig
 from engines.config.training import LoraConfig, TrainingConfig
-from flows.diagnosis.diagnosis import diagnose
+from flows.diagnosis.diagnosis import (
+    DIAGNOSIS_MD,
+    diagnose,
+    html_page,
+    markdown,
+    text,
+    write_diagnosis,
+)
 from flows.diagnosis.findings import Finding, StageView
-from flows.diagnosis.page import DIAGNOSIS_MD, html_page, markdown, text, write_diagnosis
 from flows.diagnosis.rules import resource_findings, step_times, time_findings
 from flows.recipe.recipe import Recipe
 from infra.store.work_channel import Cause, JobProblem

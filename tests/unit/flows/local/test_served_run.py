@@ -10,7 +10,7 @@ from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.states import Cancelled, Crashed, exception_to_failed_state
 from rich.console import Console
 
-from flows.local.served_run import FAILED, failure_of, find_or_hint
+from flows.local.local_run import FAILED, failure_of, find_or_hint
 from infra.errors import ConfigError, JobFailedError, PipelineError, UnknownPluginError
 from infra.services.stack import WORK_POOL
 from tests.unit.flows.prefect_api import prefect_api

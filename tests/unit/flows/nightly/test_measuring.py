@@ -8,7 +8,7 @@ from engines.config.recipe import LocationConfig
 from engines.config.training import HardwareConfig
 from flows.nightly import measurement
 from flows.nightly.measurement import WHOLE_RUN, measure, observed
-from flows.nightly.verdict import judge
+from flows.nightly.night import judge
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.stage_order import run_stages
 from infra.errors import ConfigError
@@ -16,8 +16,7 @@ from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import LocalStorage
 from infra.tracking.journal import Journal, JournalRecord
-from tasks.runner.identity import StageRequest
-from tasks.runner.run import StageResult
+from tasks.runner.run import StageRequest, StageResult
 
 LABELS = ["preprocess", "sft", "evaluate_sft", "rl_round_1", "evaluate_rl_round_1"]
 LABELS += ["merge", "evaluate", "promote"]

@@ -25,14 +25,16 @@ from flows.nightly.night import (
     NUM_KEPT,
     Night,
     Outcome,
+    Verdict,
     accept,
     afresh,
+    differences,
+    judge,
     keep_night,
     last_night,
     load_matrix,
     open_night,
 )
-from flows.nightly.verdict import Verdict, differences, judge
 from flows.recipe.recipe import load_recipe
 from flows.run.registry import tracking_uri
 from infra.errors import ConfigError

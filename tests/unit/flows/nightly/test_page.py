@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from flows.nightly.measurement import Machine, Made, Measurement, Observed, Run
-from flows.nightly.night import Night, Outcome
-from flows.nightly.page import NIGHT_MD, markdown, ratios, write_night
-from flows.nightly.verdict import judge
+from flows.nightly.night import Night, Outcome, judge
+from flows.nightly.nightly_recipes import NIGHT_MD, markdown, ratios, write_night
 
 MACHINE = Machine(
     platform="cpu",

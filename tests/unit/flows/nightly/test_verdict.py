@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flows.nightly.measurement import Machine, Made, Measurement, Observed, Run
-from flows.nightly.verdict import MIN_RUNS, NOTHING_DIFFERS, judge
+from flows.nightly.night import MIN_RUNS, NOTHING_DIFFERS, judge
 
 HERE = Machine(
     platform="cpu",

@@ -9,10 +9,10 @@ import pytest
 from engines.config.stages.final import CompareStageConfig, HarnessStageConfig
 from engines.config.training import HardwareConfig
 from flows.plan import Planner
-from flows.preflight.resolve import request_of
+from flows.preflight import request_of
 from flows.recipe.recipe import Recipe, load_recipe, parse_recipe
 from flows.recipe.source import with_overrides
-from flows.report.measured import measured_tables
+from flows.report.report import measured_tables
 from flows.stage_order import run_stages
 from infra.errors import ConfigError
 from infra.store.storage import LocalStorage
@@ -67,7 +67,7 @@ def test_a_trained_model_is_asked_where_suites_are_measured(tmp_path: Path, pyth
         "promote",
     ]
     ours, theirs = stages["harness_arc"], stages["harness_arc_against"]
-    assert ours.interpreter == python
+    assert ours.config.interpreter == python
     assert ours.inputs.keys() == {"model"}
     assert theirs.inputs == {}
     assert theirs.config.model.path == "owner/name"

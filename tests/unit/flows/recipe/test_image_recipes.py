@@ -9,7 +9,7 @@ from vision_cases import write_chat_model, write_geometry
 from engines.config.training import HardwareConfig
 from engines.jobs.preflight.run import check_request
 from flows.plan import Planner
-from flows.preflight.resolve import request_of
+from flows.preflight import request_of
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.stage_order import run_stages
 from infra.errors import ConfigError

@@ -8,13 +8,14 @@ import pytest
 
 from engines.config.recipe import LocationConfig
 from flows.recipe.recipe import Recipe, load_recipe
-from flows.report.measured import measured_tables, source_table
 from flows.report.plots import Curve, PlotData, draw_plots
 from flows.report.report import (
     build_report,
     distinct_names,
     markdown,
+    measured_tables,
     plot_data,
+    source_table,
     write_report,
 )
 from infra.store.stage_log import Holder

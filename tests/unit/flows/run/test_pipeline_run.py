@@ -19,9 +19,8 @@ from flows.stage_order import run_stages
 from infra.errors import JobFailedError
 from infra.store.storage import LocalStorage
 from infra.store.work_channel import JobProblem
-from tasks.runner.identity import StageRequest
 from tasks.runner.recorder import Recorder
-from tasks.runner.run import StageResult
+from tasks.runner.run import StageRequest, StageResult
 from tasks.runner.stage import StageObserver
 from tests.unit.flows.prefect_api import prefect_api
 from tests.unit.flows.run.test_round_gate import Training

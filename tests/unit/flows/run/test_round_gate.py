@@ -15,8 +15,7 @@ from infra.store.stage_spec import CommitRecord
 from infra.store.storage import LocalStorage
 from infra.tracking.history import StageHistory
 from infra.tracking.journal import Journal
-from tasks.runner.identity import StageRequest
-from tasks.runner.run import StageResult
+from tasks.runner.run import StageRequest, StageResult
 from tests.unit.flows.test_plan import Stages, recipe
 
 ENTROPY = {"rl_round_1": (0.5, 0.4), "rl_round_2": (0.01, 0.01), "rl_round_3": (0.4, 0.3)}
@@ -68,7 +67,7 @@ def test_what_follows_a_rejected_round_takes_the_policy_before_it(storage: Local
     asked = recipe(storage, THREE, REJECT)
     run, gate = trained(asked, storage)
     assert list(gate.rejected) == ["rl_round_2"]
-    digests = {label: result.digest for label, result in run.results.items()}
+    digests = {label: result.artifact.digest for label, result in run.results.items()}
     assert run.asked["rl_round_2"].inputs["policy"].digest == digests["rl_round_1"]
     assert run.asked["rl_round_3"].inputs["policy"].digest == digests["rl_round_1"]
     assert run.asked["merge"].inputs["policy"].digest == digests["rl_round_3"]
@@ -105,7 +104,7 @@ def test_other_thresholds_train_only_what_is_given_another_policy(storage: Local
 def test_the_last_round_may_be_rejected_and_the_one_before_is_merged(storage: LocalStorage) -> None:
     run, _ = trained(recipe(storage, "rl.num_rounds=2", REJECT), storage)
     merged = run.asked["merge"].inputs["policy"].digest
-    assert merged == run.results["rl_round_1"].digest
+    assert merged == run.results["rl_round_1"].artifact.digest
 
 
 def test_a_symptom_may_end_the_run_by_name(storage: LocalStorage) -> None:

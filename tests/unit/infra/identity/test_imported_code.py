@@ -14,8 +14,8 @@ from infra.errors import ConfigError
 from infra.identity import imported_code as module
 from infra.identity.fingerprint import refuse_changed_code
 from infra.identity.imported_code import imported_code, script_artifact
-from tasks.runner import identity
-from tasks.runner.identity import StageRequest
+from tasks.runner import run as identity
+from tasks.runner.run import StageRequest
 
 REWARD = """
 import json

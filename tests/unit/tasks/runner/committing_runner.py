@@ -7,8 +7,7 @@ from flows.stage_order import run_stages
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import LocalStorage
-from tasks.runner.identity import StageRequest
-from tasks.runner.run import StageResult
+from tasks.runner.run import StageRequest, StageResult
 
 KINDS = {
     "preprocess": "dataset",

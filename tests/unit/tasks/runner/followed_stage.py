@@ -17,8 +17,8 @@ from infra.store.storage import LocalStorage
 from infra.store.work_channel import JobProblem
 from infra.tracking.journal import Journal, JournalRecord
 from tasks.runner.following import JobFollower
-from tasks.runner.identity import StageRequest
 from tasks.runner.recorder import RunPage
+from tasks.runner.run import StageRequest
 from tasks.runner.submission import Submission
 
 HOLDER = Holder(id="another", process="elsewhere")
@@ -89,14 +89,6 @@ class Stage:
         self.clock = clock
         self.storage = LocalStorage(tmp_path / "store")
         self.channel = self.storage.channel(REQUEST.fingerprint)
-        self.submission = Submission(
-            request=REQUEST,
-            storage=self.storage,
-            runtime=Runtime(),
-            metadata={"flow_run_id": "f"},
-            follower="me",
-            run_key="a" * 64,
-        )
         self.said: list[str] = []
         self.records: list[JournalRecord] = []
         self.scratch = tmp_path / "scratch"
@@ -104,16 +96,20 @@ class Stage:
     def follow(
         self, jobs: Jobs, *, force: str = "", follower: str = "me", ours: bool = False
     ) -> CommitRecord:
-        return JobFollower(
-            label="promote",
-            fingerprint=REQUEST.fingerprint,
-            force=force,
-            follower=follower,
-            submission=self.submission,
+        submission = Submission(
+            request=REQUEST,
             storage=self.storage,
+            runtime=Runtime(),
+            metadata={"flow_run_id": "f"},
+            follower=follower,
+            run_key="a" * 64,
+        )
+        return JobFollower(
+            submission,
+            force=force,
             page=RunPage("promote"),
             say=self.said.append,
-            on_stand=lambda attempt: None,
+            on_stand=lambda log: None,
             ours=ours,
         ).follow(jobs, self.records.append)  # type: ignore[arg-type]
 

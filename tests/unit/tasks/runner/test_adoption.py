@@ -16,9 +16,9 @@ from infra.store.stage_log import Attempt, generation
 from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import LocalStorage
 from infra.tracking.journal import Journal, read_journal
-from tasks.runner import identity
+from tasks.runner import run as identity
 from tasks.runner.earlier_work import HalfTrained, find_adoptable, half_trained, own_step
-from tasks.runner.identity import StageRequest, numeric_sources
+from tasks.runner.run import StageRequest, numeric_sources
 from tasks.runner.submission import Submission
 
 EDITED = "engines.trainers.progress"

@@ -13,7 +13,7 @@ from infra.errors import ConfigError
 from infra.identity import fingerprint
 from infra.identity.fingerprint import source_closure
 from infra.store.storage import LocalStorage
-from tasks.runner import identity
+from tasks.runner import run as identity
 
 ROOT = Path(__file__).resolve().parents[4]
 

@@ -14,9 +14,8 @@ from flows.plan import Planner
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.stage_order import run_stages
 from infra.store.storage import LocalStorage
-from tasks.runner import identity
-from tasks.runner.identity import UNCOUNTED, StageRequest, numeric_sources
-from tasks.runner.run import StageResult
+from tasks.runner import run as identity
+from tasks.runner.run import UNCOUNTED, StageRequest, StageResult, numeric_sources
 
 ROOT = Path(__file__).resolve().parents[4]
 RL = {"rl_round"}
@@ -37,7 +36,7 @@ NOTHING = (
     "flows/commands/cli.py",
     "tasks/runner/stage.py",
     "tasks/runner/following.py",
-    "tasks/runner/identity.py",
+    "tasks/runner/run.py",
     "infra/redact.py",
     "infra/env.py",
     "infra/errors.py",

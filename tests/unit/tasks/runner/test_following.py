@@ -32,8 +32,9 @@ from infra.ray.api import JobState, JobStatus
 from infra.store.work_channel import JobProblem
 from infra.tracking.journal import JournalRecord
 from tasks.runner import following
+from tasks.runner.memory_knobs import memory_knobs
 from tasks.runner.recorder import RunPage
-from tasks.runner.submission import Submission, stop_followed
+from tasks.runner.submission import stop_followed
 
 
 def test_a_job_is_followed_to_its_commit_and_its_journal_is_passed_on(stage: Stage) -> None:
@@ -231,7 +232,7 @@ def test_a_job_without_memory_is_told_with_what_needs_less(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failure(config: StageConfig, phase: str) -> str:
-        monkeypatch.setattr(Submission, "config", config)
+        monkeypatch.setattr(following, "memory_knobs", lambda _, phase: memory_knobs(config, phase))
         problem = JobProblem(type="X", message="m", exit_code=1, cause="out_of_memory", phase=phase)
 
         def crash() -> JobState:

@@ -14,8 +14,8 @@ from infra.identity.fingerprint import next_fingerprint
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import CommitRecord
 from infra.store.storage import LocalStorage
-from tasks.runner import identity
-from tasks.runner.identity import numeric_sources
+from tasks.runner import run as identity
+from tasks.runner.run import numeric_sources
 from tasks.runner.submission import Submission
 
 

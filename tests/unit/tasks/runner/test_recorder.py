@@ -18,8 +18,8 @@ from infra.tracking.ledger import Ledger
 from infra.tracking.shipper import Shipper
 from infra.tracking.tracker import RunState, TrackerSettings
 from tasks.runner import recorder as recorder_module
-from tasks.runner.identity import StageRequest
 from tasks.runner.recorder import Recorder, end_status
+from tasks.runner.run import StageRequest
 
 ARTIFACT = Artifact(kind="evaluation", uri="/x", digest="d" * 64)
 

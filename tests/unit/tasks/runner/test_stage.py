@@ -17,8 +17,8 @@ from infra.tracking.history import StageHistory
 from infra.tracking.ledger import Ledger
 from infra.tracking.shipper import Shipper
 from infra.tracking.tracker import TrackerSettings
-from tasks.runner.identity import StageRequest, stage_request
 from tasks.runner.recorder import Recorder
+from tasks.runner.run import StageRequest, stage_request
 from tasks.runner.stage import StageContext, StageObserver
 
 
@@ -89,7 +89,6 @@ def new_context(jobs: Jobs, home: Path, **force: str) -> StageContext:
         force=force,
         adopt=(),
         metadata={"flow_run_id": "run"},
-        run_key=recorder.run_key,
     )
 
 

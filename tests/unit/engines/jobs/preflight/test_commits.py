@@ -8,9 +8,9 @@ from engines.config.preflight_request import PreflightRequest
 from engines.config.stages.data import PreprocessStageConfig
 from engines.jobs.preflight import run
 from engines.jobs.preflight.run import check_request
-from flows.preflight.resolve import request_of
+from flows.preflight import request_of
 from flows.recipe.recipe import load_recipe
-from tasks.runner.identity import stage_request
+from tasks.runner.run import stage_request
 from tests.unit.engines.jobs.preflight.test_other_models import taught, write_model
 
 Questions = list[tuple[object, ...]]

@@ -20,7 +20,7 @@ from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.jobs.preflight.run import check_request, first_rows
 from engines.vision.sizes import PROCESSOR_FILES
-from flows.preflight.resolve import request_of
+from flows.preflight import request_of
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError
 

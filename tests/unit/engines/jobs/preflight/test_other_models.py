@@ -15,7 +15,7 @@ from engines.config.model import ArchitectureConfig, TokenizerConfig
 from engines.config.preflight_request import PreflightRequest
 from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.jobs.preflight.run import check_request
-from flows.preflight.resolve import request_of
+from flows.preflight import request_of
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError
 

@@ -10,7 +10,7 @@ from PIL import Image as Pillow
 from vision_cases import write_chat_model
 
 from engines.jobs.preflight.run import check_request
-from flows.preflight.resolve import request_of
+from flows.preflight import request_of
 from flows.recipe.recipe import load_recipe
 from infra.errors import ConfigError
 

@@ -16,7 +16,7 @@ from engines.jobs.serving.answers import (
 )
 from engines.types import Completion, RolloutRequest, SamplingParams
 from infra.store.canonical import sha256_json
-from tasks.runner.identity import numeric_sources
+from tasks.runner.run import numeric_sources
 
 FLOATS = st.floats(max_value=0.0, allow_nan=False, width=32)
 

@@ -21,7 +21,7 @@ from engines.trainers.evaluation.evaluator import (
     summarize,
     write_evaluation,
 )
-from flows.report.measured import measured_tables
+from flows.report.report import measured_tables
 from infra.tracking.comparison import verdicts
 from tasks.runner.run import headline_metric
 

@@ -306,7 +306,7 @@ def test_the_library_is_loaded_only_for_a_bucket(
 ) -> None:
     program = (
         "import sys; from infra.store.storage import open_storage\n"
-        "import flows.commands.run, flows.commands.plan, engines.config.stages.rl\n"
+        "import flows.commands.run, engines.config.stages.rl\n"
         "open_storage(sys.argv[1]).lookup('f' * 64)\n"
         "print({'boto3', 'botocore', 'infra.store.s3'} & set(sys.modules))"
     )
