@@ -17,9 +17,9 @@ ROLLOUT_CONTRACT := rlhf.testing.test_rollout_engine rlhf.testing.test_rollout_r
 # Tests that give a figure of the fault matrix and lie beside what they test.
 CONTROLLER := tests/unit/engines/controller/test_ray_group.py
 FIGURES_ELSEWHERE := \
-	$(CONTROLLER)::test_fault_row_3_a_dead_rank_is_named_with_its_log_and_nobody_is_left \
+	$(CONTROLLER)::test_fault_row_3_dead_rank_is_named_with_log_and_others_end \
 	$(CONTROLLER)::test_fault_row_4_a_stopped_rank_is_noticed_by_its_silence \
-	tests/e2e/test_ownership.py::test_fault_row_18_ten_followers_of_two_homes_make_one_body_and_one_commit \
+	tests/e2e/test_ownership.py::test_fault_row_18_ten_followers_make_one_job_and_one_commit \
 	tests/e2e/test_secrets.py
 VLLM_PIPELINE := "tests/e2e/test_rollout_placement.py::test_a_pipeline_whose_answers_come_from_another_environment[vllm-disaggregated]"
 # Whole pipelines come first as they are collected: behind many small files, a last long one would

@@ -100,7 +100,7 @@ def test_an_estimator_returns_one_finite_number_per_token(name):
 
 @every_estimator
 @pytest.mark.parametrize("masks", [[[0, 1, 1]], [[0, 1], [0, 0, 0], [0, 1, 1]], [[0], [0, 0]]])
-def test_an_estimator_bears_lone_samples_and_samples_without_trained_tokens(name, masks):
+def test_estimator_handles_lone_and_untrained_samples(name, masks):
     size = len(masks)
     batch, group_B = step_of(name, masks), torch.arange(size) // 2
     for truncated_B in (torch.zeros(size).bool(), torch.ones(size).bool()):
@@ -137,7 +137,7 @@ def test_an_estimator_does_not_look_at_untrained_tokens(name):
 
 
 @every_estimator
-def test_an_estimator_that_selects_says_which_samples_are_trained_on(name):
+def test_selecting_estimator_returns_mask_of_trained_samples(name):
     batch = step_of(name)
     found = estimate_step(name, batch, SCORES_B, GROUP_B, torch.zeros(6).bool())
     assert (found.kept_B is not None) is ADVANTAGES.find(name).selects

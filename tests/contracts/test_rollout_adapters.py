@@ -100,7 +100,7 @@ def test_an_adapter_needs_weights_to_stand_on(served: Served) -> None:
         served.run(served.engine.update_adapter(served.source(adapter_of(model(True, 1), 1)), 0))
 
 
-def test_each_adapter_is_served_also_for_prompts_that_were_cached_under_the_one_before(
+def test_new_adapter_applies_to_previously_cached_prompts(
     served: Served,
 ) -> None:
     base = model(True, 1)
@@ -166,7 +166,7 @@ def test_samples_that_a_new_adapter_interrupts_continue_with_it(served: Served) 
     assert interrupted_difference(served) <= MAX_LOGPROB_DIFFERENCE
 
 
-def test_an_adapter_that_is_not_whole_is_refused_and_the_next_one_works(served: Served) -> None:
+def test_incomplete_adapter_is_refused_and_next_one_works(served: Served) -> None:
     base = model(True, 1)
     served.send(base, 0)
     pairs = adapter_of(base, 3)

@@ -168,7 +168,7 @@ def test_an_update_of_one_part_is_served_whole(served, group):
     assert largest_difference(before, asked, completions) > WRONG_BY
 
 
-def test_an_update_that_is_not_whole_is_refused_and_the_next_one_works(served):
+def test_incomplete_update_is_refused_and_next_one_works(served):
     made = model(served.tied, 5)
     good = tensors_of(made)
     name = "model.layers.1.mlp.up_proj.weight"
@@ -282,7 +282,7 @@ def test_abort_yields_partial_samples_and_the_engine_goes_on(served):
     assert len(served.generate(requests())) == 12
 
 
-def test_after_an_abort_or_a_call_that_was_given_up_it_may_sleep_and_be_updated(served):
+def test_engine_can_sleep_and_update_after_abort_or_cancel(served):
     served.send(model(served.tied, 1), 0)
     made, asked = model(served.tied, 2), requests(max_new_tokens=250)
 

@@ -49,7 +49,7 @@ def test_an_update_of_one_part_is_served_whole(served: Served, group: str) -> No
     assert largest_difference(before, asked, completions) > WRONG_BY
 
 
-def test_an_update_without_an_expert_is_refused_and_the_next_one_works(served: Served) -> None:
+def test_update_missing_an_expert_is_refused_and_next_one_works(served: Served) -> None:
     made = model_of(experts_config(), 5)
     good = tensors_of(made)
     name = "model.layers.1.mlp.experts.2.up_proj.weight"

@@ -135,7 +135,7 @@ def test_another_temperature_is_known_or_refused(served: Served) -> None:
         say(served, warm)
 
 
-def test_tokens_that_may_not_be_taken_have_part_in_the_distribution_alone(served: Served) -> None:
+def test_barred_tokens_count_in_normalization_but_not_in_top_k(served: Served) -> None:
     made = model(served.tied, 2)
     served.send(made, 0)
     barred = asked(num_top=4, below=9)

@@ -272,7 +272,7 @@ def first_end(ids: tuple[int, ...], stop: tuple[str, ...]) -> int | None:
     )
 
 
-def test_stop_strings_end_samples_with_the_token_that_completes_them(served: Served):
+def test_stop_string_ends_sample_at_its_completing_token(served: Served):
     free = served.generate(requests(40))
     # Of two tokens each, from several samples, and one that never comes.
     stop = (*(text_of(c.token_ids[6:8].tolist()) for c in free[::4] if len(c.token_ids) > 8), "?")

@@ -145,7 +145,7 @@ def test_of_many_claims_of_one_entry_one_succeeds(uri: str, fingerprint: str) ->
     assert sorted(outcomes) == [False] * 7 + [True]
 
 
-def test_a_woken_holder_is_fenced_and_its_late_journal_does_not_count(
+def test_resumed_holder_is_fenced_and_its_late_journal_ignored(
     store: Storage, uri: str, fingerprint: str, tmp_path: Path
 ) -> None:
     stopped = store.attempts.hold(fingerprint, holder(), 0)
@@ -207,7 +207,7 @@ def test_a_forced_result_is_the_next_generation_and_stands(
     assert commit(store, tmp_path, heir, "second") == second, "a lost answer is asked for again"
 
 
-def test_a_generation_that_adopts_has_steps_and_a_journal_of_its_own(
+def test_adopting_generation_has_its_own_steps_and_journal(
     store: Storage, fingerprint: str, tmp_path: Path
 ) -> None:
     store.attempts.hold(fingerprint, holder(), 0)
@@ -234,7 +234,7 @@ def test_a_generation_that_adopts_has_steps_and_a_journal_of_its_own(
     assert generation(store.attempts.entries(fingerprint))[0].adopted == adopted
 
 
-def test_a_committed_generation_is_pruned_and_still_tells_what_it_did(
+def test_committed_generation_is_pruned_but_keeps_its_records(
     store: Storage, uri: str, fingerprint: str, tmp_path: Path
 ) -> None:
     channel = store.channel(fingerprint)

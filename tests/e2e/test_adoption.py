@@ -42,7 +42,7 @@ def half_train(home: Home, out: Path) -> None:
 
 @pytest.mark.stacks
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_fault_row_26_half_trained_work_is_continued_after_an_edit(
+def test_fault_row_26_partial_training_continues_after_an_edit(
     tmp_path: Path, num_workers: int
 ) -> None:
     home = Home(tmp_path / "edited")

@@ -11,9 +11,7 @@ PROGRAM = Path(__file__).with_name("bucket_on_nodes.py")
 @pytest.mark.stacks
 @pytest.mark.exclusive
 @pytest.mark.parametrize("recipe", ["tiny", "quickstart"])
-def test_flow_driver_ranks_and_replica_share_a_bucket_and_no_directory(
-    tmp_path: Path, recipe: str
-) -> None:
+def test_flow_driver_ranks_and_replica_share_only_a_bucket(tmp_path: Path, recipe: str) -> None:
     environment = environment_of_nodes()
     found = printed_by(PROGRAM, tmp_path, environment, PIPELINES_DEADLINE_S, recipe)
     assert found["ran"] == found["reused"] != []

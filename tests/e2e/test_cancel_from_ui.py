@@ -83,7 +83,7 @@ def states(home: Home) -> list[str]:
         return sorted(status for (status,) in database.execute("SELECT status FROM runs"))
 
 
-def test_fault_row_20_a_training_run_that_is_cancelled_on_its_page_leaves_nothing(
+def test_fault_row_20_run_cancelled_in_the_ui_leaves_nothing(
     home: Home,
 ) -> None:
     url = running_url(home.path, "prefect")

@@ -35,7 +35,7 @@ def digests(report: dict) -> dict[str, str]:
 
 
 @pytest.mark.stacks
-def test_two_ranks_and_an_adapter_score_the_same_in_a_process_of_the_evaluations_own(
+def test_separate_evaluation_process_matches_with_ranks_and_lora(
     tmp_path: Path,
 ) -> None:
     """Forced, an evaluation is a job of its own; before, the merge's process ran the last one."""
@@ -53,7 +53,7 @@ def test_two_ranks_and_an_adapter_score_the_same_in_a_process_of_the_evaluations
 
 
 @pytest.mark.stacks
-def test_an_evaluation_that_fails_is_repaired_or_edited_costs_no_training_step(
+def test_failed_repaired_or_edited_evaluation_retrains_nothing(
     tmp_path: Path,
 ) -> None:
     tree, home = tmp_path / "tree", Home(tmp_path / "home")

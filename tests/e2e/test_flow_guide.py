@@ -78,7 +78,7 @@ def test_a_flow_without_parameters_is_called_without_any(tmp_path: Path) -> None
     assert ended.stdout == "called\n"
 
 
-def test_a_deployment_of_the_file_has_no_parameter_that_is_needed(flow_file: Path) -> None:
+def test_deployment_of_the_flow_file_requires_no_parameter(flow_file: Path) -> None:
     flow = load_own_flow(f"{flow_file}:twice")
     assert not flow.parameters.required
     flow.validate_parameters({"overrides": ["seed=1"]})

@@ -189,7 +189,7 @@ def _training(stack: Stack) -> list[str]:
     return []
 
 
-def test_fault_row_17_a_killed_flow_process_is_followed_by_another_that_attaches(
+def test_fault_row_17_new_flow_process_attaches_after_a_kill(
     stack: Stack, pipeline: UUID, probes: dict[str, UUID]
 ) -> None:
     assert probes
@@ -215,7 +215,7 @@ def test_fault_row_20_a_cancelled_run_and_a_failed_one_end(
     stack.wait(probes["waits"], "Cancelled", deadline_s=ENDS_S)
 
 
-def test_fault_row_17_a_killed_worker_comes_back_and_its_run_is_completed(
+def test_fault_row_17_killed_worker_restarts_and_run_completes(
     stack: Stack, pipeline: UUID, probes: dict[str, UUID], held: tuple[UUID, UUID]
 ) -> None:
     keeper = servers.running(stack.home, "worker")
@@ -241,7 +241,7 @@ def test_fault_row_17_a_killed_worker_comes_back_and_its_run_is_completed(
     stack.wait(held[1], "Running")
 
 
-def test_a_run_that_crashes_each_time_is_given_up_with_the_reason_and_the_others_stay_ended(
+def test_repeatedly_crashing_run_is_given_up_others_stay_ended(
     stack: Stack, probes: dict[str, UUID]
 ) -> None:
     stack.wait(probes["dies"], "Stranded", MAX_RESUMES + 1)

@@ -131,7 +131,7 @@ class Processes:
 
 
 @pytest.mark.parametrize("stage", ["sft", "rl_round"])
-def test_fault_row_2_a_stage_killed_twice_ends_as_if_it_never_was(
+def test_fault_row_2_stage_killed_twice_ends_bitwise_equal(
     stage: str, reference: Reference
 ) -> None:
     """SIGKILL at a random step, and again after it resumed: same bytes, every metric once."""
@@ -158,7 +158,7 @@ def test_fault_row_2_a_stage_killed_twice_ends_as_if_it_never_was(
     assert _comparable(metrics_of(spec)) == _comparable(metrics_of(undisturbed))
 
 
-def test_a_stage_that_was_stopped_inside_publish_wakes_fenced_and_doubles_no_step(
+def test_stage_stopped_in_publish_is_fenced_and_repeats_no_step(
     reference: Reference,
 ) -> None:
     bench = Bench(reference.bench.root, {"RLHF_FAULTS": "storage.before_publish=stop"})
@@ -268,7 +268,7 @@ def test_the_rest_of_the_pipeline(reference: Reference) -> None:
 
 
 @pytest.mark.parametrize("training", [{}, {"lora": {"rank": 4}}])
-def test_an_evaluation_after_training_is_that_of_a_job_of_its_own(
+def test_evaluation_after_training_equals_that_of_a_separate_job(
     training: dict[str, Any], reference: Reference
 ) -> None:
     """The training's process goes on with it once its policy is committed."""
@@ -294,7 +294,7 @@ def test_an_evaluation_after_training_is_that_of_a_job_of_its_own(
 
 
 @pytest.mark.parametrize("why", ["committed", "other code", "damaged log"])
-def test_an_evaluation_that_cannot_be_claimed_is_left_alone_and_costs_no_policy(
+def test_unclaimable_evaluation_is_skipped_and_policy_commits(
     why: str, reference: Reference
 ) -> None:
     bench, inputs = reference.bench, {"dataset": reference.dataset}
@@ -319,7 +319,7 @@ def test_an_evaluation_that_cannot_be_claimed_is_left_alone_and_costs_no_policy(
         assert len(store.attempts.entries(name)) == (2 if why == "committed" else 0)
 
 
-def test_an_evaluation_that_fails_after_training_leaves_the_policy(reference: Reference) -> None:
+def test_evaluation_failing_after_training_keeps_the_policy(reference: Reference) -> None:
     bench, inputs = reference.bench, {"dataset": reference.dataset}
     broken = {**EVALUATE, "backend": "fsdp2", "rollout": {"engine": "none"}}
     after = _evaluation_after(bench, broken, inputs)
@@ -336,7 +336,7 @@ def test_an_evaluation_that_fails_after_training_leaves_the_policy(reference: Re
     assert (problem.exit_code, "rollout.engine" in problem.message) == (2, True)
 
 
-def test_a_job_killed_between_the_claim_and_its_commit_leaves_an_attempt_that_is_over(
+def test_job_killed_between_claim_and_commit_leaves_dead_attempt(
     reference: Reference,
 ) -> None:
     """The policy is trained again to the same bytes; its evaluation is left to the next attempt."""

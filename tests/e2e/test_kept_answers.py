@@ -141,7 +141,7 @@ def test_one_that_was_killed_goes_on_with_what_it_kept(
 
 
 @pytest.mark.parametrize("fault", ["storage.before_publish=enospc", "storage.before_commit=eio"])
-def test_a_store_that_cannot_keep_them_costs_an_evaluation_one_line(
+def test_store_failing_to_keep_answers_costs_one_log_line(
     measured: Measured, tmp_path: Path, fault: str
 ) -> None:
     bench = Bench(tmp_path, {"RLHF_FAULTS": fault})
@@ -178,7 +178,7 @@ def test_what_changes_an_answer_has_it_sampled(
     assert measured.again(**changes)[1] == num_greedy
 
 
-def test_answers_that_are_gone_or_damaged_are_sampled_and_come_out_the_same(
+def test_missing_or_damaged_answers_are_resampled_identically(
     measured: Measured,
 ) -> None:
     for number, path in enumerate(

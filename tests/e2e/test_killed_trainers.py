@@ -174,7 +174,7 @@ def test_a_killed_trainer_goes_on_bitwise(trainer: str, trained: Trained) -> Non
 
 
 @pytest.mark.slow
-def test_a_teacher_in_engines_of_its_own_teaches_what_one_on_the_ranks_does(
+def test_teacher_in_own_engines_matches_teacher_on_the_ranks(
     trained: Trained,
 ) -> None:
     (of_ranks, held), (of_engines, asked) = map(trained.undisturbed, DISTILLATIONS)

@@ -49,7 +49,7 @@ def replicas_of(home: Home) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGSTOP"])
-def test_fault_row_5_a_round_that_loses_a_replica_yields_the_same_policy(
+def test_fault_row_5_round_losing_a_replica_yields_same_policy(
     tmp_path: Path, signal_name: str
 ) -> None:
     home = Home(tmp_path / "run")
@@ -82,7 +82,7 @@ def test_fault_row_5_a_round_that_loses_a_replica_yields_the_same_policy(
     assert digest_of_round(home.report(printed)) == expected
 
 
-def test_ranks_outlive_a_replica_that_is_killed_while_it_takes_their_weights(
+def test_ranks_survive_a_replica_killed_during_weight_sync(
     tmp_path: Path,
 ) -> None:
     home = Home(tmp_path / "run")

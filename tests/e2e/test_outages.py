@@ -45,7 +45,7 @@ def _wait_for_training(flow: subprocess.Popen[bytes], out: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fault_row_21_and_22_an_outage_of_mlflow_and_a_kill_lose_and_double_nothing(
+def test_fault_row_21_and_22_outage_and_kill_log_metrics_once(
     tmp_path: Path,
 ) -> None:
     """MLflow is away from the start; the flow is killed, its job commits with nobody watching."""
@@ -100,7 +100,7 @@ def test_fault_row_21_and_22_an_outage_of_mlflow_and_a_kill_lose_and_double_noth
 
 
 @pytest.mark.stacks
-def test_a_prefect_server_that_is_away_stops_no_job_and_the_flow_goes_on(tmp_path: Path) -> None:
+def test_prefect_outage_stops_no_job_and_the_flow_continues(tmp_path: Path) -> None:
     home = Home(tmp_path / "away")
     command = prefect_server(home.path, pick_port(24_000))
     (home.path / "prefect").mkdir(parents=True)

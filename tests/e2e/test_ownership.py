@@ -67,7 +67,7 @@ def two_homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Cluster
 
 
 @pytest.mark.slow
-def test_fault_row_18_ten_followers_of_two_homes_make_one_body_and_one_commit(
+def test_fault_row_18_ten_followers_make_one_job_and_one_commit(
     two_homes: list[Cluster], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     uri = str(tmp_path / "store")
@@ -104,7 +104,7 @@ def test_fault_row_18_ten_followers_of_two_homes_make_one_body_and_one_commit(
 
 
 @pytest.mark.slow
-def test_fault_row_7_a_disk_that_is_full_for_longer_than_a_silence_stops_no_job(
+def test_fault_row_7_disk_full_beyond_silence_limit_stops_no_job(
     two_homes: list[Cluster], small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As 90 s of a full disk are to the 60 s of silence after which a job counts as dead.
@@ -139,7 +139,7 @@ def test_fault_row_7_a_disk_that_is_full_for_longer_than_a_silence_stops_no_job(
     assert kinds == ["held", "committed"]
 
 
-def test_fault_row_18_a_holder_that_was_stopped_inside_publish_ends_fenced(tmp_path: Path) -> None:
+def test_fault_row_18_holder_stopped_in_publish_is_fenced(tmp_path: Path) -> None:
     store = LocalStorage(tmp_path / "store")
     given = inputs(store, tmp_path / "inputs")
     fingerprint = "ab" * 32

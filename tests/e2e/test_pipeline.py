@@ -119,7 +119,7 @@ def test_the_second_run_reuses_everything_and_starts_no_cluster(
 
 
 @pytest.mark.stacks
-def test_a_run_on_a_bucket_yields_the_same_and_another_machine_reuses_it(
+def test_bucket_run_matches_and_another_machine_reuses_it(
     finished: tuple[Home, str], tmp_path: Path
 ) -> None:
     whole, printed = finished
@@ -145,7 +145,7 @@ def test_a_run_on_a_bucket_yields_the_same_and_another_machine_reuses_it(
 
 
 @pytest.mark.slow
-def test_a_run_from_a_stage_repeats_it_and_goes_on_only_where_it_differs(
+def test_run_from_a_stage_reruns_it_and_only_changed_successors(
     finished: tuple[Home, str],
 ) -> None:
     home, printed = finished

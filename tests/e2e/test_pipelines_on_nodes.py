@@ -40,7 +40,7 @@ def test_a_replica_whose_node_dies_starts_on_another_one(pipelines: dict[str, An
     assert sum(values["rollout/num_restarts"] > 0 for values in struck["values"]) > 0
 
 
-def test_a_rank_whose_node_dies_ends_the_stage_and_the_next_run_continues(
+def test_rank_node_death_ends_the_stage_and_next_run_continues(
     pipelines: dict[str, Any],
 ) -> None:
     resumed = pipelines["rank"]

@@ -248,9 +248,7 @@ def test_a_broken_version_stops_only_who_asks_for_it(tmp_path: Path, models: Pat
     assert broken == {"plugin backend.example_engine", "plugin backend.example_engine.value_model"}
 
 
-def test_a_broken_module_of_the_environment_stops_only_who_asks_for_it(
-    tmp_path: Path, models: Path
-) -> None:
+def test_broken_plugin_module_fails_only_runs_that_request_it(tmp_path: Path, models: Path) -> None:
     source = copy_source(tmp_path)
     (source / "broken_registration.py").write_text("raise OSError('libchip.so:\\n missing')\n")
     listed = {VARIABLE: f"broken_registration,{REGISTERING}"}

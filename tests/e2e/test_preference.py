@@ -33,7 +33,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 
 
 @pytest.mark.slow
-def test_every_stage_runs_and_the_reward_model_is_one_of_transformers(home: Home) -> None:
+def test_all_stages_run_and_reward_model_loads_in_transformers(home: Home) -> None:
     stages = {stage["name"]: stage for stage in home.run(*PAIRS)["stages"]}
     assert list(stages) == ORDER
     for name in ("reward_model", "preference"):

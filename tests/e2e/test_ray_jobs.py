@@ -80,9 +80,7 @@ def _family(record: ServerRecord) -> list[psutil.Process]:
     return [leader, *leader.children(recursive=True)]
 
 
-def test_bad_input_row_45_nobody_gets_an_answer_without_the_token(
-    home: Path, cluster: Cluster
-) -> None:
+def test_bad_input_row_45_request_without_token_is_rejected(home: Path, cluster: Cluster) -> None:
     token_path = home / "ray_token"
     assert stat.S_IMODE(token_path.stat().st_mode) == 0o600
     for path in ("/api/version", "/api/jobs/"):
@@ -137,7 +135,7 @@ def test_of_several_submissions_of_one_name_one_is_taken(jobs: RayJobs, tmp_path
     assert jobs.look("never") is None
 
 
-def test_fault_row_19_of_a_job_whose_submitter_got_no_answer_there_is_one(
+def test_fault_row_19_lost_submit_answer_starts_exactly_one_job(
     cluster: Cluster, jobs: RayJobs, tmp_path: Path
 ) -> None:
     code = f"open({str(tmp_path / 'starts')!r}, 'a').write('x')"
@@ -170,7 +168,7 @@ def test_how_a_job_ended_is_told(jobs: RayJobs, tmp_path: Path) -> None:
     assert jobs.stop("stopped").state == JobState.STOPPED
 
 
-def test_a_job_gets_directory_arguments_and_environment_untouched_by_a_shell(
+def test_job_receives_directory_argv_and_env_without_a_shell(
     jobs: RayJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = tmp_path / "with space; and 'quote'"
@@ -193,7 +191,7 @@ def test_unknown_jobs_and_addresses_are_named(jobs: RayJobs, tmp_path: Path) -> 
         ensure_cluster(tmp_path, "http://127.0.0.1:1")
 
 
-def test_an_existing_cluster_by_address_is_used_and_never_stopped(
+def test_existing_cluster_by_address_is_used_but_not_stopped(
     home: Path, cluster: Cluster, tmp_path: Path
 ) -> None:
     existing = ensure_cluster(tmp_path, cluster.jobs_url)
@@ -205,9 +203,7 @@ def test_an_existing_cluster_by_address_is_used_and_never_stopped(
     assert record.is_running
 
 
-def test_a_second_process_shares_the_head_and_its_release_leaves_it(
-    home: Path, cluster: Cluster
-) -> None:
+def test_second_process_shares_the_head_and_does_not_end_it(home: Path, cluster: Cluster) -> None:
     code = f"""
         from pathlib import Path
         import sys
@@ -225,9 +221,7 @@ def test_a_second_process_shares_the_head_and_its_release_leaves_it(
     assert done.stdout.split() == [cluster.jobs_url, "False", "False", "False"]
 
 
-def test_the_official_client_works_where_the_cluster_was_asked_for(
-    cluster: Cluster, home: Path
-) -> None:
+def test_official_ray_client_works_after_ensure_cluster(cluster: Cluster, home: Path) -> None:
     # A process of its own: Ray reads once whether it has to authenticate, and keeps that.
     code = f"""
         from pathlib import Path
@@ -298,7 +292,7 @@ def test_zz_release_leaves_no_process_not_even_of_a_running_job(
 
 @pytest.mark.slow
 @pytest.mark.exclusive
-def test_zz_two_starters_make_one_head_and_a_killed_owner_gives_it_away(tmp_path: Path) -> None:
+def test_zz_two_starters_make_one_head_and_an_heir_replaces_it(tmp_path: Path) -> None:
     code = f"""
         import sys, time
         from pathlib import Path

@@ -278,9 +278,7 @@ def num_waiting(home: Home) -> int:
     return sum((record.message or "").startswith("waits for room") for record in records)
 
 
-def test_runs_wait_for_the_devices_that_they_need_and_not_for_each_other(
-    home: Home, server: Server
-) -> None:
+def test_run_waits_for_its_devices_but_not_for_other_runs(home: Home, server: Server) -> None:
     """Of four places one run has three; who wants three queues, who wants one does not."""
     deployment = server.call("deployments/name/rlhf-pipeline/rlhf-pipeline")["id"]
 

@@ -60,7 +60,7 @@ def test_rounds_and_evaluations_are_judged_by_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.stacks
-def test_a_judge_says_the_same_beside_the_policy_and_in_a_pool_of_its_own(tmp_path: Path) -> None:
+def test_judge_scores_match_colocated_and_disaggregated(tmp_path: Path) -> None:
     policy, judge = write_models(tmp_path)
     asked = (
         f"model={{init: pretrained, path: {policy}, max_length: 64}}",

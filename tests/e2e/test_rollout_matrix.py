@@ -28,7 +28,7 @@ def test_the_quickstart_passes_its_gate(tmp_path: Path, engine: str, place: str)
     run_quickstart(tmp_path, f"rollout.engine={engine}", *PLACES[place])
 
 
-def test_the_quickstart_trains_in_one_environment_and_samples_in_another(tmp_path: Path) -> None:
+def test_quickstart_trains_and_samples_in_separate_environments(tmp_path: Path) -> None:
     needed("torchtitan", "vllm")
     run_quickstart(
         tmp_path, "training.backend=torchtitan", "rollout.engine=vllm", *PLACES["disaggregated"]

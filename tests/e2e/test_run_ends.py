@@ -125,7 +125,7 @@ def test_a_killed_run_is_listed_and_ended_and_its_history_healed(
 
 
 @pytest.mark.slow
-def test_a_terminated_run_leaves_its_job_and_the_head_ends_after_it(
+def test_terminated_run_leaves_its_job_and_head_ends_after_it(
     prepared: Home, tmp_path: Path
 ) -> None:
     home = prepared
@@ -160,7 +160,7 @@ def test_fault_row_20_ctrl_c_twice_ends_the_job_and_everything(
 
 
 @pytest.mark.slow
-def test_a_head_whose_raylet_died_is_replaced_and_a_start_that_failed_is_tried_again(
+def test_head_with_dead_raylet_is_replaced_and_start_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):

@@ -115,7 +115,7 @@ def test_a_run_uses_the_head_and_does_not_end_it(running: Path) -> None:
     assert is_alive(_records(running)["ray"])
 
 
-def test_a_model_goes_through_the_mlflow_server_and_is_loaded_from_it(
+def test_model_is_registered_and_loaded_via_mlflow_server(
     running: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = running_url(running, "mlflow")

@@ -208,7 +208,7 @@ def test_a_plan_refuses_what_a_trainer_could_not_train(project: Project) -> None
     assert "data.arithmetic.num_preference: got 0" in project.refused(on)
 
 
-def test_a_trainer_is_a_training_set_a_declaration_and_a_job_of_a_page(project: Project) -> None:
+def test_trainer_from_the_guide_runs_and_lowers_its_loss(project: Project) -> None:
     add_a_trainer(project)
     recipe, data = project.dataset("data.arithmetic.num_preference=32")
     config = SFTStageConfig.from_recipe(recipe).model_dump(mode="json", exclude={"sft"})

@@ -33,7 +33,7 @@ def test_ranks_on_two_nodes_train_like_one(found: dict[str, Any]) -> None:
         assert all("collectives over eth7" in log for log in found[name]["logs"])
 
 
-def test_of_two_groups_that_need_every_node_one_waits_and_both_finish(
+def test_two_groups_needing_every_node_run_one_after_the_other(
     found: dict[str, Any],
 ) -> None:
     said = sorted((found[name]["said"] for name in ("first", "second")), key=len)

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.stacks, pytest.mark.exclusive]
 ON_VLLM = ("rollout.engine=vllm", "model.architecture.head_dim=32")
 
 
-def test_the_weights_are_proven_and_a_replica_whose_node_dies_starts_on_another_one(
+def test_vllm_weights_match_and_replica_of_a_dead_node_moves(
     tmp_path: Path,
 ) -> None:
     environment = environment_of_nodes()

@@ -40,7 +40,7 @@ def states(home: Home) -> set[str]:
     return {status for (status,) in rows}
 
 
-def test_fault_row_20_nothing_is_left_of_a_run_that_was_cancelled_at_any_moment(
+def test_fault_row_20_run_cancelled_at_any_moment_leaves_nothing(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     drawn = random.Random(0)

@@ -118,7 +118,7 @@ def check_refusal(message: str, directory: Path, whole: Contents, altered: Conte
 
 
 @pytest.mark.parametrize("damage", [flipped_bit, zero_page, truncation, swap])
-def test_fault_row_9_a_damaged_step_is_refused_and_the_one_before_is_taken(
+def test_fault_row_9_damaged_step_falls_back_to_previous_step(
     saved: Path,
     memory: Path,
     damage: Damage,

@@ -173,7 +173,7 @@ def test_fault_row_29_a_run_killed_while_mlflow_makes_its_tables(
 
 
 @pytest.mark.parametrize("at", one_slow(PREFECT_BYTES, 5))
-def test_fault_row_29_a_machine_that_stops_while_prefect_makes_its_tables(
+def test_fault_row_29_run_completes_after_kill_in_prefect_setup(
     home: Home, store: Path, at: int
 ) -> None:
     first_command(home, store, prefect_has(at), kill_all)
@@ -206,7 +206,7 @@ def test_fault_row_29_a_run_that_is_refused(home: Home, store: Path, by: str) ->
 
 
 @pytest.mark.parametrize(("number", "at"), SIGNALLED)
-def test_fault_row_29_a_run_that_is_told_to_end_while_mlflow_makes_its_tables(
+def test_fault_row_29_run_completes_after_signal_in_mlflow_setup(
     home: Home, store: Path, number: signal.Signals, at: int
 ) -> None:
     first_command(home, store, mlflow_has(at), lambda _, run: run.send_signal(number))

@@ -8,7 +8,7 @@ from not_finite_run import SPOILED, results
 
 
 @pytest.mark.slow
-def test_fault_row_11_a_number_that_is_not_finite_stops_every_rank_before_the_step(
+def test_fault_row_11_nan_or_inf_stops_all_ranks_before_the_step(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     for seen in results(tmp_path):

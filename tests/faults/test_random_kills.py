@@ -186,7 +186,7 @@ def kill_at_random(home: Home, runs: Runs, seed: int) -> list[str]:
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 11))]
 )
-def test_fault_row_2_a_pipeline_killed_at_random_ends_as_if_it_never_was(
+def test_fault_row_2_randomly_killed_pipeline_ends_bitwise_equal(
     seed: int,
     home: Home,
     undisturbed: tuple[Home, dict[str, Any]],

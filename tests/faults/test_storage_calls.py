@@ -53,7 +53,7 @@ def figures(program: str, *arguments: object) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["plain", "background"])
-def test_fault_row_1_killed_at_every_call_of_a_save_a_run_goes_on_bit_for_bit(
+def test_fault_row_1_kill_at_any_save_call_resumes_bitwise_equal(
     memory: Path, how: str, record_property: Callable[[str, object], None]
 ) -> None:
     found = figures("save_driver.py", memory, "kill", how)
@@ -65,7 +65,7 @@ def test_fault_row_1_killed_at_every_call_of_a_save_a_run_goes_on_bit_for_bit(
 @pytest.mark.parametrize(
     "origin", ["same disk", pytest.param("other disk", marks=pytest.mark.slow)]
 )
-def test_fault_row_1_killed_at_every_call_of_a_publish_and_commit(
+def test_fault_row_1_kill_at_any_publish_call_is_recoverable(
     memory: Path, tmp_path: Path, origin: str, record_property: Callable[[str, object], None]
 ) -> None:
     if origin == "other disk" and memory.stat().st_dev == tmp_path.stat().st_dev:
@@ -79,31 +79,27 @@ def test_fault_row_1_killed_at_every_call_of_a_publish_and_commit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
-def test_fault_row_7_and_8_a_save_whose_disk_fails_at_any_call_publishes_nothing(
-    memory: Path, error: int
-) -> None:
+def test_fault_row_7_and_8_disk_error_in_save_publishes_nothing(memory: Path, error: int) -> None:
     found = figures("save_driver.py", memory, "fail", error)
     assert found["points"] >= 35
     assert found["swallowed"] == [], "the caller is told of every one"
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
-def test_fault_row_7_and_8_a_publish_whose_disk_fails_at_any_call_commits_nothing(
-    memory: Path, error: int
-) -> None:
+def test_fault_row_7_and_8_disk_error_in_publish_commits_nothing(memory: Path, error: int) -> None:
     found = figures("publish_driver.py", memory, memory, "fail", error)
     assert found["points"] >= 35
     assert found["swallowed"] == [], "the caller is told of every one"
 
 
 @pytest.mark.slow
-def test_fault_row_8_a_checkpoint_that_cannot_be_read_is_neither_absent_nor_damaged(
+def test_fault_row_8_checkpoint_read_error_not_absence_or_damage(
     memory: Path,
 ) -> None:
     assert figures("save_driver.py", memory, "read", errno.EIO)["points"] >= 60
 
 
-def test_fault_row_8_an_artifact_that_cannot_be_read_is_neither_absent_nor_damaged(
+def test_fault_row_8_artifact_read_error_not_absence_or_damage(
     memory: Path,
 ) -> None:
     assert figures("publish_driver.py", memory, memory, "read", errno.EIO)["points"] >= 40
@@ -143,7 +139,7 @@ def test_fault_row_10_a_step_is_durable_before_it_has_its_name(memory: Path, how
 @pytest.mark.parametrize(
     "origin", ["same disk", pytest.param("other disk", marks=pytest.mark.slow)]
 )
-def test_fault_row_10_an_artifact_is_durable_before_it_has_its_name(
+def test_fault_row_10_artifact_is_durable_before_it_is_named(
     memory: Path, tmp_path: Path, origin: str
 ) -> None:
     source = memory if origin == "same disk" else tmp_path

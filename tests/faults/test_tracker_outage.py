@@ -53,7 +53,7 @@ def mute() -> Iterator[MuteServer]:
 
 
 @pytest.mark.slow
-def test_fault_row_21_no_step_waits_for_a_tracker_that_does_not_answer(
+def test_fault_row_21_steps_never_wait_for_a_hanging_tracker(
     mute: MuteServer, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     bench = Bench(tmp_path, {"MLFLOW_TRACKING_URI": mute.url, "WANDB_BASE_URL": mute.url})

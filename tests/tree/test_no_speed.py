@@ -15,11 +15,10 @@ FILES = [
     if not path.relative_to(TESTS).as_posix().startswith(MEASURING)
 ]
 SLEEPS: Mapping[str, str] = {
-    "e2e/test_healing.py::"
-    "test_a_run_that_crashes_each_time_is_given_up_with_the_reason_and_the_others_stay_ended": (
+    "e2e/test_healing.py::test_repeatedly_crashing_run_is_given_up_others_stay_ended": (
         "nothing is to happen any more; more time only finds more"
     ),
-    "e2e/test_outages.py::test_a_prefect_server_that_is_away_stops_no_job_and_the_flow_goes_on": (
+    "e2e/test_outages.py::test_prefect_outage_stops_no_job_and_the_flow_continues": (
         "the length of an outage, which the run outlives however long it is"
     ),
     "e2e/test_run_ends.py::test_fault_row_20_a_signal_during_the_start_leaves_nothing": (
@@ -29,7 +28,7 @@ SLEEPS: Mapping[str, str] = {
         "likewise"
     ),
     "unit/engines/weight_sync/test_in_process.py::"
-    "test_the_next_tensor_is_gathered_while_one_is_copied_and_no_third": (
+    "test_sender_gathers_at_most_one_tensor_ahead_of_the_copy": (
         "lets a sender run ahead that must not; more time only finds more"
     ),
 }

@@ -60,7 +60,7 @@ def num_calls(work: Callable[[], object]) -> int:
     return calls["call"]
 
 
-def test_an_alias_bomb_costs_no_more_than_the_values_that_are_allowed(tmp_path: Path) -> None:
+def test_alias_bomb_costs_no_more_than_the_value_limit(tmp_path: Path) -> None:
     path = tmp_path / "bomb.yaml"
 
     def refuse(num_levels: int) -> None:

@@ -270,7 +270,7 @@ def test_rl_settings_do_not_matter_without_rl() -> None:
     load_recipe("quickstart", [*BASE, "rl.num_rounds=0", "rl.optimizer.schedule=cosine"])
 
 
-def test_the_command_line_ends_with_two_and_one_line_before_anything_large_is_loaded(
+def test_bad_recipe_exits_2_with_one_line_before_large_imports(
     tmp_path: Path,
 ) -> None:
     ended = subprocess.run(

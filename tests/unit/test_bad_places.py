@@ -73,7 +73,7 @@ def test_bad_input_row_34_weights_that_are_not_finite(
     )
 
 
-def test_bad_input_row_39_weights_alone_are_no_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+def test_bad_input_row_39_weights_alone_cannot_be_resumed(tmp_path: Path) -> None:
     """Neither the optimizer nor the cursor begins anew unasked."""
     weights = {"model.w": torch.ones(4)}
     (tmp_path / "tensors").mkdir()

@@ -68,7 +68,7 @@ def test_stages_without_a_model_need_no_torch(module: str) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-def test_the_megatron_engine_imports_its_library_only_in_the_platforms_scope() -> None:
+def test_megatron_engine_imports_megatron_only_in_scope() -> None:
     module = "engines.training.backends.megatron.engine"
     ended = run(PROGRAM.format(blocked=("megatron", "mbridge"), modules=(module,)))
     assert ended.returncode == 0, ended.stderr

@@ -88,7 +88,7 @@ def test_the_page_is_of_the_installed_transformers() -> None:
     ]
 
 
-def test_a_process_that_ended_early_counts_against_the_column_it_was_at() -> None:
+def test_early_process_end_fails_the_column_it_was_in() -> None:
     assert ended_early(result_of(True), "killed") == result_of(True, False, why_not="killed")
     whole = result_of(*[True] * 5)
     assert ended_early(whole, "killed") == whole

@@ -93,9 +93,7 @@ def _rank(rank: int, root: str, leaves: bool) -> None:
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["silent", "gone"])
-def test_a_missing_rank_is_noticed_in_time_and_the_group_is_named(
-    leaves: bool, tmp_path: Path
-) -> None:
+def test_missing_rank_times_out_and_the_group_is_named(leaves: bool, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=_rank, args=(r, str(tmp_path), leaves)) for r in range(2)]
     for process in ranks:

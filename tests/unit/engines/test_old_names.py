@@ -7,7 +7,7 @@ import pytest
 from engines.weight_sync import base
 
 
-def test_the_old_name_of_the_weight_digest_is_found_with_a_warning() -> None:
+def test_old_name_of_the_weight_digest_works_with_a_warning() -> None:
     with pytest.warns(DeprecationWarning, match="Receipt is now WeightDigest"):
         from engines.weight_sync.base import Receipt
     assert Receipt is base.WeightDigest

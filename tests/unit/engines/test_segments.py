@@ -55,7 +55,7 @@ def test_a_token_costs_nine_bytes_on_the_wire(num_versions: int) -> None:
     assert len(pickle.dumps(answer, protocol=5)) <= 9 * NUM_TOKENS
 
 
-def test_no_token_is_a_python_object_between_an_answer_and_a_batch() -> None:
+def test_tokens_are_no_python_objects_from_answer_to_batch() -> None:
     num_samples, tokens = 16, np.arange(NUM_TOKENS, dtype=np.int32)
     request = RolloutRequest("prompt=0", tuple(range(4)), SamplingParams(9), (0,) * num_samples)
     before = sys.getallocatedblocks()

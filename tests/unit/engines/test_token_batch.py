@@ -98,7 +98,7 @@ def test_a_filler_is_a_whole_unit() -> None:
         assert not made.columns["loss_mask"].any()
 
 
-def test_units_are_counted_where_one_of_their_sequences_is_trained() -> None:
+def test_unit_counts_if_any_of_its_sequences_is_trained() -> None:
     batch = batch_of([2, 1, 3, 1], [7, 7, 8, 9])
     assert loss_counts(batch) == (3, 2, 2)
     assert loss_counts(batch.select([0, 1])) == (1, 1, 1)

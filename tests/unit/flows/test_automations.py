@@ -159,7 +159,7 @@ def test_the_deployment_has_the_tag_and_the_rate_of_heartbeats() -> None:
     assert rate == str(HEARTBEAT_S)
 
 
-def test_silence_is_three_heartbeats_and_who_lives_says_so_before_it_is_stranded() -> None:
+def test_silent_is_three_heartbeats_and_stranded_more_than_one() -> None:
     found = {each.name: each.trigger for each in automations()}
     silent, stranded = found["rlhf-silent-runs"], found["rlhf-stranded-runs"]
     assert isinstance(silent, EventTrigger)

@@ -120,7 +120,7 @@ def edit(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return edited
 
 
-def test_what_follows_a_forced_stage_is_reused_if_that_yields_the_same(
+def test_stages_after_a_forced_one_are_reused_if_output_is_equal(
     storage: LocalStorage,
 ) -> None:
     digest = plan(storage)["sft"].digest
@@ -164,7 +164,7 @@ def test_what_the_likely_input_does_not_save_is_to_run(
     assert found["merge"].status == "likely_run"
 
 
-def test_bad_input_row_36_and_37_another_configuration_is_named_with_both_values(
+def test_bad_input_row_36_and_37_config_diff_names_both_values(
     storage: LocalStorage,
 ) -> None:
     before = plan(storage)
@@ -195,7 +195,7 @@ def test_what_died_without_a_step_is_nothing_to_compare_with(storage: LocalStora
     assert plan(storage, LEARNING_RATE)["sft"].why.startswith(f"differs from {near[:12]}: ")
 
 
-def test_fault_row_26_half_trained_work_is_compared_with_and_goes_on(storage: LocalStorage) -> None:
+def test_fault_row_26_partial_work_is_compared_and_continued(storage: LocalStorage) -> None:
     new = ("data.arithmetic.num_sft=100", "sft.optimizer.lr=0.004")
     with pytest.raises(InterruptedError):
         run_stages(recipe(storage, *new), Stages(storage, fails="sft"), lambda _: None)
@@ -238,7 +238,7 @@ def test_damage_behind_a_stage_that_is_to_run_stops_no_plan(storage: LocalStorag
     assert (found["sft"].status, found["evaluate_sft"].status) == ("miss", "likely_run")
 
 
-def test_from_reuses_all_before_and_refuses_where_some_is_not_done(storage: LocalStorage) -> None:
+def test_from_reuses_earlier_stages_and_refuses_unfinished_ones(storage: LocalStorage) -> None:
     tokens = {"rl_round_1": "token"}
     planner = plan_run(recipe(storage), tokens, start_from="rl_round_1")
     assert [stage.status for stage in planner.stages][:5] == [
@@ -253,7 +253,7 @@ def test_from_reuses_all_before_and_refuses_where_some_is_not_done(storage: Loca
     plan_run(recipe(storage, LEARNING_RATE), {"sft": "token"}, start_from="sft")
 
 
-def test_a_model_that_is_likely_the_champion_again_is_no_rival_of_itself(
+def test_likely_unchanged_champion_is_not_its_own_rival(
     storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Artifact] = []

@@ -96,14 +96,14 @@ def test_a_bucket_is_asked_before_anything_starts(
     assert "\n" not in str(raised.value)
 
 
-def test_an_address_with_credentials_is_refused_without_being_repeated(tmp_path: Path) -> None:
+def test_address_with_credentials_is_refused_without_an_echo(tmp_path: Path) -> None:
     home = f"location.home={tmp_path}"
     with pytest.raises(ConfigError, match=r"^location\.store: secrets do not go into") as raised:
         load_recipe("quickstart", [home, "location.store=s3://me:hush@bucket/x"])
     assert "hush" not in str(raised.value)
 
 
-def test_places_that_cannot_be_written_are_refused_by_the_setting(tmp_path: Path) -> None:
+def test_unwritable_locations_are_refused_by_their_setting(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for setting in ("home", "store"):
         recipe = load_recipe("quickstart", [f"location.{setting}={tmp_path}/file/below"])
@@ -321,9 +321,7 @@ def test_suites_are_looked_at_as_the_recipe_is(directory: Path) -> None:
     assert text.startswith("suites.mine.data.evaluation.0.format: got auto; columns of held_out")
 
 
-def test_what_is_only_measured_has_the_context_that_it_was_built_with(
-    directory: Path, model: Path
-) -> None:
+def test_evaluation_only_model_uses_its_native_context_length(directory: Path, model: Path) -> None:
     measured = [
         f"model={{init: pretrained, path: {model}, max_length: 4096}}",
         "sft=null",

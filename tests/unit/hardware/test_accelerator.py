@@ -217,7 +217,7 @@ def test_builds_by_their_version() -> None:
     assert built(xpu="20250202") == "xpu 20250202"
 
 
-def test_whether_a_package_is_installed_is_found_without_importing_it(
+def test_installed_package_is_detected_without_importing_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert is_installed("this_package_is_not_here") is False

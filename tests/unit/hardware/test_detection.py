@@ -68,9 +68,7 @@ def test_auto_says_what_it_chose_and_why_not_the_others() -> None:
         ("intel", "torch built without xpu"),
     ],
 )
-def test_bad_input_row_42_an_absent_platform_is_an_error_and_no_fallback(
-    name: str, why: str
-) -> None:
+def test_bad_input_row_42_absent_platform_fails_without_fallback(name: str, why: str) -> None:
     with pytest.raises(ConfigError) as caught:
         detect(name)
     assert str(caught.value).startswith(

@@ -109,7 +109,7 @@ def test_ray_writes_the_variable_that_is_declared(
     assert manager.get_current_process_visible_accelerator_ids() == ["4", "6"]
 
 
-def test_ray_has_no_accelerator_of_that_name_where_none_is_declared() -> None:
+def test_ray_knows_no_accelerator_where_none_is_declared() -> None:
     accelerators = pytest.importorskip("ray._private.accelerators", reason="needs Ray")
     assert CambriconPlatform.ray_noset_env is None
     names = accelerators.get_all_accelerator_resource_names()

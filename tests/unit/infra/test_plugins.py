@@ -111,7 +111,7 @@ def test_a_taken_name_is_refused_when_it_is_asked_for(tmp_path: Path) -> None:
         register_plugin("reward", "mine", "x.Y")
 
 
-def test_two_platforms_of_one_name_are_refused_when_it_is_asked_for() -> None:
+def test_two_platforms_of_one_name_are_refused_on_request() -> None:
     register_plugin("platform", "chip", "a:B")
     register_plugin("platform", "chip", "c:D")
     with pytest.raises(ConfigError, match=r"both a:B \(registered at run time\) and c:D"):
@@ -189,7 +189,7 @@ def test_an_engine_of_one_device_may_join_a_backend_that_exists() -> None:
         ("import sys\nsys.exit('no licence')", "it calls sys.exit('no licence')"),
     ],
 )
-def test_a_module_that_does_not_import_costs_one_line_and_what_it_would_have_registered(
+def test_failing_module_import_costs_one_line_and_its_entries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, reason: str
 ) -> None:
     (tmp_path / "bad_external.py").write_text(source)
@@ -305,7 +305,7 @@ def test_plugins_enter_the_environment_of_a_fingerprint(
     assert environment_digest(["numpy"], outside()) == digests[-1]
 
 
-def test_listing_a_module_costs_only_stages_that_name_what_it_registers(
+def test_listed_module_counts_only_for_stages_naming_its_entries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "module_of_c.py").write_text(
@@ -339,7 +339,7 @@ def test_a_repaired_module_is_another_fingerprint(
     assert environment_digest([], repaired) != environment_digest([], without)
 
 
-def test_another_version_of_a_plugin_is_another_stage_where_it_is_named(tmp_path: Path) -> None:
+def test_plugin_version_changes_only_stages_that_name_it(tmp_path: Path) -> None:
     def environments() -> tuple[str, str]:
         environment_of.cache_clear()
         return environment_of(frozenset({("platform", "mine")}), None), environment_of(

@@ -90,7 +90,7 @@ def test_a_secret_that_holds_another_leaves_no_rest(monkeypatch: pytest.MonkeyPa
     assert redact("x abcdefghij y abcdef") == "x *** y ***"
 
 
-def test_the_filter_covers_message_arguments_traceback_and_child_loggers(
+def test_filter_redacts_arguments_tracebacks_and_child_loggers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("A_TOKEN", "CANARY-123456")

@@ -129,7 +129,7 @@ def test_kl_cov_holds_back_the_tokens_of_the_largest_covariance(config, num_take
     assert got.metrics["actor/cov_klfrac"] == pytest.approx(num_taken / 3)
 
 
-def test_kl_cov_bounds_the_ratio_and_neither_clips_it_nor_bounds_the_distance():
+def test_kl_cov_bounds_the_ratio_without_clipping_or_kl_bound():
     # r = 5 and A = 3: -15. log r = 30 counts as 20 in the ratio, A = 0, and as 30 in the penalty.
     got = measure(kl_cov(0.67), three_tokens(math.log(5), 0.0, 30.0))
     assert got.loss == pytest.approx((-15 + math.log(5) + 30) / 3)

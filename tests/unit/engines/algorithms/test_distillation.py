@@ -80,7 +80,7 @@ def test_gradients_are_those_of_finite_differences(tail: Tail) -> None:
     assert torch.autograd.gradcheck(loss, draw_logits(0).requires_grad_())
 
 
-def test_with_a_rest_it_is_a_kl_that_grows_to_that_of_the_whole_vocabulary() -> None:
+def test_topk_kl_with_tail_mass_grows_toward_full_kl() -> None:
     for seed in range(20):
         student, teacher = draw_logits(seed), draw_logits(seed + 100)
         whole = kl_divergence(Categorical(logits=teacher), Categorical(logits=student))

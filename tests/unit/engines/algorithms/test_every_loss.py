@@ -112,7 +112,7 @@ def cut(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("num_ranks", [1, 4])
 @pytest.mark.parametrize("num_micro", [1, 7])
-def test_however_a_step_is_cut_the_loss_and_the_gradient_are_the_same(
+def test_loss_and_gradient_do_not_depend_on_step_partition(
     name: str, dtype: torch.dtype, num_ranks: int, num_micro: int
 ) -> None:
     algorithm, tolerance = config_with(name), 1e-12 if dtype == torch.float64 else 1e-5

@@ -122,7 +122,7 @@ def test_gdpo_refuses_components_that_the_reward_does_not_give(
 
 @settings(max_examples=80)
 @given(answers=STEPS)
-def test_reinforce_plus_plus_with_baseline_agrees_with_plain_floats(answers: list[Answer]) -> None:
+def test_reinforce_plus_plus_baseline_agrees_with_plain_floats(answers: list[Answer]) -> None:
     groups = [answer.group for answer in answers]
     centred = in_group([answer.outcome for answer in answers], groups, by_std=False)
     found = estimate_answers("reinforce_plus_plus_baseline", answers).advantages

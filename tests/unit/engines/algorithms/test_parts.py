@@ -91,7 +91,7 @@ def test_every_row_states_its_source_and_its_function_a_formula(table) -> None:
 
 
 @pytest.mark.usefixtures("_alone")
-def test_facts_of_an_outside_estimator_are_known_without_importing_it(tmp_path: Path) -> None:
+def test_external_estimator_facts_are_known_without_import(tmp_path: Path) -> None:
     (tmp_path / "pairwise_part.py").write_text("raise OSError('imported')\n")
     (tmp_path / "pairwise_options.py").write_text(
         "from engines.config.base import StrictModel\n"

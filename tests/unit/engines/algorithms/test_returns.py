@@ -95,7 +95,7 @@ def test_a_truncated_answer_is_not_over_by_hand() -> None:
     assert found.returns == [pytest.approx([1.75, 5])]
 
 
-def test_a_truncated_answer_that_was_judged_as_it_stands_is_over_by_hand() -> None:
+def test_gae_ends_truncated_answer_without_bootstrap_by_hand() -> None:
     # The value of 4 behind the end counts for nothing. Last: 3 - 2 = 1; first: 1 - 1 + 0.25 x 1.
     cut = Answer(tokens_of([0, 3], [1, 2]), last_value=4.0, truncated=True)
     found = gae([cut], gamma=0.5, lam=0.5, whiten=False, bootstrap_truncated=False)

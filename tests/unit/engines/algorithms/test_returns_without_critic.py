@@ -52,7 +52,7 @@ def test_reinforce_plus_plus_by_hand() -> None:
     assert found.advantages == [pytest.approx([-4 / 3 / root, -1 / 3 / root, 5 / 3 / root])]
 
 
-def test_a_payment_of_a_later_token_reaches_the_earlier_ones_by_hand() -> None:
+def test_reward_of_a_later_token_reaches_earlier_ones_by_hand() -> None:
     # Rewards 0, -1, 1: still earned 0, 0, 1; mean 1/3, variance (1/9 + 1/9 + 4/9) / 2 = 1/3.
     answer = Answer([Token(0.0), Token(-1.0), Token(1.0)])
     found = estimate_answers("reinforce_plus_plus", [answer]).advantages

@@ -85,9 +85,7 @@ def test_what_is_drawn_has_a_weight_and_keeps_the_order(
 
 @given(rewards=REWARDS, seed=st.integers(0, 2**63 - 1))
 @settings(max_examples=40)
-def test_a_step_of_one_sample_or_with_one_weight_draws_nothing_else(
-    rewards: list[float], seed: int
-) -> None:
+def test_lone_sample_or_lone_weight_is_the_only_one_drawn(rewards: list[float], seed: int) -> None:
     assert drawn(rewards[:1], PfPpoConfig(), seed) == [0]
     alone = [0.0] * len(rewards) + [1e6] + [0.0] * len(rewards)
     assert drawn(alone, PfPpoConfig(), seed) == [len(rewards)] * len(alone)

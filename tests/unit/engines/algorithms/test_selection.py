@@ -104,7 +104,7 @@ def test_what_is_kept_agrees_with_a_search_over_every_answer(seed: int) -> None:
         assert (i in found) is (is_kept and len(before) < num_kept), i
 
 
-def test_with_the_loss_reinforce_a_step_is_supervised_fine_tuning_on_what_is_kept() -> None:
+def test_raft_with_reinforce_loss_equals_sft_on_kept_answers() -> None:
     answers = [[7, 8], [9], [7, 7, 7], [5]]
     found = chosen(answers, [1.0, 0.0, 1.0, 1.0], [0, 0, 1, 2], raft_min_reward=1.0)
     batch = packed(answers, [0.1, 0.2, 0.3, 0.4]).with_columns(advantages=found.advantages_T)

@@ -43,7 +43,7 @@ def test_gspo_by_hand(ratios, advantage, loss, gradient):
     assert slopes == pytest.approx([gradient, gradient], rel=1e-12, abs=1e-15)
 
 
-def test_gspo_lets_the_advantage_differ_between_the_tokens_of_an_answer():
+def test_gspo_uses_per_token_advantages_within_an_answer():
     # s = 1.1 is inside for both: losses -1.1 and 2.2; each gradient is that of its own token.
     loss, slopes = measure_answer(config_of("gspo"), answer_of((1.21, 1.0), 1.0, -2.0))
     assert loss == pytest.approx((-1.1 + 2.2) / 2)

@@ -90,7 +90,7 @@ def test_sapo_by_hand(ratio, advantage, loss, gradient):
     assert slopes == pytest.approx([gradient], rel=2e-7, abs=1e-8)
 
 
-def test_sapo_takes_the_mean_over_answers_and_its_temperatures_from_the_options():
+def test_sapo_averages_over_answers_and_reads_its_temperatures():
     # Two tokens with A = 1 and one with A = -1, all at r = 1: 4 g / tau = 2 / tau.
     # tau_pos 0.5 gives -4, tau_neg 4 gives 0.5: mean -1.75; gradients -1 / 2 / 2 and 1 / 2.
     config = config_of("sapo", options={"tau_pos": 0.5, "tau_neg": 4.0})

@@ -45,7 +45,7 @@ def test_dppo_tv_by_hand(old, new, advantage, loss, gradient):
     assert slopes == pytest.approx([gradient])
 
 
-def test_dppo_tv_has_a_bound_for_each_side_and_says_how_many_it_holds():
+def test_dppo_tv_bounds_each_side_and_reports_clip_fraction():
     # +0.3 with eps_high 0.4 is inside: w = 1.6, -ln 0.8 = 0.2231435513. -0.3 with eps_low 0.2 not.
     config = config_of("dppo_tv", clip_ratio_low=0.2, clip_ratio_high=0.4)
     got = measure(config, [moved(0.5, 0.8, 1.0), moved(0.8, 0.5, -1.0)])

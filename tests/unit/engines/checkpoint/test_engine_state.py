@@ -61,7 +61,7 @@ def test_random_generators_are_restored(
     assert engine.num_steps == 2
 
 
-def test_bad_input_row_39_a_checkpoint_without_its_optimizer_is_refused(
+def test_bad_input_row_39_resume_without_optimizer_is_refused(
     make_policy: MakePolicy, make_engine: Callable[..., FSDP2Engine], tmp_path: Path
 ) -> None:
     _, policy = make_policy("qwen3")

@@ -70,7 +70,7 @@ def test_what_is_no_number_of_the_dtype_stays(source: Path) -> None:
     assert torch.equal(file["ids"], torch.arange(4))
 
 
-def test_the_config_beside_plain_weights_tells_of_no_quantization(tmp_path: Path) -> None:
+def test_config_exported_with_plain_weights_omits_quantization(tmp_path: Path) -> None:
     source = tmp_path / "quantized"
     source.mkdir()
     quantized = {"quantization_config": {"quant_method": "fp8"}}

@@ -110,7 +110,7 @@ def test_rows_permuted_without_a_regular_step_are_refused() -> None:
         hub_slots(square_model(PermuteForRope()))
 
 
-def test_a_persistent_buffer_has_a_slot_and_a_computed_one_has_none() -> None:
+def test_persistent_buffer_has_a_slot_but_computed_one_has_none() -> None:
     config = AutoConfig.for_model(
         "minimax_m2", vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2,

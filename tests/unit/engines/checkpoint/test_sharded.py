@@ -84,7 +84,7 @@ def test_what_is_missing_is_an_error(tmp_path: Path) -> None:
             load_sharded(tmp_path, wanted)
 
 
-def test_a_failing_disk_is_an_os_error_and_not_a_damaged_checkpoint(
+def test_failing_disk_raises_os_error_not_checkpoint_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: object, **kwargs: object) -> None:

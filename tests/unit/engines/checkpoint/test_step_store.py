@@ -89,7 +89,7 @@ def test_a_step_asked_for_is_never_replaced(tmp_path: Path) -> None:
         store.load(7)
 
 
-def test_bad_input_row_35_all_damaged_is_an_error_and_not_a_start_from_scratch(
+def test_bad_input_row_35_all_damaged_is_an_error_not_a_restart(
     tmp_path: Path,
 ) -> None:
     store = saved(tmp_path, 5, 10)
@@ -187,7 +187,7 @@ def test_a_fault_that_raises_leaves_no_temporary(
     assert names(tmp_path) == []
 
 
-def test_fault_row_7_a_checkpoint_waits_for_as_much_room_as_the_newest_takes(
+def test_fault_row_7_save_waits_for_room_the_size_of_the_newest(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(waiting, "ROOM_POLL_S", 0.05)
@@ -206,7 +206,7 @@ def test_fault_row_7_a_checkpoint_waits_for_as_much_room_as_the_newest_takes(
     assert store.steps() == [2, 3]
 
 
-def test_a_disk_that_is_full_in_the_middle_is_told_with_what_is_needed(small_disk: Path) -> None:
+def test_disk_filling_during_a_save_reports_the_needed_bytes(small_disk: Path) -> None:
     """What the engine writes is more than the newest had, or nobody knew how much it is."""
     store = StepCheckpoints(small_disk / "steps", 2)
     with pytest.raises(

@@ -101,7 +101,7 @@ def test_what_a_part_needs_and_a_recipe_lacks_is_refused(config, path, words):
         ),
     ],
 )
-def test_a_critic_that_nothing_reads_or_that_starts_as_nothing_is_refused(rl, words):
+def test_critic_without_reader_or_start_model_is_refused(rl, words):
     with pytest.raises(ConfigError) as caught:
         check_critic(RLConfig.model_validate(rl))
     assert str(caught.value) == words
@@ -193,7 +193,7 @@ def test_the_form_of_an_answer_is_no_verdict_of_it() -> None:
         check_reward_models(RewardConfig.model_validate({**mixed, "accuracy": ["short"]}))
 
 
-def test_groups_of_one_leave_nothing_to_a_filter_of_uniform_groups() -> None:
+def test_group_filter_with_group_size_one_is_refused() -> None:
     algorithm = AlgorithmConfig.model_validate(
         {"adv_estimator": "reinforce_plus_plus", "filter_groups": {"enable": True}}
     )

@@ -67,7 +67,7 @@ def test_ranks_are_as_many_as_the_layout_needs() -> None:
         TrainingConfig.model_validate({**layout, "num_workers": 8})
 
 
-def test_a_budget_that_a_unit_exceeds_is_refused_as_the_user_wrote_it() -> None:
+def test_unit_exceeding_token_budget_is_refused_with_user_value() -> None:
     alone = TrainingConfig(max_tokens_per_micro_batch=16)
     alone.check_unit(16, "a pair")
     with pytest.raises(ConfigError, match=r"got 16; need 17, for 17 tokens of a pair, which"):

@@ -96,7 +96,7 @@ def plain_engine(monkeypatch: pytest.MonkeyPatch) -> str:
     return "plain"
 
 
-def test_engines_that_cannot_say_what_a_teacher_is_asked_are_refused_by_name(
+def test_engine_without_prompt_logprobs_is_refused_for_a_teacher(
     plain_engine: str,
 ) -> None:
     with pytest.raises(
@@ -126,7 +126,7 @@ def test_a_temperature_that_an_engine_does_not_know_is_refused(engine: str) -> N
         ("vllm", {"tensor_parallel": 2}, "rl.distillation.served.options.tensor_parallel"),
     ],
 )
-def test_options_of_its_engines_are_those_of_the_engine_and_leave_room(
+def test_unknown_or_tight_teacher_engine_options_are_refused(
     engine: str, options: dict[str, Any], setting: str
 ) -> None:
     with pytest.raises(ConfigError) as found:
@@ -136,7 +136,7 @@ def test_options_of_its_engines_are_those_of_the_engine_and_leave_room(
     assert found.value.path == setting
 
 
-def test_the_rows_name_capabilities_and_the_room_that_a_sequence_leaves() -> None:
+def test_engine_rows_name_capabilities_and_spare_tokens() -> None:
     known = {each.value for each in Capability}
     for name, num_tokens in (("transformers", 0), ("vllm", 1), ("sglang", 1)):
         row = ROLLOUT_ENGINES.place(name)
@@ -150,7 +150,7 @@ def test_the_rows_name_capabilities_and_the_room_that_a_sequence_leaves() -> Non
     assert num_spare_tokens(held, "vllm") == 0
 
 
-def test_a_round_asks_the_rule_and_its_engines_count_as_execution() -> None:
+def test_round_checks_teacher_and_its_engines_count_as_execution() -> None:
     def round_with(**served: Any) -> RLRoundStageConfig:
         return RLRoundStageConfig.model_validate(
             {

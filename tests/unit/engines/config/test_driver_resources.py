@@ -47,7 +47,7 @@ def test_a_driver_reserves_what_it_computes_on(
     assert PreprocessStageConfig.from_recipe(recipe).driver_resources == ONE_CPU
 
 
-def test_what_samples_in_a_process_on_the_ranks_devices_is_reserved_with_them() -> None:
+def test_colocated_sampler_adds_no_driver_resources() -> None:
     recipe = load_recipe("quickstart", ["hardware.platform=nvidia"])
     for stage in (
         RLRoundStageConfig.from_recipe(recipe, 1),

@@ -76,7 +76,7 @@ def test_an_average_needs_a_backend_that_keeps_one(
     )
 
 
-def test_a_cut_distribution_is_refused_only_where_its_logprobs_are_compared() -> None:
+def test_truncated_sampling_is_refused_only_with_mismatch_check() -> None:
     for sampling in (
         SamplingConfig(top_p=0.9),
         SamplingConfig(top_k=3),
@@ -123,7 +123,7 @@ def test_what_ends_an_answer_is_looked_at_closely(section, changes: dict[str, ob
         section.model_validate(changes)
 
 
-def test_evaluations_end_answers_as_rl_does_unless_they_say_otherwise() -> None:
+def test_evaluations_inherit_stop_settings_of_rl_by_default() -> None:
     rl = ["rl.sampling.stop=['</answer>']", "rl.sampling.stop_token_ids=[5]"]
     stage = EvaluateStageConfig.from_recipe(load_recipe("quickstart", rl)).evaluation
     assert (stage.stop, stage.stop_token_ids) == (("</answer>",), (5,))

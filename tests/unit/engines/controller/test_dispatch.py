@@ -98,7 +98,7 @@ def test_requests_weigh_what_they_may_cost() -> None:
     assert sorted(map(len, parts)) == [1, 2]
 
 
-def test_a_rank_without_a_sequence_gets_one_that_trains_on_nothing() -> None:
+def test_rank_without_sequences_gets_an_untrained_filler() -> None:
     batch = _batch([5, 3])
     parts = split_plan(batch, 3)
     assert parts[-1] == []

@@ -272,7 +272,7 @@ def test_a_spoiled_update_changes_no_weight(policy_spec: WorkerSpec, start_worke
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
-def test_a_reference_that_is_refreshed_is_the_policy_of_the_rounds_start(
+def test_refreshed_reference_is_the_policy_at_round_start(
     policy_spec: WorkerSpec, start_worker, tmp_path: Path, lora: LoraConfig | None
 ) -> None:
     """With an adapter too: then it is not what the policy is without one."""

@@ -303,7 +303,7 @@ def old_one(rig: Rig, spec: WorkerSpec) -> TransformersEngine:
     return engine
 
 
-def test_a_replica_that_comes_back_with_old_weights_gets_the_new_ones(
+def test_replica_returning_with_old_weights_gets_new_ones(
     rig: Rig, policy_spec: WorkerSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = rig.rollout.generate(REQUESTS)
@@ -315,7 +315,7 @@ def test_a_replica_that_comes_back_with_old_weights_gets_the_new_ones(
     assert rig.rollout.num_restarts == 1
 
 
-def test_a_replica_that_comes_back_and_keeps_its_old_weights_samples_nothing(
+def test_replica_keeping_old_weights_after_restart_is_not_used(
     rig: Rig, policy_spec: WorkerSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig.publish(1)

@@ -217,7 +217,7 @@ def test_an_object_goes_with_its_tensor_or_with_the_store() -> None:
     assert not held
 
 
-def test_a_placed_batch_is_the_same_and_the_process_holds_no_copy_of_it() -> None:
+def test_placed_batch_is_equal_and_keeps_no_local_copy() -> None:
     store = TensorStore(Lender())
     for _ in range(20):
         batch = batch_of([3, 0, 5, 1])

@@ -157,7 +157,7 @@ def test_ranks_that_must_agree_and_do_not_are_named(start: GroupFactory) -> None
         start(world_size=3).run(Probe.digest)
 
 
-def test_fault_row_3_a_dead_rank_is_named_with_its_log_and_nobody_is_left(
+def test_fault_row_3_dead_rank_is_named_with_log_and_others_end(
     start: GroupFactory, record_property: Callable[[str, object], None]
 ) -> None:
     group = start()
@@ -207,7 +207,7 @@ def test_an_error_of_ours_arrives_as_it_was_raised(start: GroupFactory) -> None:
     assert raised.value.__notes__ == ["raised on rank 1 in leave"]
 
 
-def test_an_error_of_ours_ends_the_ranks_only_where_one_waits_for_another(
+def test_own_error_ends_ranks_only_if_another_rank_waits(
     start: GroupFactory,
 ) -> None:
     group = start()
@@ -234,7 +234,7 @@ def test_every_call_has_a_deadline(start: GroupFactory) -> None:
         assert "in sleep" in log, "where it was when the deadline passed"
 
 
-def test_fault_row_23_ranks_that_never_fit_say_what_was_asked_and_what_there_is(
+def test_fault_row_23_unplaceable_ranks_report_need_and_capacity(
     start: GroupFactory,
 ) -> None:
     with pytest.raises(
@@ -244,7 +244,7 @@ def test_fault_row_23_ranks_that_never_fit_say_what_was_asked_and_what_there_is(
         start(world_size=9, start_timeout_s=4.0)
 
 
-def test_two_pools_that_each_need_most_of_the_cluster_come_one_after_the_other() -> None:
+def test_two_large_pools_are_reserved_one_after_the_other() -> None:
     """Neither holds a part of what the other waits for."""
     heard: list[str] = []
     num_waits: list[int] = []
@@ -271,7 +271,7 @@ def test_a_pool_that_others_hold_is_given_up_by_its_deadline(start: GroupFactory
     pool.close()
 
 
-def test_the_store_of_a_group_on_one_node_listens_on_loopback_alone(start: GroupFactory) -> None:
+def test_single_node_group_store_listens_on_loopback_only(start: GroupFactory) -> None:
     _, pid = start().run(Probe.where)
     listening = [c for c in psutil.Process(pid).net_connections("inet") if c.status == "LISTEN"]
     assert listening

@@ -134,7 +134,7 @@ def in_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_replicas_on_the_devices_of_the_ranks_sleep_while_those_train(
+def test_replicas_sharing_rank_devices_sleep_during_training(
     policy_spec: WorkerSpec, tmp_path: Path, num_workers: int, request: pytest.FixtureRequest
 ) -> None:
     import ray  # not before the cluster is there: it keeps what it finds of a token
@@ -167,7 +167,7 @@ def test_replicas_on_the_devices_of_the_ranks_sleep_while_those_train(
     assert found == expected or num_workers > 1
 
 
-def test_a_replica_lost_while_it_samples_is_up_and_asleep_before_training(
+def test_replica_lost_in_sampling_is_up_and_asleep_for_training(
     policy_spec: WorkerSpec, tmp_path: Path, in_processes: None
 ) -> None:
     with launched(policy_spec, tmp_path / "log") as (_, rollout):
@@ -191,7 +191,7 @@ def test_an_engine_that_refuses_its_options_says_so(
         pass
 
 
-def test_a_replica_beside_other_libraries_than_planned_does_not_start(
+def test_replica_with_unplanned_library_versions_does_not_start(
     policy_spec: WorkerSpec, tmp_path: Path
 ) -> None:
     """It looks at its own environment, which may be another one on its machine."""
@@ -239,7 +239,7 @@ def test_a_replica_that_dies_is_named(policy_spec: WorkerSpec, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("error", [TimeoutError(), DeadlineError("it to abort", 20.0)])
-def test_one_that_does_not_close_by_its_or_our_deadline_is_killed_and_no_error(
+def test_replica_not_closing_by_a_deadline_is_killed_quietly(
     tmp_path: Path, error: Exception
 ) -> None:
     killed: list[int] = []
@@ -255,7 +255,7 @@ def test_one_that_does_not_close_by_its_or_our_deadline_is_killed_and_no_error(
     assert killed == [0]
 
 
-def test_another_model_beside_the_policy_answers_from_processes_of_its_own(
+def test_second_model_beside_policy_answers_from_own_processes(
     policy_spec: WorkerSpec, tmp_path: Path
 ) -> None:
     """Both have their places at once; one that dies is replaced, and says the same."""
@@ -295,7 +295,7 @@ def test_another_model_beside_the_policy_answers_from_processes_of_its_own(
         assert len(rollout.generate(REQUESTS)) == len(REQUESTS)
 
 
-def test_a_policy_that_does_not_start_leaves_nothing_of_the_models_beside_it(
+def test_policy_start_failure_ends_the_models_beside_it(
     policy_spec: WorkerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[RemoteReplica] = []

@@ -34,7 +34,7 @@ def spec(model_dir: Path, transport: TransportName) -> ReplicaSpec:
         ("collective", (HERE,), CollectiveTransport),
     ],
 )
-def test_memory_is_shared_where_all_replicas_are_on_the_senders_node(
+def test_shared_memory_needs_all_replicas_on_the_senders_node(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, transport: TransportName, places, kind
 ) -> None:
     monkeypatch.setattr(rollout, "this_address", lambda: "127.0.0.1")

@@ -64,7 +64,7 @@ def test_a_row_keeps_digests_and_the_folder_the_bytes(tmp_path: Path) -> None:
         check_images(kept)
 
 
-def test_written_images_come_back_and_reading_one_reads_one_group(
+def test_images_round_trip_and_a_read_loads_one_row_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(image_store, "_GROUP_BYTES", 250)

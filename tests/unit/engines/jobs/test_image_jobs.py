@@ -44,7 +44,7 @@ def done(root: Path, stage: StageConfig, inputs: dict[str, Artifact]) -> CommitR
     return record
 
 
-def test_the_first_stage_leaves_out_what_is_too_long_with_its_images(tmp_path: Path) -> None:
+def test_preprocess_drops_prompts_too_long_with_their_images(tmp_path: Path) -> None:
     """Every other problem, which shows two; with a placeholder for each, none would be too long."""
     write_chat_model(tmp_path / "model")
     write_geometry(tmp_path / "geometry")

@@ -85,9 +85,7 @@ def test_a_model_that_judges_is_not_shown_them(model: Path, dataset: Path) -> No
         asked(model, dataset, reward={"function": "judge", "judge": judge})
 
 
-def test_images_of_the_held_out_rows_alone_are_nothing_to_a_round(
-    model: Path, dataset: Path
-) -> None:
+def test_round_ignores_images_found_only_in_held_out_rows(model: Path, dataset: Path) -> None:
     row = RLRow("s", (Message("user", "1+1?"),), "", RewardModel("rule", "2"))
     write_rows(dataset / RL_FILE, RL_FORMAT, [row, row])
     asked(model, dataset, distillation={"path": str(model), **SERVED})

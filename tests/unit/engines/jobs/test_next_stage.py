@@ -73,7 +73,7 @@ class Job:
         return _claim(self.storage, self.after, self.attempt, self.output)
 
 
-def test_a_claim_after_the_survey_keeps_a_stage_that_was_about_to_go(tmp_path: Path) -> None:
+def test_claim_after_the_survey_saves_a_stage_from_removal(tmp_path: Path) -> None:
     job = Job(LocalStorage(tmp_path / "store"), tmp_path / "out")
     artifact = job.evaluated_before()
     for place in (f"stages/{job.claimed}", f"work/{job.claimed}", f"artifacts/{artifact.kind}"):
@@ -113,7 +113,7 @@ def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("looks_old", [True, False])
-def test_a_claim_in_a_bucket_waits_for_the_collection_and_computes_what_went(
+def test_bucket_claim_waits_for_gc_and_recomputes_removed_stage(
     looks_old: bool, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, collector = Job(S3Storage(uri), tmp_path / "out"), S3Storage(uri)

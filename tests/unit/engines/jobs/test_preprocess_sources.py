@@ -94,9 +94,7 @@ def test_a_file_that_was_changed_after_the_plan_is_refused(file: Path, tmp_path:
     assert list(context.output_dir.iterdir()) == []
 
 
-def test_a_file_that_came_into_a_folder_after_the_plan_is_refused(
-    file: Path, tmp_path: Path
-) -> None:
+def test_file_added_to_a_folder_after_the_plan_is_refused(file: Path, tmp_path: Path) -> None:
     context = planned(file.parent, tmp_path)
     write(file.with_name("train-1.jsonl"), "more")
     with pytest.raises(ArtifactCorruptError, match="data changed after it was planned"):

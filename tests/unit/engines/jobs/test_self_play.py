@@ -141,7 +141,7 @@ class Lab:
         return output.metrics, pairs, attempt
 
 
-def test_an_answer_that_the_template_makes_too_long_is_in_no_pair(
+def test_answer_made_too_long_by_the_template_forms_no_pair(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab = Lab(tmp_path, "character", CHATML_LIKE)
@@ -160,7 +160,7 @@ def test_an_answer_that_the_template_makes_too_long_is_in_no_pair(
     }
 
 
-def test_an_answer_that_grows_when_it_is_read_again_is_in_no_pair(
+def test_answer_that_grows_on_retokenization_forms_no_pair(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab = Lab(tmp_path, "bpe")
@@ -195,7 +195,7 @@ def test_no_pair_at_all_says_what_helps(tmp_path: Path, monkeypatch: pytest.Monk
         lab.run(monkeypatch, lambda _: [same], max_length=24, max_new_tokens=6)
 
 
-def test_prompts_of_conversations_that_leave_no_room_are_left_out(
+def test_prompts_that_leave_no_room_are_skipped_in_self_play(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab = Lab(tmp_path, "character")

@@ -89,7 +89,7 @@ def transformers_text(model_dir: Path, text: str) -> str:
     return tokenizer.decode(ids[0, first:], skip_special_tokens=True)
 
 
-def test_a_judgement_is_what_the_model_writes_of_question_and_answer(
+def test_judgement_is_the_models_text_for_question_and_answer(
     model_dir: Path, service: RolloutService
 ) -> None:
     found = judge_of(model_dir, service.generate).judgements([PROMPT] * 4, SAMPLES)
@@ -99,7 +99,7 @@ def test_a_judgement_is_what_the_model_writes_of_question_and_answer(
     assert judge_of(model_dir, service.generate).judgements([], []) == []
 
 
-def test_an_equal_question_is_asked_once_with_the_seed_of_its_text(
+def test_equal_question_is_asked_once_with_a_text_derived_seed(
     model_dir: Path, service: RolloutService
 ) -> None:
     asked: list[RolloutRequest] = []

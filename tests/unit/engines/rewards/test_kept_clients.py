@@ -122,9 +122,7 @@ def test_a_loop_that_the_module_asked_for_is_the_loop(file: Path, server: Server
         assert scorer.score(ask(server, "a", "b")) == [Score(1.0)] * 2
 
 
-def test_a_task_that_cannot_be_cancelled_does_not_keep_the_process(
-    file: Path, server: Server
-) -> None:
+def test_uncancellable_task_does_not_keep_the_process_alive(file: Path, server: Server) -> None:
     """Its input ends, as when its parent is gone."""
     pool = ScoringPool(WorkerSetup(f"{file}:stubborn", {}, 60.0, None), 1)
     assert score(pool, ask(server, "a")) == [Score(1.0)]

@@ -83,7 +83,7 @@ def test_without_one_component_there_is_no_sum(own: Path) -> None:
     assert scored == Score(2.0, {"exact": 1.0, "own": 1.0, "acc": 1.0})
 
 
-def test_rows_without_a_route_are_refused_before_they_cost_anything(own: Path) -> None:
+def test_rows_without_a_reward_route_are_refused_early(own: Path) -> None:
     mixed = config(own, routes={"a": ["right"]})
     check_data_sources(mixed, ["a", "a"])
     with pytest.raises(ConfigError) as caught:

@@ -112,7 +112,7 @@ def ask(*solutions: str) -> list[ScoreRequest]:
     return [ScoreRequest("d", solution, "ok", {"index": 1}) for solution in solutions]
 
 
-def test_fault_row_14_misbehaviour_is_unscored_and_spares_the_others(file: Path) -> None:
+def test_fault_row_14_failing_reward_unscores_only_its_sample(file: Path) -> None:
     order = ["ok", *REASONS, "wrong", "ok"]
     pool = make_pool(file)
     results = score(pool, ask(*order))
@@ -243,9 +243,7 @@ def threads() -> set[threading.Thread]:
 
 
 @pytest.mark.parametrize("end", ["batch", "pool"])
-def test_a_batch_that_nobody_waits_for_leaves_neither_thread_nor_process(
-    file: Path, end: str
-) -> None:
+def test_abandoned_batch_leaves_no_thread_or_process(file: Path, end: str) -> None:
     before = children()
     pool = make_pool(file, num_workers=2)
     batch = pool.batch()

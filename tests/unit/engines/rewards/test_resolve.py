@@ -117,7 +117,7 @@ def test_a_file_in_verls_form_judges_as_it_is(tmp_path: Path) -> None:
     assert right.extras["difficulty"] == 3.0
 
 
-def test_two_files_of_one_name_are_two_modules_and_a_broken_one_leaves_none(tmp_path: Path) -> None:
+def test_same_named_files_load_apart_and_broken_one_unloads(tmp_path: Path) -> None:
     found = []
     for number in (1, 2):
         path = tmp_path / str(number) / "same.py"

@@ -67,7 +67,7 @@ def test_math_separates_wrong_answers_from_broken_rows() -> None:
 
 
 @pytest.mark.parametrize("function", ["exact", "math"])
-def test_a_batch_gives_the_results_that_it_is_asked_for_in_that_order(function: str) -> None:
+def test_batch_returns_requested_results_in_requested_order(function: str) -> None:
     config = RewardConfig(function=function, cache_size=2, max_unscored_frac=0.0, timeout_s=600)
     with RewardScorer(config) as scorer:
         samples = {text: ScoreRequest("d", text, "3") for text in ("1", "2", "3")}
@@ -83,7 +83,7 @@ def test_a_batch_gives_the_results_that_it_is_asked_for_in_that_order(function: 
                 assert batch.results(keys) == [Score(1.0), Score(0.0), Score(0.0), Score(1.0)]
 
 
-def test_a_recipe_without_a_number_has_a_process_for_each_core_at_most(
+def test_default_scoring_processes_do_not_exceed_the_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[tuple[int, ...]] = []

@@ -42,7 +42,7 @@ def test_lost_and_doubled_samples_are_errors(answers):
         generate_all(ScriptedEngine(answers), requests("a"))
 
 
-def test_a_sample_that_comes_again_is_handed_over_once_and_an_aborted_one_never():
+def test_repeated_sample_is_delivered_once_and_aborted_one_never():
     found: list[Completion] = []
     ledger = SampleLedger(requests("a"), found.append)
     first, again = (Completion("a", 0, (1,), (-0.5,), (0,), "stop") for _ in range(2))

@@ -10,7 +10,7 @@ def test_what_both_calls_have_is_no_call() -> None:
         SamplingBody(model="policy")
 
 
-def test_a_chat_may_name_its_limit_in_two_ways_and_a_completion_has_one() -> None:
+def test_chat_has_two_token_limit_fields_and_completion_has_one() -> None:
     chat = {"model": "policy", "messages": [{"role": "user", "content": "1+2="}]}
     assert ChatBody.model_validate(chat).limit is None
     assert ChatBody.model_validate({**chat, "max_tokens": 5}).limit == 5

@@ -241,7 +241,7 @@ LateEngine.__abstractmethods__ = frozenset()
 
 
 @pytest.mark.parametrize("name", sorted(NEED_IDLE))
-def test_a_request_stands_in_the_way_of_nothing_that_needs_an_idle_engine(
+def test_open_request_blocks_no_call_that_needs_an_idle_engine(
     hf_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(served_engine, "order_of", lambda *_: "order")

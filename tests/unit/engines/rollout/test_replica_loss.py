@@ -91,7 +91,7 @@ def hangs(engine: RolloutEngine) -> RolloutEngine:
 
 
 @pytest.mark.parametrize("routing", ["by_place", "least_loaded"])
-def test_fault_row_5_samples_of_a_replica_that_died_come_from_the_next(lab, routing: str) -> None:
+def test_fault_row_5_successor_resamples_a_dead_replicas_share(lab, routing: str) -> None:
     requests = lab.requests(5, 3)
     with serving(lab, lab.bare_engine()) as (service, _):
         publish(service, lab.model)
@@ -120,7 +120,7 @@ def test_a_sample_is_handed_over_once_whichever_replica_was_lost(lab, routing: s
     assert sorted(map(id, found)) == sorted(id(each) for row in rows for each in row)
 
 
-def test_fault_row_4_a_replica_that_is_silent_while_it_samples_is_replaced(lab) -> None:
+def test_fault_row_4_replica_silent_while_sampling_is_replaced(lab) -> None:
     with serving(lab, hangs(lab.bare_engine()), silence_s=1.0) as (service, spare):
         publish(service, lab.model)
         rows = service.generate(lab.requests(2, 2))
@@ -172,7 +172,7 @@ def test_who_comes_late_must_get_what_was_published(build_lab) -> None:
             service.generate(lab.requests(1, 1))
 
 
-def test_at_the_deadline_samples_are_aborted_and_the_next_batch_goes_on(build_lab) -> None:
+def test_deadline_aborts_samples_and_the_next_batch_continues(build_lab) -> None:
     lab = build_lab(eos_token_id=None, max_position_embeddings=8192)
     short = lab.requests(1, 1, max_new_tokens=2)
     (long,) = lab.requests(1, 2, max_new_tokens=8000)
@@ -217,7 +217,7 @@ def test_one_that_dies_is_replaced_given_its_weights_and_asked(lab, routing: str
         torch.testing.assert_close(said.logprobs_N, other.logprobs_N, rtol=0, atol=1e-5)
 
 
-def test_what_is_not_there_at_the_deadline_is_an_error_and_not_half_an_answer(lab) -> None:
+def test_missing_logprobs_at_the_deadline_are_an_error(lab) -> None:
     engine = lab.bare_engine()
 
     async def prompt_logprobs(requests):
@@ -289,7 +289,7 @@ def test_one_whose_own_deadline_passes_in_a_sync_is_replaced(lab, call: str) -> 
         assert service.generate(lab.requests(2, 1))
 
 
-def test_one_whose_own_deadline_passes_when_it_shall_sleep_is_replaced(lab) -> None:
+def test_replica_missing_its_deadline_to_sleep_is_replaced(lab) -> None:
     engine = lab.bare_engine()
 
     async def late(*_: Any) -> Any:
@@ -326,7 +326,7 @@ class EachReads:
         return
 
 
-def test_what_comes_up_during_the_probe_of_others_gets_weights_before_it_serves(lab) -> None:
+def test_replica_restarted_during_a_probe_syncs_before_serving(lab) -> None:
     """The others take their time, and the slot is up again before the probe has ended."""
     dead, slow = lab.bare_engine(), lab.bare_engine()
 

@@ -27,7 +27,7 @@ class Stubborn:
         return lost
 
 
-def test_a_restart_that_does_not_end_keeps_no_other_replica_from_closing(
+def test_endless_restart_does_not_block_closing_other_replicas(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def lose_one_and_close() -> list[Any]:

@@ -77,7 +77,7 @@ def test_a_session_stays_where_it_was_while_there_is_a_replica() -> None:
     assert sessions == {"s": 0}
 
 
-def test_least_loaded_only_what_is_missing_is_sampled_again_with_its_own_seed() -> None:
+def test_least_loaded_resamples_only_missing_ones_with_own_seed() -> None:
     requests = [request("a", 3), request("b", 2)]
     routing, ledger = LeastLoaded(requests, {}), SampleLedger(requests)
     ((_, share),) = routing.take({0: 0})

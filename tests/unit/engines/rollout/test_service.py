@@ -90,7 +90,7 @@ def test_replicas_share_the_requests_and_come_back_as_one(lab) -> None:
     assert asked == [ids[0::3], ids[1::3], ids[2::3]]
 
 
-def test_samples_are_handed_over_as_they_finish_by_the_thread_that_waits(build_lab) -> None:
+def test_samples_are_delivered_as_they_finish_by_waiting_thread(build_lab) -> None:
     lab = build_lab(eos_token_id=None)
     engine, other = lab.bare_engine(), lab.bare_engine()
     may_end = threading.Event()
@@ -120,7 +120,7 @@ def test_samples_are_handed_over_as_they_finish_by_the_thread_that_waits(build_l
     assert sorted(map(id, found)) == sorted(id(each) for row in rows for each in row)
 
 
-def test_an_error_of_who_receives_ends_the_batch_and_nothing_of_it_is_left(build_lab) -> None:
+def test_receiver_error_ends_the_batch_and_frees_its_ids(build_lab) -> None:
     lab = build_lab(eos_token_id=None, max_position_embeddings=4096)
     (long,) = lab.requests(1, 2, max_new_tokens=4000)
     long = replace(long, request_id="long")
@@ -191,7 +191,7 @@ def held_bytes() -> int:
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
-def test_engines_that_sleep_hold_neither_weights_nor_cache_until_a_sync_wakes_them(lab) -> None:
+def test_sleeping_engines_hold_no_weights_or_cache_until_a_sync(lab) -> None:
     before = held_bytes()
     model_bytes = sum(p.nbytes for p in lab.model.parameters())
     engines = [lab.bare_engine(), lab.bare_engine()]
@@ -242,7 +242,7 @@ def test_a_call_to_all_replicas_ends_when_all_have_answered_one_of_them_with_an_
     assert ended_by_then == ["slow"]
 
 
-def test_it_is_asked_for_its_health_and_aborted_while_it_generates(build_lab) -> None:
+def test_service_reports_health_and_aborts_while_generating(build_lab) -> None:
     lab = build_lab(eos_token_id=None, max_position_embeddings=4096)
     with serving(lab.bare_engine()) as service:
         publish(service, lab.model, 0)
@@ -300,7 +300,7 @@ def expected_of(lab) -> list[PromptLogprobs]:
     return asyncio.run(lab.engine().prompt_logprobs(PROMPTS))
 
 
-def test_replicas_share_the_sequences_and_the_answers_come_back_in_order(lab) -> None:
+def test_replicas_split_sequences_and_answers_keep_their_order(lab) -> None:
     engines, asked = [lab.bare_engine() for _ in range(3)], list[list[str]]()
     for engine in engines:
         inner = engine.prompt_logprobs
@@ -323,7 +323,7 @@ def test_replicas_share_the_sequences_and_the_answers_come_back_in_order(lab) ->
     assert largest_difference(found, expected_of(lab)) <= 1e-5
 
 
-def test_two_sequences_of_one_id_are_refused_although_two_replicas_would_answer(lab) -> None:
+def test_duplicate_sequence_ids_are_refused_across_replicas(lab) -> None:
     with serving(lab.bare_engine(), lab.bare_engine()) as service:
         publish(service, lab.model, 0)
         with pytest.raises(RolloutError, match="two requests of one batch have the same id"):

@@ -104,7 +104,7 @@ def test_the_coefficient_goes_on_where_the_round_before_ended(run_round: Round) 
     assert [step[f"{KL_IN_REWARD}_coeff"] for step in steps] == [0.125, 0.125]
 
 
-def test_pf_ppo_trains_on_samples_of_reward_and_keeps_their_advantages(
+def test_pf_ppo_redraws_samples_by_reward_and_keeps_advantages(
     run_round: Round, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before: list[Experience] = []
@@ -160,13 +160,13 @@ def test_a_step_of_which_nothing_is_kept_is_skipped(run_round: Round) -> None:
     assert not any("actor/num_updates" in step for step in steps)
 
 
-def test_a_step_of_which_nothing_is_kept_counts_among_those_in_a_row(run_round: Round) -> None:
+def test_step_with_no_kept_sample_counts_as_skipped_in_a_row(run_round: Round) -> None:
     algorithm = {"adv_estimator": "raft", "options": {"raft_min_reward": 2.0}}
     with pytest.raises(NothingToTrainOnError, match="left out by the estimator"):
         run_round("odd_length", num_skipped=2, algorithm=algorithm)
 
 
-def test_a_round_commits_the_average_of_its_policy_and_samples_from_the_policy(
+def test_round_commits_the_average_but_samples_from_the_policy(
     run_round: Round, tmp_path: Path
 ) -> None:
     plain = run_round("odd_length")

@@ -42,7 +42,7 @@ def test_tokens_mask_and_logprobs_stand_behind_their_prompts() -> None:
     assert packed.columns["rollout_logprobs"].tolist() == [0, 0, 0, -0.5, -0.5, 0, 0, 0, -0.5]
 
 
-def test_advantages_are_those_of_the_group_on_sampled_tokens_only() -> None:
+def test_group_advantages_are_set_on_sampled_tokens_only() -> None:
     """Scores 1, 0, 0, 1: mean 1/2, unbiased std sqrt(1/3); GRPO gives +-(1/2) / (std + 1e-6)."""
     experience = collect(
         sample(0, 1.0), sample(0, 0.0, (7, 8)), sample(0, 0.0), sample(0, 1.0)
@@ -59,7 +59,7 @@ def test_rewards_not_scores_make_the_advantages() -> None:
     assert advantages_T.abs().max() == 0
 
 
-def test_groups_of_equal_scores_get_no_gradient_and_stay_without_the_filter() -> None:
+def test_equal_score_groups_get_no_gradient_and_stay_unfiltered() -> None:
     experience = collect(sample(4, 1.0), sample(4, 1.0), sample(9, 0.0), sample(9, 1.0))
     assert experience.group_index_B.tolist() == [0, 0, 1, 1]
     advantages_T = experience.with_advantages(AlgorithmConfig()).batch.columns["advantages"]
@@ -80,20 +80,20 @@ def test_dynamic_sampling_refills_until_the_step_is_full() -> None:
     assert collector.num_surplus_groups == 1
 
 
-def test_without_the_filter_one_batch_is_a_step_whatever_its_scores() -> None:
+def test_without_the_filter_one_batch_makes_a_step() -> None:
     collector = Collector(2, FilterGroupsConfig())
     collector.add(batch(sample(0, 1.0), sample(0, 1.0)))
     assert collector.full
 
 
-def test_fault_row_16_a_step_without_a_usable_sample_is_empty_and_not_an_error() -> None:
+def test_fault_row_16_step_without_usable_sample_is_empty() -> None:
     experience = collect(sample(0, 1.0), sample(0, 1.0), enable=True)
     assert experience.num_groups == 0
     assert experience.batch.num_tokens == 0
     assert collect().num_groups == 0
 
 
-def test_mini_batches_hold_whole_groups_in_order_and_repeat_each_epoch() -> None:
+def test_mini_batches_keep_whole_groups_in_order_each_epoch() -> None:
     experience = collect(
         sample(0, 0.0, (10,)), sample(0, 1.0, (11,)), sample(1, 0.0, (12,)),
         sample(2, 0.0, (13,)), sample(2, 1.0, (14,)),
@@ -121,7 +121,7 @@ def test_a_mini_batch_larger_than_the_step_is_the_step() -> None:
     assert torch.equal(whole.input_ids_T, experience.batch.input_ids_T)
 
 
-def test_groups_of_which_no_sample_was_drawn_again_leave_no_empty_update() -> None:
+def test_groups_with_no_redrawn_sample_leave_no_empty_update() -> None:
     samples = [sample(group, float(i), (10 + group,)) for group in range(8) for i in range(2)]
     drawn = collect(*samples, size=8).take([6, 6, 7, 15])
     batches = list(drawn.mini_batches(1, 1))
@@ -129,7 +129,7 @@ def test_groups_of_which_no_sample_was_drawn_again_leave_no_empty_update() -> No
     assert [batch.num_sequences for batch in drawn.mini_batches(2, 1)] == [4]
 
 
-def test_only_what_an_estimator_keeps_is_trained_on_and_the_rest_is_still_looked_at() -> None:
+def test_only_kept_samples_are_trained_but_metrics_cover_all() -> None:
     scores = [(0, 1.0), (0, 0.0), (1, 0.0), (1, 0.0), (2, 0.0), (2, 1.0)]
     samples = [sample(group, score, (10 + i,)) for i, (group, score) in enumerate(scores)]
     keep = AlgorithmConfig(adv_estimator="raft", options={"raft_min_reward": 1.0})
@@ -213,7 +213,7 @@ def test_gdpo_holds_a_penalty_of_a_mixture_for_a_penalty() -> None:
     assert found.tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_gdpo_refuses_a_sample_without_a_component_that_it_compares() -> None:
+def test_gdpo_refuses_a_sample_lacking_a_compared_component() -> None:
     lacks = replace(answer(0, 0), extras={"correct": 0.0})
     with pytest.raises(
         RewardError,

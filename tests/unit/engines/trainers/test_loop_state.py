@@ -75,7 +75,7 @@ def test_a_checkpoint_holds_all_of_it(
 
 
 @pytest.mark.parametrize("step", [0, 3])
-def test_values_that_a_writer_did_not_know_are_those_of_a_loop_that_always_trained(
+def test_missing_loop_state_defaults_to_every_step_trained(
     step: int,
 ) -> None:
     state = at_start().continued(TrainerState(step))

@@ -39,7 +39,7 @@ def test_differences_of_probabilities_by_hand() -> None:
     assert logprobs_T.grad.tolist() == pytest.approx([0, -0.5, -0.5])
 
 
-def test_recomputed_logprobs_are_compared_where_the_batch_has_them() -> None:
+def test_mismatch_compares_recomputed_logprobs_if_present() -> None:
     batch = TokenBatch.from_sequences(
         [[1, 2]],
         loss_mask=[[0, 1]],

@@ -86,7 +86,7 @@ def _earn(tokens: list[PlainToken], reward: float) -> None:
 
 
 @given(families())
-def test_viewed_trajectories_are_equal_and_share_the_memory_of_their_batch(
+def test_viewed_trajectories_are_equal_and_share_batch_memory(
     family: list[Trajectory],
 ) -> None:
     batch = pack(family)

@@ -41,7 +41,7 @@ def test_what_agrees_passes_whatever_its_length() -> None:
     check((TRAINER,) * 4, (TRAINER,), (TRAINER + 5e-5, TRAINER))
 
 
-def test_the_replica_that_is_off_is_named_among_those_that_are_not() -> None:
+def test_probe_names_the_one_replica_that_differs() -> None:
     with pytest.raises(WeightSyncError, match="probe/version=7/replica=1: after the sync .* 1.5 "):
         check((TRAINER,) * 4, (TRAINER - 1.5,) * 4, (TRAINER,) * 4)
 

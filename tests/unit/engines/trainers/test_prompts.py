@@ -65,7 +65,7 @@ def test_every_sample_of_a_run_has_a_seed_of_its_own() -> None:
     assert other_round != next(iter(source().generation_batches(1))).requests[0].seeds
 
 
-def test_requests_carry_prompt_sampling_and_a_name_that_is_unique_in_the_step() -> None:
+def test_requests_have_prompt_sampling_and_step_unique_name() -> None:
     batches = list(source().generation_batches(2))
     assert [batch.first_group for batch in batches] == [0, 4, 8]
     names = [request.request_id for batch in batches for request in batch.requests]
@@ -81,7 +81,7 @@ def test_requests_carry_prompt_sampling_and_a_name_that_is_unique_in_the_step() 
             assert (sampling.top_p, sampling.top_k) == (0.9, 8)
 
 
-def test_the_first_batches_visit_every_row_once_per_epoch_whatever_is_refilled() -> None:
+def test_epoch_of_first_batches_visits_rows_once_despite_refills() -> None:
     visited = Counter(
         row.reward_model.ground_truth
         for step in range(1, 6)
@@ -103,7 +103,7 @@ def test_seeds_do_not_depend_on_how_many_are_asked_for() -> None:
     assert derive_seed(51, "a") != derive_seed(5, "1/a")
 
 
-def test_every_turn_has_seeds_of_its_own_and_the_first_those_of_no_turn() -> None:
+def test_each_turn_has_own_seeds_and_first_turn_the_default_ones() -> None:
     turns = [sample_seeds(5, "a", 3, turn) for turn in range(4)]
     assert (
         turns[0]
@@ -129,7 +129,7 @@ def test_requests_say_what_ends_a_sample() -> None:
         assert (request.turn, request.prefixes, request.session) == (0, (), None)
 
 
-def test_a_band_opens_for_all_batches_of_its_step_and_for_none_before() -> None:
+def test_band_opens_for_all_batches_of_its_step_and_not_before() -> None:
     bands = [{"max_difficulty": 0}, {"first_step": 2}]
     prompts = source(order={"kind": "banded", "difficulty": "level", "bands": bands})
     visited = {

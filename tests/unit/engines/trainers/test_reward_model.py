@@ -97,7 +97,7 @@ def test_scores_are_those_of_transformers(
     assert found == pytest.approx(expected, abs=1e-5)
 
 
-def test_equal_conversations_are_read_once_and_long_ones_not_at_all(model_dir: Path) -> None:
+def test_equal_conversations_are_scored_once_and_long_ones_never(model_dir: Path) -> None:
     read: list[TokenBatch] = []
 
     def lengths(batch: TokenBatch) -> torch.Tensor:
@@ -114,7 +114,7 @@ def test_equal_conversations_are_read_once_and_long_ones_not_at_all(model_dir: P
     assert len(read) == 1
 
 
-def test_a_mixture_adds_the_model_to_a_rule_and_a_long_answer_is_unscored(
+def test_mixture_adds_model_to_rule_and_unscores_a_long_answer(
     judge_of: Callable[..., RewardModelJudge], model_dir: Path
 ) -> None:
     """12+34= has an answer of 46: 1 of the rule, and a half of what the model says."""

@@ -85,7 +85,7 @@ def test_samples_are_scored_as_they_come_and_steps_are_the_same(
         assert one["critic/score/mean"] == other["critic/score/mean"]
 
 
-def test_while_a_step_trains_its_sampler_holds_neither_weights_nor_cache(
+def test_sampler_holds_no_weights_or_cache_while_training(
     run_round, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[int] = []
@@ -143,14 +143,14 @@ def test_few_files_lie_between_the_loop_and_a_sampled_token(run_round, sampling_
         ]
 
 
-def test_fault_row_16_equal_rewards_give_no_gradient_and_are_counted(run_round) -> None:
+def test_fault_row_16_equal_rewards_are_counted_without_gradient(run_round) -> None:
     for metrics in run_round("always"):
         assert metrics["actor/grad_norm"] == 0
         assert metrics["critic/equal_groups"] == 4
         assert metrics["training/skipped_steps"] == 0
 
 
-def test_fault_row_16_a_step_whose_groups_are_all_filtered_is_skipped_and_counted(
+def test_fault_row_16_fully_filtered_step_is_skipped_and_counted(
     run_round,
 ) -> None:
     filter_groups = {"enable": True, "max_num_gen_batches": 2}
@@ -217,7 +217,7 @@ def test_a_sampler_of_another_distribution_stops_the_round(run_round) -> None:
         run_round("odd_length", sampling=TRUNCATED)
 
 
-def test_a_broken_sampler_that_only_ever_scores_the_same_stops_the_round(run_round) -> None:
+def test_broken_sampler_with_equal_scores_stops_the_round(run_round) -> None:
     """Every group is filtered, so nothing trains; the samples are compared all the same."""
     filtered = {"filter_groups": {"enable": True, "max_num_gen_batches": 1}}
     with pytest.raises(WeightSyncError, match=r"above rl.mismatch.mean 0.0001"):
@@ -226,7 +226,7 @@ def test_a_broken_sampler_that_only_ever_scores_the_same_stops_the_round(run_rou
     assert 0 < metrics["mismatch/logprob_abs_mean"] <= metrics["mismatch/logprob_abs_max"] <= 1e-4
 
 
-def test_in_bfloat16_rounding_passes_and_another_distribution_does_not(run_round) -> None:
+def test_bfloat16_rounding_passes_but_other_distribution_fails(run_round) -> None:
     training = {"dtype": "bfloat16"}
     with pytest.raises(WeightSyncError, match=r"above rl.mismatch.mean 0.1"):
         run_round("odd_length", training=training, sampling=TRUNCATED)
@@ -259,7 +259,7 @@ def test_versions_follow_the_weights(run_round, synced: list[int]) -> None:
     assert synced == [0, 1, 2, 2, 2, 5]
 
 
-def test_samples_of_other_weights_than_the_published_ones_are_refused(
+def test_samples_with_another_weight_version_are_refused(
     run_round, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stale(*args) -> list[list[Completion]]:
@@ -340,7 +340,7 @@ def test_the_batch_of_a_step_is_freed_before_the_next_one_begins(
     assert len(held) == 2
 
 
-def test_a_reward_that_is_broken_while_others_are_sampled_is_an_error_of_scoring(
+def test_reward_failure_during_sampling_is_a_scoring_error(
     run_round, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(batch: ScoringBatch, key: object, sample: object) -> None:

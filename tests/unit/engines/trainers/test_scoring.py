@@ -85,7 +85,7 @@ def test_groups_scores_and_counts() -> None:
     assert (batch.num_generated, batch.num_unscored, batch.num_aborted) == (4, 1, 1)
 
 
-def test_the_overlong_punishment_changes_the_reward_and_not_the_score() -> None:
+def test_penalty_for_overlong_changes_the_reward_but_not_score() -> None:
     """Limit 8, buffer 4: 6 tokens are 2 into the buffer, -2/4 x factor 1."""
     with RewardScorer(RewardConfig(function="exact")) as rewards:
         punish = scorer(rewards, enable=True, buffer_length=4, penalty_factor=1.0)
@@ -201,7 +201,7 @@ def test_a_batch_that_is_given_up_ends_the_scoring_of_it(tmp_path: Path) -> None
             score(scorer(rewards), prompts, answers_of(prompts, (1,)))
 
 
-def test_models_that_judge_are_asked_about_the_whole_batch_before_anything_is_scored(
+def test_judge_models_read_the_whole_batch_before_any_scoring(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompts = prompt_batch("1", "2")

@@ -101,7 +101,7 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected.to(found.dtype), rtol=0, atol=1e-5)
 
 
-def test_the_likeliest_tokens_are_those_of_the_ranks_and_of_a_plain_pass(
+def test_served_top_k_tokens_match_the_ranks_and_a_plain_pass(
     model_dir: Path, served: Callable[..., ServedTeacher], held: Callable[..., Teacher]
 ) -> None:
     rl = rl_with(model_dir)
@@ -152,7 +152,7 @@ def test_only_what_is_taught_is_asked_about() -> None:
     assert torch.equal(found != 0, ~NOT_TAUGHT)
 
 
-def test_what_its_engine_refuses_is_told_before_anything_is_sampled(
+def test_teacher_engine_refusal_is_raised_before_sampling(
     model_dir: Path, served: Callable[..., ServedTeacher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:

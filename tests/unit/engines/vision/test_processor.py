@@ -134,7 +134,7 @@ def question(text: str) -> RLRow:
     return RLRow("s", (Message("user", text),), "", RewardModel("rule", "2"))
 
 
-def test_a_placeholder_in_a_text_is_refused_beside_rows_with_images(
+def test_placeholder_in_text_is_refused_beside_rows_with_images(
     model: Path, dataset: Path, rows: MappedRows[RLRow]
 ) -> None:
     """Alone it would end the round in the engine, which has no image for it."""

@@ -115,7 +115,7 @@ def in_processes():
         process.join()
 
 
-def test_every_receiver_gets_every_tensor_as_through_shared_memory(in_processes) -> None:
+def test_every_receiver_gets_same_tensors_as_by_shared_memory(in_processes) -> None:
     sending = transport(num_receivers=2)
     results = in_processes(sending.sources[:1])
     slow = in_processes(sending.sources[1:], receive, 0.02)
@@ -200,7 +200,7 @@ def test_a_receiver_that_ends_ends_the_others_at_once(in_processes, work, said) 
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_one_rank_of_several_goes_on_without_its_receiver_as_the_others_do(
+def test_rank_whose_receiver_is_gone_still_gathers_with_others(
     in_processes, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
     """Each tensor is put together by all ranks: one that stopped would leave them waiting."""
@@ -266,7 +266,7 @@ def send_and_die(sending, _) -> None:
     sending.send(tensors())
 
 
-def test_a_sender_that_is_killed_is_a_deadline_or_a_lost_connection(in_processes) -> None:
+def test_killed_sender_is_a_deadline_or_lost_connection_error(in_processes) -> None:
     sending = transport(timeout_s=2.0)
     results = in_processes(sending.sources)
     wait_until_come(sending.sources[0])

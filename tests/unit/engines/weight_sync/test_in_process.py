@@ -216,7 +216,7 @@ def test_a_dtype_that_the_engine_does_not_have_is_refused(make_engine):
     assert_refuses(engine)
 
 
-def test_the_next_tensor_is_gathered_while_one_is_copied_and_no_third():
+def test_sender_gathers_at_most_one_tensor_ahead_of_the_copy():
     given, taken = [], []
 
     def stream():

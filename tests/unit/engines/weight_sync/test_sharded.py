@@ -174,7 +174,7 @@ def test_readers_put_together_what_no_rank_had_whole(transfer) -> None:
     assert found["rank", 0] == found["rank", 1] == WeightDigest(digest, len(served), num_bytes)
 
 
-def test_a_rank_that_has_sent_all_its_parts_still_reads_with_the_others(transfer) -> None:
+def test_rank_done_with_its_parts_keeps_reading_with_the_others(transfer) -> None:
     found = transfer("tail")
     assert found["reader", 0] == found["reader", 1]
     assert found["reader", 0].keys() == {"rows", "tail"}

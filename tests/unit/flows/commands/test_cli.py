@@ -68,7 +68,7 @@ def test_plan_submits_nothing(
     assert not (home / "services").exists()
 
 
-def test_a_plan_and_a_run_refuse_a_stage_to_start_from_before_anything_starts(
+def test_bad_start_stage_is_refused_before_a_plan_or_run_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     home = tmp_path / "home"
@@ -86,7 +86,7 @@ def test_a_plan_and_a_run_refuse_a_stage_to_start_from_before_anything_starts(
     assert not (home / "services").exists()
 
 
-def test_a_broken_external_module_stops_only_a_plan_that_needs_it(tmp_path: Path) -> None:
+def test_broken_external_module_fails_only_a_plan_needing_it(tmp_path: Path) -> None:
     (tmp_path / "good_module.py").write_text(
         "from engines.config.plugins import register_plugin\n"
         "register_plugin('backend', 'good', 'json:loads')\n"

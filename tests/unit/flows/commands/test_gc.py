@@ -75,7 +75,7 @@ def test_a_run_is_kept_and_released_by_its_name(
     assert [stage["fingerprint"] for stage in said["stages"]] == [FINGERPRINT]
 
 
-def test_a_registry_that_does_not_answer_ends_it_before_anything_goes(
+def test_unreachable_registry_ends_gc_before_any_removal(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: MlflowTracker) -> dict[str, str]:

@@ -110,7 +110,7 @@ def test_a_stage_is_meant_by_the_beginning_of_its_fingerprint(
     assert answers(page(capsys, TWO[:8])[1][0]) == {"3": "two", "4": "two"}
 
 
-def test_a_run_and_a_stage_are_meant_by_what_a_tracker_calls_them(
+def test_run_and_stage_are_found_by_their_tracker_ids(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ledger, owner = Ledger(home, "sqlite:///x", "store"), Owner.this_process()

@@ -40,7 +40,7 @@ def test_fault_row_27_a_held_stage_is_shown_with_holder_and_host(
     assert list(held_stages(tmp_path / "store")) == []
 
 
-def test_bad_input_row_41_a_job_whose_submitter_is_gone_is_still_held(tmp_path: Path) -> None:
+def test_bad_input_row_41_job_with_dead_submitter_is_still_held(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path / "store")
     stamp = "from infra.store.process_stamp import own_stamp; print(own_stamp())"
     argv = [sys.executable, "-c", stamp]

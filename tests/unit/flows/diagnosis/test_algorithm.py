@@ -82,7 +82,7 @@ def test_every_rule_has_a_case() -> None:
     assert {*CASES, "reward_hacking"} == {*get_args(RoundSymptom)}
 
 
-def test_a_reward_that_is_hacked_is_told_by_the_held_out_accuracy(
+def test_reward_hacking_is_detected_by_held_out_accuracy(
     round_view: RoundView, evaluation: Callable[[str, float], StageView]
 ) -> None:
     rounds = [round_view(critic__score__mean=line(0.3, 0.8))]
@@ -114,7 +114,7 @@ def test_answers_that_grow_into_the_limit_are_no_gain(round_view: RoundView) -> 
     assert found(round_view(**grown, response_length__clip_ratio=line(0.0, 0.1))) == {}
 
 
-def test_a_symptom_that_takes_two_rounds_to_show_is_of_the_second(round_view: RoundView) -> None:
+def test_symptom_spanning_two_rounds_is_reported_in_the_second(round_view: RoundView) -> None:
     rounds = [
         round_view(1, 1, actor__entropy=line(0.5, 0.2)),
         round_view(2, 41, actor__entropy=line(0.2, 0.05)),

@@ -126,7 +126,7 @@ def sick(round_view: RoundView) -> StageView:
     return replace(view, steps=steps, problem=problem)
 
 
-def test_resources_come_before_communication_and_that_before_the_algorithm(sick: StageView) -> None:
+def test_findings_order_resources_communication_algorithm(sick: StageView) -> None:
     thresholds = DiagnosisConfig(window_num_steps=3)
     diagnosis = diagnose("r", [sick], thresholds)
     found = [(each.area, each.symptom) for each in diagnosis.findings]

@@ -201,7 +201,7 @@ def test_failed_recipes_of_a_night() -> None:
     assert Night(name="1", outcomes=outcomes).failed == ["one"]
 
 
-def test_the_deadline_of_sampling_is_a_setting_where_there_are_rounds() -> None:
+def test_sampling_deadline_is_a_setting_only_with_rl_rounds() -> None:
     def settings(*overrides: str) -> dict[str, Any]:
         return flattened(settings_of(load_recipe("quickstart", overrides)))
 

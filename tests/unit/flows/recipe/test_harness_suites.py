@@ -191,7 +191,7 @@ def test_the_report_has_each_metric_with_its_interval() -> None:
     ]
 
 
-def test_intervals_and_comparisons_of_a_harness_are_at_the_recipe_s_confidence(
+def test_harness_intervals_use_the_confidence_of_the_recipe(
     python: Path,
 ) -> None:
     recipe = only_measured(ARC, "evaluation.confidence=0.8", "against.path=a/b")
@@ -202,13 +202,13 @@ def test_intervals_and_comparisons_of_a_harness_are_at_the_recipe_s_confidence(
     assert found == (0.8, 0.8)
 
 
-def test_what_a_harness_does_not_read_of_an_evaluation_is_refused(python: Path) -> None:
+def test_evaluation_settings_unread_by_a_harness_are_refused(python: Path) -> None:
     with pytest.raises(ConfigError, match=r"^evaluation.num_samples: got 8; a harness's tasks"):
         only_measured(ARC, "evaluation.num_samples=8")
 
 
 @pytest.mark.parametrize("override", ["evaluation.max_new_tokens=64", "rl.reward.timeout_s=60"])
 @pytest.mark.usefixtures("python")
-def test_how_tasks_are_asked_and_judged_is_no_setting_of_a_recipe(override: str) -> None:
+def test_recipe_cannot_set_how_harness_tasks_are_judged(override: str) -> None:
     with pytest.raises(ConfigError, match="a harness's tasks define .*; remove it"):
         only_measured(ARC, override)

@@ -88,7 +88,7 @@ def test_rounds_do_not_know_how_many_they_are() -> None:
     assert RLRoundStageConfig.from_recipe(few, 1) != RLRoundStageConfig.from_recipe(few, 2)
 
 
-def test_the_deadline_of_sampling_counts_where_it_decides_what_trains() -> None:
+def test_sampling_deadline_counts_for_rounds_not_evaluations() -> None:
     slow, quick = load_recipe("quickstart"), load_recipe("quickstart", ["rollout.timeout_s=9"])
     first, second = (
         RLRoundStageConfig.from_recipe(slow, 1),
@@ -105,7 +105,7 @@ def test_the_deadline_of_sampling_counts_where_it_decides_what_trains() -> None:
     assert measured[0] == measured[1], "an evaluation with an unfinished answer is an error"
 
 
-def test_defaults_that_depend_on_others_are_spelled_out_for_the_jobs() -> None:
+def test_derived_defaults_are_spelled_out_for_the_jobs() -> None:
     recipe = load_recipe("quickstart", ["rl.batch_size_prompts=8"])
     stage = RLRoundStageConfig.from_recipe(recipe, 1)
     assert stage.rl.prompts_per_update == 8
@@ -243,7 +243,7 @@ def test_samples_are_no_part_of_what_a_round_is() -> None:
     assert fewer.rl.keep_samples.num_per_step == 0
 
 
-def test_answers_that_no_micro_batch_can_hold_are_told_by_the_plan() -> None:
+def test_answers_exceeding_every_micro_batch_fail_the_plan() -> None:
     asked = ["training.max_tokens_per_micro_batch=53"]
     with pytest.raises(ConfigError, match="need 54, for 54 tokens of a prompt with its answer"):
         load_recipe("quickstart", asked)

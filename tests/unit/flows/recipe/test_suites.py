@@ -41,7 +41,7 @@ def test_every_shipped_suite_loads(name: str) -> None:
     assert suite.evaluation.max_new_tokens is not None
 
 
-def test_a_suite_is_a_name_a_file_or_spelled_out_and_an_overlay_changes_any(
+def test_suite_is_a_name_file_or_mapping_and_takes_overlays(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "hard.yaml").write_text("extends: addition\ndata: {arithmetic: {num_digits: 4}}\n")
@@ -99,7 +99,7 @@ def test_a_judge_is_the_recipe_s_wherever_it_is_asked() -> None:
     assert said(other, "evaluation.stop") == "suites.other.evaluation.stop"
 
 
-def test_a_suite_without_a_reward_of_its_own_speaks_of_the_recipe_s() -> None:
+def test_suite_without_own_reward_refers_to_the_recipe_reward() -> None:
     suites = "suites={own: {data: {arithmetic: {}}, reward: {function: exact}}, other: addition}"
     recipe = load_recipe("quickstart", [suites, "suites.other.reward=null", "against.path=a/b"])
     for name, section in (("own", "suites.own.reward"), ("other", "rl.reward")):
@@ -109,7 +109,7 @@ def test_a_suite_without_a_reward_of_its_own_speaks_of_the_recipe_s() -> None:
             assert said(each, "data.evaluation") == f"suites.{name}.data.evaluation"
 
 
-def test_what_only_training_reads_of_a_model_does_not_count_for_its_evaluation() -> None:
+def test_training_only_model_fields_keep_evaluation_identity() -> None:
     first, second = (
         EvaluateStageConfig.of_suite(measured(ADDITION, f"model.max_length={length}"), "addition")
         for length in (64, 128)
@@ -193,7 +193,7 @@ def test_samples_of_a_recipe_are_switched_off_by_their_number() -> None:
     assert (off.num_samples, off.pass_at) == (0, (1, 4))
 
 
-def test_a_trained_model_is_measured_on_its_suites_and_beside_another(tmp_path: Path) -> None:
+def test_trained_model_is_evaluated_on_suites_and_compared(tmp_path: Path) -> None:
     recipe = load_recipe(
         "quickstart",
         [ADDITION, "against.path=owner/name", "rl.num_rounds=0", "promote.suite=addition"],

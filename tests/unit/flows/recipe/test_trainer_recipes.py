@@ -114,7 +114,7 @@ def test_a_published_size_names_its_source(name: str, middle: list[str], tmp_pat
     assert re.match(r"arXiv:\d{4}\.\d{5} ", target.source)
 
 
-def test_a_pipeline_of_reinforcement_from_preferences_is_judged_by_a_rule_at_its_end(
+def test_rm_ppo_pipeline_ends_with_a_rule_based_evaluation(
     tmp_path: Path,
 ) -> None:
     stages = {stage.label: stage for stage in planned("rm_ppo", tmp_path)}
@@ -145,7 +145,7 @@ def test_another_iteration_repeats_none() -> None:
     assert seeds == [1, 2], "whose answers differ where the policy does not"
 
 
-def test_self_play_reads_no_pairs_of_the_data_and_only_its_own_reward(tmp_path: Path) -> None:
+def test_recipe_self_play_uses_no_data_pairs_and_its_own_reward(tmp_path: Path) -> None:
     recipe = load_recipe("quickstart", ["preference={self_play: {}}", "rl.reward.timeout_s=3"])
     assert recipe.data.arithmetic is not None
     assert recipe.data.arithmetic.num_preference == 0

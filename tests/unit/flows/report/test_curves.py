@@ -106,7 +106,7 @@ def test_steps_that_were_adopted_come_once(store: LocalStorage) -> None:
     assert pair_curves([records_of(store, "mine")], "preference") == ITERATION
 
 
-def test_a_step_without_an_update_leaves_the_others_in_their_places(store: LocalStorage) -> None:
+def test_step_without_an_update_keeps_other_steps_in_place(store: LocalStorage) -> None:
     with Journal(segment(store, "dpo", 0)) as journal:
         journal.metrics(1, {"training/poisoned_updates": 1.0})
         journal.metrics(2, {"train/loss": 0.5})

@@ -179,7 +179,7 @@ def test_a_run_with_a_reward_model_and_iterations_of_preferences(
     assert [list(curve.high) for curve in shown] == [[0.6, 0.85], [0.6, 0.85]]
 
 
-def test_a_stage_that_was_committed_without_its_start_shows_its_end() -> None:
+def test_stage_without_start_metrics_shows_its_end_metrics() -> None:
     metrics = {name: value for name, value in PAIRS.items() if not name.startswith("before/")}
     *_, row, _ = measured_tables({"preference": metrics, "merge": {"size_bytes": 1.0}})
     assert row == "| preference | 64 |  | 75.0% [63.0%, 84.0%] |  | 1.25 |"
@@ -230,7 +230,7 @@ def test_curves_run_on_from_round_to_round(recipe: Recipe, history: StageHistory
     assert data.seconds["sft"] == {"load": 1.0, "train": 2.5, "other": 0.5}
 
 
-def test_a_run_that_reuses_everything_leaves_the_report_of_the_work(
+def test_fully_reused_run_keeps_the_report_of_the_work(
     recipe: Recipe, history: StageHistory
 ) -> None:
     directory = write_report(build_report(recipe, RESULTS, 12.5), recipe, history)

@@ -100,7 +100,7 @@ def test_every_text_is_data_and_comes_back_as_it_was(text: str) -> None:
     assert script == plain.scripts[1]
 
 
-def test_only_the_pages_own_script_may_run_and_nothing_is_fetched() -> None:
+def test_page_allows_only_its_own_script_and_fetches_nothing() -> None:
     page = samples_page([run("a", {1: [kept()]})])
     parsed = Page(page)
     policy = next(a["content"] for tag, a in parsed.tags if tag == "meta" and "content" in a)
@@ -176,7 +176,7 @@ def test_a_run_without_samples_has_its_curves(tmp_path: Path) -> None:
     assert page.count("<svg") == len(samples.CURVES)
 
 
-def test_a_page_of_many_steps_leaves_out_every_second_but_not_the_last() -> None:
+def test_long_page_drops_every_second_step_but_not_the_last() -> None:
     steps = {step: [kept()] for step in range(1, 8)}
     size = len(kept().model_dump_json())
     assert list(within(steps, 7 * size)) == [1, 2, 3, 4, 5, 6, 7]

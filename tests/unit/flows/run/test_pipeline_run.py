@@ -98,7 +98,7 @@ def test_what_cannot_be_diagnosed_does_not_hide_the_error(recipe: Recipe) -> Non
     assert heard.said["diagnosis"].startswith("none: ")
 
 
-def test_a_run_says_what_it_reads_of_others_before_any_stage_does(recipe: Recipe) -> None:
+def test_run_records_external_inputs_before_any_stage_runs(recipe: Recipe) -> None:
     path = Path(recipe.store_uri, "artifacts", "model", "0f" * 32)
     model = recipe.model.model_copy(update={"path": str(path)})
     recipe = recipe.model_copy(update={"model": model})

@@ -52,7 +52,7 @@ def test_without_an_incumbent_there_is_nobody_to_beat(
     assert not (tmp_path / "runs.jsonl").exists(), "asking makes nothing"
 
 
-def test_the_bearer_is_to_be_beaten_and_a_bearer_has_beaten_the_one_before(
+def test_incumbent_is_the_alias_bearer_or_its_predecessor(
     recipe: Recipe, storage: LocalStorage, tmp_path: Path
 ) -> None:
     first, second = model(storage, tmp_path, "a"), model(storage, tmp_path, "b")
@@ -80,7 +80,7 @@ def test_one_run_has_one_answer(recipe: Recipe, storage: LocalStorage, tmp_path:
 
 
 @pytest.mark.parametrize("digest", ["e" * 64, ""])
-def test_an_incumbent_that_this_store_does_not_have_is_told_in_one_line(
+def test_incumbent_missing_from_the_store_is_a_one_line_error(
     recipe: Recipe, storage: LocalStorage, tmp_path: Path, digest: str
 ) -> None:
     register(recipe, Artifact(kind="model", uri="/elsewhere/e", digest=digest))

@@ -63,7 +63,7 @@ def storage(tmp_path: Path) -> LocalStorage:
     return LocalStorage(tmp_path / "store")
 
 
-def test_what_follows_a_rejected_round_takes_the_policy_before_it(storage: LocalStorage) -> None:
+def test_stages_after_a_rejected_round_use_the_previous_policy(storage: LocalStorage) -> None:
     asked = recipe(storage, THREE, REJECT)
     run, gate = trained(asked, storage)
     assert list(gate.rejected) == ["rl_round_2"]
@@ -93,7 +93,7 @@ def test_a_repetition_decides_alike_and_trains_nothing(storage: LocalStorage) ->
     assert told["rl_round_2"].endswith("; what follows takes the policy of rl_round_1")
 
 
-def test_other_thresholds_train_only_what_is_given_another_policy(storage: LocalStorage) -> None:
+def test_other_thresholds_retrain_only_stages_with_a_new_policy(storage: LocalStorage) -> None:
     trained(recipe(storage, THREE, REJECT), storage)
     lenient, gate = trained(recipe(storage, THREE), storage)
     assert gate.rejected == {}
@@ -101,7 +101,7 @@ def test_other_thresholds_train_only_what_is_given_another_policy(storage: Local
     assert trained(recipe(storage, THREE, REJECT), storage)[0].computed == []
 
 
-def test_the_last_round_may_be_rejected_and_the_one_before_is_merged(storage: LocalStorage) -> None:
+def test_rejected_last_round_merges_the_previous_one(storage: LocalStorage) -> None:
     run, _ = trained(recipe(storage, "rl.num_rounds=2", REJECT), storage)
     merged = run.asked["merge"].inputs["policy"].digest
     assert merged == run.results["rl_round_1"].artifact.digest

@@ -23,7 +23,7 @@ CREDENTIALS = {
 }
 
 
-def test_credentials_come_from_the_environment_only_and_have_no_default() -> None:
+def test_credentials_come_only_from_environment_without_default() -> None:
     assert set(re.findall(r"\$\{(\w+):\?", TEXT)) == CREDENTIALS
     assert not re.findall(rf"\$\{{?(?:{'|'.join(CREDENTIALS)})(?:\}}|:-)", TEXT)
     for service in SERVICES.values():
@@ -32,7 +32,7 @@ def test_credentials_come_from_the_environment_only_and_have_no_default() -> Non
                 assert re.fullmatch(r"\$\{\w+:\?[^}]*\}", value), name
 
 
-def test_ports_are_open_to_this_machine_alone_and_are_those_of_rlhf_up() -> None:
+def test_ports_bind_to_loopback_and_match_rlhf_up() -> None:
     published = {name: each["ports"] for name, each in SERVICES.items() if "ports" in each}
     assert published == {
         name: [f"${{RLHF_BIND:-127.0.0.1}}:{port}:{port}"]
@@ -44,7 +44,7 @@ def test_ports_are_open_to_this_machine_alone_and_are_those_of_rlhf_up() -> None
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_service_waits_for_what_it_needs_and_says_that_it_works(name: str) -> None:
+def test_service_waits_for_its_dependencies_and_reports_health(name: str) -> None:
     service = SERVICES[name]
     assert ("healthcheck" in service) == (name not in ONCE)
     assert service["restart"] == ("no" if name in ONCE else "unless-stopped")

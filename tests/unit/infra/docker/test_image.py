@@ -74,7 +74,7 @@ def test_a_pool_understands_what_its_deployment_asks_for(name: str) -> None:
     Draft202012Validator(pool["variables"]).validate(asked)
 
 
-def test_a_pod_is_the_container_of_the_image_with_the_data_and_the_secrets() -> None:
+def test_pod_matches_the_image_container_data_and_secrets() -> None:
     pool = template("kubernetes")
     values = {
         key: each["default"]

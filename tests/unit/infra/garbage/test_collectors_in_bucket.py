@@ -74,7 +74,7 @@ def before_put(store: Store, does: Callable[[str, bool], None]) -> Iterator[None
         events.unregister(name, call)
 
 
-def test_of_two_collectors_that_look_at_one_moment_one_holds_the_store(store: Store) -> None:
+def test_only_one_of_two_concurrent_collectors_holds_the_store(store: Store) -> None:
     store.commit("old")
     store.commit("dear")
     storage = store.open()
@@ -110,7 +110,7 @@ def test_of_two_collectors_that_look_at_one_moment_one_holds_the_store(store: St
     assert store.collect() == Collected(0, (), ()), "it is free again, and nothing is left to do"
 
 
-def test_a_collector_that_comes_back_between_two_requests_removes_nothing_more(
+def test_collector_resumed_between_requests_removes_nothing_more(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its beat is back as well, so that it looks alive: only its number tells that it is not."""
@@ -143,7 +143,7 @@ def test_a_collector_that_comes_back_between_two_requests_removes_nothing_more(
     assert store.has("old")
 
 
-def test_a_collector_that_slept_before_it_wrote_its_number_removes_nothing(store: Store) -> None:
+def test_collector_paused_before_its_claim_removes_nothing(store: Store) -> None:
     """Two others came meanwhile; the second removed what the first wrote, and the name is free."""
     store.commit("old")
     store.later(40)

@@ -14,7 +14,7 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path)
 
 
-def test_only_what_nothing_used_for_long_goes_with_all_that_is_its_own(store: Store) -> None:
+def test_only_long_unused_stages_go_with_all_their_files(store: Store) -> None:
     artifact = store.commit("old", 31)
     store.half_trained("given up", 31)
     store.commit("young", 29)
@@ -131,7 +131,7 @@ def test_checkpoints_that_may_be_adopted_go_by_age_alone(store: Store) -> None:
     assert half == [fp("half")]
 
 
-def test_a_shared_artifact_frees_nothing_until_the_last_stage_goes(store: Store) -> None:
+def test_shared_artifact_frees_nothing_until_last_stage_goes(store: Store) -> None:
     store.commit("one", 20, text="same", num_bytes=5000)
     store.commit("two", 10, text="same", num_bytes=5000)
     store.commit("other", 5, num_bytes=5000)
@@ -141,7 +141,7 @@ def test_a_shared_artifact_frees_nothing_until_the_last_stage_goes(store: Store)
     assert len(store.survey(max_bytes=total - 4000).goes) == 2
 
 
-def test_steps_that_a_commit_did_not_come_to_remove_and_other_rests_go(store: Store) -> None:
+def test_leftover_steps_of_a_commit_and_temporary_files_go(store: Store) -> None:
     store.commit("done", 2)
     steps = store.storage.channel(fp("done")).steps_dir(0) / "step-00000001"
     steps.mkdir(parents=True)
@@ -199,7 +199,7 @@ def test_a_publisher_says_that_it_needs_what_is_there_already(store: Store) -> N
 
 
 @pytest.mark.parametrize("at_pass", [1, 2, 3])
-def test_killed_at_any_point_the_store_works_and_the_rest_goes_later(
+def test_killed_collection_keeps_the_store_usable_and_resumes(
     store: Store, monkeypatch: pytest.MonkeyPatch, at_pass: int
 ) -> None:
     names = [f"stage {number}" for number in range(4)]

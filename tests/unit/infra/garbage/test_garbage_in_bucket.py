@@ -78,7 +78,7 @@ def test_steps_of_a_done_stage_and_abandoned_uploads_go_at_once(
 
 
 @pytest.mark.parametrize("at_pass", [1, 2, 3, 4])
-def test_killed_at_any_point_the_store_works_and_the_rest_goes_later(
+def test_killed_collection_keeps_the_store_usable_and_resumes(
     store: Store, monkeypatch: pytest.MonkeyPatch, at_pass: int
 ) -> None:
     names = ["one", "two"]
@@ -155,7 +155,7 @@ def test_a_publisher_waits_for_the_end_and_sends_what_went(
     assert store.open().verify(artifact, "bytes")
 
 
-def test_what_a_machine_kept_of_a_log_that_went_is_no_part_of_the_next(store: Store) -> None:
+def test_local_rest_of_a_removed_log_is_not_in_the_next_one(store: Store) -> None:
     store.commit("again")
     home = env.home()
     steps = S3Storage(store.uri).channel(fp("again")).steps_dir(0)
@@ -203,7 +203,7 @@ def test_an_upload_that_ends_meanwhile_is_none(
         assert store.objects.unfinished(before=time.time()) == []
 
 
-def test_the_name_of_a_run_that_begins_while_it_is_forgotten_is_kept(
+def test_run_begun_while_being_forgotten_keeps_its_name(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.commit("old")

@@ -49,7 +49,7 @@ def test_a_use_is_seen_although_the_clock_of_the_store_is_behind(tmp_path: Path)
     assert record is not None, "what a run asked for after the survey went"
 
 
-def test_equal_content_is_seen_although_the_clock_of_the_store_is_behind(tmp_path: Path) -> None:
+def test_equal_content_is_kept_although_store_clock_is_behind(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path / "store")
     artifact = old_stage(storage, tmp_path)
     found = surveyed(storage)

@@ -48,7 +48,7 @@ def test_a_survey_asks_at_most_twice_for_each_stage_that_is_done(store: Store) -
     assert nums[1] - nums[0] <= MAX_NUM_PER_STAGE * 8
 
 
-def test_what_was_read_before_is_not_read_again_while_others_wait(store: Store) -> None:
+def test_already_read_entries_are_not_reread_under_the_lock(store: Store) -> None:
     nums: list[int] = []
     for batch in (3, 8):
         for number in range(batch):
@@ -104,7 +104,7 @@ def test_what_is_said_between_the_look_and_the_removal_counts(store: Store) -> N
     assert {run.name for run in runner.runs.known()} == {"begins", "goes on"}
 
 
-def test_what_is_committed_between_the_look_and_the_removal_stays(store: Store) -> None:
+def test_commit_between_survey_and_removal_is_kept(store: Store) -> None:
     """Of a stage that was given up, and of one with content that would have gone."""
     storage = store.open()
     attempt = storage.attempts.hold(fp("given up"), Holder(id="me", process=own_stamp()), 0)
@@ -132,7 +132,7 @@ def test_a_run_says_what_it_reads(store: Store) -> None:
     assert run.spoke_at == run.read_at["0f" * 32]
 
 
-def test_a_collection_that_is_cut_has_made_room_and_the_next_goes_on(
+def test_interrupted_collection_frees_space_and_next_continues(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(4):

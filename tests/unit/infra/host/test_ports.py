@@ -42,7 +42,7 @@ def test_ports_are_found_where_the_system_hands_out_all_of_them(
     assert len(set(pick_ports(5))) == 5
 
 
-def test_a_port_that_a_living_process_picked_is_his_before_he_listens() -> None:
+def test_port_picked_by_a_live_process_is_reserved_before_listen() -> None:
     [port] = pick_ports(1)
     ports_module._claims.pop(port).close()
     argv = [sys.executable, "-c", PICKS.format(port)]
@@ -63,7 +63,7 @@ def test_a_forked_child_has_nothing_of_what_its_parent_picked() -> None:
     subprocess.run([sys.executable, "-c", FORKS.format(port)], check=True, timeout=120)
 
 
-def test_a_server_that_listens_when_its_starter_ends_keeps_its_port(
+def test_server_listening_as_its_starter_ends_keeps_its_port(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The starter's name is free again between a look at the port and a look at the name."""

@@ -70,7 +70,7 @@ def _read_when_there(path: Path) -> str:
     return wait_for(lambda: path.exists() and path.read_text(), str(path), 60.0, poll_s=0.01)
 
 
-def test_child_leads_its_session_and_is_known_by_more_than_its_pid(tmp_path: Path) -> None:
+def test_spawned_child_leads_session_and_is_known_beyond_pid(tmp_path: Path) -> None:
     record = _start(tmp_path, "import time; time.sleep(600)")
     try:
         assert is_alive(record)
@@ -84,7 +84,7 @@ def test_child_leads_its_session_and_is_known_by_more_than_its_pid(tmp_path: Pat
     assert identify(record.pid) is None
 
 
-def test_child_gets_environment_directory_private_files_and_a_working_sigint(
+def test_spawned_child_gets_env_cwd_private_files_and_sigint(
     tmp_path: Path,
 ) -> None:
     # The parent ignores SIGINT, as every background job of a shell does.
@@ -120,7 +120,7 @@ def test_child_gets_environment_directory_private_files_and_a_working_sigint(
     assert (tmp_path / "made").stat().st_mode & 0o077 == 0
 
 
-def test_fault_row_20_stop_reaches_grandchildren_in_sessions_of_their_own(tmp_path: Path) -> None:
+def test_fault_row_20_stop_reaches_grandchildren_in_own_sessions(tmp_path: Path) -> None:
     record = _start(
         tmp_path,
         """

@@ -127,7 +127,7 @@ def test_two_users_share_a_server_and_the_last_one_ends_it(home: Path) -> None:
     assert _processes(home) == []
 
 
-def test_a_command_that_is_interrupted_while_it_ends_its_server_leaves_no_record(
+def test_command_interrupted_in_server_stop_leaves_no_record(
     home: Path,
 ) -> None:
     leaving = """

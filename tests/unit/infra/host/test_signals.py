@@ -77,7 +77,7 @@ def _let_go_on(process: subprocess.Popen[str], num_times: int = 1) -> None:
         pytest.param("SlowToSerialize().model_dump()", "serializing\n", id="pydantic-replaces-it"),
     ],
 )
-def test_a_signal_whose_exception_gets_lost_ends_the_command_all_the_same(
+def test_signal_ends_the_command_even_if_its_exception_is_lost(
     number: signal.Signals, code: int, body: str, line: str
 ) -> None:
     process = _start(PROGRAM % body)
@@ -117,7 +117,7 @@ HELD_BACK = """
 
 @ENDS
 @pytest.mark.parametrize("num_signals", [1, 2])
-def test_what_is_not_to_be_interrupted_is_done_whole_and_then_the_command_ends(
+def test_uninterruptible_section_completes_then_command_ends(
     number: signal.Signals, code: int, num_signals: int
 ) -> None:
     process = _start(PROGRAM % HELD_BACK)
@@ -166,7 +166,7 @@ def test_a_signal_in_the_middle_of_an_import_waits_for_it() -> None:
 
 
 @ENDS
-def test_a_signal_that_comes_while_python_ends_does_not_change_the_exit_code(
+def test_signal_during_interpreter_exit_keeps_the_exit_code(
     number: signal.Signals, code: int
 ) -> None:
     process = _start(PROGRAM % "pass")

@@ -24,7 +24,7 @@ sum(1 for _ in iter(int, 1))  # never gives the interpreter back for long
 """
 
 
-def test_each_process_below_a_directory_adds_its_stacks_or_is_told_otherwise(
+def test_each_process_under_a_directory_reports_stacks_or_status(
     tmp_path: Path,
 ) -> None:
     logs = [tmp_path / "ranks" / f"rank-{rank}.log" for rank in range(3)]

@@ -69,7 +69,7 @@ def request(place: Path) -> StageRequest:
     return StageRequest(PromoteStageConfig(promote=PromoteConfig()), {"reward": reward}, 0)
 
 
-def test_installed_packages_count_by_version_and_edited_ones_by_their_modules(place: Path) -> None:
+def test_packages_count_by_version_and_edited_ones_by_modules(place: Path) -> None:
     found = imported_code([place / "user/reward.py"])
     assert list(found.sources) == ["my_core", "my_rewards", "my_rewards.parts"]
     assert found.distributions == ("numpy", "wheeled")
@@ -79,9 +79,7 @@ def test_installed_packages_count_by_version_and_edited_ones_by_their_modules(pl
     "edited",
     ["my_rewards/__init__.py", "my_rewards/parts.py", "my_core.py", "wheeled-2.dist-info/METADATA"],
 )
-def test_an_edit_is_another_stage_and_refused_by_a_job_of_the_old_one(
-    place: Path, edited: str
-) -> None:
+def test_edit_changes_the_stage_and_its_old_job_refuses_it(place: Path, edited: str) -> None:
     before = request(place)
     planned, libraries = before.fingerprint, before.libraries
     path = place / "site" / edited

@@ -31,7 +31,7 @@ class Api(RayApi):
     ("answers", "is_ours"),
     [([None], True), ([TAKEN], False), ([LOST, TAKEN], True), ([LOST, LOST, None], True)],
 )
-def test_fault_row_19_a_submission_that_arrived_is_ours_although_its_answer_was_lost(
+def test_fault_row_19_arrived_submission_is_ours_without_answer(
     answers: list[Exception | None], is_ours: bool
 ) -> None:
     cluster = Cluster("http://127.0.0.1:1", None, started=False, home=None, api=Api(*answers))

@@ -18,7 +18,7 @@ sys.exit(7)
 
 
 @pytest.mark.parametrize(("num_long", "num_starts"), [(0, 3), (2, 4)])
-def test_a_program_is_given_up_once_it_ends_too_often_without_having_settled(
+def test_program_ending_too_often_unsettled_is_given_up(
     tmp_path: Path,
     num_long: int,
     num_starts: int,

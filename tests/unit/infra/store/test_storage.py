@@ -252,9 +252,7 @@ def test_a_moved_store_still_answers(store: Storage, tmp_path: Path) -> None:
     assert moved.local_copy(artifact) == Path(committed.artifact.uri)
 
 
-def test_bad_input_row_30_fetch_of_external_input_notices_a_change(
-    store: Storage, tmp_path: Path
-) -> None:
+def test_bad_input_row_30_changed_external_input_is_noticed(store: Storage, tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text("{}\n")
     artifact = external_artifact(path)
@@ -289,7 +287,7 @@ def bytes_read() -> int:
     return int(lines[0].removeprefix("rchar: "))
 
 
-def test_looking_up_and_publishing_read_no_bytes_that_were_hashed(tmp_path: Path) -> None:
+def test_lookup_and_publish_read_no_already_hashed_bytes(tmp_path: Path) -> None:
     """An artifact of 20 GB, which a writer hashed while it wrote it."""
     uri = str(tmp_path / "store")
     store = open_storage(uri)

@@ -137,7 +137,7 @@ def tell_again(home: Path) -> None:
     ],
     ids=["two", "ten"],
 )
-def test_fault_row_29_one_that_was_killed_while_it_was_made_is_made_by_the_next(
+def test_fault_row_29_killed_creation_is_finished_by_the_next(
     tmp_path: Path, killed_at: tuple[int, ...]
 ) -> None:
     found = ends(tmp_path, *killed_at, 0)
@@ -147,7 +147,7 @@ def test_fault_row_29_one_that_was_killed_while_it_was_made_is_made_by_the_next(
 
 
 @pytest.mark.slow
-def test_fault_row_29_a_migration_that_was_killed_leaves_what_was_there(tmp_path: Path) -> None:
+def test_fault_row_29_killed_migration_keeps_the_old_database(tmp_path: Path) -> None:
     assert ends(tmp_path, 0) == [0]
     engine = create_sqlalchemy_engine_with_retry(f"sqlite:///{tmp_path}/mlflow.db")
     engine.dispose()
@@ -168,7 +168,7 @@ def test_fault_row_29_a_migration_that_was_killed_leaves_what_was_there(tmp_path
     assert run_names(tmp_path / "mlflow.db") == ["run"]
 
 
-def test_fault_row_29_one_that_holds_runs_of_others_is_refused_and_left(
+def test_fault_row_29_database_with_foreign_runs_is_left_alone(
     told_home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     database = told_home / "mlflow.db"
@@ -185,7 +185,7 @@ def test_fault_row_29_one_that_holds_runs_of_others_is_refused_and_left(
     assert "rename it" in line
 
 
-def test_fault_row_29_one_that_cannot_be_migrated_is_made_anew_and_told_everything(
+def test_fault_row_29_unmigratable_database_is_rebuilt_in_full(
     told_home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = spoil(told_home / "mlflow.db", OLDER)
@@ -252,7 +252,7 @@ def test_one_of_a_newer_mlflow_is_refused_and_left(tmp_path: Path) -> None:
     assert files(tmp_path) == ["mlflow.db"]
 
 
-def test_a_table_that_a_killed_migration_left_is_judged_by_its_name(tmp_path: Path) -> None:
+def test_leftover_table_of_a_killed_migration_is_known_by_name(tmp_path: Path) -> None:
     database = tmp_path / "mlflow.db"
     ensure_whole(database)
     lone = "ALTER TABLE latest_metrics RENAME TO _alembic_tmp_latest_metrics"

@@ -114,7 +114,7 @@ def context(dataset_input: Any) -> str:
     return tags["mlflow.data.context"]
 
 
-def test_who_reads_a_model_first_makes_the_one_that_its_maker_is_linked_to(home: Path) -> None:
+def test_model_logged_by_its_reader_is_linked_to_its_producer(home: Path) -> None:
     reader = tracker(home).open_run(TrackedRun("d" * 8, "merge", inputs={"policy": policy("2")}))
     maker = tracker(home).open_run(TrackedRun("e" * 8, "sft"))
     tracker(home).log_output(maker, TrackedOutput("sft", policy("2"), None, {}))

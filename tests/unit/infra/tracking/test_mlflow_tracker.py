@@ -58,7 +58,7 @@ def test_first_runs_that_start_together_make_one_schema(tmp_path: Path) -> None:
     assert [err for _, err in ended] == [""] * 3
 
 
-def test_fault_row_21_a_database_that_cannot_be_written_costs_one_line_and_no_row(
+def test_fault_row_21_unwritable_database_warns_and_loses_no_row(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
@@ -156,7 +156,7 @@ def test_mlflow_takes_what_a_metric_is_called(name: str) -> None:
     _validate_metric_name(metric_key(name))
 
 
-def test_the_first_question_to_an_embedded_database_is_asked_alone(tmp_path: Path) -> None:
+def test_initial_query_to_an_embedded_database_runs_alone(tmp_path: Path) -> None:
     """Findings IX 3: the first query makes the tables, and two at once break them."""
     tracker = MlflowTracker(TrackerSettings(tmp_path, f"sqlite:///{tmp_path}/mlflow.db"))
     with file_lock(tmp_path / "mlflow.db.lock", 5.0):

@@ -40,7 +40,7 @@ def decided(
     return STAGE.model_copy(update=update)
 
 
-def test_winners_losers_and_those_below_the_bar_get_what_they_deserve(world: World) -> None:
+def test_winner_and_loser_get_aliases_and_below_bar_gets_none(world: World) -> None:
     tracker = world.tracker
     first = decided(world, "a", 0.5, promoted=True)
     old = first.inputs["model"]
@@ -57,7 +57,7 @@ def test_winners_losers_and_those_below_the_bar_get_what_they_deserve(world: Wor
     assert tracker.incumbent("m", "champion") == Incumbent("3", better.inputs["model"], old)
 
 
-def test_a_decision_told_late_takes_nothing_from_a_later_champion(
+def test_late_decision_takes_no_alias_from_a_later_champion(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = decided(world, "a", 0.5, promoted=True)

@@ -83,7 +83,7 @@ def test_a_tracker_that_shows_no_output_is_told_the_rest(
     ]
 
 
-def test_samples_are_shown_when_their_stage_ends_and_no_more_than_can_be_looked_at(
+def test_samples_are_shown_at_stage_end_up_to_a_limit(
     world: World,
 ) -> None:
     world.train(*range(1, 20))
@@ -108,7 +108,7 @@ def sample(name: str) -> KeptSample:
     )  # fmt: skip
 
 
-def test_bad_input_row_47_a_tracker_that_was_down_at_the_first_call_gets_parent_and_stages(
+def test_bad_input_row_47_late_tracker_gets_parent_and_stages(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.tracker.away = True
@@ -141,7 +141,7 @@ def test_what_one_run_could_not_tell_the_next_contact_tells(world: World) -> Non
     assert list(world.ledger().pending()) == []
 
 
-def test_a_run_that_was_killed_ends_as_killed_and_its_stage_as_it_stands(world: World) -> None:
+def test_killed_run_ends_as_killed_and_its_stage_as_it_ended(world: World) -> None:
     world.train(1)
     for entry in (PARENT, STAGE):
         world.ledger().put(entry.model_copy(update={"owner": GONE}))
@@ -198,7 +198,7 @@ def test_an_answer_that_was_lost_doubles_nothing(world: World) -> None:
     assert world.seen()["metrics"] == losses(1, 2, 3)
 
 
-def test_a_process_killed_while_it_tells_leaves_the_rest_to_the_next(world: World) -> None:
+def test_process_killed_while_shipping_leaves_rest_to_the_next(world: World) -> None:
     world.train(*range(1, 200))
     code = f"""
         import os, signal
@@ -349,7 +349,7 @@ class Hanging:
         return self._then() if self._then else ""
 
 
-def test_fault_row_21_a_failure_is_one_line_and_costs_nobody_a_wait(
+def test_fault_row_21_failure_logs_one_line_and_blocks_nothing(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.tracker.away = True

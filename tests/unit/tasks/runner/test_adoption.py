@@ -123,7 +123,7 @@ def half_train(work: Work, old: StageRequest, *steps: int) -> None:
         (["hardware.device_kind=another"], "hardware.device_kind"),
     ],
 )
-def test_bad_input_row_38_layouts_and_memory_knobs_may_differ_and_are_named(
+def test_bad_input_row_38_layout_or_memory_change_can_be_adopted(
     work: Work, overrides: list[str], differs: str
 ) -> None:
     half_train(work, request(), 5, 10)
@@ -173,7 +173,7 @@ def test_another_algorithm_is_refused_by_its_field(work: Work, override: str, fi
         find_adoptable(work.storage, request(override, stage="1"))
 
 
-def test_other_data_another_seed_and_another_round_are_no_such_work(work: Work) -> None:
+def test_other_data_seed_or_round_is_not_adoptable(work: Work) -> None:
     half_train(work, request(), 5)
     with pytest.raises(ConfigError, match=r"^inputs.dataset: got eeeeeeeeeeee; need dddddddddddd"):
         find_adoptable(work.storage, request(dataset="e"))
@@ -185,7 +185,7 @@ def test_other_data_another_seed_and_another_round_are_no_such_work(work: Work) 
         find_adoptable(work.storage, request(stage="2"))
 
 
-def test_fault_row_26_an_edit_is_named_by_its_module_and_a_library_by_its_versions(
+def test_fault_row_26_diff_names_module_and_library_versions(
     work: Work, edit: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half_train(work, request(), 5)
@@ -198,7 +198,7 @@ def test_fault_row_26_an_edit_is_named_by_its_module_and_a_library_by_its_versio
     assert any(each.startswith("peft ") and each.endswith("-> 99") for each in found.differs)
 
 
-def test_the_new_work_begins_with_the_adopted_steps_and_tells_them_once(
+def test_new_work_starts_with_adopted_steps_and_logs_them_once(
     work: Work, edit: Callable[[], None]
 ) -> None:
     old = request()
@@ -233,7 +233,7 @@ def test_the_new_work_begins_with_the_adopted_steps_and_tells_them_once(
     assert sorted(path.name for path in channel.local_dir(0).parent.rglob("*")) == before
 
 
-def test_own_steps_that_were_begun_without_asking_are_left_behind(
+def test_own_steps_begun_without_adoption_are_left_behind(
     work: Work, edit: Callable[[], None]
 ) -> None:
     half_train(work, request(), 1, 2, 3)

@@ -89,7 +89,7 @@ def test_an_edited_algorithm_runs_rl_again_and_not_preprocess(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "library", ["math-verify", "latex2sympy2-extended", "sympy", "torch", "pillow"]
 )
-def test_another_version_of_what_computes_or_judges_is_another_stage(
+def test_compute_or_judge_library_version_changes_the_stage(
     library: str, storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Findings I 6: libraries that judge answers counted nowhere."""
@@ -107,7 +107,7 @@ def test_another_version_of_what_computes_or_judges_is_another_stage(
         identity.environment_of.cache_clear()
 
 
-def test_the_environment_of_replicas_counts_for_what_samples_and_for_nothing_else(
+def test_replica_environment_counts_only_for_sampling_stages(
     storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_environments, "ENVIRONMENTS_DIR", tmp_path / "envs")

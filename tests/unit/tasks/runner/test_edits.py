@@ -214,7 +214,7 @@ def counted_reads() -> Iterator[list[str]]:
     is_over.set()
 
 
-def test_no_file_is_read_again_for_the_next_stages_of_the_same_code(
+def test_no_file_is_reread_for_later_stages_of_the_same_code(
     pipelines: dict[str, Fingerprints],
 ) -> None:
     request = next(r for r in pipelines["fsdp2"].requests if r.config.stage == "rl_round")

@@ -37,7 +37,7 @@ from tasks.runner.recorder import RunPage
 from tasks.runner.submission import stop_followed
 
 
-def test_a_job_is_followed_to_its_commit_and_its_journal_is_passed_on(stage: Stage) -> None:
+def test_job_is_followed_to_commit_and_its_journal_forwarded(stage: Stage) -> None:
     def work() -> JobState:
         with stage.journal() as journal:
             journal.metrics(1, {"train/loss": 0.5})
@@ -58,7 +58,7 @@ def test_a_job_is_followed_to_its_commit_and_its_journal_is_passed_on(stage: Sta
     assert stage.said == [f"submitted {name}"]
 
 
-def test_a_stage_whose_log_was_collected_is_submitted_to_the_same_cluster_again(
+def test_stage_with_collected_log_is_resubmitted_to_same_cluster(
     stage: Stage, tmp_path: Path
 ) -> None:
     """A cluster knows the names of finished jobs for as long as its head lives."""
@@ -93,7 +93,7 @@ def test_fault_row_27_history_is_not_told_again_when_attaching(stage: Stage) -> 
     assert stage.said[1] == "attached to another-a0"
 
 
-def test_what_the_job_of_the_stage_before_goes_on_with_is_followed_by_that_jobs_name(
+def test_continued_stage_is_followed_under_previous_job_name(
     stage: Stage,
 ) -> None:
     stage.hold(ray_job="sft-a0")
@@ -120,7 +120,7 @@ def test_what_the_job_of_the_stage_before_goes_on_with_is_followed_by_that_jobs_
 @pytest.mark.parametrize(
     "error", [StoreUnreachableError("no answer"), ArtifactCorruptError("00001.json: not JSON")]
 )
-def test_a_stage_that_cannot_be_read_keeps_no_other_of_a_cancelled_run_alive(
+def test_unreadable_stage_does_not_block_cancelling_the_others(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     stage.hold(ray_job="sft-a0")
@@ -184,7 +184,7 @@ def test_what_our_job_went_on_with_is_told_from_its_beginning(
         (False, 1, "-a1-.* was killed"),
     ],
 )
-def test_a_failure_before_anyone_looked_is_told_if_our_job_failed(
+def test_failure_before_following_is_reported_if_job_was_ours(
     stage: Stage, ours: bool, exit_code: int, told: str
 ) -> None:
     stage.hold(ray_job="sft-a0")
@@ -253,9 +253,7 @@ def test_a_job_without_memory_is_told_with_what_needs_less(
 
 
 @pytest.mark.parametrize("code", [137, -9])
-def test_fault_row_24_a_killed_job_says_so_and_the_next_attempt_gets_a_new_number(
-    stage: Stage, code: int
-) -> None:
+def test_fault_row_24_kill_is_reported_and_retry_has_new_number(stage: Stage, code: int) -> None:
     """As the kernel kills for want of memory; -9 is how Ray tells it."""
     said = rf"was killed .exit code {code}; out of memory\?.*\n    the last line"
     first = Jobs(lambda: JobState.FAILED, code)
@@ -289,7 +287,7 @@ def test_a_lost_head_is_no_verdict_while_the_job_beats(stage: Stage) -> None:
         assert stage.follow(Jobs(status)).stage == "promote"
 
 
-def test_a_late_starter_looks_at_the_store_before_it_begins_another_attempt(stage: Stage) -> None:
+def test_late_starter_checks_the_store_before_a_new_attempt(stage: Stage) -> None:
     stage.hold()
     stage.commit()
     jobs = Jobs(lambda: None)

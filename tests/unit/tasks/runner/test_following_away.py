@@ -147,7 +147,7 @@ def test_a_store_that_is_away_for_a_moment_ends_no_run(
     assert len(said) == 1
 
 
-def test_a_store_that_stays_away_ends_the_run_after_its_deadline_and_leaves_the_job(
+def test_unreachable_store_ends_run_at_deadline_but_leaves_job(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(following, "STORE_AWAY_S", 0.5)

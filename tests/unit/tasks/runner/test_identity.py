@@ -88,7 +88,7 @@ def test_an_evaluation_after_training_is_that_of_its_own_request(
         assert (told.spec.sources, told.spec.libraries) == (own.sources, own.libraries)
 
 
-def test_a_stage_that_needs_other_places_is_left_to_a_job_of_its_own(
+def test_stage_needing_other_places_runs_in_its_own_job(
     storage: LocalStorage, tmp_path: Path
 ) -> None:
     """The process of the stage before would hold its own place and wait for those of replicas."""

@@ -53,7 +53,7 @@ def test_another_incumbent_is_another_decision_and_nothing_else(
     assert ran == ["evaluate_incumbent", "promote"]
 
 
-def test_a_plan_shows_the_incumbent_before_the_candidate_is_known(
+def test_incumbent_is_in_the_plan_before_candidate_is_known(
     storage: LocalStorage, tmp_path: Path
 ) -> None:
     (tmp_path / "old").mkdir()

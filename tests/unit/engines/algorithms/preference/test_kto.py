@@ -85,7 +85,7 @@ def batch(make_pairs: Callable[..., TokenBatch]) -> TokenBatch:
     return TokenBatch(pairs.input_ids_T, pairs.cu_seqlens, pairs.columns, rows=pairs.rows)
 
 
-def test_the_reference_point_is_the_mean_over_trained_answers_of_all_ranks(
+def test_reference_point_averages_trained_answers_of_all_ranks(
     batch: TokenBatch,
 ) -> None:
     """Also of a rank whose sequences are there for company alone."""
@@ -106,7 +106,7 @@ def test_the_reference_point_is_the_mean_over_trained_answers_of_all_ranks(
     assert all(each == found[0] for each in found)
 
 
-def test_the_reference_point_is_not_below_0_and_not_a_number_stays_seen(batch: TokenBatch) -> None:
+def test_reference_point_is_clamped_at_zero_and_keeps_nan(batch: TokenBatch) -> None:
     objective = KtoObjective(KtoOptions())
     low = batch.with_rows(**{MISMATCH: -batch.rows[MISMATCH].abs()})
     assert objective.extras(low, lambda own_N: own_N.double())[Z0] == 0.0

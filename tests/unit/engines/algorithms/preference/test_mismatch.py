@@ -41,7 +41,7 @@ def test_the_next_answer_is_to_another_prompt_where_there_is_one() -> None:
     assert exchanged(sequences[:1]) == [[1, 50]]
 
 
-def test_a_taste_that_asks_no_prompt_moves_the_reference_point_by_nothing() -> None:
+def test_prompt_independent_preference_keeps_reference_point() -> None:
     """Of pairs, a policy that likes every good answer by as much as it dislikes every bad one."""
     sequences = [([n], [50 + good]) for n in range(1, 7) for good in (1, 0)]
     likes = {50: -2.0, 51: 2.0}
@@ -93,7 +93,7 @@ def test_prompts_stay_and_each_answer_is_given_once(sequences: list[Sequence]) -
         assert num_own[prompt] == max(0, 2 * num - len(asked))
 
 
-def test_a_whole_step_is_needed_and_columns_of_other_tokens_do_not_come_along() -> None:
+def test_mismatched_batch_drops_columns_of_other_tokens() -> None:
     batch = batch_of([([1], [50]), ([2], [60])]).with_columns(ref_logprobs=torch.ones(4))
     found = mismatched(batch, 64)
     assert set(found.columns) == {"loss_mask"}

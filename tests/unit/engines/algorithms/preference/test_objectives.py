@@ -148,7 +148,7 @@ def test_metrics_are_means_over_the_pairs_that_count(make_pairs: MakePairs) -> N
     assert found.loss.item() == pytest.approx(wanted["preference/loss"] / NUM_COUNTED)
 
 
-def test_untrained_tokens_have_no_gradient_and_their_numbers_do_not_count(
+def test_untrained_tokens_have_no_gradient_or_effect_on_loss(
     make_pairs: MakePairs,
 ) -> None:
     batch = numbered(make_pairs(SIZES, 1))
@@ -175,7 +175,7 @@ def test_a_policy_that_is_its_reference_is_right_by_half(make_pairs: MakePairs) 
     assert found.metrics["preference/margin"].item() == 0.0
 
 
-def test_small_log_ratios_beside_a_large_one_are_not_lost_in_a_float32_step() -> None:
+def test_small_log_ratios_survive_next_to_a_large_one_in_float32() -> None:
     """8192, and 3,999 times 1/8192: a float32 next to 8192 lies 8/8192 away."""
     num_tokens, small = 4000, 2.0**-13
     masks = [[0.0] + [1.0] * num_tokens] * 2

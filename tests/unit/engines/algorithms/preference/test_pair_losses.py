@@ -83,7 +83,7 @@ def test_sigmoid_by_hand() -> None:
     assert found.loss_P.tolist() == pytest.approx([0.8 * math.log(4 / 3) + 0.2 * math.log(4)])
 
 
-def test_the_likelihood_of_what_is_chosen_beside_the_comparison_by_hand() -> None:
+def test_sigmoid_loss_with_chosen_likelihood_term_by_hand() -> None:
     """Log-ratios 2 ln 3 and 0, log pi of the chosen one -6 over 3 tokens: log(4/3) + 0.5 * 2."""
     sums = ([2 * LN_3], [0.0])
     chosen, rejected = (

@@ -23,7 +23,7 @@ def stream(order: ResumableOrder | BandedOrder, first: int, last: int) -> list[i
 
 @settings(max_examples=60)
 @given(_DIFFICULTY, st.integers(1, 30), st.integers(0, 2**63))
-def test_every_epoch_goes_from_easy_to_difficult_and_holds_every_row_once(
+def test_each_epoch_ascends_in_difficulty_and_visits_rows_once(
     difficulty: tuple[float, ...], batch_size: int, seed: int
 ) -> None:
     order = ascending(difficulty, batch_size, seed)
@@ -34,7 +34,7 @@ def test_every_epoch_goes_from_easy_to_difficult_and_holds_every_row_once(
         assert [difficulty[row] for row in chunk] == sorted(difficulty)
 
 
-def test_equally_difficult_rows_are_visited_in_another_order_in_every_epoch() -> None:
+def test_equally_difficult_rows_are_reshuffled_each_epoch() -> None:
     order = ascending((1.0,) * 30 + (0.0,), 31, 0)
     first, second = order.batch(0), order.batch(1)
     assert first[0] == second[0] == 30
@@ -51,7 +51,7 @@ def banded(batch_size: int, seed: int, difficulty: tuple[float, ...]) -> BandedO
 
 @settings(max_examples=60)
 @given(_DIFFICULTY, st.integers(1, 12), st.integers(0, 2**63))
-def test_a_band_opens_with_its_step_and_no_row_is_lost_after_the_last(
+def test_band_opens_at_its_step_and_the_last_loses_no_row(
     difficulty: tuple[float, ...], batch_size: int, seed: int
 ) -> None:
     order = banded(batch_size, seed, difficulty)

@@ -46,7 +46,7 @@ def test_patterns_by_hand(parts: tuple[int, ...], pattern: list[int]) -> None:
 
 @settings(max_examples=60)
 @given(_PARTS)
-def test_after_every_row_each_source_gave_its_share_to_within_one(parts: tuple[int, ...]) -> None:
+def test_each_prefix_keeps_source_shares_within_one_row(parts: tuple[int, ...]) -> None:
     pattern = source_pattern(parts).tolist()
     for source, part in enumerate(parts):
         given_rows = accumulate(each == source for each in pattern)
@@ -62,7 +62,7 @@ def test_after_every_row_each_source_gave_its_share_to_within_one(parts: tuple[i
     st.integers(1, 9),
     st.integers(0, 2**63),
 )
-def test_every_source_is_visited_by_one_permutation_after_the_other(
+def test_each_source_is_visited_in_successive_permutations(
     sources: list[tuple[int, int]], batch_size: int, seed: int
 ) -> None:
     num_rows = tuple(rows for rows, _ in sources)

@@ -71,7 +71,7 @@ def test_steps_asked_in_any_order_are_those_asked_in_sequence(
     # Each of 2,000 rows once or twice; of bands, three sets of open rows.
     [(shuffled, 2), (mixed, 2 * NUM_SOURCES), (ascending, 4), (banded, 3 * 2)],
 )
-def test_a_hundred_batches_sort_and_walk_through_the_rows_a_few_times(
+def test_hundred_batches_need_few_sorts_and_row_scans(
     make: Make, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order, calls, size = make(2_000, 8, 0), Counter[str](), 2_000 // NUM_SOURCES

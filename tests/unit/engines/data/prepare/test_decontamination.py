@@ -77,7 +77,7 @@ def test_texts_shorter_than_a_run_count_by_all_of_their_words() -> None:
     assert kinds(*three) == ["exact"]
 
 
-def test_the_same_words_with_another_operator_are_another_problem() -> None:
+def test_same_words_with_another_operator_do_not_match() -> None:
     index = EvaluationIndex({"sums": ["What is 31 + 44?"]})
     assert list(index.shared("what is 31+44"))
     for other in ("What is 31 * 44?", "What is 31 - 44?", "What is 31 + 4.4?"):

@@ -160,7 +160,7 @@ def conversation(*said: str) -> SFTRow:
 CAPITALS = ("France", "Italy", "Chad", "Peru", "Ghana", "Nepal", "Chile", "Laos", "Oman")
 
 
-def test_a_prompt_is_found_whole_and_no_answer_equals_what_a_template_leaves() -> None:
+def test_whole_prompt_leaks_but_a_bare_answer_does_not() -> None:
     asked = [rl(f"What is the capital of {country}?") for country in CAPITALS]
     training = [
         conversation("what is the capital of   france", "Paris"),
@@ -194,7 +194,7 @@ def test_an_answer_that_is_a_whole_prompt_is_a_leak() -> None:
     assert [(leak.row, leak.kind) for leak in report.leaks] == [(0, "exact")]
 
 
-def test_a_prompt_that_is_nothing_but_the_template_of_others_makes_none_of_them_alike() -> None:
+def test_template_only_prompt_matches_only_an_identical_prompt() -> None:
     begins = "Write down every step of your way to the answer of this problem"
     held_out = [rl(begins), *(rl(f"{begins} {place} + {place}") for place in range(9))]
     training = [rl(f"{begins} seven hens", "a"), rl("free", "a"), rl(begins, "a")]
@@ -204,7 +204,7 @@ def test_a_prompt_that_is_nothing_but_the_template_of_others_makes_none_of_them_
     ]
 
 
-def test_a_short_problem_is_found_inside_a_text_together_with_its_template() -> None:
+def test_short_problem_is_found_inside_text_with_its_template() -> None:
     asked = "Answer the following question in one word please: what is the capital of"
     held_out = [rl(f"{asked} {country}?") for country in CAPITALS]
     training = [
@@ -233,7 +233,7 @@ def test_the_problems_of_suites_are_held_out_too(tmp_path: Path) -> None:
     assert str(caught.value).startswith("suites.hard.data: 1 eval prompt occurs in train (first: ")
 
 
-def test_shorter_prompts_are_looked_for_from_their_least_length_on() -> None:
+def test_prompts_leak_only_from_min_words_on() -> None:
     training = {"sft": [SFTRow((Message("user", "q"), Message("assistant", "so a b c d e f.")))]}
     training["sft"].append(SFTRow((Message("user", "q"), Message("assistant", "no"))))
     for min_words, num_leaked in ((4, 1), (5, 1), (6, 0)):

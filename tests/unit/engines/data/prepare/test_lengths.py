@@ -115,9 +115,7 @@ def test_images_of_dropped_rows_are_left_out(tmp_path: Path, model: Path) -> Non
     assert build(tmp_path / "out", model, data).num_images is None
 
 
-def test_a_model_of_which_nothing_is_known_leaves_them_to_the_stage_that_samples(
-    tmp_path: Path, model: Path
-) -> None:
+def test_unknown_model_defers_image_prompt_lengths_to_sampling(tmp_path: Path, model: Path) -> None:
     source = write(tmp_path / "t.parquet", list(rows()))
     data = DataConfig(rl=(source,), max_prompt_length=5)
     summary = build(tmp_path / "out", model, data, sees=False, template="{{ 'x=' }}")

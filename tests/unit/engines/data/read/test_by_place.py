@@ -18,7 +18,7 @@ def test_places_slices_and_ends() -> None:
             items[place]
 
 
-def test_an_item_is_made_each_time_it_is_asked_for_and_iterating_goes_through_once() -> None:
+def test_each_item_is_made_per_access_and_once_per_iteration() -> None:
     made: list[int] = []
     items = Made((1, 2, 3), lambda number: made.append(number) or -number)
     assert (len(items), made) == (3, [])

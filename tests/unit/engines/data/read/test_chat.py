@@ -109,7 +109,7 @@ def test_training_and_rollout_see_one_prompt(
     assert tokenizer.decode(rendered.input_ids[: len(prompt)]) == prompt_text(tokenizer, chat[:-1])
 
 
-def test_a_template_that_rewrites_the_past_needs_generation_blocks(directory: Path) -> None:
+def test_history_rewriting_template_needs_generation_blocks(directory: Path) -> None:
     chat = [USER, Message("assistant", "a=b"), USER, Message("assistant", "c=a")]
     with pytest.raises(
         ConfigError, match=r"model\.chat_template: renders earlier turns diff.*blocks"

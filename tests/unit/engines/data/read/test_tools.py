@@ -268,7 +268,7 @@ def test_a_template_that_drops_a_part_is_refused(directory: Path, template: str,
     assert trained_runs(tokenizer, plain) == ["x<|end|>"]
 
 
-def test_a_template_that_refuses_messages_without_a_part_writes_it(directory: Path) -> None:
+def test_template_that_rejects_partial_messages_still_renders(directory: Path) -> None:
     """As Mistral's, which wants turns to alternate but for calls and what they returned."""
     turns = (
         "{%- set ns = namespace(place=0) %}{%- for m in messages %}"
@@ -282,7 +282,7 @@ def test_a_template_that_refuses_messages_without_a_part_writes_it(directory: Pa
     assert render_prompts(tokenizer, [messages[:9]])[0]
 
 
-def test_whether_a_template_leaves_out_a_part_is_asked_once_a_conversation(
+def test_template_omissions_are_checked_once_per_conversation(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = DirectoryTokenizer.load(directory, CHATML)

@@ -12,7 +12,7 @@ from engines.jobs.process.policy_stage import policy_tokenizer, prompts_within
 from infra.errors import ConfigError
 
 
-def test_a_tokenizer_with_more_tokens_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
     train_tokenizer(TokenizerConfig(), ["0123456789"], tmp_path, max_length=32, chat_template=None)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100}), encoding="utf-8")
     num_tokens = len(policy_tokenizer(tmp_path))

@@ -41,7 +41,7 @@ def write_model(directory: Path, characters: str) -> Path:
     return directory / "model"
 
 
-def test_a_teacher_of_other_tokens_is_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_teacher_with_other_tokens_is_refused_before_the_run(tmp_path: Path) -> None:
     student = write_model(tmp_path / "student", "0123456789+= user assistant")
     other = write_model(tmp_path / "teacher", "abcdefghij+= user assistant")
     with pytest.raises(ConfigError, match="a teacher whose tokenizer has .* need one") as found:
@@ -67,7 +67,7 @@ def test_a_teacher_has_to_be_one_that_the_ranks_compute(tmp_path: Path) -> None:
     assert found.value.path == "rl.distillation.path"
 
 
-def test_a_teacher_that_its_engines_cannot_serve_is_refused_before_anything_runs(
+def test_teacher_unsupported_by_its_engine_is_refused_early(
     tmp_path: Path,
 ) -> None:
     student = write_model(tmp_path, "0123456789+= user assistant")
@@ -101,7 +101,7 @@ def write_reward_model(model: Path, model_type: str) -> Path:
 
 
 @pytest.mark.parametrize("num_rounds", [0, 1])
-def test_a_reward_model_has_to_be_one_that_whoever_holds_it_computes(
+def test_reward_model_unsupported_by_its_backend_is_refused(
     tmp_path: Path, num_rounds: int
 ) -> None:
     """In a round those are the ranks; an evaluation has a rank of its own for it, of fsdp2."""

@@ -17,7 +17,7 @@ from infra.errors import ConfigError
         ("judge, **_", "judge"),
     ],
 )
-def test_a_reward_with_other_arguments_needs_no_row_to_be_refused(
+def test_reward_with_wrong_signature_is_refused_without_a_row(
     tmp_path: Path, signature: str, said: str
 ) -> None:
     """Findings VIII 1: where the data is the hub's, there is no row to try it on."""

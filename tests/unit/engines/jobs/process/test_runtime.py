@@ -134,7 +134,7 @@ def test_other_libraries_than_planned_are_refused_by_name(spec: StageSpec) -> No
     assert "for 0.1" in ended.stderr
 
 
-def test_a_job_that_hangs_ends_itself_by_the_deadline_of_its_phase(spec: StageSpec) -> None:
+def test_hanging_job_ends_itself_at_its_phase_deadline(spec: StageSpec) -> None:
     runtime = {"heartbeat_s": 0.05, "progress_deadlines_s": {"publish": 2.0}}
     ended = run(spec, {"RLHF_FAULTS": "storage.before_publish=sleep:50"}, runtime=runtime)
     assert ended.returncode == 1

@@ -90,7 +90,7 @@ def test_a_woken_owner_ends_at_its_next_checkpoint(stage: Counting, saves: str) 
 
 
 @pytest.mark.slow
-def test_what_a_woken_owner_published_all_the_same_is_not_continued(stage: Counting) -> None:
+def test_step_saved_by_old_owner_after_takeover_is_ignored(stage: Counting) -> None:
     """It asked before the stage was taken over, and published afterwards."""
     stage.hold(0, OWNER)
     stage.run(0, OWNER, TAKEN_AFTER="5")

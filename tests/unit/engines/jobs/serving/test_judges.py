@@ -18,7 +18,7 @@ from engines.jobs.serving.frozen_models import MAX_READ_TOKENS, longest_read
         (131_072, 8_192, 8_192),
     ],
 )
-def test_a_reward_model_that_nobody_gave_a_length_reads_what_it_was_built_for(
+def test_reward_model_length_defaults_to_its_context_size(
     context: int | None, given: int | None, expected: int, tmp_path: Path
 ) -> None:
     config = {"model_type": "qwen3"}

@@ -160,7 +160,7 @@ def test_what_one_kept_another_finds_on_another_machine(
 
 
 @pytest.mark.parametrize("moment", ["sampling", "hold", "commit"])
-def test_a_repetition_of_one_that_was_killed_samples_only_what_was_not_kept(
+def test_repeat_of_a_killed_evaluation_samples_only_the_rest(
     stage: Callable[[str], Stage], moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(*_: Any) -> Any:
@@ -184,7 +184,7 @@ def test_a_repetition_of_one_that_was_killed_samples_only_what_was_not_kept(
     assert last.num_found == NUM_SAMPLED
 
 
-def test_one_that_is_asked_for_again_samples_all_and_so_does_its_repetition(
+def test_forced_evaluation_and_its_repeat_sample_everything(
     stage: Callable[[str], Stage],
 ) -> None:
     evaluation = stage("a")

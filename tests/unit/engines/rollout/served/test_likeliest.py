@@ -88,7 +88,7 @@ def ids_of(answers: list[PromptLogprobs]) -> list[list[list[int]]]:
     return [each.topk_ids_NK.tolist() for each in answers if each.topk_ids_NK is not None]
 
 
-def test_more_is_asked_for_only_where_tokens_that_may_not_be_taken_are_likely() -> None:
+def test_more_tokens_are_asked_for_only_if_barred_are_likely() -> None:
     library = Library()
     requests = [
         PromptRequest("any", (1, 2), num_top=3),
@@ -121,7 +121,7 @@ def test_what_the_library_cannot_say_is_refused(request_: PromptRequest, said: s
         asyncio.run(Library().prompt_logprobs([request_]))
 
 
-def test_a_library_that_is_silent_meets_the_deadline_and_the_others_are_given_up() -> None:
+def test_silent_library_times_out_and_cancels_other_requests() -> None:
     library = Library(delay_s=5.0, timeout_s=0.05)
 
     async def ask() -> None:

@@ -68,7 +68,7 @@ def test_a_call_of_generate_is_one_call_of_the_server() -> None:
     assert client.asked == [["0/0", "0/1"], ["1/0", "1/1"]]
 
 
-def test_nothing_is_sent_while_held_back_nor_what_was_cancelled_then() -> None:
+def test_held_back_samples_wait_and_cancelled_ones_are_not_sent() -> None:
     client = Scripted(lambda names: [*map(end, names)])
 
     async def main() -> None:
@@ -121,7 +121,7 @@ def test_close_ends_what_is_under_way() -> None:
     asyncio.run(main())
 
 
-def test_a_server_that_does_not_hear_of_an_abort_keeps_nobody_from_closing(
+def test_server_ignoring_an_abort_does_not_block_closing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Silent:

@@ -70,7 +70,7 @@ def answer(token_ids: tuple[int, ...] = (7, 8), **meta) -> dict[str, object]:
     return {"output_ids": list(token_ids), "meta_info": {**found, **meta}}
 
 
-def test_the_environment_can_join_the_same_cluster_and_holds_no_control_plane() -> None:
+def test_engine_environment_matches_ray_without_control_plane() -> None:
     own, core = pins("sglang.lock"), pins("core.lock")
     for package in ("ray", "xxhash", "pytest"):
         assert own[package] == core[package]
@@ -187,7 +187,7 @@ def test_an_abort_before_the_first_token_is_an_empty_completion() -> None:
     assert completion(aborted, nothing, EOS) == aborted.empty()
 
 
-def test_scores_at_other_temperatures_come_from_the_whole_vocabulary() -> None:
+def test_sglang_scores_at_other_temperatures_use_full_vocabulary() -> None:
     ids, logprobs = (0, 2, 1), torch.tensor([[0.1, 0.6, 0.3], [0.2, 0.3, 0.5]]).log()
     assert "token_ids_logprob" not in score_body(ids, 1.0, 3)
     assert score_body(ids, 0.7, 3)["token_ids_logprob"] == [0, 1, 2]
@@ -232,7 +232,7 @@ def arguments(hf_dir: Path, **options) -> dict[str, object]:
     return server_arguments(hf_dir, chosen, 4, "float32", CPUPlatform(), layout)
 
 
-def test_the_cache_holds_what_its_bytes_do_and_at_least_one_sample(hf_dir: Path) -> None:
+def test_kv_cache_size_follows_its_bytes_and_fits_one_sample(hf_dir: Path) -> None:
     token_bytes = 2 * 2 * 1 * 32 * 4
     given = arguments(hf_dir, kv_cache_bytes=100 * token_bytes, max_model_len=40)
     assert (given["max_total_tokens"], given["context_length"]) == (100, 40 + NUM_HELD_BACK)
@@ -245,7 +245,7 @@ def test_the_cache_holds_what_its_bytes_do_and_at_least_one_sample(hf_dir: Path)
 @pytest.mark.parametrize(
     ("new", "ending"), [([4, 7], None), ([7, 3, 5], (3, 4)), ([5], (5, 3)), ([2], None)]
 )
-def test_a_sample_ends_at_its_stop_tokens_and_not_at_the_end_of_a_tokenizer(
+def test_sample_ends_at_its_stop_tokens_not_at_tokenizer_eos(
     monkeypatch: pytest.MonkeyPatch, new: list[int], ending: tuple[int, int] | None
 ) -> None:
     module = ModuleType("sglang.srt.managers.schedule_batch")
@@ -329,7 +329,7 @@ except NotImplementedError as error:
     assert done.stdout == "sgl_kernel.some_kernel is a stand-in: it has no build for a CPU\n"
 
 
-def test_sglang_looks_at_a_prompt_from_the_token_before_those_that_are_asked_about() -> None:
+def test_sglang_scores_a_prompt_from_one_token_before_the_range() -> None:
     request = PromptRequest("a", (5, 6, 7, 8), 2, num_top=2)
     body = prompt_body(request, 2)
     assert (body["logprob_start_len"], body["top_logprobs_num"]) == (1, 2)

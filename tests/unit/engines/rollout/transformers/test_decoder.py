@@ -83,7 +83,7 @@ def test_it_computes_what_the_modules_compute(build_lab, architecture, changes) 
     ],
 )
 @pytest.mark.parametrize("context_length", [128, LIMIT])
-def test_its_angles_are_those_of_transformers_up_to_the_end_of_the_context(
+def test_rope_angles_match_transformers_to_the_end_of_context(
     build_lab, architecture: str, rope: str, context_length: int
 ) -> None:
     parameters = {"rope_type": rope, "rope_theta": 10_000.0, **ROPES[rope]}

@@ -187,7 +187,7 @@ def test_abort_of_everything_reaches_waiting_samples(long_lab):
     assert sorted(len(c.token_ids) > 0 for c in found.values()) == [False] * 4 + [True] * 2
 
 
-def test_abort_before_an_unrelated_request_does_not_reuse_its_prompt(long_lab):
+def test_aborted_prompt_is_not_reused_by_an_unrelated_request(long_lab):
     """A held prompt must never be taken for that of a later request."""
     engine = long_lab.engine(max_num_sequences=2)
 

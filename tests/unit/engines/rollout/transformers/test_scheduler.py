@@ -95,7 +95,7 @@ def test_versions_are_stamped_where_they_change() -> None:
     assert completion.logprobs.tolist() == [-1.0, -2.0, -3.0]
 
 
-def test_a_sample_behind_a_prefix_counts_it_and_hands_out_what_is_new() -> None:
+def test_prefixed_sample_counts_prefix_and_returns_new_tokens() -> None:
     request = RolloutRequest(
         "a", (1, 2), SamplingParams(4), (8, 9), prefixes=((), (4, 5)), sample_indices=(6, 3)
     )

@@ -57,7 +57,7 @@ def tokens_of(completions) -> list[tuple[str, int, tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("case", list(ARCHITECTURES))
-def test_logprobs_equal_a_teacher_forced_forward_before_and_after_an_update(case, build_lab):
+def test_engine_logprobs_match_teacher_forcing_around_an_update(case, build_lab):
     changes = {k: v for k, v in ARCHITECTURES[case].items() if v is not None}
     lab = build_lab("llama" if case.startswith("llama") else case.split("-")[0], **changes)
     engine = lab.engine()

@@ -137,7 +137,7 @@ def test_samples_are_of_the_model_and_of_their_images(
     assert generate(engine, [other])["r=0", 0] != found["r=0", 0]
 
 
-def test_samples_that_join_a_prompt_later_go_on_where_its_images_end(directory: Path) -> None:
+def test_late_samples_of_a_prompt_continue_after_its_images(directory: Path) -> None:
     """The prompt was computed once, for the first of them."""
     small = TransformersEngine(
         directory, RolloutConfig(max_num_sequences=3), "float32", CPUPlatform()

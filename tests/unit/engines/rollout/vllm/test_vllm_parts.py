@@ -54,7 +54,7 @@ def output(**changes) -> SimpleNamespace:
     return SimpleNamespace(**{**found, **changes})
 
 
-def test_the_environment_can_join_the_same_cluster_and_holds_no_control_plane() -> None:
+def test_engine_environment_matches_ray_without_control_plane() -> None:
     own, core = pins("vllm.lock"), pins("core.lock")
     assert own["ray"] == core["ray"]
     assert not {"prefect", "mlflow", "torchvision", "torchaudio", "triton"} & own.keys()
@@ -82,7 +82,7 @@ def test_temperatures_that_vllm_keeps(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.005, 2.1])
-def test_a_temperature_that_vllm_would_change_or_refuse_is_refused(temperature: float) -> None:
+def test_vllm_refuses_a_temperature_outside_its_range(temperature: float) -> None:
     with pytest.raises(RolloutError, match=f"temperature is {temperature}; .* 0.01 to 2.0"):
         check_temperature(sample(temperature).request)
 
@@ -157,7 +157,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Llm:
     return Llm([None, told(t6=-4.0, t9=-0.5, t2=-1.5), told(t7=-0.7, t1=-0.9)])
 
 
-def test_of_a_prompt_the_token_that_stands_there_is_no_likeliest_one_of_its_own(llm: Llm) -> None:
+def test_vllm_prompt_token_outside_top_k_is_not_listed(llm: Llm) -> None:
     request = PromptRequest("a", (5, 6, 7), 1, num_top=2)
     found = asyncio.run(prompt_rows(llm, request, 2, "prompt/0"))
     assert found.logprobs == [-4.0, -0.7]

@@ -122,7 +122,7 @@ def test_more_samples_than_a_float_can_count_draws_of() -> None:
 
 
 @given(_SAMPLES, st.randoms())
-def test_the_order_of_samples_does_not_count_and_all_samples_vote_at_n(samples, random) -> None:
+def test_maj_at_k_is_in_range_and_ignores_sample_order(samples, random) -> None:
     shuffled = random.sample(samples, len(samples))
     for k in {1, len(samples)}:
         found = maj_at_k([a for a, _ in samples], [c for _, c in samples], k)

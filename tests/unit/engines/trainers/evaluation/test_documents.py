@@ -111,7 +111,7 @@ def test_the_verdict_goes_by_what_the_harness_calls_better(
     assert metric_gain(much, much, ACC, 0.95, 0).verdict == "alike"
 
 
-def test_a_direction_is_found_by_task_and_metric_whatever_the_filter(tmp_path: Path) -> None:
+def test_metric_direction_is_found_by_task_and_metric_only(tmp_path: Path) -> None:
     tasks = {
         "a": {"higher_is_better": {"acc": True, "acc/of": False}},
         "a/b": {"higher_is_better": {"acc": False}},

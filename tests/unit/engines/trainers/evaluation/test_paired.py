@@ -73,7 +73,7 @@ def _score(of: random.Random) -> float:
     ("num_problems", "value", "least"),
     [(16, _verdict, 0), (200, _verdict, 5), (40, _score, 5)],
 )
-def test_a_thousand_ties_are_called_wins_no_more_often_than_stated(
+def test_thousand_ties_are_won_no_more_often_than_stated(
     num_problems: int, value: Callable[[random.Random], float], least: int
 ) -> None:
     """Two models that are equally good: 25 wins are stated; 45 are four deviations above."""
@@ -102,7 +102,7 @@ def test_equal_answers_are_no_win() -> None:
 
 
 @given(st.lists(st.floats(-2, 2), min_size=1, max_size=30))
-def test_the_order_of_problems_does_not_count_and_a_repetition_is_equal(
+def test_paired_gain_ignores_problem_order_and_is_repeatable(
     values: list[float],
 ) -> None:
     gain = paired_gain(values, 0.9, 3, 100)
@@ -130,7 +130,7 @@ def write(directory: Path, *rows: dict[str, Any]) -> Path:
     return directory
 
 
-def test_problems_are_matched_by_their_numbers_and_unscored_ones_left_out(tmp_path: Path) -> None:
+def test_problems_match_by_number_and_unscored_are_left_out(tmp_path: Path) -> None:
     now = write(tmp_path / "now", row(0, True), row(1, False), row(2, None), row(3, True))
     before = write(tmp_path / "before", row(3, False), row(1, True), row(2, True), row(0, True))
     assert differences_of(now, before, "accuracy") == [0, -1, 1]
@@ -191,14 +191,14 @@ def test_what_only_one_has_a_value_of_is_not_compared(tmp_path: Path) -> None:
     assert differences_of(now, before, "accuracy") == []
 
 
-def test_a_problem_counts_for_pass_at_k_if_enough_samples_were_scored() -> None:
+def test_pass_at_k_of_a_problem_needs_enough_scored_samples() -> None:
     samples = [answer(True), answer(False), answer(None), answer(False)]
     # Of the 3 pairs of the 3 scored samples, one holds no right one.
     assert problem_value({"samples": samples}, "pass@2") == pytest.approx(2 / 3)
     assert problem_value({"samples": samples}, "pass@4") is None
 
 
-def test_votes_and_means_of_samples_decide_where_each_sample_says_its_answer() -> None:
+def test_maj_at_k_needs_every_sample_answer_but_avg_at_k_none() -> None:
     said = [answer(True, answer="4"), answer(True, answer="4"), answer(False, answer="5")]
     assert problem_value({"samples": said}, "maj@3") == 1.0
     assert problem_value({"samples": said}, "avg@3") == pytest.approx(2 / 3)

@@ -133,7 +133,7 @@ def test_ties_are_called_wins_no_more_often_than_stated(
 
 
 @pytest.mark.parametrize("confidence", CONFIDENCES)
-def test_where_no_two_sums_are_equal_the_level_is_met_and_not_merely_kept(
+def test_win_rate_reaches_the_stated_level_without_equal_sums(
     confidence: float,
 ) -> None:
     """A comparison that never finds anything would keep every level."""

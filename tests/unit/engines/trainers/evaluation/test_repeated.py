@@ -28,7 +28,7 @@ def test_sums_by_hand() -> None:
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=200), st.sampled_from([0.8, 0.95]))
-def test_where_every_problem_stands_once_it_is_wilsons_to_the_bit(
+def test_interval_of_unrepeated_problems_is_exactly_wilson(
     verdicts: list[bool], confidence: float
 ) -> None:
     found = share_interval(sums_by_problem(enumerate(verdicts)), confidence)
@@ -36,7 +36,7 @@ def test_where_every_problem_stands_once_it_is_wilsons_to_the_bit(
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=30), st.integers(1, 7))
-def test_a_bootstrap_of_equal_numbers_of_copies_is_that_of_problems(
+def test_bootstrap_of_equal_copies_matches_that_of_problems(
     values: list[float], num_copies: int
 ) -> None:
     rows = [(problem, value) for problem, value in enumerate(values) for _ in range(num_copies)]

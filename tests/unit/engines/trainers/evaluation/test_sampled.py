@@ -77,7 +77,7 @@ def test_a_bootstrap_repeats_and_holds_its_mean(
     assert min(values) - 1e-12 <= low <= fmean(values) <= high <= max(values) + 1e-12
 
 
-def test_verdicts_have_wilsons_interval_and_other_values_a_bootstrap() -> None:
+def test_verdicts_get_wilson_interval_and_other_values_bootstrap() -> None:
     low, high = wilson_interval(3, 4, 0.95)
     assert estimate([*enumerate([1.0, 1.0, 0.0, 1.0])], 0.95, 0) == Estimate(0.75, low, high, 4)
     values = [1.0, 0.5, 0.0, 1.0]
@@ -113,7 +113,7 @@ def test_metrics_over_problems() -> None:
     assert sampled_metrics([], (1,), 0.95, 0) == {}
 
 
-def test_a_sample_without_an_answer_casts_no_vote_and_one_that_is_not_said_ends_the_vote() -> None:
+def test_empty_answer_casts_no_vote_and_none_removes_maj_at_k() -> None:
     found = sampled_metrics([("a", samples(("1", True, 1.0), ("", False, 0.0)))], (2,), 0.95, 0)
     assert found["maj@2"].mean == 1.0, "one vote of two samples"
     unsaid = samples((None, True, 1.0), ("2", False, 0.0))

@@ -142,7 +142,7 @@ def test_held_out_pairs_are_told_apart_in_the_end(
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "kto"])
-def test_a_killed_attempt_ends_bitwise_where_an_unbroken_one_does(
+def test_killed_attempt_ends_bitwise_equal_to_an_unbroken_one(
     train: Callable[..., Attempt], tmp_path: Path, loss: str
 ) -> None:
     unbroken = train(tmp_path / "unbroken", loss)
@@ -207,7 +207,7 @@ def test_a_row_twice_in_a_batch_is_two_units(
     torch.testing.assert_close(batch.rows["margin"], torch.zeros(4, dtype=torch.float64))
 
 
-def test_what_a_reference_says_is_asked_of_the_weights_of_the_start(
+def test_reference_logprobs_come_from_the_initial_weights(
     train: Callable[..., Attempt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
@@ -238,7 +238,7 @@ def side(prompt: int, answer: int) -> RenderedConversation:
         ("kto", True, 26),
     ],
 )
-def test_what_a_micro_batch_has_to_hold_is_known_before_a_model_loads(
+def test_micro_batch_requirement_is_known_before_model_loads(
     loss: str, held_out: bool, expected: int
 ) -> None:
     """A pair as one; an answer by itself as the longest prompt with the longest answer."""

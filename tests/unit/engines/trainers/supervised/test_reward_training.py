@@ -94,7 +94,7 @@ def test_held_out_pairs_are_told_apart_in_the_end(run: Run) -> None:
     assert run.trained.after["pair_margin"] > 0
 
 
-def test_the_exported_model_scores_in_transformers_as_in_the_engine(
+def test_exported_reward_model_scores_match_in_transformers(
     run: Run, tiny_model: Path, tmp_path: Path
 ) -> None:
     last = {side.input_ids[-1] for pair in run.held_out for side in (pair.chosen, pair.rejected)}

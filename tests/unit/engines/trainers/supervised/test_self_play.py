@@ -44,7 +44,7 @@ def test_a_conversation_asks_for_its_first_answer() -> None:
     assert [as_prompt(row) for row in rows] == [ROW, ROW]
 
 
-def test_an_answer_that_was_cut_is_blank_or_was_not_scored_is_in_no_pair() -> None:
+def test_truncated_blank_or_unscored_answer_forms_no_pair() -> None:
     completions = [
         completion("3"), completion("4", "length"), completion(" "), completion("5"),
     ]  # fmt: skip
@@ -53,7 +53,7 @@ def test_an_answer_that_was_cut_is_blank_or_was_not_scored_is_in_no_pair() -> No
     assert [*own_answers(completions, scores, decoded)] == [OwnAnswer("3", 0.5)]
 
 
-def test_spin_prefers_the_answer_of_the_data_to_the_first_other_one() -> None:
+def test_spin_prefers_data_answer_over_first_different_answer() -> None:
     answers = [OwnAnswer("2"), OwnAnswer(" 2\n"), OwnAnswer("3"), OwnAnswer("4")]
     assert spin_pair(ROW, answers) == PreferenceRow(PROMPT, "2", "3", "sums")
     assert spin_pair(ROW, answers[:2]) is None

@@ -195,7 +195,7 @@ def tensors_of(checkpoint: Path, part: str) -> dict[str, torch.Tensor]:
     return {name.removeprefix(part): reader.read(name) for name in names}
 
 
-def test_what_is_committed_is_the_average_and_steps_are_the_weights(
+def test_commit_holds_the_average_and_steps_hold_the_weights(
     train: Callable[..., Attempt], tiny_model: Path, tmp_path: Path
 ) -> None:
     ema = EmaConfig(decay=0.75, use_warmup=False)

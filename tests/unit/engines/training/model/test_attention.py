@@ -109,7 +109,7 @@ def test_what_would_be_wrong_is_refused(
         ("nemotron", {}, "NemotronAttention is not told where packed sequences end"),
     ],
 )
-def test_what_a_configuration_tells_would_end_the_first_forward_pass(
+def test_every_refused_attention_config_fails_the_forward_pass(
     make_model: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
     model_type: str,

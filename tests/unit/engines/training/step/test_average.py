@@ -63,7 +63,7 @@ def test_it_is_torchs_own(decay: float) -> None:
         torch.testing.assert_close(own, other.detach(), rtol=0, atol=1e-7)
 
 
-def test_a_backend_that_keeps_none_is_refused_when_its_engine_is_made(
+def test_backend_without_averaging_refuses_ema_at_construction(
     qwen3_dir: Path,
 ) -> None:
     class WithoutAverage(FSDP2Engine):

@@ -71,7 +71,7 @@ def test_every_item_once_in_exactly_k_parts(costs: list[int], num_parts: int) ->
 
 
 @given(costs_strategy, st.integers(1, 8))
-def test_never_worse_than_greedy_nor_spread_wider_than_the_largest_item(
+def test_partition_is_no_worse_than_greedy_with_bounded_spread(
     costs: list[int], num_parts: int
 ) -> None:
     loads = sums(costs, balanced_partition(costs, num_parts))

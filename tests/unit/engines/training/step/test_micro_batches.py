@@ -54,14 +54,14 @@ def test_costs_are_balanced_under_the_token_budget() -> None:
     ]
 
 
-def test_equal_lengths_stand_together_and_more_parts_can_be_asked_for() -> None:
+def test_equal_lengths_group_together_and_min_num_is_honoured() -> None:
     assert plan_micro_batches([2, 9, 2, 9, 2, 9], 30) == [[0, 2, 4, 3], [1, 5]]
     assert sorted(map(len, plan_micro_batches([5] * 4, 100, min_num=3))) == [1, 1, 2]
     assert plan_micro_batches([5, 5], 100, min_num=3) == [[0], [1]]
     assert plan_micro_batches([], 8) == []
 
 
-def test_ranks_with_equally_many_micro_batches_meet_at_like_costs() -> None:
+def test_micro_batches_are_ordered_by_cost_to_align_the_ranks() -> None:
     plan = plan_micro_batches([3, 30, 4, 4], 30)
     assert [sum([3, 30, 4, 4][i] for i in part) for part in plan] == [11, 30]
 

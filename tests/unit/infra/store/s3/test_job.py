@@ -86,7 +86,7 @@ def test_a_job_on_another_machine_publishes_and_commits(
     "point",
     ["storage.before_manifest", pytest.param("storage.before_commit", marks=pytest.mark.slow)],
 )
-def test_a_job_that_is_killed_at_its_end_is_made_good_by_the_next(
+def test_job_killed_at_its_end_is_completed_by_the_next_one(
     store: S3Storage, spec: StageSpec, tmp_path: Path, point: str
 ) -> None:
     killed = run(store, spec, tmp_path, faults=f"{point}=kill")

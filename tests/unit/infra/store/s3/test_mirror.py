@@ -81,9 +81,7 @@ def test_two_threads_that_read_on_see_each_chunk_once(
     assert read == [b"one\ntwo\n"] * 2
 
 
-def test_beats_and_journal_reach_a_watcher_who_shares_no_directory(
-    uri: str, tmp_path: Path
-) -> None:
+def test_beats_and_journal_reach_watcher_without_shared_files(uri: str, tmp_path: Path) -> None:
     program = (
         "import sys, time\n"
         "from infra.store.heartbeat import Heartbeat\n"
@@ -178,7 +176,7 @@ def test_a_journal_that_lost_a_chunk_is_damaged(uri: str) -> None:
         JournalChunks(objects, ATTEMPT).read(0, None)
 
 
-def test_a_service_that_fails_for_a_while_costs_beats_and_nothing_else(
+def test_temporary_service_failure_costs_only_heartbeats(
     uri: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(mirror, "SHIP_EVERY_S", 0.05)
@@ -221,9 +219,7 @@ def test_what_a_woken_attempt_ships_late_does_not_count(
     assert [record.step for record in read_journal(heir, FINGERPRINT)[0]] == [1]
 
 
-def test_why_an_attempt_ended_is_told_although_its_journal_is_refused(
-    uri: str, proxy: FaultProxy
-) -> None:
+def test_attempt_error_is_reported_although_journal_is_refused(uri: str, proxy: FaultProxy) -> None:
     channel = S3Storage(uri).channel(FINGERPRINT)
     (channel.local_dir(0) / "journal.jsonl").write_bytes(b"one\n")
     proxy.fail(403, "PUT", "/journal/", times=99)

@@ -100,7 +100,7 @@ def test_fault_row_28_a_failure_that_passes_is_not_told(
 
 @pytest.mark.parametrize("action", ["lose answer", "cut request", 500, 409])
 @pytest.mark.parametrize("is_taken", [False, True])
-def test_fault_row_28_who_gets_no_answer_learns_whether_the_name_is_his(
+def test_fault_row_28_unanswered_create_learns_who_owns_the_name(
     objects: Objects, proxy: FaultProxy, action: Any, is_taken: bool
 ) -> None:
     objects.require_conditions()
@@ -148,7 +148,7 @@ def _claim_in_process(uri: str, number: int, start: Any, out: Any) -> None:
     out.put(won[0])
 
 
-def test_of_ten_processes_one_creates_a_name_though_answers_get_lost(
+def test_one_of_ten_processes_creates_a_name_if_answers_are_lost(
     objects: Objects, uri: str, proxy: FaultProxy
 ) -> None:
     proxy.fail("lose answer", "PUT", "entry", times=4)
@@ -166,7 +166,7 @@ def test_of_ten_processes_one_creates_a_name_though_answers_get_lost(
     assert sorted(outcomes) == [False] * 9 + [True]
 
 
-def test_a_service_that_ignores_conditions_is_refused_before_anything_is_held(
+def test_service_ignoring_conditions_is_refused_before_any_hold(
     objects: Objects, uri: str, proxy: FaultProxy
 ) -> None:
     proxy.fail("ignore condition", "PUT", times=99)
@@ -183,7 +183,7 @@ def test_a_service_that_ignores_conditions_is_refused_before_anything_is_held(
 
 
 @pytest.mark.parametrize("num_shown", [0, 1])
-def test_fault_row_28_who_sees_a_listing_of_before_holds_nothing_that_is_taken(
+def test_fault_row_28_stale_listing_cannot_hold_a_taken_entry(
     uri: str, monkeypatch: pytest.MonkeyPatch, num_shown: int
 ) -> None:
     fingerprint, first = "f" * 64, Holder(id="first", process="elsewhere")

@@ -100,7 +100,7 @@ def test_a_large_artifact_goes_up_in_parts_and_comes_down_whole(
         ("PUT", "manifest.json", "cut request"),
     ],
 )
-def test_fault_row_28_an_upload_that_is_cut_leaves_nothing_visible_and_is_made_good(
+def test_fault_row_28_cut_upload_stays_invisible_and_is_repaired(
     uri: str,
     objects: Objects,
     proxy: FaultProxy,
@@ -141,7 +141,7 @@ def test_equal_content_that_is_published_twice_is_sent_once(
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest", "no manifest"])
-def test_damage_is_told_and_what_shows_is_healed_by_publishing_again(
+def test_damage_is_reported_and_republish_repairs_visible_damage(
     uri: str,
     objects: Objects,
     tmp_path: Path,
@@ -223,7 +223,7 @@ def test_a_torn_part_of_a_download_is_fetched_again(
     ]
 
 
-def test_bytes_are_fetched_once_by_a_machine_and_verified_once_by_a_process(
+def test_bytes_are_fetched_per_machine_and_verified_per_process(
     uri: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = S3Storage(uri)
@@ -242,15 +242,13 @@ def test_bytes_are_fetched_once_by_a_machine_and_verified_once_by_a_process(
     assert verify_directory(copy).digest == artifact.digest
 
 
-def test_a_copy_of_another_store_does_not_hide_that_this_one_lacks_it(
-    uri: str, tmp_path: Path
-) -> None:
+def test_copy_of_another_store_does_not_hide_a_missing_artifact(uri: str, tmp_path: Path) -> None:
     artifact = S3Storage(uri).publish(output(tmp_path / "out"), "model")
     with pytest.raises(ArtifactNotFoundError):
         S3Storage(f"{uri}-other").local_copy(artifact)
 
 
-def test_the_least_recently_used_copy_goes_but_none_that_a_living_process_reads(
+def test_lru_copy_is_evicted_unless_a_live_process_reads_it(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = S3Storage(uri)

@@ -223,7 +223,7 @@ def test_what_is_adopted_on_one_machine_is_continued_on_a_third(
     heir.prune([], steps)
 
 
-def test_what_the_journal_does_not_tell_is_not_fetched_and_goes_here(
+def test_steps_beyond_the_journal_are_removed_and_not_fetched(
     uri: str, channel: S3Channel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine that was slower to ship its journal than to save, or another's that was fenced."""
@@ -239,7 +239,7 @@ def test_what_the_journal_does_not_tell_is_not_fetched_and_goes_here(
         each.prune([], each.steps_dir(0))
 
 
-def test_an_owner_that_was_replaced_ships_nothing_and_removes_nothing(
+def test_replaced_owner_ships_and_removes_no_checkpoint(
     uri: str,
     objects: Objects,
     channel: S3Channel,

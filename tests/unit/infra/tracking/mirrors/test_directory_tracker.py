@@ -69,9 +69,7 @@ def told(tracker: DirectoryTracker, run_id: str) -> list[tuple[str, int, float]]
     ]
 
 
-def test_a_process_that_is_killed_before_points_count_tells_them_once(
-    name: str, tmp_path: Path
-) -> None:
+def test_process_killed_before_counting_points_logs_them_once(name: str, tmp_path: Path) -> None:
     """SIGKILL between the points and the record that counts them, twice."""
     for _ in range(2):
         surroundings = env.child_environment(RLHF_FAULTS="atomic.before_rename=kill@3")

@@ -73,7 +73,7 @@ def test_a_row_of_the_original_table(tmp_path: Path) -> None:
     assert second.images == (Image.of(figure(1)), Image.of(figure(2)))
 
 
-def test_the_artifact_holds_each_image_once_and_only_those_of_its_rows(tmp_path: Path) -> None:
+def test_artifact_stores_each_used_image_once_and_no_other(tmp_path: Path) -> None:
     rows = [geometry(i % 3, f"<image>Find {i}.") for i in range(9)]
     train = write(tmp_path / "train.parquet", *rows).model_copy(update={"limit": 5})
     held_out = write(tmp_path / "test.parquet", geometry(7), geometry(0))

@@ -124,7 +124,7 @@ def test_samples_that_share_images_train_as_if_each_had_its_own(
     assert torch.allclose(once[2], each[2], rtol=0, atol=1e-5)
 
 
-def test_gradients_of_the_places_of_an_image_are_added_up_before_they_are_rounded() -> None:
+def test_repeated_image_gradients_are_summed_before_rounding() -> None:
     sizes, index = [3, 2, 4], [0, 2, 0, 1, *[2] * 9]
     draw = torch.Generator().manual_seed(5)
     features = torch.randn(9, 8, generator=draw).bfloat16().requires_grad_()
@@ -163,7 +163,7 @@ def test_other_architectures_train_too(tmp_path: Path, model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", VISION_PARTS)
-def test_without_images_every_weight_of_the_tower_gets_a_gradient_of_zero(
+def test_without_images_vision_tower_weights_get_zero_gradient(
     tmp_path: Path, model_type: str
 ) -> None:
     engine = make_engine(write_vision_model(tmp_path, model_type))
