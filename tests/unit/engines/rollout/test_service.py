@@ -222,7 +222,7 @@ def test_a_trainer_that_fails_while_it_sends_is_told(lab) -> None:
         assert service.generate(lab.requests(1, 1))
 
 
-def test_a_call_to_all_replicas_ends_when_all_have_answered_one_of_them_with_an_error(lab) -> None:
+def test_call_to_all_replicas_waits_for_all_before_it_raises(lab) -> None:
     engines = [lab.bare_engine(), lab.bare_engine()]
     ended: list[str] = []
 
