@@ -9,10 +9,11 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from prefect.context import FlowRunContext
@@ -37,6 +38,7 @@ from infra.tracking.history import StageHistory
 from infra.tracking.ledger import Ledger
 from infra.tracking.mirrors.fan_out import FanOut
 from infra.tracking.shipper import Shipper
+from infra.waiting import in_thread
 from tasks.runner.recorder import Recorder, end_status
 from tasks.runner.stage import StageContext, StageObserver
 
@@ -80,11 +82,8 @@ class LazyCluster:
         """Start the cluster in the background, if it is not running."""
         with self._lock:
             if self._starting is None:
-                executor = ThreadPoolExecutor(1, "ray-start")
-                self._starting = executor.submit(
-                    ensure_cluster, self.home, given_up=self._given_up.is_set
-                )
-                executor.shutdown(wait=False)
+                start = partial(ensure_cluster, self.home, given_up=self._given_up.is_set)
+                self._starting = in_thread(start, "ray-start")
             return self._starting
 
 
