@@ -232,11 +232,11 @@ def collect(storage: Storage, inventory: Inventory, found: Survey) -> Collected:
     """
     removal = _Removal(storage, inventory, found)
     for stage in found.goes:
-        removal.take_stage(stage)
+        removal.remove_stage(stage)
     for digest in list(removal.copies):
-        removal.take_artifact(digest)
+        removal.remove_artifact(digest)
     for stored in found.rests:
-        removal.take(stored, lambda _, place=stored.place: _is_at_work(storage, place))
+        removal.remove_unless(stored, lambda _, place=stored.place: _is_at_work(storage, place))
     _forget(storage, inventory, found)
     return Collected(removal.freed_bytes, tuple(removal.spared), tuple(removal.problems))
 
@@ -261,10 +261,10 @@ class _Removal:
         for digest, stored in found.artifacts:
             self.copies.setdefault(digest, []).append(stored)
 
-    def take(self, stored: Stored, is_needed: Callable[[float], bool]) -> bool:
+    def remove_unless(self, stored: Stored, is_needed: Callable[[float], bool]) -> bool:
         """Remove something and note the result; return True if it is gone."""
         try:
-            if not self._inventory.take(stored.place, is_needed):
+            if not self._inventory.remove_unless(stored.place, is_needed):
                 self.spared.append(stored.place)
                 return False
         except OSError as error:
@@ -273,21 +273,21 @@ class _Removal:
         self.freed_bytes += stored.size_bytes
         return True
 
-    def take_stage(self, stage: SurveyedStage) -> None:
+    def remove_stage(self, stage: SurveyedStage) -> None:
         """Remove log, work and artifacts that only this stage named, so each stage frees space."""
         name, attempts = stage.fingerprint, self._storage.attempts
-        if not self.take(stage.log, lambda at: _is_used(stage, at, self._spoke())):
+        if not self.remove_unless(stage.log, lambda at: _is_used(stage, at, self._spoke())):
             return
-        self.take(stage.work, lambda _: bool(attempts.entries(name)))
+        self.remove_unless(stage.work, lambda _: bool(attempts.entries(name)))
         for digest in stage.digests:
             self._naming.get(digest, set[str]()).discard(name)
             if not self._naming.get(digest):
-                self.take_artifact(digest)
+                self.remove_artifact(digest)
 
-    def take_artifact(self, digest: str) -> None:
+    def remove_artifact(self, digest: str) -> None:
         """Remove all copies, unless a log names the digest or it was read or published again."""
         for stored in self.copies.pop(digest, ()):
-            self.take(
+            self.remove_unless(
                 stored,
                 lambda touched_at, before=stored.touched_at: (
                     bool(self._naming.get(digest))

@@ -244,8 +244,8 @@ def clip_cov_loss(inputs: PolicyLossInputs) -> TokenLoss:
     a few tokens carry most of it. Departure: log pi is that of `old_logprobs`, before the step's
     first update; the paper's changes with updates.
 
-    Of the tokens with `clip_cov_lb` < cov < `clip_cov_ub`, a number is drawn that is
-    `clip_cov_ratio` of the step's tokens, rounded down. No dual clip.
+    `clip_cov_ratio` of the step's tokens, rounded down, are drawn from those with
+    `clip_cov_lb` < cov < `clip_cov_ub`; if these are fewer, all of them. No dual clip.
     """
     options = options_as(ClipCovOptions, inputs.options)
     cov_T = _covariance_T(inputs.batch.columns, inputs.counts.extras)

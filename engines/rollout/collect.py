@@ -114,7 +114,7 @@ class SampleLedger(Ledger[RolloutRequest]):
 
 
 class PromptLedger(Ledger[PromptRequest]):
-    """Records prompt logprobs, one answer per request."""
+    """Records which prompt logprobs of a batch arrived; each request has one answer."""
 
     def __init__(self, requests: Sequence[PromptRequest]) -> None:
         super().__init__(requests)

@@ -57,6 +57,6 @@ def digest_of(tensors: Mapping[str, Tensor]) -> WeightDigest:
 
 
 def tied_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of parameters that share memory with another one of the model."""
+    """Return the names of parameters that are the same tensor as an earlier one."""
     names = (name for name, _ in model.named_parameters(remove_duplicate=False))
     return frozenset(names) - dict(model.named_parameters()).keys()

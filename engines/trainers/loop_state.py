@@ -126,7 +126,7 @@ class LoopState:
         )
 
     def trained_steps(self, *, with_kl_coef: bool) -> TrainedSteps:
-        """Return the counters for the next round."""
+        """Return the content of `trainer.json`, from which the next round continues."""
         return TrainedSteps(
             stage="rl_round",
             num_steps=self.global_step,

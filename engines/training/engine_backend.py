@@ -88,7 +88,7 @@ class EngineBackend(ABC):
     def _begin_micro_batch(self, *, is_last: bool) -> None:  # noqa: B027 (most have nothing to do)
         """Called before each micro-batch of a step.
 
-        Gradients are reduced to shards in each; all-reduces of replicas can wait for the last.
+        Each reduces its gradients to shards; replicas of a shard can all-reduce at the last only.
         """
 
     @property

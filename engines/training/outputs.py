@@ -77,7 +77,7 @@ def model_outputs(
     num_needed = num_columns(readouts, model_type, batch)
     if rows.shape[0] != num_needed:
         raise EngineError(
-            f"readouts: the backend's head gave {rows.shape[0]} numbers of each token; "
+            f"readouts: the backend's head gave {rows.shape[0]} values per token; "
             f"{readouts} needs {num_needed}; the backend has to call `head_rows`"
         )
     return _of_tokens(rows[:, :-1], batch, readouts)

@@ -80,7 +80,7 @@ class ImageProcessor:
 
 
 class PromptImages:
-    """The images of a data set's prompts, for one model."""
+    """Reads the prompts' images, and repeats their placeholder tokens as one model needs them."""
 
     def __init__(self, processor: ImageProcessor, images: ImageFile) -> None:
         self.processor, self._images = processor, images

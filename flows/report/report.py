@@ -104,7 +104,7 @@ class Report(BaseModel, frozen=True):
         return [(stage.fingerprint, stage.digest, stage.rejected) for stage in self.stages]
 
 
-def run_directory(recipe: Recipe) -> Path:
+def make_run_directory(recipe: Recipe) -> Path:
     """Create the directory of a run's report, with `recipe.json` in it."""
     directory = recipe.home / "runs" / recipe.run_name
     make_directories(directory)
@@ -171,7 +171,7 @@ def evaluated_name(label: str) -> str:
 
 def write_report(report: Report, recipe: Recipe, history: StageHistory) -> Path:
     """Write the report's files, unless nothing was computed and they are up to date."""
-    directory = run_directory(recipe)
+    directory = make_run_directory(recipe)
     if all(stage.reused for stage in report.stages) and _is_told(report, directory):
         return directory
     draw_plots(plot_data(report, history), directory)

@@ -24,7 +24,7 @@ from engines.config.stages.base import Runtime
 from flows.diagnosis.diagnosis import diagnose, write_diagnosis
 from flows.diagnosis.findings import run_views
 from flows.report.page import show_diagnosis, show_report
-from flows.report.report import Report, build_report, run_directory, write_report
+from flows.report.report import Report, build_report, make_run_directory, write_report
 from flows.run.registry import Registry, RoundGate, open_mirrors, open_tracker
 from infra.errors import DeadlineError, PipelineError
 from infra.host.servers import LOCK_DEADLINE_S
@@ -153,7 +153,7 @@ class PipelineRun:
         self._recipe = recipe
         self._history = history
         self._orchestrated = flow_run is not None
-        self._directory = run_directory(recipe)
+        self._directory = make_run_directory(recipe)
         self._started = time.monotonic()
 
     def finish(self) -> Report:

@@ -62,7 +62,7 @@ class Inventory(ABC):
         """Return the context for `take`; raise `StoreError` if another collector is active."""
 
     @abstractmethod
-    def take(self, place: str, is_needed: Callable[[float], bool]) -> bool:
+    def remove_unless(self, place: str, is_needed: Callable[[float], bool]) -> bool:
         """Remove the `Stored` at a place unless it is needed; return True if it is gone.
 
         `is_needed` is called with the time of the last change once the thing is hidden or new users
@@ -109,8 +109,8 @@ class LocalInventory(Inventory):
         """See `Inventory.exclusively`; does nothing, since a rename hides a thing in one step."""
         return nullcontext()
 
-    def take(self, place: str, is_needed: Callable[[float], bool]) -> bool:
-        """See `Inventory.take`."""
+    def remove_unless(self, place: str, is_needed: Callable[[float], bool]) -> bool:
+        """See `Inventory.remove_unless`."""
         path = self._root / place
         trash = temporary_sibling(path)
         try:

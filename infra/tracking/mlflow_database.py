@@ -135,7 +135,7 @@ def _migrate(database: Path, made: Path) -> Path | None:
         if _is_of_the_machine(error):
             raise
         reason = " ".join(str(error).partition("[SQL")[0].split())[:120]
-        if others := _others(database):
+        if others := _foreign_contents(database):
             raise _refusal(database, f"{others} (MLflow cannot migrate it: {reason})") from error
     for path in _files(made):
         path.unlink()
@@ -235,7 +235,7 @@ def _is_current(database: Path) -> bool:
     return noted == {scripts.get_current_head()}
 
 
-def _others(database: Path) -> str:
+def _foreign_contents(database: Path) -> str:
     """Describe contents that are not this project's; empty if there are none."""
     found = []
     try:

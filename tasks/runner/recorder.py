@@ -104,7 +104,7 @@ class Recorder:
         self._shipper.put(self._stage(request, generation).committed(record))
 
     def stage_ended(self, request: StageRequest, status: EndStatus, generation: int = 0) -> None:
-        """Record that a stage ended without a commit."""
+        """Record that a stage failed or was cancelled."""
         self._shipper.put(self._stage(request, generation).model_copy(update={"state": status}))
 
     def run_finished(self, directory: Path, metrics: Mapping[str, float]) -> None:
@@ -118,7 +118,7 @@ class Recorder:
             self._shipper.put(self._run)
 
     def run_ended(self, status: EndStatus) -> None:
-        """Record that the run ended without results."""
+        """Record that the run failed or was cancelled; `close` then waits only a few seconds."""
         self._close_deadline_s, self._upload_deadline_s = CLOSE_IN_HASTE_S, 0.0
         if self._run.stages:
             self._shipper.put(self._run.model_copy(update={"state": status}))

@@ -275,5 +275,8 @@ def run_stage(
     request = stage_request(config, run.seed, then, **given)
     absent = [name for name in config.needs if name not in request.given]
     if absent:
-        raise ValueError(f"stage {config.label}: got {sorted(given)}; need {', '.join(absent)}")
+        raise ValueError(
+            f"stage {config.label}: got the artifacts {sorted(request.given)}; "
+            f"need {', '.join(absent)} too"
+        )
     return run.run(request)

@@ -36,7 +36,7 @@ class StageObserver:
     """Sees stages while they run, e.g. a terminal; this one does nothing."""
 
     def stage_started(self, label: str, fingerprint: str) -> None:
-        """Handle the look-up of a stage, which may then be reused or run."""
+        """Handle the start of a stage, before it is known if it will be reused or run."""
 
     def message(self, label: str, text: str) -> None:
         """Handle an event of a stage's job."""

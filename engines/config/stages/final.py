@@ -264,7 +264,7 @@ class HarnessStageConfig(BackendStageConfig, AnsweringStageConfig):
 
     @property
     def section(self) -> str:
-        """Path of the tasks in a recipe, for error messages."""
+        """Section of the recipe that names the tasks, for error messages."""
         return f"suites.{self.suite}.harness"
 
     @property

@@ -144,9 +144,10 @@ def serve(
     served: ServedModel,
     rewards: RewardScorer,
 ) -> tuple[ServedOnDemand, CompletionScorer]:
-    """Return engines for a model, started on demand, and the scorer; judges start at once.
+    """Return the engines that serve a model, and the scorer of its answers.
 
-    `rewards` must have been started before torch was set up. `stack` closes everything.
+    The engines start with the first request; with a judge or reward model, all start here.
+    Create `rewards` before `load_served`, which sets torch up. `stack` closes what starts.
     """
     config, seed = context.config, context.spec.seed
     replica = replica_of(config, served, context.attempt_dir)

@@ -71,7 +71,7 @@ def read_layout(hf_dir: Path, engine: str, dtype: str) -> ModelLayout:
         raise ConfigError(
             "model.path",
             f"{hf_dir} is a {sees}, which sees images; the rollout engine {engine} samples from "
-            "text models; choose one",
+            "text models only; choose a text model, or the rollout engine transformers",
         )
     config = AutoConfig.from_pretrained(
         hf_dir, trust_remote_code=False, local_files_only=True

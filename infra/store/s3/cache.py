@@ -91,7 +91,7 @@ def _load(directory: Path, name: str, entry: FileEntry, read: Read) -> None:
             return
         path.unlink()
         if not resumed:
-            objects.compare(name, digest.hexdigest(), entry)  # raises
+            objects.compare(f"{path} from the store", digest.hexdigest(), entry)  # raises
 
 
 def _write(file: IO[bytes], data: bytes, start: int) -> None:

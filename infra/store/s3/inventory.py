@@ -200,8 +200,8 @@ class S3Inventory(Inventory):
             *(Stored(each.name, each.size_bytes, each.changed_at) for each in probes),
         ]
 
-    def take(self, place: str, is_needed: Callable[[float], bool]) -> bool:
-        """See `Inventory.take`."""
+    def remove_unless(self, place: str, is_needed: Callable[[float], bool]) -> bool:
+        """See `Inventory.remove_unless`."""
         self._collecting.check()
         if (unfinished := self._unfinished.get(place)) is not None:
             self._objects.abort(unfinished)

@@ -406,4 +406,6 @@ def _checksum(data: bytes) -> str:
 def compare(where: str, sha256: str, entry: FileEntry) -> None:
     """Raise `ArtifactCorruptError` if a digest is not that of the manifest's entry."""
     if sha256 != entry.sha256:
-        raise ArtifactCorruptError(f"{where}: sha256 {sha256} != {entry.sha256} of the manifest")
+        raise ArtifactCorruptError(
+            f"{where}: sha256 {sha256}; need {entry.sha256}, going by the manifest"
+        )

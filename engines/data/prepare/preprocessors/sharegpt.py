@@ -101,7 +101,7 @@ def _message(turn: object, where: str) -> Message | None:
     who = turn.get(by)
     role = _ROLES.get(who) if isinstance(who, str) else None
     if role is None:
-        raise RowError(f"{where}.{by} is {who!r}; need human, gpt, system, function_call or tool")
+        raise RowError(f"{where}.{by} is {who!r}; need one of {', '.join(_ROLES)}")
     if role == "system" and optional_text(turn.get(said), f"{where}.{said}") is None:
         return None
     check_weight(turn, role, where)

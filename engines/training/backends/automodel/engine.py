@@ -128,10 +128,11 @@ def _tensor_parallel_plan(model: PreTrainedModel, sequence_parallel: bool) -> di
     if make_plan is None:
         if not sequence_parallel and not is_value_model:
             return None
+        setting = "tensor_parallel_size" if is_value_model else "sequence_parallel"
         raise ConfigError(
-            "training.sequence_parallel" if sequence_parallel else "training.tensor_parallel_size",
-            f"automodel has no plan of this parallelism for {kind.__name__}; choose another "
-            "training.backend",
+            f"training.{setting}",
+            f"automodel has no plan of this parallelism for {kind.__name__}; set it to "
+            f"{'1' if is_value_model else 'false'}, or choose another training.backend",
         )
     plan = dict(make_plan(model, sequence_parallel))
     if sequence_parallel:

@@ -104,7 +104,9 @@ def use_kernels(model: PreTrainedModel, kernels: FusedKernels) -> int:
     kind = model.config.get_text_config().model_type
     if kind.removesuffix("_text") not in _PLAIN_NORMS:
         known = ", ".join(sorted(_PLAIN_NORMS))
-        raise ConfigError(_SETTING, f"got true for a {kind}; need one of {known}; set it to false")
+        raise ConfigError(
+            _SETTING, f"got true for a model of type {kind}; need {known}; or set it to false"
+        )
     norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
     gated = [m for m in model.modules() if _is_gated(m)]
     for module in norms:

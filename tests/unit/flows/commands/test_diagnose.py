@@ -10,7 +10,7 @@ from engines.config.recipe import LocationConfig
 from engines.config.stages.rl import RLRoundStageConfig
 from flows.commands.cli import main
 from flows.recipe.recipe import load_recipe
-from flows.report.report import build_report, run_directory, write_report
+from flows.report.report import build_report, make_run_directory, write_report
 from infra.store.heartbeat import Beat, FixedFile
 from infra.store.process_stamp import own_stamp
 from infra.store.stage_log import Holder
@@ -57,7 +57,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_sick_run_by_its_name(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stage(home, ONE, 1, [0.5] * 4)
-    run_directory(RECIPE.model_copy(update={"location": LocationConfig(home=str(home))}))
+    make_run_directory(RECIPE.model_copy(update={"location": LocationConfig(home=str(home))}))
     assert main(["diagnose", RECIPE.run_name]) == 0
     assert "no findings" in capsys.readouterr().out
     stage(home, TWO, 2, [0.01] * 4)

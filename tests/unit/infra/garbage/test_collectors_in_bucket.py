@@ -26,10 +26,10 @@ def test_of_two_collectors_one_is_refused(store: Store) -> None:
             store.collect(second)
         with pytest.raises(NotExclusiveError, match="no collector runs"):
             second.runs.forget(fp("a run"))
-        first.inventory.take("stages/none", lambda _: False)
+        first.inventory.remove_unless("stages/none", lambda _: False)
     assert store.collect(second).problems == ()
     with pytest.raises(NotExclusiveError, match="no collector runs"):
-        first.inventory.take("stages/none", lambda _: False)
+        first.inventory.remove_unless("stages/none", lambda _: False)
 
 
 def test_a_collector_that_was_taken_for_dead_removes_nothing(
@@ -139,7 +139,7 @@ def test_collector_resumed_between_requests_removes_nothing_more(
             collect(first, first.inventory, found)
         assert len(questions) > 2
         assert store.names() == before
-        second.inventory.take("stages/none", lambda _: False)
+        second.inventory.remove_unless("stages/none", lambda _: False)
     assert store.has("old")
 
 
@@ -165,7 +165,7 @@ def test_collector_paused_before_its_claim_removes_nothing(store: Store) -> None
             store.collect(slow)
         assert numbers == ["0", "0", "1"]
         assert store.names() == before
-        quick.inventory.take("stages/none", lambda _: False)
+        quick.inventory.remove_unless("stages/none", lambda _: False)
     assert store.has("old")
 
 
@@ -175,12 +175,12 @@ def test_a_collector_without_a_beat_stops(store: Store, monkeypatch: pytest.Monk
         with monkeypatch.context() as patched:
             patched.setattr(inventory, "MAX_SILENCE_S", -1.0)
             with pytest.raises(NotExclusiveError, match="no sign of life"):
-                storage.inventory.take("stages/none", lambda _: False)
+                storage.inventory.remove_unless("stages/none", lambda _: False)
         with monkeypatch.context() as patched:
             patched.setattr(inventory, "MAX_HOLD_S", -1.0)
             with pytest.raises(NotExclusiveError, match="has blocked others"):
-                storage.inventory.take("stages/none", lambda _: False)
-        assert storage.inventory.take("stages/none", lambda _: False)
+                storage.inventory.remove_unless("stages/none", lambda _: False)
+        assert storage.inventory.remove_unless("stages/none", lambda _: False)
 
 
 def test_a_killed_collector_of_this_machine_keeps_nobody(store: Store) -> None:

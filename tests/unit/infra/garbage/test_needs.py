@@ -86,7 +86,7 @@ def test_what_a_job_goes_on_to_read_stays(store: Store) -> None:
 def test_a_run_that_is_kept_keeps_what_it_reads_of_others(store: Store, is_named: bool) -> None:
     model = store.commit("merge", 40)
     if not is_named:
-        store.storage.inventory.take(f"stages/{fp('merge')}", lambda _: False)
+        store.storage.inventory.remove_unless(f"stages/{fp('merge')}", lambda _: False)
     key = store.use("a run", days=35, reads=model)
     store.storage.runs.keep(key, True)
     assert store.collect() == []
@@ -101,7 +101,7 @@ def test_a_run_that_is_kept_keeps_what_it_reads_of_others(store: Store, is_named
 def test_what_a_run_read_lately_stays(store: Store, is_named: bool) -> None:
     model = store.commit("merge", 40)
     if not is_named:
-        store.storage.inventory.take(f"stages/{fp('merge')}", lambda _: False)
+        store.storage.inventory.remove_unless(f"stages/{fp('merge')}", lambda _: False)
     store.use("a run", days=5, reads=model)
     assert store.collect() == []
     assert Path(model.uri).is_dir()

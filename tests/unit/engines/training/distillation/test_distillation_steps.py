@@ -190,7 +190,7 @@ def test_what_cannot_be_read_is_refused_by_name(root: Path) -> None:
     whole = make_engine(root / "student", chunked_logprobs=False)
     with pytest.raises(EngineError, match="training.chunked_logprobs is false"):
         whole.infer_batch(batch, Readouts(num_top=3))
-    with pytest.raises(EngineError, match=r"gave 1 numbers of each token; .* needs 7"):
+    with pytest.raises(EngineError, match=r"gave 1 values per token; .* needs 7"):
         model_outputs(
             torch.zeros(1, batch.num_tokens + 1), batch, Readouts(num_top=3), "language_model"
         )

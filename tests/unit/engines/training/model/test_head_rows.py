@@ -108,7 +108,7 @@ def test_what_is_refused() -> None:
         num_columns(Readouts(logprobs_of="x"), "language_model", BATCH)
     with pytest.raises(EngineError, match=r"got \(8,\) torch.float32 as column 'loss_mask'"):
         num_columns(Readouts(logprobs_of="loss_mask"), "language_model", BATCH)
-    with pytest.raises(EngineError, match=r"gave 1 numbers of each token; .* needs 7"):
+    with pytest.raises(EngineError, match=r"gave 1 values per token; .* needs 7"):
         model_outputs(torch.zeros(1, 9), BATCH, Readouts(num_top=3), "language_model")
 
 

@@ -152,7 +152,7 @@ HUMAN, GPT = {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}
         (
             "sharegpt",
             {"conversations": [HUMAN, {"from": "bing", "value": "f"}]},
-            "conversations[1].from is 'bing'; need human, gpt, system, function_call or tool",
+            "conversations[1].from is 'bing'; need one of human, user",
         ),
         ("sharegpt", {"conversations": [{"value": "a"}]}, "conversations[0].from is None; need"),
         (
