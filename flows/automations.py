@@ -128,11 +128,9 @@ def automations() -> list[AutomationCore]:
 
 
 def apply_automations() -> list[tuple[AutomationCore, str]]:
-    """Create or update the server's automations, and expect a heartbeat of every unfinished run.
+    """Create or update the automations; return each with `created`, `changed` or `unchanged`.
 
-    Each is returned with `created`, `changed` or `unchanged`.
-
-    A run that died before the automations existed, or while the server was down, is found that way.
+    Every unfinished run has to send a heartbeat from now on, so one that died unnoticed is found.
 
     Raises:
         ServiceError: the server refuses them.
@@ -177,7 +175,7 @@ def _ask(client: SyncPrefectClient) -> None:
 
 
 def _silence(after: set[str], signs: set[str], within_s: int) -> EventTrigger:
-    """Fire if neither a sign of `signs` nor another end follows an event of `after` in time."""
+    """Return a trigger for runs without one of `signs`, or an end, in time after one of `after`."""
     return EventTrigger(
         match=ResourceSpecification({"prefect.resource.id": f"{_RUN}.*"}),
         match_related=_OURS,

@@ -134,7 +134,7 @@ class Planner:
         self.stages[at] = replace(self.stages[at], rejected=text)
 
     def likely(self, artifact: Artifact) -> Artifact:
-        """Return the artifact, or what is expected in its place; its digest is empty if new."""
+        """Return the artifact, or what is expected for a placeholder; no digest if that is new."""
         if artifact.kind != _NOT_MADE:
             return artifact
         return self._expected[artifact.uri].output or artifact

@@ -4,10 +4,10 @@ Promises: these errors are found within seconds and before anything starts: a st
 not writable or without safe locks, a missing shard, an adapter that matches no layer, a missing
 column, a platform that is unavailable or has no engine in the training backend, a plugin that
 cannot be imported, and a reward that cannot be called. A recipe with only built-in parts and data
-needs no child process. Else that loads what this process must not: torch, plugins, users' rewards;
-it gives an answer of the stated type, or an error of one line, within the deadline. The plan uses
-the same device as the stages, which is cached in the home, per boot, installation and choice of
-visible devices.
+needs no child process. Else a child loads what this process must not: torch, plugins, users'
+rewards; it answers within the deadline, or an error of one line is raised. The plan uses the same
+device as the stages, which is cached in the home, per boot, installation and choice of visible
+devices.
 Does not promise: errors that only the whole data or the weights can show; devices of other machines
 of a cluster. A recipe for a cluster names its device, and jobs refuse to start on another.
 """
@@ -185,7 +185,7 @@ AnswerT = TypeVar("AnswerT", bound=BaseModel)
 def ask(
     answer: type[AnswerT], what: str, deadline_s: float, command: Sequence[str], text: str = ""
 ) -> AnswerT:
-    """Run a module of this project and parse its last line of output as JSON.
+    """Run a module of this project in a child process; parse its last line of output as JSON.
 
     `command` is the module's name and arguments, `text` its standard input.
 
@@ -251,7 +251,7 @@ def check_devices(num_workers: int, hardware: HardwareConfig, home: Path) -> Non
     """Check that this machine has a place for each rank; skipped if RAY_ADDRESS names a cluster.
 
     Raises:
-        ConfigError: it has too few.
+        ConfigError: the machine has too few.
     """
     if env.RAY_ADDRESS.get():
         return
@@ -335,7 +335,7 @@ def platform_of(report: SurveyReport) -> FoundPlatform:
     """Return the platform of a report.
 
     Raises:
-        ConfigError: it has none; says why.
+        ConfigError: the report has no platform; says why.
     """
     if report.platform is not None:
         return report.platform

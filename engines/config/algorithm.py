@@ -32,7 +32,7 @@ class FilterGroupsConfig(StrictModel):
 
     enable: bool = False
     max_num_gen_batches: int = Field(default=4, ge=1)
-    """Most generation batches of one step; after them it trains on the groups that it has."""
+    """Limit of generation batches for one step, which then trains on the groups that it has."""
 
 
 class OverlongConfig(StrictModel):
@@ -60,7 +60,7 @@ class KlControlConfig(StrictModel):
     kl_coef: float = Field(default=0.001, ge=0)
     """The coefficient; for `adaptive`, its initial value."""
     horizon: float = Field(default=10_000, gt=0)
-    """Samples over which a relative KL error changes the coefficient by that same factor."""
+    """Each step, `adaptive` multiplies by 1 + (relative KL error) * (number of samples) / this."""
     target_kl: float = Field(default=0.1, gt=0)
     """Target in nats per token, averaged over each answer and then over the answers of a step."""
 
@@ -213,11 +213,11 @@ class RewardConfig(RewardFunction):
 
     @property
     def functions(self) -> tuple[str, ...]:
-        """Names of the mixture and its parts."""
+        """Names of all functions: `function`, and those of the components."""
         return tuple(dict.fromkeys((self.function, *(p.function for p in self.parts.values()))))
 
     def with_functions(self, functions: Mapping[str, str]) -> "RewardConfig":
-        """Return a copy with other functions, by the recipe setting of the part."""
+        """Return a copy with the functions replaced that `functions` has by recipe setting."""
         components = {
             name: part.model_copy(
                 update={"function": functions.get(f"rl.reward.components.{name}", part.function)}
@@ -266,7 +266,7 @@ class ServedTeacherConfig(StrictModel):
     """Separate engines for the teacher, of the same kind as the policy's."""
 
     num_replicas: Annotated[int, Execution] = Field(default=1, ge=1)
-    """Engines on devices of their own; one beside a policy engine inside the job's process."""
+    """Number of engines, on devices of their own; just one if it runs inside the job's process."""
     options: dict[str, Any] = {}
     """Options of the rollout engine, instead of the recipe's."""
 

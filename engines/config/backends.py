@@ -204,7 +204,7 @@ BACKENDS: Mapping[str, Backend] = {
 
 
 def engine_name(backend: str, model_type: str) -> str:
-    """Return the key of the table for a backend and a model type."""
+    """Return the name in `ENGINES` of a backend's engine for a model type."""
     return backend if model_type == "language_model" else f"{backend}.{model_type}"
 
 
@@ -262,7 +262,7 @@ def check_layout(training: TrainingConfig) -> None:
 
 
 def excluded_by(backend: str, used: Collection[str]) -> frozenset[str]:
-    """Return the dimensions and features of a backend that exclude one of those in `used`."""
+    """Return the dimensions and features that cannot be combined with one of `used`."""
     entry = BACKENDS.get(backend)
     pairs = entry.not_together if entry is not None else ()
     both_ways = (*pairs, *((second, first) for first, second in pairs))

@@ -19,9 +19,9 @@ class NotIdentity:
 
 
 class Execution:
-    """Marks a field that says how a number is computed, such as a layout or a memory setting.
+    """Marks a field that sets how a number is computed, such as a layout or a memory setting.
 
-    It counts because it changes the rounding of sums; a half-trained stage survives its change.
+    It counts for the fingerprint, because it changes the rounding of sums; adoption lets it differ.
     """
 
 
@@ -70,7 +70,7 @@ class StrictModel(BaseModel):
 
     @classmethod
     def validated(cls, values: object, path: str) -> Self:
-        """Return the model of these values; raises `ConfigError` below `path`."""
+        """Return a model with these values; an invalid one raises `ConfigError` below `path`."""
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -88,7 +88,7 @@ class StrictModel(BaseModel):
         }
 
     def changes(self, before: "StrictModel", path: str = "") -> Iterator[Change]:
-        """Yield the innermost differing fields; `path` is a prefix, empty or ending in a dot."""
+        """Yield the innermost fields that differ; `path` is their prefix, empty or with a dot."""
         values, others = self.identity_values(), before.identity_values()
         for name in values:
             old, new = getattr(before, name), getattr(self, name)

@@ -1,4 +1,4 @@
-"""Sources of rows and how they are split.
+"""The section `data`: sources of rows, their splits, and the order in which rows are visited.
 
 Row schema after preprocessing (parquet): `data_source`, `prompt` (messages), `ability`,
 `reward_model.style`, `reward_model.ground_truth`, `extra_info`; supervised rows: `messages`.
@@ -104,9 +104,9 @@ class DataConfig(StrictModel):
     preference_evaluation: tuple[SourceConfig, ...] = ()
     """Held-out pairs."""
     max_prompt_length: int = Field(default=512, ge=1)
-    """Tokens of a prompt, including chat template and images (an image counts as the model's image
-    processor says). Without `tokenizer.json` the data stage counts nothing, and the stage that
-    reads the prompts refuses those that do not fit."""
+    """Limit in tokens, including chat template and the tokens that the model's processor makes of
+    images. Without `tokenizer.json` the data stage counts nothing, and the stage that reads the
+    prompts refuses those that do not fit."""
     on_overlong: Literal["error", "drop"] = "error"
     """What to do with prompts longer than `max_prompt_length`; dropped ones are counted."""
     on_bad_row: Literal["error", "drop"] = "error"
@@ -114,8 +114,8 @@ class DataConfig(StrictModel):
     allow_overlap: bool = False
     """Permit evaluation prompts that also occur in the training splits."""
     decontamination: DecontaminationConfig | None = None
-    """Search the training splits for words of held-out prompts, before `allow_overlap` judges equal
-    prompts; null: only equal prompts are found."""
+    """Search the training splits for words of held-out prompts, before `allow_overlap` applies to
+    equal prompts; null: only equal prompts are found."""
 
     def _check_values(self) -> None:
         sources = any(getattr(self, split) for split in SOURCE_SPLITS)
@@ -136,7 +136,7 @@ class BandConfig(StrictModel):
     """Rows that become available together."""
 
     max_difficulty: float | None = None
-    """Largest difficulty of the band, above the band before; null in the last band: the rest."""
+    """Largest difficulty in the band, above that of the previous band; null (last band): any."""
     first_step: int = Field(default=0, ge=0)
     """Step of the stage's order at which the band opens; 0 for the first band, then increasing."""
 

@@ -113,7 +113,7 @@ class JudgeConfig(JudgingModelConfig):
     sampling: SamplingConfig = SamplingConfig(temperature=0.0, max_new_tokens=64)
     """Sampling of the reply; at temperature 0 it is deterministic."""
     num_replicas: Annotated[int, Execution] = Field(default=1, ge=1)
-    """Engines on devices of their own; one beside a policy engine inside the job's process."""
+    """Number of engines, on devices of their own; just one if it runs inside the job's process."""
     options: dict[str, Any] = {}
     """Options of the rollout engine, instead of the recipe's."""
 

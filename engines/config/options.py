@@ -1,4 +1,4 @@
-"""Checks that the parts named in a configuration exist and take their options.
+"""Check that the parts named in a configuration exist and accept their options.
 
 Imports no part and no torch. The plan checks first, the job checks last.
 """
@@ -28,7 +28,7 @@ class NoOptions(StrictModel):
 
 
 def own_options(options: Mapping[str, Any], row: Row, path: str) -> StrictModel:
-    """Validate a part's own options; an external part without a schema gets none here.
+    """Return those of `options` that a part's schema has, validated; none without a schema.
 
     Raises:
         ConfigError: a value is missing or bad, or an external schema does not load.
@@ -40,7 +40,7 @@ def own_options(options: Mapping[str, Any], row: Row, path: str) -> StrictModel:
 
 
 def check_options(options: Mapping[str, Any], rows: Sequence[Row], path: str) -> None:
-    """Refuse options that none of the parts sharing them takes, or whose value is bad.
+    """Refuse an option that no part in `rows` accepts, or that has a bad value.
 
     An external part without a schema accepts any key. Raises `ConfigError` below `path`.
     """
@@ -78,7 +78,7 @@ def check_backend(training: TrainingConfig) -> None:
 
 
 def check_rollout(rollout: RolloutConfig) -> None:
-    """Refuse an unusable rollout engine, or options that it does not take."""
+    """Refuse an unusable rollout engine, or options that it does not accept."""
     if rollout.openai_endpoint and rollout.placement == "colocated":
         raise ConfigError(
             "rollout.openai_endpoint",
@@ -132,7 +132,7 @@ def check_reward_function(part: RewardFunction, path: str) -> RewardRow | None:
 
 
 def check_preprocessors(data: DataConfig) -> None:
-    """Refuse unknown layouts and options that they do not have."""
+    """Refuse unknown layouts, and options that a layout does not have."""
     for split in SOURCE_SPLITS:
         for place, source in enumerate(getattr(data, split)):
             field = f"data.{split}.{place}"

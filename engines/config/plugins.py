@@ -45,7 +45,7 @@ class RewardRow(Row):
     Attributes:
         in_process: it is pure, fast and cannot hang, so it needs no process of its own.
         memory_limit_bytes: address space of its process; None sets no limit.
-        reads: the field of `rl.reward` with the model whose output it reads.
+        reads: field of `rl.reward` with the model whose output it reads; None: no model.
         is_verdict: it decides if an answer is correct, by its `acc` or a score of 1 or more.
         compares: it needs a ground truth; a sample without one is unscored.
     """
@@ -58,7 +58,7 @@ class RewardRow(Row):
 
     @property
     def counted(self) -> str:
-        """Target and memory limit, because a sample that exceeds the limit has no score."""
+        """Text of the row for the fingerprint; a sample above the memory limit is unscored."""
         return f"{self.target} {self.memory_limit_bytes}"
 
 
@@ -67,7 +67,7 @@ class RolloutRow(Row):
     """A rollout engine.
 
     Attributes:
-        routing: `by_place` is for an engine whose last bits depend on the batch.
+        routing: `by_place` if the batch changes the last bits of an engine's results.
         capabilities: values of `engines.rollout.base.Capability`; some need options or a platform.
         num_spare_tokens: context that must stay free when logprobs of a sequence are asked for.
         refuses_model: ``module:function``, importable without torch, that gets a model's text
@@ -372,7 +372,7 @@ def register_plugin(kind: PluginKind, name: str, target: str, **facts: Any) -> N
 
     Raises:
         ConfigError: unknown kind or fact, malformed `target`, or `devices` or `vendor` of something
-            else than a training engine. A taken name is refused on first use.
+            else than a training engine. A duplicate name is refused on first use.
     """
     path = f"plugin {kind}.{name}"
     if kind not in TABLES:
@@ -408,7 +408,7 @@ def engines_with(capability: str) -> list[str]:
 def named_rows(
     named: Iterable[tuple[PluginKind, str]], device: str | None = None
 ) -> tuple[Row, ...]:
-    """Return the rows of the known parts, external ones included; None means every device."""
+    """Return the rows of the named parts; unknown names have none. `device` None: every device."""
     rows = (
         row
         for kind, name in named

@@ -58,8 +58,8 @@ class DiagnosisConfig(StrictModel):
     unnamed_share: float = Field(default=0.3, gt=0, lt=1)
     """Largest share of the median step that belongs to no phase, that is, waiting."""
     entropy_ratio: float = Field(default=0.2, gt=0, lt=1)
-    """Entropy of the last window over the first below which it has collapsed. If nearly every
-    answer has the best score, the task is solved and it has not."""
+    """Smallest ratio of the entropy in the last window to the first; below it, entropy collapsed,
+    unless nearly every answer has the best score: then the task is solved."""
     length_growth: float = Field(default=2.0, gt=1)
     """Largest growth of answer length from first to last window; healthy if the score rises."""
     cut_share: float = Field(default=0.3, gt=0, le=1)
@@ -69,7 +69,7 @@ class DiagnosisConfig(StrictModel):
     score_fall: float = Field(default=0.3, gt=0, lt=1)
     """Largest fall of the score from its best window, as a share of that score."""
     hacking_gain: float = Field(default=0.05, gt=0)
-    """Gain in training score from which a fall of the held-out accuracy is reward hacking."""
+    """Gain in training score that makes a fall of the held-out accuracy reward hacking."""
     hacking_fall: float = Field(default=0.03, gt=0, lt=1)
     """Fall of the held-out accuracy from its best evaluation that counts as reward hacking."""
     mismatch_growth: float = Field(default=3.0, gt=1)

@@ -30,7 +30,7 @@ HARNESSES = PluginTable(
 
 
 def suite_sections(name: str) -> dict[str, str]:
-    """Return the paths of recipe sections inside a suite, by their path in a recipe."""
+    """Return the setting of each section inside a suite, by its setting outside of suites."""
     return {
         each: f"suites.{name}.{each.removeprefix('rl.')}"
         for each in ("data", "evaluation", "rl.reward")
@@ -46,9 +46,9 @@ class HarnessConfig(StrictModel):
     """Directory with YAML files of further tasks; their paths are relative to it, their Python is
     run."""
     num_fewshot: int | None = Field(default=None, ge=0)
-    """Examples before each question; null: as the task says."""
+    """Examples before each question; null: the number that the task sets."""
     limit: int | None = Field(default=None, ge=1)
-    """Use only the first documents of each task; null: all."""
+    """Use only the first `limit` documents of each task; null: all."""
     apply_chat_template: bool = False
     """Write prompts with the model's chat template."""
     fewshot_as_multiturn: bool = True

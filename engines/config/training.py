@@ -19,7 +19,7 @@ class EmaConfig(StrictModel):
     decay: float = Field(default=0.999, gt=0, lt=1)
     """Part of the average that each optimizer step keeps."""
     use_warmup: bool = True
-    """Decay of step t at most (1 + t) / (10 + t), so that short stages forget the initial weights.
+    """Limit the decay at step t to (1 + t) / (10 + t); so short stages forget the initial weights.
     """
 
 
@@ -78,7 +78,7 @@ class TrainingConfig(StrictModel):
     tensor_parallel_size: Annotated[int, Execution] = Field(default=1, ge=1)
     """Ranks that share each layer's matrices."""
     sequence_parallel: Annotated[bool, Execution] = True
-    """With tensor parallelism: also shard activations between the matrices along the tokens."""
+    """With tensor parallelism: also shard the activations between layers along the tokens."""
     pipeline_parallel_size: Annotated[int, Execution] = Field(default=1, ge=1)
     """Ranks that hold consecutive layers."""
     virtual_pipeline_parallel_size: Annotated[int, Execution] = Field(default=1, ge=1)

@@ -1,4 +1,4 @@
-"""The images of a data set in one parquet file, each stored once by its SHA-256.
+"""Write and read the images of a data set: one parquet file, a row per SHA-256.
 
     images.parquet   sha256 string (hex), width int32, height int32, data binary
 
@@ -71,7 +71,7 @@ def check_images(row: RLRow) -> None:
 
 
 def keep_images(row: RLRow, folder: Path) -> RLRow:
-    """Move a row's images to the folder, a file per digest; return the row with digests alone."""
+    """Write a row's images to `folder`, a file per digest; return the row with digests only."""
     if not row.images:
         return row
     folder.mkdir(exist_ok=True)
@@ -89,9 +89,9 @@ def keep_images(row: RLRow, folder: Path) -> RLRow:
 
 
 def write_images(path: Path, folder: Path, digests: Iterable[str]) -> int:
-    """Write images of `keep_images` in the order of `digests`, which may repeat; return how many.
+    """Write images from the folder of `keep_images` to a parquet file; return how many.
 
-    Without images, no file is written.
+    Each is written once, in the order of `digests`. Without digests, no file is written.
     """
     unique = dict.fromkeys(digests)
     if not unique:
@@ -135,7 +135,7 @@ class ImageFile:
 
     @staticmethod
     def open(path: Path) -> "ImageFile":
-        """Read the place of each image; none without a file. Raises ConfigError for other files."""
+        """Read the places of all images; none without a file. ConfigError if it holds no images."""
         if not path.exists():
             return ImageFile(path, {})
         try:

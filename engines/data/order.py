@@ -27,7 +27,7 @@ from engines.config.data import OrderConfig
 from infra.errors import ConfigError
 
 MAX_PERIOD = 2**20
-"""Limit of the period, in rows, of the order of sources; it takes a second or two to compute."""
+"""Longest period of the pattern of sources, in rows; it takes a second or two to compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Order(ABC):
 
     @abstractmethod
     def epoch(self, step: int) -> float:
-        """Return the passes over the rows finished before a step, with their fraction."""
+        """Return the number of passes over the rows before a step, fractions included."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class ResumableOrder(Order):
     """Visits `num_rows` rows in one permutation after the other.
 
     With `difficulty`, which has one finite number per row, every epoch goes from easy rows to
-    difficult ones, equal ones in seeded order.
+    difficult ones; rows of equal difficulty are in seeded order.
     """
 
     num_rows: int
@@ -156,7 +156,7 @@ class ResumableOrder(Order):
         return visits(self._epoch_rows, self.num_rows, step * self.batch_size, self.batch_size)
 
     def epoch(self, step: int) -> float:
-        """Return the epochs finished before a step, with their fraction."""
+        """Return the number of epochs before a step, fractions included."""
         return step * self.batch_size / self.num_rows
 
     @cached_property
@@ -173,10 +173,10 @@ class ResumableOrder(Order):
 
 @dataclass(frozen=True, kw_only=True)
 class MixedOrder(Order):
-    """Visits the rows of several sources, the `groups`.
+    """Interleaves the rows of several sources in proportion to `weights`.
 
-    `weights` count as exact decimals, with a period of at most `MAX_PERIOD` rows. The numbers of
-    rows as weights give shares by size.
+    `groups` has the row indices of each source. Weights count as exact decimals; the pattern of
+    sources has to repeat within `MAX_PERIOD` rows.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -223,7 +223,7 @@ class MixedOrder(Order):
 
     @cached_property
     def _sources(self) -> list[tuple[np.ndarray, Callable[[int], np.ndarray]]]:
-        """The rows of each source, and the places in them by epoch."""
+        """The row indices of each source, and a function from epoch to a permutation of them."""
         sources = []
         for source, group in enumerate(self.groups):
             places = partial(permutation, len(group), derived_seed(self.seed, source))
@@ -269,7 +269,7 @@ class BandedOrder(Order):
         return rows[order.rows(step - self.bands[stage].first_step)]
 
     def epoch(self, step: int) -> float:
-        """Return the passes over the open rows finished before a step, with their fraction."""
+        """Return the number of passes over the open rows before a step, fractions included."""
         ends = [*(band.first_step for band in self.bands[1:]), step]
         return sum(
             max(0, min(end, step) - band.first_step) * self.batch_size / len(rows)
@@ -278,7 +278,7 @@ class BandedOrder(Order):
 
     @cached_property
     def _open_rows(self) -> list[tuple[np.ndarray, ResumableOrder]]:
-        """The open rows from the first step of each band on, and the order of places in them."""
+        """For each band, the rows open from its first step on, and the order that visits them."""
         difficulty = np.asarray(self.difficulty)
         opened = []
         for stage, band in enumerate(self.bands):
@@ -333,7 +333,7 @@ def derived_seed(seed: int, part: int) -> int:
 
 
 def whole_parts(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the smallest whole numbers in the proportion of weights that are finite and above 0.
+    """Return the smallest integers in the ratio of `weights`, which must be finite and above 0.
 
     A weight counts as its decimal text: 0.7 is seven tenths, not the nearest binary fraction.
     """

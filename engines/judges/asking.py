@@ -27,7 +27,7 @@ Generate = Callable[[Sequence[RolloutRequest]], list[list[Completion]]]
 
 
 class GenerativeJudge:
-    """Asks a judge; `tokenizer` is the judge's, and `seed_of` gives the seed of a question."""
+    """Has a judge write about samples; `seed_of` returns the sampling seed of a question."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ Behind = Callable[[TokenBatch], Tensor]
 
 
 class RewardModelJudge:
-    """Scores conversations of at most `max_length` tokens."""
+    """Scores conversations of at most `max_length` tokens with a reward model."""
 
     def __init__(self, behind: Behind, tokenizer: ChatTokenizer, max_length: int) -> None:
         self._behind, self._tokenizer, self._max_length = behind, tokenizer, max_length
@@ -103,7 +103,7 @@ class RewardModelJudge:
 
 @dataclass(frozen=True)
 class Judges:
-    """The judges of a recipe: the role `reward`, and a language model."""
+    """The models that score a recipe's answers; None for one that the recipe lacks."""
 
     reward_model: RewardModelJudge | None = None
     judge: GenerativeJudge | None = None

@@ -4,7 +4,7 @@
 the last number as people write ratings: `7/10` and `7 out of 10` are 7, `1e-3` and `1,000` are
 numbers, `a scale of 1 to 10` is ignored. A range (`4-5`), a whole without a number before it
 (`seven out of 10`) and an ambiguous comma (`7,5`) give no number, since a guess would reward the
-policy. A number that follows the rating is taken for it.
+policy. A number after the rating is mistaken for the rating.
 
 `model_score` is reward `model`: the score that the role `reward` gave before the call.
 """
@@ -18,10 +18,10 @@ from engines.rewards.base import ScoreRequest
 
 _NUMBER = r"[-+\u2212]?(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 _MARKS = r"[ \t*_`$)\]}]*"
-"""May stand between a number and its continuation: blanks, Markdown, closing LaTeX."""
+"""Allowed between a number and its continuation: blanks, Markdown, closing LaTeX."""
 _OPENINGS = r"[ \t*_`$(\[{]*"
 _ARTICLES = r"(?:[ ]+(?:the|an?|of|all|possible|maximum|max|total|at[ ]most))*"
-"""May stand before a whole: `7 out of a possible 10`."""
+"""Words allowed before the whole, as in `7 out of a possible 10`."""
 _TO = rf"{_MARKS}(?:[-\u2010-\u2014~]|\bto\b){_OPENINGS}{_NUMBER}"
 _WORDS = "out|zero|one|two|three|four|five|six|seven|eight|nine|ten"
 _RATING = re.compile(

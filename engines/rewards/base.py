@@ -12,7 +12,7 @@ none; evaluation votes by it. `text` and `lists` are those of verl's reward mana
 `batch`), so such functions run unchanged; `sample` also sees the sampled tokens.
 Promises: a function of any form judges one sample per call, under that sample's deadline; `lists`
 gets lists of one. Coroutines run on one event loop per process, so a client with open connections
-can be kept. A task that a sample leaves behind may not run between samples. `Unscored` is not a
+can be kept; a task that a call leaves behind runs only during later calls. `Unscored` is not a
 score of 0: a wrong answer earns 0, but a broken reward, a missed deadline or an unreadable ground
 truth must not train the model.
 """
@@ -39,7 +39,7 @@ _MAX_ANSWER_CHARACTERS = 1 << 14
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """What the policy sampled, token by token; T tokens.
+    """A completion of T tokens, as the policy sampled it.
 
     Attributes:
         token_ids: (T,) the completion with the token that ended it; a tuple in a scoring process.
@@ -64,8 +64,8 @@ class ScoreRequest:
         ground_truth: any JSON value.
         extra_info: a JSON object.
         tokens: None for a text that was not sampled.
-        model_score: the reward model's; None without one, or if it did not read the answer.
-        judgement: text of the judge; None without one, or if it did not finish.
+        model_score: None without a reward model, or if it did not read the answer.
+        judgement: the judge's text; None without a judge, or if it did not finish.
     """
 
     data_source: str
@@ -109,7 +109,7 @@ def is_correct(score: Score) -> bool:
 
 
 class Judging(Protocol):
-    """Judges the requests of one batch as they come, until `results` or `close`; for one thread."""
+    """Judges the requests of one batch as they are added, until `results` or `close`; one thread."""
 
     def add(self, request: ScoreRequest) -> int:
         """Submit a request; return its number in the batch: 0, 1, ..."""
@@ -120,7 +120,7 @@ class Judging(Protocol):
         ...
 
     def close(self) -> None:
-        """Drop what is not judged; callable repeatedly, and after `results`."""
+        """Drop requests that are not judged yet; callable repeatedly, and after `results`."""
         ...
 
 

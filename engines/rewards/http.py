@@ -1,4 +1,4 @@
-"""Reward `http`: a server of the user judges, with at least one POST per sample.
+"""Reward `http`: a server of the user scores the samples, by at least one POST for each.
 
 The server gets an object of `data_source`, `solution_str`, `ground_truth` and `extra_info`, and
 answers like a reward function: a number, or an object with `score` and further numbers.

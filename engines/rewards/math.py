@@ -36,9 +36,9 @@ _MAX_LOG10 = 300.0
 
 
 def max_num_digits(expression: Any) -> float:
-    """Bound the decimal digits of the exact value of an unevaluated expression and its exponents.
+    """Return an upper bound on the decimal digits of an unevaluated expression and its exponents.
 
-    Counts numerator and denominator; 0 for symbols, constants, 0, 1 and -1; infinite for a tower.
+    Counts numerator and denominator; 0 for symbols, constants, 0, 1, -1; infinite for 9^9^9^9.
     """
     match expression:
         case Rational():

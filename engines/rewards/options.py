@@ -59,7 +59,7 @@ class Gsm8kOptions(StrictModel):
     """Options of reward `gsm8k`."""
 
     method: Literal["strict", "flexible"] = "strict"
-    """The last number after `#### ` without its commas, or the last number unchanged."""
+    """`strict`: last number after `#### `, without commas; `flexible`: last number, unchanged."""
     format_score: float = 0.0
     """Score of a wrong number."""
     score: float = 1.0
@@ -77,7 +77,7 @@ class FormatOptions(StrictModel):
     """Options of reward `format`."""
 
     tags: tuple[str, ...] = ("think", "answer")
-    """Each must occur once as `<tag>text</tag>`, in this order, with white space alone around."""
+    """Each must occur once as `<tag>text</tag>`, in this order, with only white space around."""
     pattern: str | None = None
     """A regular expression that the whole completion must match; replaces the tags."""
 

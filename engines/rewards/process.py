@@ -1,7 +1,7 @@
-"""One scoring process: its parent's view of it, its main program, and the JSON lines between them.
+"""A scoring process: its handle in the parent, its main program, and the JSON lines between them.
 
 `python -m engines.rewards.process` is the child; `ScoringProcess` starts it.
-Promises: no call of the parent blocks on the pipes. `failure` tells when the process must be ended,
+Promises: no call of the parent blocks on the pipes. `failure` returns why the process has to end,
 and `kill` ends its whole process group. The caller owns the selector and polls it. In the child,
 output of the reward function goes to stderr, never into the replies. The child ends when its parent
 is gone (end of input), and shortly after a sample's deadline even if the function never returns to
@@ -68,9 +68,9 @@ class ScoringProcess:
     """One scoring process, with at most one request in flight; `selector` watches its pipes.
 
     Attributes:
-        form: form of the function; None until it is ready.
-        start_s: processor time to load the function; None until then.
-        index: index of the request in flight.
+        form: form of the function; None until the process is ready.
+        start_s: processor time until the process was ready; None before.
+        index: index of the request in flight; None without one.
     """
 
     def __init__(self, setup: WorkerSetup, selector: selectors.BaseSelector) -> None:

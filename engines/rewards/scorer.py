@@ -2,7 +2,7 @@
 
 Functions that take microseconds run in this process, others in a pool of processes of their own.
 Promises: one result per sample, in order. A sample that could not be scored is `Unscored` with a
-reason, never 0; too many of those stop the run. A batch is judged while its samples come. In the
+reason, never 0; too many of those stop the run. Samples are judged as they are added. In the
 pool, a sample that hangs past its deadline, crashes its process or floods its reply does not affect
 others; a process past its deadline is killed with its process group, and none outlives the pool.
 With `cache_size`, scores of one stage are kept by a digest of what the function sees of a sample;
@@ -49,7 +49,7 @@ _WORTH = 2.0
 
 
 class RewardScorer(AbstractContextManager["RewardScorer"]):
-    """The reward of a run; a context manager. Its first process starts when it is created.
+    """Scores samples with the recipe's reward. A context manager; its pool, if any, starts with it.
 
     Raises:
         ConfigError: the function, its file or an option does not exist.
@@ -81,7 +81,7 @@ class RewardScorer(AbstractContextManager["RewardScorer"]):
             return batch.results(range(len(samples)))
 
     def batch(self) -> "ScoringBatch":
-        """Begin a step whose samples come one by one; RewardError if another one has not ended."""
+        """Begin an empty batch; RewardError if the pool has one that has not ended."""
         judging: Judging
         judging = self._pool.batch() if self._pool else JudgingHere(self._judge)
         if self._cache is not None:
@@ -112,7 +112,7 @@ class ScoreCache(OrderedDict[bytes, Score]):
 
 
 class CachedJudging:
-    """Judging that passes on only unknown requests, equal ones (by `form`) once."""
+    """Passes on requests without a cached score; equal ones, for the function's form, once."""
 
     def __init__(self, cache: ScoreCache, form: Form, judging: Judging) -> None:
         self._cache, self._judging = cache, judging
@@ -197,7 +197,7 @@ class ScoringBatch(AbstractContextManager["ScoringBatch"]):
         return results
 
     def __exit__(self, *exception: object) -> None:
-        """End the batch; also the processes, unless all is judged."""
+        """End the batch; if a sample is not judged yet, also the pool's processes."""
         self._judging.close()
 
 
@@ -304,7 +304,7 @@ class ScoringPool:
 
 
 class PoolBatch:
-    """Requests that a thread judges from the first one on; after `results`, the caller does."""
+    """A pool's batch; a thread hands out its requests until `results`, then the caller does."""
 
     def __init__(self, pool: ScoringPool) -> None:
         self._pool = pool
@@ -344,7 +344,7 @@ class PoolBatch:
         return [self.found[number] for number in range(self._num_added)]
 
     def close(self) -> None:
-        """End the batch, and the pool unless all is judged: late replies must not mix."""
+        """End the batch; if a request is open, also the pool, or its reply would reach the next."""
         if self._pool._open is not self:
             return
         self._pool._open = None
@@ -359,8 +359,8 @@ class PoolBatch:
             while not self._stopped:
                 self._pool._turn(self)
         except (RewardError, OSError, TypeError, ValueError) as error:
-            # Raised in the caller's thread. Of any other error the thread ends with a traceback,
-            # and `results` goes on in the caller's.
+            # Raised in the caller's thread. Any other error ends this thread with a traceback, and
+            # `results` goes on in the caller's.
             self._error = error
 
     def _check_open(self) -> None:

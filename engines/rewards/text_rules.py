@@ -13,7 +13,7 @@ arXiv:2103.03874), `minerva_form` that of Minerva (Lewkowycz et al., arXiv:2206.
 D.1), which DAPO uses.
 Promises verl's scores for the last three, including their strictness: for `gsm8k`, `#### 5.`
 is not 5, and the flexible last number of `10-5` is -5; reward `math` accepts equal numbers in other
-spellings. Exception in `math_boxed`: the last `\boxed` precedes every `\fbox`, and a brace after
+spellings. Exception in `math_boxed`: a `\fbox` counts only without any `\boxed`, and a brace after
 a backslash closes no box.
 """
 

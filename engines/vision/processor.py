@@ -1,4 +1,4 @@
-"""Images as model inputs: patches and placeholder tokens, by the model's own processor.
+"""Turn images into model inputs, patches and placeholder tokens, by the model's own processor.
 
 Promises: patches equal those of transformers' Pillow image processor, so rollout and training see
 the same image. `image_positions` gives the positions of tokens among images, for the rotary
@@ -73,7 +73,7 @@ class ImageProcessor:
         return found["pixel_values"], (t, h, w)
 
     def of_sequences(self, images: Sequence[Sequence[bytes]]) -> ImagePatches | None:
-        """Return the images of sequences, each distinct one decoded once; None without images."""
+        """Return the patches of the images of sequences; None without images. Decodes each once."""
         unique = dict.fromkeys(data for sequence in images for data in sequence)
         made = {data: self.patches(data) for data in unique}
         return ImagePatches.from_sequences([[made[data] for data in row] for row in images])
@@ -111,10 +111,10 @@ class PromptImages:
 
 
 def prompt_images(hf_dir: Path, path: Path) -> PromptImages | None:
-    """Return the images at `path` for a model; None if the data set has none.
+    """Return a reader of the image file at `path`, for a model; None if the data set has no images.
 
     Raises:
-        ConfigError: there are images, but the model does not take them.
+        ConfigError: there are images, but the model cannot read them.
     """
     images = ImageFile.open(path)
     return PromptImages(ImageProcessor(hf_dir), images) if images.places else None

@@ -1,4 +1,4 @@
-"""Number of placeholder tokens of an image, from its size and the model's processor configuration.
+"""Compute an image's number of placeholder tokens from its size and the model's configuration.
 
 Promises: equals transformers' `Qwen2VLImageProcessorPil` for the same directory, without importing
 transformers or torch. Covers `VISION_MODEL_TYPES`, which share that processor.
@@ -38,7 +38,7 @@ class ImageSizes:
     max_pixels: int
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Return the placeholder tokens of an image of `width` times `height` pixels.
+        """Return the number of placeholder tokens of an image of `width` times `height` pixels.
 
         Raises:
             RowError: the aspect ratio is not supported.

@@ -91,7 +91,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class StageView:
-    """Journal and commit of a stage up to its current step; without a commit its fields are empty.
+    """Journal and commit of a stage, up to its current step; an absent commit has empty fields.
 
     Attributes:
         steps: metrics by step.
@@ -136,7 +136,7 @@ def points(views: Sequence[StageView], *names: str) -> tuple[str, Points]:
 def finite_points(
     values: Mapping[int, Mapping[str, float]], names: Sequence[str]
 ) -> tuple[str, Points]:
-    """Return what `points` does, of metrics by step."""
+    """Return the name and points as `points` does, from metrics by step."""
     name = next((each for each in names if any(each in found for found in values.values())), "")
     found = ((step, values[step][name]) for step in sorted(values) if name in values[step])
     return name, [point for point in found if isfinite(point[1])]

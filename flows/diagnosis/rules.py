@@ -1,4 +1,4 @@
-"""The rules that find something: symptoms in training curves, memory and processes, time of steps.
+"""Rules of a diagnosis: symptoms in training curves, memory and processes, time of steps.
 
 Promises: pure functions of the stages' records and the thresholds. A symptom compares means over
 windows; a missing metric, or a curve of fewer than two windows, gives no finding.

@@ -1,7 +1,7 @@
 """An embedded Prefect server for the runs of a home, used if no server is configured.
 
 Prefect can start such a server itself, but only after its import, and with its log on the terminal.
-This one starts early, loads while this process loads, and logs to a file.
+The embedded one starts early, loads while this process loads, and logs to a file.
 Promises: the history in `<home>/prefect` persists. Concurrent runs share one server, which ends
 with the last of them, even if they were killed. A run that was killed under an earlier server
 becomes *Crashed* in the history. Telemetry is off.

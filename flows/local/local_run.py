@@ -7,8 +7,8 @@ user's file is executed once, as Prefect's worker does for a deployment, and can
 `python FILE` could. Ctrl-C cancels a run of the worker and waits until it ended; any other end of
 this process leaves it running. A crashed run is followed while it may be restarted
 (`flows.automations`). Its errors are raised as if it had run in this process.
-Does not promise: that a user's flow uses the stages of this project; a deployment. One of another
-checkout, or without a worker of this home, is not used.
+Does not promise: that a user's flow uses the stages of this project; that there is a deployment. A
+deployment of another checkout, or without a worker of this home, is not used.
 """
 
 import importlib.util
@@ -160,7 +160,7 @@ def _print_lines(console: Console, *lines: str) -> None:
 def run_own_flow(
     entrypoint: str, overrides: Sequence[str], home: Path, console: Console, prefect: PrefectServer
 ) -> None:
-    """Run the flow, and print its result if that is a `Report`; `overrides` is its argument.
+    """Run the flow of a file with `overrides` as its argument; print its result if a `Report`.
 
     Raises:
         ConfigError: there is no such flow, or it refused its recipe.
@@ -205,7 +205,7 @@ def load_own_flow(entrypoint: str) -> Flow[..., Any]:
 def run_night(
     recipes: Sequence[str], baselines: Path, console: Console, prefect: PrefectServer
 ) -> Night:
-    """Run the flow in this process; without `recipes`, it runs the shipped matrix."""
+    """Run the nightly flow in this process, by default over `MATRIX`; return the night."""
     with watched(None, console, prefect), suppress(NotReproducedError):
         nightly_recipes(list(recipes or MATRIX), str(baselines))
     return last_night(env.home())

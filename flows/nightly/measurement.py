@@ -1,4 +1,4 @@
-"""Measurements of a recipe, of one night or of a baseline.
+"""Measure what a recipe produced in a night, and store measurements as baselines.
 
 A night's measurement is read from the store after its flow ended or stopped. A baseline covers
 several runs and is under version control as `<baselines>/<recipe>.json`. Its digests and their

@@ -1,4 +1,4 @@
-"""One night: its directory, and how its results are stored and accepted.
+"""One night: its directory, and how its results are compared, stored and accepted.
 
     <home>/nightly/<night>/                a home of its own, with Ray, MLflow and reports
     <home>/nightly/<night>/stores/<recipe> a store for each recipe
@@ -13,7 +13,7 @@ compared with its baseline: pass, drift or fail, with stage and cause.
   it drifts. An implausibly good value fails, too.
 * The first stage with another digest is named, with differences of its settings, sources, libraries
   and data. If there are none, the stage is not deterministic.
-* On another kind of machine digests are not compared, only these values; nothing drifts there.
+* On another kind of machine no digests are compared, only accuracy and curve; nothing drifts.
 * Speed and memory are compared on an equal machine with at least `MIN_RUNS` stored runs, else
   noted. Much more memory fails; much lower speed fails only if the digest differs, too.
 * A run that did not finish fails at the stage where it stopped. Without a baseline it drifts.
@@ -78,7 +78,7 @@ class Verdict(FrozenModel):
 
 
 def judge(baseline: Measurement | None, tonight: Measurement) -> Verdict:
-    """Compare a night with the baseline of the recipe; None if there is no baseline."""
+    """Compare a recipe's night with its baseline; None means that no baseline is stored."""
     stopped = (f"{tonight.stopped_at}: {tonight.problem}",) if tonight.problem else ()
     if baseline is None:
         note = "no baseline is stored; `rlhf nightly --accept` takes this night for one"

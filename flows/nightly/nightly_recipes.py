@@ -44,7 +44,7 @@ MATRIX = (
     "quickstart", "ppo", "grpo", "dr_grpo", "dapo", "vapo", "gspo", "rloo", "reinforce_plus_plus",
     "remax", "pf_ppo", "lora_grpo",
 )  # fmt: skip
-"""Recipes that take minutes on two cores."""
+"""Recipes of a night by default; each takes minutes on two cores."""
 EVENTS = {"pass": "passed", "drift": "drifted", "fail": "failed"}
 """Ends of the names of the events that automations listen to, by verdict."""
 

@@ -30,7 +30,7 @@ class Curve:
         steps: step numbers, counted over all stages.
         bounds: first steps of the stages after the first, drawn as lines.
         low: lower ends of the values' intervals, one per step, or empty.
-        high: upper ends, likewise.
+        high: upper ends of the intervals, one per step, or empty.
     """
 
     steps: Sequence[float]
@@ -46,7 +46,7 @@ class PairCurves:
 
     Attributes:
         accuracy: share of a step's pairs whose chosen answer has the larger reward in the loss.
-        held_out: the same for held-out pairs, with intervals; step 0 is before training.
+        held_out: that share of the held-out pairs, with intervals; step 0 is before training.
         margin: mean difference of the rewards of a step's pairs in the loss.
     """
 
@@ -218,7 +218,7 @@ def _draw_curves(
 
 
 def _draw_steps(axes: Axes, curve: Curve, color: str, width: int = 5) -> None:
-    """Draw the value of each step, or of a long curve the mean of a step and those before it."""
+    """Draw the value of each step; for a long curve also the mean over the last `width` steps."""
     steps, values = curve.steps, curve.values
     if len(values) < MIN_SMOOTHED:
         axes.plot(steps, values, color=color, linewidth=2, marker="o", label="each step")

@@ -355,7 +355,7 @@ def source_table(stage: str, metrics: Mapping[str, float]) -> list[str]:
 def _shares(what: str, found: Stages) -> list[str]:
     """Return a table with a row for each entry of `found` and a column for each shown metric.
 
-    These are the accuracy, and metrics at k.
+    The shown metrics are the accuracy, and metrics at k.
     """
     names = sorted(
         {

@@ -1,8 +1,8 @@
-"""Home, store, cluster, tracking and display of a pipeline run.
+"""Opens and closes what a pipeline run uses: home, store, cluster, tracking and display.
 
 Promises: the first stage that has to run starts the Ray cluster, unless a command started it before
-in the background, and the last user ends it. A run that ends while its job runs leaves both to the
-next run, unless it was cancelled or interrupted.
+in the background, and the last user ends it. A run that ends while its job runs leaves job and
+cluster to the next run, unless it was cancelled or interrupted.
 """
 
 import logging
@@ -45,7 +45,7 @@ from tasks.runner.stage import StageContext, StageObserver
 
 @dataclass
 class LazyCluster:
-    """The cluster of one pipeline run; a local one keeps its files in `home`."""
+    """Starts the Ray cluster of a run when needed; a local one keeps its files in `home`."""
 
     home: Path
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)

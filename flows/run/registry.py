@@ -49,9 +49,9 @@ def open_mirrors(location: LocationConfig) -> list[Tracker]:
 
 @contextmanager
 def asking(tracker: Tracker, what: str, then: str) -> Iterator[None]:
-    """Raise errors of a tracker, whose own types are not known here, as ServiceError.
+    """Scope that turns a tracker's errors, whose types are unknown here, into ServiceError.
 
-    The error says that the tracker does not say `what`, and ends with `then`.
+    Its text is that the tracker does not say `what`; it ends with `then`.
     """
     try:
         yield
@@ -151,7 +151,7 @@ class Registry:
 
 
 class RoundGate:
-    """Accepts or rejects rounds, in order; `rejected` has the symptoms of rejected ones."""
+    """Accepts or rejects RL rounds, in order; `rejected` has the symptoms by stage label."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class RoundGate:
         self.rejected: dict[str, str] = {}
 
     def accepts(self, trained: StageResult, evaluated: StageResult) -> bool:
-        """Return True if the next stages use the policy of a stage; a planned one is accepted.
+        """Return True if the next stages use a stage's policy, or if the stage is only planned.
 
         Raises:
             SickRunError: a symptom occurred for which the recipe ends the run.

@@ -6,8 +6,8 @@ valid checkpoint of that work, and copies the metrics of its steps into the new 
 
 Promises: everything in the specification of an earlier run is compared: configuration, seed,
 digests of inputs, source modules, libraries. A difference in model, data, seed, algorithm,
-optimizer or schedule refuses adoption, by name; code, libraries and `Execution` fields may differ.
-The other work is not changed, and its checkpoint is linked before anything is recorded, so that a
+optimizer or schedule prevents adoption; code, libraries and `Execution` fields may differ.
+The earlier work is not changed, and its checkpoint is linked before anything is recorded, so that a
 failure leaves the stage as it was.
 Does not promise: differences of the device and of other distributions' code, which are not
 recorded; that today's code would compute the adopted steps the same. Order of rows and seeds are
@@ -104,14 +104,14 @@ class EarlierRun:
 
 @dataclass
 class EarlierRuns:
-    """The committed and half-trained stages of a store; it is read once, on first use."""
+    """The committed and half-trained stages of a store, which is read once, on first use."""
 
     storage: Storage
 
     def nearest(self, request: StageRequest) -> EarlierRun | None:
-        """Return the earlier run with the fewest differences; None if the stage was never run.
+        """Return the earlier run with the fewest changed values; None if the stage was never run.
 
-        Of equals, a committed one is preferred, then the latest.
+        Ties go to a committed run, then to fewer changed sources and libraries, then to the latest.
         """
         known = all(artifact.digest for artifact in request.inputs.values())
         own = request.fingerprint if known else None
@@ -164,7 +164,7 @@ class HalfTrained:
         generation: number of its first attempt.
         step: newest checkpoint within the stage, not verified.
         differs: differences that do not prevent adoption.
-        refused: differences that prevent it.
+        refused: differences that prevent adoption.
     """
 
     fingerprint: str
@@ -178,7 +178,7 @@ class HalfTrained:
         return f"step {self.step} of {self.fingerprint[:DIGITS]}"
 
     def offer(self, label: str) -> str:
-        """Describe how a stage can adopt it; empty if its inputs differ."""
+        """Return text on whether the stage `label` can adopt this work; empty if inputs differ."""
         fields = [change.field for change in self.refused]
         if not fields:
             return (
@@ -192,7 +192,7 @@ class HalfTrained:
 
 
 def half_trained(storage: Storage, request: StageRequest) -> list[HalfTrained]:
-    """Return half-trained work that is ahead of the stage's own, adoptable and longest first."""
+    """Return half-trained work ahead of the stage's own; adoptable work first, then by step."""
     at = own_step(storage, request)
     ahead = [
         work
@@ -211,7 +211,7 @@ def own_step(storage: Storage, request: StageRequest) -> int:
 
 
 def find_adoptable(storage: Storage, request: StageRequest) -> HalfTrained | None:
-    """Return the work that `--adopt` continues; None if the stage's own is as far.
+    """Return the work that `--adopt` continues; None if no other work is ahead of the stage's own.
 
     Raises:
         ConfigError: there is none, or it trains something else; names the field.
@@ -268,9 +268,9 @@ def link_adopted(work: HalfTrained, storage: Storage, fingerprint: str, attempt:
 
 
 def copy_adopted_steps(storage: Storage, request: StageRequest, attempt: int) -> Adoption | None:
-    """Copy adopted steps into an attempt's journal if missing; return what it adopted, if anything.
+    """Copy the metrics of adopted steps into an attempt's journal, if missing; return its adoption.
 
-    The attempt is held, and has no job yet.
+    None: it adopts nothing. The caller holds the attempt, which has no job yet.
     """
     first = generation(storage.attempts.entries(request.fingerprint), attempt)[0]
     adopted = first.adopted

@@ -78,7 +78,7 @@ class _Verdict(Enum):
 
 
 def _no_beat() -> BeatWatch:
-    """Return a watch that only counts the time in which this process could look."""
+    """Return a watch without a heartbeat; its silence is the time in which it could look."""
     return BeatWatch(lambda: None)
 
 
@@ -95,7 +95,7 @@ class _Job:
     lost: BeatWatch = field(default_factory=_no_beat)
     """Time since Ray last knew the job."""
     queued: BeatWatch = field(default_factory=_no_beat)
-    """Time that it has waited for resources of the cluster."""
+    """Time that the job has waited for resources of the cluster."""
     is_told: bool = False
     """True if the waiting was reported."""
 
@@ -299,7 +299,7 @@ class JobFollower:
         return _Verdict.SILENT if silent else _Verdict.ALIVE
 
     def _give_up(self, jobs: RayJobs, job: _Job) -> None:
-        """End a silent job; raise an error if this process submitted it, else let it take over."""
+        """End a silent job; raise if this process submitted the job, else return to replace it."""
         message = f"gave no sign of life for {max(job.watch.silence_s, job.lost.silence_s):.0f} s"
         problem = JobProblem(type="SilentJobError", message=message, exit_code=1)
         try:

@@ -1,6 +1,6 @@
 """Records a pipeline run and its stages in the tracking ledger, and shows stages on run pages.
 
-Promises: nothing here waits for a tracker. A pipeline run, with its retries and repetitions, is one
+Promises: only `close` waits for a tracker. A pipeline run, with its retries and repetitions, is one
 run of the tracker. A stage's run stays below the pipeline run that computed it, and later runs
 refer to its id. A forced generation is a separate run. A repeated run whose stages the tracker
 already has writes nothing. Outside a Prefect run, log lines go to a plain logger. A slow or missing
@@ -170,7 +170,7 @@ Logger = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
 
 class RunPage:
-    """The run page of one stage; its label is used in the artifact's key."""
+    """Shows a stage's messages and progress on its Prefect run page; without one, logs messages."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -187,14 +187,14 @@ class RunPage:
         self._logger.info("%s", redact(message))
 
     def show(self, record: JournalRecord) -> None:
-        """Show a journal record: its message as a line, its progress as the ring."""
+        """Show a journal record: its message as a line, its progress as a ring on the page."""
         if record.message:
             self.log(f"{self._label}  {record.message}")
         if record.kind == "progress" and record.done is not None and record.total:
             self._ring(100.0 * record.done / record.total)
 
     def close(self) -> None:
-        """Fill the ring of a finished stage."""
+        """Show a finished stage as complete, if progress was shown."""
         self._updated_at = -UPDATE_EVERY_S
         if self._artifact_id is not None:
             self._ring(100.0)

@@ -86,7 +86,7 @@ class StageRequest:
     """One stage to be run, before it is known whether its output exists.
 
     Attributes:
-        given: artifacts of other stages by the name under which the job knows them.
+        given: artifacts of other stages, by input name of the job.
         then: a stage that only waits for this one's output; not part of the identity.
     """
 

@@ -33,7 +33,7 @@ from tasks.runner.submission import Submission, stop_followed
 
 
 class StageObserver:
-    """Sees stages while they run, e.g. a terminal; this one does nothing."""
+    """Base of observers of running stages, e.g. a terminal; its methods do nothing."""
 
     def stage_started(self, label: str, fingerprint: str) -> None:
         """Handle the start of a stage, before it is known if it will be reused or run."""
@@ -49,7 +49,7 @@ class StageObserver:
 
 
 class StageContext:
-    """State shared by the stages of one pipeline run; a `tasks.runner.run.StageRunner`.
+    """Runs the stages of one pipeline run; a `tasks.runner.run.StageRunner`.
 
     Args:
         ray_jobs: returns the job client, and starts a cluster; called only if a stage has to run.
@@ -84,7 +84,7 @@ class StageContext:
         self._metadata = metadata
         self._follower = metadata.get("flow_run_id") or uuid.uuid4().hex
         self.followed: set[str] = set()
-        """Jobs that this run waited for, except those that continue for another run."""
+        """Names of jobs that this run waited for, except those that continue for another run."""
         self.results: list[StageResult] = []
 
     def run(self, request: StageRequest) -> StageResult:

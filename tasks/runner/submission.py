@@ -1,4 +1,4 @@
-"""Runs one stage as a Ray job, and stops the jobs of a cancelled flow run.
+"""Submits one stage as a Ray job, and stops the jobs of a cancelled flow run.
 
 Promises: only the holder of an attempt in the stage's log submits it. A failed submission is
 recorded in the stage's channel, so that no follower waits for its job.
@@ -68,7 +68,7 @@ class Submission:
 
         Raises:
             FencedError: another process claimed it.
-            JobSubmitError: Ray did not take the job; the attempt is over.
+            JobSubmitError: Ray refused the job; the attempt has failed.
             ArtifactError: the work to adopt does not verify.
         """
         request, storage, holder_id = self.request, self.storage, uuid.uuid4().hex

@@ -1,7 +1,7 @@
 """Rules for the models beside the policy: critics, reward models, judges, and their scores.
 
-Every rule raises `ConfigError`. `shown` names the source of images, as the beginning of a sentence:
-models that would read its prompts as text alone are refused.
+Every rule raises `ConfigError`. `shown` is the part of an error that names a source with images;
+models that would read only the text of its prompts are refused.
 Promises: which score components an estimator compares, and their weights, follow from the recipe
 alone, so a step's samples cannot change the objective.
 Does not promise: that a reward reports them, which is known in advance for mixtures only.
@@ -73,7 +73,7 @@ KEYS = "rl.algorithm.options.gdpo_reward_keys"
 
 
 def resolved_algorithm(rl: RLConfig) -> AlgorithmConfig:
-    """Return the algorithm with compared components and weights written out, if it compares any.
+    """Return the algorithm; for GDPO, with the compared reward components and their weights set.
 
     Raises:
         ConfigError: the components are ambiguous, or a route does not report one of them.
@@ -110,7 +110,7 @@ def resolved_algorithm(rl: RLConfig) -> AlgorithmConfig:
 
 
 def compared_components(algorithm: AlgorithmConfig) -> Sequence[str]:
-    """Return the components every sample needs, from a resolved algorithm; may be empty."""
+    """Return the reward components that a resolved algorithm compares; empty unless GDPO."""
     return _options(algorithm).gdpo_reward_keys or () if algorithm.adv_estimator == GDPO else ()
 
 

@@ -92,7 +92,7 @@ class StageConfig(StrictModel):
     options: ClassVar[type[StrictModel] | None] = None
     """Schema of `stages.<stage>` in a recipe, for a stage without a section of its own."""
     labelled_by: ClassVar[str] = ""
-    """Field whose value is part of the label, unless it is empty; empty: none."""
+    """Name of the field whose value, unless empty, is appended to the label; empty: no field."""
 
     @classmethod
     def options_of(cls, recipe: "Recipe") -> Any:
@@ -103,7 +103,7 @@ class StageConfig(StrictModel):
         return cls.options.validated(given, f"stages.{cls.stage}")
 
     def inputs(self, given: Mapping[str, InputT]) -> dict[str, InputT]:
-        """Select the artifacts that the job reads from those given, by name."""
+        """Return the artifacts in `given` that the job reads, by input name."""
         return {name: given[name] for name in (*self.needs, *self.takes) if name in given}
 
     @property
@@ -174,7 +174,7 @@ class ComputingStageConfig(StageConfig):
 
     @property
     def driver_resources(self) -> Mapping[str, Any]:
-        """A device, if the driver computes."""
+        """A CPU, and a device of a known platform, if the driver computes; else empty."""
         if not self.driver_computes:
             return {}
         platform = self.hardware.platform

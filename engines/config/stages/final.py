@@ -163,7 +163,7 @@ class EvaluateStageConfig(ServingStageConfig):
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """The evaluation problems, unless a suite has them."""
+        """`evaluation`; empty if the problems are a suite's."""
         return () if self.suite else ("evaluation",)
 
     @property
@@ -279,7 +279,7 @@ class HarnessStageConfig(BackendStageConfig, AnsweringStageConfig):
 
     @property
     def training_backend(self) -> str:
-        """Backend of that rank."""
+        """Backend of the rank that computes log-likelihoods."""
         return self.training.backend
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:

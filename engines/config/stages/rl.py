@@ -98,7 +98,7 @@ class RLRoundStageConfig(TrainingStageConfig):
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """Prompts."""
+        """`rl`, the prompts."""
         return ("rl",)
 
     @property

@@ -134,7 +134,7 @@ class SelfPlayStageConfig(ServingStageConfig):
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """Conversations for `spin`, else prompts."""
+        """`sft`, the conversations, for `spin`; else `rl`, the prompts."""
         return ("sft",) if self.self_play.source == "spin" else ("rl",)
 
     def check(self) -> None:

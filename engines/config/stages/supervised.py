@@ -44,7 +44,7 @@ class SFTStageConfig(TrainingStageConfig):
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """Conversations."""
+        """`sft`, the conversations."""
         return ("sft",)
 
     def check(self) -> None:
@@ -80,7 +80,7 @@ class RewardModelStageConfig(TrainingStageConfig):
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """Pairs."""
+        """`preference`, the pairs."""
         return ("preference",)
 
     def check(self) -> None:
@@ -119,7 +119,7 @@ class PreferenceStageConfig(TrainingStageConfig):
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """Pairs, unless self-play makes them."""
+        """`preference`, the pairs; empty if self-play makes them."""
         return () if self.iteration else ("preference",)
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:

@@ -1,4 +1,4 @@
-"""Generated arithmetic problems with answers that a rule can check.
+"""Generate arithmetic problems with answers that a rule can check.
 
 A prompt is the problem and an equals sign, the answer is a string of digits:
 
@@ -62,7 +62,7 @@ class Problem:
         return SPLITS[bisect_right(_SPLIT_UPPER_BOUNDS, place)]
 
     def results(self) -> tuple[int, ...]:
-        """Return the partial results in order; a single one for operations other than `chain`."""
+        """Return the partial results of `chain`, else one result; ValueError for `compare`."""
         first, second, *rest = self.operands
         match self.operation:
             case "add":
@@ -119,7 +119,7 @@ def generate(config: ArithmeticConfig, seed: int) -> dict[str, list[Any]]:
 
 
 def _mixed(config: ArithmeticConfig, seed: int, sizes: dict[str, str]) -> dict[str, list[Problem]]:
-    """Return the problems by split; `sizes` has the field with the size of each split."""
+    """Return the problems by split; `sizes` names the field of `config` with each split's size."""
     operations = tuple(dict.fromkeys(config.operations))
     if not operations:
         raise ConfigError("data.arithmetic.operations", "got none; need at least one")

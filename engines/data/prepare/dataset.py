@@ -7,8 +7,8 @@ reads them refuses them or the model.
 
 Promises: equal configuration, sources and seed give byte-equal files. Evaluation prompts do not
 occur in the training splits unless `allow_overlap`. Dropped rows are counted in the summary.
-Memory grows with the held-out rows, by a few bytes and the length of each training row, and with
-the largest .json file, which is read whole. Imports neither torch nor transformers, so the stage
+Memory grows with the held-out rows, by a few bytes per training row, and with the largest .json
+file, which is read whole. Imports neither torch nor transformers, so the stage
 starts fast.
 """
 
@@ -96,7 +96,7 @@ class SplitSummary:
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """Statistics of the artifact; the optional ones are None if the data have no such part.
+    """Statistics of the artifact; an optional field is None if the artifact has no such part.
 
     Attributes:
         num_overlapping: held-out rows whose prompt occurs in training.
@@ -200,7 +200,7 @@ def _read_splits(
 def _decontaminated(
     splits: Splits, data: DataConfig, suites: Suites
 ) -> tuple[Splits, LeakReport | None]:
-    """Remove training rows that share words with held-out rows or `suites`, as `find_leaks` does.
+    """Remove the training rows that share words with held-out rows or `suites` (`find_leaks`).
 
     The report is None if `data.decontamination` is null.
     """
@@ -300,7 +300,7 @@ def _without_overlong(
 
     Raises:
         ConfigError: a row is too long and `data.on_overlong` is `error`, a split becomes empty, or
-            the model does not take an image's shape.
+            the model does not support an image's shape.
     """
     kept = dict(splits)
     for name, rows in splits.items():

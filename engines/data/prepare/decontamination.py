@@ -2,10 +2,10 @@
 
 Prompts of held-out rows are compared with the prompts, later messages and answers of training rows;
 system messages, ground truths and held-out answers are ignored.
-Case, white space, character width, punctuation, marks that form no letter of their own, and
-invisible characters do not count. The point inside a number and operators before a number do:
-`3 + 4` is not `3 * 4`, which is `3 × 4`. In scripts without spaces (Han, Thai), each character is a
-word.
+Case, white space, character width, punctuation, combining marks that do not compose with a letter,
+and invisible characters are ignored. The point inside a number and operators before a number are
+not: `3 + 4` differs from `3 * 4`, which equals `3 × 4`. In scripts without spaces (Han, Thai), each
+character is a word.
 A held-out prompt is found in a training text if they share `num_words` words in a row; a shorter
 one if all its words occur in a row. 13 words, and 8 as the minimum, follow GPT-3
 (arXiv:2005.14165, appendix C); below 8, where chance matches are many, only equal prompts count.
@@ -34,7 +34,7 @@ from engines.data.read.rows import Message, PreferenceRow, RLRow, SFTRow
 from infra.errors import ConfigError
 
 MIN_TEMPLATE_ROWS = 8
-"""Fewer prompts may share words by chance, or because they are one problem."""
+"""Different prompts needed to find a template; fewer may share words by chance."""
 _SCHEMA_VERSION = 1
 _WITHOUT_SPACES = (
     r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
@@ -75,9 +75,10 @@ Shared: TypeAlias = tuple[Literal["exact", "run"], str, tuple[Place, ...]]
 
 
 class EvaluationIndex:
-    """The runs of `num_words` words of evaluation prompts, given by source and read once.
+    """Finds evaluation prompts that share `num_words` words in a row with a training text.
 
-    Shorter prompts are searched inside others if they have `min_words` words.
+    `evaluation` has the prompts by source, read once. A shorter one of at least `min_words` words
+    has to occur as a whole.
 
     Raises:
         ValueError: `num_words` is less than 1.
@@ -124,7 +125,7 @@ class EvaluationIndex:
             yield from ((length, run) for run in _runs(words[first - length : last], length))
 
     def shared(self, text: str | Prompt, *, is_answer: bool = False) -> Iterator[Shared]:
-        """Yield what a training text shares: exact matches, then runs from the longest.
+        """Yield the matches of a training text: equal prompts first, then runs from the longest.
 
         If `is_answer`, an exact match needs `min_words` words, since short answers match by chance.
         """
@@ -201,7 +202,7 @@ class Leak:
 
 @dataclass(frozen=True)
 class LeakReport:
-    """Words shared by training and held-out rows.
+    """The training rows that share words with held-out rows, and how many there are.
 
     `num_rows` and `num_leaked` are by split. Runs have `num_words` words; held-out texts of
     `min_words` or more are searched inside others.
@@ -291,7 +292,7 @@ def _words(row: Row) -> list[str]:
 
 
 class _Template:
-    """The common words of one source's prompts, in memory that does not grow with the rows."""
+    """Finds the words that all prompts of a source share; memory does not grow with the rows."""
 
     def __init__(self, words: list[str]) -> None:
         self._start, self._reversed_end, self._shortest = words, words[::-1], len(words)
@@ -306,7 +307,7 @@ class _Template:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Words at the start and the end that all prompts share, at most the shortest prompt's."""
+        """Numbers of shared words at the start and the end; 0 and 0 if too few prompts differ."""
         if len(self._different) < MIN_TEMPLATE_ROWS:
             return 0, 0
         start = len(self._start)

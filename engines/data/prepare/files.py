@@ -1,11 +1,11 @@
 """Find the files of a data source: a file, a directory, or a data set of the Hugging Face hub.
 
-Promises: files are ordered by their relative names. If file or folder names tell splits apart, only
+Promises: files are ordered by their relative names. If file or folder names contain splits, only
 the requested split is read, so test rows never enter training; ambiguous names are an error. Tables
 of text (.csv, .tsv) often repeat typed files beside them, so they are read only if a split has no
 others. In a local directory, files with rows in an unsupported form are an error.
-Does not promise: a network; an unreachable hub id is an error. Of a hub data set only supported
-files are fetched, so others are not reported.
+Does not promise: an error for unsupported files of a hub data set, since only supported ones are
+fetched. A hub data set that cannot be reached is an error.
 """
 
 import difflib
@@ -61,7 +61,7 @@ class SourceFiles:
 
     @property
     def note(self) -> str:
-        """Part of an error about columns that names the ignored files."""
+        """End of an error about columns that names the `passed_over` files; empty without any."""
         shown = some_of(self.passed_over)
         return f"; not read beside it: {shown} (to read one, name it as the path)" if shown else ""
 

@@ -1,7 +1,7 @@
 """Read raw rows from .parquet, .json, .jsonl, .csv and .tsv files, each with its place in the file.
 
 A .json file holds a list of objects, one object, or one object per line. It is read whole, since
-only its end tells whether it is a valid list; of other files a few rows are in memory.
+only its end shows whether it is a valid list; of other files a few rows are in memory.
 A .csv or .tsv file has a header, then one record per row (RFC 4180). Every value is text, an empty
 field the empty text; a field in double quotes may hold separators, line breaks and doubled quotes.
 
@@ -42,7 +42,7 @@ _DAMAGE = {
     "not known; close the quote",
     "new-line": "a line ends with CR alone; need LF or CR LF; save the file with such line ends",
 }
-"""Problems of a file by the beginning of the error of `csv`."""
+"""Our error texts, by the start of the error text of Python's `csv`."""
 _WRONG_QUOTES = (
     "the record that begins here is quoted wrongly ({}), so what follows is not known; need a "
     "separator or line end after a closing quote, and quotes inside a field doubled; mend the file"
@@ -66,7 +66,7 @@ class RawRow:
 class BadRow:
     """A row that cannot be used; `unreadable` if it is not even a JSON object or record.
 
-    `absent` has columns that its layout needs and the row lacks; `present` then has its columns.
+    `absent` names columns that the layout needs and the row lacks; then `present` names the row's.
     """
 
     place: str
@@ -225,8 +225,8 @@ def _object_row(value: object, place: str) -> RawRow | BadRow:
 def read_records(file: BinaryIO, path: Path, separator: str) -> Iterator[RawRow | BadRow]:
     """Yield the records after the header in file order; empty lines are skipped.
 
-    The place of a record is its first line. One that is not UTF-8 or has another length than the
-    header is a `BadRow`.
+    The place of a record is its first line. A record that is not UTF-8, or has more or fewer fields
+    than the header, is a `BadRow`.
 
     Raises:
         ConfigError: the header is invalid, a record has wrong quotes, is cut off or has a too long

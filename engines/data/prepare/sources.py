@@ -101,7 +101,7 @@ class SourceReport:
     Attributes:
         format: name of the layout; `auto` is resolved.
         revision: commit of a hub data set; None for local files.
-        num_duplicates: rows dropped since their prompt had occurred, if the preprocessor asks.
+        num_duplicates: repeated rows dropped, if the preprocessor has `drop_duplicates`.
         num_bad: rows dropped as invalid, by reason.
         passed_over: files that were not read; see `SourceFiles`.
     """
@@ -204,7 +204,7 @@ class Layout(Generic[RowT]):
         return resolve_source(self.source, self.path, self.preprocessor.default_subset)
 
     def row(self, raw: RawRow | BadRow) -> RowT | BadRow:
-        """Return the row, or what is wrong with it."""
+        """Convert a raw row; return a `BadRow` with the problem if that fails."""
         if isinstance(raw, BadRow):
             return raw
         absent = tuple(name for name in self.columns if name not in raw.columns)
@@ -237,7 +237,7 @@ def layout_of(source: SourceConfig, path: str, kind: RowKind[RowT]) -> Layout[Ro
 
 
 def _layouts(source: SourceConfig, path: str, kind: RowKind[RowT]) -> Iterator[Layout[RowT]]:
-    """Yield all known layouts of such rows, in the order of the plugin table."""
+    """Yield all known layouts that make rows of `kind`, in the order of the plugin table."""
     for name in recognised_layouts():
         plain = source.model_copy(update={"format": name, "options": {}})
         preprocessor = create_preprocessor(plain, path)

@@ -1,4 +1,4 @@
-"""The rows of a split on disk while they are checked, with the compared properties in memory.
+"""Keep a split's rows on disk while they are checked, with digests to compare in memory.
 
     with writing_rows(path, RL_FORMAT) as writer:
         writer.add(row)
@@ -78,7 +78,7 @@ class StoredRows(Generic[RowT]):
                 yield from batch.column("images").flatten().to_pylist()
 
     def only(self, places: Sequence[int] | np.ndarray) -> "StoredRows[RowT]":
-        """Return the rows at these places, which are ascending and at most once each."""
+        """Return the rows at `places`, which are ascending indices without repetition."""
         kept = np.zeros_like(self.kept)
         kept[np.flatnonzero(self.kept)[places]] = True
         return replace(self, kept=kept)
@@ -125,7 +125,7 @@ class RowWriter(Generic[RowT]):
             self._flush()
 
     def add_sample(self, rows: StoredRows[RowT], order: np.ndarray) -> None:
-        """Append rows of a whole file; `order` has their (M,) int64 numbers, each at most once."""
+        """Append rows of an unfiltered `rows` in `order`, which are (M,) distinct int64 indices."""
         self._flush()
         self._is_plain = self._is_plain and rows.is_plain
         self._prompts += rows.prompts[order].tobytes()
@@ -156,7 +156,7 @@ class RowWriter(Generic[RowT]):
 
 @contextmanager
 def writing_rows(path: Path, format: RowFormat[RowT]) -> Iterator[RowWriter[RowT]]:
-    """Scope of a writer of rows to a new file."""
+    """Scope of a `RowWriter` to a new file, which is complete after the scope."""
     with _writing(path, format.schema) as file:
         writer = RowWriter(path, format, file)
         yield writer

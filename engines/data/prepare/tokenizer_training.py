@@ -1,4 +1,4 @@
-"""Train tokenizers for models made from scratch on the data set's own text.
+"""Train a tokenizer on the data set's own text, for a model made from scratch.
 
 `character` has one token per character that occurs; `bpe` is byte-level byte-pair encoding with
 single digits. Both write the files that `transformers.AutoTokenizer` reads.

@@ -1,9 +1,9 @@
-"""Conversations to token ids and loss masks, by Jinja chat templates.
+"""Turn conversations into token ids and loss masks, by Jinja chat templates.
 
 Promises: the ids before an answer are exactly those that a rollout gets for the same messages, so
 supervised and RL training see the same prompt. The loss mask is 1 on every assistant turn, up to
 and including the token that ends it, and 0 elsewhere. Every function raises `ConfigError` if
-there is no chat template, it fails, or the answers cannot be told apart.
+there is no chat template, it fails, or the answers cannot be located in the text.
 Answers are found by rendering the conversation up to and after each answer; every rendering must
 continue the previous one. If a template rewrites earlier turns, its own `{% generation %}` blocks
 are used.
@@ -136,7 +136,7 @@ def _turn(
 
 
 def render_text(template: str, values: Mapping[str, Any], setting: str) -> str:
-    """Render a template of the user's in the same sandbox; an undefined name is an error.
+    """Render a template of a recipe in the same sandbox; an undefined name is an error.
 
     Raises:
         ConfigError: the template at `setting` does not compile or fails; names the line.

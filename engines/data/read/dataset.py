@@ -58,7 +58,7 @@ class Dataset:
 
     @property
     def images_path(self) -> Path:
-        """Path of the images, absent without any; `ConfigError` if the summary counts some."""
+        """Path of the image file; if it is absent though the summary counts some, `ConfigError`."""
         path = self.directory / IMAGES_FILE
         num_images = 0 if path.is_file() else self.summary().get("num_images", 0)
         if num_images:

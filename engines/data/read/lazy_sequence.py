@@ -1,9 +1,9 @@
 """Sequences that hold few Python objects: their items are made or read on access.
 
 A parquet row group can only be read whole. So `MappedRows` copies the rows of a file once,
-uncompressed, to a scratch file, from which a read loads a few rows. It has no name, so it
-disappears with the process. If the disk is too small for it, the operating system's error is
-raised. Token ids of many texts are in one array: 4 bytes per token, no Python object per text.
+uncompressed, to a scratch file, from which a read loads a few rows. The file has no name, so it
+disappears with the process; a full disk raises the operating system's error.
+Token ids of many texts are in one array: 4 bytes per token, no Python object per text.
 """
 
 import tempfile
@@ -97,7 +97,7 @@ class MappedRows(ByPlace[RowT], Generic[RowT]):
 
 
 class PackedTokens(ByPlace[tuple[int, ...]]):
-    """Token ids of each text."""
+    """Token ids of many texts, in one array."""
 
     def __init__(self) -> None:
         self._ids = array("i")

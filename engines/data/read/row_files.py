@@ -56,7 +56,7 @@ from infra.errors import ConfigError
 
 RowT = TypeVar("RowT", RLRow, SFTRow, PreferenceRow)
 BATCH_ROWS = 1024
-"""Rows that are Python objects at a time."""
+"""Rows that are converted to Python objects at a time."""
 _ROW_GROUP_ROWS = 64 * BATCH_ROWS
 _ROW_GROUP_BYTES = 128 * 2**20
 """Ends a row group before `_ROW_GROUP_ROWS` if its columns take this much memory."""
@@ -87,7 +87,7 @@ class RowFormat(Generic[RowT]):
     """Conversion between rows of one kind and columns.
 
     `plain_schema` is the subset of `schema` for files whose rows have no tools, calls or images.
-    `columns` follow `schema`; `parse` takes one value per column and may raise `RowError`.
+    `columns` makes the arrays of `schema`; `parse` makes one row, and may raise `RowError`.
     """
 
     schema: pa.Schema

@@ -148,7 +148,7 @@ def with_images(messages: Sequence[Message], images: Sequence[Image]) -> tuple[M
 
 @dataclass(frozen=True)
 class RewardModel:
-    """How a completion is judged.
+    """How a completion is judged: verl's column `reward_model`, not a model.
 
     `style` is `rule` (a function compares with `ground_truth`, any JSON value) or `model` (a judge
     scores; the ground truth may be None).
@@ -214,7 +214,7 @@ class PreferenceRow:
     """A chosen and a rejected answer to one prompt.
 
     Only an answer with tool calls may have an empty text, or None if the source has none.
-    `margin` tells how much better the chosen answer is; None if unknown.
+    `margin` is how much better the chosen answer is; None if unknown.
     """
 
     prompt: tuple[Message, ...]

@@ -17,12 +17,12 @@ class AlpacaOptions(StrictModel):
     """How instruction and input are joined, and the name of the source."""
 
     separator: str = "\n"
-    """Between the instruction and an input that is not empty."""
+    """Text between the instruction and the input, if there is an input."""
     data_source: str = "alpaca"
 
 
 class Alpaca(Preprocessor[AlpacaOptions]):
-    """Instruction, optional input, and answer."""
+    """Reads rows of instruction, optional input, and answer."""
 
     sft_columns = ("instruction", "output")
 

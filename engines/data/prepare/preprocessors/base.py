@@ -26,7 +26,7 @@ RawColumns = Mapping[str, Any]
 
 
 class Preprocessor(Generic[OptionsT]):
-    """Reads the rows of one layout; kinds of rows without columns here are refused."""
+    """Reads the rows of one layout; makes those kinds of rows whose `*_columns` is not None."""
 
     default_subset: ClassVar[str | None] = None
     """Folder to read if the source names none and the folder exists."""
@@ -44,13 +44,13 @@ class Preprocessor(Generic[OptionsT]):
         self.options = options
 
     def column_field(self, column: str) -> str:
-        """Return the configuration field, below the source's, that asks for a column."""
+        """Return the field of the source's section that an error about an absent column names."""
         return "format"
 
     def rl_row(self, columns: RawColumns) -> RLRow:
         """Make an RL or evaluation row; the columns of `rl_columns` are present.
 
-        Of a layout of pairs it is the prompt, without ground truth, for a judge to score.
+        A layout of pairs gives the prompt of the pair, without ground truth, for a judge.
         """
         if self.preference_columns is None:
             raise RowError("this layout has no ground truth")

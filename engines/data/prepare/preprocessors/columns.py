@@ -26,7 +26,7 @@ class ColumnsOptions(StrictModel):
 
 
 class Columns(Preprocessor[ColumnsOptions]):
-    """One question and one answer per row."""
+    """Reads one question and one answer per row."""
 
     def __init__(self, options: ColumnsOptions) -> None:
         super().__init__(options)

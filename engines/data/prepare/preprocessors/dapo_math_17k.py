@@ -18,7 +18,7 @@ class DAPOMath17kOptions(StrictModel):
 
 
 class DAPOMath17k(Preprocessor[DAPOMath17kOptions]):
-    """The row schema; prompts include their instruction."""
+    """Reads the row schema; adds no instruction, since the prompts include one."""
 
     rl_columns = ("prompt", "reward_model")
 

@@ -22,7 +22,7 @@ class Geometry3kOptions(ProblemOptions):
 
 
 class Geometry3k(Preprocessor[Geometry3kOptions]):
-    """A problem, its figures and its answer."""
+    """Reads a problem, its figures and its answer."""
 
     rl_columns = ("images", "problem", "answer")
 

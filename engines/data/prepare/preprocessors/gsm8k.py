@@ -25,7 +25,7 @@ class GSM8KOptions(ProblemOptions):
 
 
 class GSM8K(Preprocessor[GSM8KOptions]):
-    """Question and worked answer."""
+    """Reads a question and its worked answer."""
 
     default_subset = "main"
     rl_columns = ("question", "answer")

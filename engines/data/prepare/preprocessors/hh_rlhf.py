@@ -23,7 +23,7 @@ class HHRLHFOptions(StrictModel):
 
 
 class HHRLHF(Preprocessor[HHRLHFOptions]):
-    """Pairs of dialogues."""
+    """Reads pairs of dialogues."""
 
     preference_columns = ("chosen", "rejected")
     rl_columns = preference_columns

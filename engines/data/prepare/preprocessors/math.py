@@ -28,7 +28,7 @@ class MATHOptions(ProblemOptions):
 
 
 class MATH(Preprocessor[MATHOptions]):
-    """Problem and worked solution."""
+    """Reads a problem and its worked solution."""
 
     rl_columns = ("problem", "solution")
     sft_columns = ("problem", "solution")

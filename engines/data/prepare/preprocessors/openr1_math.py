@@ -24,7 +24,7 @@ class OpenR1MathOptions(ProblemOptions):
 
 
 class OpenR1Math(Preprocessor[OpenR1MathOptions]):
-    """Problem, answer, and a generation."""
+    """Reads a problem, its answer, and the generation in `messages`."""
 
     default_subset = "data"
     # `generations` is not read; `auto` needs it, since other tables have the other columns too.

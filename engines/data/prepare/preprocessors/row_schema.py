@@ -1,4 +1,4 @@
-"""Files in the row schema, also of verl's scripts: `rows`, `messages` and `pairs`."""
+"""The layouts `rows`, `messages` and `pairs`: the row schema, as verl's scripts write it, too."""
 
 from engines.config.base import StrictModel
 from engines.config.options import NoOptions
@@ -8,7 +8,7 @@ from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 
 
 class RowSchema(Preprocessor[NoOptions]):
-    """`data_source`, `prompt`, `ability`, `reward_model`, `extra_info`."""
+    """Reads `data_source`, `prompt`, `ability`, `reward_model`, `extra_info`."""
 
     rl_columns = ("prompt", "reward_model")
 
@@ -18,7 +18,7 @@ class RowSchema(Preprocessor[NoOptions]):
 
 
 class Conversations(Preprocessor[NoOptions]):
-    """`messages`, ending with the assistant's message."""
+    """Reads `messages`, which end with the assistant's message."""
 
     sft_columns = ("messages",)
 
@@ -39,7 +39,7 @@ class PairsOptions(StrictModel):
 
 
 class Pairs(Preprocessor[PairsOptions]):
-    """`chosen` and `rejected`, and `prompt` unless these are whole conversations."""
+    """Reads `chosen` and `rejected`, and `prompt` if they are not whole conversations."""
 
     preference_columns = ("chosen", "rejected")
     rl_columns = preference_columns

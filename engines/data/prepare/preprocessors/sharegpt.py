@@ -62,7 +62,7 @@ class ShareGPTOptions(StrictModel):
 
 
 class ShareGPT(Preprocessor[ShareGPTOptions]):
-    """Conversations of several turns."""
+    """Reads conversations of several turns."""
 
     sft_columns = ("conversations",)
 

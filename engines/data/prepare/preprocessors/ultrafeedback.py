@@ -18,7 +18,7 @@ class UltraFeedbackOptions(StrictModel):
 
 
 class UltraFeedback(Preprocessor[UltraFeedbackOptions]):
-    """Pairs of answers with scores."""
+    """Reads pairs of answers with scores."""
 
     # `prompt_id` is not read; `auto` needs it to tell this data set from others with the rest.
     preference_columns = (

@@ -36,7 +36,7 @@ class XLAMOptions(StrictModel):
 
 
 class XLAM(Preprocessor[XLAMOptions]):
-    """A question, the available functions, and the calls that answer it."""
+    """Reads a question, the available functions, and the calls that answer it."""
 
     rl_columns = ("query", "tools", "answers")
     sft_columns = ("query", "tools", "answers")
