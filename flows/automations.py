@@ -175,7 +175,7 @@ def _ask(client: SyncPrefectClient) -> None:
 
 
 def _silence(after: set[str], signs: set[str], within_s: int) -> EventTrigger:
-    """Return a trigger for runs without one of `signs`, or an end, in time after one of `after`."""
+    """Return a trigger that fires if no event of `signs` and no end follows `after` in time."""
     return EventTrigger(
         match=ResourceSpecification({"prefect.resource.id": f"{_RUN}.*"}),
         match_related=_OURS,

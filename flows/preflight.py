@@ -319,7 +319,7 @@ def _surveyed(requested: str, home: Path) -> FoundPlatform:
 
 
 def survey_machine(*requested: str) -> SurveyReport:
-    """Return the platform that a job would choose on this machine.
+    """Return a report of the platform that a job would choose on this machine.
 
     Without an argument, the report also has the result of loading every plugin.
 
@@ -415,7 +415,7 @@ def check_tracking_database(uri: str) -> None:
 
 
 def check_room(recipe: Recipe, checkpoint_bytes: int, force: Mapping[str, str]) -> None:
-    """Check that the store has space for checkpoints, and the memory for the training.
+    """Check that the store has space for checkpoints, and the machine memory for training.
 
     Raises:
         ConfigError: a stage has to train and there is too little, or `plan_run` failed.

@@ -85,7 +85,7 @@ def run_stages(
     """Run every stage in order; a stage whose output exists is skipped.
 
     Args:
-        find_incumbent: returns the registered model that the given one has to beat.
+        find_incumbent: returns the registered model that a given one has to beat, or None.
         accepts: returns True if the next stages use the policy of a training stage, given the stage
             and its evaluation.
     """
@@ -110,7 +110,7 @@ def run_stages(
 
 @dataclass(frozen=True)
 class StageOrder:
-    """Parts of the order of a recipe's stages; the fields are the arguments of `run_stages`."""
+    """Runs parts of the order of a recipe's stages; its fields are arguments of `run_stages`."""
 
     recipe: Recipe
     run: StageRunner

@@ -217,7 +217,7 @@ class RewardConfig(RewardFunction):
         return tuple(dict.fromkeys((self.function, *(p.function for p in self.parts.values()))))
 
     def with_functions(self, functions: Mapping[str, str]) -> "RewardConfig":
-        """Return a copy with the functions replaced that `functions` has by recipe setting."""
+        """Return a copy with other function names; `functions` has them by recipe setting."""
         components = {
             name: part.model_copy(
                 update={"function": functions.get(f"rl.reward.components.{name}", part.function)}

@@ -53,8 +53,8 @@ class Backend:
         parallelism: dimension -> how it is tested; an absent dimension is refused.
         features: `lora`, `moe`, `vlm`, ... -> how it is tested.
         requires: module from an extra or environment; None needs nothing.
-        extra: name of that extra; None if the backend has its own environment.
-        environment: its job environment (`make env-<name>`), if it is not the project's own.
+        extra: extra of this project with that module; None if there is none.
+        environment: its job environment (`make env-<name>`); None: the project's own.
         options: schema of `training.options`.
         device_engines: device -> engine and options schema used there, for all model types.
         not_together: pairs of dimensions or features that cannot be combined.

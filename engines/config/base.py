@@ -70,7 +70,7 @@ class StrictModel(BaseModel):
 
     @classmethod
     def validated(cls, values: object, path: str) -> Self:
-        """Return a model with these values; an invalid one raises `ConfigError` below `path`."""
+        """Return a model with these values; `ConfigError` below `path` if one is invalid."""
         try:
             return cls.model_validate(values)
         except ValidationError as error:

@@ -129,7 +129,7 @@ class ProgressDeadlines(StrictModel):
 
 
 class TargetConfig(StrictModel):
-    """Published result for the setting of the recipe; only reports show it."""
+    """Published result that the recipe should reach; only reports show it."""
 
     metric: str = Field(min_length=1)
     """Metric of the final evaluation, as `promote.metric` names it."""

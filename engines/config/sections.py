@@ -278,7 +278,7 @@ class SoupConfig(StrictModel):
 
 
 class PromoteConfig(StrictModel):
-    """The gate in front of the model registry."""
+    """Conditions for registering the final model, and its name and alias in the registry."""
 
     model_name: str = "policy"
     """Name of the registered model in MLflow."""

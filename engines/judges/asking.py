@@ -27,7 +27,7 @@ Generate = Callable[[Sequence[RolloutRequest]], list[list[Completion]]]
 
 
 class GenerativeJudge:
-    """Has a judge write about samples; `seed_of` returns the sampling seed of a question."""
+    """Prompts a language model to judge samples; `seed_of` returns the seed of a question."""
 
     def __init__(
         self,

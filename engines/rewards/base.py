@@ -109,7 +109,7 @@ def is_correct(score: Score) -> bool:
 
 
 class Judging(Protocol):
-    """Judges the requests of one batch as they are added, until `results` or `close`; one thread."""
+    """Judges a batch's requests as they are added, until `results` or `close`; for one thread."""
 
     def add(self, request: ScoreRequest) -> int:
         """Submit a request; return its number in the batch: 0, 1, ..."""

@@ -130,7 +130,7 @@ def compute_score(
 
     Raises:
         ValueError: the ground truth cannot be parsed.
-        Exception: a comparison failed, and no other one found the answer right.
+        Exception: a comparison failed, and no other comparison found the answer right.
     """
     text = truth_text(ground_truth)
     truths = _parse_answer(text)

@@ -227,7 +227,7 @@ GRACE_S = 2.0
 
 
 def main() -> int:
-    """Serve until the input ends."""
+    """Load the reward function, and score requests until stdin ends; return the exit code."""
     # The protocol keeps stdin and stdout; the function sees /dev/null and stderr.
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:

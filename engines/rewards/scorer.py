@@ -103,7 +103,7 @@ class ScoreCache(OrderedDict[bytes, Score]):
         self._size = size
 
     def keep(self, key: bytes, result: Score | Unscored) -> None:
-        """Record a use of this digest; only a `Score` is stored."""
+        """Store a score as the most recently used one; an `Unscored` is not stored."""
         if isinstance(result, Score):
             self[key] = result
             self.move_to_end(key)
@@ -112,7 +112,7 @@ class ScoreCache(OrderedDict[bytes, Score]):
 
 
 class CachedJudging:
-    """Passes on requests without a cached score; equal ones, for the function's form, once."""
+    """Passes on only requests without a cached score, each once; `form` sets which fields count."""
 
     def __init__(self, cache: ScoreCache, form: Form, judging: Judging) -> None:
         self._cache, self._judging = cache, judging
@@ -304,7 +304,7 @@ class ScoringPool:
 
 
 class PoolBatch:
-    """A pool's batch; a thread hands out its requests until `results`, then the caller does."""
+    """A batch of the pool; a thread works on it until `results`, then the caller of `results`."""
 
     def __init__(self, pool: ScoringPool) -> None:
         self._pool = pool
@@ -344,7 +344,7 @@ class PoolBatch:
         return [self.found[number] for number in range(self._num_added)]
 
     def close(self) -> None:
-        """End the batch; if a request is open, also the pool, or its reply would reach the next."""
+        """End the batch; also the pool if a reply is missing, which would reach the next batch."""
         if self._pool._open is not self:
             return
         self._pool._open = None

@@ -31,7 +31,7 @@ class PrefectServer:
     """The Prefect server of a run.
 
     Attributes:
-        wait: returns when it answers; raises ServiceError or DeadlineError.
+        wait: returns when the server answers; raises ServiceError or DeadlineError.
         lasting: True if it outlives the run.
         history_is_dead: True if no run in its database can be alive.
     """

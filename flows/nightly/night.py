@@ -62,7 +62,7 @@ NOTHING_DIFFERS = "nothing that is recorded differs: the stage does not repeat"
 
 
 class Verdict(FrozenModel):
-    """Verdict on a recipe."""
+    """How a recipe's night compares with its baseline."""
 
     recipe: str
     word: Word
@@ -137,7 +137,7 @@ def _compared(
 
 
 def _figures_beyond(before: Sequence[Observed], now: Observed) -> Iterator[str]:
-    """Yield accuracy and curve if they are outside the spread of earlier runs."""
+    """Yield a text for accuracy and for curve, if it is outside the spread of earlier runs."""
     known = [each for each in before if each.accuracy is not None]
     values = [each.accuracy for each in known if each.accuracy is not None]
     if now.accuracy is not None and values:
@@ -158,7 +158,7 @@ def _figures_beyond(before: Sequence[Observed], now: Observed) -> Iterator[str]:
 
 
 def _resources_beyond(before: Sequence[Observed], now: Observed) -> Iterator[tuple[str, bool]]:
-    """Yield speed and memory worse than in all earlier runs, each with True if it is the speed."""
+    """Yield a text for speed and for memory, if worse than in all earlier runs; True for speed."""
     speeds = [each.tokens_per_s for each in before if each.tokens_per_s]
     if speeds and now.tokens_per_s and now.tokens_per_s < min(speeds) * (1 - SPEED_ROOM):
         ratio = now.tokens_per_s / statistics.median(speeds)

@@ -212,7 +212,7 @@ def _check_rows(data: DataConfig | None, stages: Sequence[StageConfig]) -> None:
 
 
 def _check_promotion(recipe: Recipe) -> None:
-    """Check that the deciding evaluation reports the deciding metric."""
+    """Check that the evaluation that decides on promotion reports `promote.metric`."""
     suite, metric = recipe.suites.get(recipe.promote.suite or ""), recipe.promote.metric
     evaluation = suite.evaluation if suite else recipe.evaluation
     k = int(metric.partition("@")[2] or 0)

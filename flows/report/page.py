@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def show_report(report: Report, directory: Path) -> None:
-    """Create the artifacts of a finished run."""
+    """Create the Prefect artifacts of a finished run: stages, report, samples and diagnosis."""
     key = _key(report.recipe)
     rows = [
         {
@@ -60,7 +60,7 @@ def show_page(key: str, description: str, render: Callable[..., str], directory:
 
 @contextmanager
 def _optional(what: str) -> Iterator[None]:
-    """Make an error only a warning, because everything is on disk, too."""
+    """Scope that logs an error as a warning, because everything is also on disk."""
     try:
         yield
     except (*PREFECT_ERRORS, LookupError) as error:  # LookupError: a page of an older version

@@ -111,7 +111,7 @@ def is_watched() -> bool:
 
 
 class PipelineRun:
-    """One run of the pipeline, with `stages` to run, a `registry` and a `gate` of its policies."""
+    """A pipeline run: `stages` runs stages, `gate` accepts rounds, `registry` has the incumbent."""
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ def open_mirrors(location: LocationConfig) -> list[Tracker]:
 def asking(tracker: Tracker, what: str, then: str) -> Iterator[None]:
     """Scope that turns a tracker's errors, whose types are unknown here, into ServiceError.
 
-    Its text is that the tracker does not say `what`; it ends with `then`.
+    `what` is the question, which the error's text repeats; the text ends with `then`.
     """
     try:
         yield

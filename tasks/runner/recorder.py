@@ -42,7 +42,7 @@ EndStatus = Literal["FAILED", "KILLED"]
 
 
 class Recorder:
-    """One pipeline run in the tracker: a parent run, and a child for each stage it computes.
+    """Records a pipeline run in the tracker: a parent run, and a child for each computed stage.
 
     A run with the same `identity` continues the tracker's run.
     """

@@ -85,7 +85,7 @@ _MADE_BY: Mapping[str, str] = {
 
 
 def check_critic(rl: RLConfig) -> None:
-    """Refuse a critic that nothing reads or whose start is missing; raises `ConfigError`."""
+    """Refuse a critic that nothing reads or that starts from no model; raises `ConfigError`."""
     if rl.critic is None:
         return
     estimator = ADVANTAGES.find(rl.algorithm.adv_estimator)
@@ -166,7 +166,7 @@ def _check_columns(rl: RLConfig) -> None:
 
 
 def _check_components(algorithm: AlgorithmConfig) -> None:
-    """Refuse settings that change the score but not its components, which are compared."""
+    """Refuse settings that change the score but not its components, which GDPO compares."""
     for setting, is_set, instead in (
         ("use_kl_in_reward", algorithm.use_kl_in_reward, "use rl.algorithm.use_kl_loss"),
         ("overlong.enable", algorithm.overlong.enable, "add a component length to rl.reward"),

@@ -65,7 +65,7 @@ def check_average(path: str, optimizer: OptimizerConfig, training: TrainingConfi
 
 
 def check_order(path: str, order: OrderConfig) -> None:
-    """Refuse settings that the order's kind ignores or lacks; raises `ConfigError`."""
+    """Refuse settings that the order's kind ignores, or needs and lacks; raises `ConfigError`."""
     shuffled, banded = order.kind == "shuffled", order.kind == "banded"
     if order.weights and not shuffled:
         raise ConfigError(

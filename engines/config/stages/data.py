@@ -39,14 +39,14 @@ class PreprocessStageConfig(StageConfig):
 
     @classmethod
     def from_recipe(cls, recipe: "Recipe") -> Self:
-        """Preprocess the recipe's data; raises ValueError if it has none."""
+        """Configure preprocessing of the recipe's data; raises ValueError if it has none."""
         if recipe.data is None:
             raise ValueError("the recipe has no data")
         return cls(data=recipe.data, model=recipe.model)
 
     @classmethod
     def of_suite(cls, recipe: "Recipe", name: str) -> Self:
-        """Preprocess the data of a suite, for any model."""
+        """Configure preprocessing of the data of a suite, for any model."""
         return cls(of=name, data=recipe.data_suites[name])
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:

@@ -48,7 +48,7 @@ class MergeStageConfig(StageConfig):
 
     @classmethod
     def from_recipe(cls, recipe: "Recipe", of: str = "") -> Self:
-        """Merge the policy of stage `of`, or the last one if `of` is empty."""
+        """Configure the merge of the policy of stage `of`, or of the last one if `of` is empty."""
         return cls(
             of=of,
             backend=recipe.training.backend,
@@ -73,7 +73,7 @@ class SoupStageConfig(StageConfig):
 
     @classmethod
     def from_recipe(cls, recipe: "Recipe", num_models: int) -> Self:
-        """Average `num_models` models."""
+        """Configure the average of `num_models` models."""
         return cls(
             num_models=num_models,
             dtype=recipe.merge.dtype,
@@ -111,14 +111,14 @@ class EvaluateStageConfig(ServingStageConfig):
 
     @classmethod
     def from_recipe(cls, recipe: "Recipe", of: str = "") -> Self:
-        """Evaluate the policy of stage `of`, or the final model, on the recipe's own problems."""
+        """Configure an evaluation on the recipe's problems: of stage `of`, or the final model."""
         return cls._asked(recipe, of, recipe.evaluation, recipe.rl.reward).model_copy(
             update={"backend": recipe.training.backend if of else None}
         )
 
     @classmethod
     def of_suite(cls, recipe: "Recipe", name: str) -> Self:
-        """Evaluate the final model on a suite."""
+        """Configure an evaluation of the final model on a suite."""
         suite = recipe.suites[name]
         return cls._asked(
             recipe, name, suite.evaluation, suite.reward or recipe.rl.reward
@@ -152,7 +152,7 @@ class EvaluateStageConfig(ServingStageConfig):
         )
 
     def against(self, model: ModelConfig) -> Self:
-        """Return the same evaluation of the model that the final one is compared with."""
+        """Return the same evaluation of `model`, with which the final model is compared."""
         return self.model_copy(
             update={
                 "of": f"{self.of}_{AGAINST}".lstrip("_"),
@@ -206,7 +206,7 @@ class CompareStageConfig(StageConfig):
 
     @classmethod
     def from_recipe(cls, recipe: "Recipe", suite: str = "") -> Self:
-        """Compare on a suite, or on the recipe's own problems."""
+        """Configure the comparison on a suite, or on the recipe's own problems."""
         # A harness suite has no evaluation section; it uses the recipe's confidence.
         has_own = suite in recipe.data_suites
         section = recipe.suites[suite] if has_own else recipe
@@ -223,7 +223,7 @@ class PromoteStageConfig(StageConfig):
 
     @classmethod
     def from_recipe(cls, recipe: "Recipe") -> Self:
-        """Read the section `promote`."""
+        """Configure the stage by the section `promote`."""
         return cls(promote=recipe.promote)
 
 
@@ -243,7 +243,7 @@ class HarnessStageConfig(BackendStageConfig, AnsweringStageConfig):
 
     @classmethod
     def from_recipe(cls, recipe: "Recipe", name: str, *, is_against: bool = False) -> Self:
-        """Measure the final model, or the one `against`, on a suite."""
+        """Configure measuring the final model, or the model `against`, on a suite."""
         model = recipe.against if is_against else None if recipe.trains else recipe.model
         return cls(
             suite=name,
@@ -259,7 +259,7 @@ class HarnessStageConfig(BackendStageConfig, AnsweringStageConfig):
 
     @property
     def label(self) -> str:
-        """`harness`, with the suite."""
+        """`harness_<suite>`, with the suffix `_against` if that model is measured."""
         return f"{self.stage}_{self.suite}" + ("_against" if self.is_against else "")
 
     @property

@@ -89,7 +89,7 @@ class RLRoundStageConfig(TrainingStageConfig):
         return {**values, "rollout": {**values["rollout"], "timeout_s": self.rollout.timeout_s}}
 
     def changes(self, before: StrictModel, path: str = "") -> Iterator[Change]:
-        """Add the sampling deadline; a half-trained round continues under another one."""
+        """Add the sampling deadline, which may differ when a half-trained round is continued."""
         yield from super().changes(before, path)
         assert isinstance(before, RLRoundStageConfig)  # noqa: S101 - configurations of one type
         old, new = before.rollout.timeout_s, self.rollout.timeout_s

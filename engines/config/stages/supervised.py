@@ -31,7 +31,7 @@ class SFTStageConfig(TrainingStageConfig):
 
     @classmethod
     def from_recipe(cls, recipe: "Recipe") -> Self:
-        """Read the section `sft`; raises ValueError if the recipe has none."""
+        """Configure the stage by the section `sft`; raises ValueError if the recipe has none."""
         if recipe.sft is None:
             raise ValueError("the recipe has no SFT stage")
         return cls(
@@ -65,7 +65,7 @@ class RewardModelStageConfig(TrainingStageConfig):
 
     @classmethod
     def from_recipe(cls, recipe: "Recipe") -> Self:
-        """Read the section `reward_model`; raises ValueError if the recipe has none."""
+        """Configure the stage by `reward_model`; raises ValueError if the recipe has none."""
         if recipe.reward_model is None:
             raise ValueError("the recipe has no reward model stage")
         return cls(
@@ -104,7 +104,7 @@ class PreferenceStageConfig(TrainingStageConfig):
 
     @classmethod
     def from_recipe(cls, recipe: "Recipe", iteration: int | None = None) -> Self:
-        """Read the section `preference`; raises ValueError if the recipe has none."""
+        """Configure the stage by `preference`; raises ValueError if the recipe has none."""
         if recipe.preference is None:
             raise ValueError("the recipe has no preference stage")
         return cls(

@@ -42,8 +42,8 @@ _SYMBOLS = {"add": "+", "subtract": "-", "multiply": "*", "modulo": "%", "compar
 class Problem:
     """One problem, independent of notation.
 
-    There are two `operands`, all non-negative, or three for `chain`, whose `signs` stand before the
-    second and the third.
+    `operands` are non-negative: two, or for `chain` three, and `signs` are those before the second
+    and the third.
     """
 
     operation: str

@@ -220,7 +220,7 @@ def _check_overlap(splits: Splits, allow_overlap: bool, suites: Suites) -> int:
     """Count the held-out rows, `suites` included, whose prompt occurs in a training split.
 
     Raises:
-        ConfigError: there are some and `allow_overlap` is false; names the first.
+        ConfigError: there are such rows and `allow_overlap` is false; names the first.
     """
     held_out = {f"data.{name}": [*splits[name].prompt_digests()] for name in _HELD_OUT} | {
         name: [prompt_digest(row.prompt) for row in rows] for name, rows in suites.items()
@@ -343,7 +343,7 @@ def _prompt_lengths(
     folder: Path,
     image_length: FindImageLength | None,
 ) -> Iterator[int]:
-    """Yield the tokens of prompts, with each placeholder counted as its image's tokens."""
+    """Yield each prompt's number of tokens, with those of its images; 1 if that is unknown."""
     num_tokens = image_length() if image_length and any(row.images for row in rows) else None
     known = [row.prompt for row in rows if num_tokens or not row.images]
     texts = iter(render_prompts(tokenizer, known))

@@ -77,8 +77,8 @@ Shared: TypeAlias = tuple[Literal["exact", "run"], str, tuple[Place, ...]]
 class EvaluationIndex:
     """Finds evaluation prompts that share `num_words` words in a row with a training text.
 
-    `evaluation` has the prompts by source, read once. A shorter one of at least `min_words` words
-    has to occur as a whole.
+    `evaluation` has the prompts by source, read once. A shorter prompt of at least `min_words`
+    words has to occur as a whole.
 
     Raises:
         ValueError: `num_words` is less than 1.

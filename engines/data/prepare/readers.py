@@ -56,7 +56,7 @@ _NO_VALUE = (ValueError, OverflowError, LookupError, pa.ArrowNotImplementedError
 
 @dataclass(frozen=True)
 class RawRow:
-    """A row as in its file; `place` is such as `train.jsonl:7` or `train.parquet row 17`."""
+    """A row as in its file; `place` is e.g. `train.jsonl:7` or `train.parquet row 17`."""
 
     place: str
     columns: Mapping[str, Any]
@@ -66,7 +66,7 @@ class RawRow:
 class BadRow:
     """A row that cannot be used; `unreadable` if it is not even a JSON object or record.
 
-    `absent` names columns that the layout needs and the row lacks; then `present` names the row's.
+    `absent`: columns that the layout needs and the row lacks; if any, `present` has its columns.
     """
 
     place: str

@@ -59,7 +59,7 @@ class StoredRows(Generic[RowT]):
             yield from map(self.format.parse, batch.to_pylist())
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """Yield the columns of these rows in batches that are not empty."""
+        """Yield the columns of the kept rows in batches, none of them empty."""
         start = 0
         with _reading(self.path) as reader:
             for number in range(reader.num_record_batches):
@@ -135,7 +135,7 @@ class RowWriter(Generic[RowT]):
             self._writer.write_batch(batch)
 
     def stored(self) -> StoredRows[RowT]:
-        """Return the rows, once the scope of `writing_rows` has ended."""
+        """Return the written rows; call it after the scope of `writing_rows`."""
         return StoredRows(
             path=self._path,
             format=self._format,
