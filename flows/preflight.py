@@ -88,7 +88,7 @@ def request_of(recipe: Recipe) -> PreflightRequest | None:
         scoring=reward,
         scored=("rl", "evaluation") if samples else ("evaluation",),
         reward_model=reward.model,
-        # An evaluation runs it on a rank of its own, independent of the training settings.
+        # An evaluation runs it on a rank of its own, whatever the training settings.
         reward_training=recipe.training if has_rounds else TrainingConfig(),
         judge=reward.judge,
         teacher=teacher,

@@ -69,7 +69,7 @@ class RolloutConfig(StrictModel):
     dtype: Literal["float32", "bfloat16"] | None = None
     """dtype of the model in the engine; null uses `training.dtype`."""
     max_num_sequences: Annotated[int, Execution] = Field(default=256, ge=1)
-    """Sequences decoded together."""
+    """Largest number of sequences that one engine decodes at the same time."""
     placement: Annotated[Literal["colocated", "disaggregated"], Execution] = "colocated"
     """`colocated`: engines on the training ranks' devices; `disaggregated`: on other devices."""
     num_replicas: Annotated[int, Execution] = Field(default=1, ge=1)

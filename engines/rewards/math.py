@@ -78,7 +78,7 @@ def _times(digits: float, times: float) -> float:
 
 
 _REPEAT_S = 0.5
-"""Interval of further attempts, in case the first exception is swallowed."""
+"""Interval at which `CpuLimitError` is raised again, in case it was swallowed."""
 
 
 class CpuLimitError(BaseException):

@@ -18,7 +18,7 @@ from infra.errors import ConfigError
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Files of a model directory; one of them configures the image processor."""
 _NESTED = "image_processor"
-"""Key in the second file, which has priority; the first file is the older form."""
+"""Key in `processor_config.json`, which has priority; the other file is the older form."""
 _MAX_RATIO = 200
 _PATCH_SIZE, _MERGE_SIZE = 14, 2
 _SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}

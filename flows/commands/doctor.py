@@ -80,7 +80,7 @@ def _all_checks(store: str | None) -> Iterator[Check]:
         detail = str(broken.get(name, f"imported for {owner.removeprefix('environment.')}"))
         yield Check(f"module {name}", "error" if name in broken else "ok", detail)
     yield from _platform_and_plugins()
-    # More than one plugin or package registers the name; platforms were checked above.
+    # Finds names that several plugins or packages register; platforms were checked above.
     for kind, table in TABLES.items():
         for name in sorted({row.name for row in table.outside()} if kind != "platform" else ()):
             try:

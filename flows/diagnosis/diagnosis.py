@@ -121,7 +121,7 @@ SHOWN = {
     "seconds of a step": (STEP,),
     "peak memory, GB": (PEAK_MEMORY,),
 }
-"""Metrics by the title of their plot."""
+"""Metrics by the title of their plot; the first that a run has is shown."""
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 260, 110, 46, 16
 _STYLE = """
 body { margin: 0 auto; max-width: 1100px; padding: 12px 20px; color: #0f172a; background: #f8fafc;

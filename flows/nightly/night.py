@@ -69,7 +69,7 @@ class Verdict(FrozenModel):
     stage: str = ""
     """The first stage that failed, or else drifted; empty for a pass."""
     drifted: str = ""
-    """The first stage whose digest is not the stored one."""
+    """The first stage whose digest is not the stored one; empty if none or not compared."""
     causes: tuple[str, ...] = ()
     """Differences in the inputs of the drifted stage."""
     problems: tuple[str, ...] = ()

@@ -46,7 +46,7 @@ MATRIX = (
 )  # fmt: skip
 """Recipes of a night by default; each takes minutes on two cores."""
 EVENTS = {"pass": "passed", "drift": "drifted", "fail": "failed"}
-"""Ends of the names of the events that automations listen to, by verdict."""
+"""Last part of the event's name by verdict; automations can listen to the event."""
 
 
 class NotReproducedError(PipelineError):

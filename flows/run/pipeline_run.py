@@ -207,7 +207,7 @@ def open_run(
     cluster = context.cluster or LazyCluster(recipe.home)
     run = PipelineRun(recipe, force, adopt, cluster, context.observer)
     with ExitStack() as stack:
-        # After the cluster: that is free at once, while the trackers may take minutes.
+        # Runs after the release of the cluster, because closing the trackers may take minutes.
         stack.callback(run.recorder.close)
 
         @stack.push

@@ -61,7 +61,7 @@ class Recorder:
         self._store_uri = store_uri
         self._owner = Owner.this_process()
         self.run_key = sha256_json(dict(identity))
-        """Key of the pipeline run; its repetitions have the same."""
+        """Key of the pipeline run; repetitions of the run have the same key."""
         new = RunEntry(
             key=self.run_key,
             name=name,
@@ -165,7 +165,7 @@ def end_status(error: BaseException) -> EndStatus:
 
 UPDATE_EVERY_S = 3.0
 PREFECT_ERRORS = (HTTPError, PrefectException, OSError, RuntimeError, ValueError)
-"""Errors of a Prefect server that is away or refuses a request, and of the client's event loop."""
+"""Errors of a Prefect server that is unreachable or refuses, and of the client's event loop."""
 Logger = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
 

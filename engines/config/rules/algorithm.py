@@ -28,7 +28,7 @@ def check_sampling(rl: RLConfig) -> None:
                 f"got {optimizer.schedule!r}; need 'constant', because rounds may be added later",
             )
     # The sampler renormalises over the kept tokens, the trainer over the whole vocabulary: equal
-    # beliefs differ by the logarithm of the kept mass.
+    # distributions differ by the logarithm of the kept mass.
     for name, got, need, cut in (
         ("top_p", rl.sampling.top_p, 1.0, rl.sampling.top_p < 1),
         ("top_k", rl.sampling.top_k, 0, rl.sampling.top_k > 0),

@@ -29,7 +29,7 @@ _DIGEST_BYTES = 16
 _MIN_RUN_ROWS = 16 * BATCH_ROWS
 _RUN_BYTES = 256 * 2**20
 _MAX_RUNS = 128
-"""Limit of files that are open at a time."""
+"""Limit of run files, all of which are open at the same time."""
 
 
 @dataclass(frozen=True, eq=False)

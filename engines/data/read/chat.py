@@ -45,7 +45,7 @@ DEFAULT_CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""One token per turn and one at the end of an answer: `<|user|>12+34=<|assistant|>640<|end|>`."""
+"""Role tokens begin turns, `<|end|>` ends answers: `<|user|>12+34=<|assistant|>640<|end|>`."""
 
 # Private-use characters mark the assistant's spans; they are removed before tokenization.
 _SPAN_START, _SPAN_END = "\U000f0000", "\U000f0001"
