@@ -1,4 +1,4 @@
-"""The order of the stages.
+"""Runs the stages of a recipe in their order.
 
 [suites], preprocess, [SFT], [reward model], [preference, with self-play in iterations], RL rounds,
 merge, [soup], evaluate, [harness], [compare], promote. A recipe without training only evaluates.

@@ -60,7 +60,7 @@ class KlControlConfig(StrictModel):
     kl_coef: float = Field(default=0.001, ge=0)
     """The coefficient; for `adaptive`, its initial value."""
     horizon: float = Field(default=10_000, gt=0)
-    """Each step, `adaptive` multiplies by 1 + (relative KL error) * (number of samples) / this."""
+    """`adaptive` scales the coefficient by 1 + (relative KL error) * (samples of a step) / this."""
     target_kl: float = Field(default=0.1, gt=0)
     """Target in nats per token, averaged over each answer and then over the answers of a step."""
 

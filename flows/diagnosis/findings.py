@@ -1,4 +1,4 @@
-"""Inputs and findings of a diagnosis, as plain values, and how a run's stages are read for it."""
+"""Reads a run's stages for a diagnosis, whose inputs and findings are plain values."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,1 +1,1 @@
-"""Each stage, declared once."""
+"""The configuration of each stage, declared once."""

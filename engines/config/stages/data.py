@@ -1,4 +1,4 @@
-"""The stage that makes a dataset."""
+"""Configuration of the stage that makes a dataset."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Self

@@ -1,4 +1,4 @@
-"""The stages after training: merge, soup, evaluate, harness, compare, promote."""
+"""Configuration of the stages after training: merge, soup, evaluate, harness, compare, promote."""
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path

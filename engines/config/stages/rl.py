@@ -1,4 +1,4 @@
-"""The stage of one round of RL."""
+"""Configuration of the stage that runs one round of RL."""
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path

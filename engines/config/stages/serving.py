@@ -1,4 +1,4 @@
-"""Bases of stages that serve a model and score its answers; self-play."""
+"""Configuration of self-play, and bases of stages that serve a model and score its answers."""
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The stages that train on given answers: SFT, reward model, preferences."""
+"""Configuration of the stages that train on given answers: SFT, reward model, preferences."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Self
