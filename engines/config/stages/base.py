@@ -195,13 +195,13 @@ class BackendStageConfig(ComputingStageConfig):
         raise NotImplementedError
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """Add the training backend."""
+        """Also yield the training backend."""
         yield from super().plugins()
         if self.training_backend:
             yield "backend", self.training_backend
 
     def plugin_modules(self) -> tuple[str, ...]:
-        """Add the modules that repair the backend on this platform."""
+        """Also return the modules that repair the backend on this platform."""
         return (
             *super().plugin_modules(),
             *repair_modules(self.hardware.platform, self.training_backend),

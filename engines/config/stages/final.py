@@ -180,7 +180,7 @@ class EvaluateStageConfig(ServingStageConfig):
         return f"{self.sections.get('evaluation', 'evaluation')}.max_new_tokens"
 
     def external_inputs(self, given: Collection[str]) -> Mapping[str, ExternalInput]:
-        """Add the model, if no stage made it."""
+        """Also return the model, if no stage made it."""
         with renamed_sections(self.sections):
             return {**super().external_inputs(given), **model_input(self.model)}
 

@@ -84,12 +84,12 @@ class RLRoundStageConfig(TrainingStageConfig):
         return found
 
     def identity_values(self) -> dict[str, Any]:
-        """Add the sampling deadline: a sample that misses it does not train."""
+        """Also return the sampling deadline, because a sample that misses it does not train."""
         values = super().identity_values()
         return {**values, "rollout": {**values["rollout"], "timeout_s": self.rollout.timeout_s}}
 
     def changes(self, before: StrictModel, path: str = "") -> Iterator[Change]:
-        """Add the sampling deadline, which may differ when a half-trained round is continued."""
+        """Also yield the sampling deadline, which may change when a half-trained round continues."""
         yield from super().changes(before, path)
         assert isinstance(before, RLRoundStageConfig)  # noqa: S101 - configurations of one type
         old, new = before.rollout.timeout_s, self.rollout.timeout_s
@@ -117,7 +117,7 @@ class RLRoundStageConfig(TrainingStageConfig):
         return interpreter_of(self.rollout)
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """Add the rollout engine, the reward and the parts of the algorithm."""
+        """Also yield the rollout engine, the reward and the parts of the algorithm."""
         algorithm = self.rl.algorithm
         yield from super().plugins()
         yield "rollout", self.rollout.engine
@@ -145,7 +145,7 @@ class RLRoundStageConfig(TrainingStageConfig):
         }
 
     def check(self) -> None:
-        """Add the rules of RL."""
+        """Also check the rules of RL."""
         super().check()
         check_structured_output(
             "rl.sampling.structured_output", self.rl.sampling.structured_output, self.rollout

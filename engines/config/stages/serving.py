@@ -49,7 +49,7 @@ class AnsweringStageConfig(ComputingStageConfig):
         return interpreter_of(self.rollout)
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """Add the rollout engine."""
+        """Also yield the rollout engine."""
         yield from super().plugins()
         yield "rollout", self.rollout.engine
 
@@ -72,7 +72,7 @@ class ServingStageConfig(BackendStageConfig, AnsweringStageConfig):
         return self.backend
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """Add the reward functions."""
+        """Also yield the reward functions."""
         yield from super().plugins()
         for name in self.reward.functions:
             yield "reward", name

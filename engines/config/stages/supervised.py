@@ -84,7 +84,7 @@ class RewardModelStageConfig(TrainingStageConfig):
         return ("preference",)
 
     def check(self) -> None:
-        """Add the rules of reward models."""
+        """Also check the rules of reward models."""
         super().check()
         check_value_model("reward_model", self.training)
         check_options(self.reward_model.options, [BRADLEY_TERRY], "reward_model.options")
@@ -123,12 +123,12 @@ class PreferenceStageConfig(TrainingStageConfig):
         return () if self.iteration else ("preference",)
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """Add the loss."""
+        """Also yield the loss."""
         yield from super().plugins()
         yield "preference_loss", self.preference.loss
 
     def check(self) -> None:
-        """Add the rules of preference training."""
+        """Also check the rules of preference training."""
         super().check()
         loss = PREFERENCE_LOSSES.find(self.preference.loss)
         check_options(self.preference.options, [loss], "preference.options")

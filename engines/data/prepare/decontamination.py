@@ -292,7 +292,7 @@ def _words(row: Row) -> list[str]:
 
 
 class _Template:
-    """Finds the words that all prompts of a source share; memory does not grow with the rows."""
+    """Finds the words with which all prompts of a source begin and end, in constant memory."""
 
     def __init__(self, words: list[str]) -> None:
         self._start, self._reversed_end, self._shortest = words, words[::-1], len(words)
