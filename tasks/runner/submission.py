@@ -67,7 +67,7 @@ class Submission:
             attempt: length of the stage's log as the caller saw it.
 
         Raises:
-            FencedError: another process claimed it.
+            FencedError: another process claimed the attempt.
             JobSubmitError: Ray refused the job; the attempt has failed.
             ArtifactError: the work to adopt does not verify.
         """

@@ -89,7 +89,7 @@ class RLRoundStageConfig(TrainingStageConfig):
         return {**values, "rollout": {**values["rollout"], "timeout_s": self.rollout.timeout_s}}
 
     def changes(self, before: StrictModel, path: str = "") -> Iterator[Change]:
-        """Also yield the sampling deadline, which may change when a half-trained round continues."""
+        """Also yield the sampling deadline, which may change while a round is half-trained."""
         yield from super().changes(before, path)
         assert isinstance(before, RLRoundStageConfig)  # noqa: S101 - configurations of one type
         old, new = before.rollout.timeout_s, self.rollout.timeout_s

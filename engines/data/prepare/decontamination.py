@@ -225,7 +225,7 @@ def find_leaks(
     held_out: Mapping[str, Rows],
     config: DecontaminationConfig,
 ) -> LeakReport:
-    """Compare every training row with all held-out rows; both are given by split.
+    """Compare every training row with all held-out rows, given by split; return the leaks.
 
     Raises:
         ConfigError: there are leaks and `action` is `refuse`, or all rows of a split leak.
