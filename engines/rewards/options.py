@@ -12,7 +12,7 @@ class ExactOptions(StrictModel):
     """Options of reward `exact`."""
 
     answer_delimiter: str | None = None
-    """The text after its last occurrence is the answer; null: `answer_delimiter` of `extra_info`."""
+    """Text after its last occurrence is the answer; null: `answer_delimiter` of `extra_info`."""
     ignore_case: bool = False
     """Compare without regard to case."""
 

@@ -79,7 +79,7 @@ def flow(arguments: argparse.Namespace) -> int:
 
 
 def nightly(arguments: argparse.Namespace) -> int:
-    """Recompute recipes, or accept the last night; the exit code is 1 if a recipe failed."""
+    """Recompute recipes, or store the last night as baselines; exit code 1 if a recipe failed."""
     baselines = Path(arguments.baselines).absolute() if arguments.baselines else nights.BASELINES
     home, console = env.home(), Console()
     matrix = nights.load_matrix(arguments.recipes)  # invalid recipes fail before a server starts

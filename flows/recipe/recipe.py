@@ -347,7 +347,7 @@ def _check_path(setting: str, text: str) -> None:
 def _check_measured_alone(recipe: Recipe) -> None:
     """Check that a recipe without training evaluates something and sets no unused field.
 
-    Without data of its own, it sets nothing that only its suites define.
+    A recipe without data of its own must not set what only its suites define.
     """
     if recipe.model.init == "random":
         raise ConfigError(

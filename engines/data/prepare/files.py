@@ -182,7 +182,7 @@ def _is_packed(path: Path) -> bool:
 
 
 def _names_split(name: str, split: str) -> bool:
-    """True if words of the relative name are the split (`data/train_prefs-0.parquet`).
+    """True if the relative name has the split as a word (`train` in `data/train_prefs-0.parquet`).
 
     Words end at non-letters, or where a capital follows a small letter. `set` or `ing` may follow.
     """
