@@ -88,7 +88,7 @@ class DecontaminationConfig(StrictModel):
     """A held-out prompt shorter than `num_words` is searched in training rows if it has at least
     this many words; a still shorter one only matches an equal prompt."""
     action: Literal["remove", "refuse"] = "remove"
-    """`remove` drops and counts such training rows; `refuse` stops at the first."""
+    """`remove` drops and counts such training rows; `refuse` is an error that names the first."""
 
 
 class DataConfig(StrictModel):

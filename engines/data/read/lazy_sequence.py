@@ -42,7 +42,7 @@ class ByPlace(Sequence[Item]):
 
 
 class Made(ByPlace[Item]):
-    """The results of `make` for each item of a sequence; iteration passes over the items once."""
+    """The results of `make` for the items of a sequence, made anew on access or iteration."""
 
     def __init__(self, items: Sequence[Given], make: Callable[[Given], Item]) -> None:
         self._items: Sequence[Any] = items
