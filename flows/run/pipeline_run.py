@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from prefect.context import FlowRunContext
@@ -26,7 +27,7 @@ from flows.diagnosis.page import write_diagnosis
 from flows.report.page import show_diagnosis, show_report
 from flows.report.report import Report, build_report, run_directory, write_report
 from flows.run.registry import Registry, RoundGate, open_mirrors, open_tracker
-from infra.errors import DeadlineError, PipelineError
+from infra.errors import PipelineError
 from infra.host.servers import LOCK_DEADLINE_S
 from infra.ray.cluster import Cluster, ensure_cluster, living_cluster
 from infra.ray.jobs import RayJobs
@@ -39,6 +40,7 @@ from infra.tracking.ledger import Ledger
 from infra.tracking.mirrors.fan_out import FanOut
 from infra.tracking.shipper import Shipper
 from infra.tracking.tracker import Tracker
+from infra.waiting import in_thread, result_within
 from tasks.runner.recorder import Recorder, end_status
 from tasks.runner.stage import StageContext, StageObserver
 from tasks.runner.submission import stop_followed
@@ -80,24 +82,13 @@ class LazyCluster:
         """Start the cluster in the background, if it is not running."""
         with self._lock:
             if self._starting is None:
-                self._starting = Future()
-                threading.Thread(
-                    target=self._run, args=(self._starting,), name="ray-start", daemon=True
-                ).start()
+                start = partial(ensure_cluster, self._home, given_up=self._given_up.is_set)
+                self._starting = in_thread(start, "ray-start")
             return self._starting
-
-    def _run(self, starting: Future[Cluster]) -> None:
-        try:
-            starting.set_result(ensure_cluster(self._home, given_up=self._given_up.is_set))
-        except BaseException as error:  # noqa: BLE001  handed to the thread that waits
-            starting.set_exception(error)
 
 
 def _result(starting: Future[Cluster]) -> Cluster:
-    try:
-        return starting.result(timeout=LOCK_DEADLINE_S)
-    except TimeoutError:
-        raise DeadlineError("the Ray cluster to start", LOCK_DEADLINE_S) from None
+    return result_within(starting, "the Ray cluster to start", LOCK_DEADLINE_S)
 
 
 _log = logging.getLogger(__name__)
