@@ -27,15 +27,9 @@ from engines.training.model.linear_tiles import tile_elements
 from engines.training.outputs import read_positions, whole_outputs
 from engines.training.spec import EngineSpec
 from engines.training.step.optimizer_step import clip_across_meshes
-from engines.training.weight_shards import (
-    HeldPart,
-    local_place,
-    local_values,
-    owned_parts,
-    stream_parts,
-)
+from engines.training.weight_shards import HeldPart, owned_parts, stream_parts
 from engines.types import ModelOutputs, Readouts, TokenBatch
-from engines.weight_places import WeightShard
+from engines.weight_places import WeightShard, local_place, local_values
 from infra.errors import ConfigError
 
 

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.checkpoint.sharded import ShardedReader, load_sharded
+from engines.checkpoint.sharded import Region, ShardedReader, load_sharded, save_regions
 from engines.errors import CheckpointError
-from engines.training.backends.megatron.checkpoint import Region, save_regions
 
 
 @settings(max_examples=25, deadline=None)
