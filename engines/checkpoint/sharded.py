@@ -14,7 +14,6 @@ import json
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -150,10 +149,18 @@ def load_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
         OSError: a file could not be read.
     """
     reader = _Reader(str(path))
-    with _own_errors(path, reader):
-        state_dict_loader.load(
-            dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized()
-        )
+    try:
+        with warnings.catch_warnings():
+            # Without a process group it warns that it assumes a single process.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            state_dict_loader.load(
+                dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized()
+            )
+    except CheckpointException as error:  # no subclass of `Exception`
+        _, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        raise _translated(path, reader.problem or cause) from error
+    except (RuntimeError, ValueError, KeyError, OSError, SafetensorError) as error:
+        raise _translated(path, error) from error
 
 
 class _Reader(HuggingFaceStorageReader):
@@ -171,24 +178,8 @@ class _Reader(HuggingFaceStorageReader):
             raise
 
 
-@contextmanager
-def _own_errors(path: Path, reader: _Reader) -> Iterator[None]:
-    """Raise errors of torch and safetensors as `CheckpointError`, or as the `OSError` behind them.
-
-    Also silences torch's warning that without a process group it assumes a single process.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
-    except CheckpointException as error:  # no subclass of `Exception`
-        _, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        raise _translated(path, reader.problem or cause) from error
-    except (RuntimeError, ValueError, KeyError, OSError, SafetensorError) as error:
-        raise _translated(path, error) from error
-
-
 def _translated(path: Path, error: BaseException) -> Exception:
+    """Return an error of torch or safetensors as the `OSError` behind it or `CheckpointError`."""
     cause = disk_error(error, path)
     if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
         return cause

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from engines import collectives
 from engines.errors import EngineError
@@ -118,9 +117,7 @@ class TorchTitanEngine(ModuleEngine[Any]):
         weight, group, first_token = self.model.lm_head.weight, None, 0
         if isinstance(weight, DTensor):
             group = weight.device_mesh.get_group()
-            _, (first_token, _) = compute_local_shape_and_global_offset(
-                weight.shape, weight.device_mesh, weight.placements
-            )
+            first_token = local_place("lm_head.weight", weight).offsets[0]
             weight = weight.to_local()
         if isinstance(hidden, DTensor):
             hidden = hidden.to_local(grad_placements=[Partial()])
