@@ -13,6 +13,7 @@ Does not promise security (the store has no passwords), or anything about collec
 Megatron-Core and similar libraries, except that their groups have the same timeouts.
 """
 
+import errno
 import json
 import math
 import socket
@@ -157,9 +158,11 @@ def raise_together(problem: OSError | None, what: str) -> None:
     """Raise an OSError on every rank if one has a `problem`, so that none waits. Collective."""
     if problem is not None and world_size() == 1:
         raise problem
-    for number, text in enumerate(gather_texts(problem and str(problem))):
+    own = problem and json.dumps([problem.errno or errno.EIO, str(problem)])
+    for number, text in enumerate(gather_texts(own)):
         if text is not None:
-            raise OSError(f"{what}: rank {number}: {text}") from problem
+            code, said = json.loads(text)
+            raise OSError(code, f"{what}: rank {number}: {said}") from problem
 
 
 def barrier() -> None:

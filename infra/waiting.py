@@ -1,6 +1,6 @@
 """Bounded waits for something outside this process; a wait that times out raises an error.
 
-`in_thread` runs work whose result another thread waits for.
+`in_thread` runs work whose result another thread waits for, as by `result_within`.
 Does not promise: to interrupt a predicate that blocks.
 """
 
@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from infra.errors import DeadlineError
@@ -64,6 +64,18 @@ def in_thread(work: Callable[[], Value], name: str) -> Future[Value]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+def result_within(future: Future[Value], what: str, deadline_s: float) -> Value:
+    """Wait for a future, and return its result or raise its error.
+
+    Raises:
+        DeadlineError: it was not done after `deadline_s`; says `what` it waited for.
+    """
+    wait([future], deadline_s)
+    if not future.done():
+        raise DeadlineError(what, deadline_s)
+    return future.result()
 
 
 def when_there_is_room(write: Callable[[], Value], what: str) -> Value:

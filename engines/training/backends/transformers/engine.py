@@ -47,16 +47,9 @@ from engines.training.model.linear_logprobs import targets_of
 from engines.training.model.logprobs import compute_in_float32
 from engines.training.outputs import read_positions, whole_outputs
 from engines.training.spec import VALUE_HEAD, EngineSpec
-from engines.training.weight_shards import (
-    HeldPart,
-    local_place,
-    local_values,
-    owned_parts,
-    parts_in_slots,
-    stream_parts,
-)
+from engines.training.weight_shards import HeldPart, owned_parts, parts_in_slots, stream_parts
 from engines.types import ModelOutputs, Readouts, TokenBatch
-from engines.weight_places import WeightShard
+from engines.weight_places import WeightShard, local_place, local_values
 
 _ULYSSES = "ulysses"
 
