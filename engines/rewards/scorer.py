@@ -290,12 +290,12 @@ class ScoringPool:
 
     def _replace(self, place: int, failure: str, batch: "PoolBatch") -> None:
         process = self._processes[place]
-        if not process.was_ready and place >= self._min_workers:
+        if process.form is None and place >= self._min_workers:
             process.kill()
             del self._processes[place]
             self._go_on_without(f"a further one did not start: {failure}")
             return
-        if not process.was_ready:
+        if process.form is None:
             raise RewardError(f"the reward function cannot be loaded: {failure}")
         if process.index is not None:
             batch.found[process.index] = Unscored(failure)

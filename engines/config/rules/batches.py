@@ -67,34 +67,38 @@ def check_average(path: str, optimizer: OptimizerConfig, training: TrainingConfi
 def check_order(path: str, order: OrderConfig) -> None:
     """Refuse settings that the order's kind ignores or lacks; raises `ConfigError`."""
     shuffled, banded = order.kind == "shuffled", order.kind == "banded"
-    if order.weights and not shuffled:
-        raise ConfigError(
-            f"{path}.weights",
-            f"got weights with kind {order.kind}; need kind shuffled; set it, or remove them",
-        )
-    if order.difficulty is not None and shuffled:
-        raise ConfigError(
-            f"{path}.difficulty",
-            f"got {order.difficulty} with kind shuffled, which reads none; need null; remove it, "
-            f"or set {path}.kind to ascending or banded",
-        )
-    if bool(order.bands) != banded:
-        raise ConfigError(
-            f"{path}.bands",
-            f"got {len(order.bands)} with kind {order.kind}; need "
-            f"{'at least 1' if banded else 'none'}; change one of the two",
-        )
     steps = [band.first_step for band in order.bands]
     limits = [band.max_difficulty for band in order.bands]
     # Only the last band may have a null limit.
     known = [limit for limit in limits if limit is not None]
     rising = steps == sorted(set(steps)) and known == sorted(set(known))
-    if banded and (steps[0] != 0 or not rising or None in limits[:-1]):
-        raise ConfigError(
-            f"{path}.bands",
+    for is_refused, setting, problem in (
+        (
+            order.weights and not shuffled,
+            "weights",
+            f"got weights with kind {order.kind}; need kind shuffled; set it, or remove them",
+        ),
+        (
+            order.difficulty is not None and shuffled,
+            "difficulty",
+            f"got {order.difficulty} with kind shuffled, which reads none; need null; remove it, "
+            f"or set {path}.kind to ascending or banded",
+        ),
+        (
+            bool(order.bands) != banded,
+            "bands",
+            f"got {len(order.bands)} with kind {order.kind}; need "
+            f"{'at least 1' if banded else 'none'}; change one of the two",
+        ),
+        (
+            banded and (steps[:1] != [0] or not rising or None in limits[:-1]),
+            "bands",
             f"got first_step {steps} and max_difficulty {limits}; need both to rise, first_step "
             "from 0, and null in the last band alone; put them in order",
-        )
+        ),
+    ):
+        if is_refused:
+            raise ConfigError(f"{path}.{setting}", problem)
 
 
 def check_rl_order(rl: RLConfig) -> None:

@@ -14,7 +14,7 @@ from engines.config.algorithm import AlgorithmConfig, DistillationConfig, Reward
 from engines.config.backends import BACKENDS
 from engines.config.model import JudgeConfig, RewardModelConfig
 from engines.config.options import check_options, own_options
-from engines.config.plugins import REWARDS, ROLLOUT_ENGINES, structured_output_engines
+from engines.config.plugins import REWARDS, ROLLOUT_ENGINES, STRUCTURED_OUTPUT, engines_with
 from engines.config.rollout import RolloutConfig, StructuredOutputConfig
 from engines.config.rows import ADVANTAGES
 from engines.config.sections import RLConfig
@@ -26,12 +26,12 @@ def check_structured_output(
     path: str, form: StructuredOutputConfig | None, rollout: RolloutConfig
 ) -> None:
     """Refuse a form that the rollout engine cannot enforce; raises `ConfigError` at `path`."""
-    if form is None or ROLLOUT_ENGINES.place(rollout.engine).structured_output:
+    if form is None or STRUCTURED_OUTPUT in ROLLOUT_ENGINES.place(rollout.engine).capabilities:
         return
     raise ConfigError(
         path,
         f"rollout.engine {rollout.engine} does not support structured output; set this to null, or "
-        f"rollout.engine to {' or '.join(structured_output_engines())}",
+        f"rollout.engine to {' or '.join(engines_with(STRUCTURED_OUTPUT))}",
     )
 
 

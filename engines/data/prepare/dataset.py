@@ -249,15 +249,12 @@ def _texts(splits: Splits) -> Iterator[str]:
     """Yield all texts that a model made from scratch will read or write."""
     for name, rows in splits.items():
         for row in rows:
-            messages = row.messages if name == "sft" else row.prompt
-            if name in _PAIRS:
-                messages = (*messages, *row.answers)
-            for message in messages:
+            for message in row.messages:
                 yield message.said
                 yield from message.tools
             if name == "sft":
                 # The template of such a model has special tokens for all other roles.
-                yield from (f"<|{each.role}|>" for each in messages if each.role == "tool")
+                yield from (f"<|{each.role}|>" for each in row.messages if each.role == "tool")
             elif name not in _PAIRS and isinstance(row.reward_model.ground_truth, str):
                 yield row.reward_model.ground_truth
 
