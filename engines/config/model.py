@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from engines.config.backends import BACKENDS
+from engines.config.backends import backends_with
 from engines.config.base import Execution, PathConfig, Refusals, StrictModel
 from engines.config.plugins import ROLLOUT_ENGINES, engines_with
 from engines.config.rollout import RolloutConfig, SamplingConfig
@@ -151,17 +151,16 @@ def adapter_travels(training: TrainingConfig, rollout: RolloutConfig) -> bool:
 
 
 def _hindrance(training: TrainingConfig, rollout: RolloutConfig) -> str | None:
-    lora, backend = training.lora, BACKENDS.get(training.backend)
-    if lora is None:
+    able = sorted(backends_with(STREAMS_ADAPTER))
+    if training.lora is None:
         return "training.lora is null; need an adapter"
-    if lora.use_dora:
+    if training.lora.use_dora:
         return "training.lora.use_dora is true; need an adapter without magnitudes"
-    if backend is None or STREAMS_ADAPTER not in backend.features:
-        able = sorted(name for name, each in BACKENDS.items() if STREAMS_ADAPTER in each.features)
+    if training.backend not in able:
         return f"training.backend is {training.backend}; need one of {', '.join(able)}"
     if ADAPTERS not in ROLLOUT_ENGINES.place(rollout.engine).capabilities:
-        able = ", ".join(engines_with(ADAPTERS))
-        return f"rollout.engine is {rollout.engine}; need one of {able}"
+        engines = ", ".join(engines_with(ADAPTERS))
+        return f"rollout.engine is {rollout.engine}; need one of {engines}"
     if rollout.placement == "colocated":
         return (
             "rollout.placement is colocated, where an engine forgets at every sleep what an "

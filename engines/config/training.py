@@ -166,15 +166,14 @@ class TrainingConfig(StrictModel):
 
     def check_unit(self, num_tokens: int, what: str) -> None:
         """Refuse sequences (`what`) that do not fit in one micro-batch; raises `ConfigError`."""
-        if num_tokens <= self.shared_tokens_per_micro_batch:
-            return
-        num = self.num_sharing_ranks
-        each = f" on each of {num} ranks that share sequences" if num > 1 else ""
-        raise ConfigError(
-            "training.max_tokens_per_micro_batch",
-            f"got {self.max_tokens_per_micro_batch}{each}; need {-(-num_tokens // num)}, for "
-            f"{num_tokens} tokens of {what}, which no micro-batch cuts; raise it",
-        )
+        if num_tokens > self.shared_tokens_per_micro_batch:
+            num = self.num_sharing_ranks
+            each = f" on each of {num} ranks that share sequences" if num > 1 else ""
+            raise ConfigError(
+                "training.max_tokens_per_micro_batch",
+                f"got {self.max_tokens_per_micro_batch}{each}; need {-(-num_tokens // num)}, for "
+                f"{num_tokens} tokens of {what}, which no micro-batch cuts; raise it",
+            )
 
 
 class HardwareConfig(StrictModel):
