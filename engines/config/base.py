@@ -39,6 +39,10 @@ class Change(NamedTuple):
         return f"{self.field} {self.before} -> {self.now}"
 
 
+Refusals = Iterator[tuple[object, str]]
+"""Conditions that must not be true, each with the error's text."""
+
+
 class StrictModel(BaseModel):
     """A frozen pydantic model that refuses unknown keys and non-finite numbers."""
 
@@ -62,11 +66,17 @@ class StrictModel(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_what_does_not_fit(self) -> Self:
-        self._check_values()
+        for is_refused, problem in self._refusals():
+            if is_refused:
+                raise ValueError(problem)
         return self
 
-    def _check_values(self) -> None:
-        """Raise ValueError if fields contradict each other; an error may begin with `field: `."""
+    def _refusals(self) -> Refusals:
+        """Yield the conditions that refuse values, with their errors, which may name a `field: `.
+
+        The first that is true is raised; the code behind it does not run.
+        """
+        yield from ()
 
     @classmethod
     def validated(cls, values: object, path: str) -> Self:
