@@ -29,6 +29,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from engines.errors import CollectiveError
 from hardware.base import PlatformBase
@@ -142,6 +143,12 @@ def all_to_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     with _guarded("all_to_all", group, tensor):
         dist.all_to_all_single(received, tensor, group=group)
     return received
+
+
+@torch.no_grad()
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return the whole tensor without gradient; a collective all-gather if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def gather_texts(text: str | None) -> list[str | None]:

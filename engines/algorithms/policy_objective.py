@@ -30,6 +30,7 @@ from engines.algorithms.parts import (
     find_part,
 )
 from engines.config.algorithm import TOPK, AlgorithmConfig, PfPpoConfig
+from engines.config.base import StrictModel
 from engines.config.rows import POLICY_LOSSES
 from engines.config.sections import RLConfig
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, Readouts, TokenBatch
@@ -42,11 +43,15 @@ class PolicyObjective:
     """A loss function (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
 
     Plain data, so that it can be sent to other processes; functions are looked up by name there.
-    `max_new_tokens` is the default divisor of `seq-mean-token-sum-norm`.
+
+    Attributes:
+        max_new_tokens: default divisor of `seq-mean-token-sum-norm`.
+        options: the policy loss's share of `algorithm.options`, validated.
     """
 
     algorithm: AlgorithmConfig
     max_new_tokens: int
+    options: StrictModel
 
     @property
     def readouts(self) -> Readouts:
@@ -66,9 +71,7 @@ class PolicyObjective:
         part = find_part(POLICY_LOSSES, self.algorithm.loss_mode)
         mask_T, found = batch.columns["loss_mask"] > 0, dict[str, float]()
         if part.prepass is not None:
-            found |= part.prepass(
-                PrepassInputs(batch, mask_T, gather, part.options(self.algorithm))
-            )
+            found |= part.prepass(PrepassInputs(batch, mask_T, gather, self.options))
         if self.algorithm.positive_nll_coef:
             own = (batch.columns["positive"] * mask_T).sum().reshape(1)
             found[_NUM_POSITIVE] = float(gather(own).sum())
@@ -90,7 +93,7 @@ class PolicyObjective:
                 batch=batch,
                 counts=counts,
                 algorithm=algorithm,
-                options=part.options(algorithm),
+                options=self.options,
             )
         )
         loss = self._aggregate(policy.loss_T, mask_T, batch, counts)
@@ -129,8 +132,9 @@ class PolicyObjective:
 
 
 def policy_loss_fn(algorithm: AlgorithmConfig, max_new_tokens: int) -> PolicyObjective:
-    """Return the loss function of the configured algorithm."""
-    return PolicyObjective(algorithm, max_new_tokens)
+    """Return the loss function of the configured algorithm; raises as `find_part` does."""
+    options = find_part(POLICY_LOSSES, algorithm.loss_mode).options(algorithm)
+    return PolicyObjective(algorithm, max_new_tokens, options)
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,7 @@ Objective = PolicyObjective | DistilledObjective
 
 def round_loss_fn(rl: RLConfig) -> Objective:
     """Return the loss function of a round's policy, with the teacher's if there is one."""
-    policy, section = PolicyObjective(rl.algorithm, rl.sampling.max_new_tokens), rl.distillation
+    policy, section = policy_loss_fn(rl.algorithm, rl.sampling.max_new_tokens), rl.distillation
     if section is None:
         return policy
     is_topk = section.loss == TOPK

@@ -225,7 +225,7 @@ def launch_engines(
         spec.shares_devices,
         of_adapter,
         ROLLOUT_ENGINES.find(rollout.engine).routing,
-        RestartPolicy(starter, rollout.max_num_restarts, rollout.silence_s),
+        RestartPolicy(starter.restart, rollout.max_num_restarts, rollout.silence_s),
     )
 
 

@@ -14,6 +14,7 @@ another one its record was not renewed for `STALE_S`, by the store's clock. Unti
 the job merely runs on.
 """
 
+import logging
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from infra.errors import ArtifactCorruptError, FencedError
+from infra.errors import ArtifactCorruptError, FencedError, StoreError
 from infra.faults import fault
 from infra.frozen_model import FrozenModel
 from infra.store.canonical import canonical_json
@@ -34,6 +35,8 @@ from infra.store.files import Files, Found, LocalFiles
 from infra.store.heartbeat import FixedFile, checked_content
 from infra.store.process_stamp import is_dead, own_stamp
 from infra.store.stage_spec import Adoption, CommitRecord, check_fingerprint
+
+logger = logging.getLogger(__name__)
 
 NUM_READERS = 8
 STALE_S = 120.0
@@ -188,6 +191,13 @@ class StageLogs(ABC):
             )
         if len(log) > attempt.number + 1:
             raise FencedError(_fenced(attempt.fingerprint, attempt.number + 1, log[-1]))
+
+    def check_if_reachable(self, attempt: Attempt) -> None:
+        """Raise as `check` does; a store that does not answer is only logged."""
+        try:
+            self.check(attempt)
+        except StoreError as error:
+            logger.warning("cannot check that this attempt still holds its stage: %s", error)
 
     def commit(self, attempt: Attempt, record: CommitRecord) -> CommitRecord:
         """Make the *committed* entry; a second call changes nothing.

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from engines import collectives
+from engines.collectives import whole_tensor
 from engines.errors import EngineError
 from engines.training.backends.options import TorchTitanOptions
-from engines.training.backends.transformers.adapters import whole_tensor
 from engines.training.backends.transformers.build import check_stored_names, load_hub_weights
 from engines.training.backends.transformers.module_engine import DATA, ModuleEngine, make_adamw
 from engines.training.model.attention import Packing
@@ -139,7 +139,7 @@ class TorchTitanEngine(ModuleEngine[Any]):
         """Stream whole weights. Tensors must not be changed."""
         with self.eval_mode():
             for name, tensor in self._named_state():
-                yield name, whole_tensor(tensor).detach()
+                yield name, whole_tensor(tensor)
 
     def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
         """Stream this rank's shards."""

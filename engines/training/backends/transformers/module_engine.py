@@ -30,6 +30,7 @@ from engines.checkpoint.engine_state import (
 )
 from engines.checkpoint.hub_names import HubNames, named_state
 from engines.checkpoint.sharded import ShardedReader, load_sharded, own_regions
+from engines.collectives import whole_tensor
 from engines.config.training import LoraConfig, OptimizerConfig
 from engines.errors import CheckpointError, EngineError
 from engines.training.backends.transformers.adapters import (
@@ -38,7 +39,6 @@ from engines.training.backends.transformers.adapters import (
     initialize_adapter,
     is_adapter_name,
     stored_adapter,
-    whole_tensor,
     wrapped_name,
 )
 from engines.training.backends.transformers.build import build_on_meta

@@ -15,9 +15,9 @@ from engines.algorithms.value_objective import ValueObjective
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.rollout import RolloutConfig
 from engines.config.training import LoraConfig, TrainingConfig
-from engines.controller.model_worker import ModelWorker, WorkerSpec
+from engines.controller.model_worker import ModelWorker, WorkerSpec, role_checkpoint
 from engines.errors import RolloutError
-from engines.training.spec import CRITIC, POLICY, REFERENCE, ModelSource, RoleSpec, role_checkpoint
+from engines.training.spec import CRITIC, POLICY, REFERENCE, ModelSource, RoleSpec
 from engines.types import (
     Completion,
     PoisonedUpdate,
