@@ -32,9 +32,7 @@ def find_stamp(name: str) -> str | None:
 def is_dead(stamp: str) -> bool:
     """Return True if the process ran on this machine and has ended; False if it ran elsewhere."""
     match = _STAMP.fullmatch(stamp)
-    if match is None or match[1] != _machine():
-        return False
-    return started_ticks(int(match[2])) != int(match[3])
+    return match is not None and match[1] == _machine() and living_pid(stamp) is None
 
 
 def living_pid(stamp: str) -> int | None:
