@@ -79,10 +79,10 @@ class Attempt:
 
 
 class Segment(NamedTuple):
-    """The journal of one attempt; `end` bytes of it count, None while it may still append."""
+    """The part that counts of one attempt's journal."""
 
     attempt: int
-    end: int | None
+    num_bytes: int | None  # None while the attempt may still append
 
 
 class StageLogs(ABC):
