@@ -140,15 +140,14 @@ def is_abandoned(path: Path) -> bool:
 def _written_temporary(path: Path, data: bytes) -> Iterator[Path]:
     temporary = temporary_sibling(path)
     try:
-        try:
-            with temporary.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            error.filename = error.filename or str(path)  # ENOSPC of a write names no file
-            raise
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         yield temporary
+    except OSError as error:
+        error.filename = error.filename or str(path)  # ENOSPC of a write names no file
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import ValidationError
 
@@ -79,6 +79,13 @@ class Attempt:
     fingerprint: str
     number: int
     holder: str
+
+
+class Segment(NamedTuple):
+    """The part that counts of one attempt's journal."""
+
+    attempt: int
+    num_bytes: int | None  # None while the attempt may still append
 
 
 class StageLogs(ABC):
@@ -354,16 +361,11 @@ def current_generation(entries: Sequence[LogEntry]) -> int:
     return members[0].number if is_open else len(entries)
 
 
-def journal_segments(
-    entries: Sequence[LogEntry], attempt: int | None = None
-) -> dict[int, int | None]:
-    """Return by attempt how many bytes of its journal count; None while it may still append.
-
-    Arguments as for `generation`.
-    """
+def journal_segments(entries: Sequence[LogEntry], attempt: int | None = None) -> list[Segment]:
+    """Return the journal segments of a generation in order; arguments as for `generation`."""
     members = generation(entries, attempt)
     counted = members[-1].journal if members else {}
-    return {each.number: counted.get(each.number) for each in members if each.kind == "held"}
+    return [Segment(e.number, counted.get(e.number)) for e in members if e.kind == "held"]
 
 
 def follower_name(fingerprint: str, follower: str) -> str:
