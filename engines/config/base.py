@@ -137,6 +137,4 @@ def _values(value: Any) -> Any:
         return value.identity_values()
     if isinstance(value, tuple | list):
         return [_values(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _values(item) for key, item in value.items()}
-    return value
+    return {k: _values(item) for k, item in value.items()} if isinstance(value, dict) else value
