@@ -191,9 +191,7 @@ def import_external_modules() -> tuple[BrokenModule, ...]:
     modules.
     """
     modules = external_modules()
-    for name, owner in modules.items():
-        if name in _broken:
-            continue
+    for name, owner in ((n, owner) for n, owner in modules.items() if n not in _broken):
         _importing.append((name, RUN_TIME_OWNER if owner.startswith("environment.") else owner))
         try:
             with _outside_code():

@@ -100,10 +100,8 @@ class StrictModel(BaseModel):
     def changes(self, before: "StrictModel", path: str = "") -> Iterator[Change]:
         """Yield the innermost differing fields; `path` is a prefix, empty or ending in a dot."""
         values, others = self.identity_values(), before.identity_values()
-        for name in values:
+        for name in (name for name in values if values[name] != others[name]):
             old, new = getattr(before, name), getattr(self, name)
-            if values[name] == others[name]:
-                continue
             if isinstance(new, StrictModel) and type(old) is type(new):
                 yield from new.changes(old, f"{path}{name}.")
             else:

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from engines.algorithms.kl import next_coefficient
 from engines.algorithms.parts import find_part
-from engines.algorithms.policy_objective import resample, round_loss_fn
-from engines.algorithms.value_objective import ValueObjective
+from engines.algorithms.policy_objective import ValueObjective, resample, round_loss_fn
 from engines.config.rows import ADVANTAGES, POLICY_LOSSES
 from engines.config.rules.models import compared_components, resolved_algorithm
 from engines.config.stages.rl import RLRoundStageConfig

@@ -117,9 +117,7 @@ def remove_directory(directory: Path) -> None:
 
 def remove_abandoned(directory: Path) -> None:
     """Remove temporary entries with a dead writer or untouched for a day; ignores failures."""
-    for path in directory.glob(f"{TEMPORARY_PREFIX}*"):
-        if not is_abandoned(path):
-            continue
+    for path in filter(is_abandoned, directory.glob(f"{TEMPORARY_PREFIX}*")):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:

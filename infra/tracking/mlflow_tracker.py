@@ -24,11 +24,11 @@ from infra.tracking.mlflow_lineage import (
     incumbent_of,
     log_inputs,
     log_output,
+    log_traces,
     metric_key,
     model_of,
     register_version,
 )
-from infra.tracking.mlflow_traces import log_traces
 from infra.tracking.samples import KeptSample
 from infra.tracking.tracker import (
     Incumbent,

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
-from engines.algorithms.policy_objective import policy_loss_fn
-from engines.algorithms.value_objective import ValueObjective
+from engines.algorithms.policy_objective import ValueObjective, policy_loss_fn
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.rollout import RolloutConfig
 from engines.config.training import LoraConfig, TrainingConfig
