@@ -37,12 +37,11 @@ def advantages(
         rewards_T: (T,) reward of each token; see `AdvantageInputs`.
         group_B: (B,) int64 >= 0, index of each sample's prompt.
         scores_BR: (B, R) components of the scores; None: the sum of each sample's rewards.
-        truncated_B: (B,) bool, samples cut at the length limit; None: none.
+        truncated_B: (B,) bool, samples cut at the length limit.
         options: the estimator's share of `algorithm.options`, validated; None validates it here.
 
     Raises:
         NonFiniteError: names the first sample whose reward or component is NaN or infinite.
-        UnknownPluginError: there is no such estimator.
         ValueError: shapes do not fit, an index is negative, or the batch lacks a column or row.
     """
     if rewards_T.shape != (batch.num_tokens,):

@@ -43,7 +43,6 @@ class EngineScalars(FrozenModel):
     Attributes:
         step: the trainer's step; `num_steps` counts the engine's optimizer steps.
         num_optimizer_steps: Adam's bias-correction count.
-        world_size: number of ranks that wrote the checkpoint.
         backend: training backend that names the tensors.
         num_averaged: optimizer steps in the moving average; None if there is no average.
     """

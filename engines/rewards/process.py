@@ -52,7 +52,6 @@ class WorkerSetup:
 
     Attributes:
         target: the reward function, see `engines.rewards.resolve.load`.
-        timeout_s: deadline of one sample.
         memory_limit_bytes: limit of the process's address space, or None.
         environment: names of secret environment variables that the function may see.
     """
@@ -70,7 +69,6 @@ class ScoringProcess:
     Attributes:
         form: form of the function; None until it is ready.
         start_s: processor time to load the function; None until then.
-        index: index of the request in flight.
     """
 
     def __init__(self, setup: WorkerSetup, selector: selectors.BaseSelector) -> None:

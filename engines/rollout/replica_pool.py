@@ -203,7 +203,6 @@ class RestartPolicy:
     """When a replica is given up, and how often another one may start.
 
     Attributes:
-        restart: may raise a PipelineError.
         max_num_restarts: limit for all replicas together, over the life of the service.
         silence_s: a sampling replica without an answer for this long is lost.
     """

@@ -52,11 +52,7 @@ Mode = Literal["train", "eval"]
 
 
 class BaseEngine(EngineBackend):
-    """One rank of a training engine; all ranks make the same calls in the same order.
-
-    Attributes:
-        num_steps: optimizer steps taken so far.
-    """
+    """One rank of a training engine; all ranks make the same calls in the same order."""
 
     def __init__(self, spec: EngineSpec) -> None:
         check_vision(spec.hf_dir, spec.training, values=spec.model_type == "value_model")

@@ -142,10 +142,8 @@ class WorkChannel(ABC):
 
         The attempt is held and has opened its journal, which counts up to step `last`; checkpoints
         of later steps come from a replaced attempt and are removed. `before_publish` is called
-        before a checkpoint becomes visible; `FencedError` ends the sharing.
-
-        Raises:
-            OSError: the existing checkpoints cannot be read.
+        before a checkpoint becomes visible; `FencedError` ends the sharing. Raises `OSError` if the
+        existing checkpoints cannot be read.
         """
         remove_steps_after(steps, last)
 
