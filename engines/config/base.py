@@ -40,7 +40,7 @@ class Change(NamedTuple):
 
 
 Refusals = Iterator[tuple[object, str]]
-"""Conditions that must not be true, each with the error's text."""
+"""Pairs of a condition and an error text; a true condition is an error."""
 
 
 class StrictModel(BaseModel):
@@ -72,9 +72,9 @@ class StrictModel(BaseModel):
         return self
 
     def _refusals(self) -> Refusals:
-        """Yield the conditions that refuse values, with their errors, which may name a `field: `.
+        """Yield pairs of a condition and an error text, which may begin with `field: `.
 
-        The first that is true is raised; the code behind it does not run.
+        The text of the first true condition is raised; code after that `yield` does not run.
         """
         yield from ()
 

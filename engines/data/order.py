@@ -293,7 +293,7 @@ class BandedOrder(Order):
 def _orders_within(
     order: Order, parts: Iterable[np.ndarray]
 ) -> list[tuple[np.ndarray, ResumableOrder]]:
-    """Return each part of an order's rows with an order of its own for the places in it."""
+    """Pair each part of the rows with an order of its own, over indices into the part."""
     return [
         (
             rows,

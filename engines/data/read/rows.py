@@ -26,7 +26,7 @@ _FOLLOWERS = {
 }
 ROLES = tuple(_FOLLOWERS)
 _ROLE_OF = {"tool_calls": "assistant", "images": "user", "tool_call_id": "tool", "name": "tool"}
-"""The only role of a message that may have a field."""
+"""By field of a message, the only role that may have it."""
 IMAGE_MARK = "<image>"
 """Placeholder of an image in the text of a message."""
 _LETTERS = str.maketrans("0123456789", "ghijklmnop")
