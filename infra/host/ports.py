@@ -41,7 +41,7 @@ def pick_ports(count: int) -> list[int]:
 
 
 def pick_port(preferred: int) -> int:
-    """Return the preferred port if it is free and unclaimed, else another one."""
+    """Return the preferred port if it is free and no other process claimed it, else any other."""
     return preferred if _take(preferred) else _any_port()
 
 
@@ -131,9 +131,9 @@ def exchange(
     token: str | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> tuple[int, bytes]:
-    """Send a JSON value, without proxies; return status and content, or raise a `NO_ANSWER`.
+    """Send a request, without proxies; return status and content, or raise one of `NO_ANSWER`.
 
-    `timeout_s` limits the connection and each read. The `token` is sent in a header.
+    `body` is sent as JSON, `token` in a header. `timeout_s` limits the connection and each read.
     """
     parts = urlsplit(url)
     is_tls = parts.scheme == "https"

@@ -94,10 +94,10 @@ def start_detached(
 ) -> ProcessRecord:
     """Start a program as the leader of a new session, which outlives this process.
 
-    Its output is appended to the log; `environment` is complete; None as `mark` makes a new one.
+    Its output is appended to the log. `environment` replaces this process's. A `mark` of None: new.
 
     Raises:
-        ServiceError: it ended at once.
+        ServiceError: the program ended at once.
     """
     mark = mark or uuid.uuid4().hex
     log_path.parent.mkdir(parents=True, exist_ok=True)

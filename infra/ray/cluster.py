@@ -146,7 +146,7 @@ def ensure_cluster(
 
 
 def living_cluster(home: Path) -> Cluster | None:
-    """Return the cluster that a run of this home would use now; starts none."""
+    """Return the cluster that a run of this home would use; None if it would have to start one."""
     if env.RAY_ADDRESS.get():
         return ensure_cluster(home)
     record = servers.running(home, NAME)

@@ -49,7 +49,7 @@ class Files(ABC):
 
     @abstractmethod
     def listed(self, prefix: str) -> list[Found]:
-        """Return all files below a directory, whose name ends with a slash, sorted by name."""
+        """Return all files below a directory, sorted by name; `prefix` ends with a slash."""
 
     @abstractmethod
     def delete(self, names: Sequence[str]) -> None:
@@ -109,11 +109,11 @@ class LocalFiles(Files):
             (self._root / name).unlink(missing_ok=True)
 
     def remove(self, directory: str) -> None:
-        """Remove the tree; parts that resist stay."""
+        """Remove the tree; errors are ignored."""
         shutil.rmtree(self._root / directory, ignore_errors=True)
 
     def _made(self, name: str) -> Path:
-        """Return the path of a file in a directory that exists."""
+        """Return the path of a file, after creating its directory if absent."""
         path = self._root / name
         make_directories(path.parent)
         return path

@@ -27,7 +27,7 @@ from infra.store.process_stamp import own_stamp
 
 BEAT_BYTES = 512
 MAX_GAP_S = 5.0
-"""Longest time between two looks that counts as silence; for the rest the watcher stood still."""
+"""Longest time between two looks that counts as silence; in the rest the watcher was suspended."""
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def checked_content(data: bytes) -> bytes | None:
 
 
 def read_beat(path: Path) -> Beat | None:
-    """Read a heartbeat file as `parse_beat`; None also if it is absent or before the first beat."""
+    """Read and parse a heartbeat file; None if absent, torn, damaged or without a beat yet."""
     try:
         return parse_beat(path.read_bytes(), str(path))
     except FileNotFoundError:

@@ -101,13 +101,13 @@ def _write(file: IO[bytes], data: bytes, start: int) -> None:
 
 
 class ArtifactCache:
-    """The copies of one machine."""
+    """Keeps verified copies of artifacts for the processes of this machine."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def take_in(self, source: Path, kind: str, digest: str) -> None:
-        """Move a published directory with its manifest into the cache, to save a download."""
+        """Try to move a published directory with manifest into the cache, to save a download."""
         final = self._path(kind, digest)
         with file_lock(self._lock(digest), LOCK_DEADLINE_S), suppress(OSError):
             self._make_room(_size_bytes(source), digest)

@@ -16,7 +16,7 @@ before the stage is computed again after garbage collection. Only the service's 
 long a follower was silent.
 Does not promise: that `lookup` or a second `publish` notices bytes that the service changed without
 changing the size (`local_copy` and `verify` do); to merge checkpoint parts of several machines: the
-sharing one needs all files.
+machine that shares a checkpoint needs all its files.
 """
 
 import hashlib

@@ -32,7 +32,7 @@ ID_DIGITS = 32
 
 
 class HandedOver(FrozenModel):
-    """What the library has received, in whole parts."""
+    """Record of what the library has received of a run, in whole parts."""
 
     num_bytes: int = 0
     last_step: int = -1
@@ -82,7 +82,7 @@ class WandbTracker(DirectoryTracker):
             self.hand_over(run_id)
 
     def hand_over(self, run_id: str) -> None:
-        """Give the library what it does not have yet of a run, as one part."""
+        """Send the library the points and state of a run that it lacks, as one part."""
         with self._alone():
             stored = self.run(run_id)
             record = self.root / run_id / "handed-over.json"
