@@ -95,7 +95,7 @@ class Row:
         return f"{self.target} ({self.owner})" if self.owner == RUN_TIME_OWNER else self.owner
 
     def collides_with(self, other: "Row") -> bool:
-        """True if both claim one name, vendor and device; ours without devices claims all."""
+        """True if both claim a name, vendor and device; one of ours without devices claims all."""
         if (self.name, self.vendor) != (other.name, other.vendor):
             return False
         if not (self.devices and other.devices):

@@ -33,15 +33,15 @@ _claims: dict[int, socket.socket] = {}
 
 
 def pick_ports(count: int) -> list[int]:
-    """Return different TCP ports that are free now.
+    """Return `count` different free TCP ports, and claim them for this process.
 
-    If possible they are below the ephemeral range, so the system does not hand them out meanwhile.
+    If possible they are below the ephemeral range, so the system does not assign them meanwhile.
     """
     return [_any_port() for _ in range(count)]
 
 
 def pick_port(preferred: int) -> int:
-    """Return the preferred port if it is free and no other process claimed it, else any other."""
+    """Claim and return the preferred port if it is free and others do not claim it, else any."""
     return preferred if _take(preferred) else _any_port()
 
 

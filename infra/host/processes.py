@@ -94,7 +94,7 @@ def start_detached(
 ) -> ProcessRecord:
     """Start a program as the leader of a new session, which outlives this process.
 
-    Its output is appended to the log. `environment` replaces this process's. A `mark` of None: new.
+    Output is appended to the log; `environment` is complete. A `mark` of None makes a new mark.
 
     Raises:
         ServiceError: the program ended at once.

@@ -109,8 +109,8 @@ def start(home: Path, command: ServerCommand, *, persistent: bool) -> ServerReco
     It may not answer yet. Unless it is persistent, this process is its first user.
 
     Raises:
-        ServiceError: it ended at once.
-        OSError: it could not be recorded; it does not run.
+        ServiceError: the server ended at once.
+        OSError: the server could not be recorded; it does not run.
     """
     record = ServerRecord(
         **command.model_dump(include=set(Server.model_fields)),

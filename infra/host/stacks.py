@@ -21,7 +21,7 @@ _SUFFIX = ".process"
 
 
 def leave_stacks_on_signal(log: IO[str], path: Path) -> None:
-    """Have the signal append all stacks to `log`; write this process's stamp beside its `path`."""
+    """Have the signal append all stacks to `log`; write this process's stamp beside its path."""
     faulthandler.register(STACKS_SIGNAL, log, all_threads=True)
     # After the handler: the signal would kill a process without one.
     path.with_suffix(_SUFFIX).write_text(own_stamp(), encoding="ascii")

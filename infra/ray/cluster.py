@@ -54,7 +54,7 @@ class Cluster:
 
     Attributes:
         gcs_address: `host:port` for `ray.init`; None if only the job server is known.
-        started: True if this call started it.
+        started: True if the call that returned it started an embedded head.
         home: home of the embedded head; None for an existing cluster.
     """
 

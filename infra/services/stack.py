@@ -63,7 +63,7 @@ def up(
 ) -> list[ServiceStatus]:
     """Start the servers that do not run and wait until all answer; return their states.
 
-    A taken port is replaced by another one; `deadline_s` holds for each server.
+    A taken port is replaced by a free one; `deadline_s` holds for each server.
 
     Raises:
         ServiceError: a server ended; the text has the tail of its log.

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class Beat(BaseModel, frozen=True):
-    """One heartbeat; `number` counts them."""
+    """One heartbeat; `number` counts the beats of the process."""
 
     process: str  # stamp of the writer (`infra.store.process_stamp`)
     number: int

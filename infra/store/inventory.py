@@ -27,7 +27,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class StoredStage:
-    """A stage's log and working files (0 bytes if absent); `work` includes the checkpoints."""
+    """A stage's log and working files (0 bytes if absent); `work` includes `steps`, checkpoints."""
 
     log: Stored
     work: Stored
@@ -47,7 +47,7 @@ class Inventory(ABC):
 
     @abstractmethod
     def stages(self) -> dict[str, StoredStage]:
-        """Return all stages with a log or working files by fingerprint, sorted; one listing."""
+        """Return all stages with a log or working files, by fingerprint, sorted."""
 
     @abstractmethod
     def artifacts(self) -> dict[str, list[Stored]]:

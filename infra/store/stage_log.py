@@ -41,7 +41,7 @@ STALE_S = 120.0
 
 
 class Holder(FrozenModel):
-    """The requester of an attempt."""
+    """Identifies the process that requested an attempt, and the Ray job that runs it."""
 
     id: str  # unique
     process: str  # stamp of the process that requested it (`infra.store.process_stamp`)

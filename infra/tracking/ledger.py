@@ -44,7 +44,7 @@ class Owner(FrozenModel):
 
 
 class RunEntry(FrozenModel):
-    """Everything to send about a pipeline run or a stage."""
+    """A pipeline run or a stage as it is sent to a tracker, without journal records."""
 
     key: str
     """Identifies the run on the server; hex digits."""

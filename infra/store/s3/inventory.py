@@ -217,7 +217,7 @@ class S3Inventory(Inventory):
         return True
 
     def _in_order(self, place: str, names: Sequence[str]) -> Iterator[Sequence[str]]:
-        """Group names in the order of removal: what makes others visible goes first."""
+        """Yield groups of names in the order of removal; what makes a thing visible goes first."""
         what, *parts = place.split("/")
         if what == "stages":
             yield from ([name] for name in sorted(names, key=_number, reverse=True))

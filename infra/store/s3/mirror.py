@@ -57,14 +57,14 @@ _opening = threading.Lock()
 
 
 class Chunk(NamedTuple):
-    """A part of a journal."""
+    """A shipped part of a journal, from byte `offset` on."""
 
     offset: int
     num_bytes: int
 
 
 class JournalChunks:
-    """The shipped part of one journal; thread-safe for readers."""
+    """Reads and appends the shipped chunks of one journal; thread-safe for readers."""
 
     def __init__(self, objects: Objects, attempt: str) -> None:
         self._objects = objects

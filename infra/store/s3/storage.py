@@ -229,7 +229,7 @@ class S3Storage(Storage):
         shutil.rmtree(source, ignore_errors=True)
 
     def _upload(self, source: Path, root: str, manifest: Manifest) -> None:
-        """Upload what is missing, and always the manifest: its age tells a collector of the use."""
+        """Upload missing files, and always the manifest: its age is the last use to a collector."""
         present = self._sizes(root)
         transfer(
             partial(self._objects.upload, source / name, f"{root}/{name}", entry)

@@ -55,7 +55,7 @@ class WandbTracker(DirectoryTracker):
 
     @property
     def mode(self) -> str:
-        """Mode of the library; never one that prompts."""
+        """Mode of the library: WANDB_MODE, else online with WANDB_API_KEY, offline without."""
         key = env.WANDB_API_KEY.get()
         return env.WANDB_MODE.get() or (ONLINE if key else OFFLINE)
 
