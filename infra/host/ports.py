@@ -3,8 +3,8 @@
 Until a server listens, its port looks free, so two homes could pick the same one and clients would
 talk to the wrong server. So a picked port is also claimed by a Linux abstract socket, which belongs
 to the network namespace as ports do and vanishes with its process.
-Promises: while a process lives, no other process that asks this module picks one of its ports; this
-holds for forked children too.
+Promises: while a process lives, no other process that asks this module picks one of its ports. A
+forked child does not prolong the claims of its parent.
 Does not promise: anything about other programs, systems other than Linux, or sandboxes without
 abstract sockets.
 """

@@ -2,8 +2,8 @@
 
 Promises: Prefect server and worker, Ray head and MLflow server listen on 127.0.0.1 only, each in
 its own session, keep their data below the home and send no telemetry. `up` leaves running servers
-as they are; if one fails to start, those that this call started are ended. `down` ends exactly the
-recorded servers with all their processes, within 30 s. The worker is restarted when it ends, and
+as they are; if one fails to start, those that this call started are ended. `down` ends recorded
+servers only, with all their processes, within 30 s. The worker is restarted when it ends, and
 its flow runs send heartbeats.
 Does not promise: to restart a server that dies later; the next `up` does.
 """

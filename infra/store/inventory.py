@@ -1,4 +1,4 @@
-"""What a store contains, how large it is, and how it is removed while others use the store.
+"""Lists what a store contains, with sizes, and removes it while others use the store.
 
 Promises: nothing is removed that is needed or becomes needed meanwhile; a kill at any moment leaves
 a store in which every stage is either done or not done.

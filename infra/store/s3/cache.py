@@ -8,7 +8,7 @@
 Promises: an interrupted download resumes, and every byte is verified. A copy stays while a process
 of this machine that reads it lives; of the others the least recently used go if a download would
 exceed `RLHF_CACHE_BYTES`. Copies are named by content, so all stores share them.
-Does not promise: the limit, if living processes read more than it.
+Does not promise: to keep the limit if living processes read more.
 """
 
 import hashlib

@@ -12,7 +12,7 @@ Promises: as `infra.store.inventory`, during `exclusively`: the object that make
 (newest log entry, manifest) goes first, so after a kill a stage is either done or not. A collector
 stops removing long before others take it for dead (no beat, by the service's clock), and long
 before waiting processes give up.
-Does not promise: the size of old versions that the bucket keeps; to cancel a removal request that
+Does not promise: to count old versions that the bucket keeps; to cancel a removal request that
 the service itself delays for minutes.
 """
 

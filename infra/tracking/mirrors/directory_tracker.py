@@ -9,7 +9,7 @@
 Promises: points are stored once, even if process or machine are killed: bytes beyond the count in
 `run.json` are cut before an append, and `run.json` is replaced once the points are durable; a
 truncated file of points is rewritten from the start. Processes take turns by a lock.
-Does not promise: sharing of the directory by two machines.
+Does not promise: that two machines can share the directory.
 """
 
 import os

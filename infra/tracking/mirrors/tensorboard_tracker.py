@@ -2,7 +2,7 @@
 
 Promises: one event file per run, which TensorBoard follows while it grows; its library is imported
 at the first point. Values are float32, TensorBoard's format.
-Does not promise: states and tags in TensorBoard; they are in `run.json` beside the event file.
+Does not promise: to show states and tags; they are in `run.json` beside the event file.
 """
 
 import importlib
