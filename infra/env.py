@@ -221,7 +221,7 @@ NCCL_SOCKET_IFNAME = EnvVar(
 
 
 def home() -> Path:
-    """Directory of everything this project keeps, absolute; it may not exist yet."""
+    """Return RLHF_HOME (`ConfigError` if relative), else `<cwd>/.rlhf`; it may not exist."""
     named = os.environ.get(RLHF_HOME.name)
     if named:
         return absolute_home(f"environment.{RLHF_HOME.name}", named)
@@ -264,7 +264,7 @@ def set_for_process(name: str, value: str | None) -> None:
 
 
 def set_for_rollout(variables: Mapping[str, str]) -> None:
-    """Set the `PlatformBase.rollout_env_vars`; a platform plugin may name undeclared variables."""
+    """Set a platform's `rollout_env_vars` for this process; they need not be declared here."""
     os.environ.update(variables)
 
 

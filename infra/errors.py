@@ -68,7 +68,7 @@ class ArtifactCorruptError(ArtifactError):
 
 
 class StoreError(PipelineError, OSError):
-    """A remote store failed an operation; this never means that an object is absent."""
+    """A remote store failed an operation; only its `AbsentError` means that an object is absent."""
 
 
 class StoreDeniedError(StoreError):

@@ -1,18 +1,18 @@
 """Garbage collection: what may be removed from a store, and its removal while others use the store.
 
-A stage stays while something needs it: a kept or possibly active run that used it, a possibly
-active attempt that reads it, an alias of a gate. Otherwise it goes after a time without use; above
-a limit of bytes the least recently used go earlier, except unfinished ones with checkpoints, which
-may be adopted. An artifact goes with the last stage that names it.
+A stage is kept while something needs it: a kept or possibly active run that used it, a possibly
+active attempt that reads its output, or a promotion alias. Other stages are removed after a time
+without use. Above a limit of bytes the least recently used are removed earlier, except unfinished
+stages with checkpoints, which may be adopted. An artifact is removed with the last stage whose log
+names it.
 
-Promises: a survey changes nothing, and keeps every stage with a damaged log. A removal takes the
-log of a stage first, so it does not count as done any more; then its working files; then the
-artifacts that no other log names; then the next stage follows. Just before each removal the records
-of use are read once more (`infra.store.runs`), to spare what became needed meanwhile. A kill at any
-moment leaves a working store, and the rest for the next collection.
-Does not promise: to detect dead runs. A run counts as active for `YOUNG_S` after anything of it was
-written, so its end, or a pause between two of its stages, changes nothing at once. Stages without a
-recorded run count as used when they were last written.
+Promises: a survey changes nothing, and keeps every stage with a damaged log. Of a stage, the log is
+removed first, so that it no longer counts as done; then its working files; then the artifacts that
+no other log names. Just before each removal the records of use are read again (`infra.store.runs`),
+to spare what became needed meanwhile. A kill at any moment leaves a working store, and the rest for
+the next collection.
+Does not promise: to detect dead runs. A run counts as active for `YOUNG_S` after the last write to
+its records or stages. A stage without a recorded run counts as used when it was last written.
 """
 
 import functools
@@ -33,16 +33,16 @@ from infra.tracking.promotion import PROMOTION, Decision
 
 DAY_S = 24 * 3600.0
 YOUNG_S = DAY_S
-"""What was used more recently stays despite all limits, since its user may be active."""
+"""What was used within this time stays despite all limits, since its user may be active."""
 Log = Sequence[LogEntry] | None  # None: the log is damaged
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Why parts of a store are needed: texts for people, by key of a run or by digest.
+    """Reasons, in words, why runs (by key) and artifacts (by digest) of a store are needed.
 
-    `read_at` is when a run last read an artifact that none of its stages made, by digest; seconds
-    since the epoch.
+    `runs` are all known runs. `read_at` is when a run last read an artifact that none of its stages
+    made, by digest, in seconds since the epoch.
     """
 
     runs: Sequence[KnownRun]
@@ -53,7 +53,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Limits:
-    """Unneeded stages go after `unused_s` (at least `YOUNG_S`), or above `max_bytes` in total."""
+    """Unneeded stages go after `unused_s` without use (at least `YOUNG_S`) or above `max_bytes`."""
 
     unused_s: float = 30 * DAY_S
     max_bytes: int | None = None
@@ -63,8 +63,8 @@ class Limits:
 class SurveyedStage:
     """A stage and its working files; `needed_by` is the reason why it stays, or empty.
 
-    `digests` are of the artifacts that its log names. `used_at` is when it was last requested, read
-    or written, in seconds since the epoch. An unknown `name` is empty.
+    `digests` are those of the artifacts that its log names. `used_at` is when it was last
+    requested, read or written, in seconds since the epoch. An unknown `name` is empty.
     """
 
     fingerprint: str
@@ -95,7 +95,7 @@ class Survey:
 
     @property
     def freed_bytes(self) -> int:
-        """Size of what goes."""
+        """Bytes of everything in `goes`, `artifacts` and `rests`."""
         return sum(
             (
                 *(stage.log.size_bytes + stage.work.size_bytes for stage in self.goes),
@@ -108,7 +108,7 @@ class Survey:
 def survey(
     storage: Storage, inventory: Inventory, aliased: Mapping[str, str], limits: Limits
 ) -> Survey:
-    """Survey a store; `aliased` gives reasons by digest for artifacts with an alias."""
+    """Survey a store; `aliased` has the reason to keep each artifact with an alias, by digest."""
     now = time.time()
     # Runs are read first: the collector notices every use that is recorded later.
     runs, known, read = storage.runs.known(), inventory.stages(), storage.attempts.logs()
@@ -223,9 +223,9 @@ class Collected:
 
 
 def collect(storage: Storage, inventory: Inventory, found: Survey) -> Collected:
-    """Remove what may go unless it became needed; a failed removal does not stop the others.
+    """Remove what the survey lists unless it became needed, then forget old runs without stages.
 
-    The caller holds `Inventory.exclusively`; `NotExclusiveError` is raised if it was lost.
+    Returns failed removals. The caller holds `Inventory.exclusively`, else `NotExclusiveError`.
     """
     removal = _Removal(storage, inventory, found)
     for stage in found.goes:
@@ -254,12 +254,12 @@ class _Removal:
         self.spared: list[str] = []
         self.problems: list[str] = []
         self.copies: dict[str, list[Stored]] = {}
-        """Artifacts that were not tried yet, by digest."""
+        """Copies of the artifacts whose removal was not tried yet, by digest."""
         for digest, stored in found.artifacts:
             self.copies.setdefault(digest, []).append(stored)
 
     def remove_unless(self, stored: Stored, is_needed: Callable[[float], bool]) -> bool:
-        """Remove something and note the result; return True if it is gone."""
+        """Remove a place unless it is needed, and record the result; return True if it is gone."""
         try:
             if not self._inventory.remove_unless(stored.place, is_needed):
                 self.spared.append(stored.place)
@@ -271,7 +271,7 @@ class _Removal:
         return True
 
     def remove_stage(self, stage: SurveyedStage) -> None:
-        """Remove log, work and artifacts that only this stage named, so each stage frees space."""
+        """Remove a stage's log, its working files, and the artifacts that no other log names."""
         name, attempts = stage.fingerprint, self._storage.attempts
         if not self.remove_unless(stage.log, lambda at: _is_used(stage, at, self._spoke())):
             return
@@ -312,7 +312,7 @@ def _is_at_work(storage: Storage, place: str) -> bool:
 
 
 def _naming(storage: Storage) -> dict[str, set[str]]:
-    """Return by digest the stages whose logs name an artifact now."""
+    """Return the fingerprints of the stages whose logs name each artifact now, by digest."""
     found: dict[str, set[str]] = {}
     for fingerprint, log in storage.attempts.logs().items():
         for entry in log or ():  # None: a damaged log, which the survey kept
@@ -341,7 +341,7 @@ def needs_of(
     logs: Mapping[str, Log],
     now: float,
 ) -> Needs:
-    """Return what is needed, except by aliases; `OSError` if the store cannot be read."""
+    """Return what is needed, except by a tracker's aliases; `OSError` if the store fails."""
     of_runs = _needing(runs, stages, now)
     reads = [(run, digest, at) for run in runs for digest, at in run.read_at.items()]
     of_artifacts = {
@@ -356,7 +356,7 @@ def needs_of(
 def _needing(
     runs: Iterable[KnownRun], stages: Mapping[str, StoredStage], now: float
 ) -> dict[str, str]:
-    """Return the reasons by run key; heartbeats and follower files show that a run is active."""
+    """Return why runs are needed, by key; heartbeats and follower files show active runs."""
     found: dict[str, str] = {}
     for run in runs:
         signs = (stages[each].touched_at for each in run.used_at if each in stages)
@@ -368,7 +368,7 @@ def _needing(
 
 
 def _promoted(storage: Storage, logs: Iterable[Log]) -> dict[str, str]:
-    """Return the last champions and challengers by digest, which a registry may still offer."""
+    """Return reasons by digest for the last champions and challengers, which may be registered."""
     records = [
         entry.record
         for log in logs
@@ -389,7 +389,7 @@ def _promoted(storage: Storage, logs: Iterable[Log]) -> dict[str, str]:
 def _being_read(
     storage: Storage, logs: Mapping[str, Log], stages: Mapping[str, StoredStage], now: float
 ) -> dict[str, str]:
-    """Return by digest the inputs of possibly active stages and of those that follow in a job."""
+    """Return reasons by digest for the inputs of possibly active stages and their next stages."""
     found: dict[str, str] = {}
     for fingerprint, log in logs.items():
         if not log or is_done(log) or now - stages[fingerprint].work.touched_at > YOUNG_S:
@@ -410,6 +410,6 @@ def _inputs(spec: StageSpec) -> Iterator[tuple[str, str]]:
 
 
 def _digest(given: Artifact) -> str:
-    """Return the digest of an input; a path outside the pipeline may point into a store."""
+    """Return the digest of an input; for an external path into a store, the digest in the path."""
     inside = digest_in_path(given.uri) if given.kind == EXTERNAL_KIND else None
     return inside or given.digest

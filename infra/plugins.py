@@ -10,7 +10,7 @@ one, write a file and a row in the table of its kind (`engines.config.plugins`,
 Promises: `names` and `find` import no plugin, only the listed modules. Any exception during such an
 import becomes one line with owner and reason, and affects only users of that module's rows; rows
 registered before the failure stay. Errors have the same wording for every kind.
-Does not promise: that a name has one owner, which a look-up checks; or that a plugin and its
+Does not promise: that a name has one owner, which `find_all` checks; or that a plugin and its
 libraries can be imported, which `load` shows.
 """
 
@@ -75,7 +75,7 @@ class Row:
 
     @property
     def modules(self) -> frozenset[str]:
-        """Modules whose code counts: its own, an external one's options, and the registrar."""
+        """Modules whose sources count: of target, registrar and an external row's options."""
         options = self.options if self.options and not self.is_ours else self.target
         return frozenset({self.module, options.partition(":")[0], self.registrar} - {None})
 
@@ -95,7 +95,7 @@ class Row:
         return f"{self.target} ({self.owner})" if self.owner == RUN_TIME_OWNER else self.owner
 
     def collides_with(self, other: "Row") -> bool:
-        """True if both claim one name on one device; a row of ours without devices claims all."""
+        """True if both claim a name, vendor and device; one of ours without devices claims all."""
         if (self.name, self.vendor) != (other.name, other.vendor):
             return False
         if not (self.devices and other.devices):
@@ -156,7 +156,7 @@ def register_row(kind: str, row: Row) -> None:
 def outside_rows() -> tuple[tuple[str, Row], ...]:
     """Return every external row with its kind.
 
-    First those of distributions by kind and name, then the others in the order of registration.
+    First those of entry points by kind and name, then registered rows in order.
     """
     import_external_modules()
     announced: list[tuple[str, Row]] = []
@@ -176,7 +176,7 @@ def outside_rows() -> tuple[tuple[str, Row], ...]:
 
 
 def external_modules() -> dict[str, str]:
-    """Return the modules that register rows on import, in order, each with who lists it."""
+    """Return the modules to import for the rows they register, in order, with who lists each."""
     names = (name.strip() for name in (env.RLHF_USE_EXTERNAL_MODULES.get() or "").split(","))
     listed = {name: f"environment.{env.RLHF_USE_EXTERNAL_MODULES.name}" for name in names if name}
     installed = (each for each in _entries() if each.name.partition(".")[0] == MODULE_KIND)
@@ -317,7 +317,7 @@ class PluginTable(Generic[RowT]):
         return tuple(self._typed(row) for kind, row in outside_rows() if kind == self.kind)
 
     def names(self, form: str = "") -> list[str]:
-        """Return the sorted names of one form."""
+        """Return the sorted names with `form` after the dot; empty: names without a dot."""
         rows = (*self.rows, *self.outside())
         return sorted({row.name for row in rows if row.name.partition(".")[2] == form})
 
@@ -345,8 +345,8 @@ class PluginTable(Generic[RowT]):
     def place(self, name: str, path: str | None = None, **on: Unpack[Accelerator]) -> RowT:
         """Return the row of a name without checking or importing what it requires.
 
-        A row for (device, vendor) is preferred to one for the torch device type, and that to one
-        for any. Without `device` the first row is returned.
+        A row for the device and vendor has priority over a row for the device, and this over a row
+        for any device. Without `device` the first row is returned.
 
         Raises:
             UnknownPluginError: the name is unknown, or does not support the device.

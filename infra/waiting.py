@@ -96,7 +96,7 @@ class Repeated:
         self._thread.start()
 
     def end(self, deadline_s: float = 0.0) -> None:
-        """Begin no further call; wait up to `deadline_s` for one in progress."""
+        """Begin no further call; wait up to `deadline_s` for a call in progress."""
         self._ended.set()
         self._thread.join(deadline_s)
 

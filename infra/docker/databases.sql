@@ -1,3 +1,3 @@
--- Of the servers of compose.yaml, run once, by the first start of Postgres.
+-- Databases of the servers in compose.yaml; run once, at the first start of Postgres.
 CREATE DATABASE prefect;
 CREATE DATABASE mlflow;

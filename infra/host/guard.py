@@ -1,4 +1,4 @@
-"""A thread in a server that ends it when it has no users, also if its users were killed.
+"""A thread that ends its server once no user is left, even if the users were killed.
 
 `python -m infra.host.guard HOME NAME MODULE ARGUMENT...` runs a module under such a guard.
 Promises: a server that is not persistent ends within `IDLE_S` plus the stop time after its last
@@ -21,7 +21,7 @@ from infra.host.servers import STOP_DEADLINE_S, ServerRecord, load, lock, stop
 
 POLL_S = 2.0
 IDLE_S = 6.0
-"""Long enough that a run that starts at once reuses the server."""
+"""Long enough that a run started right after another one reuses the server."""
 _END = (
     "import sys; from pathlib import Path; from infra.host.guard import end_unneeded; "
     "end_unneeded(Path(sys.argv[1]), *sys.argv[2:])"
@@ -31,7 +31,7 @@ _END = (
 def start_guard(
     home: Path, name: str, is_busy: Callable[[ServerRecord], bool] = lambda record: False
 ) -> None:
-    """End this server process when it is not persistent, has no users and `is_busy` is False."""
+    """Start a thread that ends this server once it is not persistent, not busy and has no users."""
     mark = env.RLHF_PROCESS_MARK.require()
 
     def watch() -> None:

@@ -3,8 +3,8 @@
 Until a server listens, its port looks free, so two homes could pick the same one and clients would
 talk to the wrong server. So a picked port is also claimed by a Linux abstract socket, which belongs
 to the network namespace as ports do and vanishes with its process.
-Promises: while a process lives, no other process that asks this module picks one of its ports; this
-holds for forked children too.
+Promises: while a process lives, no other process that asks this module picks one of its ports. A
+forked child does not prolong the claims of its parent.
 Does not promise: anything about other programs, systems other than Linux, or sandboxes without
 abstract sockets.
 """
@@ -33,15 +33,15 @@ _claims: dict[int, socket.socket] = {}
 
 
 def pick_ports(count: int) -> list[int]:
-    """Return different TCP ports that are free now.
+    """Return `count` different free TCP ports, and claim them for this process.
 
-    If possible they are below the ephemeral range, so the system does not hand them out meanwhile.
+    If possible they are below the ephemeral range, so the system does not assign them meanwhile.
     """
     return [_any_port() for _ in range(count)]
 
 
 def pick_port(preferred: int) -> int:
-    """Return the preferred port if it is free and unclaimed, else another one."""
+    """Claim and return the preferred port if it is free and others do not claim it, else any."""
     return preferred if _take(preferred) else _any_port()
 
 
@@ -131,9 +131,9 @@ def exchange(
     token: str | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> tuple[int, bytes]:
-    """Send a JSON value, without proxies; return status and content, or raise a `NO_ANSWER`.
+    """Send a request, without proxies; return status and content, or raise one of `NO_ANSWER`.
 
-    `timeout_s` limits the connection and each read. The `token` is sent in a header.
+    `body` is sent as JSON, `token` in a header. `timeout_s` limits the connection and each read.
     """
     parts = urlsplit(url)
     is_tls = parts.scheme == "https"

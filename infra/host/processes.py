@@ -44,7 +44,7 @@ class ProcessIdentity(FrozenModel):
 
     pid: int
     started: str
-    """Boot id and start time, as of `process_stamp.started_ticks`."""
+    """Boot id and start time, as `process_stamp.started_ticks` returns it."""
 
 
 class ProcessRecord(ProcessIdentity):
@@ -96,10 +96,10 @@ def start_detached(
 ) -> ProcessRecord:
     """Start a program as the leader of a new session, which outlives this process.
 
-    Its output is appended to the log; `environment` is complete; None as `mark` makes a new one.
+    Output is appended to the log; `environment` is complete. A `mark` of None makes a new mark.
 
     Raises:
-        ServiceError: it ended at once.
+        ServiceError: the program ended at once.
     """
     mark = mark or uuid.uuid4().hex
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,7 @@ def _families(
     records: Sequence[ProcessRecord], known_marks: Collection[str]
 ) -> set[psutil.Process]:
     # A session keeps its id while it has members, so if another process has the leader's pid now,
-    # the session is not the recorded one; nor after another boot, of which macOS tells no id.
+    # the session is not the recorded one; nor after a reboot (macOS has no boot id to tell).
     boot, sessions = process_stamp.boot_id(), set[int]()
     for record in records:
         holder = identify(record.pid)

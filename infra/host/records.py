@@ -41,7 +41,7 @@ def file_lock(path: Path, deadline_s: float) -> Iterator[None]:
 
 
 def lock_now(descriptor: int) -> bool:
-    """Lock an open file exclusively until it is closed; return False if another holds it."""
+    """Lock an open file exclusively until it is closed; return False at once if it is locked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -50,7 +50,7 @@ def lock_now(descriptor: int) -> bool:
 
 
 def make_place(place: Path, setting: str, remedy: str) -> None:
-    """Create a directory if needed; raise `ConfigError` about `setting` if that is impossible."""
+    """Create a directory if absent; `ConfigError` about `setting` if impossible or not writable."""
     try:
         place.mkdir(parents=True, exist_ok=True)
         reason = "" if os.access(place, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
@@ -65,7 +65,7 @@ def make_place(place: Path, setting: str, remedy: str) -> None:
 
 
 def log_tail(path: Path, num_lines: int = 15, noise: str | None = None) -> str:
-    """Return the last lines of a log, indented, without those that match the regex `noise`."""
+    """Return a log's last lines, indented, except matches of the regex `noise`; empty if absent."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 16_384))

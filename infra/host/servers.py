@@ -1,10 +1,10 @@
-"""Servers of a home: recorded before they run, shared by their users, ended with the last one.
+"""Servers of a home: recorded before they run, shared by users, ended with the last user.
 
 All of Ray, Prefect and MLflow are started here. `<home>/services/<name>.json` is written before the
 process exists and has a mark that the whole process family carries in its environment. So at
 whatever moment the starter is killed, the server can be found and ended by its mark.
 Promises: processes that need one server share it. It ends with its last living user; a persistent
-one ends with `end` only. A server that could not be recorded is ended; a full disk prevents no end.
+one ends with `end` only. A server that cannot be recorded is ended. Ending works on a full disk.
 Does not promise: to notice killed users. `infra.host.guard` does, inside the server.
 """
 
@@ -46,7 +46,7 @@ class Server(FrozenModel):
 
 
 class ServerCommand(Server):
-    """A server that is not started yet; `environment` is complete."""
+    """A server to start; `environment` replaces that of the starting process."""
 
     argv: tuple[str, ...]
     environment: Mapping[str, str]
@@ -83,7 +83,7 @@ def record_path(home: Path, name: str) -> Path:
 
 
 def load(home: Path, name: str) -> ServerRecord | None:
-    """Return a server's record, or None."""
+    """Return a server's record; None if it has none."""
     return load_record(record_path(home, name), ServerRecord)
 
 
@@ -99,7 +99,7 @@ def recorded(home: Path) -> list[str]:
 
 
 def lock(home: Path, name: str) -> contextlib.AbstractContextManager[None]:
-    """Return the lock for a server's record, start and end; it waits up to `LOCK_DEADLINE_S`."""
+    """Return the lock to start, end or record a server; it waits up to `LOCK_DEADLINE_S`."""
     return file_lock(home / "services" / f"{name}.lock", LOCK_DEADLINE_S)
 
 
@@ -109,8 +109,8 @@ def start(home: Path, command: ServerCommand, *, persistent: bool) -> ServerReco
     It may not answer yet. Unless it is persistent, this process is its first user.
 
     Raises:
-        ServiceError: it ended at once.
-        OSError: it could not be recorded; it does not run.
+        ServiceError: the server ended at once.
+        OSError: the server could not be recorded; it does not run.
     """
     record = ServerRecord(
         **command.model_dump(include=set(Server.model_fields)),
@@ -148,7 +148,7 @@ def join(home: Path, record: ServerRecord, *, persistent: bool) -> ServerRecord:
 
 
 def leave(home: Path, name: str, is_busy: Callable[[], bool] = lambda: False) -> bool:
-    """Stop using a server; the last user ends it unless it is busy. Return True if it was ended."""
+    """Stop using a server; the last user ends it unless persistent or busy. True if it ended."""
     with lock(home, name):
         record = load(home, name)
         if record is None:
@@ -166,7 +166,7 @@ def leave(home: Path, name: str, is_busy: Callable[[], bool] = lambda: False) ->
 def end(home: Path, name: str, *, spare_users: bool = False) -> bool:
     """End a server, even if its start was interrupted; return True if one was ended.
 
-    `spare_users` leaves a server that is not persistent and has a living user.
+    With `spare_users`, a server that is not persistent and has a living user keeps running.
     """
 
     def found() -> ServerRecord | None:
@@ -199,11 +199,11 @@ def wait_until_ready(
     deadline_s: float = START_DEADLINE_S,
     given_up: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Wait until `is_ready` (None: its health address answers); `given_up` cancels the wait.
+    """Wait until `is_ready` (None: the health address answers); `given_up` cancels the wait.
 
     Raises:
-        ServiceError: it ended (with the tail of its log), or was given up.
-        DeadlineError: it runs but is not ready.
+        ServiceError: the server ended (with the tail of its log), or its start was given up.
+        DeadlineError: the server runs but is not ready.
     """
 
     def answers() -> bool:

@@ -1,8 +1,8 @@
 """Orderly end of a command on Ctrl-C, SIGTERM or a closed terminal (SIGHUP).
 
 Promises: these signals raise in the main thread, so every `finally` runs. If a library swallows or
-replaces the exception, it is raised again. Later signals neither interrupt the end, whose time is
-bounded, nor change the exit code of the first. Code under `uninterrupted` runs to its end.
+replaces the exception, it is raised again. Later signals do not interrupt the end for
+`END_LIMIT_S`, nor change the exit code of the first. Code under `uninterrupted` runs to its end.
 Does not promise: anything after SIGKILL; guards and records cover that.
 """
 
@@ -47,7 +47,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 class OrderlyEnd:
-    """Context around everything that a command does in its main thread; handles its end.
+    """Context of a command's main thread, in which the `ENDING` signals raise exceptions.
 
     Raises:
         KeyboardInterrupt: on SIGINT, also if another exception resulted from it.

@@ -1,7 +1,7 @@
-"""Stacks of hanging processes: on a signal, each appends its own to its log.
+"""Thread stacks of hanging processes: on a signal, each process appends them to its log.
 
 Promises: the stacks of all threads, even of a process that is stuck in native code with the GIL;
-for a process that does not answer, its kernel state. Processes of other machines cannot be asked.
+for a process that does not answer, its kernel state. Processes of other machines get no signal.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ _SUFFIX = ".process"
 
 
 def leave_stacks_on_signal(log: IO[str], path: Path) -> None:
-    """Let this process answer the signal; its stamp is written beside its log, which stays open."""
+    """Have the signal append all stacks to `log`; write this process's stamp beside its path."""
     faulthandler.register(STACKS_SIGNAL, log, all_threads=True)
     # After the handler: the signal would kill a process without one.
     path.with_suffix(_SUFFIX).write_text(own_stamp(), encoding="ascii")
 
 
 def ask_for_stacks(directory: Path) -> str:
-    """Ask every process with a log below a directory; return the stacks by name of the log."""
+    """Signal every process with a log below a directory; return all stacks as text, by log name."""
     asked: dict[Path, tuple[int | None, int]] = {}
     for mark in sorted(directory.rglob(f"*{_SUFFIX}")):
         log, pid = mark.with_suffix(".log"), living_pid(mark.read_text(encoding="ascii"))

@@ -1,7 +1,7 @@
 """The fingerprint of a stage: one digest over everything that can change its output.
 
 Promises: equal (stage, schema version, configuration, input digests, seed, sources, environment)
-give equal fingerprints on every machine, and a change of any of them another one. Sources are the
+give equal fingerprints on every machine; if any differs, so does the fingerprint. Sources are the
 bytes of this project's modules that the job's modules reach by `import` statements. They are parsed
 and not executed, so that the control plane needs no job libraries.
 Does not promise: to follow modules imported by name at run time (a registry's "module:Class").
@@ -57,7 +57,7 @@ def stage_identity(
 
 
 def next_fingerprint(stage: NextStage, output: Artifact) -> str:
-    """Return the fingerprint of a stage whose last input was just produced."""
+    """Return the fingerprint of the next stage, whose last missing input is `output`."""
     inputs = {**stage.identity["inputs"], output.kind: output.digest}
     return sha256_json({**stage.identity, "inputs": inputs})
 
@@ -166,9 +166,9 @@ def outside_code(named: Sequence[Row] = ()) -> dict[str, Any]:
 
     This covers the plugins of the rows in `named`, and listed modules that register nothing, since
     those may change anything. Sources count besides the version, because an editable installation
-    changes without one. A module that cannot be found or read has no digest: a broken plugin may
-    only stop its users. Listed modules that fail to import are named, so that repairing one changes
-    the result. Empty if there is no such code.
+    changes without one. A module that cannot be found or read has no digest: a broken plugin
+    affects only stages that use it. Listed modules that fail to import are named, so that repairing
+    one changes the result. Empty if there is no such code.
     """
     outside = [row for _, row in outside_rows()]
     asked = {(row.name, row.target) for row in named}
@@ -239,7 +239,7 @@ class _Source:
 
     @property
     def imports(self) -> tuple[str, ...]:
-        """Sorted absolute names that it may import."""
+        """Sorted absolute names that the module may import."""
         status = self.path.stat()
         return _parsed_imports(self, status.st_mtime_ns, status.st_size)
 
@@ -283,7 +283,7 @@ def _file_at(directory: Path, parts: Sequence[str]) -> Path | None:
 
 
 def module_file(name: str) -> Path | None:
-    """Return the file of a module, or the directory of a namespace package; imports nothing."""
+    """Return a module's file or namespace package's directory, None if absent; imports nothing."""
     top, *rest = name.split(".")
     directories = [_PROJECT_ROOT / top]
     if top not in OUR_PACKAGES or not directories[0].is_dir():

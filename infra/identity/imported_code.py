@@ -38,7 +38,7 @@ SCRIPT_KIND = "script"
 
 @dataclass(frozen=True)
 class ImportedCode:
-    """External code of a script: sha256 of sources read in place, and installed distributions."""
+    """External code of scripts: sha256 by module of sources read in place, and distributions."""
 
     sources: dict[str, str]
     distributions: tuple[str, ...]
@@ -79,7 +79,7 @@ def _imports_of(script: Path) -> set[str]:
 
 
 def _own_sources(name: str) -> dict[str, str]:
-    """Return the modules of its own package that an import executes; empty without sources."""
+    """Return the sha256 by module of what an import executes in its own package; may be empty."""
     root, file = name, module_file(name)
     while file is None and "." in root:  # `b` of `from a import b` may be no module
         root = root.rpartition(".")[0]
@@ -98,7 +98,7 @@ def _distributions(name: str) -> list[str]:
 
 
 def _is_edited(name: str) -> bool:
-    """True if a package, or a part of it, is read in place."""
+    """True if a package, or a part of it, is read in place, so that it may be edited."""
     top = name.partition(".")[0]
     if any(map(_is_editable, _by_package().get(top, ()))):
         return True

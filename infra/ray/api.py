@@ -96,7 +96,7 @@ class RayApi:
 
 
 def existing_token() -> str | None:
-    """Return the token of an existing cluster, from the places where Ray looks for it."""
+    """Return the token of an existing cluster, from where Ray looks for it; None without one."""
     if value := env.RAY_AUTH_TOKEN.get():
         return value.strip()
     named = env.RAY_AUTH_TOKEN_PATH.get()
@@ -133,7 +133,7 @@ class JobRequest(NamedTuple):
     metadata: Mapping[str, str]
     """Stored with the job and shown by Ray's tools."""
     resources: Mapping[str, Any] = {}
-    """`ray.remote` arguments that reserve resources; if empty, it runs on the head node."""
+    """`ray.remote` arguments that reserve resources; if empty, the job runs on the head node."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Cluster:
 
     Attributes:
         gcs_address: `host:port` for `ray.init`; None if only the job server is known.
-        started: True if this call started it.
+        started: True if the call that returned it started an embedded head.
         home: home of the embedded head; None for an existing cluster.
     """
 
@@ -144,7 +144,7 @@ def ensure_cluster(
 
 
 def living_cluster(home: Path) -> Cluster | None:
-    """Return the cluster that a run of this home would use now; starts none."""
+    """Return the cluster that a run of this home would use; None if it would have to start one."""
     if env.RAY_ADDRESS.get():
         return ensure_cluster(home)
     record = servers.running(home, NAME)

@@ -19,7 +19,7 @@ DASHBOARD_MODULES = ("JobHead", "NodeHead")
 
 
 def main() -> int:
-    """Run Ray's command line with the reduced services."""
+    """Run Ray's command line under the guard; for `jobs`, with reduced services."""
     home, pages = sys.argv[1:3]
     del sys.argv[1:3]
     start_guard(Path(home), NAME, has_jobs)

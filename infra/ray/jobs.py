@@ -34,7 +34,7 @@ LOOK_DEADLINE_S = 5.0
 
 
 class RayJobs:
-    """The job server of a cluster."""
+    """Submits, looks up and stops the jobs of a cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.api = cluster.api
@@ -113,7 +113,7 @@ class RayJobs:
 
 
 def num_nodes(api: RayApi) -> int:
-    """Return the number of alive nodes; raises JobSubmitError if the head does not tell."""
+    """Return the number of alive nodes; raises JobSubmitError if the head does not list them."""
     answer = api.call("GET", "/nodes?view=summary", timeout_s=LOOK_DEADLINE_S)
     try:
         nodes = [node["raylet"]["state"] for node in answer["data"]["summary"]]

@@ -2,8 +2,8 @@
 
 Promises: Prefect server and worker, Ray head and MLflow server listen on 127.0.0.1 only, each in
 its own session, keep their data below the home and send no telemetry. `up` leaves running servers
-as they are; if one fails to start, those that this call started are ended. `down` ends exactly the
-recorded servers with all their processes, within 30 s. The worker is restarted when it ends, and
+as they are; if one fails to start, those that this call started are ended. `down` ends recorded
+servers only, with all their processes, within 30 s. The worker is restarted when it ends, and
 its flow runs send heartbeats.
 Does not promise: to restart a server that dies later; the next `up` does.
 """
@@ -63,11 +63,11 @@ def up(
 ) -> list[ServiceStatus]:
     """Start the servers that do not run and wait until all answer; return their states.
 
-    A taken port is replaced by another one; `deadline_s` holds for each server.
+    A taken port is replaced by a free one; `deadline_s` holds for each server.
 
     Raises:
-        ServiceError: one ended; the text has the tail of its log.
-        DeadlineError: one did not answer in time.
+        ServiceError: a server ended; the text has the tail of its log.
+        DeadlineError: a server did not answer in time.
     """
     home = home.absolute()
     with servers.lock(home, LOCK), ExitStack() as undo:
@@ -87,7 +87,7 @@ def up(
 
 
 def down(home: Path) -> tuple[list[str], list[ServiceStatus]]:
-    """End every recorded server, even a half-started one, that no living `rlhf run` uses.
+    """End every recorded server, even if half-started; one that is not persistent stays while used.
 
     Return the names of the ended servers and the states of those that stay.
     """
@@ -137,13 +137,13 @@ def held_stages(store: str | Path) -> Iterator[str]:
 
 
 def running_url(home: Path, name: str) -> str | None:
-    """Return the address of a server that `up` started, if it runs; for Prefect, of its API."""
+    """Return the address of a server if it runs, else None; for Prefect, the address of its API."""
     record = servers.running(home, name)
     return None if record is None else record.url
 
 
 def worker_api_url(home: Path) -> str | None:
-    """Return the API address of the Prefect server of the worker, if the worker is up."""
+    """Return the API address of the worker's Prefect server if the worker is up, else None."""
     worker = status_of(home, "worker")
     return worker.url if worker.state == "up" else None
 

@@ -320,7 +320,7 @@ def _check_entry(entry: "os.DirEntry[str]", found: FileEntry, expected: FileEntr
 
 
 def digest_once(path: Path, compute: Callable[[], str]) -> str:
-    """Return the sha256 of a regular file (64 hex digits), from the cache in the home if known."""
+    """Return a regular file's sha256 (64 hex digits) from the home's cache, else from `compute`."""
     status = path.stat()
     if status.st_size < MIN_BYTES:
         return compute()

@@ -49,7 +49,7 @@ class Files(ABC):
 
     @abstractmethod
     def listed(self, prefix: str) -> list[Found]:
-        """Return all files below a directory, whose name ends with a slash, sorted by name."""
+        """Return all files below a directory, sorted by name; `prefix` ends with a slash."""
 
     @abstractmethod
     def delete(self, names: Sequence[str]) -> None:
@@ -61,7 +61,7 @@ class Files(ABC):
 
 
 def read_stretch(path: Path, start: int = 0, end: int | None = None) -> bytes:
-    """Return bytes `start` to `end` of a file, None means the rest; none if it is absent."""
+    """Return bytes `start` to `end` (None: the last) of a file; empty if the file is absent."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         file.seek(start)
         return file.read(-1 if end is None else max(0, end - start))
@@ -117,11 +117,11 @@ class LocalFiles(Files):
             (self._root / name).unlink(missing_ok=True)
 
     def remove(self, directory: str) -> None:
-        """Remove the tree; parts that resist stay."""
+        """Remove the tree; errors are ignored."""
         shutil.rmtree(self._root / directory, ignore_errors=True)
 
     def _made(self, name: str) -> Path:
-        """Return the path of a file in a directory that exists."""
+        """Return the path of a file, after creating its directory if absent."""
         path = self._root / name
         make_directories(path.parent)
         return path

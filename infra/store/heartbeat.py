@@ -27,13 +27,13 @@ from infra.waiting import Repeated
 
 BEAT_BYTES = 512
 MAX_GAP_S = 5.0
-"""Longest time between two looks that counts as silence; for the rest the watcher stood still."""
+"""Longest time between two looks that counts as silence; in the rest the watcher was suspended."""
 
 _log = logging.getLogger(__name__)
 
 
 class Beat(BaseModel, frozen=True):
-    """One heartbeat; `number` counts them."""
+    """One heartbeat; `number` counts the beats of the process."""
 
     process: str  # stamp of the writer (`infra.store.process_stamp`)
     number: int
@@ -81,7 +81,7 @@ def checked_content(data: bytes) -> bytes | None:
 
 
 def read_beat(path: Path) -> Beat | None:
-    """Read a heartbeat file as `parse_beat`; None also if it is absent or before the first beat."""
+    """Read and parse a heartbeat file; None if absent, torn, damaged or without a beat yet."""
     try:
         return parse_beat(path.read_bytes(), str(path))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What a store contains, how large it is, and how it is removed while others use the store.
+"""Lists what a store contains, with sizes, and removes it while others use the store.
 
 Promises: nothing is removed that is needed or becomes needed meanwhile; a kill at any moment leaves
 a store in which every stage is either done or not done.
@@ -18,7 +18,7 @@ from infra.store.atomic import TEMPORARY_PREFIX, fsync_directory, is_abandoned, 
 
 @dataclass(frozen=True)
 class Stored:
-    """Something in a store; `touched_at` is its newest change in seconds since the epoch."""
+    """A file, directory or upload; `touched_at` is its last change in seconds since the epoch."""
 
     place: str
     size_bytes: int
@@ -27,7 +27,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class StoredStage:
-    """A stage's log and working files (0 bytes if absent); `steps` are a part of `work`."""
+    """A stage's log and working files (0 bytes if absent); `work` includes `steps`, checkpoints."""
 
     log: Stored
     work: Stored
@@ -40,18 +40,18 @@ class StoredStage:
 
 
 class Inventory(ABC):
-    """A store as the garbage collector sees it."""
+    """Lists and removes the contents of a store, for the garbage collector."""
 
     others_wait: bool
     """True if new users wait for `exclusively` to end, so later uses need not be checked."""
 
     @abstractmethod
     def stages(self) -> dict[str, StoredStage]:
-        """Return all stages with a log or working files by fingerprint, sorted; one listing."""
+        """Return all stages with a log or working files, by fingerprint, sorted."""
 
     @abstractmethod
     def artifacts(self) -> dict[str, list[Stored]]:
-        """Return artifacts by digest; equal content may exist under several kinds."""
+        """Return the stored copies of each artifact, by digest."""
 
     @abstractmethod
     def leftovers(self) -> list[Stored]:
@@ -59,14 +59,14 @@ class Inventory(ABC):
 
     @abstractmethod
     def exclusively(self) -> AbstractContextManager[None]:
-        """Return the context for `take`; raise `StoreError` if another collector is active."""
+        """Return the context for `remove_unless`; `StoreError` if another collector is active."""
 
     @abstractmethod
     def remove_unless(self, place: str, is_needed: Callable[[float], bool]) -> bool:
         """Remove the `Stored` at a place unless it is needed; return True if it is gone.
 
-        `is_needed` is called with the time of the last change once the thing is hidden or new users
-        wait; if it returns True, the thing stays as it was.
+        `is_needed` gets the time of the last change, when no new user can reach the thing any more;
+        if it returns True, the thing stays as it was.
 
         Raises:
             NotExclusiveError: the context of `exclusively` is not active, or was lost.

@@ -5,8 +5,8 @@
     runs/<key>/artifacts/<digest>      artifact of this store that the run reads by its path
     runs/<key>/kept                    a user asked to keep what the run used
 
-Promises: a run records a use before it looks the stage or artifact up, so a collector that removes
-it and then reads the records sees the use, or the run sees that it is gone.
+Promises: a run records a use before it looks the stage or artifact up. So either a collector that
+hides something and then reads the records sees the use, or the run sees that the thing is gone.
 Does not promise: that the record of a use survives a power loss.
 """
 
@@ -39,7 +39,7 @@ class KnownRun:
 
 
 class Runs:
-    """The runs that use a store.
+    """Records the runs that use a store, and what each run uses.
 
     Args:
         wait_until_over: waits for the end of a garbage collection; returns True if one was under
@@ -105,7 +105,7 @@ class Runs:
         self._files.remove(_run(key))
 
     def _record(self, write: Callable[..., object], *arguments: object) -> None:
-        """Write a record, and again after a collection, so that every later one sees it."""
+        """Write a record, again after a collection under way, so that later collections see it."""
         write(*arguments)
         while self._wait_until_over():
             write(*arguments)

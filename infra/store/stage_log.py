@@ -5,8 +5,8 @@ caller makes entry n. Only the holder of entry n may commit n + 1; if n + 1 exis
 fenced. A new generation starts with a *held* after a *committed* (forced), or with a *held* that
 adopts other work. An entry also records how many bytes of each earlier journal segment of its
 generation count; what a suspended writer appends later is ignored. Entries never change, and after
-a kill at any moment an entry exists completely or not at all. The log does not know who is alive;
-the maker of the next *held* has to.
+a kill at any moment an entry exists completely or not at all. The log does not show who is alive;
+whoever makes the next *held* entry must know.
 
 Followers are the processes that wait for a stage. Promises: a job is not stopped while another
 follower waits for it. A dead follower does not count: on this machine its process is gone; on
@@ -44,7 +44,7 @@ STALE_S = 120.0
 
 
 class Holder(FrozenModel):
-    """The requester of an attempt."""
+    """Identifies the process that requested an attempt, and the Ray job that runs it."""
 
     id: str  # unique
     process: str  # stamp of the process that requested it (`infra.store.process_stamp`)
@@ -82,7 +82,7 @@ class Attempt:
 
 
 class Segment(NamedTuple):
-    """The part that counts of one attempt's journal."""
+    """The part of one attempt's journal that counts: its first `num_bytes`."""
 
     attempt: int
     num_bytes: int | None  # None while the attempt may still append
@@ -207,7 +207,7 @@ class StageLogs(ABC):
             logger.warning("cannot check that this attempt still holds its stage: %s", error)
 
     def commit(self, attempt: Attempt, record: CommitRecord) -> CommitRecord:
-        """Make the *committed* entry; a second call changes nothing.
+        """Make the *committed* entry and return its record; a second call changes nothing.
 
         Raises:
             FencedError: another attempt took over.
@@ -355,7 +355,7 @@ def generation(entries: Sequence[LogEntry], attempt: int | None = None) -> Seque
 
 
 def current_generation(entries: Sequence[LogEntry]) -> int:
-    """Return the first attempt's number of the generation in progress, or of the next one."""
+    """Return the number of the first attempt of the generation in progress, else of the next."""
     members = generation(entries)
     is_open = members and members[-1].kind == "held"
     return members[0].number if is_open else len(entries)

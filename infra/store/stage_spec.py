@@ -23,7 +23,7 @@ def check_fingerprint(name: str) -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """Join the first names of a list and say how many more there are."""
+    """Return the first `NUM_SHOWN` names as one text, with the number of the others."""
     more = len(names) - NUM_SHOWN
     return ", ".join(names[:NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
@@ -72,7 +72,7 @@ class StageSpec(FrozenModel):
     attempt: int
     """Number of its *held* entry in the stage's log."""
     holder: str = ""
-    """Id of that entry's holder, for which the job commits."""
+    """Id of the holder of the *held* entry, for which the job commits."""
     config: dict[str, Any]
     """Resolved stage configuration; the job validates it with `engines.config.stages`."""
     inputs: dict[str, Artifact]

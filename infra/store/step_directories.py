@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 def step_directories(root: Path) -> dict[int, list[Path]]:
-    """Return the published directories by step, ascending, the oldest first; not verified."""
+    """Return the published directories by ascending step, a step's oldest first; not verified."""
     steps: dict[int, list[Path]] = {}
     for path in root.glob("step-*"):
         if match := _NAME.fullmatch(path.name):

@@ -82,7 +82,7 @@ class Storage(ABC):
 
     @property
     def name(self) -> str:
-        """Short name of the store, valid in any system; random, since paths are not unique."""
+        """Short random name of the store, created at the first access; paths are not unique."""
         while (found := self._files.get("name")) is None:
             self._files.create("name", uuid.uuid4().hex[:8].encode())
         return found.decode()
@@ -104,7 +104,7 @@ class Storage(ABC):
         """Return the sorted fingerprints that have step checkpoints; reads directory names only."""
 
     def publish(self, source: Path, kind: str, digests: Mapping[str, str] = NO_DIGESTS) -> Artifact:
-        """Move the files of a directory into the store as an artifact; the caller gives it up.
+        """Move the files of a directory into the store as an artifact; `source` is gone afterwards.
 
         Equal content of one kind always gets the same digest and uri. `digests` has the sha256 of
         files that were hashed while they were written.

@@ -50,7 +50,7 @@ class JobProblem(FrozenModel):
 
 
 class WorkChannel(ABC):
-    """The channel of one fingerprint; `directory` has its files on this machine."""
+    """Reads and writes the working files of one fingerprint; `directory` is on this machine."""
 
     def __init__(self, files: Files, fingerprint: str, directory: Path) -> None:
         self._files, self._directory = files, directory
@@ -77,13 +77,13 @@ class WorkChannel(ABC):
             raise ConfigError(where, f"not JSON ({error})") from None
 
     def write_error(self, attempt: int, problem: JobProblem) -> None:
-        """Record why an attempt is over."""
+        """Record why an attempt ended without a commit."""
         with suppress(StoreError):
             self._ship(attempt)
         self._files.put(self._name(attempt, "error.json"), canonical_json(problem))
 
     def read_error(self, attempt: int) -> JobProblem | None:
-        """Return why an attempt is over; None if it recorded no error."""
+        """Return why an attempt ended without a commit; None if nothing was recorded."""
         name = self._name(attempt, "error.json")
         data = self._files.get(name)
         try:
@@ -93,7 +93,7 @@ class WorkChannel(ABC):
             raise ArtifactCorruptError(f"{self._files.place(name)}: {reason}") from error
 
     def read_beat(self, attempt: int) -> Beat | None:
-        """Return an attempt's last heartbeat; an `OSError` says nothing about the attempt."""
+        """Return an attempt's last heartbeat, or None; an `OSError` does not mean it is dead."""
         self._ship(attempt)
         name = self._name(attempt, "heartbeat")
         return parse_beat(self._files.get(name), self._files.place(name))
@@ -120,7 +120,7 @@ class WorkChannel(ABC):
         """Return the size of the complete lines of an attempt's journal segment."""
 
     def local_dir(self, attempt: int) -> Path:
-        """Return this attempt's own directory on this machine.
+        """Return an attempt's own directory on this machine, created if absent.
 
         Watchers see its heartbeat, journal and samples; an output in it is published by rename.
         """

@@ -1,1 +1,1 @@
-"""What a run did, kept in journals and shipped to MLflow."""
+"""Records what a run did in journals, and ships it to MLflow and other trackers."""

@@ -16,7 +16,7 @@ PAIR_ACCURACY, PAIR_MARGIN, NUM_PAIRS = "pair_accuracy", "pair_margin", "num_pai
 
 
 def verdict(gain: float, margin: float, higher_is_better: float | None) -> Verdict:
-    """Judge a difference; `higher_is_better` is 1 or 0, None if the direction is unknown."""
+    """Return the verdict on a gain; `higher_is_better` is 1, 0 or None (direction unknown)."""
     if abs(gain) <= margin:
         return "alike"
     if higher_is_better is None:

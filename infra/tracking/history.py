@@ -11,7 +11,7 @@ from infra.tracking.journal import JournalRecord, read_journal
 
 
 class StageHistory:
-    """Stages of one store, read without a tracker."""
+    """Reads journals, specifications and commits of the stages of one store."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage

@@ -5,7 +5,7 @@ of them, as the stage's log defines them, to any number of readers.
 Promises: a record survives any kill and power loss once its method returns (fsync); opening cuts an
 incomplete tail; a metric of a step is recorded once, so steps that are repeated after a resume add
 no duplicates; times never decrease; a full disk delays a record and does not end the job.
-Does not promise: two writers of one segment.
+Does not promise: that two writers can share a segment.
 """
 
 import json

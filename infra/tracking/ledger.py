@@ -1,11 +1,11 @@
-"""Local record of what a tracking server was told, one small file per run.
+"""Local record of what was sent to a tracking server, one small file per run.
 
-`<home>/tracking/<server>/` has `pending/<key>.json` for a run that the server does not know
-completely, `settled/<key>.json` for one that it does, `aside/<key>` as a mark on a pending run
-that failed or took too long, and `origin`, which names the server.
+`<home>/tracking/<server>/` has `pending/<key>.json` for a run that is not completely sent,
+`settled/<key>.json` for a completely sent run, `aside/<key>` as a mark on a pending run whose
+sending failed or took too long, and `origin`, which names the server.
 Promises: an entry survives any kill; a settled entry is settled for one server and one store only;
 losing the directory causes no duplicates.
-Does not promise: to be the truth about the server, which is asked before something is sent.
+Does not promise: to match the server, which is queried before something is sent.
 """
 
 import socket
@@ -44,7 +44,7 @@ class Owner(FrozenModel):
 
 
 class RunEntry(FrozenModel):
-    """State of a pipeline run or of a stage."""
+    """A pipeline run or a stage as it is sent to a tracker, without journal records."""
 
     key: str
     """Identifies the run on the server; hex digits."""
@@ -75,7 +75,7 @@ class RunEntry(FrozenModel):
     """State and journal position that were sent last."""
 
     def committed(self, record: CommitRecord) -> "RunEntry":
-        """Return the entry of the stage with its result."""
+        """Return the entry of the stage as finished, with its result."""
         at = record.committed_at
         result = {"output": record.artifact, "metrics": record.metrics, "committed_at": at}
         return self.adopting(record.adopted).model_copy(update={"state": "FINISHED", **result})
@@ -89,21 +89,21 @@ class RunEntry(FrozenModel):
 
 
 class Ledger:
-    """The entries of one home for one tracker address and one store."""
+    """Keeps the entries of one home for one tracker address and one store, on disk."""
 
     def __init__(self, home: Path, address: str, store_uri: str) -> None:
         self.directory = home / "tracking" / sha256_json([address, store_uri])[:_DIGITS]
 
     def find(self, key: str) -> RunEntry | None:
-        """Return the entry of a run, pending or settled."""
+        """Return the entry of a run, pending or settled; None if there is none."""
         return self._read("pending", key) or self._read("settled", key)
 
     def is_settled(self, key: str) -> bool:
-        """True if the server was told everything about a run."""
+        """True if a run was completely sent to the server."""
         return self._path("settled", key).exists() and not self._path("pending", key).exists()
 
     def pending(self) -> Iterator[RunEntry]:
-        """Yield the runs that the server may not know completely."""
+        """Yield the runs that may not be completely sent."""
         yield from _entries(sorted((self.directory / "pending").glob("*.json")))
 
     def put(self, entry: RunEntry) -> None:
@@ -117,7 +117,7 @@ class Ledger:
         (self.directory / "aside" / entry.key).unlink(missing_ok=True)
 
     def set_aside(self, key: str) -> None:
-        """Mark a run to be sent last, because it failed or delayed the others."""
+        """Mark a run to be sent last, because sending it failed or delayed the others."""
         path = self.directory / "aside" / key
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -127,7 +127,7 @@ class Ledger:
         return {path.name for path in (self.directory / "aside").glob("*")}
 
     def check_origin(self, origin: str) -> bool:
-        """Return True for another server than before; everything is pending again then."""
+        """Record the server's origin; True if it is a new one, so that all runs become pending."""
         path = self.directory / "origin"
         if path.exists() and path.read_text(encoding="utf-8") == origin:
             return False

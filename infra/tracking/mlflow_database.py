@@ -69,7 +69,7 @@ _DEPENDENT_TABLES = (
     *("params", "metrics", "latest_metrics", "tags", "inputs", "input_tags", "datasets"),
     *("logged_model_", "model_version_", "trace_", "spans", "span_metrics", "assessments", "sql_"),
 )
-"""Name prefixes of tables whose rows belong to a row of those tables, or to MLflow itself."""
+"""Name prefixes of tables whose rows belong to rows of `_ROWS_OF_OTHERS`, or to MLflow itself."""
 _REGISTRY = (
     *("registered_models", "registered_model_tags", "registered_model_aliases"),
     *("model_versions", "model_version_tags"),
@@ -120,7 +120,7 @@ def ensure_whole(database: Path) -> None:
 
 
 def _migrate(database: Path, made: Path) -> Path | None:
-    """Build the migrated database, else a new one; returns the old one's new name in that case."""
+    """Migrate into `made` and return None; else make it anew and return the old one's copy."""
     from alembic.util import CommandError
     from mlflow.exceptions import MlflowException
     from mlflow.store.db.utils import _upgrade_db

@@ -48,7 +48,7 @@ MODEL_TAG = "rlhf.logged_model"
 """Id of the version's logged model. MLflow's own field cannot be used: a server refuses a version
 whose files are not the logged model's, and these files belong to the run."""
 BEAT_TAG = "rlhf.beat"
-"""The model that it was compared with and that had the alias before, as JSON; empty if none."""
+"""The model that had the alias before and lost the comparison, as JSON; empty if none."""
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 

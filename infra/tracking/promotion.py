@@ -34,7 +34,7 @@ class Comparison(FrozenModel):
 
     @property
     def is_beaten(self) -> bool:
-        """True if the confidence interval of the gain lies above 0."""
+        """True if the incumbent is beaten: the confidence interval of the gain lies above 0."""
         return self.gain > self.margin
 
     def __str__(self) -> str:

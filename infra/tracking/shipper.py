@@ -91,7 +91,7 @@ class Shipper:
         self._positions: dict[str, str] = {}
 
     def begin(self) -> None:
-        """Start sending what earlier runs left over."""
+        """Start sending what earlier runs left unsent."""
         try:
             if self._tracker.is_absent():
                 self._ledger.forget()
@@ -296,7 +296,7 @@ class Shipper:
         return redact(self._tracker.address), what, redact(said)[:num_chars]
 
     def _adopt(self) -> None:
-        """Queue what dead processes and failed contacts left over."""
+        """Queue what dead processes and failed contacts left unsent."""
         for entry in self._ledger.pending():
             failure = _failure(partial(self._take_up, entry))
             if failure is not None:

@@ -135,7 +135,7 @@ class Tracker(Protocol):
         tags: Mapping[str, str],
         metrics: Mapping[str, float],
     ) -> None:
-        """Set state and tags of a run; `RUNNING` restarts it. Existing metrics are not changed."""
+        """Set state and tags of a run; `RUNNING` reopens an ended run. Existing metrics stay."""
         ...
 
     def log_output(self, run_id: str, output: TrackedOutput) -> None:
@@ -159,7 +159,7 @@ class Tracker(Protocol):
         ...
 
     def register(self, candidate: ModelCandidate) -> str:
-        """Register a model as a version, once per digest, set the alias, and return its number."""
+        """Register a model as a version, once per digest; set the alias; return the version."""
         ...
 
     def incumbent(self, name: str, alias: str) -> Incumbent | None:

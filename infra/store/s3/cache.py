@@ -8,7 +8,7 @@
 Promises: an interrupted download resumes, and every byte is verified. A copy stays while a process
 of this machine that reads it lives; of the others the least recently used go if a download would
 exceed `RLHF_CACHE_BYTES`. Copies are named by content, so all stores share them.
-Does not promise: the limit, if living processes read more than it.
+Does not promise: to keep the limit if living processes read more.
 """
 
 import hashlib
@@ -101,13 +101,13 @@ def _write(file: IO[bytes], data: bytes, start: int) -> None:
 
 
 class ArtifactCache:
-    """The copies of one machine."""
+    """Keeps verified copies of artifacts for the processes of this machine."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def take_in(self, source: Path, kind: str, digest: str) -> None:
-        """Move a published directory with its manifest into the cache, to save a download."""
+        """Try to move a published directory with manifest into the cache, to save a download."""
         final = self._path(kind, digest)
         with file_lock(self._lock(digest), LOCK_DEADLINE_S), suppress(OSError):
             self._make_room(_size_bytes(source), digest)

@@ -1,18 +1,18 @@
 """The contents of a store in a bucket, and how they are removed while others use the store.
 
-    collecting/<n>    made by a conditional put; beats during the collection, empty afterwards
+    collecting/<n>    created by a conditional put; rewritten during the collection, then emptied
     collecting/clock  written to read the service's time
 
 A bucket has no rename to hide things in one step. Instead, a process that begins to need something
-records this first (a used stage, a published manifest) and then looks for a collector. Without one,
-a later collector sees the record; otherwise the process waits for its end and looks again at what
-exists.
+records this first (a used stage, a published manifest) and then looks for a collector. If there is
+none, a later collector sees the record; else the process waits for the end of the collection and
+looks again at what exists.
 
 Promises: as `infra.store.inventory`, during `exclusively`: the object that makes a thing visible
 (newest log entry, manifest) goes first, so after a kill a stage is either done or not. A collector
-without a beat stops removing long before others take it for dead, by the service's clock, and long
+stops removing long before others take it for dead (no beat, by the service's clock), and long
 before waiting processes give up.
-Does not promise: the size of old versions that the bucket keeps; to cancel a removal request that
+Does not promise: to count old versions that the bucket keeps; to cancel a removal request that
 the service itself delays for minutes.
 """
 
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 class Collecting:
-    """The garbage collection in a store."""
+    """Lets one process at a time collect garbage in a store; users wait until it is done."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
@@ -55,10 +55,10 @@ class Collecting:
         self._began_at = 0.0
 
     def wait_until_over(self) -> bool:
-        """Wait for the end of a collection; if True, what the caller saw before may be gone.
+        """Wait until no collection is under way; True if one was: what the caller saw may be gone.
 
         Raises:
-            DeadlineError: it took more than `WAIT_DEADLINE_S`.
+            DeadlineError: the collection took more than `WAIT_DEADLINE_S`.
         """
         at = self._under_way(self._found())
         if at is None:
@@ -74,7 +74,7 @@ class Collecting:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Be the only collector; call `check` before each removal.
+        """Context in which this process is the only collector; call `check` before each removal.
 
         Raises:
             StoreError: another collector is active, or the service failed.
@@ -98,7 +98,7 @@ class Collecting:
             self._objects.put(_name(number), b"")
 
     def check(self) -> None:
-        """Raise `NotExclusiveError` if others may think that this one died, or wait too long."""
+        """Raise `NotExclusiveError` if no collection is held here, or it is silent or too long."""
         if self._number is None:
             raise NotExclusiveError(f"{self._objects.place(_PLACE)}: no collector runs here")
         now, found = self._now(), self._found()
@@ -212,7 +212,7 @@ class S3Inventory(Inventory):
         return True
 
     def _in_order(self, place: str, names: Sequence[str]) -> Iterator[Sequence[str]]:
-        """Group names in the order of removal: what makes others visible goes first."""
+        """Yield groups of names in the order of removal; what makes a thing visible goes first."""
         what, *parts = place.split("/")
         if what == "stages":
             yield from ([name] for name in sorted(names, key=_number, reverse=True))

@@ -9,11 +9,11 @@ Promises: chunks never change and have no gaps, so joined they are the beginning
 `ship` returns when everything written before is in the bucket; a thread also ships every
 `SHIP_EVERY_S`. A failing service costs only a warning and missing beats. A journal continued on
 another machine begins with what was shipped. A checkpoint in the bucket is named by its content, so
-two attempts never mix theirs. It is visible once its manifest exists; the journal of its attempt
-was shipped before, so an attempt that continues from it misses no record. Every fetched byte is
-verified; a damaged checkpoint costs a warning, and the previous one is used.
-Does not promise: lines and checkpoints written since the last shipment to a lost machine; their
-steps are repeated.
+two attempts never mix checkpoints. It is visible once its manifest exists; the journal of its
+attempt was shipped before, so an attempt that continues from it misses no record. Every fetched
+byte is verified; a damaged checkpoint costs a warning, and the previous one is used.
+Does not promise: to keep lines and checkpoints that a lost machine had not shipped; their steps are
+repeated.
 """
 
 import atexit
@@ -55,14 +55,14 @@ _opening = threading.Lock()
 
 
 class Chunk(NamedTuple):
-    """A part of a journal."""
+    """A shipped part of a journal, from byte `offset` on."""
 
     offset: int
     num_bytes: int
 
 
 class JournalChunks:
-    """The shipped part of one journal; thread-safe for readers."""
+    """Reads and appends the shipped chunks of one journal; thread-safe for readers."""
 
     def __init__(self, objects: Objects, attempt: str) -> None:
         self._objects = objects
@@ -90,14 +90,14 @@ class JournalChunks:
         return sum(self._known[-1]) if self._known else 0
 
     def read(self, start: int, end: int | None) -> bytes:
-        """Return bytes `start` to `end`, fewer if the shipped part is shorter."""
+        """Return bytes `start` to `end` (None: to the last), as far as they were shipped."""
         return b"".join(
             self._objects.part(self._name(chunk.offset), first, last)
             for chunk, first, last in stretches(self.refresh(), start, end)
         )
 
     def append(self, data: bytes) -> None:
-        """Ship whole lines; `ArtifactCorruptError` if another writer shipped different ones."""
+        """Ship whole lines; `ArtifactCorruptError` if another writer shipped other lines here."""
         name = self._name(self.num_bytes)
         # Another process of this machine may ship the same file, and be faster.
         standing = data if self._objects.create(name, data) else self._objects.get(name)
@@ -193,7 +193,7 @@ def stretches(
 ) -> Iterator[tuple[Chunk, int, int]]:
     """Yield the chunks that hold bytes `start` to `end` (None: all the rest) of a journal.
 
-    Each comes with the first and the last byte wanted of it, counted from its own beginning.
+    Each comes with the start and end (exclusive) of its wanted bytes, counted within the chunk.
     """
     for chunk in chunks:
         first = max(start - chunk.offset, 0)
@@ -203,7 +203,7 @@ def stretches(
 
 
 class SharedSteps:
-    """A local directory of checkpoints, which may not exist, and its place in the bucket."""
+    """Exchanges checkpoints between a local directory, which may not exist, and the bucket."""
 
     def __init__(self, objects: Objects, place: str, root: Path) -> None:
         self._objects, self._place, self._root = objects, place, root
@@ -234,7 +234,7 @@ class SharedSteps:
                         self._remove(each)
 
     def fetch(self, last: int) -> None:
-        """Download the newest valid checkpoint up to step `last`, unless the local is as new."""
+        """Download the newest valid checkpoint up to step `last`, unless a local one is as new."""
         own = None
         with suppress(ArtifactCorruptError):
             own = newest_valid(self._root, last)
@@ -249,7 +249,7 @@ class SharedSteps:
                 return
 
     def remove(self) -> None:
-        """Remove all of them from the bucket."""
+        """Remove all checkpoints of this directory from the bucket."""
         for each in self._begun():
             self._remove(each)
 
@@ -297,7 +297,7 @@ class SharedSteps:
 
 
 def share(steps: SharedSteps, before_manifest: Callable[[], None]) -> Repeated:
-    """Ship checkpoints from a thread as they are published, until the attempt is fenced."""
+    """Start a thread that ships checkpoints as they are published, until the attempt is fenced."""
 
     def ship_new() -> bool:
         try:

@@ -78,7 +78,7 @@ _PREFIX = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]*(?:/[A-Za-z0-9_-][A-Za-z0-
 
 @dataclass(frozen=True)
 class S3Address:
-    """A bucket and the prefix of every key of the store, without a final slash; may be empty."""
+    """A bucket, and the prefix (perhaps empty, without final slash) of all keys of the store."""
 
     bucket: str
     prefix: str
@@ -191,7 +191,7 @@ class Objects(Files):
         return self._client.meta.endpoint_url
 
     def get(self, name: str, start: int = 0, end: int | None = None) -> bytes | None:
-        """Return an object, or its bytes `start` to `end`; None if it is absent."""
+        """Return an object, or with `end` its bytes `start` to `end`; None if it is absent."""
         stretch = {} if end is None else {"Range": f"bytes={start}-{end - 1}"}
         for remaining in reversed(range(NUM_READS)):
             try:
@@ -262,7 +262,7 @@ class Objects(Files):
             time.sleep(CREATE_POLL_S)
 
     def require_conditions(self) -> None:
-        """Raise `ConfigError` if the service ignores conditional writes; tested once a process."""
+        """Raise `ConfigError` if the service ignores conditional writes; tested once."""
         if self._honours_conditions:
             return
         name = f"probes/{uuid.uuid4().hex}"

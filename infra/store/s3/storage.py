@@ -16,7 +16,7 @@ before the stage is computed again after garbage collection. Only the service's 
 long a follower was silent.
 Does not promise: that `lookup` or a second `publish` notices bytes that the service changed without
 changing the size (`local_copy` and `verify` do); to merge checkpoint parts of several machines: the
-sharing one needs all files.
+machine that shares a checkpoint needs all its files.
 """
 
 import hashlib
@@ -229,7 +229,7 @@ class S3Storage(Storage):
         shutil.rmtree(source, ignore_errors=True)
 
     def _upload(self, source: Path, root: str, manifest: Manifest) -> None:
-        """Upload what is missing, and always the manifest: its age tells a collector of the use."""
+        """Upload missing files, and always the manifest: its age is the last use to a collector."""
         present = self._sizes(root)
         transfer(
             partial(self._objects.upload, source / name, f"{root}/{name}", entry)

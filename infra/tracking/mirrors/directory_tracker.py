@@ -9,7 +9,7 @@
 Promises: points are stored once, even if process or machine are killed: bytes beyond the count in
 `run.json` are cut before an append, and `run.json` is replaced once the points are durable; a
 truncated file of points is rewritten from the start. Processes take turns by a lock.
-Does not promise: sharing of the directory by two machines.
+Does not promise: that two machines can share the directory.
 """
 
 import os
@@ -74,7 +74,7 @@ class Models(FrozenModel):
 
 
 class DirectoryTracker(ABC):
-    """A `Tracker` except for the encoding of its points; `root` is created on the first write."""
+    """A `Tracker` in `root`, created at the first write; subclasses encode and parse the points."""
 
     points_name: str
     """File name of a run's points."""
@@ -90,7 +90,7 @@ class DirectoryTracker(ABC):
 
     @abstractmethod
     def encode(self, run: StoredRun, points: Sequence[MetricPoint]) -> bytes:
-        """Encode points to append; `run.num_bytes` is 0 for the first ones."""
+        """Encode points to append; `run.num_bytes` is 0 for the first points of a run."""
 
     @abstractmethod
     def names_in(self, path: Path, num_bytes: int) -> set[tuple[str, int]]:
@@ -131,7 +131,7 @@ class DirectoryTracker(ABC):
         return run_id
 
     def run(self, run_id: str) -> StoredRun:
-        """Return the record of a run, without position and points if bytes of them were lost."""
+        """Return a run's record, with position and byte count reset if points were lost."""
         stored = load_record(self.root / run_id / RECORD, StoredRun)
         if stored is None:
             raise TrackerRefusedError(f"{self.root} has no run {run_id!r}")

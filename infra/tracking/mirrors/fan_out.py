@@ -18,7 +18,7 @@ class FanOut:
         self._first, self._mirrors = first, tuple(mirrors)
 
     def begin(self) -> None:
-        """Start each of them."""
+        """Start all shippers."""
         for teller in (self._first, *self._mirrors):
             teller.begin()
 
@@ -27,27 +27,27 @@ class FanOut:
         return self._first.find(key)
 
     def is_settled(self, key: str) -> bool:
-        """True if all of them received everything."""
+        """True if every tracker received everything about a run."""
         return all(teller.is_settled(key) for teller in (self._first, *self._mirrors))
 
     def put(self, entry: RunEntry) -> None:
-        """Queue a run for each; mirrors get it without the first tracker's run id."""
+        """Queue a run for every tracker; mirrors get it without the first tracker's run id."""
         self._first.put(entry)
         for mirror in self._mirrors:
             mirror.put(entry.model_copy(update={"run_id": "", "told": ""}))
 
     def journal_grew(self, key: str) -> None:
-        """Queue a stage for each."""
+        """Queue a stage with new journal records for every tracker."""
         for teller in (self._first, *self._mirrors):
             teller.journal_grew(key)
 
     def finish(self) -> None:
-        """Finish each of them."""
+        """Finish all shippers."""
         for teller in (self._first, *self._mirrors):
             teller.finish()
 
     def close(self, deadline_s: float, upload_s: float = 0.0, waited_s: float = 0.0) -> None:
-        """Close all of them; their deadlines run at the same time."""
+        """Close all shippers; their deadlines run at the same time."""
         self.finish()
         began_at = time.monotonic() - waited_s
         for teller in (self._first, *self._mirrors):

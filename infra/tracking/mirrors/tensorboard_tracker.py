@@ -2,7 +2,7 @@
 
 Promises: one event file per run, which TensorBoard follows while it grows; its library is imported
 at the first point. Values are float32, TensorBoard's format.
-Does not promise: states and tags in TensorBoard; they are in `run.json` beside the event file.
+Does not promise: to show states and tags; they are in `run.json` beside the event file.
 """
 
 import importlib
@@ -57,7 +57,7 @@ class TensorBoardTracker(DirectoryTracker):
         return data.getvalue()
 
     def names_in(self, path: Path, num_bytes: int) -> set[tuple[str, int]]:
-        """Parse records of length (8 bytes), its checksum (4), the event, and its checksum (4)."""
+        """Parse records: a length (8 bytes), its checksum (4), an event, its checksum (4)."""
         parse = _proto("event").Event.FromString
         data, names = (path.read_bytes() if num_bytes else b"")[:num_bytes], set[tuple[str, int]]()
         start = 0

@@ -32,7 +32,7 @@ ID_DIGITS = 32
 
 
 class HandedOver(FrozenModel):
-    """What the library has received, in whole parts."""
+    """Record of what the library has received of a run, in whole parts."""
 
     num_bytes: int = 0
     last_step: int = -1
@@ -55,7 +55,7 @@ class WandbTracker(DirectoryTracker):
 
     @property
     def mode(self) -> str:
-        """Mode of the library; never one that prompts."""
+        """Mode of the library: WANDB_MODE, else online with WANDB_API_KEY, offline without."""
         key = env.WANDB_API_KEY.get()
         return env.WANDB_MODE.get() or (ONLINE if key else OFFLINE)
 
@@ -82,7 +82,7 @@ class WandbTracker(DirectoryTracker):
             self.hand_over(run_id)
 
     def hand_over(self, run_id: str) -> None:
-        """Give the library what it does not have yet of a run, as one part."""
+        """Send the library the points and state of a run that it lacks, as one part."""
         with self._alone():
             stored = self.run(run_id)
             record = self.root / run_id / "handed-over.json"
