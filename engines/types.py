@@ -1,7 +1,7 @@
 """Boundary types of the data plane; those of sampling are in `engines.requests`.
 
-Letters: B sequences, T tokens of all sequences laid end to end, K numbers for each, V vocabulary,
-D model width.
+Letters: B sequences, T tokens of all sequences laid end to end, K values per token or sequence,
+V vocabulary, D model width.
 
 Alignment: the value of a per-token column at position t is about *predicting* token t from the
 tokens before it in its sequence. So `logprobs_T[t] = log p(id_t | ids_<t)`, and the first position
@@ -227,7 +227,7 @@ ONLY_LOGPROBS = Readouts()
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """Result of a forward pass over a `TokenBatch`; None for what was not asked for.
+    """Result of a forward pass over a `TokenBatch`; readouts that were not requested are None.
 
     Attributes:
         logprobs_T: (T,) float32, with gradient in training; 0 at the first token of a sequence.

@@ -1,4 +1,4 @@
-"""Rectangles of weights, as ranks hold them and senders name them.
+"""Data types for rectangular parts of weights, which ranks hold and weight syncs send.
 
 Promises: plain data; imports no engine and no transport.
 """

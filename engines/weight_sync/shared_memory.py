@@ -1,9 +1,9 @@
-"""Weights from a trainer to rollout engines in other processes of one machine.
+"""Passes weights from a trainer to rollout engines in other processes of its machine.
 
 Two buckets of shared memory are used in turn. A small file that appears when a bucket is full
 describes it; the bucket is free when every receiver has created a file for it.
 Promises: if one side fails or does not come, the others end with an error by the deadline. The
-memory of a killed sender is freed by the next one. Tensors on a device are copied to the host.
+memory of a killed sender is freed by the next sender. Tensors on a device are copied to the host.
 """
 
 import itertools
