@@ -38,7 +38,7 @@ class EngineScalars(FrozenModel):
         step: the trainer's step; `num_steps` counts the engine's optimizer steps.
         num_optimizer_steps: Adam's bias-correction count.
         world_size: number of ranks that wrote the checkpoint.
-        backend: training backend that names the tensors.
+        backend: training backend that wrote the checkpoint.
         num_averaged: optimizer steps in the moving average; None if there is no average.
     """
 
@@ -59,7 +59,7 @@ def save_engine_state(
     """Write this rank's part into an existing shared directory; every rank calls it.
 
     Tensors are `model.<name>`, `optimizer.<moment>.<name>` and `optimizer.ema.<name>`, sharded as
-    the engine holds them. On every rank, raises `OSError` or `CheckpointError` if one could not
+    the engine holds them. Raises `OSError` or `CheckpointError` on every rank if any rank could not
     write.
     """
     (path / TENSORS_DIR).mkdir(exist_ok=True)
@@ -142,7 +142,7 @@ def load_engine_state(
 
 
 def _absent_parts(path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return which of model and optimizer a checkpoint with files lacks as a whole."""
+    """Return which of model and optimizer have no tensor in a checkpoint; [] if it has no files."""
     if not any((path / TENSORS_DIR).glob("shard-*.safetensors")):
         return []
     there = ShardedReader(path / TENSORS_DIR).names()

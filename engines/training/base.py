@@ -147,7 +147,7 @@ class BaseEngine(EngineBackend):
             self._leave_device(optimizer=mode == "train")
 
     def leave_device(self) -> None:
-        """Offload as configured for times outside of scopes, after a state was built or loaded.
+        """Offload as configured outside of scopes; call it after building or loading a state.
 
         Raises:
             EngineError: called inside a scope.
@@ -163,7 +163,7 @@ class BaseEngine(EngineBackend):
             self.to("cpu", model=False, grad=False)
 
     def train_batch(self, batch: TokenBatch, loss_fn: LossFn) -> TrainMetrics:
-        """Take one optimizer step on this rank's share, on the CPU, with a column `loss_mask`.
+        """Take one optimizer step; `batch` is this rank's share, on the CPU, with a `loss_mask`.
 
         Raises:
             EngineError: a rank has no sequence, no token of the step is trained on, or the loss
@@ -250,7 +250,7 @@ class BaseEngine(EngineBackend):
         return grad_norm
 
     def adopt_average(self) -> bool:
-        """Replace the trained weights by their average, if any, and end averaging. Collective."""
+        """Set the weights to their average and end it; return True if there was one. Collective."""
         if self._num_averaged is None:
             return False
         with self.train_mode():
@@ -295,7 +295,7 @@ class BaseEngine(EngineBackend):
         )
 
     def _join_ranks(self, *, alone_too: bool = True) -> None:
-        """Seed this rank if it trains; create a process group of one rank if there is none."""
+        """Seed this rank if it trains; with `alone_too`, a lone process gets a process group."""
         spec = self.spec
         if spec.optimizer is not None:
             spec.platform.manual_seed(spec.seed + self.rank)
@@ -341,7 +341,7 @@ class BaseEngine(EngineBackend):
 
 
 def flops_of(spec: EngineSpec) -> TrainingFlops | None:
-    """Return the operations of an engine's training; None if the model cannot be counted."""
+    """Return the FLOPs counter of an engine; None if its model cannot be counted."""
     values = spec.model_type == "value_model"
     try:
         config = json.loads((spec.hf_dir / "config.json").read_text(encoding="utf-8"))
@@ -372,7 +372,7 @@ def create_engine(
     Args:
         optimizer: None creates an engine that only infers.
         total_steps: optimizer steps of the run, for the schedule.
-        platform: RLHF_ENGINE_DEVICE and RLHF_ENGINE_VENDOR override its names in the look-up.
+        platform: RLHF_ENGINE_DEVICE and RLHF_ENGINE_VENDOR override its names in the engine table.
 
     Raises:
         ConfigError: the platform has no such backend, or the backend lacks an option or layout.

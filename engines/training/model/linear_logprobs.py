@@ -104,7 +104,7 @@ def linear_logprobs_of(
 ) -> Tensor:
     """Return (N, K) logprobs of K tokens per row; see `linear_token_logprobs`.
 
-    The result is float32, or float64 for float64 inputs, with gradients as there.
+    The result is float32, or float64 for float64 inputs, with the same gradients.
 
     Args:
         token_ids_NK: int64, each in [0, V); a row may name a token twice.
@@ -305,12 +305,12 @@ def _best_over(own: _Best, num_top: int, group: dist.ProcessGroup) -> _Best:
 
 
 _EXACT = 1 << 24
-"""Integers up to this are exact in float32: token ids are rows beside the logprobs."""
+"""Integers up to this are exact in float32, the dtype in which `head_rows` returns token ids."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What the head computes: int64 tokens that hidden states predict, and other readouts."""
+    """Request to a head: the int64 tokens that hidden states predict, and further readouts."""
 
     token_ids_N: Tensor
     temperature: float
@@ -321,7 +321,7 @@ class Targets:
 def targets_of(
     batch: TokenBatch, read_N: Tensor, temperature: float, readouts: Readouts
 ) -> Targets:  # fmt: skip
-    """Return the targets at places from `read_positions`; of the last token for place T."""
+    """Return the targets at places from `read_positions`; place T gets those of the last token."""
     place_N = read_N.clamp(max=batch.num_tokens - 1)
     name = readouts.logprobs_of
     others_NK = batch.columns[name][place_N] if name is not None else None

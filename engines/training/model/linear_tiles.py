@@ -207,7 +207,7 @@ class RowStatistics:
         )
 
     def take(self, parts: Sequence["RowStatistics"]) -> None:
-        """Concatenate the statistics of consecutive rows, which together are all rows."""
+        """Set these statistics to those of consecutive `parts`, which together are all rows."""
         if parts:
             each = zip(*(part._sums for part in parts), strict=True)
             self._sums = SoftmaxSums(*(torch.cat(tensors) for tensors in each))
@@ -248,7 +248,7 @@ def tiled_gradients(
     needed: Sequence[bool],
     slopes_of: Callable[[slice, slice], LogitSlopes],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the needed gradients of hidden states, weights and bias, tile by tile.
+    """Return the `needed` gradients of hidden states, weights and bias, computed tile by tile.
 
     `slopes_of` gets the rows and the columns of each tile.
     """
@@ -309,7 +309,7 @@ def scale_of(hidden_ND: Tensor, temperature: float) -> Tensor | None:
 
 
 def places(token_ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return the index of each token among the columns (0 if absent) and if it is there."""
+    """Return each token's index among the columns (0 if absent), and True where it is present."""
     inside = (token_ids >= columns.start) & (token_ids < columns.stop)
     return torch.where(inside, token_ids - columns.start, 0), inside
 

@@ -27,7 +27,7 @@ class RowRoutes:
     """Choices for this rank's tokens of one row, in one piece of the model.
 
     Attributes:
-        repeated: (S, layers, k) int64; negative: the router chooses. None records.
+        repeated: (S, layers, k) int64; negative: the router chooses. None: record its choices.
         recorded: layer -> (S, k) int64.
     """
 

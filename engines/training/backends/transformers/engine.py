@@ -174,7 +174,7 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
 
     @cached_property
     def _slots(self) -> Mapping[str, list[tuple[str, Slot]]]:
-        """Parameter name in memory -> hub names, and where in it each weight lies."""
+        """Parameter name in memory -> (hub name, slot) of each hub weight in the parameter."""
         found: dict[str, list[tuple[str, Slot]]] = {}
         model = build_on_meta(self.spec.hf_dir, self.spec.model_type)
         for hub_name, slot in hub_slots(model).items():
