@@ -13,7 +13,7 @@ _SLIDING = "sliding_attention"
 LAYER_TYPES = frozenset({"full_attention", _SLIDING})
 _SINKS = "attention sinks"
 _QWEN_WINDOW = 4096
-"""Window of a Qwen model that switches its window on and gives no size."""
+"""Window of a Qwen model whose configuration enables a window without a size."""
 _FAMILIES: Mapping[str, str] = {
     "doge": "a mask that depends on its values",
     "flint": _SINKS,

@@ -58,7 +58,7 @@ class Disk:
         return path
 
     def deliver(self, own: Path, path: Path) -> None:
-        """Copy all files of `own` to the driver's `path` and remove `own`, unless they are one."""
+        """Copy the files of `own` to the driver's `path` and remove `own`, unless it is `path`."""
 
     def put(self, path: Path, data: bytes) -> None:
         """Replace a file of the driver atomically but not durably."""

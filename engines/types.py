@@ -192,11 +192,11 @@ def _check_first(what: str, values: Tensor, size: int) -> None:
 
 @dataclass(frozen=True)
 class Readouts:
-    """What to compute besides logprobs or values. Logits are never returned.
+    """Outputs to compute besides logprobs or values. Logits are never returned.
 
     Attributes:
         entropy: entropy of each predicting distribution, in nats.
-        entropy_gradient: give the entropy a gradient, which costs part of the backward pass.
+        entropy_gradient: the entropy has a gradient, which costs part of the backward pass.
         sum_pi_squared: sum of squared probabilities, without gradient.
         last_values: a value model's value after the last token of each sequence.
         logprobs_of: name of a (T, K) int64 column; also return the logprobs of these tokens at each

@@ -99,7 +99,7 @@ class _Reader(HuggingFaceStorageReader):
 
 @contextmanager
 def _own_errors(doing: str, path: Path, reader: _Reader | None = None) -> Iterator[None]:
-    """Raise errors of torch and safetensors as `CheckpointError`, or as the `OSError` behind them.
+    """Raise errors of torch and safetensors as `CheckpointError`, or as their `OSError` cause.
 
     Also silences torch's warning that without a process group it assumes a single process.
     """

@@ -20,8 +20,7 @@ def check_teacher(
 ) -> None:
     """Raise `ConfigError` if tokenizers differ, or a context or vocabulary is too small.
 
-    The teacher needs a context of `max_length` + `num_spare_tokens`. `policy_dir` is None before
-    the policy exists; its tokenizer is not compared then.
+    Context needed: `max_length` + `num_spare_tokens`. Without `policy_dir`, skips the tokenizers.
     """
     with renamed_sections({"model": TEACHER_SECTION}):
         check_model_directory(teacher_dir, max_length=max_length)

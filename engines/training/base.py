@@ -166,8 +166,8 @@ class BaseEngine(EngineBackend):
         """Take one optimizer step; `batch` is this rank's share, on the CPU, with a `loss_mask`.
 
         Raises:
-            EngineError: a rank has no sequence, no token of the step is trained on, or the loss
-                reads what the batch or the head cannot give.
+            EngineError: a rank has no sequence, no token of the step is trained on, or the batch
+                or the head lacks a readout of the loss.
             NonFiniteError: the loss or the gradient norm is NaN or infinite on any rank; the
                 weights are unchanged.
             ConfigError: a sequence exceeds the token budget.

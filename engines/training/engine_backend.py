@@ -118,7 +118,7 @@ class EngineBackend(ABC):
         raise EngineError(f"{self.spec.training.backend} has no adapter")
 
     def _end_inference(self) -> None:  # noqa: B027 (most backends leave nothing behind)
-        """Release what forward passes without a backward pass left behind."""
+        """Release gathered weights that forward passes without a backward pass keep."""
 
     @abstractmethod
     def _clip_gradients(self, max_norm: float) -> float:

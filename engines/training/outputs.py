@@ -1,4 +1,4 @@
-"""Conversion between the rows of numbers that a head computes and `ModelOutputs`.
+"""Convert between the rows of values that a head computes and `ModelOutputs`.
 
 A row has T + 1 places. Place p holds what the hidden state of token p - 1 gives: the prediction of
 token p or, if p is the first place after a sequence, the value after its last token.

@@ -88,7 +88,7 @@ class RoleSpec:
     Attributes:
         training: its layout is the same for all roles.
         optimizer: None for a frozen model.
-        model_type: a `value_model` has a head of one number per token, which the source may lack.
+        model_type: a `value_model` has a head of one value per token, which the source may lack.
         restore_optimizer: restore the optimizer from the source's checkpoint.
         total_num_steps: optimizer steps of the schedule; unused by a constant one.
     """

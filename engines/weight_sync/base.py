@@ -58,7 +58,7 @@ class Delivery(Protocol):
 
     @property
     def sources(self) -> Sequence[WeightSource]:
-        """One source per receiver; `WeightSource.of_worker` gives those of its further workers."""
+        """One source per receiver, for its worker 0; `WeightSource.of_worker` is for the others."""
         ...
 
     def stop(self) -> None:

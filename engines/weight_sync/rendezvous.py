@@ -1,4 +1,4 @@
-"""Rendezvous of the sender of weights and its receivers, through which they learn of failures.
+"""Rendezvous of a weight transfer's sender and receivers, which also reports failures to all.
 
 Promises: a process that waits here ends at its deadline, or with the message of the first process
 that gave up. A random token keeps transfers apart; it is no protection from a process that can list

@@ -1,9 +1,9 @@
 """The readouts of a language model's head, from hidden states, without all logits in memory.
 
-Logprobs of one token of each position (`linear_token_logprobs`), of K tokens, as on-policy
-distillation needs them from the student (`linear_logprobs_of`), the K most likely tokens, as it
-needs them from the teacher (`linear_topk_logprobs`), and all readouts as rows of numbers in the
-order that the backends share (`head_rows`; `engines.training.outputs` names the rows).
+`linear_token_logprobs` returns logprobs of one token per position, `linear_logprobs_of` those of K
+tokens (on-policy distillation needs them from the student), `linear_topk_logprobs` the K most
+likely tokens (needed from the teacher), and `head_rows` all readouts, as rows in the order of
+`engines.training.outputs`.
 
 Promises: only a few tiles of logits exist at a time; the backward pass recomputes them. Softmax
 statistics and sums of gradients are float32 (float64 for float64 inputs); logits are rounded to the

@@ -156,7 +156,7 @@ def _can_compile() -> bool:
 DEFAULT_CHUNK_ELEMENTS = 1 << 24
 """Elements of a tile: 64 MiB in float32."""
 FUSED_CHUNK_ELEMENTS = 1 << 26
-"""For fused kernels, which hold no float32 tile: 128 MiB, fewer launches."""
+"""Elements of a tile for fused kernels, which need no float32 copy of it: 128 MiB in 16 bits."""
 
 _MIN_ROWS = 512
 """Minimum rows of a tile, so that it is not bound by reading the weights."""

@@ -154,7 +154,7 @@ def plan_micro_batches(
     """Assign sequences to micro-batches of nearly equal cost.
 
     Args:
-        min_num: minimum number of micro-batches, as far as there are sequences.
+        min_num: minimum number of micro-batches; with fewer units, one for each unit.
         costs: one for each sequence, in any unit; None balances tokens.
         units: sequences that stay together; None: each is its own unit.
 

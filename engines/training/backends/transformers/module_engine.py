@@ -75,7 +75,7 @@ class ModuleEngine(BaseEngine, Generic[Model]):
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Ranks that hold different data; one of each group of ranks that share sequences."""
+        """Ranks that hold different data: one rank of every group that shares sequences."""
         return self._mesh.get_group(DATA) if self._mesh is not None else None
 
     def _begin_micro_batch(self, *, is_last: bool) -> None:
