@@ -163,7 +163,7 @@ class _Writer:
         self._number = 0
 
     def open_bucket(self, num_bytes: int) -> Tensor:
-        """Wait for the bucket before the last one and return its memory."""
+        """Wait until the bucket before the last one was read, and return its memory."""
         self.await_read()
         return self._buckets.memory(self._number, num_bytes)
 

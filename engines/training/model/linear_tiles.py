@@ -66,7 +66,7 @@ def scaled(logits: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def is_fused(x: Tensor) -> bool:
-    """True if the functions of this module are compiled for logits like these."""
+    """True if the functions of this module are compiled for the device and dtype of `x`."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and _can_compile()
 
 
@@ -229,11 +229,11 @@ class RowStatistics:
         self._sums = SoftmaxSums(largest_R, sums[0], sums[1], squared_R)
 
     def log_sum(self) -> Tensor:
-        """(R,) log of the sum of exp(z)."""
+        """Return the (R,) log of the sum of exp(z)."""
         return self._sums.largest_R + self._sums.sum_R.log()
 
     def readouts(self) -> tuple[Tensor, Tensor]:
-        """(R,) entropy in nats, and sum of squared probabilities; empty if not requested."""
+        """Return (R,) entropies in nats, and sums of squared probabilities; empty: not requested."""
         sums, none = self._sums, self._sums.sum_R.new_empty(0)
         entropy_R = sums.sum_R.log() - sums.weighted_R / sums.sum_R if self._entropy else none
         return entropy_R, sums.squared_R / sums.sum_R.square() if self._squares else none

@@ -298,7 +298,7 @@ def enable_activation_checkpointing(model: PreTrainedModel) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules that the architecture declares as not to be split."""
+    """Return the layers (of a vision tower too) that the architecture declares not to be split."""
     wanted = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in wanted]
 
