@@ -231,7 +231,7 @@ def gather_ragged(
 
 
 def column_sums(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Sum each column over ranks, in rank order."""
+    """Return the sum of each column, added in rank order."""
     return [sum(column) for column in zip(*rows, strict=True)]
 
 

@@ -43,7 +43,7 @@ _DIGITS = 16
 
 
 class Disk:
-    """A process's access to the driver's disk; this class shares the disk and copies nothing."""
+    """Access to the driver's disk for a process that shares it; `OtherDisk` copies files."""
 
     def local(self, path: Path) -> Path:
         """Return the path on this machine that corresponds to a path of the driver."""
@@ -58,7 +58,7 @@ class Disk:
         return path
 
     def deliver(self, own: Path, path: Path) -> None:
-        """Copy the files of `own` to the driver's `path` and remove `own`, unless it is `path`."""
+        """Copy the files of `own(path)` to the driver and remove it, unless it is `path` itself."""
 
     def put(self, path: Path, data: bytes) -> None:
         """Replace a file of the driver atomically but not durably."""
@@ -97,7 +97,7 @@ class FileServer:
 
 
 class OtherDisk(Disk):
-    """Access from another machine, which keeps copies of the driver's files below `root`."""
+    """Access to the driver's disk from another machine, which keeps copies below `root`."""
 
     def __init__(self, server: Any, root: Path) -> None:
         self._server, self._root = server, root

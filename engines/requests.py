@@ -275,7 +275,7 @@ class Completion:
 
     @property
     def token_ids(self) -> Int32Array:
-        """(N,) int32."""
+        """(N,) int32 sampled tokens."""
         return self.tokens.token_ids_N
 
     @property

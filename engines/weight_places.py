@@ -21,7 +21,7 @@ class WeightPlace:
 
     @classmethod
     def of(cls, name: str, *numbers: Sequence[int]) -> "WeightPlace":
-        """Rebuild a place from `astuple`, also after JSON turned its tuples into lists."""
+        """Rebuild a place from the values of `astuple`, which JSON may have turned into lists."""
         return cls(name, *(tuple(each) for each in numbers))
 
     @property

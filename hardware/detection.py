@@ -54,7 +54,7 @@ def _asking(row: Row, problem: str) -> Iterator[None]:
 
 
 def availability(name: str) -> Availability:
-    """Return whether a platform can be used here; one that does not load cannot."""
+    """Probe if a platform can be used here; a platform that does not load is not available."""
     try:
         platform = create(name)
         with _asking(PLATFORMS.find(name), "cannot be probed"):

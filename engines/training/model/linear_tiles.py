@@ -233,7 +233,7 @@ class RowStatistics:
         return self._sums.largest_R + self._sums.sum_R.log()
 
     def readouts(self) -> tuple[Tensor, Tensor]:
-        """Return (R,) entropies in nats, and sums of squared probabilities; empty: not requested."""
+        """Return (R,) entropies in nats, and sums of squared probabilities; empty if not needed."""
         sums, none = self._sums, self._sums.sum_R.new_empty(0)
         entropy_R = sums.sum_R.log() - sums.weighted_R / sums.sum_R if self._entropy else none
         return entropy_R, sums.squared_R / sums.sum_R.square() if self._squares else none
