@@ -118,7 +118,7 @@ def _runs(versions_N: Int64Array) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """Required form: exactly one of JSON Schema (as text), regular expression, allowed texts."""
+    """Form that a sample must have: exactly one of JSON Schema text, regular expression, choice."""
 
     json_schema: str | None = None
     regex: str | None = None

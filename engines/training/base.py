@@ -250,7 +250,7 @@ class BaseEngine(EngineBackend):
         return grad_norm
 
     def adopt_average(self) -> bool:
-        """Set the weights to their average and end it; return True if there was one. Collective."""
+        """Set weights to their average, end averaging; False if there is no average. Collective."""
         if self._num_averaged is None:
             return False
         with self.train_mode():

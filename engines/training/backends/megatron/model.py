@@ -116,7 +116,7 @@ class Architecture:
 
 
 def _settings(config: PretrainedConfig, layout: Layout) -> dict[str, Any]:
-    """Return settings in place of mbridge's that need TransformerEngine or alter the model."""
+    """Return replacements of mbridge's settings that need TransformerEngine or alter the model."""
     settings: dict[str, Any] = {
         "kv_channels": head_size(config),
         "attention_dropout": 0.0,
