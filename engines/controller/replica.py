@@ -297,7 +297,7 @@ class RemoteReplica(RolloutEngine):
 
 
 class RayReplicas:
-    """A `ReplicaStarter` on the connected cluster, with one place per replica."""
+    """Starts and restarts replicas on the connected cluster, which has one place per replica."""
 
     def __init__(self, spec: ReplicaSpec, places: Sequence[Place]) -> None:
         self._spec = spec
