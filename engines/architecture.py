@@ -1,9 +1,9 @@
 """Checks that a transformers architecture fits the engines that compute with it.
 
 An engine replaces the model's attention and passes positions that count from 0 in each sequence.
-Promises: an architecture that ignores the replaced attention or reads positions differently is
-refused, with words that continue a sentence about its directory; `engines.attention_needs` checks
-what the configuration alone tells.
+Promises: finds an architecture that ignores the replaced attention or reads positions differently;
+reasons continue a sentence that begins with the model's directory ("is a ..."). What `config.json`
+alone shows is checked by `engines.attention_needs`.
 Does not promise that every other architecture works.
 """
 
@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 
 def model_class(auto_class: Any, config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the class that a transformers auto class makes for a configuration, or None."""
+    """Return the model class that an auto class of transformers has for `config`, or None."""
     try:
         found = auto_class._model_mapping[type(config)]
     except KeyError:
@@ -23,7 +23,7 @@ def model_class(auto_class: Any, config: PretrainedConfig) -> type[PreTrainedMod
 
 
 def class_refusal(auto_class: Any, config: PretrainedConfig) -> str | None:
-    """Return why an auto class of transformers can make no usable model, or None."""
+    """Return why the model class of an auto class for `config` is unusable; None: it is usable."""
     # Checked before the model is made: some classes fail when they look their attention up by name.
     made = model_class(auto_class, config)
     if made is None:
@@ -32,7 +32,7 @@ def class_refusal(auto_class: Any, config: PretrainedConfig) -> str | None:
 
 
 def text_settings(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the `config.json` fields of a model, or of the text model inside it."""
+    """Return the `config.json` fields of a text model, or of a vision model's text part."""
     # Some configurations compute `layer_types` and leave the field out of `to_dict`.
     text = config.get_text_config()
     return {**text.to_dict(), "layer_types": getattr(text, "layer_types", None)}

@@ -13,7 +13,7 @@ _SLIDING = "sliding_attention"
 LAYER_TYPES = frozenset({"full_attention", _SLIDING})
 _SINKS = "attention sinks"
 _QWEN_WINDOW = 4096
-"""Window of a Qwen model that switches its window on and gives no size."""
+"""Window of a Qwen model whose configuration enables a window without a size."""
 _FAMILIES: Mapping[str, str] = {
     "doge": "a mask that depends on its values",
     "flint": _SINKS,
@@ -23,7 +23,7 @@ _FAMILIES: Mapping[str, str] = {
     # Its layers pass no keyword arguments to their attention, so sequences cannot be packed.
     "nemotron": "layers that tell their attention nothing",
 }
-"""What every model of a model type needs, whatever its fields say."""
+"""Model type -> unsupported feature of all its models, whatever their other fields are."""
 
 
 def rotary_type(config: Mapping[str, Any]) -> str:
@@ -48,7 +48,7 @@ def layer_windows(config: Mapping[str, Any], num_layers: int) -> list[int | None
 
 
 def has_windows(config: Mapping[str, Any]) -> bool:
-    """True if a layer has a sliding window or its type says so; always False for Llama."""
+    """True if a layer has a window or the type `sliding_attention`; always False for Llama."""
     if config.get("model_type") == "llama":
         return False
     return _SLIDING in (config.get("layer_types") or ()) or any(

@@ -162,7 +162,7 @@ def gather_texts(text: str | None) -> list[str | None]:
 
 
 def raise_together(problem: OSError | None, what: str) -> None:
-    """Raise an OSError on every rank if one has a `problem`, so that none waits. Collective."""
+    """Raise OSError on all ranks if any rank has a `problem`, so that none waits. Collective."""
     if problem is not None and world_size() == 1:
         raise problem
     own = problem and json.dumps([problem.errno or errno.EIO, str(problem)])
@@ -217,7 +217,7 @@ class SumOverRanks(torch.autograd.Function):
 def gather_rows(
     values: Sequence[float] | Tensor, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> list[list[float]]:
-    """Return one list of numbers per rank in rank order; whole numbers are exact up to 2**53."""
+    """Return the `values` of every rank, in rank order, as floats; integers are exact to 2**53."""
     row = torch.as_tensor(values, dtype=torch.float64, device=device)
     size = dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
     return [row.tolist()] if size == 1 else torch.stack(all_gather(row, group)).tolist()
@@ -226,7 +226,7 @@ def gather_rows(
 def gather_ragged(
     values_N: Tensor, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Return (N,) tensors of all ranks, with any N, as one float64 CPU tensor in rank order."""
+    """Concatenate (N,) tensors of all ranks, whose N may differ, to float64 on the CPU."""
     counts = [int(count) for (count,) in gather_rows([values_N.numel()], device, group)]
     padded = torch.zeros(max(counts), dtype=torch.float64, device=device)
     padded[: values_N.numel()] = values_N.to(padded)
@@ -241,7 +241,7 @@ def gather_ragged(
 
 
 def column_sums(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Sum each column over ranks, in rank order."""
+    """Return the sum of each column, added in rank order."""
     return [sum(column) for column in zip(*rows, strict=True)]
 
 
@@ -254,7 +254,7 @@ def column_maxima(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def open_store(num_clients: int, timeout_s: float, host: str) -> TCPStore:
-    """Open a store of this process on a local IPv4 or IPv6 address and a free port.
+    """Serve a key-value store from this process at a local IPv4 or IPv6 address, on a free port.
 
     `timeout_s` is how long a process waits for a key. Raise OSError if `host` is not local.
     """

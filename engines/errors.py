@@ -47,7 +47,7 @@ class RolloutError(EngineError):
 
 
 class ReplicaLostError(RolloutError):
-    """A replica died or does not answer; another one may take its place."""
+    """A replica died or does not answer; a new replica may take its place."""
 
 
 class NothingToTrainOnError(EngineError):

@@ -25,7 +25,7 @@ class ImagePatches:
             pickling a view writes the whole storage.
         grid_thw_U3: (U, 3) int64, number of patches along time, height and width.
         image_index_I: (I,) int64, the image shown at each place.
-        num_images_B: (B,) int64, places of each sequence.
+        num_images_B: (B,) int64, number of places of each sequence.
     """
 
     patches: tuple[Tensor, ...]
@@ -64,8 +64,8 @@ class ImagePatches:
     ) -> "ImagePatches | None":
         """Lay the images of sequences end to end; None if there are none.
 
-        An image is (patches (t * h * w, D), grid (t, h, w)); the same tensor given again is one
-        image.
+        An image is (patches (t * h * w, D), grid (t, h, w)). Images that are the same tensor object
+        are held once.
         """
         flat = [image for sequence in images for image in sequence]
         if not flat:

@@ -1,8 +1,8 @@
-"""Files that a stage's driver and its processes on other machines exchange.
+"""Copies files between a stage's driver and its processes on other machines.
 
 A path means a place on the driver's machine. A process that can read the driver's mark file shares
-its disk, and nothing is copied; any other process uses an actor on the driver's machine. It copies
-a directory before it reads it, once for all processes of its machine, and sends back what it wrote.
+its disk, and nothing is copied. Any other process uses an actor on the driver's machine: it copies
+a directory before it reads it, once for all processes of its machine, and sends the files it wrote.
 Promises: a directory is copied whole or not at all; when `deliver` returns, the driver has the
 files. Copies are removed when they have not been used for a day.
 Does not promise to spare the driver's network: all bytes pass through its machine.
@@ -43,14 +43,14 @@ _DIGITS = 16
 
 
 class Disk:
-    """The driver's disk, as a process reaches it; here one that shares it and copies nothing."""
+    """Access to the driver's disk for a process that shares it; `OtherDisk` copies files."""
 
     def local(self, path: Path) -> Path:
         """Return the path on this machine that corresponds to a path of the driver."""
         return path
 
     def bring(self, path: Path) -> Path:
-        """Return a readable copy of an immutable directory of the driver."""
+        """Return a local directory with the content of an immutable directory of the driver."""
         return path
 
     def own(self, path: Path) -> Path:
@@ -58,7 +58,7 @@ class Disk:
         return path
 
     def deliver(self, own: Path, path: Path) -> None:
-        """Hand all files of `own` over to `path`; `own` is removed if it is another directory."""
+        """Copy the files of `own(path)` to the driver and remove it, unless it is `path` itself."""
 
     def put(self, path: Path, data: bytes) -> None:
         """Replace a file of the driver atomically but not durably."""
@@ -67,11 +67,11 @@ class Disk:
         temporary.replace(path)
 
     def follow(self, path: Path, every_s: float) -> None:
-        """Copy `local(path)`, a log or a heartbeat, to the driver every `every_s` seconds."""
+        """Start copying `local(path)`, a log or heartbeat, to the driver every `every_s` s."""
 
 
 class FileServer:
-    """Class of the Ray actor on the driver's machine."""
+    """Ray actor on the driver's machine that reads and writes files for other machines."""
 
     def sizes(self, root: Path) -> dict[str, int]:
         """Return the size in bytes of each file below a directory, by relative path."""
@@ -85,7 +85,7 @@ class FileServer:
             return file.read(PART_BYTES)
 
     def write(self, path: Path, start: int, data: bytes) -> None:
-        """Write `data` into a file at byte `start`; 0 starts the file anew."""
+        """Write `data` into a file at byte `start`; 0 replaces the file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("r+b" if start else "wb") as file:
             file.seek(start)
@@ -97,7 +97,7 @@ class FileServer:
 
 
 class OtherDisk(Disk):
-    """The driver's disk from another machine; `root` there holds copies of the driver's files."""
+    """Access to the driver's disk from another machine, which keeps copies below `root`."""
 
     def __init__(self, server: Any, root: Path) -> None:
         self._server, self._root = server, root
@@ -107,7 +107,7 @@ class OtherDisk(Disk):
         make_directories(root)
 
     def local(self, path: Path) -> Path:
-        """Return a path below `root` that depends on the parent directory of `path`."""
+        """Return the path below `root` that corresponds to `path`; creates its directory."""
         directory = self._root / hashlib.sha256(str(path.parent).encode()).hexdigest()[:_DIGITS]
         make_directories(directory)
         return directory / path.name
@@ -145,7 +145,7 @@ class OtherDisk(Disk):
         self._ask("put", path, data)
 
     def follow(self, path: Path, every_s: float) -> None:
-        """Start a thread that sends what was appended; a file that did not grow is sent whole."""
+        """Start a thread that sends appended bytes, or a changed file whole if it did not grow."""
         threading.Thread(target=self._follow, args=(path, every_s), daemon=True).start()
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class OtherDisk(Disk):
 
 @dataclass(frozen=True)
 class DiskAccess:
-    """What a process needs to reach its driver's disk; picklable.
+    """Picklable data with which a process opens its driver's disk.
 
     The process shares the disk if it reads `token` in the file `mark`; otherwise `root` is its
     directory for copies from `server`, a `FileServer`.

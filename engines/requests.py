@@ -1,8 +1,8 @@
-"""Requests to a rollout engine and its answers; tokens of one origin in arrays.
+"""Requests to a rollout engine, its answers, and segments: arrays of tokens of one origin.
 
 Promises: nothing in a request depends on when or where it is sampled; no token of an answer is a
 Python object; lengths and dtypes of the arrays are checked.
-Letters: N tokens of a sample or segment, K further numbers for each.
+Letters: N tokens of a sample or segment, K values per token.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -118,7 +118,7 @@ def _runs(versions_N: Int64Array) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """Form of a sample: exactly one of JSON Schema (as text), regular expression, allowed texts."""
+    """Form that a sample must have: exactly one of JSON Schema text, regular expression, choice."""
 
     json_schema: str | None = None
     regex: str | None = None
@@ -143,9 +143,9 @@ class SamplingParams:
     Attributes:
         max_new_tokens: limit per sample, including a prefix that it continues.
         temperature: 0 is greedy; `top_p` 1 and `top_k` 0 are off.
-        stop: texts that end a sample at the token that completes the first of them. They are
-            searched in the text of the sampled tokens without special tokens; the text of a special
-            token stands for that token.
+        stop: texts; a sample ends with the token that completes one of them. They are searched in
+            the text of the sample without special tokens; a text that equals a special token
+            matches that token.
         stop_token_ids: tokens that end a sample besides the model's own end-of-sequence tokens.
         structured_output: needs that engine capability. Tokens that do not fit have probability 0,
             also in the logprobs.
@@ -174,10 +174,10 @@ class RolloutRequest:
             that sampling does not depend on scheduling.
         prefixes: for each seed, the tokens that its sample already has; () if all start at the
             prompt.
-        draw_offsets: for each seed, how many numbers of its stream are used up; () is the length of
-            its prefix. Needed if the earlier tokens are in the prompt instead.
+        draw_offsets: for each seed, number of draws from its random stream so far; () is the length
+            of its prefix. Needed if the earlier tokens are in the prompt, not in a prefix.
         sample_indices: for each seed, the sample index of its completion; () is 0, 1, 2, ... Needed
-            if a request asks for some samples of an earlier one.
+            if the request is for only some samples of an earlier request.
         turn: turn of a conversation, from 0; already part of the seeds.
         session: requests of one session are best served by one replica, which has their KV cache;
             None for a single request.
@@ -231,7 +231,7 @@ class RolloutRequest:
         )
 
     def behind(self, partials: Sequence["Completion"]) -> "RolloutRequest":
-        """Return the request for the rest of some partial samples; `Completion.then` joins both."""
+        """Return the request that continues partial samples; `Completion.then` joins the parts."""
         chosen = self.select(partial.sample_index for partial in partials)
         drawn = [partial.token_ids.tolist() for partial in partials]
         return replace(
@@ -243,7 +243,7 @@ class RolloutRequest:
 
 @dataclass(frozen=True, init=False)
 class Completion:
-    """One finished sample.
+    """One sample, complete or cut short (`abort`).
 
     Attributes:
         sample_index: see `RolloutRequest.sample_indices`.
@@ -275,7 +275,7 @@ class Completion:
 
     @property
     def token_ids(self) -> Int32Array:
-        """(N,) int32."""
+        """(N,) int32 sampled tokens."""
         return self.tokens.token_ids_N
 
     @property

@@ -23,7 +23,7 @@ Spans = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor that holds the rows of another one, at `spans_B2`."""
+    """Origin of a tensor's rows: the rows `spans_B2` of the tensor `whole`."""
 
     whole: Tensor
     spans_B2: Spans
@@ -49,8 +49,8 @@ def spans_of(ends: Tensor) -> Spans:
 def source_of(tensor: Tensor, spans_B2: Spans) -> Source:
     """Return the tensor that the rows `spans_B2` of a tensor were selected from.
 
-    This is the first source after several selections, and `tensor` itself if it was not selected,
-    or if its source is freed or was written to.
+    After several selections this is the first source. It is `tensor` itself if the tensor was not
+    selected, the source is freed, or either was written to.
     """
     origin: _Origin | None = _ORIGINS.get(tensor)
     whole = None if origin is None else origin.whole()

@@ -34,7 +34,7 @@ class Trajectory:
         sample: index among the trajectories of the prompt.
         finish: what ended it: `stop`, `length` or `abort`.
         parent: index of the sample that it branched off; None if it did not.
-        branch_point: number of tokens after the prompt shared with the parent, which trains them.
+        branch_point: tokens after the prompt that are shared with the parent, trained only there.
     """
 
     prompt: Prompt

@@ -1,7 +1,7 @@
 """Boundary types of the data plane; those of sampling are in `engines.requests`.
 
-Letters: B sequences, T tokens of all sequences laid end to end, K numbers for each, V vocabulary,
-D model width.
+Letters: B sequences, T tokens of all sequences laid end to end, K values per token or sequence,
+V vocabulary, D model width.
 
 Alignment: the value of a per-token column at position t is about *predicting* token t from the
 tokens before it in its sequence. So `logprobs_T[t] = log p(id_t | ids_<t)`, and the first position
@@ -192,11 +192,11 @@ def _check_first(what: str, values: Tensor, size: int) -> None:
 
 @dataclass(frozen=True)
 class Readouts:
-    """What to compute besides logprobs or values. Logits are never returned.
+    """Outputs to compute besides logprobs or values. Logits are never returned.
 
     Attributes:
         entropy: entropy of each predicting distribution, in nats.
-        entropy_gradient: give the entropy a gradient, which costs part of the backward pass.
+        entropy_gradient: the entropy has a gradient, which costs part of the backward pass.
         sum_pi_squared: sum of squared probabilities, without gradient.
         last_values: a value model's value after the last token of each sequence.
         logprobs_of: name of a (T, K) int64 column; also return the logprobs of these tokens at each
@@ -227,7 +227,7 @@ ONLY_LOGPROBS = Readouts()
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """Result of a forward pass over a `TokenBatch`; None for what was not asked for.
+    """Result of a forward pass over a `TokenBatch`; readouts that were not requested are None.
 
     Attributes:
         logprobs_T: (T,) float32, with gradient in training; 0 at the first token of a sequence.

@@ -1,4 +1,4 @@
-"""Rectangles of weights, as ranks hold them and senders name them.
+"""Data types for rectangular parts of weights, which ranks hold and weight syncs send.
 
 Promises: plain data; imports no engine and no transport.
 """
@@ -23,7 +23,7 @@ class WeightPlace:
 
     @classmethod
     def of(cls, name: str, *numbers: Sequence[int]) -> "WeightPlace":
-        """Rebuild a place from `astuple`, also after JSON turned its tuples into lists."""
+        """Rebuild a place from the values of `astuple`, which JSON may have turned into lists."""
         return cls(name, *(tuple(each) for each in numbers))
 
     @property

@@ -146,7 +146,7 @@ class AcceleratorPlatform(PlatformBase):
         return self.device_module.max_memory_allocated()
 
     def ray_resource_options(self, num_devices: int) -> dict[str, object]:
-        """Request `ray_resource`; Ray has a keyword of its own for `GPU`."""
+        """Return a request for `ray_resource`; Ray has a keyword of its own for `GPU`."""
         if self.ray_resource == "GPU":
             return {"num_gpus": num_devices}
         return {"resources": {self.ray_resource: num_devices}}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Availability:
-    """Tells if a platform can be used here, and why or why not."""
+    """Result of probing a platform: `ok` if it can be used here, and the reason either way."""
 
     ok: bool
     reason: str
@@ -28,7 +28,7 @@ class PlatformBase(ABC):
     Attributes:
         name: name in the table of platforms; set by the code that creates the platform.
         device_name: torch device type (`cpu`, `cuda`, `npu`, ...); vendors may share one.
-        visible_devices_env: environment variable that limits the visible devices; None has none.
+        visible_devices_env: environment variable that limits the visible devices, if there is one.
         ray_noset_env: environment variable that, set to 1, keeps Ray from writing
             `visible_devices_env` in its workers. None: Ray never writes it, so every rank sees
             all devices and chooses its own with `set_device`.
@@ -53,7 +53,7 @@ class PlatformBase(ABC):
 
     @property
     def is_assigned_by_ray(self) -> bool:
-        """True if Ray assigns each process its devices; Ray only counts CPUs."""
+        """True if Ray assigns each process its devices; False for CPUs, which it only counts."""
         return self.ray_resource != "CPU"
 
     @property
@@ -78,11 +78,11 @@ class PlatformBase(ABC):
 
     @abstractmethod
     def device_label(self) -> str:
-        """Return the product name of that device; may open it."""
+        """Return the product name of this process's device; may open it."""
 
     @abstractmethod
     def device_uuid(self) -> str | None:
-        """Return an identifier of that device on its host, independent of its index, or None."""
+        """Return an identifier of this process's device, independent of its index, or None."""
 
     @abstractmethod
     def peak_flops_per_s(self, dtype: str) -> float | None:
@@ -102,7 +102,7 @@ class PlatformBase(ABC):
 
     @abstractmethod
     def rng_state(self) -> "Mapping[str, torch.Tensor]":
-        """Return the state of those generators: name to uint8 tensor on the CPU."""
+        """Return the state of the generators of `manual_seed`: name to uint8 tensor on the CPU."""
 
     @abstractmethod
     def set_rng_state(self, state: "Mapping[str, torch.Tensor]") -> None:

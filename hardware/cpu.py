@@ -47,7 +47,7 @@ class CPUPlatform(PlatformBase):
         return None
 
     def set_device(self, index: int) -> None:
-        """Accept every index: ranks of one host share the CPU."""
+        """Do nothing for any index: ranks of one host share the CPU."""
 
     def synchronize(self) -> None:
         """Do nothing: CPU operations are synchronous."""
@@ -59,7 +59,7 @@ class CPUPlatform(PlatformBase):
         torch.manual_seed(seed)
 
     def rng_state(self) -> "Mapping[str, torch.Tensor]":
-        """Return torch's default generator as `cpu`."""
+        """Return the state of torch's default generator as `cpu`."""
         import torch
 
         return {"cpu": torch.get_rng_state()}

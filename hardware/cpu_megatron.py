@@ -63,7 +63,7 @@ def _enter(stack: ExitStack) -> None:
     for owner, attributes in (
         (jit, {"jit_fuser": _uncompiled}),
         (random, _TRACKER),
-        # It warns that the host's generator moved: here that is the device's as well.
+        # It warns that the host's generator changed, which here is the device's as well.
         (logging.getLogger(_RANDOM), {"disabled": True}),
         *((module, {"maybe_move_tensor_to_cpu": _split_sizes}) for module in dispatchers),
     ):

@@ -1,4 +1,4 @@
-"""TorchTitan on the CPU, which it does not support: it takes its device from the torch build.
+"""Make TorchTitan run on a CPU: on its own, it takes the device from the build of torch.
 
 Promises: nothing else of TorchTitan is replaced, and leaving the scope restores everything.
 """

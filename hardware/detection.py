@@ -1,8 +1,8 @@
-"""Selection of the platform.
+"""Choose the platform of a process.
 
-`RLHF_PLATFORM` comes first, then the setting. `auto` probes external platforms first (a vendor's
-package knows its device best), then `hardware.platforms` in order, the CPU last. A requested
-platform that is not available is an error, never another platform.
+`RLHF_PLATFORM` overrides the setting `hardware.platform`. `auto` probes external platforms first (a
+vendor's package detects its device best), then `hardware.platforms` in order, the CPU last. A
+requested platform that is not available is an error; no other is chosen instead.
 """
 
 import re
@@ -54,7 +54,7 @@ def _asking(row: Row, problem: str) -> Iterator[None]:
 
 
 def availability(name: str) -> Availability:
-    """Return whether a platform can be used here; one that does not load cannot."""
+    """Probe if a platform can be used here; a platform that does not load is not available."""
     try:
         platform = create(name)
         with _asking(PLATFORMS.find(name), "cannot be probed"):
@@ -93,7 +93,7 @@ def planned(name: str) -> PlatformBase:
 
 
 def check_planned(platform: PlatformBase, name: str, device_kind: str | None) -> None:
-    """Raise ConfigError unless this process has the planned device; `device_kind` None is any."""
+    """Raise ConfigError unless this process has the planned device; `device_kind` None: any."""
     if device_kind is None:
         return
     found = platform.device_label()

@@ -38,7 +38,7 @@ PLATFORMS = PluginTable(
 
 
 def repair_modules(platform: str, library: str | None) -> tuple[str, ...]:
-    """Return modules that make a training backend run on a platform (`hardware.cpu_megatron`)."""
+    """Return the modules that patch a library for a platform (`hardware.cpu_megatron`), if any."""
     names = [f"{row.module}_{library}" for row in PLATFORMS.rows if row.name == platform]
     here = Path(__file__)
     return tuple(n for n in names if here.with_name(f"{n.partition('.')[2]}.py").exists())

@@ -1,4 +1,4 @@
-"""Replace attributes of a library that expects another device, for a time."""
+"""Temporarily replace attributes of a library that expects another device."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

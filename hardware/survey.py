@@ -15,7 +15,7 @@ from infra.survey_report import FoundPlatform, FoundPlugin, Refusal, SurveyRepor
 
 
 def main() -> None:
-    """Print the report that the command line asks for."""
+    """Print the report that the command line requests."""
     wanted = sys.argv[1:]
     try:
         report = find_platform(wanted[0]) if wanted else survey()

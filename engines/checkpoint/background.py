@@ -5,7 +5,7 @@ marker file; a thread of the publishing process waits for all markers. This neve
 calls. The next checkpoint reuses the memory of the copy (`StagingBuffers`), since fresh memory,
 which the operating system provides page by page, costs more than the copying.
 Promises: a checkpoint appears only when every rank has written its part; an error in the background
-is raised by the next call. One checkpoint is in flight at a time. A lent buffer is not lent again.
+is raised by the next call. One checkpoint is in flight at a time. A buffer has one user at a time.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ _POLL_S = 0.05
 
 
 def write_in_background(write: Callable[[], None], path: Path, rank: int) -> None:
-    """Write a rank's staged files in a new thread.
+    """Call `write`, which writes a rank's staged files, in a new thread.
 
     It leaves `.written-<rank>` or `.failed-<rank>` in `path`, which is on the driver's disk.
     """
@@ -45,7 +45,7 @@ def write_in_background(write: Callable[[], None], path: Path, rank: int) -> Non
 
 
 class BackgroundSave:
-    """One checkpoint that `world_size` ranks are writing."""
+    """Publishes one checkpoint in the background, once `world_size` ranks have written it."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ class EngineScalars(FrozenModel):
     Attributes:
         step: the trainer's step; `num_steps` counts the engine's optimizer steps.
         num_optimizer_steps: Adam's bias-correction count.
-        backend: training backend that names the tensors.
+        backend: training backend that wrote the checkpoint.
         num_averaged: optimizer steps in the moving average; None if there is no average.
     """
 
@@ -64,7 +64,7 @@ def save_engine_state(
     """Write this rank's part into an existing shared directory; every rank calls it.
 
     Regions are of tensors `model.<name>`, `optimizer.<moment>.<name>` and `optimizer.ema.<name>`.
-    Raises `OSError` on every rank, if one could not write.
+    Raises `OSError` on every rank if any rank could not write.
     """
     (path / TENSORS_DIR).mkdir(exist_ok=True)
     save_regions(path / TENSORS_DIR, regions)
@@ -146,7 +146,7 @@ def load_engine_state(
 
 
 def _absent_parts(path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return which of model and optimizer a checkpoint with files lacks as a whole."""
+    """Return which of model and optimizer have no tensor in a checkpoint; [] if it has no files."""
     if not any((path / TENSORS_DIR).glob("shard-*.safetensors")):
         return []
     there = ShardedReader(path / TENSORS_DIR).names()

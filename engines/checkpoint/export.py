@@ -1,7 +1,7 @@
 """Write streamed weights as an ordinary Hugging Face directory.
 
-Promises: equal input gives equal bytes. Memory holds at most one output file, including the next
-tensor and its conversion, or a large tensor beside half a file.
+Promises: equal input gives equal bytes. Memory holds at most the content of one output file, the
+next tensor and its conversion included; with a tensor above half a file, that and half a file.
 Does not promise: a limit for the source of the tensors, nor atomicity, as the caller publishes.
 """
 

@@ -147,7 +147,7 @@ class _CopiesLeftOut(TorchFunctionMode):
 
 
 class HubNames:
-    """Names on disk of one model's tensors; the model may be on the meta device, or sharded."""
+    """Streams a model's tensors under their names on disk; `model` may be on the meta device."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model

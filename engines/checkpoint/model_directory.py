@@ -105,8 +105,8 @@ def load_tokenizer(path: Path, chat_template: str | None = None) -> PreTrainedTo
 def resolve_model(model: ModelConfig | NamedModelConfig, max_length: int | None) -> Path:
     """Return the checked local directory of a pretrained model; download it if `path` is a hub id.
 
-    Only safetensors, JSON and tokenizer files are fetched. Raises `ConfigError` if nothing is
-    there, or the directory is not usable.
+    Only safetensors, JSON and tokenizer files are fetched. Raises `ConfigError` if there is no such
+    model, or `check_model_directory` refuses it.
     """
     if model.path is None:
         raise ConfigError(_FIELD, "missing; give a directory or a hub id")
@@ -238,7 +238,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def stated_context(path: Path) -> int | None:
-    """Return the maximum sequence length in tokens by context and `rotary_limit`, or None."""
+    """Return the smaller of context and `rotary_limit`, in tokens; None if there is neither."""
     config = _read_config(path)
     limits = (_built_for(config), rotary_limit(_text_config(config)))
     return min((limit for limit in limits if limit is not None), default=None)

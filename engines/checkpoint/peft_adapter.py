@@ -22,8 +22,8 @@ def write_peft_adapter(
     """Write an adapter into an existing directory.
 
     Tensors are whole, on the CPU, named by module with `lora_A.weight`, `lora_B.weight` and
-    `lora_magnitude_vector`. `target_modules` are last parts of names, or a pattern of whole names;
-    `heads` are modules that were trained in full.
+    `lora_magnitude_vector`. `target_modules` are last parts of module names, or one regular
+    expression for whole names; `heads` are modules that were trained in full.
     """
     named = {f"base_model.model.{name}": tensor for name, tensor in sorted(tensors.items())}
     write_tensors(named, path / "adapter_model.safetensors", metadata=_METADATA)

@@ -48,9 +48,9 @@ class Region:
 
 
 def own_regions(tensors: Mapping[str, Tensor]) -> Iterator[Region]:
-    """Yield what this rank stores of tensors that may be sharded, sorted by name. Collective.
+    """Yield the regions of tensors, sharded or not, that this rank stores, by name. Collective.
 
-    Of the ranks that hold a part, the one that stores the fewest so far stores it.
+    Of the ranks that hold a region, the rank with the fewest regions so far stores it.
     """
     own: dict[str, Region] = {}
     for name, tensor in tensors.items():
@@ -179,7 +179,7 @@ class _Reader(HuggingFaceStorageReader):
 
 
 def _translated(path: Path, error: BaseException) -> Exception:
-    """Return an error of torch or safetensors as the `OSError` behind it or `CheckpointError`."""
+    """Return an error of torch or safetensors as its `OSError` cause, or a `CheckpointError`."""
     cause = disk_error(error, path)
     if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
         return cause

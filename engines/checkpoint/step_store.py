@@ -56,8 +56,8 @@ class StepCheckpoint:
 class StepCheckpoints:
     """The step checkpoints below `root`, which all attempts of a stage share.
 
-    `keep` is at least 2. `first_bytes` is the expected size of the first one. `before_publish` is
-    called when one is complete but has no name yet; it raises if this attempt has been replaced.
+    The newest `keep`, at least 2, are kept. `first_bytes` is the expected size of a checkpoint.
+    `before_publish` is called before a complete one is published, and may raise to prevent that.
     """
 
     def __init__(
@@ -121,10 +121,10 @@ class StepCheckpoints:
         return list(step_directories(self._root))
 
     def latest_valid(self, last: int | None = None) -> StepCheckpoint | None:
-        """Return the newest checkpoint up to `last` that verifies; None if none was ever published.
+        """Return the newest checkpoint up to step `last` that verifies; None if none was published.
 
         Raises:
-            CheckpointError: there are checkpoints, and all of them are damaged.
+            CheckpointError: all checkpoints up to `last` are damaged.
             OSError: one could not be read.
         """
         try:
@@ -158,7 +158,7 @@ class StepCheckpoints:
         return sum(_num_bytes(paths[-1]) for paths in newest) or self._first_bytes
 
     def _write(self, write: Callable[[Path], None], tmp: Path) -> None:
-        """Let the engine write; a disk-full error tells the free and the needed bytes."""
+        """Call `write`; add the free and the needed bytes to the text of a disk-full error."""
         try:
             write(tmp / CHECKPOINT_DIR)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Check that a model can teach another one; reads headers and tokenizers, imports no torch."""
+"""Check that a model can be a policy's teacher; reads headers and tokenizers, imports no torch."""
 
 from pathlib import Path
 
@@ -18,9 +18,9 @@ def check_teacher(
     max_length: int,
     num_spare_tokens: int = 0,
 ) -> None:
-    """Raise `ConfigError` for a teacher with another tokenizer, a short context or few tokens.
+    """Raise `ConfigError` if tokenizers differ, or a context or vocabulary is too small.
 
-    `policy_dir` is None if not available yet. The teacher needs `max_length` + `num_spare_tokens`.
+    Context needed: `max_length` + `num_spare_tokens`. Without `policy_dir`, skips the tokenizers.
     """
     with renamed_sections({"model": TEACHER_SECTION}):
         check_model_directory(teacher_dir, max_length=max_length)

@@ -144,7 +144,7 @@ class BaseEngine(EngineBackend):
             self._leave_device(optimizer=mode == "train")
 
     def leave_device(self) -> None:
-        """Offload as configured for times outside of scopes, after a state was built or loaded.
+        """Offload as configured outside of scopes; call it after building or loading a state.
 
         Raises:
             EngineError: called inside a scope.
@@ -160,11 +160,11 @@ class BaseEngine(EngineBackend):
             self.to("cpu", model=False, grad=False)
 
     def train_batch(self, batch: TokenBatch, loss_fn: LossFn) -> TrainMetrics:
-        """Take one optimizer step on this rank's share, on the CPU, with a column `loss_mask`.
+        """Take one optimizer step; `batch` is this rank's share, on the CPU, with a `loss_mask`.
 
         Raises:
-            EngineError: a rank has no sequence, no token of the step is trained on, or the loss
-                reads what the batch or the head cannot give.
+            EngineError: a rank has no sequence, no token of the step is trained on, or the batch
+                or the head lacks a readout of the loss.
             NonFiniteError: the loss or the gradient norm is NaN or infinite on any rank; the
                 weights are unchanged.
             ConfigError: a sequence exceeds the token budget.
@@ -247,7 +247,7 @@ class BaseEngine(EngineBackend):
         return grad_norm
 
     def adopt_average(self) -> bool:
-        """Replace the trained weights by their average, if any, and end averaging. Collective."""
+        """Set weights to their average, end averaging; False if there is no average. Collective."""
         if self._num_averaged is None:
             return False
         with self.train_mode():
@@ -292,7 +292,7 @@ class BaseEngine(EngineBackend):
         )
 
     def _join_ranks(self, *, alone_too: bool = True) -> None:
-        """Seed this rank if it trains; create a process group of one rank if there is none."""
+        """Seed this rank if it trains; with `alone_too`, a lone process gets a process group."""
         spec = self.spec
         if spec.optimizer is not None:
             spec.platform.manual_seed(spec.seed + self.rank)
@@ -333,7 +333,7 @@ class BaseEngine(EngineBackend):
 
 
 def flops_of(spec: EngineSpec) -> TrainingFlops | None:
-    """Return the operations of an engine's training; None if the model cannot be counted."""
+    """Return the FLOPs counter of an engine; None if its model cannot be counted."""
     values = spec.model_type == "value_model"
     try:
         config = json.loads((spec.hf_dir / "config.json").read_text(encoding="utf-8"))
@@ -364,7 +364,7 @@ def create_engine(
     Args:
         optimizer: None creates an engine that only infers.
         total_steps: optimizer steps of the run, for the schedule.
-        platform: RLHF_ENGINE_DEVICE and RLHF_ENGINE_VENDOR override its names in the look-up.
+        platform: RLHF_ENGINE_DEVICE and RLHF_ENGINE_VENDOR override its names in the engine table.
 
     Raises:
         ConfigError: the platform has no such backend, or the backend lacks an option or layout.

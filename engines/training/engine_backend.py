@@ -31,7 +31,7 @@ _Packed = Tensor | Callable[[], Tensor]
 
 
 def to_host(tensor: Tensor) -> _Packed:
-    """Copy a large activation, or a DTensor's shard, to the host; pinned with an accelerator."""
+    """Copy an activation, or a DTensor's shard, to the host; small ones and weights stay."""
     is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
     if is_weight or tensor.nbytes < _MIN_BYTES:
         return tensor
@@ -118,7 +118,7 @@ class EngineBackend(ABC):
         raise EngineError(f"{self.spec.training.backend} has no adapter")
 
     def _end_inference(self) -> None:  # noqa: B027 (most backends leave nothing behind)
-        """Release what forward passes without a backward pass left behind."""
+        """Release gathered weights that forward passes without a backward pass keep."""
 
     @abstractmethod
     def _clip_gradients(self, max_norm: float) -> float:
@@ -222,7 +222,7 @@ class EngineBackend(ABC):
 
     @property
     def _rotary_limit(self) -> int | None:
-        """Longest sequence whose length leaves the others' outputs unchanged; None: any."""
+        """Longest sequence that does not change others of its micro-batch; None: no limit."""
         return None
 
     def _activation_scope(self) -> AbstractContextManager[None]:

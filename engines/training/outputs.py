@@ -1,4 +1,4 @@
-"""Conversion between the rows of numbers that a head computes and `ModelOutputs`.
+"""Convert between the rows of values that a head computes and `ModelOutputs`.
 
 A row has T + 1 places. Place p holds what the hidden state of token p - 1 gives: the prediction of
 token p or, if p is the first place after a sequence, the value after its last token.
@@ -97,7 +97,7 @@ def _of_tokens(rows: Tensor, batch: TokenBatch, readouts: Readouts) -> ModelOutp
 
 
 def num_columns(readouts: Readouts, model_type: ModelType, batch: TokenBatch) -> int:
-    """Return the number of rows of `to_columns`."""
+    """Return K, the number of values per token in the result of `to_columns`."""
     if model_type == "value_model":
         return 1 + readouts.last_values
     others = num_others(readouts, batch) * (2 if readouts.num_top else 1)
@@ -123,7 +123,7 @@ def num_others(readouts: Readouts, batch: TokenBatch) -> int:
 
 
 def to_columns(outputs: ModelOutputs, batch: TokenBatch) -> Tensor:
-    """Return (K, T) float32 on the CPU; a value after a sequence is at its last token."""
+    """Pack outputs into (K, T) float32 on the CPU, a value after a sequence at its last token."""
     behind_T = None
     if outputs.last_values_B is not None:
         behind_T = torch.zeros_like(outputs.logprobs_T)

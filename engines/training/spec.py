@@ -1,4 +1,4 @@
-"""What the training engines of a run's models (roles) are made from, and the losses they call."""
+"""Settings of the training engines of a run's models (roles), and the type of their losses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from hardware.base import PlatformBase
 ModelType = Literal["language_model", "value_model"]
 
 LossFn = Callable[[ModelOutputs, TokenBatch, GlobalCounts], LossOutput]
-"""A loss function; its attribute `readouts: Readouts` (default: none) names other inputs it reads.
+"""A loss function; its attribute `readouts: Readouts` (default: none) requests further outputs.
 
 An optional method `extras(batch, gather) -> Mapping[str, float]` returns `GlobalCounts.extras`,
 computed from this rank's share before it is cut, so that statistics do not depend on the cut.
@@ -32,7 +32,7 @@ VALUE_HEAD = "score."
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine is made from.
+    """Settings from which one engine is created.
 
     Attributes:
         optimizer: None makes an engine that only infers.
@@ -75,12 +75,12 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """One model of a rank.
+    """Settings of one of the models that each rank holds.
 
     Attributes:
-        training: all roles of a rank have one layout.
+        training: its layout is the same for all roles.
         optimizer: None for a frozen model.
-        model_type: a `value_model` has a head of one number per token, which the source may lack.
+        model_type: a `value_model` has a head of one value per token, which the source may lack.
         restore_optimizer: restore the optimizer from the source's checkpoint.
         total_num_steps: optimizer steps of the schedule; unused by a constant one.
     """

@@ -102,7 +102,7 @@ def _problem(
     rope_types: Collection[str],
     unlike: Mapping[str, Any],
 ) -> str | None:
-    """Return the first reason against a Llama-like decoder, `unlike` it in some features."""
+    """Return why a Llama-like decoder cannot compute a model; `unlike` has features to refuse."""
     kind = config.get("model_type")
     if kind not in kinds:
         return f"a {kind} model; need one of {', '.join(kinds)}"

@@ -52,7 +52,7 @@ def parts_in_slots(name: str, tensor: Tensor, slots: Iterable[tuple[str, Slot]])
 
 
 def owned_parts(parts: Iterable[HeldPart]) -> list[tuple[HeldPart, bool]]:
-    """Return this rank's parts, each with True if it is the first rank to hold it. Collective."""
+    """Return this rank's parts, each with True if no lower rank holds it. Collective."""
     held = list(parts)
     keys = [f"{part.place.name} {part.place.offsets}" for part in held]
     real = [key for key, part in zip(keys, held, strict=True) if 0 not in part.place.shape]

@@ -17,7 +17,7 @@ from engines.errors import WeightSyncError
 
 
 class WeightSource(Protocol):
-    """Weights for one receiver; plain data if it is read in another process."""
+    """Source from which a receiver reads weights; plain data if it is read in another process."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) of every parameter and persistent buffer.
@@ -29,13 +29,13 @@ class WeightSource(Protocol):
         ...
 
     def of_worker(self, worker: int) -> "WeightSource":
-        """Return the source for worker `worker` (from 0) of those that share a receiver's model."""
+        """Return the source for worker number `worker`, from 0, of this receiver."""
         ...
 
 
 @dataclass(frozen=True)
 class WeightDigest:
-    """What was sent or received; `digest` is `engines.checksum.combine` of the tensors."""
+    """Digest and size of weights sent or received; `digest` is by `engines.checksum.combine`."""
 
     digest: str
     num_tensors: int
@@ -48,7 +48,7 @@ def first_of_each(num_workers: Sequence[int]) -> list[int]:
 
 
 class ReceiverGoneError(WeightSyncError):
-    """A receiver ended before it had everything; its own error tells why."""
+    """A receiver ended before it had all weights; the receiver's own error has the reason."""
 
 
 class Delivery(Protocol):
@@ -56,7 +56,7 @@ class Delivery(Protocol):
 
     @property
     def sources(self) -> Sequence[WeightSource]:
-        """One source per receiver; `WeightSource.of_worker` gives those of its further workers."""
+        """One source per receiver, for its worker 0; `WeightSource.of_worker` is for the others."""
         ...
 
     def stop(self) -> None:

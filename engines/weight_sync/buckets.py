@@ -1,9 +1,9 @@
-"""What every transport does with a tensor before it is sent: cast, checksum, pack into a bucket.
+"""Cast, checksum and pack tensors into buckets before they are sent, for every transport.
 
 A bucket is flat uint8 memory with a description of where each tensor lies. Every tensor begins at a
-multiple of `ALIGNMENT_BYTES`; one that is larger than a bucket gets a bucket of its own size.
-Promises: a cast tensor has its own memory, so it can be read while the next one is made; readers of
-a bucket get views, no copies.
+multiple of `ALIGNMENT_BYTES`; a tensor larger than a bucket gets a bucket of its own size.
+Promises: a tensor is copied when its dtype changes, and when it is packed; readers of a bucket get
+views, no copies.
 """
 
 import json
@@ -54,7 +54,7 @@ class CastStream(Iterator[tuple[str, Tensor]]):
 
     @property
     def sent(self) -> WeightDigest:
-        """Digest of the tensors so far."""
+        """Digest of the tensors that were read so far."""
         return WeightDigest(combine(self._checksums.items()), len(self._checksums), self._num_bytes)
 
 
@@ -119,7 +119,7 @@ def entries_from_json(text: str) -> list[Entry]:
 class Packer:
     """Copies tensors into one bucket after the other.
 
-    `open_bucket` returns (N,) uint8 memory of at least that many bytes; `publish` passes it on.
+    `open_bucket(num_bytes)` returns (N,) uint8 memory, N >= num_bytes; `publish` sends it.
     """
 
     def __init__(

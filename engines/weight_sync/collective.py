@@ -1,9 +1,9 @@
-"""Weights from a trainer to rollout engines on any machine, broadcast by a rank with full tensors.
+"""Broadcasts weights from a trainer's rank with full tensors to rollout engines on any machine.
 
-A broadcast channel has one sender and every reader of a transfer in a process group of its own. Two
-buckets are used in turn: the sender fills one while the other is sent, and a reader takes tensors
-out of one while the other arrives. A message ahead of each bucket describes it. Collectives run in
-a thread of their own, so that a missing process cannot block the caller.
+A broadcast channel is a process group of one sender and all readers of a transfer. Two buckets are
+used in turn: the sender fills one while the other is sent, and a reader takes tensors out of one
+while the other arrives. A message before each bucket describes it. Collectives run in a thread of
+their own, so that a missing process cannot block the caller.
 Promises: nothing is sent before every reader has come. Two buckets on each side are all the extra
 memory. If one side fails or does not come, the others end with an error that names it, by the
 deadline. The thread and its process group end with the collective that is running, at the latest at
@@ -96,7 +96,7 @@ class CollectiveTransport(RendezvousTransport):
 
 @contextmanager
 def sending(rendezvous: Rendezvous, bucket_bytes: int) -> Iterator[Packer]:
-    """Wait for every reader, yield a packer whose buckets are broadcast, and wait for the readers.
+    """Wait for all readers, yield a packer that broadcasts its buckets, wait until all are read.
 
     Raises:
         ReceiverGoneError: a process gave up.
@@ -118,7 +118,7 @@ def sending(rendezvous: Rendezvous, bucket_bytes: int) -> Iterator[Packer]:
 
 @contextmanager
 def receiving(rendezvous: Rendezvous) -> Iterator[Iterator[tuple[Entry, Tensor]]]:
-    """Yield the (entry, tensor) pairs of a sender; `Rendezvous.announce` has been called.
+    """Yield the (entry, tensor) pairs of a sender; call `Rendezvous.announce` before.
 
     A tensor is a view of a bucket, valid until the next one. The pairs must be read to the end.
 
@@ -144,7 +144,7 @@ def receiving(rendezvous: Rendezvous) -> Iterator[Iterator[tuple[Entry, Tensor]]
 
 
 class CollectiveThread(Generic[Item, Result]):
-    """A thread that runs `work`, a generator from the caller's items to results for the caller."""
+    """Runs `work` in a thread: a generator from the items of `put` to the results of `get`."""
 
     def __init__(
         self, rendezvous: Rendezvous, work: Callable[[Iterator[Item]], Iterator[Result]]
@@ -201,7 +201,7 @@ class _BucketSender:
         self.thread = CollectiveThread[Bucket, Tensor](rendezvous, self._broadcast)
 
     def open_bucket(self, num_bytes: int) -> Tensor:
-        """Return memory of the first free bucket."""
+        """Wait for a free bucket and return its memory, of at least `num_bytes`."""
         self._memory = self._free_bucket()
         if self._memory.numel() < num_bytes:
             self._memory = _memory(0, self._device)  # free the old one first

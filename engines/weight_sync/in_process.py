@@ -1,4 +1,4 @@
-"""Weights from a trainer to a rollout engine of the same process, or from a file to any engine.
+"""Passes weights from a trainer to a rollout engine in its process, or from a file to any engine.
 
 Promises: tensors are gathered in the trainer's thread and passed on to the engine's without a copy.
 At most one tensor waits while another is read. If one side fails, the other ends with a
@@ -88,7 +88,7 @@ class InProcessTransport:
 def new_transport(
     hf_dir: Path, dtype: str, timeout_s: float
 ) -> Callable[[Sequence[int]], InProcessTransport]:
-    """Return a function that makes a transport per sync, given the number of workers `[1]`."""
+    """Return a function that makes a sync's transport; its argument has to be `[1]`, one worker."""
     float32_names = served_float32_names(hf_dir, getattr(torch, dtype))
 
     def new(num_workers: Sequence[int]) -> InProcessTransport:

@@ -1,4 +1,4 @@
-"""Rendezvous of the sender of weights and its receivers, through which they learn of failures.
+"""Rendezvous of a weight transfer's sender and receivers, which also reports failures to all.
 
 Promises: a process that waits here ends at its deadline, or with the message of the first process
 that gave up. A random token keeps transfers apart; it is no protection from a process that can list
@@ -27,7 +27,7 @@ WATCH_S = 0.05
 """Interval between two checks for failures."""
 FAILED = "failed"
 GRACE_S = 30.0
-"""Added to timeouts that follow from another one, so that the one naming the cause fires first."""
+"""Added to a timeout that has to fire after another, whose error names the cause."""
 SENDER_GAVE_UP = "the trainer gave up while it sent weights"
 
 
@@ -119,7 +119,7 @@ class RendezvousSource(ABC):
         return replace(self, reader=self.reader + worker)
 
     def join(self, error: type[WeightSyncError] = WeightSyncError) -> "Rendezvous":
-        """Join the rendezvous, or raise `error` if it is over; a sender's: `ReceiverGoneError`."""
+        """Join the rendezvous, or raise `error` if it is over: for senders `ReceiverGoneError`."""
         try:
             store, address = connect_store(self.host, self.port)
         except (OSError, RuntimeError) as problem:
@@ -133,7 +133,7 @@ class RendezvousSource(ABC):
 class Rendezvous:
     """One process's view of the rendezvous; raises `error` when a process gave up.
 
-    As a context it tells the other processes when the block fails.
+    As a context manager it reports a failure of the block to the other processes.
     `address` is this machine's address as seen from the store's host. `store` holds the keys of
     this view, `failures` the failure message of the whole transfer.
     """
@@ -169,7 +169,7 @@ class Rendezvous:
             self.store.set(key, text)
 
     def announce(self) -> None:
-        """Tell the sender that this reader is there; raise WeightSyncError at a second call."""
+        """Announce this reader to the sender; a second call raises WeightSyncError."""
         reader = self.source.reader
         with self._reached():
             times = self.store.add(f"reader {reader}", 1)
@@ -187,7 +187,7 @@ class Rendezvous:
         """Return the text of a key once it is set; `what` names it in the error text.
 
         Raises:
-            WeightSyncError: a process gave up; of the class that this view was made with.
+            WeightSyncError: a process gave up; of the class `error`.
             DeadlineError: the key was not set within `timeout_s`.
         """
         start = checked_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""Weights from a sharded trainer to rollout engines on any machine: each rank broadcasts its parts.
+"""Sends a sharded trainer's weights to rollout engines on any machine; each rank sends its parts.
 
 No rank gathers a whole weight. `make_plan` divides the parts of all ranks into rounds: a few
 weights that fit a bucket, or one larger weight. A receiver reads from all ranks, round by round,
@@ -76,13 +76,13 @@ class ShardedSource(RendezvousSource):
 
 @dataclass(frozen=True)
 class ShardedTransport(RendezvousTransport):
-    """Delivery in which each rank sends its parts; a weight above `round_bytes` gets a round."""
+    """Delivery in which each rank sends its parts, in rounds of weights; see `make_plan`."""
 
     source_type: ClassVar[type[RendezvousSource]] = ShardedSource
 
     @property
     def round_bytes(self) -> int:
-        """Limit of a round; its parts take as much again twice: those read, those in flight."""
+        """Limit of a round. A receiver holds three times as much: weights, two buckets of parts."""
         return self.bucket_bytes * 2 // 3
 
     def plan(self, shards: Iterator[WeightShard]) -> "SendPlan":
@@ -134,7 +134,7 @@ class ShardedTransport(RendezvousTransport):
 
 
 class _CastShards(Iterator[WeightShard]):
-    """Shards of this rank in the receiver's dtype, each with a checksum."""
+    """Casts this rank's shards to the receiver's dtype and keeps the checksum of each."""
 
     def __init__(self, shards: Iterator[WeightShard], transport: ShardedTransport) -> None:
         self._shards, self._transport = shards, transport
@@ -147,7 +147,7 @@ class _CastShards(Iterator[WeightShard]):
         return replace(shard, values=values)
 
     def pack(self, plan: "SendPlan", packer: Packer) -> None:
-        """Pack what this rank sends, a flush after each round; the other shards are only read."""
+        """Pack the shards that this rank sends, round by round; only read its other shards."""
         for each in plan.rounds:
             for place in each.parts[rank()]:
                 shard = next((shard for shard in self if shard.is_owner), None)
@@ -167,7 +167,7 @@ def _assemble(
     """Return the whole weights of a round, from parts that are valid until the sender's next.
 
     Raises:
-        WeightSyncError: a part is absent, or its name, shape or checksum is another.
+        WeightSyncError: a part is absent, or has an unexpected name, shape or checksum.
     """
     weights: dict[str, Tensor] = {}
     for sender, places in enumerate(each.parts):
@@ -188,10 +188,10 @@ def _assemble(
 
 
 def _begun(parts: Iterator[tuple[Entry, Tensor]]) -> Iterator[tuple[Entry, Tensor]]:
-    """Wait for the first part: process groups are made one after another.
+    """Wait for the first part, so that this process creates its process groups one by one.
 
-    Two threads that make theirs at once wait for each other, in two processes in opposite order:
-    a store's client does one call at a time, and a call waits for other processes.
+    Creating a group waits, inside a call of the store's client, for other processes. The client
+    makes one call at a time, so processes that created groups in different orders would deadlock.
     """
     first = next(parts, None)
     return parts if first is None else chain((first,), parts)
@@ -297,8 +297,8 @@ def make_plan(
 def _inseparable(orders: Sequence[Sequence[str]]) -> dict[str, str]:
     """Map each name to the first of the names that have to share its round.
 
-    A rank that returns to a weight after others (a fused attention projection, head by head) reads
-    all of them in one round.
+    Weights that a rank reads between two parts of one weight (as in a fused attention projection,
+    head by head) belong to the round of that weight.
     """
     group = {name: name for order in orders for name in order}
     changed = True

@@ -1,9 +1,9 @@
-"""Weights from a trainer to rollout engines in other processes of one machine.
+"""Passes weights from a trainer to rollout engines in other processes of its machine.
 
 Two buckets of shared memory are used in turn. A small file that appears when a bucket is full
 describes it; the bucket is free when every receiver has created a file for it.
 Promises: if one side fails or does not come, the others end with an error by the deadline. The
-memory of a killed sender is freed by the next one. Tensors on a device are copied to the host.
+memory of a killed sender is freed by the next sender. Tensors on a device are copied to the host.
 """
 
 import itertools
@@ -163,7 +163,7 @@ class _Writer:
         self._number = 0
 
     def open_bucket(self, num_bytes: int) -> Tensor:
-        """Wait for the bucket before the last one and return its memory."""
+        """Wait until the bucket before the last one was read, and return its memory."""
         self.await_read()
         return self._buckets.memory(self._number, num_bytes)
 

@@ -36,7 +36,7 @@ class SequenceSlice:
     """This rank's slice of a packed row, which is padded to a multiple of the group's size.
 
     Attributes:
-        cu_seqlens: (B + 1,) or (B + 2,) int32 of the whole padded row; padding is a sequence.
+        cu_seqlens: (B + 1,) int32 of the whole row, (B + 2,) if padding is its last sequence.
         start: index of the slice's first token in the whole row.
     """
 
@@ -62,7 +62,7 @@ def slice_sequence(
 
 
 def heads_for_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(1, heads, S, head_dim) of this rank's tokens -> (1, heads / n, n * S, head_dim)."""
+    """Exchange (1, heads, S, head_dim) of own tokens for (1, heads / n, n * S, head_dim)."""
     size = dist.get_world_size(group)
     if x.shape[1] % size:
         raise ConfigError(
@@ -73,7 +73,7 @@ def heads_for_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def tokens_for_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(1, n * S, heads / n, head_dim), as attention returns it -> (1, S, heads, head_dim)."""
+    """Exchange attention's (1, n * S, heads / n, head_dim) for (1, S, heads, head_dim)."""
     # (n, S, heads / n, D): one block per rank; each rank gets one block of all others.
     sent = x.squeeze(0).unflatten(0, (dist.get_world_size(group), -1))
     return cast(Tensor, _AllToAll.apply(sent, group)).transpose(0, 1).flatten(1, 2).unsqueeze(0)

@@ -38,12 +38,12 @@ class ImageLayout:
     patch_width: int
 
     def num_features(self, grid_thw: Tensor) -> Tensor:
-        """Return (N,) int64 features, equal to placeholder tokens, of grids (N, 3)."""
+        """Return (N,) int64 numbers of features, and placeholder tokens, of grids (N, 3)."""
         return grid_thw.prod(1) // self.merge_size**2
 
 
 class ImageFault(NamedTuple):
-    """The first sequence of a rank whose images do not fit; -1: all fit."""
+    """A sequence of a rank whose images do not fit; -1: all fit."""
 
     sequence: int = -1
     kind: int = 0
@@ -52,12 +52,12 @@ class ImageFault(NamedTuple):
 
     @property
     def problem(self) -> str:
-        """What is wrong with the sequence, in words."""
+        """Text of the fault, which continues "sequence ..."."""
         return _PROBLEMS[self.kind].format(found=self.found, needed=self.needed)
 
 
 def find_image_fault(batch: TokenBatch, layout: ImageLayout | None) -> ImageFault:
-    """Find a sequence whose images do not fit; `layout` is None for a model without images."""
+    """Find a sequence whose images do not fit; `layout` None: the model sees no images."""
     images = batch.images
     first = int(images.num_images_B.nonzero()[0]) if images is not None else -1
     if layout is None:

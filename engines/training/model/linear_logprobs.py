@@ -1,9 +1,9 @@
 """The readouts of a language model's head, from hidden states, without all logits in memory.
 
-Logprobs of one token of each position (`linear_token_logprobs`), of K tokens, as on-policy
-distillation needs them from the student (`linear_logprobs_of`), the K most likely tokens, as it
-needs them from the teacher (`linear_topk_logprobs`), and all readouts as rows of numbers in the
-order that the backends share (`head_rows`; `engines.training.outputs` names the rows).
+`linear_token_logprobs` returns logprobs of one token per position, `linear_logprobs_of` those of K
+tokens (on-policy distillation needs them from the student), `linear_topk_logprobs` the K most
+likely tokens (needed from the teacher), and `head_rows` all readouts, as rows in the order of
+`engines.training.outputs`.
 
 Promises: only a few tiles of logits exist at a time; the backward pass recomputes them. Softmax
 statistics and sums of gradients are float32 (float64 for float64 inputs); logits are rounded to the
@@ -102,7 +102,7 @@ def linear_logprobs_of(
 ) -> Tensor:
     """Return (N, K) logprobs of K tokens per row; see `linear_token_logprobs`.
 
-    The result is float32, or float64 for float64 inputs, with gradients as there.
+    The result is float32, or float64 for float64 inputs, with the same gradients.
 
     Args:
         token_ids_NK: int64, each in [0, V); a row may name a token twice.
@@ -303,12 +303,12 @@ def _best_over(own: _Best, num_top: int, group: dist.ProcessGroup) -> _Best:
 
 
 _EXACT = 1 << 24
-"""Integers up to this are exact in float32: token ids are rows beside the logprobs."""
+"""Integers up to this are exact in float32, the dtype in which `head_rows` returns token ids."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What the head computes: int64 tokens that hidden states predict, and other readouts."""
+    """Request to a head: the int64 tokens that hidden states predict, and further readouts."""
 
     token_ids_N: Tensor
     temperature: float
@@ -319,7 +319,7 @@ class Targets:
 def targets_of(
     batch: TokenBatch, read_N: Tensor, temperature: float, readouts: Readouts
 ) -> Targets:  # fmt: skip
-    """Return the targets at places from `read_positions`; of the last token for place T."""
+    """Return the targets at places from `read_positions`; place T gets those of the last token."""
     place_N = read_N.clamp(max=batch.num_tokens - 1)
     name = readouts.logprobs_of
     others_NK = batch.columns[name][place_N] if name is not None else None

@@ -66,7 +66,7 @@ def scaled(logits: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def is_fused(x: Tensor) -> bool:
-    """True if the functions of this module are compiled for logits like these."""
+    """True if the functions of this module are compiled for the device and dtype of `x`."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and _can_compile()
 
 
@@ -156,7 +156,7 @@ def _can_compile() -> bool:
 DEFAULT_CHUNK_ELEMENTS = 1 << 24
 """Elements of a tile: 64 MiB in float32."""
 FUSED_CHUNK_ELEMENTS = 1 << 26
-"""For fused kernels, which hold no float32 tile: 128 MiB, fewer launches."""
+"""Elements of a tile for fused kernels, which need no float32 copy of it: 128 MiB in 16 bits."""
 
 _MIN_ROWS = 512
 """Minimum rows of a tile, so that it is not bound by reading the weights."""
@@ -207,7 +207,7 @@ class RowStatistics:
         )
 
     def take(self, parts: Sequence["RowStatistics"]) -> None:
-        """Concatenate the statistics of consecutive rows, which together are all rows."""
+        """Set these statistics to those of consecutive `parts`, which together are all rows."""
         if parts:
             each = zip(*(part._sums for part in parts), strict=True)
             self._sums = SoftmaxSums(*(torch.cat(tensors) for tensors in each))
@@ -229,11 +229,11 @@ class RowStatistics:
         self._sums = SoftmaxSums(largest_R, sums[0], sums[1], squared_R)
 
     def log_sum(self) -> Tensor:
-        """(R,) log of the sum of exp(z)."""
+        """Return the (R,) log of the sum of exp(z)."""
         return self._sums.largest_R + self._sums.sum_R.log()
 
     def readouts(self) -> tuple[Tensor, Tensor]:
-        """(R,) entropy in nats, and sum of squared probabilities; empty if not requested."""
+        """Return (R,) entropies in nats, and sums of squared probabilities; empty if not needed."""
         sums, none = self._sums, self._sums.sum_R.new_empty(0)
         entropy_R = sums.sum_R.log() - sums.weighted_R / sums.sum_R if self._entropy else none
         return entropy_R, sums.squared_R / sums.sum_R.square() if self._squares else none
@@ -248,7 +248,7 @@ def tiled_gradients(
     needed: Sequence[bool],
     slopes_of: Callable[[slice, slice], LogitSlopes],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the needed gradients of hidden states, weights and bias, tile by tile.
+    """Return the `needed` gradients of hidden states, weights and bias, computed tile by tile.
 
     `slopes_of` gets the rows and the columns of each tile.
     """
@@ -309,7 +309,7 @@ def scale_of(hidden_ND: Tensor, temperature: float) -> Tensor | None:
 
 
 def places(token_ids: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return the index of each token among the columns (0 if absent) and if it is there."""
+    """Return each token's index among the columns (0 if absent), and True where it is present."""
     inside = (token_ids >= columns.start) & (token_ids < columns.stop)
     return torch.where(inside, token_ids - columns.start, 0), inside
 

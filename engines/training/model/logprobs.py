@@ -109,7 +109,7 @@ def _row_chunks(logits_NV: Tensor) -> list[slice]:
 
 
 def float32_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``hidden @ weight.T + bias`` in float32, with gradients in the dtypes of the inputs."""
+    """Return ``hidden @ weight.T + bias`` in float32; gradients have the dtypes of the inputs."""
     with torch.autocast(hidden.device.type, enabled=False):
         return linear(hidden.float(), weight.float(), None if bias is None else bias.float())
 

@@ -101,8 +101,8 @@ class TrainingFlops:
     def model_flops(self, lengths: Sequence[int], num_predicted: int) -> float:
         """Return the operations that a step needs, the numerator of MFU (arXiv:2204.02311).
 
-        That is three forward passes; without gradients of weights, two, but three of attention
-        scores, which are products of activations.
+        They are those of three forward passes. With frozen weights two, except for attention
+        scores, which are products of activations and still count three times.
         """
         whole = 3.0 * self.model.forward_flops(lengths, num_predicted)
         if not self.weights_frozen:

@@ -1,9 +1,9 @@
-"""One rank's part of an optimizer step: micro-batches, the counts of all ranks, and their sums.
+"""Cut a rank's batch of an optimizer step into micro-batches, and sum their losses and metrics.
 
-`prepare` cuts a batch under a token budget after an exchange between the ranks; `Totals` sums
-losses and metrics over micro-batches.
+`prepare` cuts the batch under a token budget after an exchange between the ranks; `Totals` sums
+over micro-batches and ranks.
 
-Promises: deterministic; only a single unit (sequences that stay together) may exceed the budget.
+Promises: deterministic; a unit (sequences that stay together) above the budget is an error.
 Sequences are sorted by length, which makes packed attention cheap. All checks run after the
 exchange, so that all ranks raise together and none waits in a collective.
 Does not promise the smallest number of micro-batches.
@@ -42,7 +42,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Preparation:
-    """One rank's part of a step: denominators and work of all ranks, and micro-batches.
+    """One rank's micro-batches of a step, with the denominators and the work of all ranks.
 
     The number of micro-batches is the same on every rank; fillers come first.
     """
@@ -64,13 +64,13 @@ def prepare(
 ) -> Preparation:
     """Cut this rank's batch, on the CPU, into the same number of micro-batches on every rank.
 
-    `flops` balances micro-batches by operations instead of tokens. `rotary_limit` is the longest
-    sequence that does not change the others of a micro-batch.
+    `flops` balances micro-batches by operations; None balances tokens. `rotary_limit` is the
+    longest sequence that does not change others of its micro-batch; None: no limit.
 
     Raises:
         EngineError: a rank has no sequence, a sequence has no token, images do not fit, or a loss
             mask is not 0 at a first token.
-        ConfigError: a sequence exceeds the budget, or the model's `rotary_limit`.
+        ConfigError: a unit exceeds the budget, or a sequence the model's `rotary_limit`.
     """
     lengths, units = batch.lengths_B.tolist(), batch.units
     costs = flops.model.sequence_costs(lengths) if flops is not None else None
@@ -156,7 +156,7 @@ def plan_micro_batches(
     """Assign sequences to micro-batches of nearly equal cost.
 
     Args:
-        min_num: minimum number of micro-batches, as far as there are sequences.
+        min_num: minimum number of micro-batches; with fewer units, one for each unit.
         costs: one for each sequence, in any unit; None balances tokens.
         units: sequences that stay together; None: each is its own unit.
 

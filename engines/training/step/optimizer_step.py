@@ -44,7 +44,7 @@ def started_adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torc
 def clip_across_meshes(parameters: Iterable[Tensor], max_norm: float) -> float:
     """Scale gradients to a global L2 norm of at most `max_norm`. Collective.
 
-    Returns the norm before. Parameters are plain tensors or DTensors of any mesh, for which torch's
+    Returns the norm before. Parameters are plain tensors or DTensors of several meshes; torch's
     `clip_grad_norm_` takes one mesh only.
     """
     kinds: dict[object, list[Tensor]] = {}
@@ -94,7 +94,7 @@ class StepWork:
 
 
 class StepMeter:
-    """Accumulates steps and turns them into metrics; peak FLOPs/s are those of one device."""
+    """Times steps and returns metrics of their speed; peak FLOPs/s are those of one device."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ Averaged = Iterable[tuple[Tensor, Tensor]]
 
 
 def decay_of_step(config: EmaConfig, step: int) -> float:
-    """Return the decay of a step from 1; with warm-up at most ``(1 + step) / (10 + step)``."""
+    """Return the decay of step 1, 2, ...; with warm-up at most ``(1 + step) / (10 + step)``."""
     return min(config.decay, (1 + step) / (10 + step)) if config.use_warmup else config.decay
 
 

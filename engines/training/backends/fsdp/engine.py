@@ -23,7 +23,7 @@ from engines.training.backends.transformers.engine import TransformersModelEngin
 
 
 def sharding_mesh(device_name: str, replicate_size: int, timeout_s: float) -> DeviceMesh:
-    """Return all ranks in one dimension, or (copies, shards) for hybrid sharding."""
+    """Return the mesh of all ranks: one dimension, or (copies, shards) for hybrid sharding."""
     sizes, names = (collectives.world_size() // replicate_size,), ("shard",)
     if replicate_size > 1:
         sizes, names = (replicate_size, *sizes), ("replicate", *names)

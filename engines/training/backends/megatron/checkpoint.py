@@ -29,7 +29,7 @@ from engines.training.backends.transformers.adapters import (
 
 @torch.no_grad()
 def stored_regions(replica: Replica, kept: Sequence[str]) -> Iterator[Region]:
-    """Yield what this rank stores: weights, and the optimizer's state `kept`. Collective."""
+    """Yield this rank's regions of weights and of the optimizer states `kept`. Collective."""
     for number, part in enumerate(replica.parts):
         group = replica.group_of(part)
         is_writer = part.is_primary and number % dist.get_world_size(group) == dist.get_rank(group)
@@ -99,7 +99,7 @@ def load_weights(
 ) -> None:  # fmt: skip
     """Load parameters and main weights.
 
-    `fold` merges the stored adapter into the weights and starts this engine's own anew.
+    `fold` merges the stored adapter into the weights and initializes this engine's own adapter.
 
     Raises:
         CheckpointError: a weight is absent or has another shape.
@@ -121,7 +121,7 @@ def load_weights(
 
 @torch.no_grad()
 def load_moments(path: Path, replica: Replica, num_steps: int, kept: Sequence[str]) -> None:
-    """Load the optimizer's state.
+    """Load the optimizer's state by the names `kept`, and its number of steps.
 
     Raises:
         CheckpointError: a moment is absent or has another shape.

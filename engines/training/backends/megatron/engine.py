@@ -207,7 +207,7 @@ class MegatronEngine(BaseEngine):
 
     @contextmanager
     def _stored(self, step: int) -> Iterator[tuple[Iterator[Region], EngineScalars]]:
-        """Scope that yields what this rank stores: offloaded weights cannot be read."""
+        """Scope on the device, since offloaded weights cannot be read; yields this rank's state."""
         from engines.training.backends.megatron.checkpoint import stored_regions
 
         with self.eval_mode(), self._library():

@@ -13,8 +13,8 @@ from infra.errors import ConfigError
 class Layout:
     """Sizes of the parallel dimensions; the rest of the ranks is data-parallel.
 
-    `expert` ranks lie inside the other dimensions. `sequence_parallel` shards activations
-    between the matrices along the tokens.
+    Experts are divided over `expert` ranks of the same stage. `sequence_parallel` shards the
+    activations between tensor-parallel matrices along the tokens.
     """
 
     tensor: int = 1
@@ -38,12 +38,12 @@ class Layout:
 
     @property
     def num_chunks(self) -> int:
-        """Number of pieces of the layers."""
+        """Number of pieces into which the layers are divided."""
         return self.pipeline * self.virtual
 
     @property
     def tokens_multiple(self) -> int:
-        """Divisor of the number of tokens of one context rank."""
+        """Number by which the tokens of one context rank have to be divisible."""
         return self.tensor if self.sequence_parallel else 1
 
     def padded_vocabulary(self, size: int) -> int:
@@ -91,7 +91,7 @@ def check_layout(layout: Layout, config: PretrainedConfig, world_size: int) -> N
 
 
 def _widths(layout: Layout, config: PretrainedConfig) -> Iterator[tuple[bool, str, str]]:
-    """Yield for each setting that cuts a layer if it fits the model, and the problem if not."""
+    """Yield (fits the model, setting, problem if not) for each setting that cuts a layer."""
     for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads"):
         size = getattr(config, name)
         problem = f"got {layout.tensor}; need a divisor of the model's {name}, {size}"

@@ -38,7 +38,7 @@ def _target(block: Block) -> str:
 
 
 class Adapter(nn.Module):
-    """The pairs of one fused matrix, which add to the matrix's output."""
+    """The pairs A, B of one fused matrix; `delta` is added to the matrix's output."""
 
     def __init__(
         self, part: Part, targets: Sequence[str], lora: LoraConfig, *, sequence_parallel: bool
@@ -69,7 +69,7 @@ class Adapter(nn.Module):
         marked.sequence_parallel = self._sequence_parallel and not is_cut
 
     def delta(self, x: Tensor) -> Tensor:
-        """Return what the pairs add for the matrix's input `x`, (S, 1, inputs)."""
+        """Return the pairs' output for the matrix's input `x`, (S, 1, inputs)."""
         exchange = _EXCHANGES[self._is_row_cut, self._sequence_parallel]
         found = {
             name: linear(exchange(linear(x, a)), self.b[name]) * self.scaling

@@ -1,7 +1,7 @@
-"""A model of the hub in Megatron-Core: settings and names by mbridge, and a packed pipeline stage.
+"""Builds pipeline stages of a hub model in Megatron-Core, with settings and names by mbridge.
 
 Adds settings that transformers 5 moved, and layers without TransformerEngine. Architectures that
-the mapping would change are refused before by `engines.training.supported_models`.
+would be computed differently are refused earlier, by `engines.training.supported_models`.
 
 Attention is `packed_attention`, with Ulysses (arXiv:2309.14509) for context parallelism; the other
 layers are Megatron-Core's or TransformerEngine's. The last stage returns readouts of the requested
@@ -116,7 +116,7 @@ class Architecture:
 
 
 def _settings(config: PretrainedConfig, layout: Layout) -> dict[str, Any]:
-    """Return settings where mbridge needs TransformerEngine or differs from transformers."""
+    """Return replacements of mbridge's settings that need TransformerEngine or alter the model."""
     settings: dict[str, Any] = {
         "kv_channels": head_size(config),
         "attention_dropout": 0.0,
@@ -151,7 +151,7 @@ def _settings(config: PretrainedConfig, layout: Layout) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """What a stage gets besides the activations.
+    """Input of a pipeline stage besides the activations.
 
     Attributes:
         input_ids_S: int64, this context rank's slice of the padded row.
@@ -176,7 +176,7 @@ class PackedCoreAttention(MegatronModule):
     """Softmax attention of a packed row, between the projections of a layer."""
 
     routes: LayerRoutes | None = None
-    """Routes of the layer's experts, which get the row from here."""
+    """Expert choices of the layer's router; `forward` sets their row."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class RowNorm(nn.RMSNorm):
 
 
 class ValueHead(nn.Module):
-    """One number per hidden state, 0 at first."""
+    """Head that maps a hidden state to one value, initially 0."""
 
     def __init__(self, width: int, like: Tensor) -> None:
         super().__init__()

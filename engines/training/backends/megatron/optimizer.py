@@ -147,7 +147,7 @@ class ShardedAdamW:
 
 
 def _detach_shards(part: Any) -> None:
-    """Make leaves of the float32 shards, which are views of the parameters."""
+    """Replace the float32 shards, which are views of the parameters, by leaves of autograd."""
     leaves: dict[int, Tensor] = {}
     for group in part.shard_fp32_groups:
         for i, main in enumerate(group):

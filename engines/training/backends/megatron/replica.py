@@ -52,7 +52,7 @@ Scope = Callable[[], AbstractContextManager[None]]
 
 
 def define_missing_names() -> None:
-    """Let routers run without TransformerEngine; may be repeated."""
+    """Define the name that MoE routers lack without TransformerEngine; may be repeated."""
     if not hasattr(moe_utils, "te_general_gemm"):
         cast(Any, moe_utils).te_general_gemm = None
 

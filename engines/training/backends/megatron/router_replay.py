@@ -24,10 +24,10 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass
 class RowRoutes:
-    """Choices for this rank's tokens of one row, in one piece of the model.
+    """Expert choices for this rank's tokens of one row, in one piece of the model.
 
     Attributes:
-        repeated: (S, layers, k) int64; negative: the router chooses. None records.
+        repeated: (S, layers, k) int64; negative: the router chooses. None: record its choices.
         recorded: layer -> (S, k) int64.
     """
 
@@ -58,7 +58,7 @@ class LayerRoutes:
 
 
 class RouteMemory:
-    """Choices for sequences that were inferred, per piece of this rank."""
+    """Stores the expert choices of inferred sequences, for each piece of the model on this rank."""
 
     def __init__(self, chunks: Sequence[nn.Module], layout: Layout, place: Place) -> None:
         self._layout, self._place = layout, place

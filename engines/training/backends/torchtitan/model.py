@@ -1,8 +1,8 @@
 """Translates a Hugging Face configuration into a TorchTitan decoder with packed attention.
 
-TorchTitan's Qwen3 decoder matches transformers for dense models with rotary embeddings in halves;
-without the norms of queries and keys it is Llama's. Other architectures are refused: experts,
-scaled rotary embeddings, biases, sliding windows.
+TorchTitan's Qwen3 decoder matches that of transformers for dense models; without the norms of
+queries and keys it is Llama's. Other architectures are refused: experts, scaled rotary embeddings,
+biases, sliding windows.
 
 Import it inside the platform's scope for TorchTitan.
 Promises: the decoder is sharded over the ranks; its weights are undefined.

@@ -211,7 +211,7 @@ def merged_weights(named: Mapping[str, Tensor], scaling: float) -> Iterator[tupl
 
 
 def save_peft_adapter(path: Path, named: Mapping[str, Tensor], lora: LoraConfig) -> None:
-    """Write whole tensors of an adapter, and a value head, as PEFT loads them."""
+    """Write the whole tensors of an adapter, and of a value head, in PEFT's format."""
     tensors = {
         name.replace(f".{_ADAPTER}.", ".").replace(
             ".lora_magnitude_vector.weight", ".lora_magnitude_vector"

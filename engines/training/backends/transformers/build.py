@@ -134,7 +134,7 @@ def _gated(module: Any, kernels: FusedKernels, x: Tensor) -> Tensor:
 Shard = Callable[[PreTrainedModel], None]
 """Shards a model in place; its parameters become DTensors."""
 Architecture = Callable[[PretrainedConfig], PreTrainedModel]
-"""Creates a library's own model class with `rl_varlen` attention and the names on disk."""
+"""Creates a model of a library's own class, with `rl_varlen` attention and the names on disk."""
 
 
 def build_model(
@@ -219,7 +219,7 @@ def check_stored_names(hf_dir: Path, model_type: ModelType) -> None:
 
 
 def unexpected_names(model: PreTrainedModel, stored: Set[str]) -> set[str]:
-    """Return the stored names that the architecture lacks, as `from_pretrained` does."""
+    """Return the stored names that `from_pretrained` would report as unexpected."""
     held = {
         name: torch.empty(tensor.shape, device="meta")
         for name, tensor in model.state_dict(keep_vars=True).items()
@@ -260,7 +260,7 @@ def disk_names_of(model: PreTrainedModel, hf_dir: Path) -> dict[str, str] | None
 
 
 def load_slices(model: PreTrainedModel, hf_dir: Path, disk_names: Mapping[str, str]) -> None:
-    """Fill this rank's part of a model by `disk_names_of`; a head that is absent becomes 0.
+    """Fill this rank's part of a model; a value head that is not in `disk_names` becomes 0.
 
     Raises:
         ConfigError: the directory holds no such weights.
@@ -298,7 +298,7 @@ def enable_activation_checkpointing(model: PreTrainedModel) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules that the architecture declares as not to be split."""
+    """Return the layers (of a vision tower too) that the architecture declares not to be split."""
     wanted = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in wanted]
 
@@ -377,7 +377,7 @@ def _from_pretrained(hf_dir: Path, model_type: ModelType) -> PreTrainedModel:
 
 
 def _new_to_both(unexpected: Set[str], hf_dir: Path, model_type: ModelType) -> Set[str]:
-    """Remove names that the language model has: a value model leaves out its head."""
+    """Return the names unexpected by the language model too: a value model lacks its head."""
     if not unexpected or model_type != "value_model":
         return unexpected
     return unexpected_names(build_on_meta(hf_dir, "language_model"), unexpected)

@@ -150,7 +150,7 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
         return whole_outputs(rows, read_N, batch, readouts, self.spec.model_type, group)
 
     def loss_factor(self, num_micro_batches: int) -> float:
-        """Return the factor that turns a mean of gradients over all ranks, as of FSDP, into a sum.
+        """Return the number of ranks, which turns FSDP's mean of gradients over ranks into a sum.
 
         Ulysses ranks that share sequences each hold the gradient of their own tokens.
         """
@@ -175,7 +175,7 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
 
     @cached_property
     def _slots(self) -> Mapping[str, list[tuple[str, Slot]]]:
-        """Parameter name in memory -> hub names, and where in it each weight lies."""
+        """Parameter name in memory -> (hub name, slot) of each hub weight in the parameter."""
         found: dict[str, list[tuple[str, Slot]]] = {}
         model = build_on_meta(self.spec.hf_dir, self.spec.model_type)
         for hub_name, slot in hub_slots(model).items():

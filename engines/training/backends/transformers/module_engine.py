@@ -1,7 +1,7 @@
 """Engines of one module and one AdamW, whose checkpoints hold tensors by name.
 
-Promises: such backends share one checkpoint format, so each can load what another stored. An engine
-that starts anew from a checkpoint of an adapter loads its sum with the frozen weights.
+Promises: such backends share one checkpoint format, so each can load what another stored. A start
+from a checkpoint without its optimizer merges an adapter of the checkpoint into the weights.
 """
 
 from abc import abstractmethod
@@ -75,7 +75,7 @@ class ModuleEngine(BaseEngine, Generic[Model]):
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Ranks that hold different data; one of each group of ranks that share sequences."""
+        """Ranks that hold different data: one rank of every group that shares sequences."""
         return self._mesh.get_group(DATA) if self._mesh is not None else None
 
     def _begin_micro_batch(self, *, is_last: bool) -> None:
@@ -218,7 +218,7 @@ class ModuleEngine(BaseEngine, Generic[Model]):
 
 
 def decayed_names(model: nn.Module) -> set[str]:
-    """Return the parameters with weight decay: not one-dimensional ones (norms, biases)."""
+    """Return names of parameters with weight decay: not one-dimensional ones (norms, biases)."""
     return {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
 
 
