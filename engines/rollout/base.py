@@ -29,7 +29,7 @@ from infra.plugins import load_row
 
 SleepLevel = Literal["kv", "weights"]
 NEED_IDLE = frozenset({"update_weights", "update_adapter", "sleep"})
-"""Engine methods before which the caller must end all requests in flight."""
+"""Engine methods that raise while requests are in flight; updates accept paused ones."""
 BEHIND_SERVICE_S = 60.0
 
 
@@ -70,7 +70,7 @@ class RolloutEngine(ABC):
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
     num_workers: int = 1
-    """Processes that share the model; each reads all weights: `WeightSource.of_worker`."""
+    """Processes that share the model; each reads all weights through `WeightSource.of_worker`."""
 
     @property
     @abstractmethod
@@ -151,7 +151,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End requests now (None: all); their partial samples are delivered as `abort`.
+        """End requests now (None: all); their partial samples get the finish reason `abort`.
 
         A `NEED_IDLE` method may be called right after, before the partial samples are consumed.
         """

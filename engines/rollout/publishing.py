@@ -4,7 +4,7 @@ Promises: a replica serves only after its weight digest equals the sender's, it 
 digest), and the probe's prompt, which it may have cached before the update, gets the trainer's
 logprobs. The loss of a replica does not stop the others. A late replica gets the same weights,
 checked by the sender's digest.
-Does not promise: that fast replicas do not wait for a slow one.
+Does not promise: that a replica serves before the slowest one has its weights.
 """
 
 import asyncio
@@ -34,11 +34,11 @@ ANSWER_DEADLINE_S = 60.0
 PROBE_DEADLINE_S = 300.0
 """Long, since an engine may compile kernels for its first request."""
 RESTART_DEADLINE_S = 900.0
-"""Time for one replica to be up again when all were lost."""
+"""Deadline for lost replicas to be up again."""
 
 NewTransport = Callable[[Sequence[int]], Delivery]
 Send = Callable[[Any], WeightDigest]
-"""Sends through the kind of delivery that its `NewTransport` makes."""
+"""Sends weights through a delivery that a `NewTransport` made; returns their digest."""
 MOVES = "the states of replicas"
 LATE = "replica {}: did not take weights in time"
 
@@ -67,8 +67,8 @@ class WeightRoute:
 class Publication:
     """How weights reach replicas, now and until the next publication.
 
-    `weights` below an adapter never change and are sent once per replica. `adapter` is None if it
-    is merged into the weights or there is none.
+    With an `adapter`, `weights` sends its frozen base weights, once per replica. `adapter` is None
+    if it is merged into the weights or there is none.
     """
 
     weights: WeightRoute
@@ -114,7 +114,7 @@ class Publisher:
         """Give the last publication to replicas that started since.
 
         Raises:
-            WeightSyncError: the trainer holds other weights by now, or a replica did not take them.
+            WeightSyncError: the trainer holds other weights by now, or a replica refused them.
         """
         if self.published is not None and (late := self._pool.in_state(ReplicaState.STALE)):
             self._give(late, *self.published)
@@ -122,7 +122,7 @@ class Publisher:
     def _give(
         self, slots: Sequence[ReplicaSlot], publication: Publication, expected: WeightDigest | None
     ) -> WeightDigest | None:
-        """Have the slots serve the publication; return what was sent, None if one was lost."""
+        """Make slots serve `publication`; return the sent digest, None if a replica was lost."""
         slots = self._each(slots, lambda slot: slot.engine.wake_up(), "replicas to wake up")
         version, adapter, sent = publication.version, publication.adapter, None
         if slots and adapter is None:
@@ -155,7 +155,7 @@ class Publisher:
     def _ship(
         self, transfer: "_Transfer", route: WeightRoute, expected: WeightDigest | None
     ) -> WeightDigest | None:
-        """Transfer to all slots, compare digests; return what was sent, None if one was lost."""
+        """Send to all slots, compare digests; return the sent one, None if a replica was lost."""
         transport = route.new_transport([slot.engine.num_workers for slot in transfer.slots])
         try:
             sent, failure = self._send(transfer, transport, route.send)
@@ -188,7 +188,7 @@ class Publisher:
     def _send(
         self, transfer: "_Transfer", transport: Delivery, send: Send
     ) -> tuple[WeightDigest | None, PipelineError | None]:
-        """Return what was sent, or why the trainer stopped; every slot has an outcome then."""
+        """Return the sent digest, or why sending stopped; then every slot has an outcome."""
         arriving = self._loop.start(transfer.run(transport))
         sent, timeout_s = None, ANSWER_DEADLINE_S
         try:
@@ -233,7 +233,7 @@ class Publisher:
         what: str,
         deadline_s: float = ANSWER_DEADLINE_S,
     ) -> list[ReplicaSlot]:
-        """Call every replica at once; return the slots left, raise errors other than loss."""
+        """Call the slots' replicas at once; return slots not lost, raise errors other than loss."""
 
         async def in_time(slot: ReplicaSlot) -> None:
             try:

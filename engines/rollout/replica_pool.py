@@ -117,7 +117,7 @@ class Routing(ABC, Generic[Request]):
 
     @abstractmethod
     def lost(self, share: Share[Request], ledger: Ledger[Request]) -> None:
-        """Let the missing part of a lost share wait again."""
+        """Put the missing part of a lost share back into `waiting`."""
 
 
 class ByPlace(Routing[Request]):
@@ -198,13 +198,13 @@ class ReplicaStarter(Protocol):
     """Starts a replica in the place of a lost one."""
 
     async def restart(self, place: int, lost: RolloutEngine) -> RolloutEngine:
-        """End what is left of a replica; start one without weights, or raise a PipelineError."""
+        """End what is left of `lost`; start one without weights, or raise a PipelineError."""
         ...
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """When a replica is given up, and how often another one may start.
+    """When a replica counts as lost, and how many replacements may start.
 
     Attributes:
         max_num_restarts: limit for all replicas together, over the life of the service.
@@ -245,7 +245,7 @@ class ReplicaPool:
             self._listeners.remove(listener)
 
     def move(self, slot: ReplicaSlot, to: ReplicaState) -> None:
-        """Change a state and notify the listeners; raise ValueError if that is not allowed."""
+        """Change a state and notify the listeners; ValueError if not among `TRANSITIONS`."""
         if slot.state is not to:
             if (slot.state, to) not in TRANSITIONS:
                 raise ValueError(f"replica {slot.place}: no step from {slot.state} to {to}")
@@ -254,7 +254,7 @@ class ReplicaPool:
         self._tell()
 
     async def move_all(self, slots: Iterable[ReplicaSlot], to: ReplicaState) -> None:
-        """Change the state of those of the slots that are up."""
+        """Change the state of the slots that are up."""
         for slot in slots:
             if slot.is_up:
                 self.move(slot, to)
@@ -277,7 +277,7 @@ class ReplicaPool:
     ) -> list[tuple[ReplicaSlot, T]]:
         """Call replicas at once and wait for all; return the answers of those that are not lost.
 
-        Then the first error that is no loss is raised.
+        Once all have answered, the first error other than a loss is raised.
         """
 
         async def one(slot: ReplicaSlot) -> list[tuple[ReplicaSlot, T]]:

@@ -116,7 +116,7 @@ def draw(
 
 
 def _columns(info: Any, vocab_size: int) -> SamplingColumns:
-    """Convert: SGLang encodes temperature 0 as top-k 1, and no top-k as the largest number."""
+    """Convert SGLang's encoding: temperature 0 is top-k 1, no top-k is the largest number."""
     top_k_B = info.top_ks.to(torch.int64)
     greedy_B = top_k_B == 1
     return SamplingColumns(

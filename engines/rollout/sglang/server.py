@@ -60,7 +60,7 @@ class Server:
             env.RLHF_SGLANG_KEY.name: self.key,
             "TMPDIR": str(self._directory),  # SGLang does not remove its socket files
         }
-        # A fresh mark, so that `stop` goes by the session: other processes share the mark.
+        # The record has a mark that no process has: `stop` would end every process with our mark.
         self._process = start_detached(
             [sys.executable, "-P", "-m", SERVER_MAIN, str(self._directory)],
             self._log_path,

@@ -132,7 +132,7 @@ class KVCache:
 
 @dataclass(frozen=True)
 class PrefillStep:
-    """P packed sequences.
+    """One prefill of P packed sequences, which start new cache rows.
 
     Attributes:
         first_row: cache row of the first sample.

@@ -175,7 +175,7 @@ class InferenceModel:
         step: PrefillStep,
         images: Sequence[Sequence[bytes]] = (),
     ) -> tuple[Tensor, Tensor]:
-        """Compute P packed sequences; return (P, V) logits, and (P,) int64 rotary offsets.
+        """Compute P packed sequences; return (P, V) next-token logits, (P,) int64 rotary offsets.
 
         The offset of a sequence is the rotary position of its next token minus the token's place.
         """
