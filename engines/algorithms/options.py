@@ -9,7 +9,7 @@ class DiscountOptions(StrictModel):
     """Options of estimators with returns to go."""
 
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount of what later tokens earn."""
+    """Discount factor per token of later rewards."""
 
 
 class GaeOptions(DiscountOptions):
@@ -90,9 +90,9 @@ class ClipCovOptions(StrictModel):
     clip_cov_ratio: float = Field(default=2e-4, ge=0, le=1)
     """Share of the step's tokens that lose their gradient."""
     clip_cov_lb: float = 1.0
-    """Tokens with a smaller covariance are not taken."""
+    """Tokens with a smaller covariance keep their gradient."""
     clip_cov_ub: float = 5.0
-    """Tokens with a larger covariance are not taken."""
+    """Tokens with a larger covariance keep their gradient."""
 
     def _check_values(self) -> None:
         if self.clip_cov_lb >= self.clip_cov_ub:

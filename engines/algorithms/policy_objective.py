@@ -50,7 +50,7 @@ class PolicyObjective:
 
     @property
     def readouts(self) -> Readouts:
-        """Entropy in every step, which reveals a failing run; with gradient only if rewarded."""
+        """Entropy in every step, to show a failing run; with gradient only for an entropy bonus."""
         return Readouts(entropy=True, entropy_gradient=bool(self.algorithm.entropy_coeff))
 
     @property
@@ -158,7 +158,7 @@ class DistilledObjective:
     def __call__(
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
     ) -> LossOutput:
-        """Return this micro-batch's share of both; raises as they do."""
+        """Return this micro-batch's share of both losses, and raise their errors."""
         taught = self.teacher(outputs, batch, counts)
         loss, metrics = self.weight * taught.loss, {**taught.metrics}
         if self.policy_weight:

@@ -84,7 +84,7 @@ class WorkerSpec:
 
 
 class ModelWorker:
-    """The worker of a group; call `initialize` first."""
+    """Trains, infers and samples with the models of one rank; call `initialize` first."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec = _with_local_paths(spec)
@@ -293,7 +293,7 @@ class ModelWorker:
 
 
 def _with_local_paths(spec: WorkerSpec) -> WorkerSpec:
-    """Return the spec with local paths of the driver's files."""
+    """Return the spec with paths readable here; copies the driver's directories if needed."""
     bring = remote_files.current().bring
     roles: dict[RoleName, RoleSpec] = {}
     for name, role in spec.roles.items():

@@ -114,7 +114,7 @@ class ObjectStore:
         return ray.put(array)
 
     def get(self, reference: Any) -> Array:
-        """Return the read-only copy itself; it lives as long as the returned array."""
+        """Return the stored array, read-only and not copied; it is freed after the returned one."""
         import ray
         from ray.exceptions import GetTimeoutError
 

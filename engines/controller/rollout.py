@@ -1,7 +1,7 @@
-"""Rollout engines as a trainer sees them, and the transport that takes its weights to them.
+"""The rollout engines that a trainer calls, and the choice of the transport of its weights.
 
-Promises: the same requests and weights give the same samples inside the training ranks or beside
-them if one engine takes all of them; nothing is sampled from weights that were not verified.
+Promises: equal requests and weights give equal samples, whether the engine is inside a rank or
+beside the ranks, if one engine samples all; nothing is sampled from weights that were not verified.
 Knows nothing of rewards, data, or what is trained.
 """
 

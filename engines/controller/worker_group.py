@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 
 class WorkerGroup(Protocol):
-    """A group of equal workers."""
+    """Calls a method on the workers of all ranks."""
 
     world_size: int
     """Number of ranks."""

@@ -76,7 +76,7 @@ class StopStrings:
         return self._path.is_file()
 
     def follow(self, request: RolloutRequest, place: int) -> SampledText | None:
-        """Return the text of the sample of seed `place`, prefix included; None without stop strings.
+        """Return the text of a sample, which begins with its prefix; None without stop strings.
 
         Raises:
             RolloutError: no tokenizer, or the prefix contains a stop string already.

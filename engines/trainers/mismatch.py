@@ -1,4 +1,4 @@
-"""Guards against samples of other weights: versions, logprob differences, a probe after each sync.
+"""Guards against samples from other weights: versions, logprob differences, a probe after a sync.
 
 Stale weights, another sampling distribution and numerical drift all show as a difference between
 the sampler's and the trainer's logprobs. The training pass measures it at no extra cost; a step

@@ -18,7 +18,7 @@ from engines.trajectory import Trajectory
 from engines.types import TokenBatch
 
 See = Callable[[Sequence[Sequence[bytes]]], ImagePatches | None]
-"""Makes the patches of the images of sequences, given as file contents."""
+"""Makes image patches from each sequence's image files, as bytes; None if there are none."""
 
 
 def pack(trajectories: Sequence[Trajectory], see: See | None = None) -> TokenBatch:

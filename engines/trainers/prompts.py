@@ -40,7 +40,7 @@ def sampling_params(config: SamplingConfig) -> SamplingParams:
 
 
 GREEDY_SCORES = "greedy_scores"
-"""Batch row read by estimators that compare with the greedy answer."""
+"""Name of the batch row of greedy answers' rewards, for estimators that compare with them."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class PromptBatch:
 
 
 class PromptSource:
-    """The prompts of a round; `images` is None for text-only prompts."""
+    """Makes the generation batches of a round's steps; `images` is None for text-only prompts."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What is recorded of an RL step: metrics with verl's names, and some samples for people to read.
+"""Records of an RL step: metrics with verl's names, and some samples for people to read.
 
 Samples have the trainer's logprobs before the update.
 Promises: training does not depend on kept samples; a failed write loses only that step's samples.

@@ -24,7 +24,7 @@ class Teacher(Protocol):
     """A teacher model on the training ranks or on its own engines."""
 
     def columns(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """Ask the teacher about tokens whose `loss_mask` is not 0; the losses document the columns.
+        """Return columns by name, computed where `loss_mask` is not 0.
 
         For `topk` (T, K) int64 ids and float32 logprobs, else (T,) float32 of the sampled tokens.
 
@@ -37,10 +37,10 @@ class Teacher(Protocol):
 
 @dataclass(frozen=True)
 class RankTeacher:
-    """The role `teacher` of the training ranks.
+    """Computes the columns with the role `teacher` of the training ranks.
 
-    `vocab_size` is the policy's. A teacher may have extra rows for no token: they are part of its
-    distribution, but are not taught.
+    `vocab_size` is the policy's. Ids of the teacher beyond it are part of its distribution, but are
+    not taught.
     """
 
     config: DistillationConfig
@@ -62,7 +62,7 @@ class RankTeacher:
 
 @dataclass(frozen=True)
 class ServedTeacher:
-    """Separate rollout engines that serve the teacher; `vocab_size` is the policy's."""
+    """Computes the columns with engines that serve the teacher; `vocab_size` is the policy's."""
 
     config: DistillationConfig
     ask: Callable[[Sequence[PromptRequest]], list[PromptLogprobs]]
@@ -102,7 +102,7 @@ class ServedTeacher:
         places: Sequence[slice],
         answers: Sequence[PromptLogprobs],
     ) -> dict[str, Tensor]:
-        """Write each answer to its place in the step."""
+        """Return the columns, with each answer at its place in the step."""
         if self.config.loss != TOPK:
             logprobs_T = torch.zeros(batch.num_tokens)
             for place, answer in zip(places, answers, strict=True):

@@ -3,7 +3,7 @@
 Promises: one value per sample, on each of its trained tokens. Groups are independent, except where
 a function says that it uses the whole step. A group of equal scores or of one sample gives exactly
 0, not the rounding error of its mean. A selection depends only on the prompt's own answers, not on
-their order: answers without trained tokens are never kept, equal answers once, perhaps none.
+their order: it never keeps answers without trained tokens, keeps equal ones once, and may be empty.
 Letters: B samples, P groups, R components of a score.
 """
 
@@ -125,7 +125,7 @@ def gdpo_advantages(inputs: AdvantageInputs) -> Advantages:
     `gdpo_reward_weights`, by default 1 each; see `engines.config.rules.models`.
 
     Raises:
-        ValueError: the reward gives no such component, or several of which none is named.
+        ValueError: the reward lacks a named component, or has several and none is named.
     """
     options = options_as(GdpoOptions, inputs.options)
     # The components that a step's samples share by chance must not decide what is compared.

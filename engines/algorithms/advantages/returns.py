@@ -18,7 +18,7 @@ from engines.algorithms.parts import AdvantageInputs, Advantages, options_as
 from engines.algorithms.sequences import TrainedTokens, masked_whiten
 
 _ROUNDING = 1e-9
-"""Relative; far above that of a float64 sum, far below that of a critic's float32."""
+"""Relative tolerance: far above a float64 sum's rounding, far below a critic's in float32."""
 
 
 def discounted_sums(values_BL: Tensor, factor_B: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def _deltas(
 
 
 def optimal_token_baseline_advantages(inputs: AdvantageInputs) -> Advantages:
-    """Return to go minus the group's mean, weighted by the answers' energy so far.
+    """Subtract from each return to go the group's mean, weighted by the answers' energy so far.
 
     ``A_t = G_t - B_t`` with ``B_t = sum_i G_it W_it / sum_i W_it`` over the answers of the group
     that have a token t, and ``W_it = sum_{j <= t} (1 - 2 pi_ij + sum pi_ij^2)``; exactly 0 if all

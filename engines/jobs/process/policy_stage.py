@@ -1,4 +1,4 @@
-"""What stages of a policy share: tokenizer, prompts, reward file, progress and output."""
+"""Shared parts of the stages of a policy: tokenizer, prompts, reward file, progress and output."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,8 @@
 Each call's answers are an artifact of kind `answers` with its own fingerprint: of the model, the
 requests, sampling and serving settings, and their code. Rewards, judges, k and the confidence are
 not part of it, except for distributions that a reward's file imports.
-Promises: a request to an equal model is found by any stage of the same store, including a retry;
-missing or damaged answers are sampled; a store that cannot take answers does not fail the stage.
+Promises: equal requests to an equal model are answered from the store in any stage, also in a
+retry; missing or damaged answers are sampled; a failure to store answers does not fail the stage.
 Does not promise to keep them: `rlhf gc` removes them by age.
 """
 

@@ -55,7 +55,7 @@ class TrainingSet(Protocol):
 
 
 class Conversations:
-    """Conversations to imitate."""
+    """The training set of SFT: conversations, of which the marked tokens are trained on."""
 
     role: RoleName = POLICY
     measures_every: int | None = None
@@ -67,7 +67,7 @@ class Conversations:
 
     @property
     def visited(self) -> Sequence[VisitedRow]:
-        """Conversations."""
+        """One row per conversation."""
         return Made(
             range(len(self._lengths)),
             lambda place: VisitedRow(self._sources[place], self._lengths[place], {}),
