@@ -130,7 +130,7 @@ def check_batch(
 
 
 Gather = Callable[[Tensor], Tensor]
-"""Concatenates (N,) tensors of all ranks, in float64."""
+"""Concatenates the (N,) tensors of all ranks, in float64."""
 
 
 @dataclass(frozen=True)

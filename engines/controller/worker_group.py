@@ -199,6 +199,6 @@ class InProcessGroup:
         return batch
 
     def close(self) -> None:
-        """Close the worker once."""
+        """Close the worker, then `reserved`; may be called again."""
         self._worker = None
         self._resources.close()

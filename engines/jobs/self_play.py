@@ -135,7 +135,7 @@ def kept_pairs(
     prompts: RLPrompts,
     counts: PairCounts,
 ) -> Iterator[PreferenceRow]:
-    """Yield the pairs that fit into the context, in prompt order; samples as they are read."""
+    """Yield the pairs that fit into the context, in prompt order; samples call by call."""
     config, section = context.config, context.config.self_play
     spins, decode = section.source == "spin", scorer.decode
     pair_of = spin_pair if spins else best_worst_pair
@@ -251,7 +251,7 @@ def own_answers(
     scores: Sequence[Score | None] | None,
     decode: Callable[[Completion], str],
 ) -> Iterator[OwnAnswer]:
-    """Yield answers to one prompt that stopped and are not blank; given `scores`, scored ones."""
+    """Yield answers to one prompt that stopped and are not blank; with `scores`, if scored."""
     for place, completion in enumerate(completions):
         text = decode(completion)
         score = None if scores is None else scores[place]

@@ -66,7 +66,7 @@ class Health:
 
 
 class RolloutEngine(ABC):
-    """One rollout engine on one worker. All calls come from the same asyncio loop."""
+    """Interface of a rollout engine. All calls come from the same asyncio loop."""
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
     num_workers: int = 1
@@ -160,7 +160,7 @@ class RolloutEngine(ABC):
     async def sleep(self, level: SleepLevel = "weights") -> None:
         """Free the cache (`kv`) or everything (`weights`); requests in flight must be drained.
 
-        After `weights` and `wake_up` the weights must be updated.
+        After `wake_up` from `weights`, the weights must be updated again.
         """
 
     @abstractmethod

@@ -14,7 +14,7 @@ from engines.weight_sync.base import WeightDigest
 
 
 class ExpectedTensors:
-    """Checks one update's tensors against `wanted` (shape, dtype); `tied` names may not come."""
+    """Checks one update's tensors against `wanted` (shape, dtype); `tied` are not sent."""
 
     def __init__(
         self,

@@ -204,7 +204,7 @@ class ReplicaStarter(Protocol):
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """When a replica counts as lost, and how many replacements may start.
+    """Rules for lost replicas: when a replica counts as lost, and how many replacements may start.
 
     Attributes:
         max_num_restarts: limit for all replicas together, over the life of the service.

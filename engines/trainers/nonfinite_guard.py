@@ -15,7 +15,7 @@ from engines.training.spec import POLICY, RoleName
 from engines.types import PoisonedUpdate, TokenBatch, TrainMetrics
 
 ROW = "row"
-"""Name of the batch row, (B,) int64, with the number from which each sequence is named."""
+"""Name of the batch row, (B,) int64, with each sequence's number, for `name_of`."""
 
 NUM_POISONED = "training/poisoned_updates"
 _MAX_NUM_NAMED = 5

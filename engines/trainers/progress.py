@@ -67,7 +67,7 @@ class StageProgress:
         self.clock = clock
 
     def resume(self, workers: WorkerGroup) -> TrainerState:
-        """Load the newest valid checkpoint the journal covers; return its state, or step 0."""
+        """Load the newest valid checkpoint the journal covers; return its state, else step 0."""
         self._heartbeat.enter("train", STEP_DEADLINE_S)
         newest = self._newest = self._checkpoints.latest_valid(self.journal.num_done)
         if newest is None:

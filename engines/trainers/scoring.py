@@ -103,7 +103,7 @@ class CompletionScorer:
     def samples(
         self, prompts: PromptBatch, completions: Completions, scores: Scores
     ) -> ScoredBatch:
-        """Return the scored samples of a generation batch, given those of `all_requests`.
+        """Return a batch's scored samples; `completions` and `scores` are of its `all_requests`.
 
         Samples without a score, or whose greedy answer has none, are left out.
         """

@@ -39,8 +39,8 @@ class Teacher(Protocol):
 class RankTeacher:
     """Computes the columns with the role `teacher` of the training ranks.
 
-    `vocab_size` is the policy's. Ids of the teacher beyond it are part of its distribution, but are
-    not taught.
+    `vocab_size` is the policy's. A teacher's ids from there on are part of its distribution, but
+    are not taught.
     """
 
     config: DistillationConfig

@@ -68,7 +68,7 @@ def kto_loss(answers: Answers, chosen_N: Tensor, z0: float, options: KtoOptions)
 class KtoObjective:
     """A loss function (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
 
-    `loss` is a function of a module, so that the object can be sent to other processes.
+    `loss` is a module-level function, so that the object can be sent to other processes.
     """
 
     options: KtoOptions

@@ -133,7 +133,7 @@ def log_odds(logprob_N: Tensor) -> Tensor:
 class PairObjective:
     """A loss function (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
 
-    `loss` is a function of a module, so that the object can be sent to other processes.
+    `loss` is a module-level function, so that the object can be sent to other processes.
     """
 
     loss: Callable[[PairInputs], PairLoss]

@@ -61,7 +61,7 @@ def policy_source(policy_dir: Path) -> ModelSource:
 def initial_source(
     model: ModelConfig, external: Path | None, dataset_dir: Path, seed: int, work_dir: Path
 ) -> ModelSource:
-    """Return the source, checked, of a pipeline's first weights: local, downloaded, or random.
+    """Check and return the source of a pipeline's first weights: local, downloaded, or random.
 
     Args:
         external: the model as an input of the stage, if it is a local directory.

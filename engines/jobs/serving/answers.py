@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 
 class KeptAnswers:
-    """Samples requests whose answers are not in the store.
+    """Answers requests from the store, and samples those whose answers are not there.
 
     A stage that is deliberately run again samples anew. With `rollout.openai_endpoint` nothing is
     found or stored, because other clients may join the engine's batches.

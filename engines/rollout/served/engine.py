@@ -69,7 +69,7 @@ class RunningSample(SampleOfCall):
         return Completion(*self.key, (), (), (), "abort")
 
     def reaches_stop(self, token_ids: Sequence[int]) -> bool:
-        """Return True at the first call whose tokens, all sampled so far, have a stop string."""
+        """Return True once: when `token_ids`, all sampled so far, first contain a stop string."""
         if self.text is None or self.num_until_stop is not None:
             return False
         number = self.text.contains_stop(token_ids[self._num_seen :])

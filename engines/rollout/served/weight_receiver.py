@@ -139,7 +139,7 @@ def order_of(source: WeightSource, layout: ModelLayout, dtype: str) -> str:
 
 
 def carry_out(order: str, load: Callable[[NamedTensors], None], worker: int = 0) -> str:
-    """Execute an order in worker process `worker`; return the reply, also for an error.
+    """Execute an order in worker process `worker`; return the reply, which states any error.
 
     `load` overwrites the model with the (name, tensor) pairs that it gets.
     """

@@ -98,7 +98,7 @@ def completion(
     """Convert SGLang's last answer.
 
     Raises:
-        RolloutError: a token lacks its logprob or version, or SGLang ended the sample unasked.
+        RolloutError: a token lacks its logprob or version, or SGLang ended the sample on its own.
     """
     meta, sampling, token_ids = answer["meta_info"], sample.request.sampling, answer["output_ids"]
     reason = "stop"

@@ -385,7 +385,7 @@ def _pass(
 
 
 def _answer(request: PromptRequest, said: ModelOutputs, places: slice) -> PromptLogprobs:
-    """Return copies of some places; views would keep the outputs of the whole pass alive."""
+    """Return the answer, in copies: views would keep the outputs of the whole pass alive."""
     found = PromptLogprobs(request.request_id, said.logprobs_T[places].to("cpu", copy=True))
     if said.topk_ids_TK is None or said.topk_logprobs_TK is None:
         return found

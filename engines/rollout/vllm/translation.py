@@ -79,7 +79,7 @@ def completion(sample: RunningSample, output: Any) -> Completion:
     """Convert vLLM's final output.
 
     Raises:
-        RolloutError: a token lacks its logprob or version, or vLLM ended the sample unasked.
+        RolloutError: a token lacks its logprob or version, or vLLM ended the sample on its own.
     """
     if output.finish_reason not in ("stop", "length", "abort"):
         raise RolloutError(f"{sample.name}: vLLM ended it as {output.finish_reason}")

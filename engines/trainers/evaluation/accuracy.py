@@ -68,7 +68,7 @@ def share_interval(verdicts: ProblemSums, confidence: float) -> tuple[float, flo
 
 @dataclass(frozen=True)
 class SampledAnswer:
-    """One scored sample; `answer` is the extracted one, "" if nothing, None if unreported."""
+    """One scored sample; `answer` is the reward's extract, "" if nothing, None if unreported."""
 
     answer: str | None
     correct: bool
@@ -117,7 +117,7 @@ def estimate(
     seed: int,
     num_draws: int = NUM_DRAWS,
 ) -> Estimate:
-    """Return the rows' mean; Wilson's interval if a problem has one 0/1 value, else bootstrap."""
+    """Return the rows' mean; Wilson's interval if each problem has one verdict, else bootstrap."""
     problems, values = sums_by_problem(rows), [value for _, value in rows]
     has_one_verdict_each = len(set(rows)) == len(problems.sums) and {*values} <= {0, 1}
     low, high = (

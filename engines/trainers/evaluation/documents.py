@@ -56,7 +56,7 @@ def write_measurement(
     documents: Sequence[Document],
     directory: Path,
 ) -> None:
-    """Write both files of this module; `directory` exists, `tasks` are JSON values by task name."""
+    """Write both files to `directory`, which exists; `tasks` are JSON values by task name."""
     table = pa.Table.from_pylist(
         [{**each, "metrics": sorted(each["metrics"].items())} for each in documents], _SCHEMA
     )
@@ -84,7 +84,7 @@ def document_values(directory: Path, metric: str) -> dict[tuple[int, str, str], 
 
 
 def is_mean(directory: Path, metric: str, value: float) -> bool:
-    """Return True if `value`, of a metric, is the mean of the documents' values of the metric."""
+    """Return True if a metric's `value` is the mean of the documents' contributions to it."""
     values = document_values(directory, metric).values()
     return bool(values) and isclose(sum(values) / len(values), value, rel_tol=1e-9, abs_tol=1e-12)
 
