@@ -51,7 +51,7 @@ from infra import env
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a rank builds: the policy and models beside it, or one frozen model.
+    """Models that a rank builds: the policy and models beside it, or one frozen model.
 
     Attributes:
         serving_dir: Hugging Face directory with the rollout engine's configuration.

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Queueing:
-    """How a run waits for free resources.
+    """Deadlines and callbacks of a run that waits for free resources.
 
     Attributes:
         deadline_s: total wait; other runs may take days.

@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """What a replica builds; picklable.
+    """Engine that a replica builds, and its environment; picklable.
 
     Attributes:
         serving_dir: Hugging Face directory with the engine's configuration.

@@ -59,7 +59,7 @@ Parts = list[list[int]]
 
 
 class Dispatch(Enum):
-    """What a call does with its arguments and results."""
+    """Distribution of a call's arguments over the ranks, and the result that it returns."""
 
     ONE_TO_ALL = "one_to_all"
     """All ranks get the same arguments and must return equal results."""

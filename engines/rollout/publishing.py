@@ -57,7 +57,7 @@ class Probe(Protocol):
 
 @dataclass(frozen=True)
 class WeightRoute:
-    """How tensors get to replicas; `new_transport` takes the number of workers of each replica."""
+    """Functions that bring tensors to replicas; `new_transport` takes their numbers of workers."""
 
     new_transport: NewTransport
     send: Send
@@ -65,7 +65,7 @@ class WeightRoute:
 
 @dataclass(frozen=True)
 class Publication:
-    """How weights reach replicas, now and until the next publication.
+    """Routes, version and probe of a weight update, also for replicas that start before the next.
 
     With an `adapter`, `weights` sends its frozen base weights, once per replica. `adapter` is None
     if it is merged into the weights or there is none.

@@ -67,7 +67,7 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class CompletionScorer:
-    """Scores completions; judges are asked before the reward function is called.
+    """Scores completions; judges run first, and the reward function reads their results.
 
     `overlong` penalizes long answers relative to `max_new_tokens`; evaluation has no penalty.
     """

@@ -79,7 +79,7 @@ class ServedTeacher:
             taught = mask_T[start:end].nonzero().flatten()
             if not len(taught):
                 continue
-            # Only ask about tokens from the first to the last that is taught.
+            # Request logprobs only from the first to the last taught token.
             first, last = int(taught[0]), int(taught[-1])
             ids = tuple(batch.input_ids_T[start : start + last + 1].tolist())
             requests.append(

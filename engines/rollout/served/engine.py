@@ -56,7 +56,7 @@ class RunningSample(SampleOfCall):
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and prefix, which the processes take as its prompt."""
+        """Prompt and prefix: the prompt of the request to the library."""
         return [*self.request.prompt_ids, *self.request.prefix(self.place)]
 
     @property

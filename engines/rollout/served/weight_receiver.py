@@ -6,7 +6,7 @@ before the engine's library gets it; its checksum is of the bytes that the libra
 names a frozen dataclass of `engines.weight_sync` as its source; the receiver imports and builds
 nothing else.
 Does not promise a checksum of the model itself, since libraries may pack weights for their kernels;
-`RolloutEngine.score` verifies it. The engine may still not know the architecture.
+`RolloutEngine.score` verifies it. The engine may still not support the architecture.
 """
 
 import importlib

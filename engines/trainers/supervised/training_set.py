@@ -1,4 +1,4 @@
-"""What a supervised stage trains on: rows, their batches and the loss.
+"""The training set of a supervised stage: rows, their batches and the loss.
 
 A new stage needs only such a class, a job and a section; the loop uses this interface only.
 """
