@@ -265,7 +265,7 @@ def clip_cov_loss(inputs: PolicyLossInputs) -> TokenLoss:
 
 
 def kl_cov_prepass(inputs: PrepassInputs) -> Mapping[str, float]:
-    """Return means, the smallest covariance of a restrained token, and the share of tied tokens.
+    """Return means, the smallest covariance of a penalised token, and the share of tied tokens.
 
     The share is the part of the tokens with exactly that covariance for which there is room.
     """

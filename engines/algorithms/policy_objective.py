@@ -39,7 +39,7 @@ _NUM_POSITIVE = "num_positive_tokens"
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """A loss function (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
+    """A policy's loss function: (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
 
     Plain data, so that it can be sent to other processes; functions are looked up by name there.
     `max_new_tokens` is the default divisor of `seq-mean-token-sum-norm`.
@@ -62,7 +62,7 @@ class PolicyObjective:
         return frozenset({*row.columns, "loss_mask", *reference, *positive})
 
     def extras(self, batch: TokenBatch, gather: Gather) -> Mapping[str, float]:
-        """Return the numbers of the whole step that the policy loss needs; see `LossFn`."""
+        """Return statistics of the whole step that the policy loss needs; see `LossFn`."""
         part = find_part(POLICY_LOSSES, self.algorithm.loss_mode)
         mask_T, found = batch.columns["loss_mask"] > 0, dict[str, float]()
         if part.prepass is not None:

@@ -14,7 +14,7 @@ from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
 
 @dataclass(frozen=True)
 class ValueObjective:
-    """A loss function (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
+    """A critic's loss function: (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
 
     ``1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)``, a mean over trained tokens: the
     clipped form of PPO2 (Schulman et al., openai/baselines; arXiv:2005.12729 sec. 3 examines it).

@@ -187,7 +187,7 @@ class FrozenModel:
 
     @contextmanager
     def served_by(self, engines: LaunchedEngines) -> Iterator[RolloutService]:
-        """Yield a service over `engines` with the weights sent; it closes the engines."""
+        """Yield a service over `engines`, which have the weights; they are closed at the end."""
         with closing(engines.service()) as service:
             service.sync(
                 engines.new_transport, lambda to: to.send(stored_tensors(self.weights_dir)), 0

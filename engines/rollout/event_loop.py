@@ -36,7 +36,7 @@ class EventLoopThread:
         return self.wait(self.start(coroutine), what, timeout_s)
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the loop, for `wait`."""
+        """Start a coroutine in the loop; return the future, for `wait`."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def wait(self, future: Future[T], what: str, timeout_s: float) -> T:

@@ -77,7 +77,7 @@ class SamplingBody(StrictModel, ABC):
     @property
     @abstractmethod
     def limit(self) -> int | None:
-        """Maximum of sampled tokens; None: what the context leaves."""
+        """Maximum number of sampled tokens; None: as many as fit into the context."""
 
     @abstractmethod
     def prompt_ids(self, tokenizer: DirectoryTokenizer) -> tuple[int, ...]:

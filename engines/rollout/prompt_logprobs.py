@@ -91,7 +91,7 @@ def _problems(
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Logprobs of the given tokens, and likeliest tokens per position; none if not requested."""
+    """Logprobs of the given tokens, and likeliest tokens per position (empty if not requested)."""
 
     logprobs: Sequence[float]
     likeliest: Sequence[Candidates] = ()

@@ -275,7 +275,7 @@ class Publisher:
 
 @dataclass
 class _FrozenWeights:
-    """Base weights of an adapter: their digest, and the engines that hold them by place."""
+    """The adapter's base weights: their digest, and by place the engine that holds them."""
 
     digest: WeightDigest | None = None
     held_by: dict[int, RolloutEngine] = field(default_factory=dict)
@@ -283,7 +283,7 @@ class _FrozenWeights:
 
 @dataclass
 class _Transfer:
-    """One update of several replicas.
+    """Has several replicas load one update, and records the outcomes.
 
     Attributes:
         outcomes: digest or error by place; a ReplicaLostError for a replica without an answer.

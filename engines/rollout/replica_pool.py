@@ -113,7 +113,7 @@ class Routing(ABC, Generic[Request]):
 
     @abstractmethod
     def take(self, loads: Mapping[int, int]) -> list[tuple[int, Share[Request]]]:
-        """Return (place, share) pairs to start now, given the samples in flight at each place."""
+        """Return (place, share) pairs to start now; `loads` counts samples in flight by place."""
 
     @abstractmethod
     def lost(self, share: Share[Request], ledger: Ledger[Request]) -> None:
@@ -232,7 +232,7 @@ class ReplicaPool:
         return [slot for slot in self.slots if slot.state in states]
 
     def loads(self) -> Mapping[int, int]:
-        """Return the samples in flight at each place that takes requests."""
+        """Return the number of samples in flight at each place that takes requests."""
         return {slot.place: slot.num_in_flight for slot in self.in_state(ReplicaState.HEALTHY)}
 
     @contextmanager

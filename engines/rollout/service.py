@@ -271,7 +271,7 @@ class RolloutService:
         return [slot.state for slot in self._pool.slots]
 
     def abort(self) -> None:
-        """End all requests in flight; their partial samples are delivered as `abort`."""
+        """End all requests in flight; their partial samples get the finish reason `abort`."""
         self._on_each(lambda engine: engine.abort(), "the replicas to abort")
 
     def close(self) -> None:

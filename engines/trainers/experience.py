@@ -235,7 +235,7 @@ class Collector:
     def _shared(
         self, samples: tuple[ScoredSample, ...], batch: TokenBatch
     ) -> tuple[ScoredSample, ...]:
-        """Replace these samples by views of their batch."""
+        """Replace `samples`, also in the collector's own lists, by views of their batch."""
         trajectories = viewed([sample.trajectory for sample in samples], batch)
         views = tuple(
             replace(sample, trajectory=trajectory)

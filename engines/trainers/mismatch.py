@@ -104,7 +104,7 @@ class MismatchGate:
 
     @staticmethod
     def of(config: MismatchConfig, *dtypes: str) -> "MismatchGate":
-        """Return the configured bounds, or the defaults for the coarsest of the dtypes."""
+        """Return the configured bounds, else those of the coarsest dtype; infinite if disabled."""
         if not config.enable:
             return MismatchGate(math.inf, math.inf)
         mean, largest = BOUNDS["bfloat16" if "bfloat16" in dtypes else "float32"]

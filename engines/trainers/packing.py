@@ -64,7 +64,7 @@ def pack(trajectories: Sequence[Trajectory], see: See | None = None) -> TokenBat
 def _laid_out(
     trajectories: Sequence[Trajectory],
 ) -> Iterator[tuple[Trajectory, int, list[tuple[Segment, slice]]]]:
-    """Yield each trajectory, its first token in the batch, and its segments with their tokens."""
+    """Yield each trajectory, the index of its first token, and its segments with their slices."""
     start = 0
     for each in trajectories:
         end, own = start + len(each.prompt.token_ids_P), list[tuple[Segment, slice]]()

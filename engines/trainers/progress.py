@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class StageProgress:
-    """Journal, heartbeat, step checkpoints and clock of one training stage.
+    """Records the steps of one training stage, and saves and loads its checkpoints.
 
     Journal and checkpoints span all attempts. A checkpoint is due `every_num_steps` and after the
     last step. With `background_timeout_s` they are written in the background with this deadline.

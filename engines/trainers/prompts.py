@@ -108,7 +108,7 @@ class PromptSource:
             yield self._batch(step, (refill + 1) * self._config.batch_size_prompts, rows)
 
     def epoch(self, step: int) -> float:
-        """Return the passes over the rows after `step`, without refills."""
+        """Return the number of passes over the rows up to the end of `step`, without refills."""
         return self._order.epoch(step)
 
     def _batch(self, step: int, first_group: int, indices: Sequence[int]) -> PromptBatch:

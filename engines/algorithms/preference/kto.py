@@ -66,7 +66,7 @@ def kto_loss(answers: Answers, chosen_N: Tensor, z0: float, options: KtoOptions)
 
 @dataclass(frozen=True)
 class KtoObjective:
-    """A loss function (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
+    """KTO's loss function: (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
 
     `loss` is a module-level function, so that the object can be sent to other processes.
     """

@@ -131,7 +131,7 @@ def log_odds(logprob_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PairObjective:
-    """A loss function (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
+    """A loss function over pairs: (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
 
     `loss` is a module-level function, so that the object can be sent to other processes.
     """
@@ -196,7 +196,7 @@ def bradley_terry_loss(
 
 @dataclass(frozen=True)
 class RewardModelObjective:
-    """A loss function (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`."""
+    """A reward model's loss function, with the call of `PairObjective`."""
 
     options: RewardModelOptions
     readouts: Readouts = BEHIND

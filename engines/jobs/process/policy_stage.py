@@ -85,7 +85,7 @@ def prompts_within(
 
 
 def local_reward(context: JobContext, reward: RewardConfig) -> RewardConfig:
-    """Return the reward with its user files copied into the store as they were planned.
+    """Return the reward with its user files replaced by copies in the store, as planned.
 
     Scoring processes start at any time of the stage and must not read files that the user edits.
     """

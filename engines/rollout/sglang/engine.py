@@ -128,7 +128,7 @@ def server_arguments(
 def _num_cache_tokens(
     hf_dir: Path, options: SglangOptions, dtype: str, on_cpu: bool, length: int
 ) -> int | None:
-    """Return the tokens that the cache holds; None: what the share of the device leaves."""
+    """Return how many tokens the cache holds; None: as many as the memory fraction allows."""
     num_bytes = options.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None)
     if num_bytes is None:
         return None

@@ -80,7 +80,7 @@ class Server:
         return log_tail(self._log_path, noise=_LEAKS)
 
     def await_ready(self) -> None:
-        """Wait until it takes requests.
+        """Wait until the server takes requests.
 
         Raises:
             ConfigError: SGLang refuses its arguments.
@@ -102,7 +102,7 @@ class Server:
         self._shared_memory = shared_memory_of(self._process.pid)
 
     def stop(self) -> None:
-        """End it and remove its files; may be repeated."""
+        """End the server and remove its files; may be repeated."""
         try:
             stop_all([self._process], STOP_DEADLINE_S)
         finally:

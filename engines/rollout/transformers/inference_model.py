@@ -204,7 +204,7 @@ class InferenceModel:
     def score(
         self, sequences: Sequence[Sequence[int]], temperature: float
     ) -> list[tuple[float, ...]]:
-        """Return the logprobs of every token but the first of each sequence, one at a time."""
+        """Return the logprobs of each sequence's tokens but the first; one sequence per pass."""
         found: list[tuple[float, ...]] = []
         for sequence in sequences:
             step = PrefillStep.build(

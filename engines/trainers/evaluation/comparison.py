@@ -38,7 +38,7 @@ MAX_CELLS = 2**22
 
 @dataclass(frozen=True)
 class PairedGain:
-    """A mean difference, above 0 if the second model is better.
+    """A mean difference of a metric, above 0 if the candidate has the larger values.
 
     `margin` is half the width of its interval, `num_problems` counts distinct problems.
     """

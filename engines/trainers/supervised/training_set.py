@@ -19,7 +19,7 @@ from engines.types import TokenBatch
 
 
 class TrainingSet(Protocol):
-    """Rows with answers, and how a model learns from them."""
+    """Rows with answers, their batches, and the loss with which a role is trained on them."""
 
     role: RoleName
     """The role that is trained."""
