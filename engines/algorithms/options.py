@@ -40,8 +40,8 @@ class GdpoOptions(StrictModel):
     """Options of `gdpo`."""
 
     gdpo_reward_keys: tuple[str, ...] | None = None
-    """Components of the score that count, which every sample must have; null: all of a mixture
-    whose routes have the same ones. `score` and `acc` are allowed too."""
+    """Components of the score that count, which every sample must have; null: all of a
+    mixture, if all of its routes have the same. `score` and `acc` are allowed too."""
     gdpo_reward_weights: tuple[float, ...] | None = None
     """One per key; null: the mixture's weight, and 1 for a key that it does not have."""
 
@@ -65,7 +65,7 @@ class RaftOptions(StrictModel):
     raft_num_kept: int = Field(default=1, ge=1)
     """Number of distinct answers per prompt that are trained on, the best first."""
     raft_min_reward: float | None = None
-    """Answers that earned less are never kept; null keeps the best answer even if it is wrong."""
+    """Answers with a smaller reward are never kept; null keeps the best one even if it is wrong."""
 
 
 class SapoOptions(StrictModel):

@@ -40,7 +40,7 @@ from infra.job_environments import installed_distributions, is_inside
 RAY_ADDRESS = "auto"
 CONNECT_DEADLINE_S = 60.0
 MARGIN_S = 120.0
-"""How much longer than a rank's own timeout the group waits for its error."""
+"""Time that the group waits for a rank's error, after the rank's own timeout."""
 
 
 def launch_policy_beside(

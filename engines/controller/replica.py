@@ -178,7 +178,7 @@ class RemoteReplica(RolloutEngine):
 
     @property
     def version(self) -> int:
-        """Version that this handle last confirmed; -1 before, during an update and asleep."""
+        """Version that this handle last confirmed; -1 while the engine has no confirmed weights."""
         return self._version
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:

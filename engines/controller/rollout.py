@@ -142,7 +142,7 @@ class RankRollout:
     """
 
     num_restarts = 0
-    """An engine dies with its rank."""
+    """Always 0: an engine is not restarted alone, since it dies with its rank."""
 
     def __init__(self, workers: WorkerGroup) -> None:
         self._workers = workers

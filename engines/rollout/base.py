@@ -39,7 +39,7 @@ class Capability(Enum):
     PREFIX_CACHE = "prefix_cache"
     """Caches keys and values of prompts between requests; a weight sync must clear them."""
     SLEEP_FREES_MEMORY = "sleep_frees_memory"
-    """`sleep` frees memory; without it, `sleep` only refuses to sample."""
+    """`sleep` frees memory; without it, a sleeping engine only refuses to sample."""
     STRUCTURED_OUTPUT = "structured_output"
     """Supports `SamplingParams.structured_output`. Also stated in the engine's plugin row."""
     EXACT_CONTINUATION = "exact_continuation"

@@ -32,7 +32,7 @@ from infra.errors import DeadlineError, PipelineError
 ANSWER_DEADLINE_S = 60.0
 """Deadline of a call that does no work."""
 PROBE_DEADLINE_S = 300.0
-"""Long, since an engine may compile kernels for its first request."""
+"""Deadline of a probe; long, since an engine may compile kernels for its first request."""
 RESTART_DEADLINE_S = 900.0
 """Deadline for lost replicas to be up again."""
 

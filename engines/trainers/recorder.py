@@ -175,7 +175,7 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
         "critic/equal_groups": float(groups.equal_P.sum()),
         **experience.metrics,
     }
-    # Values and their targets are of a critic.
+    # `values` and `returns` exist only with a critic.
     for name in ("advantages", "values", "returns"):
         if name in experience.batch.columns:
             metrics |= _spread(f"critic/{name}", experience.batch.columns[name][sampled_T])

@@ -39,7 +39,7 @@ HOST = "127.0.0.1"
 SERVER_MAIN = "engines.rollout.sglang.server_main"
 _LEAKS = r"nanobind|^ - (leaked |\.\.\. skipped)"
 DYING_S = 5.0
-"""A dying process closes its connections before it is gone."""
+"""Wait after a broken connection: a dying process closes connections before it is gone."""
 EVENT, END = b"data: ", b"[DONE]"
 
 

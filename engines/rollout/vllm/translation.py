@@ -19,8 +19,8 @@ from engines.rollout.served.engine import RunningSample
 from engines.types import Completion, RolloutRequest
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
-"""vLLM raises a smaller positive temperature to this, treats the smallest as 0, and refuses one
-above the maximum."""
+"""vLLM raises a smaller positive temperature to the minimum, or treats it as 0 if it is tiny, and
+refuses one above the maximum."""
 
 
 def check_temperature(request: RolloutRequest) -> None:
