@@ -5,7 +5,7 @@ summary.json         counts of pairs and of prompts without one
 
 At least one answer of a pair is sampled from the policy.
 Promises: preference training with the same context accepts every pair; pairs are in memory only
-until those of their call are written. Rows and seeds depend only on (seed, iteration, row). An
+until the pairs of their call are written. Rows and seeds depend only on (seed, iteration, row). An
 answer that was cut, is blank or could not be scored is in no pair; rows without a pair are counted.
 Lengths are those of the rendered text, as training sees it.
 """

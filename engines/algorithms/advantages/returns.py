@@ -1,9 +1,9 @@
 """Advantages from returns to go: with a critic, and with baselines that need none.
 
 The baseline of each token that minimises the variance of the gradient (arXiv:2602.07078) weights
-answers by their energy: the squared norm of the gradient of ``log pi`` with respect to the logits
-is ``1 - 2 pi + sum of pi^2``, known from the forward pass, and the energy of an answer up to token
-t is the sum of these.
+answers by their energy up to the token: the sum of ``1 - 2 pi + sum of pi^2`` over the tokens so
+far, each the squared norm of the gradient of ``log pi`` with respect to the logits. The forward
+pass gives it.
 Promises: tokens that are not trained on (of an environment or a tool) are skipped: value, return
 and advantage before them equal those after them.
 Letters: B samples, T tokens, P groups, L trained tokens of the longest sample, K places (tokens or

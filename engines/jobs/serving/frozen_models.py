@@ -1,4 +1,4 @@
-"""The frozen models beside a policy: reward model, judge and teacher.
+"""The frozen models that score a policy's answers: reward model and judge.
 
 `serve` adds the engines of a stage without training, with everything that scores their answers.
 """

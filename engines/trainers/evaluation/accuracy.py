@@ -7,7 +7,7 @@ times): a mean over rows stays the same, while its uncertainty counts distinct p
 torch.
 
 Promises: equal inputs give equal results on every version of numpy; without repeated problems the
-numbers are those of rows, bit for bit.
+results equal those over rows, bit for bit.
 Does not promise: a correct interval for few problems, or for equal values that are not verdicts.
 """
 

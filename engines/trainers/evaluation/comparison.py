@@ -1,8 +1,8 @@
 """Compare two models on the same problems, metric by metric; imports no torch.
 
 Paired randomization test (Fisher, The Design of Experiments, 1935, sec. 21; Noreen, Computer
-Intensive Methods for Testing Hypotheses, 1989): the sum of each problem's differences is compared
-with sums over random signs. For verdicts, whose differences are -1, 0 and 1, it is the exact
+Intensive Methods for Testing Hypotheses, 1989): the sum of the problems' differences is compared
+with sums under random signs. For verdicts, whose differences are -1, 0 and 1, it is the exact
 McNemar (sign) test up to the error of its draws. Rows of one problem share one sign.
 
 Promises: equal models are called better with probability at most (1 - confidence) / 2, and worse
