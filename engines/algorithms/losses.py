@@ -267,7 +267,7 @@ def clip_cov_loss(inputs: PolicyLossInputs) -> TokenLoss:
 def kl_cov_prepass(inputs: PrepassInputs) -> Mapping[str, float]:
     """Return means, the smallest covariance of a penalised token, and the share of tied tokens.
 
-    The share is the part of the tokens with exactly that covariance for which there is room.
+    The share is the fraction that is penalised of the tokens with exactly that covariance.
     """
     options = options_as(KlCovOptions, inputs.options)
     num_tokens, means = _means(inputs)
@@ -287,7 +287,7 @@ def kl_cov_loss(inputs: PolicyLossInputs) -> TokenLoss:
 
     arXiv:2505.22617 sec. 4.3; for the covariance see `clip_cov_loss`.
 
-    The `kl_cov_ratio` of the step's tokens with the largest covariance, rounded down, also pay
+    The `kl_cov_ratio` of the step's tokens with the largest covariance, rounded down, also have the loss
     ``ppo_kl_coef |log pi - log pi_old|``. Tokens that tie for the last places share them: certain
     tokens (log pi = 0) of equal advantage tie by the thousand. No clip.
     """

@@ -211,7 +211,7 @@ def resampling_weights(rewards_B: Tensor, index_B: Tensor, config: PfPpoConfig) 
 def resample(rewards_B: Tensor, index_B: Tensor, config: PfPpoConfig, seed: int) -> Tensor:
     """Return the samples that a step trains on, (B,) int64 indices, ascending, with repetitions.
 
-    Each prompt keeps its number of answers; if none of them has a weight, each is taken once.
+    Each prompt keeps its number of answers; if all their weights are 0, each is taken once.
     """
     weights_B = resampling_weights(rewards_B, index_B, config)
     draws_B = torch.rand(

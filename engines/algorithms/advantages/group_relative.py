@@ -73,8 +73,8 @@ def rloo_advantages(inputs: AdvantageInputs) -> Advantages:
 def opo_advantages(inputs: AdvantageInputs) -> Advantages:
     """OPO (arXiv:2505.23585): relative to the mean weighted by length, the optimal baseline.
 
-    ``R_i - sum(l R) / sum(l)`` over the group, with l the trained tokens of a sample. No other
-    baseline has less variance if the squared gradient norm of an answer grows with its length.
+    ``R_i - sum(l R) / sum(l)`` over the group, with l a sample's number of trained tokens. No
+    other baseline has less variance if the squared gradient norm of an answer grows with its length.
     """
     outcomes_B, group_B = inputs.outcomes_B, inputs.group_B
     groups = group_statistics(outcomes_B, group_B, inputs.num_groups)
@@ -90,8 +90,8 @@ def opo_advantages(inputs: AdvantageInputs) -> Advantages:
 def gpg_advantages(inputs: AdvantageInputs) -> Advantages:
     """GPG (arXiv:2504.02546): centred scores, scaled up for groups without a gradient.
 
-    ``alpha (R - mean) / f_norm`` with ``alpha = B / (B - M)``, M the samples of groups whose scores
-    are all equal: their zero gradient would shrink the mean over the step. alpha, the metric
+    ``alpha (R - mean) / f_norm`` with ``alpha = B / (B - M)``, M samples in groups whose scores are
+    all equal: their zero gradient would shrink the mean over the step. alpha, the metric
     `critic/gpg_alpha`, uses the whole step.
     """
     options = options_as(GpgOptions, inputs.options)

@@ -92,7 +92,7 @@ def bootstrap_interval(
 
     Whole problems are drawn with replacement, with all of their rows (the cluster bootstrap: Field
     and Welsh, Bootstrapping Clustered Data, JRSS B 69, 2007), from PCG64's raw stream, which numpy
-    guarantees. The mean lies between the bounds. Raises `ValueError` if there is no value.
+    keeps stable. The mean lies between the bounds. Raises `ValueError` if there is no value.
     """
     if not values.sums:
         raise ValueError("got no values; need one or more")
