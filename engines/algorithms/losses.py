@@ -287,9 +287,9 @@ def kl_cov_loss(inputs: PolicyLossInputs) -> TokenLoss:
 
     arXiv:2505.22617 sec. 4.3; for the covariance see `clip_cov_loss`.
 
-    The `kl_cov_ratio` of the step's tokens with the largest covariance, rounded down, also have the loss
-    ``ppo_kl_coef |log pi - log pi_old|``. Tokens that tie for the last places share them: certain
-    tokens (log pi = 0) of equal advantage tie by the thousand. No clip.
+    The `kl_cov_ratio` of the step's tokens with the largest covariance, rounded down, have the
+    penalty ``ppo_kl_coef |log pi - log pi_old|``. Tokens that tie for the last places share them:
+    certain tokens (log pi = 0) of equal advantage tie by the thousand. No clip.
     """
     options = options_as(KlCovOptions, inputs.options)
     extras = inputs.counts.extras

@@ -74,7 +74,7 @@ def opo_advantages(inputs: AdvantageInputs) -> Advantages:
     """OPO (arXiv:2505.23585): relative to the mean weighted by length, the optimal baseline.
 
     ``R_i - sum(l R) / sum(l)`` over the group, with l a sample's number of trained tokens. No
-    other baseline has less variance if the squared gradient norm of an answer grows with its length.
+    baseline has less variance if the squared gradient norm of an answer grows with its length.
     """
     outcomes_B, group_B = inputs.outcomes_B, inputs.group_B
     groups = group_statistics(outcomes_B, group_B, inputs.num_groups)
