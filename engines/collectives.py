@@ -13,6 +13,7 @@ Does not promise security (the store has no passwords), or anything about collec
 Megatron-Core and similar libraries, except that their groups have the same timeouts.
 """
 
+import errno
 import json
 import math
 import socket
@@ -28,6 +29,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from engines.errors import CollectiveError
 from hardware.base import PlatformBase
@@ -143,6 +145,12 @@ def all_to_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received
 
 
+@torch.no_grad()
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return the whole tensor without gradient; a collective all-gather if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def gather_texts(text: str | None) -> list[str | None]:
     """Return the texts of all ranks of the default group in rank order, on every rank."""
     if not dist.is_initialized():
@@ -157,9 +165,11 @@ def raise_together(problem: OSError | None, what: str) -> None:
     """Raise an OSError on every rank if one has a `problem`, so that none waits. Collective."""
     if problem is not None and world_size() == 1:
         raise problem
-    for number, text in enumerate(gather_texts(problem and str(problem))):
+    own = problem and json.dumps([problem.errno or errno.EIO, str(problem)])
+    for number, text in enumerate(gather_texts(own)):
         if text is not None:
-            raise OSError(f"{what}: rank {number}: {text}") from problem
+            code, said = json.loads(text)
+            raise OSError(code, f"{what}: rank {number}: {said}") from problem
 
 
 def barrier() -> None:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 @dataclass(frozen=True)
@@ -53,3 +55,18 @@ def whole_place(name: str, tensor: Tensor) -> WeightPlace:
     """Return the place of a tensor that is not sharded."""
     shape = tuple(tensor.shape)
     return WeightPlace(name, shape, (0,) * len(shape), shape)
+
+
+def local_place(name: str, tensor: Tensor) -> WeightPlace:
+    """Return the place of this rank's shard of a tensor; its shape may be empty."""
+    if not isinstance(tensor, DTensor):
+        return whole_place(name, tensor)
+    shape, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return WeightPlace(name, tuple(tensor.shape), tuple(offsets), tuple(shape))
+
+
+def local_values(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, or the whole tensor."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

@@ -48,12 +48,13 @@ class EnvVar:
 
     def get_bool(self) -> bool:
         """Parse 1/true/yes/on or 0/false/no/off, unset as False; raises ConfigError for others."""
-        value = (self.get() or "0").strip().lower()
-        if value in {"1", "true", "yes", "on"}:
-            return True
-        if value in {"0", "false", "no", "off"}:
-            return False
-        raise ConfigError(f"environment.{self.name}", f"got {value!r}; need 1 or 0")
+        match (self.get() or "0").strip().lower():
+            case "1" | "true" | "yes" | "on":
+                return True
+            case "0" | "false" | "no" | "off":
+                return False
+            case value:
+                raise ConfigError(f"environment.{self.name}", f"got {value!r}; need 1 or 0")
 
 
 # Variables of this project.

@@ -35,20 +35,20 @@ def to_config_error(error: ValidationError, model: type[BaseModel], root: str = 
     first = min(found, key=lambda each: _TELLING_FIRST.get(each["type"], len(_TELLING_FIRST)))
     path = ".".join(filter(None, (root, *(str(part) for part in first["loc"]))))
     owner, field = _resolve(model, first["loc"])
-    kind = first["type"]
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    if kind == "extra_forbidden":
-        return ConfigError(path, _unknown_field(str(first["loc"][-1]), owner, model) + more)
-    if kind == "missing":
-        need = (field and field.description) or "give a value"
-        return ConfigError(path, f"missing; need {need}{more}")
-    if kind == "value_error":
-        problem = str(first["ctx"]["error"]) if "ctx" in first else ""
-        inner, colon, rest = problem.partition(": ")
-        if colon and re.fullmatch(r"[a-z_][a-z0-9_.]*", inner):
-            path, problem = f"{path}.{inner}" if path else inner, rest
-        return ConfigError(path or "recipe", problem + more)
-    return ConfigError(path or "recipe", _bad_value(first, field) + more)
+    match first["type"]:
+        case "extra_forbidden":
+            problem = _unknown_field(str(first["loc"][-1]), owner, model)
+        case "missing":
+            problem = f"missing; need {(field and field.description) or 'give a value'}"
+        case "value_error":
+            problem = str(first["ctx"]["error"]) if "ctx" in first else ""
+            inner, colon, rest = problem.partition(": ")
+            if colon and re.fullmatch(r"[a-z_][a-z0-9_.]*", inner):
+                path, problem = f"{path}.{inner}" if path else inner, rest
+        case _:
+            problem = _bad_value(first, field)
+    return ConfigError(path or "recipe", problem + more)
 
 
 def _unknown_field(name: str, owner: type[BaseModel] | None, root: type[BaseModel]) -> str:

@@ -50,10 +50,6 @@ class Needs:
     of_artifacts: Mapping[str, str]
     read_at: Mapping[str, float]
 
-    def touched_at(self, digest: str, stored: Stored) -> float:
-        """Return when a copy of an artifact was last written or read; seconds since the epoch."""
-        return max(stored.touched_at, self.read_at.get(digest, 0.0))
-
 
 @dataclass(frozen=True)
 class Limits:
@@ -149,7 +145,8 @@ def survey(
             for digest, copies in artifacts.items()
             if digest not in named
             for stored in copies
-            if now - needs.touched_at(digest, stored) > (YOUNG_S if digest in left else orphan_s)
+            if now - max(stored.touched_at, needs.read_at.get(digest, 0.0))
+            > (YOUNG_S if digest in left else orphan_s)
         ),
         rests=(*leftovers, *(each for stage in stays for each in steps.get(stage.fingerprint, ()))),
         total_bytes=total,

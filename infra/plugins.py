@@ -136,12 +136,16 @@ def register_row(kind: str, row: Row) -> None:
     """
     path = f"plugin {kind}.{row.name}"
     module, _, attribute = row.target.partition(":")
-    if not module or not attribute:
-        raise ConfigError(path, f"got target {row.target!r}; need module:attribute")
-    if row.devices and kind != "backend":
-        raise ConfigError(path, "got devices; only a backend has them; remove them")
-    if row.vendor is not None and not row.devices:
-        raise ConfigError(path, f"got vendor {row.vendor!r} without devices; name its devices")
+    for is_wrong, problem in (
+        (not (module and attribute), f"got target {row.target!r}; need module:attribute"),
+        (row.devices and kind != "backend", "got devices; only a backend has them; remove them"),
+        (
+            row.vendor is not None and not row.devices,
+            f"got vendor {row.vendor!r} without devices; name its devices",
+        ),
+    ):
+        if is_wrong:
+            raise ConfigError(path, problem)
     registrar, owner = _importing[-1] if _importing else (None, RUN_TIME_OWNER)
     devices = tuple(sorted(set(row.devices)))
     known = replace(row, devices=devices, owner=owner, registrar=registrar)
@@ -187,9 +191,7 @@ def import_external_modules() -> tuple[BrokenModule, ...]:
     modules.
     """
     modules = external_modules()
-    for name, owner in modules.items():
-        if name in _broken:
-            continue
+    for name, owner in ((n, owner) for n, owner in modules.items() if n not in _broken):
         _importing.append((name, RUN_TIME_OWNER if owner.startswith("environment.") else owner))
         try:
             with _outside_code():

@@ -1,6 +1,6 @@
 """Bounded waits for something outside this process; a wait that times out raises an error.
 
-`in_thread` runs work whose result another thread waits for.
+`in_thread` runs work whose result another thread waits for, as by `result_within`.
 Does not promise: to interrupt a predicate that blocks.
 """
 
@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from infra.errors import DeadlineError
@@ -66,30 +66,58 @@ def in_thread(work: Callable[[], Value], name: str) -> Future[Value]:
     return future
 
 
+def result_within(future: Future[Value], what: str, deadline_s: float) -> Value:
+    """Wait for a future, and return its result or raise its error.
+
+    Raises:
+        DeadlineError: it was not done after `deadline_s`; says `what` it waited for.
+    """
+    wait([future], deadline_s)
+    if not future.done():
+        raise DeadlineError(what, deadline_s)
+    return future.result()
+
+
+class Repeated:
+    """Calls `work` every `every_s` from a daemon thread, until it returns True or `end` is called.
+
+    Does not promise: to go on after an error of `work`.
+    """
+
+    def __init__(self, work: Callable[[], object], every_s: float, name: str) -> None:
+        self._ended = threading.Event()
+
+        def run() -> None:
+            while not self._ended.wait(every_s):
+                if work():
+                    return
+
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
+        self._thread.start()
+
+    def end(self, deadline_s: float = 0.0) -> None:
+        """Begin no further call; wait up to `deadline_s` for one in progress."""
+        self._ended.set()
+        self._thread.join(deadline_s)
+
+
 def when_there_is_room(write: Callable[[], Value], what: str) -> Value:
     """Retry a write of `what` (in words) while the disk is full, and return its result.
 
     Raises:
         DeadlineError: the disk stayed full for `ROOM_DEADLINE_S`; holds the last disk error.
     """
-    refusals: list[OSError] = []
-
-    def written() -> tuple[Value] | None:
+    ends_at = time.monotonic() + ROOM_DEADLINE_S
+    while True:
         try:
-            return (write(),)
+            return write()
         except OSError as error:
             if error.errno not in FULL_DISK:
                 raise
             _log.warning("waiting for %s %s: %s", ROOM, what, error)
-            refusals[:] = [error]
-            return None
-
-    try:
-        return wait_for(written, f"{ROOM} {what}", ROOM_DEADLINE_S, ROOM_POLL_S)[0]
-    except DeadlineError:
-        raise DeadlineError(
-            f"{ROOM} {what} ({refusals[-1].strerror})", ROOM_DEADLINE_S
-        ) from refusals[-1]
+            if time.monotonic() >= ends_at:
+                raise DeadlineError(f"{ROOM} {what} ({error.strerror})", ROOM_DEADLINE_S) from error
+        time.sleep(ROOM_POLL_S)
 
 
 def when_it_answers(ask: Callable[[], Value], what: str, deadline_s: float) -> Value:

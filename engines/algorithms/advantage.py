@@ -11,6 +11,7 @@ from torch import Tensor
 from engines.algorithms.parts import AdvantageInputs, Advantages, check_batch, find_part
 from engines.algorithms.sequences import sum_by_sequence
 from engines.config.algorithm import AlgorithmConfig
+from engines.config.base import StrictModel
 from engines.config.rows import ADVANTAGES
 from engines.errors import NonFiniteError
 from engines.types import TokenBatch
@@ -28,6 +29,7 @@ def advantages(
     scores_BR: Tensor | None = None,
     components: Sequence[str] = (SCORE,),
     truncated_B: Tensor | None = None,
+    options: StrictModel | None = None,
 ) -> Advantages:
     """Return the advantages of the scored samples of one RL step.
 
@@ -35,11 +37,11 @@ def advantages(
         rewards_T: (T,) reward of each token; see `AdvantageInputs`.
         group_B: (B,) int64 >= 0, index of each sample's prompt.
         scores_BR: (B, R) components of the scores; None: the sum of each sample's rewards.
-        truncated_B: (B,) bool, samples cut at the length limit; None: none.
+        truncated_B: (B,) bool, samples cut at the length limit.
+        options: the estimator's share of `algorithm.options`, validated; None validates it here.
 
     Raises:
         NonFiniteError: names the first sample whose reward or component is NaN or infinite.
-        UnknownPluginError: there is no such estimator.
         ValueError: shapes do not fit, an index is negative, or the batch lacks a column or row.
     """
     if rewards_T.shape != (batch.num_tokens,):
@@ -75,6 +77,6 @@ def advantages(
             truncated_B=torch.zeros_like(group_B).bool() if truncated_B is None else truncated_B,
             components=tuple(components),
             algorithm=algorithm,
-            options=part.options(algorithm),
+            options=part.options(algorithm) if options is None else options,
         )
     )

@@ -41,14 +41,14 @@ def aggregate(
     - `seq-mean-token-sum-norm`: sum of l_t / (S * scale_factor) (Dr. GRPO, arXiv:2503.20783).
     """
     num_sequences = max(counts.num_sequences, 1)
-    if mode == "token-mean":
-        return token_mean(values_T, mask_T, counts)
-    if mode == "token-sum":
-        return masked_sum(values_T, mask_T)
-    if mode == "seq-mean-token-sum":
-        return masked_sum(values_T, mask_T) / num_sequences
-    if mode == "seq-mean-token-sum-norm":
-        return masked_sum(values_T, mask_T) / (num_sequences * scale_factor)
+    divisors = {
+        "token-mean": max(counts.num_tokens, 1),
+        "token-sum": 1,
+        "seq-mean-token-sum": num_sequences,
+        "seq-mean-token-sum-norm": num_sequences * scale_factor,
+    }
+    if mode in divisors:
+        return masked_sum(values_T, mask_T) / divisors[mode]
     index_T, ones_T = batch.sequence_index_T, mask_T.to(torch.float32)
     count_B = torch.zeros(batch.num_sequences, device=mask_T.device).index_add(0, index_T, ones_T)
     return masked_sum(values_T / count_B.clamp(min=1)[index_T], mask_T) / num_sequences

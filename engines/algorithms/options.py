@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from engines.config.base import StrictModel
+from engines.config.base import Refusals, StrictModel
 
 
 class DiscountOptions(StrictModel):
@@ -45,17 +45,18 @@ class GdpoOptions(StrictModel):
     gdpo_reward_weights: tuple[float, ...] | None = None
     """One per key; null: the mixture's weight, and 1 for a key that it does not have."""
 
-    def _check_values(self) -> None:
-        keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
-        if weights is not None and keys is None:
-            raise ValueError(
+    def _refusals(self) -> Refusals:
+        if self.gdpo_reward_weights is not None:
+            keys, weights = self.gdpo_reward_keys or (), self.gdpo_reward_weights
+            yield (
+                self.gdpo_reward_keys is None,
                 f"gdpo_reward_weights: got {list(weights)}; need gdpo_reward_keys too, one for "
-                "each weight; set both"
+                "each weight; set both",
             )
-        if keys is not None and weights is not None and len(keys) != len(weights):
-            raise ValueError(
+            yield (
+                len(keys) != len(weights),
                 f"gdpo_reward_weights: got {len(weights)}; need {len(keys)}, one for each of "
-                "gdpo_reward_keys"
+                "gdpo_reward_keys",
             )
 
 
@@ -94,12 +95,11 @@ class ClipCovOptions(StrictModel):
     clip_cov_ub: float = 5.0
     """Tokens with a larger covariance keep their gradient."""
 
-    def _check_values(self) -> None:
-        if self.clip_cov_lb >= self.clip_cov_ub:
-            raise ValueError(
-                f"clip_cov_lb: got {self.clip_cov_lb}; need less than clip_cov_ub "
-                f"{self.clip_cov_ub}"
-            )
+    def _refusals(self) -> Refusals:
+        yield (
+            self.clip_cov_lb >= self.clip_cov_ub,
+            f"clip_cov_lb: got {self.clip_cov_lb}; need less than clip_cov_ub {self.clip_cov_ub}",
+        )
 
 
 class KlCovOptions(StrictModel):

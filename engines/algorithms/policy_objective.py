@@ -1,16 +1,16 @@
-"""The loss function of one RL update: policy loss - entropy bonus + KL to the reference + NLL.
+"""The loss functions of an RL update, of the policy and of the critic.
 
-A teacher's loss is added to it, or takes its place.
-
-Advantages, reference logprobs and scores are columns made beforehand. With PF-PPO
+The policy's is policy loss - entropy bonus + KL to the reference + NLL; a teacher's loss is added
+to it, or takes its place. The critic's is the squared error, clipped around the old values.
+Advantages, returns, reference logprobs and scores are columns made beforehand. With PF-PPO
 (arXiv:2409.06957) the answers of each prompt are resampled before the update, weighted by their
 rewards, because a reward model is most reliable where it is most certain.
 
-Promises: every term is aggregated with the same mode over global counts; metrics are shares that
-add up over micro-batches and ranks. Without a column `old_logprobs` the batch counts as on-policy
-(one update per batch): the ratio is 1 and its gradient is that of REINFORCE. When answers are
-resampled, a prompt keeps its number of answers and a sample its advantage; the draw depends on the
-seed alone.
+Promises: every term is aggregated with the same mode over global counts, values as a mean over all
+trained tokens; metrics are shares that add up over micro-batches and ranks. Without a column
+`old_logprobs` the batch counts as on-policy (one update per batch): the ratio is 1 and its gradient
+is that of REINFORCE. When answers are resampled, a prompt keeps its number of answers and a sample
+its advantage; the draw depends on the seed alone.
 """
 
 from collections.abc import Mapping
@@ -30,6 +30,7 @@ from engines.algorithms.parts import (
     find_part,
 )
 from engines.config.algorithm import TOPK, AlgorithmConfig, PfPpoConfig
+from engines.config.base import StrictModel
 from engines.config.rows import POLICY_LOSSES
 from engines.config.sections import RLConfig
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, Readouts, TokenBatch
@@ -42,11 +43,15 @@ class PolicyObjective:
     """A policy's loss function: (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
 
     Plain data, so that it can be sent to other processes; functions are looked up by name there.
-    `max_new_tokens` is the default divisor of `seq-mean-token-sum-norm`.
+
+    Attributes:
+        max_new_tokens: default divisor of `seq-mean-token-sum-norm`.
+        options: the policy loss's share of `algorithm.options`, validated.
     """
 
     algorithm: AlgorithmConfig
     max_new_tokens: int
+    options: StrictModel
 
     @property
     def readouts(self) -> Readouts:
@@ -66,9 +71,7 @@ class PolicyObjective:
         part = find_part(POLICY_LOSSES, self.algorithm.loss_mode)
         mask_T, found = batch.columns["loss_mask"] > 0, dict[str, float]()
         if part.prepass is not None:
-            found |= part.prepass(
-                PrepassInputs(batch, mask_T, gather, part.options(self.algorithm))
-            )
+            found |= part.prepass(PrepassInputs(batch, mask_T, gather, self.options))
         if self.algorithm.positive_nll_coef:
             own = (batch.columns["positive"] * mask_T).sum().reshape(1)
             found[_NUM_POSITIVE] = float(gather(own).sum())
@@ -90,7 +93,7 @@ class PolicyObjective:
                 batch=batch,
                 counts=counts,
                 algorithm=algorithm,
-                options=part.options(algorithm),
+                options=self.options,
             )
         )
         loss = self._aggregate(policy.loss_T, mask_T, batch, counts)
@@ -129,8 +132,9 @@ class PolicyObjective:
 
 
 def policy_loss_fn(algorithm: AlgorithmConfig, max_new_tokens: int) -> PolicyObjective:
-    """Return the loss function of the configured algorithm."""
-    return PolicyObjective(algorithm, max_new_tokens)
+    """Return the loss function of the configured algorithm; raises as `find_part` does."""
+    options = find_part(POLICY_LOSSES, algorithm.loss_mode).options(algorithm)
+    return PolicyObjective(algorithm, max_new_tokens, options)
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,7 @@ Objective = PolicyObjective | DistilledObjective
 
 def round_loss_fn(rl: RLConfig) -> Objective:
     """Return the loss function of a round's policy, with the teacher's if there is one."""
-    policy, section = PolicyObjective(rl.algorithm, rl.sampling.max_new_tokens), rl.distillation
+    policy, section = policy_loss_fn(rl.algorithm, rl.sampling.max_new_tokens), rl.distillation
     if section is None:
         return policy
     is_topk = section.loss == TOPK
@@ -238,3 +242,46 @@ def _extreme_B(rewards_B: Tensor, index_B: Tensor, which: str) -> Tensor:
     """Return (B,) the largest or smallest reward of each sample's prompt."""
     zeros_P = rewards_B.new_zeros(int(index_B.max()) + 1 if index_B.numel() else 0)
     return zeros_P.scatter_reduce(0, index_B, rewards_B, which, include_self=False)[index_B]
+
+
+@dataclass(frozen=True)
+class ValueObjective:
+    """A critic's loss function: (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
+
+    ``1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)``, a mean over trained tokens: the
+    clipped form of PPO2 (Schulman et al., openai/baselines; arXiv:2005.12729 sec. 3 examines it).
+    The maximum has no gradient where V moved further than c, and towards R. c is `cliprange`; None
+    does not clip.
+    """
+
+    cliprange: float | None = None
+
+    def __call__(
+        self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
+    ) -> LossOutput:
+        """Return this micro-batch's share of the loss and metrics.
+
+        Reads the columns `loss_mask`, `returns` and, to clip, `values`.
+
+        Raises:
+            ValueError: the outputs are of a language model.
+        """
+        values_T = outputs.values_T
+        if values_T is None:
+            raise ValueError("a value loss needs a value model: the forward pass has no values")
+        mask_T, returns_T = batch.columns["loss_mask"] > 0, batch.columns["returns"]
+        loss_T = (values_T - returns_T).square()
+        clipped_T = torch.zeros_like(values_T)
+        if self.cliprange is not None:
+            before_T = batch.columns["values"]
+            near_T = values_T.clamp(before_T - self.cliprange, before_T + self.cliprange)
+            other_T = (near_T - returns_T).square()
+            clipped_T = (other_T > loss_T).float()
+            loss_T = torch.maximum(loss_T, other_T)
+        loss = token_mean(0.5 * loss_T, mask_T, counts)
+        metrics = {
+            "critic/vf_loss": loss.detach(),
+            "critic/vf_clipfrac": token_mean(clipped_T, mask_T, counts),
+            "critic/vpred_mean": token_mean(values_T.detach(), mask_T, counts),
+        }
+        return LossOutput(loss, metrics)

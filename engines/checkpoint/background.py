@@ -9,11 +9,11 @@ is raised by the next call. One checkpoint is in flight at a time. A lent buffer
 """
 
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +21,8 @@ from torch import Tensor
 from engines import remote_files
 from engines.checkpoint.step_store import StepCheckpoint, StepCheckpoints, TrainerState
 from engines.errors import CheckpointError
-from infra.errors import DeadlineError
-from infra.waiting import in_thread, wait_for
+from infra.waiting import in_thread, result_within, wait_for
 
-T = TypeVar("T")
 _WRITTEN, _FAILED = ".written-", ".failed-"
 _POLL_S = 0.05
 
@@ -72,7 +70,8 @@ class BackgroundSave:
         """
         with ExitStack() as stack:
             stack.push(self._end_staging)
-            stage(self._within(self._directory, "its directory to be made"))
+            what = f"step {self._step}: its directory to be made"
+            stage(result_within(self._directory, what, self._timeout_s))
 
     def _end_staging(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
@@ -93,17 +92,8 @@ class BackgroundSave:
             DeadlineError: the ranks did not finish in time.
             OSError: it could not be published.
         """
-        try:
-            return self._result.result(timeout=2 * self._timeout_s)
-        except TimeoutError:
-            raise DeadlineError(f"step {self._step} to be published", 2 * self._timeout_s) from None
-
-    def _within(self, future: Future[T], what: str) -> T:
-        """Wait for a future; after the deadline, raise an error that names what it waited for."""
-        wait([future], timeout=self._timeout_s)
-        if not future.done():
-            raise DeadlineError(f"step {self._step}: {what}", self._timeout_s)
-        return future.result()
+        what = f"step {self._step} to be published"
+        return result_within(self._result, what, 2 * self._timeout_s)
 
     def _end_without_directory(self, saved: Future[StepCheckpoint]) -> None:
         if not self._directory.done():
@@ -111,7 +101,8 @@ class BackgroundSave:
 
     def _when_written(self, path: Path) -> None:
         self._directory.set_result(path)
-        self._within(self._staged, "the ranks to copy it")
+        what = f"step {self._step}: the ranks to copy it"
+        result_within(self._staged, what, self._timeout_s)
         ranks = range(self._world_size)
 
         def finished() -> bool:

@@ -6,7 +6,7 @@ Layout: `tensors/shard-*.safetensors`, `rng/rank-<r>.safetensors`, `engine.json`
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -14,7 +14,13 @@ from torch import Tensor
 
 from engines import collectives
 from engines.checkpoint.background import StagingBuffers
-from engines.checkpoint.sharded import ShardedReader, load_sharded, save_sharded, stage_sharded
+from engines.checkpoint.sharded import (
+    Region,
+    ShardedReader,
+    load_sharded,
+    save_regions,
+    stage_regions,
+)
 from engines.checkpoint.tensor_files import read_tensors, write_tensors
 from engines.config.training import LoraConfig
 from engines.errors import CheckpointError
@@ -37,7 +43,6 @@ class EngineScalars(FrozenModel):
     Attributes:
         step: the trainer's step; `num_steps` counts the engine's optimizer steps.
         num_optimizer_steps: Adam's bias-correction count.
-        world_size: number of ranks that wrote the checkpoint.
         backend: training backend that names the tensors.
         num_averaged: optimizer steps in the moving average; None if there is no average.
     """
@@ -54,16 +59,15 @@ class EngineScalars(FrozenModel):
 
 
 def save_engine_state(
-    path: Path, tensors: Mapping[str, Tensor], scalars: EngineScalars, platform: PlatformBase
+    path: Path, regions: Iterable[Region], scalars: EngineScalars, platform: PlatformBase
 ) -> None:
     """Write this rank's part into an existing shared directory; every rank calls it.
 
-    Tensors are `model.<name>`, `optimizer.<moment>.<name>` and `optimizer.ema.<name>`, sharded as
-    the engine holds them. On every rank, raises `OSError` or `CheckpointError` if one could not
-    write.
+    Regions are of tensors `model.<name>`, `optimizer.<moment>.<name>` and `optimizer.ema.<name>`.
+    Raises `OSError` on every rank, if one could not write.
     """
     (path / TENSORS_DIR).mkdir(exist_ok=True)
-    save_sharded(path / TENSORS_DIR, tensors)
+    save_regions(path / TENSORS_DIR, regions)
     problem: OSError | None = None
     try:
         _write_small_files(path, scalars, platform.rng_state(), collectives.rank())
@@ -75,7 +79,7 @@ def save_engine_state(
 
 def stage_engine_state(
     path: Path,
-    tensors: Mapping[str, Tensor],
+    regions: Iterable[Region],
     scalars: EngineScalars,
     platform: PlatformBase,
     buffers: StagingBuffers,
@@ -86,13 +90,13 @@ def stage_engine_state(
     thread: it uses no collective, raises `OSError`, and gives the buffers back.
     """
     (path / TENSORS_DIR).mkdir(exist_ok=True)
-    write_tensors = stage_sharded(path / TENSORS_DIR, tensors, buffers)
+    write_regions = stage_regions(path / TENSORS_DIR, regions, buffers)
     # Read now: the process group may be closed when the files are written.
     rng = {name: tensor.clone() for name, tensor in platform.rng_state().items()}
     rank = collectives.rank()
 
     def write() -> None:
-        write_tensors()
+        write_regions()
         _write_small_files(path, scalars, rng, rank)
 
     return write

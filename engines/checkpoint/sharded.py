@@ -1,69 +1,142 @@
-"""Sharded, reshardable state: torch.distributed.checkpoint over plain safetensors files.
+"""Sharded, reshardable state: rectangular regions of tensors in plain safetensors files.
+
+Files are named `shard-<rank>-<part>.safetensors`, with the offsets in the header, which
+torch.distributed.checkpoint reads.
 
 Promises: no pickle; equal state at an equal world size gives equal bytes; a save at world size N
-loads at world size M, and each rank reads only its slices. Does not promise durability or
-atomicity, which `step_store` provides.
+loads at world size M, and each rank reads only its slices. A rank that saves holds copies of at
+most `_MAX_FILE_BYTES`, or of one larger region.
+Does not promise durability or atomicity, which `step_store` provides.
 torch's own `HuggingFaceStorageWriter` is not used: its header keys are stored in random order.
-Files are named `shard-<rank>-<part>.safetensors`, with the offsets in the header.
 """
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
 
 from engines import collectives
 from engines.checkpoint.background import StagingBuffers
 from engines.checkpoint.tensor_files import disk_error, own_storage, write_tensors
 from engines.errors import CheckpointError
+from engines.weight_places import local_place, local_values
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 """Header key from which `HuggingFaceStorageReader` reads the offsets of a file's pieces."""
 _MAX_FILE_BYTES = 2 << 30
 
 
-def save_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write this rank's pieces into an existing directory; every rank calls it.
+@dataclass(frozen=True)
+class Region:
+    """The part of the tensor `name` that begins at `offsets`."""
 
-    Each rank writes its piece of a DTensor; one rank writes a plain tensor. Raises `OSError` on
-    every rank, if the disk of one is full or fails.
+    name: str
+    offsets: tuple[int, ...]
+    values: Tensor
+
+
+def own_regions(tensors: Mapping[str, Tensor]) -> Iterator[Region]:
+    """Yield what this rank stores of tensors that may be sharded, sorted by name. Collective.
+
+    Of the ranks that hold a part, the one that stores the fewest so far stores it.
     """
-    _save(_SafetensorsWriter(path), path, tensors)
+    own: dict[str, Region] = {}
+    for name, tensor in tensors.items():
+        place = local_place(name, tensor)
+        if place.num_values:
+            own[f"{name} {place.offsets}"] = Region(name, place.offsets, local_values(tensor))
+    holders: dict[str, list[int]] = {}
+    for rank, keys in enumerate(collectives.gather_texts(json.dumps(list(own)))):
+        for key in json.loads(keys or "[]"):
+            holders.setdefault(key, []).append(rank)
+    num_stored = Counter[int]()
+    for key, ranks in sorted(holders.items()):
+        writer = min(ranks, key=num_stored.__getitem__)
+        num_stored[writer] += 1
+        if writer == collectives.rank():
+            yield own[key]
 
 
-def stage_sharded(
-    path: Path, tensors: Mapping[str, Tensor], buffers: StagingBuffers
+def save_regions(path: Path, regions: Iterable[Region]) -> None:
+    """Write this rank's regions as they come; every rank calls it.
+
+    No two ranks have the same region. `regions` is iterated to the end, because producing them may
+    use collectives. Raises `OSError` on every rank, if the disk of one is full or fails.
+    """
+    waiting = iter(regions)
+    on_host = (
+        replace(region, values=own_storage(region.values.detach().cpu().contiguous()))
+        for region in waiting
+    )
+    problem: OSError | None = None
+    try:
+        _write_regions(path, collectives.rank(), on_host)
+    except OSError as error:
+        problem = error
+    deque(waiting, maxlen=0)
+    collectives.raise_together(problem, f"cannot save {path}")
+
+
+def stage_regions(
+    path: Path, regions: Iterable[Region], buffers: StagingBuffers
 ) -> Callable[[], None]:
-    """Copy this rank's pieces to the host and return a function that writes them.
+    """Copy this rank's regions to the host and return a function that writes them.
 
     Every rank calls it; the tensors may change afterwards. The returned function may run on any
     thread: it uses no collective, raises `OSError`, and gives the buffers back.
     """
-    writer = _SafetensorsWriter(path, buffers)
-    _save(writer, path, tensors)
-    return writer.write_staged
+    staged = [
+        replace(region, values=buffers.copy((region.name, region.offsets), region.values.detach()))
+        for region in regions
+    ]
+    rank = collectives.rank()
+
+    def write() -> None:
+        _write_regions(path, rank, staged)
+        for region in staged:
+            buffers.give_back((region.name, region.offsets), region.values)
+        staged.clear()
+
+    return write
 
 
-def _save(writer: "_SafetensorsWriter", path: Path, tensors: Mapping[str, Tensor]) -> None:
-    with _own_errors("save", path):
-        state_dict_saver.save(
-            dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized()
-        )
+def _write_regions(path: Path, rank: int, regions: Iterable[Region]) -> None:
+    """Write regions, contiguous on the CPU, to files in which no name occurs twice."""
+    files: list[dict[str, Region]] = []
+    size_bytes, parts = 0, count()
+
+    def flush() -> None:
+        nonlocal size_bytes
+        while files:
+            _write_file(path / f"shard-{rank:05d}-{next(parts):05d}.safetensors", files.pop(0))
+        size_bytes = 0
+
+    for region in regions:
+        if size_bytes + region.values.nbytes > _MAX_FILE_BYTES:
+            flush()
+        if all(region.name in file for file in files):
+            files.append({})
+        next(file for file in files if region.name not in file)[region.name] = region
+        size_bytes += region.values.nbytes
+    flush()
+
+
+def _write_file(path: Path, file: Mapping[str, Region]) -> None:
+    places = {name: {"saved_offsets": list(region.offsets)} for name, region in file.items()}
+    tensors = {name: file[name].values for name in sorted(file)}
+    write_tensors(tensors, path, {SHARDING_INFO: json.dumps(places, sort_keys=True)})
 
 
 def load_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -76,10 +149,18 @@ def load_sharded(path: Path, tensors: Mapping[str, Tensor]) -> None:
         OSError: a file could not be read.
     """
     reader = _Reader(str(path))
-    with _own_errors("load", path, reader):
-        state_dict_loader.load(
-            dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized()
-        )
+    try:
+        with warnings.catch_warnings():
+            # Without a process group it warns that it assumes a single process.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            state_dict_loader.load(
+                dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized()
+            )
+    except CheckpointException as error:  # no subclass of `Exception`
+        _, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        raise _translated(path, reader.problem or cause) from error
+    except (RuntimeError, ValueError, KeyError, OSError, SafetensorError) as error:
+        raise _translated(path, error) from error
 
 
 class _Reader(HuggingFaceStorageReader):
@@ -97,132 +178,12 @@ class _Reader(HuggingFaceStorageReader):
             raise
 
 
-@contextmanager
-def _own_errors(doing: str, path: Path, reader: _Reader | None = None) -> Iterator[None]:
-    """Raise errors of torch and safetensors as `CheckpointError`, or as the `OSError` behind them.
-
-    Also silences torch's warning that without a process group it assumes a single process.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
-    except CheckpointException as error:  # no subclass of `Exception`
-        _, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        raise _translated(doing, path, (reader and reader.problem) or cause) from error
-    except (RuntimeError, ValueError, KeyError, OSError, SafetensorError) as error:
-        raise _translated(doing, path, error) from error
-
-
-def _translated(doing: str, path: Path, error: BaseException) -> Exception:
+def _translated(path: Path, error: BaseException) -> Exception:
+    """Return an error of torch or safetensors as the `OSError` behind it or `CheckpointError`."""
     cause = disk_error(error, path)
     if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
         return cause
-    return CheckpointError(f"cannot {doing} {path}: {' '.join(str(cause).split())[:500]}")
-
-
-class _SafetensorsWriter(StorageWriter):
-    """Writes or stages a rank's pieces as safetensors files with one metadata key."""
-
-    def __init__(self, path: Path, buffers: StagingBuffers | None = None) -> None:
-        super().__init__()
-        self._path = path
-        # Read now: the process group may be closed when staged copies are written.
-        self._rank = collectives.rank()
-        self._buffers = buffers
-        self._staged: list[tuple[dict[str, Tensor], dict[str, list[int]]]] = []
-
-    def write_staged(self) -> None:
-        """Write the copies and give their memory back."""
-        for part, (tensors, offsets) in enumerate(self._staged):
-            write_shard(self._path, self._rank, part, tensors, offsets)
-            for name, tensor in tensors.items():
-                if self._buffers is not None:
-                    self._buffers.give_back((part, name), tensor)
-        self._staged = []
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing: no state is kept between saves."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the caller creates the directory."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans unchanged."""
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write or stage this rank's pieces, split into files of limited size."""
-        results: list[WriteResult] = []
-        for part, items in enumerate(_parts(plan.items)):
-            tensors: dict[str, Tensor] = {}
-            offsets: dict[str, list[int]] = {}
-            for item in items:
-                value = cast(Tensor, planner.resolve_data(item)).detach()
-                name = item.index.fqn
-                if self._buffers is not None:
-                    tensors[name] = self._buffers.copy((part, name), value)
-                else:
-                    tensors[name] = own_storage(value.cpu().contiguous())
-                offsets[name] = list(_chunk(item).offsets)
-                results.append(WriteResult(item.index, value.nbytes, None))
-            if self._buffers is not None:
-                self._staged.append((tensors, offsets))
-            else:
-                write_shard(self._path, self._rank, part, tensors, offsets)
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Do nothing: the headers replace an index."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return False: the writer is only used through an instance."""
-        return False
-
-
-def write_shard(
-    path: Path,
-    rank: int,
-    part: int,
-    tensors: Mapping[str, Tensor],
-    offsets: Mapping[str, Sequence[int]],
-) -> None:
-    """Write a rank's file number `part`: pieces of tensors, and where in the tensors they begin."""
-    places = {name: {"saved_offsets": list(offset)} for name, offset in offsets.items()}
-    info = json.dumps(places, sort_keys=True)
-    name = f"shard-{rank:05d}-{part:05d}.safetensors"
-    write_tensors(tensors, path / name, {SHARDING_INFO: info})
-
-
-def _chunk(item: WriteItem) -> Any:
-    if item.tensor_data is None:
-        raise CheckpointError(f"{item.index.fqn} is not a tensor; scalars belong into JSON")
-    return item.tensor_data.chunk
-
-
-def _parts(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Yield the non-empty pieces, sorted by name and split into files."""
-    part: list[WriteItem] = []
-    size = 0
-    for item in sorted(items, key=lambda item: item.index.fqn):
-        sizes, dtype = _chunk(item).sizes, cast(Any, item.tensor_data).properties.dtype
-        num_bytes = sizes.numel() * dtype.itemsize
-        if num_bytes == 0:
-            continue
-        if part and size + num_bytes > _MAX_FILE_BYTES:
-            yield part
-            part, size = [], 0
-        part.append(item)
-        size += num_bytes
-    if part:
-        yield part
+    return CheckpointError(f"cannot load {path}: {' '.join(str(cause).split())[:500]}")
 
 
 @dataclass(frozen=True)
@@ -233,7 +194,7 @@ class _Piece:
 
 
 class ShardedReader:
-    """Reads whole tensors or regions of a `save_sharded` directory without a process group."""
+    """Reads whole tensors or regions of a `save_regions` directory without a process group."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from engines.config.base import Execution, NotIdentity, StrictModel
+from engines.config.base import Execution, NotIdentity, Refusals, StrictModel
 from engines.config.model import (
     JudgeConfig,
     JudgingModelConfig,
@@ -105,10 +105,9 @@ class AlgorithmConfig(StrictModel):
         """True if a part reads logprobs of the reference."""
         return self.use_kl_loss or self.use_kl_in_reward
 
-    def _check_values(self) -> None:
+    def _refusals(self) -> Refusals:
         low = self.clip_ratio_low or self.clip_ratio
-        if low >= 1:
-            raise ValueError(f"clip_ratio_low: got {low}; need < 1 (the clip is at 1 - it)")
+        yield low >= 1, f"clip_ratio_low: got {low}; need < 1 (the clip is at 1 - it)"
 
 
 class MismatchConfig(StrictModel):
@@ -231,31 +230,33 @@ class RewardConfig(RewardFunction):
             }
         )
 
-    def _check_values(self) -> None:
-        if bool(self.components) != (self.function == MIXTURE):
-            raise ValueError(
-                f"components: got {len(self.components)} with function {self.function}; need "
-                f"function {MIXTURE} with one component or more, or neither"
-            )
-        if reserved := sorted({"score", "acc"} & self.components.keys()):
-            raise ValueError(
-                f"components: got one called {reserved[0]}, which names the sum or the verdict; "
-                "need another name"
+    def _refusals(self) -> Refusals:
+        yield (
+            bool(self.components) != (self.function == MIXTURE),
+            f"components: got {len(self.components)} with function {self.function}; need "
+            f"function {MIXTURE} with one component or more, or neither",
+        )
+        for name in ("acc", "score"):
+            yield (
+                name in self.components,
+                f"components: got one called {name}, which names the sum or the verdict; "
+                "need another name",
             )
         routes = self.routes or ({"*": tuple(self.components)} if self.components else {})
         asked = {*self.accuracy, *(name for names in routes.values() for name in names)}
-        if unknown := sorted(asked - self.components.keys()):
-            raise ValueError(
-                f"components: none is called {unknown[0]!r}; need one of "
-                f"{', '.join(self.components) or 'none'}"
+        for name in sorted(asked):
+            yield (
+                name not in self.components,
+                f"components: none is called {name!r}; need one of "
+                f"{', '.join(self.components) or 'none'}",
             )
         for source, names in routes.items():
-            if len({*names} & {*self.accuracy}) != 1:
-                raise ValueError(
-                    f"accuracy: got {', '.join(self.accuracy) or 'none'}; need one of "
-                    f"{', '.join(names) or 'the components'}, which judge data_source {source!r}; "
-                    "name the one that says whether an answer is right"
-                )
+            yield (
+                len({*names} & {*self.accuracy}) != 1,
+                f"accuracy: got {', '.join(self.accuracy) or 'none'}; need one of "
+                f"{', '.join(names) or 'the components'}, which judge data_source {source!r}; "
+                "name the one that says whether an answer is right",
+            )
 
 
 TOPK = "topk"
@@ -295,8 +296,8 @@ class DistillationConfig(NamedModelConfig):
     policy_weight: float = Field(default=0.0, ge=0)
     """Weight of the algorithm's own loss, which uses rewards; 0: rewards are only metrics."""
 
-    def _check_values(self) -> None:
-        if self.path is None:
-            raise ValueError(
-                "path: missing; need the teacher, a model directory or a hub id; set it"
-            )
+    def _refusals(self) -> Refusals:
+        yield (
+            self.path is None,
+            "path: missing; need the teacher, a model directory or a hub id; set it",
+        )

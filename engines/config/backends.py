@@ -233,25 +233,23 @@ def check_layout(training: TrainingConfig) -> None:
     backend = BACKENDS.get(training.backend)
     if backend is None:
         return
-    for dimension, setting in _LAYOUT_FIELDS.items():
-        size = getattr(training, setting)
+    sizes = {each: getattr(training, setting) for each, setting in _LAYOUT_FIELDS.items()}
+    for dimension, size in sizes.items():
         if size > 1 and dimension not in backend.parallelism:
             able = [name for name, other in BACKENDS.items() if dimension in other.parallelism]
             raise ConfigError(
-                f"training.{setting}",
+                f"training.{_LAYOUT_FIELDS[dimension]}",
                 f"got {size}; {training.backend} has no {dimension} parallelism; set it to 1, or "
                 f"training.backend to {' or '.join(able) or 'a plugin that has it'}",
             )
     features = {name for name, setting in _FEATURE_FIELDS.items() if getattr(training, setting)}
     for feature in sorted(features - backend.features.keys()):
-        able = [name for name, other in BACKENDS.items() if feature in other.features]
         raise ConfigError(
             f"training.{_FEATURE_FIELDS[feature]}",
             f"{training.backend} has no {feature}; remove it, or set training.backend to "
-            f"{' or '.join(able)}",
+            f"{' or '.join(backends_with(feature))}",
         )
-    used = {name for name, setting in _LAYOUT_FIELDS.items() if getattr(training, setting) > 1}
-    used |= features
+    used = features | {dimension for dimension, size in sizes.items() if size > 1}
     for first in sorted(used & excluded_by(training.backend, used)):
         raise ConfigError(
             f"training.{_LAYOUT_FIELDS.get(first, first)}",
@@ -259,6 +257,11 @@ def check_layout(training: TrainingConfig) -> None:
             f"{' and '.join(sorted(used & excluded_by(training.backend, {first})))}; "
             "leave one of them out, or choose another training.backend",
         )
+
+
+def backends_with(feature: str) -> list[str]:
+    """Return the built-in backends with a feature, in the order of the table."""
+    return [name for name, backend in BACKENDS.items() if feature in backend.features]
 
 
 def excluded_by(backend: str, used: Collection[str]) -> frozenset[str]:

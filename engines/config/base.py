@@ -39,6 +39,10 @@ class Change(NamedTuple):
         return f"{self.field} {self.before} -> {self.now}"
 
 
+Refusals = Iterator[tuple[object, str]]
+"""Conditions that must not be true, each with the error's text."""
+
+
 class StrictModel(BaseModel):
     """A frozen pydantic model that refuses unknown keys and non-finite numbers."""
 
@@ -62,11 +66,17 @@ class StrictModel(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_what_does_not_fit(self) -> Self:
-        self._check_values()
+        for is_refused, problem in self._refusals():
+            if is_refused:
+                raise ValueError(problem)
         return self
 
-    def _check_values(self) -> None:
-        """Raise ValueError if fields contradict each other; an error may begin with `field: `."""
+    def _refusals(self) -> Refusals:
+        """Yield the conditions that refuse values, with their errors, which may name a `field: `.
+
+        The first that is true is raised; the code behind it does not run.
+        """
+        yield from ()
 
     @classmethod
     def validated(cls, values: object, path: str) -> Self:
@@ -90,10 +100,8 @@ class StrictModel(BaseModel):
     def changes(self, before: "StrictModel", path: str = "") -> Iterator[Change]:
         """Yield the innermost differing fields; `path` is a prefix, empty or ending in a dot."""
         values, others = self.identity_values(), before.identity_values()
-        for name in values:
+        for name in (name for name in values if values[name] != others[name]):
             old, new = getattr(before, name), getattr(self, name)
-            if values[name] == others[name]:
-                continue
             if isinstance(new, StrictModel) and type(old) is type(new):
                 yield from new.changes(old, f"{path}{name}.")
             else:
@@ -127,6 +135,4 @@ def _values(value: Any) -> Any:
         return value.identity_values()
     if isinstance(value, tuple | list):
         return [_values(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _values(item) for key, item in value.items()}
-    return value
+    return {k: _values(item) for k, item in value.items()} if isinstance(value, dict) else value

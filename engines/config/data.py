@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from engines.config.base import PathConfig, StrictModel
+from engines.config.base import PathConfig, Refusals, StrictModel
 
 SEPARATED_SUFFIXES = (".csv", ".tsv")
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", *SEPARATED_SUFFIXES)
@@ -117,19 +117,22 @@ class DataConfig(StrictModel):
     """Search the training splits for words of held-out prompts, before `allow_overlap` judges equal
     prompts; null: only equal prompts are found."""
 
-    def _check_values(self) -> None:
+    def _refusals(self) -> Refusals:
         sources = any(getattr(self, split) for split in SOURCE_SPLITS)
-        if self.arithmetic and sources:
-            raise ValueError("arithmetic and sources were both given; remove one of the two")
-        if not self.arithmetic and not sources:
-            raise ValueError("no data; set arithmetic, or the sources sft, rl and evaluation")
-        if self.decontamination and not (
-            self.arithmetic or self.evaluation or self.preference_evaluation
-        ):
-            raise ValueError(
-                "decontamination: got a section and no held-out rows; need evaluation or "
-                "preference_evaluation; add one, or remove decontamination"
-            )
+        yield (
+            self.arithmetic and sources,
+            "arithmetic and sources were both given; remove one of the two",
+        )
+        yield (
+            not self.arithmetic and not sources,
+            "no data; set arithmetic, or the sources sft, rl and evaluation",
+        )
+        held_out = self.arithmetic or self.evaluation or self.preference_evaluation
+        yield (
+            self.decontamination and not held_out,
+            "decontamination: got a section and no held-out rows; need evaluation or "
+            "preference_evaluation; add one, or remove decontamination",
+        )
 
 
 class BandConfig(StrictModel):

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from engines.config.backends import BACKENDS
-from engines.config.base import Execution, PathConfig, StrictModel
+from engines.config.backends import backends_with
+from engines.config.base import Execution, PathConfig, Refusals, StrictModel
 from engines.config.plugins import ROLLOUT_ENGINES, engines_with
 from engines.config.rollout import RolloutConfig, SamplingConfig
 from engines.config.training import TrainingConfig
@@ -29,12 +29,12 @@ class ArchitectureConfig(StrictModel):
     tie_word_embeddings: bool = True
     rope_theta: float = Field(default=10_000.0, gt=0)
 
-    def _check_values(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads {self.num_heads} is not a multiple of num_kv_heads "
-                f"{self.num_kv_heads}; grouped attention needs whole groups"
-            )
+    def _refusals(self) -> Refusals:
+        yield (
+            self.num_heads % self.num_kv_heads,
+            f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
+            "grouped attention needs whole groups",
+        )
 
 
 class TokenizerConfig(StrictModel):
@@ -69,11 +69,15 @@ class ModelConfig(PathConfig):
             return self
         return ModelConfig(path=self.path, revision=self.revision, chat_template=self.chat_template)
 
-    def _check_values(self) -> None:
-        if self.init == "pretrained" and not self.path:
-            raise ValueError("path: missing; give a directory or a hub id, or set init: random")
-        if self.init == "random" and self.path:
-            raise ValueError(f"path: {self.path!r} contradicts init: random; remove one of the two")
+    def _refusals(self) -> Refusals:
+        yield (
+            self.init == "pretrained" and not self.path,
+            "path: missing; give a directory or a hub id, or set init: random",
+        )
+        yield (
+            self.init == "random" and self.path,
+            f"path: {self.path!r} contradicts init: random; remove one of the two",
+        )
 
 
 class NamedModelConfig(PathConfig):
@@ -117,14 +121,13 @@ class JudgeConfig(JudgingModelConfig):
     options: dict[str, Any] = {}
     """Options of the rollout engine, instead of the recipe's."""
 
-    def _check_values(self) -> None:
-        if self.path is None:
-            raise ValueError("path: missing; need a model directory or a hub id; set it")
-        if self.sampling.max_new_tokens >= self.max_length:
-            raise ValueError(
-                f"sampling.max_new_tokens: got {self.sampling.max_new_tokens}; need less than "
-                f"max_length {self.max_length}, so that there is room for the question; lower it"
-            )
+    def _refusals(self) -> Refusals:
+        yield self.path is None, "path: missing; need a model directory or a hub id; set it"
+        yield (
+            self.sampling.max_new_tokens >= self.max_length,
+            f"sampling.max_new_tokens: got {self.sampling.max_new_tokens}; need less than "
+            f"max_length {self.max_length}, so that there is room for the question; lower it",
+        )
 
 
 STREAMS_ADAPTER = "adapter stream"
@@ -148,17 +151,16 @@ def adapter_travels(training: TrainingConfig, rollout: RolloutConfig) -> bool:
 
 
 def _hindrance(training: TrainingConfig, rollout: RolloutConfig) -> str | None:
-    lora, backend = training.lora, BACKENDS.get(training.backend)
-    if lora is None:
+    able = sorted(backends_with(STREAMS_ADAPTER))
+    if training.lora is None:
         return "training.lora is null; need an adapter"
-    if lora.use_dora:
+    if training.lora.use_dora:
         return "training.lora.use_dora is true; need an adapter without magnitudes"
-    if backend is None or STREAMS_ADAPTER not in backend.features:
-        able = sorted(name for name, each in BACKENDS.items() if STREAMS_ADAPTER in each.features)
+    if training.backend not in able:
         return f"training.backend is {training.backend}; need one of {', '.join(able)}"
     if ADAPTERS not in ROLLOUT_ENGINES.place(rollout.engine).capabilities:
-        able = ", ".join(engines_with(ADAPTERS))
-        return f"rollout.engine is {rollout.engine}; need one of {able}"
+        engines = ", ".join(engines_with(ADAPTERS))
+        return f"rollout.engine is {rollout.engine}; need one of {engines}"
     if rollout.placement == "colocated":
         return (
             "rollout.placement is colocated, where an engine forgets at every sleep what an "

@@ -35,7 +35,8 @@ PluginKind = Literal[
 
 
 IMAGES = "images"
-"""Capability of a rollout engine: `engines.rollout.base.Capability.IMAGES`."""
+STRUCTURED_OUTPUT = "structured_output"
+"""Capabilities of a rollout engine; see `engines.rollout.base.Capability`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,6 @@ class RolloutRow(Row):
     """
 
     routing: RoutingName = "by_place"
-    structured_output: bool = False
     capabilities: tuple[str, ...] = ()
     num_spare_tokens: int = 0
     refuses_model: str | None = None
@@ -119,7 +119,6 @@ ROLLOUT_ENGINES = PluginTable(
             environment="sglang",
             options="engines.rollout.sglang.options:SglangOptions",
             routing="least_loaded",
-            structured_output=True,
             capabilities=(
                 "prefix_cache",
                 "sleep_frees_memory",
@@ -137,7 +136,6 @@ ROLLOUT_ENGINES = PluginTable(
             environment="vllm",
             options="engines.rollout.vllm.options:VllmOptions",
             routing="least_loaded",
-            structured_output=True,
             capabilities=(
                 "prefix_cache",
                 "sleep_frees_memory",
@@ -393,11 +391,6 @@ def all_rows(table: PluginTable[RowT]) -> tuple[RowT, ...]:
 def recognised_layouts() -> list[str]:
     """Return the layouts that `auto` recognises; those of external plugins come last."""
     return [row.name for row in all_rows(PREPROCESSORS) if row.recognised]
-
-
-def structured_output_engines() -> list[str]:
-    """Return the sorted rollout engines that support structured output."""
-    return sorted({row.name for row in all_rows(ROLLOUT_ENGINES) if row.structured_output})
 
 
 def engines_with(capability: str) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
-from engines.config.base import StrictModel
+from engines.config.base import Refusals, StrictModel
 from engines.config.data import DataConfig
 from engines.config.model import ModelConfig
 from engines.config.rollout import RolloutConfig
@@ -83,10 +83,12 @@ class DiagnosisConfig(StrictModel):
     reject_round: tuple[RoundSymptom, ...] = ()
     """Symptoms that make later stages continue from the policy before the round."""
 
-    def _check_values(self) -> None:
-        both = sorted({*self.end_run} & {*self.reject_round})
-        if both:
-            raise ValueError(f"reject_round: got {both[0]}, which end_run has too; name it in one")
+    def _refusals(self) -> Refusals:
+        for symptom in sorted(self.end_run):
+            yield (
+                symptom in self.reject_round,
+                f"reject_round: got {symptom}, which end_run has too; name it in one",
+            )
 
 
 ModelT = TypeVar("ModelT", bound=StrictModel)
@@ -157,11 +159,13 @@ class LocationConfig(StrictModel):
     experiment: str = "rlhf"
     """MLflow experiment, and Weights & Biases project."""
 
-    def _check_values(self) -> None:
-        told = (self.tracker, *self.mirrors)
-        twice = next((name for name in told if told.count(name) > 1), None)
-        if twice:
-            raise ValueError(f"mirrors: got {twice} twice; need each tracker once; remove one")
+    def _refusals(self) -> Refusals:
+        trackers = (self.tracker, *self.mirrors)
+        for name in trackers:
+            yield (
+                trackers.count(name) > 1,
+                f"mirrors: got {name} twice; need each tracker once; remove one",
+            )
 
     @property
     def home_directory(self) -> Path:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from engines.config.base import Execution, NotIdentity, StrictModel
+from engines.config.base import Execution, NotIdentity, Refusals, StrictModel
 
 RoutingName = Literal["by_place", "least_loaded"]
 """How requests are assigned to the replicas of an engine; see `engines.rollout.replica_pool`."""
@@ -22,12 +22,12 @@ class StructuredOutputConfig(StrictModel):
     choice: tuple[str, ...] = ()
     """Texts; the answer is one of them."""
 
-    def _check_values(self) -> None:
+    def _refusals(self) -> Refusals:
         given = [name for name in ("json_schema", "regex", "choice") if getattr(self, name)]
-        if len(given) != 1:
-            raise ValueError(
-                f"got {' and '.join(given) or 'nothing'}; need one of json_schema, regex, choice"
-            )
+        yield (
+            len(given) != 1,
+            f"got {' and '.join(given) or 'nothing'}; need one of json_schema, regex, choice",
+        )
 
 
 def check_stop(stop: tuple[str, ...] | None) -> tuple[str, ...] | None:

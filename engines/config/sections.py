@@ -11,7 +11,7 @@ from engines.config.algorithm import (
     MismatchConfig,
     RewardConfig,
 )
-from engines.config.base import NotIdentity, StrictModel
+from engines.config.base import NotIdentity, Refusals, StrictModel
 from engines.config.data import OrderConfig
 from engines.config.rollout import (
     SamplingConfig,
@@ -85,12 +85,12 @@ class SelfPlayConfig(StrictModel):
     sampling: SamplingConfig | None = None
     """How answers are sampled; null uses `rl.sampling`."""
 
-    def _check_values(self) -> None:
-        if self.source == "best_worst" and self.samples_per_prompt < 2:
-            raise ValueError(
-                f"num_samples: got {self.num_samples} with source best_worst; need 2 or more, to "
-                "compare them"
-            )
+    def _refusals(self) -> Refusals:
+        yield (
+            self.source == "best_worst" and self.samples_per_prompt < 2,
+            f"num_samples: got {self.num_samples} with source best_worst; need 2 or more, to "
+            "compare them",
+        )
 
     @property
     def samples_per_prompt(self) -> int:
@@ -177,13 +177,12 @@ class RLConfig(StrictModel):
     """Optimizer steps of a round, of all roles together, that may be skipped because the loss or
     gradient was not finite; one more stops the run. Each is counted and its samples are named."""
 
-    def _check_values(self) -> None:
-        mini = self.mini_batch_size_prompts
-        if mini and self.batch_size_prompts % mini:
-            raise ValueError(
-                f"batch_size_prompts: {self.batch_size_prompts} is not a multiple of "
-                f"mini_batch_size_prompts {mini}; set it to a multiple"
-            )
+    def _refusals(self) -> Refusals:
+        yield (
+            self.batch_size_prompts % self.prompts_per_update,
+            f"batch_size_prompts: {self.batch_size_prompts} is not a multiple of "
+            f"mini_batch_size_prompts {self.mini_batch_size_prompts}; set it to a multiple",
+        )
 
     def num_steps_before(self, number: int) -> int:
         """Return the steps of the rounds before round `number`, which counts from 1."""
@@ -233,21 +232,24 @@ class EvaluationConfig(StrictModel):
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """Confidence level of the reported intervals."""
 
-    def _check_values(self) -> None:
-        if min(self.pass_at, default=0) < 1:
-            raise ValueError(f"pass_at: got {list(self.pass_at)}; need one or more integers >= 1")
-        if self.num_samples and max(self.pass_at) > self.num_samples:
-            raise ValueError(
-                f"pass_at: got {max(self.pass_at)}; need at most num_samples {self.num_samples}"
-            )
+    def _refusals(self) -> Refusals:
+        yield (
+            min(self.pass_at, default=0) < 1,
+            f"pass_at: got {list(self.pass_at)}; need one or more integers >= 1",
+        )
+        yield (
+            self.num_samples and max(self.pass_at) > self.num_samples,
+            f"pass_at: got {max(self.pass_at)}; need at most num_samples {self.num_samples}",
+        )
         samples = self.num_samples or "num_samples" in self.model_fields_set
         for name in () if samples else ("pass_at", "temperature", "top_p", "top_k"):
-            if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                shown, need = (list(value), max(value)) if name == "pass_at" else (value, 1)
-                raise ValueError(
-                    f"{name}: got {shown} without num_samples, and nothing is sampled; need "
-                    f"num_samples {need} or more; set it (0 means none), or remove {name}"
-                )
+            value = getattr(self, name)
+            shown, need = (list(value), max(value)) if name == "pass_at" else (value, 1)
+            yield (
+                value != type(self).model_fields[name].default,
+                f"{name}: got {shown} without num_samples, and nothing is sampled; need "
+                f"num_samples {need} or more; set it (0 means none), or remove {name}",
+            )
 
     @property
     def answer_length(self) -> int:
@@ -293,19 +295,19 @@ class PromoteConfig(StrictModel):
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """Two-sided confidence level of the interval of the gain over the incumbent."""
 
-    def _check_values(self) -> None:
-        is_share = self.metric == "accuracy" or re.fullmatch(
-            r"(pass|maj|avg)@[1-9]\d*", self.metric
+    def _refusals(self) -> Refusals:
+        is_share = re.fullmatch(r"accuracy|(pass|maj|avg)@[1-9]\d*", self.metric)
+        yield (
+            not is_share and self.metric != "reward/mean",
+            f"metric: got {self.metric!r}; need accuracy, reward/mean, pass@k, maj@k or "
+            "avg@k (pass@4)",
         )
-        if not is_share and self.metric != "reward/mean":
-            raise ValueError(
-                f"metric: got {self.metric!r}; need accuracy, reward/mean, pass@k, maj@k or "
-                "avg@k (pass@4)"
-            )
-        if self.alias == "challenger":
-            raise ValueError("alias: got 'challenger', which models that lose get; set another")
-        if is_share and self.min_value > 1:
-            raise ValueError(
-                f"min_value: got {self.min_value:g}; {self.metric} is at most 1; use "
-                f"{self.min_value / 100:g} for {self.min_value:g} %"
-            )
+        yield (
+            self.alias == "challenger",
+            "alias: got 'challenger', which models that lose get; set another",
+        )
+        yield (
+            is_share and self.min_value > 1,
+            f"min_value: got {self.min_value:g}; {self.metric} is at most 1; use "
+            f"{self.min_value / 100:g} for {self.min_value:g} %",
+        )

@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from engines.config.algorithm import RewardConfig
-from engines.config.base import NotIdentity, StrictModel
+from engines.config.base import NotIdentity, Refusals, StrictModel
 from engines.config.data import SOURCE_SPLITS, DataConfig
 from engines.config.sections import EvaluationConfig
 from infra.plugins import PluginTable, Row
@@ -62,9 +62,11 @@ class HarnessConfig(StrictModel):
     bootstrap_iters: int = Field(default=100_000, ge=0)
     """Resamples for standard errors without a formula; 0 gives no standard errors at all."""
 
-    def _check_values(self) -> None:
-        if "" in self.tasks or len(set(self.tasks)) < len(self.tasks):
-            raise ValueError(f"tasks: got {list(self.tasks)}; need names, each once")
+    def _refusals(self) -> Refusals:
+        yield (
+            "" in self.tasks or len(set(self.tasks)) < len(self.tasks),
+            f"tasks: got {list(self.tasks)}; need names, each once",
+        )
 
 
 class SuiteConfig(StrictModel):
@@ -79,42 +81,32 @@ class SuiteConfig(StrictModel):
     reward: RewardConfig | None = None
     """Reward that scores the answers; null: `rl.reward`."""
 
-    def _check_values(self) -> None:
-        if (self.data is None) == (self.harness is None):
-            found = "neither" if self.data is None else "both"
-            raise ValueError(f"data: got {found} of data and harness; need one of them")
-        for name, given in {
-            "evaluation": self.evaluation != EvaluationConfig(),
-            "reward": self.reward,
-        }.items():
-            if self.harness and given:
-                raise ValueError(
-                    f"{name}: got one beside harness, whose tasks define their own prompts and "
-                    "scores; remove it"
-                )
-        others = [
-            name
-            for name in SOURCE_SPLITS
-            if self.data and name != HELD_OUT and getattr(self.data, name)
-        ]
-        if others:
-            raise ValueError(
-                f"data.{others[0]}: got a source; a suite only measures; remove it, or call it "
-                "data.evaluation"
+    def _refusals(self) -> Refusals:
+        yield (
+            (self.data is None) == (self.harness is None),
+            f"data: got {'both' if self.data else 'neither'} of data and harness; need one of them",
+        )
+        for name in ("evaluation", "reward"):
+            yield (
+                self.harness and getattr(self, name) != type(self).model_fields[name].default,
+                f"{name}: got one beside harness, whose tasks define their own prompts and "
+                "scores; remove it",
             )
-        given = [
-            name
-            for name in _OF_TRAINING
-            if self.data and getattr(self.data, name) != DataConfig.model_fields[name].default
-        ]
-        if given:
-            raise ValueError(
-                f"data.{given[0]}: got a training setting; a suite serves any model and trains on "
-                "none; remove it"
+        for name in SOURCE_SPLITS:
+            yield (
+                name != HELD_OUT and getattr(self.data, name, ()),
+                f"data.{name}: got a source; a suite only measures; remove it, or call it "
+                "data.evaluation",
             )
-        if self.reward and self.reward.models:
-            name = next(iter(self.reward.models))
-            raise ValueError(
+        for name in _OF_TRAINING:
+            yield (
+                self.data and getattr(self.data, name) != DataConfig.model_fields[name].default,
+                f"data.{name}: got a training setting; a suite serves any model and trains on "
+                "none; remove it",
+            )
+        for name in self.reward.models if self.reward else ():
+            yield (
+                True,
                 f"reward.{name}: got a model; need functions only; remove the suite's reward, so "
-                "that it uses rl.reward, which may have a model"
+                "that it uses rl.reward, which may have a model",
             )

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from engines.config.base import Execution, NotIdentity, StrictModel
+from engines.config.base import Execution, NotIdentity, Refusals, StrictModel
 from infra.errors import ConfigError
 
 
@@ -41,9 +41,11 @@ class OptimizerConfig(StrictModel):
     ema: EmaConfig | None = None
     """Commit a moving average of the weights (4 bytes per trained weight); null: the weights."""
 
-    def _check_values(self) -> None:
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas: got {self.betas}; need two numbers in [0, 1)")
+    def _refusals(self) -> Refusals:
+        yield (
+            not all(0 <= beta < 1 for beta in self.betas),
+            f"betas: got {self.betas}; need two numbers in [0, 1)",
+        )
 
 
 class LoraConfig(StrictModel):
@@ -135,15 +137,15 @@ class TrainingConfig(StrictModel):
             return values  # the fields say what is wrong
         return {**values, "num_workers": math.prod(sizes)}
 
-    def _check_values(self) -> None:
+    def _refusals(self) -> Refusals:
         asked = {name: getattr(self, name) for name in _SIZES if getattr(self, name) > 1}
         product = math.prod(asked.values())
-        if self.num_workers % product:
-            parts = " x ".join(f"{name} {size}" for name, size in asked.items())
-            raise ValueError(
-                f"num_workers: got {self.num_workers}; need a multiple of {product} ({parts}); "
-                f"use {product * max(1, round(self.num_workers / product))}"
-            )
+        parts = " x ".join(f"{name} {size}" for name, size in asked.items())
+        yield (
+            self.num_workers % product,
+            f"num_workers: got {self.num_workers}; need a multiple of {product} ({parts}); "
+            f"use {product * max(1, round(self.num_workers / product))}",
+        )
 
     @property
     def data_parallel_size(self) -> int:
@@ -164,15 +166,14 @@ class TrainingConfig(StrictModel):
 
     def check_unit(self, num_tokens: int, what: str) -> None:
         """Refuse sequences (`what`) that do not fit in one micro-batch; raises `ConfigError`."""
-        if num_tokens <= self.shared_tokens_per_micro_batch:
-            return
-        num = self.num_sharing_ranks
-        each = f" on each of {num} ranks that share sequences" if num > 1 else ""
-        raise ConfigError(
-            "training.max_tokens_per_micro_batch",
-            f"got {self.max_tokens_per_micro_batch}{each}; need {-(-num_tokens // num)}, for "
-            f"{num_tokens} tokens of {what}, which no micro-batch cuts; raise it",
-        )
+        if num_tokens > self.shared_tokens_per_micro_batch:
+            num = self.num_sharing_ranks
+            each = f" on each of {num} ranks that share sequences" if num > 1 else ""
+            raise ConfigError(
+                "training.max_tokens_per_micro_batch",
+                f"got {self.max_tokens_per_micro_batch}{each}; need {-(-num_tokens // num)}, for "
+                f"{num_tokens} tokens of {what}, which no micro-batch cuts; raise it",
+            )
 
 
 class HardwareConfig(StrictModel):

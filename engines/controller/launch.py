@@ -9,7 +9,6 @@ room in the cluster, or a process was too slow).
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,11 +30,11 @@ from engines.controller.rollout import (
 )
 from engines.controller.worker_group import InProcessGroup, WorkerGroup
 from engines.rollout.base import behind_service, create_rollout_engine
-from engines.rollout.event_loop import EventLoopThread
 from engines.rollout.replica_pool import RestartPolicy
 from engines.weight_sync.in_process import new_transport
 from hardware.detection import detect, planned
 from infra.job_environments import installed_distributions, is_inside
+from infra.waiting import in_thread, result_within
 
 RAY_ADDRESS = "auto"
 CONNECT_DEADLINE_S = 60.0
@@ -226,7 +225,7 @@ def launch_engines(
         spec.shares_devices,
         of_adapter,
         ROLLOUT_ENGINES.find(rollout.engine).routing,
-        RestartPolicy(starter, rollout.max_num_restarts, rollout.silence_s),
+        RestartPolicy(starter.restart, rollout.max_num_restarts, rollout.silence_s),
     )
 
 
@@ -254,7 +253,7 @@ def connect_ray() -> None:
     """Connect to the Ray cluster; raise DeadlineError if it does not answer in time."""
     import ray
 
-    async def connect() -> None:
+    def connect() -> None:
         ray.init(
             address=RAY_ADDRESS,
             log_to_driver=False,
@@ -265,5 +264,5 @@ def connect_ray() -> None:
 
     if not ray.is_initialized():
         # In a thread: ray.init retries forever, and would replace our SIGTERM handler.
-        with closing(EventLoopThread("ray-connect")) as thread:
-            thread.run(connect(), "the Ray cluster of this job to answer", CONNECT_DEADLINE_S)
+        connected = in_thread(connect, "ray-connect")
+        result_within(connected, "the Ray cluster of this job to answer", CONNECT_DEADLINE_S)

@@ -30,7 +30,6 @@ from engines.training.spec import (
     ModelSource,
     RoleName,
     RoleSpec,
-    role_checkpoint,
 )
 from engines.types import (
     ONLY_LOGPROBS,
@@ -47,6 +46,9 @@ from engines.weight_sync.in_process import new_transport
 from engines.weight_sync.sharded import SendPlan, ShardedTransport
 from hardware.detection import check_planned, detect
 from infra import env
+
+ROLES_DIR = "roles"
+"""Directory in a checkpoint for roles other than the policy, whose files are at the top."""
 
 
 @dataclass(frozen=True)
@@ -290,6 +292,11 @@ class ModelWorker:
             self._spec.seed,
             temperature=self._spec.temperature,
         )
+
+
+def role_checkpoint(path: Path, role: RoleName) -> Path:
+    """Return the directory of a role in a checkpoint."""
+    return path if role == POLICY else path / ROLES_DIR / role
 
 
 def _with_local_paths(spec: WorkerSpec) -> WorkerSpec:

@@ -43,7 +43,6 @@ class Queueing:
         deadline_s: total wait; other runs may take days.
         fit_deadline_s: wait for nodes to join if the request does not fit the present ones.
         say: called with a status line at once and about every minute.
-        waiting: called every few seconds.
     """
 
     deadline_s: float = 604_800.0

@@ -39,6 +39,7 @@ from engines.controller.worker_group import (
     Dispatch,
     P,
     R,
+    WorkerGroup,
     collect,
     dispatch_mode,
     equal_result,
@@ -100,7 +101,7 @@ class RayGroupOptions:
         return self.log_dir / f"rank-{rank}.heartbeat"
 
 
-class RayWorkerGroup:
+class RayWorkerGroup(WorkerGroup):
     """A `WorkerGroup` over Ray actors. Ray must be connected.
 
     `factory` makes a rank's worker in its actor after the ranks have joined. `pool` holds the

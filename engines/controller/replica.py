@@ -297,7 +297,7 @@ class RemoteReplica(RolloutEngine):
 
 
 class RayReplicas:
-    """Starts and restarts replicas as Ray actors, one per place; see `ReplicaStarter`."""
+    """Starts and restarts replicas as Ray actors, one per place."""
 
     def __init__(self, spec: ReplicaSpec, places: Sequence[Place]) -> None:
         self._spec = spec

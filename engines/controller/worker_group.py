@@ -14,11 +14,12 @@ the number of ranks.
 Does not promise equal numbers of sequences per rank, or that every rank gets one.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from enum import Enum
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,26 +33,26 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class WorkerGroup(Protocol):
+class WorkerGroup(ABC):
     """Calls a method on the workers of all ranks."""
 
     world_size: int
     """Number of ranks."""
 
+    @abstractmethod
     def run(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a `@dispatch` method; raise WorkerError if a rank dies or misses its deadline."""
-        ...
 
+    @abstractmethod
     def place(self, batch: TokenBatch) -> TokenBatch:
         """Put a CPU batch where all ranks of this node read it, so that the node holds it once.
 
         Ids and columns of the result may be in read-only memory, where a write crashes the process.
         """
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """End every worker; may be called again."""
-        ...
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -171,7 +172,7 @@ def equal_result(call: str, place: str, results: Sequence[Any]) -> Any:
     return results[0]
 
 
-class InProcessGroup:
+class InProcessGroup(WorkerGroup):
     """A `WorkerGroup` of world size 1: every dispatch mode is a plain call.
 
     Errors of the worker reach the caller unchanged. `reserved` holds cluster resources for the

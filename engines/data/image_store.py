@@ -138,24 +138,27 @@ class ImageFile:
         """Read the place of each image; none without a file. Raises ConfigError for other files."""
         if not path.exists():
             return ImageFile(path, {})
+        columns = ["sha256", "width", "height"]
         try:
             with pq.ParquetFile(path) as file:
                 footer = file.metadata
-                found = file.read(["sha256", "width", "height"]).to_pydict()
-            sizes = zip(found["sha256"], found["width"], found["height"], strict=True)
+                found = file.read(columns).select(columns).to_pylist()
         except (pa.ArrowInvalid, KeyError) as error:
             raise ConfigError(str(path), f"holds no images ({error})") from None
-        places: dict[str, Place] = {}
-        for group in range(footer.num_row_groups):
-            for row in range(footer.row_group(group).num_rows):
-                sha256, width, height = next(sizes)
-                places[sha256] = (width, height, group, row)
+        numbers = [
+            (group, row)
+            for group in range(footer.num_row_groups)
+            for row in range(footer.row_group(group).num_rows)
+        ]
+        places = {
+            image["sha256"]: (image["width"], image["height"], *number)
+            for image, number in zip(found, numbers, strict=True)
+        }
         return ImageFile(path, places, footer)
 
     def size(self, sha256: str) -> tuple[int, int]:
         """Return an image's width and height in pixels; `ConfigError` if it is absent."""
-        width, height, _, _ = self._place(sha256)
-        return width, height
+        return self._place(sha256)[:2]
 
     def read(self, sha256: str) -> bytes:
         """Return an image's encoded bytes; `ConfigError` if it is absent or has another digest."""

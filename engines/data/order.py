@@ -14,10 +14,10 @@ repeats.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from math import gcd, lcm
 from typing import Any
 
@@ -153,7 +153,17 @@ class ResumableOrder(Order):
 
     def rows(self, step: int) -> np.ndarray:
         """Return the row indices of a step."""
-        return visits(self._epoch_rows, self.num_rows, step * self.batch_size, self.batch_size)
+        return self.visits(step * self.batch_size, self.batch_size)
+
+    def visits(self, first: int, count: int) -> np.ndarray:
+        """Return `count` rows from visit number `first` (0-based) of the stream, (count,) int64."""
+        pieces = [np.empty(0, dtype=np.int64)]
+        while count:
+            epoch, offset = divmod(first, self.num_rows)
+            piece = self._epoch_rows(epoch)[offset : offset + count]
+            pieces.append(piece)
+            first, count = first + len(piece), count - len(piece)
+        return np.concatenate(pieces)
 
     def epoch(self, step: int) -> float:
         """Return the epochs finished before a step, with their fraction."""
@@ -199,9 +209,9 @@ class MixedOrder(Order):
         start = step * self.batch_size % len(pattern)
         sources = pattern[(start + np.arange(self.batch_size)) % len(pattern)]
         rows = np.empty(self.batch_size, dtype=np.int64)
-        for source, (group, epoch_rows) in enumerate(self._sources):
+        for source, (group, order) in enumerate(self._sources):
             places = np.flatnonzero(sources == source)
-            rows[places] = group[visits(epoch_rows, len(group), visited[source], len(places))]
+            rows[places] = group[order.visits(visited[source], len(places))]
         return rows
 
     def visited(self, step: int) -> tuple[int, ...]:
@@ -222,13 +232,9 @@ class MixedOrder(Order):
         return whole_parts(self.weights)
 
     @cached_property
-    def _sources(self) -> list[tuple[np.ndarray, Callable[[int], np.ndarray]]]:
-        """The rows of each source, and the places in them by epoch."""
-        sources = []
-        for source, group in enumerate(self.groups):
-            places = partial(permutation, len(group), derived_seed(self.seed, source))
-            sources.append((np.array(group), lru_cache(maxsize=2)(places)))
-        return sources
+    def _sources(self) -> list[tuple[np.ndarray, ResumableOrder]]:
+        """The rows of each source, and the order of places in them."""
+        return _orders_within(self, map(np.array, self.groups))
 
 
 @dataclass(frozen=True)
@@ -280,32 +286,25 @@ class BandedOrder(Order):
     def _open_rows(self) -> list[tuple[np.ndarray, ResumableOrder]]:
         """The open rows from the first step of each band on, and the order of places in them."""
         difficulty = np.asarray(self.difficulty)
-        opened = []
-        for stage, band in enumerate(self.bands):
-            rows = np.flatnonzero(difficulty <= band.max_difficulty)
-            order = ResumableOrder(
+        opened = (np.flatnonzero(difficulty <= band.max_difficulty) for band in self.bands)
+        return _orders_within(self, opened)
+
+
+def _orders_within(
+    order: Order, parts: Iterable[np.ndarray]
+) -> list[tuple[np.ndarray, ResumableOrder]]:
+    """Return each part of an order's rows with an order of its own for the places in it."""
+    return [
+        (
+            rows,
+            ResumableOrder(
                 num_rows=len(rows),
-                batch_size=self.batch_size,
-                seed=derived_seed(self.seed, stage),
-            )
-            opened.append((rows, order))
-        return opened
-
-
-def visits(
-    epoch_rows: Callable[[int], np.ndarray], num_rows: int, first: int, count: int
-) -> np.ndarray:
-    """Return `count` rows from visit number `first` (0-based) of an endless stream, (count,) int64.
-
-    The stream is the `num_rows` rows that `epoch_rows` returns for epoch 0, those for epoch 1, ...
-    """
-    pieces = [np.empty(0, dtype=np.int64)]
-    while count:
-        epoch, offset = divmod(first, num_rows)
-        piece = epoch_rows(epoch)[offset : offset + count]
-        pieces.append(piece)
-        first, count = first + len(piece), count - len(piece)
-    return np.concatenate(pieces)
+                batch_size=order.batch_size,
+                seed=derived_seed(order.seed, number),
+            ),
+        )
+        for number, rows in enumerate(parts)
+    ]
 
 
 def permutation(num_rows: int, seed: int, epoch: int = 0) -> np.ndarray:

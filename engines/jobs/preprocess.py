@@ -11,14 +11,14 @@ from engines.data.read.dataset import load_dataset
 from engines.data.read.rows import RLRow
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.jobs.process.runtime import DEADLINES_S, JobContext, JobOutput, run_job
-from engines.vision.sizes import find_image_length
+from engines.vision.sizes import image_sizes
 
 
 def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
     """Generate or read the rows, check them, and write the dataset."""
     config, spec = context.config, context.spec
     context.heartbeat.enter("preprocess", DEADLINES_S["preprocess"])
-    tokenizer = image_length = None
+    tokenizer = find_sizes = None
     model = config.model
     if model and model.init == "pretrained":
         with context.clock("load"):
@@ -27,7 +27,7 @@ def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
             # Without tokenizer.json transformers is needed; the training stage counts tokens then.
             if (model_dir / "tokenizer.json").exists():
                 tokenizer = DirectoryTokenizer.load(model_dir, model.chat_template)
-                image_length = partial(find_image_length, model_dir)
+                find_sizes = partial(image_sizes, model_dir)
     with (
         context.clock("preprocess"),
         context.reading([name for name in spec.inputs if name.startswith(SOURCE)]),
@@ -39,7 +39,7 @@ def preprocess(context: JobContext[PreprocessStageConfig]) -> JobOutput:
             context.output_dir,
             tokenizer,
             suites(context),
-            image_length,
+            find_sizes,
         )
     parts = {
         "num_sft": summary.sft,

@@ -25,6 +25,7 @@ from engines.checkpoint.model_directory import check_reward_model
 from engines.config.options import own_options
 from engines.config.rows import BRADLEY_TERRY
 from engines.config.stages.supervised import RewardModelStageConfig
+from engines.controller.model_worker import role_checkpoint
 from engines.data.read.examples import as_reward_model, read_pairs
 from engines.errors import CheckpointError
 from engines.jobs.process.exported_policy import exported_policy
@@ -32,7 +33,7 @@ from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.supervised_stage import start_of, train, training_pairs
 from engines.trainers.supervised.preference import RewardPairs
 from engines.training.backends.merging import checkpoint_weights
-from engines.training.spec import REWARD, VALUE_HEAD, RoleSpec, role_checkpoint
+from engines.training.spec import REWARD, VALUE_HEAD, RoleSpec
 from infra.errors import ConfigError
 
 KIND = "reward_model"

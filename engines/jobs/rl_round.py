@@ -18,7 +18,7 @@ from engines.config.rules.models import check_seen_by_judges, check_seen_by_teac
 from engines.config.sections import RLConfig
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.launch import launch_policy_beside, policy_replica
-from engines.controller.model_worker import WorkerSpec
+from engines.controller.model_worker import WorkerSpec, role_checkpoint
 from engines.controller.replica import ReplicaSpec
 from engines.controller.rollout import FrozenModel, LaunchedEngines, Rollout, replica_beside
 from engines.controller.worker_group import WorkerGroup
@@ -63,7 +63,6 @@ from engines.training.spec import (
     ModelSource,
     RoleName,
     RoleSpec,
-    role_checkpoint,
 )
 from engines.types import TokenBatch
 from engines.vision.processor import prompt_images

@@ -95,7 +95,6 @@ def train_policy(
 
     Args:
         rows_per_step: rows of one optimizer step, over all ranks.
-        training_set: makes the training set from the start.
         needs_reference: True if training reads the policy that the stage starts with.
     """
     config = context.config

@@ -82,7 +82,6 @@ class Score:
     """A finite score, and further values that the function reported.
 
     Attributes:
-        extras: further numbers by name.
         answer: the extracted answer, or its digest if long; empty if none was found; None if the
             function reports none. Ignored by comparisons.
     """

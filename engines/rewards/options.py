@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from engines.config.base import StrictModel
+from engines.config.base import Refusals, StrictModel
 
 
 class ExactOptions(StrictModel):
@@ -48,11 +48,12 @@ class JudgeOptions(StrictModel):
     threshold: float = 0.5
     """An answer with a larger score counts as right in accuracies."""
 
-    def _check_values(self) -> None:
-        if self.pattern is not None and not _compiled(self.pattern).groups:
-            raise ValueError(
-                "pattern: got one without a group; put parentheses around the part for the number"
-            )
+    def _refusals(self) -> Refusals:
+        yield from _not_compiled(self.pattern or "")
+        yield (
+            self.pattern is not None and not re.compile(self.pattern).groups,
+            "pattern: got one without a group; put parentheses around the part for the number",
+        )
 
 
 class Gsm8kOptions(StrictModel):
@@ -81,8 +82,8 @@ class FormatOptions(StrictModel):
     pattern: str | None = None
     """A regular expression that the whole completion must match; replaces the tags."""
 
-    def _check_values(self) -> None:
-        _compiled(self.pattern or "")
+    def _refusals(self) -> Refusals:
+        yield from _not_compiled(self.pattern or "")
 
 
 class LengthOptions(StrictModel):
@@ -95,12 +96,12 @@ class LengthOptions(StrictModel):
     shape: Literal["linear", "cosine"] = "linear"
     """How the reward falls between the two lengths."""
 
-    def _check_values(self) -> None:
-        if self.free_tokens >= self.max_tokens:
-            raise ValueError(
-                f"free_tokens: got {self.free_tokens}; need less than max_tokens "
-                f"{self.max_tokens}; lower it"
-            )
+    def _refusals(self) -> Refusals:
+        yield (
+            self.free_tokens >= self.max_tokens,
+            f"free_tokens: got {self.free_tokens}; need less than max_tokens "
+            f"{self.max_tokens}; lower it",
+        )
 
 
 class HttpOptions(StrictModel):
@@ -118,10 +119,8 @@ class HttpOptions(StrictModel):
     """Limit in seconds to connect; the answer has until `rl.reward.timeout_s`."""
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _not_compiled(pattern: str) -> Refusals:
     try:
-        return re.compile(pattern)
+        re.compile(pattern)
     except re.error as error:
-        raise ValueError(
-            f"pattern: got {pattern!r}; need a regular expression ({error}); repair it"
-        ) from None
+        yield True, f"pattern: got {pattern!r}; need a regular expression ({error}); repair it"

@@ -52,7 +52,6 @@ class WorkerSetup:
 
     Attributes:
         target: the reward function, see `engines.rewards.resolve.load`.
-        timeout_s: deadline of one sample.
         memory_limit_bytes: limit of the process's address space, or None.
         environment: names of secret environment variables that the function may see.
     """
@@ -70,7 +69,6 @@ class ScoringProcess:
     Attributes:
         form: form of the function; None until it is ready.
         start_s: processor time to load the function; None until then.
-        index: index of the request in flight.
     """
 
     def __init__(self, setup: WorkerSetup, selector: selectors.BaseSelector) -> None:
@@ -89,7 +87,6 @@ class ScoringProcess:
         for pipe in (self._stdin, self._stdout):
             os.set_blocking(pipe.fileno(), False)
         selector.register(self._stdout, selectors.EVENT_READ, self)
-        self.was_ready = False
         self.start_s: float | None = None
         self.index: int | None = None
         self.num_judged = 0
@@ -107,7 +104,7 @@ class ScoringProcess:
     @property
     def is_idle(self) -> bool:
         """True if it can take a request."""
-        return self.was_ready and self.index is None and self._broken is None
+        return self.form is not None and self.index is None and self._broken is None
 
     def submit(self, index: int, request: ScoreRequest) -> None:
         """Submit a request to an idle process; `index` comes back with the result."""
@@ -138,7 +135,7 @@ class ScoringProcess:
             return self._broken
         if self._ended or exited:
             return f"the scoring process ended with code {self._wait()}"
-        if overdue and not self.was_ready:
+        if overdue and self.form is None:
             return f"the scoring process was not ready after {_START_DEADLINE_S:g} s"
         return f"missed the deadline of {self._timeout_s:g} s" if overdue else None
 
@@ -202,7 +199,6 @@ class ScoringProcess:
         if "failed" in reply:
             self._broken = reply["failed"]
         elif "ready" in reply:
-            self.was_ready = True
             self.form, self.start_s = reply["form"], reply["start_s"]
         elif self.index is not None:
             result = (

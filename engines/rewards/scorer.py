@@ -205,13 +205,12 @@ def check_unscored(results: Sequence[Score | Unscored], max_unscored_frac: float
     """Raise RewardError if the share of unscored samples is above `max_unscored_frac`."""
     reasons = Counter(result.reason for result in results if isinstance(result, Unscored))
     num_unscored = reasons.total()
-    if num_unscored <= max_unscored_frac * len(results):
-        return
-    shown = "; ".join(f"{n} x {reason}" for reason, n in reasons.most_common(3))
-    raise RewardError(
-        f"{num_unscored} of {len(results)} samples could not be scored, more than "
-        f"rl.reward.max_unscored_frac = {max_unscored_frac:g}: {shown}"
-    )
+    if num_unscored > max_unscored_frac * len(results):
+        shown = "; ".join(f"{n} x {reason}" for reason, n in reasons.most_common(3))
+        raise RewardError(
+            f"{num_unscored} of {len(results)} samples could not be scored, more than "
+            f"rl.reward.max_unscored_frac = {max_unscored_frac:g}: {shown}"
+        )
 
 
 class ScoringPool:
@@ -290,12 +289,12 @@ class ScoringPool:
 
     def _replace(self, place: int, failure: str, batch: "PoolBatch") -> None:
         process = self._processes[place]
-        if not process.was_ready and place >= self._min_workers:
+        if process.form is None and place >= self._min_workers:
             process.kill()
             del self._processes[place]
             self._go_on_without(f"a further one did not start: {failure}")
             return
-        if not process.was_ready:
+        if process.form is None:
             raise RewardError(f"the reward function cannot be loaded: {failure}")
         if process.index is not None:
             batch.found[process.index] = Unscored(failure)

@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from infra.errors import DeadlineError
+from infra.waiting import result_within
 
 T = TypeVar("T")
 STOP_DEADLINE_S = 10.0
@@ -42,11 +42,7 @@ class EventLoopThread:
     def wait(self, future: Future[T], what: str, timeout_s: float) -> T:
         """Wait for what `start` returned; see `run`."""
         try:
-            return future.result(timeout=timeout_s)
-        except TimeoutError:
-            if future.done():
-                raise
-            raise DeadlineError(what, timeout_s) from None
+            return result_within(future, what, timeout_s)
         finally:
             future.cancel()
 

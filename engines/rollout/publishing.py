@@ -10,9 +10,10 @@ Does not promise: that a replica serves before the slowest one has its weights.
 import asyncio
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from engines.errors import ReplicaLostError, WeightSyncError
 from engines.rollout.base import RolloutEngine
@@ -43,16 +44,16 @@ MOVES = "the states of replicas"
 LATE = "replica {}: did not take weights in time"
 
 
-class Probe(Protocol):
+class Probe(ABC):
     """Final check of a replica before it serves."""
 
+    @abstractmethod
     def request(self, place: int, version: int) -> RolloutRequest:
         """Return the probe request: one sample of a prompt longer than a prefix cache block."""
-        ...
 
+    @abstractmethod
     def check(self, requests: Sequence[RolloutRequest], found: Sequence[Completion]) -> None:
         """Compare with the trainer, in its thread; raise WeightSyncError if the logprobs differ."""
-        ...
 
 
 @dataclass(frozen=True)

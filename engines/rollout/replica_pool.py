@@ -28,7 +28,7 @@ from collections.abc import (
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from engines.errors import ReplicaLostError
 from engines.rollout.base import RolloutEngine
@@ -194,12 +194,8 @@ def silence(what: str, error: BaseException) -> ReplicaLostError:
     return lost
 
 
-class ReplicaStarter(Protocol):
-    """Starts a replica in the place of a lost one."""
-
-    async def restart(self, place: int, lost: RolloutEngine) -> RolloutEngine:
-        """End what is left of `lost`; start one without weights, or raise a PipelineError."""
-        ...
+Restart = Callable[[int, RolloutEngine], Awaitable[RolloutEngine]]
+"""Ends what is left of a lost replica, given its place; starts one there, without weights."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +207,7 @@ class RestartPolicy:
         silence_s: a sampling replica without an answer for this long is lost.
     """
 
-    starter: ReplicaStarter
+    restart: Restart
     max_num_restarts: int
     silence_s: float
 
@@ -351,13 +347,13 @@ class ReplicaPool:
             return
         self.num_restarts += 1
         self.move(slot, ReplicaState.RESTARTING)
-        task = asyncio.get_running_loop().create_task(self._start(slot, restarts.starter))
+        task = asyncio.get_running_loop().create_task(self._start(slot, restarts.restart))
         self._restarting.add(task)
         task.add_done_callback(self._restarting.discard)
 
-    async def _start(self, slot: ReplicaSlot, starter: ReplicaStarter) -> None:
+    async def _start(self, slot: ReplicaSlot, restart: Restart) -> None:
         try:
-            engine = await starter.restart(slot.place, slot.engine)
+            engine = await restart(slot.place, slot.engine)
         except PipelineError as error:
             self.move(slot, ReplicaState.DEAD)
             self._restart(slot, error)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from engines.config.plugins import IMAGES, engines_with, structured_output_engines
+from engines.config.plugins import IMAGES, STRUCTURED_OUTPUT, engines_with
 from engines.errors import RolloutError
 from engines.types import RolloutRequest
 
@@ -69,7 +69,7 @@ def _problems(
             f"{vocab_size}, each once"
         )
     if sampling.structured_output and not structured_output:
-        able = ", ".join(structured_output_engines()) or "none"
+        able = ", ".join(engines_with(STRUCTURED_OUTPUT)) or "none"
         yield f"this rollout engine has no structured output; engines that have it: {able}"
     if request.images and not images:
         yield (

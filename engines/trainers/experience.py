@@ -7,7 +7,7 @@ Letters: B samples, K of them kept, T tokens, G groups (prompts), R reward compo
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -19,7 +19,8 @@ from engines.algorithms.advantage import SCORE, advantages
 from engines.algorithms.kl import reward_kl
 from engines.algorithms.sequences import group_statistics, on_last_token
 from engines.config.algorithm import AlgorithmConfig, FilterGroupsConfig
-from engines.config.rules.models import KEYS, compared_components
+from engines.config.base import StrictModel
+from engines.config.rules.models import KEYS
 from engines.errors import RewardError, RolloutError
 from engines.trainers.packing import See, pack, segment_rewards_T, viewed
 from engines.trainers.prompts import GREEDY_SCORES
@@ -96,19 +97,26 @@ class Experience:
         """Return the same samples with per-sample values added."""
         return replace(self, batch=self.batch.with_rows(**rows))
 
-    def with_advantages(self, algorithm: AlgorithmConfig, kl_coef: float = 0.0) -> "Experience":
-        """Add the column `advantages`, 0 on prompts, `returns` if there is a critic, and metrics.
-
-        Raises:
-            RewardError: a sample lacks a component that the estimator compares.
-        """
-        absent = {*compared_components(algorithm)} - {*self.components}
+    def check_components(self, compared: Iterable[str]) -> None:
+        """Raise `RewardError` if a sample lacks a component that the estimator compares."""
+        absent = {*compared} - {*self.components}
         for place, sample in enumerate(self.samples if absent else ()):
             for name in sorted(absent - {*sample.extras}):
                 raise RewardError(
                     f"{self.name_of(place)}: the reward gave no finite number called {name!r}, "
                     f"which {KEYS} compares; have it give one to every sample, or name others"
                 )
+
+    def with_advantages(
+        self,
+        algorithm: AlgorithmConfig,
+        kl_coef: float = 0.0,
+        options: StrictModel | None = None,
+    ) -> "Experience":
+        """Add the column `advantages`, 0 on prompts, `returns` if there is a critic, and metrics.
+
+        `options` are those of the estimator; None takes them from `algorithm`.
+        """
         trajectories = [sample.trajectory for sample in self.samples]
         mask_T = self.batch.columns["loss_mask"] > 0
         outcomes_T = on_last_token(self.rewards_B, mask_T, self.batch)
@@ -129,6 +137,7 @@ class Experience:
             scores_BR=self.scores_BR,
             components=self.components,
             truncated_B=torch.tensor([each.finish == "length" for each in trajectories]).bool(),
+            options=options,
         )
         returns = {} if found.returns_T is None else {"returns": found.returns_T}
         added = self.with_columns(advantages=found.advantages_T, **returns)

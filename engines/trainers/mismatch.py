@@ -22,6 +22,7 @@ from engines.algorithms.parts import Gather
 from engines.algorithms.policy_objective import Objective
 from engines.config.algorithm import MismatchConfig
 from engines.errors import RolloutError, WeightSyncError
+from engines.rollout.publishing import Probe
 from engines.types import (
     Completion,
     GlobalCounts,
@@ -144,8 +145,8 @@ NUM_NEW_TOKENS = 4
 SEED = 20
 
 
-class WeightProbe:
-    """A `Probe` that compares with the trainer's `infer_logprobs`, at its `temperature`."""
+class WeightProbe(Probe):
+    """Compares with the trainer's `infer_logprobs`, at its `temperature`."""
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from engines.algorithms.sequences import group_statistics
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.model_worker import ModelWorker
 from engines.data.read.tokenizer import ChatTokenizer
+from engines.rollout.stop_strings import MAX_HELD_TOKENS, UNFINISHED
 from engines.trainers.experience import Collector, Experience
 from engines.trainers.loop_state import Updates, update_metrics
 from engines.trainers.progress import LoopStep
@@ -26,9 +27,6 @@ from infra.tracking.samples import KeptSample, KeptStep, write_samples
 MAX_NUM_TOKENS = 2048
 MAX_PROMPT_CHARS = 16_384
 NUM_DIGITS = 5
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-MAX_HELD_TOKENS = 8
-"""A UTF-8 character has at most 4 bytes: if more tokens are incomplete, they are not text."""
 
 logger = logging.getLogger(__name__)
 

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from engines.algorithms.kl import next_coefficient
-from engines.algorithms.policy_objective import resample, round_loss_fn
-from engines.algorithms.value_objective import ValueObjective
+from engines.algorithms.parts import find_part
+from engines.algorithms.policy_objective import ValueObjective, resample, round_loss_fn
 from engines.config.rows import ADVANTAGES, POLICY_LOSSES
-from engines.config.rules.models import resolved_algorithm
+from engines.config.rules.models import compared_components, resolved_algorithm
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.controller.model_worker import ModelWorker
 from engines.controller.rollout import Rollout
@@ -80,6 +80,10 @@ class RLTrainer:
         rl, run, training_dtype = self.config.rl, self.workers.run, self.config.training.dtype
         self.start = LoopState.at_start(rl, self.config.round, self.before)
         self._algorithm = resolved_algorithm(rl)
+        estimator = find_part(ADVANTAGES, self._algorithm.adv_estimator)
+        self._options = estimator.options(self._algorithm)
+        self._compared = compared_components(self._algorithm)
+        self._prompts_per_update = rl.prompts_per_update
         self._loss_fn = MeasuredObjective(round_loss_fn(rl))
         self._gate = MismatchGate.of(
             rl.mismatch, training_dtype, self.config.rollout.dtype or training_dtype
@@ -100,7 +104,7 @@ class RLTrainer:
         if self.teacher is None and rl.distillation is not None:
             self.teacher = RankTeacher(rl.distillation, run, self.vocab_size)
         self._columns = {
-            *ADVANTAGES.find(rl.algorithm.adv_estimator).columns,
+            *estimator.row.columns,
             *POLICY_LOSSES.find(rl.algorithm.loss_mode).columns,
             *({"ref_logprobs"} if rl.algorithm.needs_reference else ()),
             *({"old_logprobs"} if rl.algorithm.use_kl_in_reward else ()),
@@ -183,7 +187,7 @@ class RLTrainer:
         rl, tokens = self.config.rl, experience.batch
         run: Callable[..., Any] = self.workers.run
         columns: dict[str, Tensor] = {}
-        has_several_updates = experience.num_groups > rl.prompts_per_update or rl.num_epochs > 1
+        has_several_updates = experience.num_groups > self._prompts_per_update or rl.num_epochs > 1
         with step.clock("old_log_prob"):
             if "old_logprobs" in self._columns or has_several_updates:
                 readouts = Readouts(sum_pi_squared="sum_pi_squared" in self._columns)
@@ -228,7 +232,8 @@ class RLTrainer:
             RewardError: a sample lacks a component that the estimator compares.
         """
         with step.clock("adv"):
-            experience = experience.with_advantages(self._algorithm, kl_coef)
+            experience.check_components(self._compared)
+            experience = experience.with_advantages(self._algorithm, kl_coef, self._options)
             pf_ppo = self._algorithm.pf_ppo
             if not pf_ppo.enable:
                 return experience
@@ -279,7 +284,7 @@ class RLTrainer:
         """Train one role on all mini-batches; continue the count of left-out updates."""
         numbered = experience.with_rows(**{ROW: torch.arange(len(experience.samples))})
         taken: list[TrainMetrics] = []
-        for mini_batch in numbered.mini_batches(self.config.rl.prompts_per_update, num_epochs):
+        for mini_batch in numbered.mini_batches(self._prompts_per_update, num_epochs):
             found = self.workers.run(ModelWorker.train, mini_batch, loss_fn, role)
             update = self._guard.taken(
                 found, mini_batch, experience.name_of, role, num_before=num_left_out

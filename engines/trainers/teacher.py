@@ -7,7 +7,7 @@ Letters: T tokens of the step, K most likely tokens of the teacher, N tokens of 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,21 +18,6 @@ from engines.controller.model_worker import ModelWorker
 from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
 from engines.training.spec import TEACHER
 from engines.types import Readouts, TokenBatch
-
-
-class Teacher(Protocol):
-    """A teacher model on the training ranks or on its own engines."""
-
-    def columns(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """Return columns by name, computed where `loss_mask` is not 0.
-
-        For `topk` (T, K) int64 ids and float32 logprobs, else (T,) float32 of the sampled tokens.
-
-        Raises:
-            RolloutError: its engines cannot answer.
-            DeadlineError: the answers did not arrive in time.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -48,7 +33,10 @@ class RankTeacher:
     vocab_size: int
 
     def columns(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """See `Teacher`."""
+        """Return columns by name, computed where `loss_mask` is not 0.
+
+        For `topk` (T, K) int64 ids and float32 logprobs, else (T,) float32 of the sampled tokens.
+        """
         if self.config.loss != TOPK:
             return {SAMPLED_LOGPROBS: self.run(ModelWorker.infer_logprobs, batch, TEACHER)}
         found = self.run(
@@ -70,7 +58,12 @@ class ServedTeacher:
     vocab_size: int
 
     def columns(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """See `Teacher`."""
+        """See `RankTeacher.columns`.
+
+        Raises:
+            RolloutError: its engines cannot answer.
+            DeadlineError: the answers did not arrive in time.
+        """
         num_top = self.config.num_top if self.config.loss == TOPK else 0
         mask_T, starts = batch.columns["loss_mask"] != 0, batch.cu_seqlens.tolist()
         requests: list[PromptRequest] = []
@@ -119,3 +112,7 @@ class ServedTeacher:
             TOPK_IDS: ids_TK.masked_fill_(untaught_T1, 0),
             TOPK_LOGPROBS: logprobs_TK.masked_fill_(untaught_T1, 0.0),
         }
+
+
+Teacher = RankTeacher | ServedTeacher
+"""A teacher model on the training ranks or on its own engines."""

@@ -52,11 +52,7 @@ Mode = Literal["train", "eval"]
 
 
 class BaseEngine(EngineBackend):
-    """One rank of a training engine; all ranks make the same calls in the same order.
-
-    Attributes:
-        num_steps: optimizer steps taken so far.
-    """
+    """One rank of a training engine; all ranks make the same calls in the same order."""
 
     def __init__(self, spec: EngineSpec) -> None:
         check_vision(spec.hf_dir, spec.training, values=spec.model_type == "value_model")
@@ -72,6 +68,7 @@ class BaseEngine(EngineBackend):
         self._mode: Mode | None = None
         self._num_averaged = 0 if self._ema is not None else None
         self._flops = flops_of(spec)
+        self._max_tokens = spec.training.shared_tokens_per_micro_batch
 
     @property
     def world_size(self) -> int:
@@ -317,18 +314,13 @@ class BaseEngine(EngineBackend):
     def _prepare(self, batch: TokenBatch) -> Preparation:
         return prepare(
             batch,
-            self.max_tokens_per_micro_batch,
+            self._max_tokens,
             self.spec.platform.device(),
             self.data_parallel_group,
             self._flops,
             image_layout=self._image_layout,
             rotary_limit=self._rotary_limit,
         )
-
-    @property
-    def max_tokens_per_micro_batch(self) -> int:
-        """Token budget; see `TrainingConfig.shared_tokens_per_micro_batch`."""
-        return self.spec.training.shared_tokens_per_micro_batch
 
     def _reduced(self, totals: Totals) -> tuple[float, dict[str, float], list[int]]:
         """Return `Totals.reduce` on every rank, also on earlier pipeline stages."""

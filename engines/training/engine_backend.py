@@ -202,10 +202,8 @@ class EngineBackend(ABC):
         """Restore a checkpoint of any world size and return its step.
 
         Without `optimizer`, training starts anew from its weights: the optimizer, the schedule and
-        the random generators are not restored.
-
-        Raises:
-            CheckpointError: a tensor is absent or has another shape.
+        the random generators are not restored. Raises `CheckpointError` if a tensor is absent or
+        has another shape.
         """
 
     @classmethod

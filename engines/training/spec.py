@@ -64,14 +64,6 @@ REWARD: RoleName = "reward"
 TEACHER: RoleName = "teacher"
 """A frozen model whose distributions the policy learns."""
 
-ROLES_DIR = "roles"
-"""Directory in a checkpoint for roles other than the policy, whose files are at the top."""
-
-
-def role_checkpoint(path: Path, role: RoleName) -> Path:
-    """Return the directory of a role in a checkpoint."""
-    return path if role == POLICY else path / ROLES_DIR / role
-
 
 @dataclass(frozen=True)
 class ModelSource:

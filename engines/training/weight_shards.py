@@ -10,13 +10,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from engines import collectives
 from engines.checkpoint.hub_names import Slot
 from engines.errors import EngineError
-from engines.weight_places import WeightPlace, WeightShard, whole_place
+from engines.weight_places import WeightPlace, WeightShard, local_place, local_values
 
 
 @dataclass(frozen=True)
@@ -25,21 +23,6 @@ class HeldPart:
 
     place: WeightPlace
     read: Callable[[], Tensor]
-
-
-def local_place(name: str, tensor: Tensor) -> WeightPlace:
-    """Return the place of this rank's shard of a tensor; its shape may be empty."""
-    if not isinstance(tensor, DTensor):
-        return whole_place(name, tensor)
-    shape, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return WeightPlace(name, tuple(tensor.shape), tuple(offsets), tuple(shape))
-
-
-def local_values(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, or the whole tensor."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def parts_in_slots(name: str, tensor: Tensor, slots: Iterable[tuple[str, Slot]]) -> list[HeldPart]:

@@ -6,7 +6,7 @@ Source: the resizing of Qwen2-VL (arXiv:2409.12191 sec. 2.1), as transformers co
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -90,12 +90,6 @@ def image_sizes(hf_dir: Path) -> ImageSizes | None:
                 "set size to shortest_edge and longest_edge, or copy its configuration again",
             )
     return sizes
-
-
-def find_image_length(hf_dir: Path) -> Callable[[int, int], int] | None:
-    """Return `ImageSizes.num_tokens` of a model; None if `image_sizes` returns None."""
-    sizes = image_sizes(hf_dir)
-    return None if sizes is None else sizes.num_tokens
 
 
 def _given(value: Any, otherwise: Any) -> Any:

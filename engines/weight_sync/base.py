@@ -24,9 +24,7 @@ class WeightSource(Protocol):
 
         Order is free; tied weights come once. The dtype is the receiver's, or float32 for
         `hub_names.served_float32_names`. A tensor may be overwritten when the next is requested.
-
-        Raises:
-            WeightSyncError: the sender failed, or nothing came before the deadline.
+        Raises `WeightSyncError` if the sender failed, or nothing came before the deadline.
         """
         ...
 

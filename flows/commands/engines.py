@@ -93,7 +93,6 @@ class RolloutMatrixRow:
 
     Attributes:
         capabilities: capabilities beyond the contract; some depend on options and platform.
-        routing: how several replicas share a batch.
         needs: what has to be installed and, if it was looked up, whether it is.
     """
 

@@ -133,9 +133,6 @@ def evaluation_recipe(
 ) -> Recipe:
     """Return the recipe that evaluates a model (a directory, a hub id or `models:/NAME@ALIAS`).
 
-    Args:
-        suites: names of shipped suites, or YAML files.
-
     Raises:
         ConfigError: an argument is invalid.
     """

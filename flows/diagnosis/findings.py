@@ -94,7 +94,6 @@ class StageView:
     """Journal and commit of a stage up to its current step; without a commit its fields are empty.
 
     Attributes:
-        steps: metrics by step.
         messages: log lines, oldest first.
         problem: error of the newest attempt, if it ended without a commit and reported one.
         phase: phase that the last heartbeat named; empty without a heartbeat.

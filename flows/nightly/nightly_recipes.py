@@ -69,10 +69,6 @@ def nightly_recipes(
 ) -> None:
     """Compute recipes anew, and judge each against its baseline.
 
-    Args:
-        recipes: shipped names, or YAML files.
-        baselines: directory of the stored measurements.
-
     Raises:
         NotReproducedError: a recipe failed; the results are in the night's directory.
     """

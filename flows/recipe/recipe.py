@@ -90,8 +90,7 @@ def load_recipe(
 
     Args:
         name_or_path: a shipped name (`quickstart`) or a YAML file.
-        overrides: `path.to.key=value`, applied in order, the value in YAML.
-        seed: replaces the recipe's seed; None keeps it.
+        overrides: `path.to.key=value` in order, the value in YAML; mappings are merged.
 
     Raises:
         ConfigError: the recipe is invalid.

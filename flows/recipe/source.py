@@ -77,13 +77,7 @@ _find_suite = partial(_find, "suite", SUITES_DIR)
 def read_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a recipe as plain data, merged over its bases and with overrides applied.
 
-    Args:
-        name_or_path: a shipped name (`quickstart`) or a YAML file.
-        overrides: `path.to.key=value`, the value in YAML; a mapping is merged into the existing
-            one.
-
-    Raises:
-        ConfigError: the file, a base or an override cannot be read.
+    Arguments as for `load_recipe`; raises `ConfigError` if anything cannot be read.
     """
     return with_overrides(_read_with_bases(_find_recipe(name_or_path), _find_recipe), overrides)
 

@@ -27,10 +27,8 @@ class Curve:
     """Values over the steps of consecutive stages.
 
     Attributes:
-        steps: step numbers, counted over all stages.
         bounds: first steps of the stages after the first, drawn as lines.
         low: lower ends of the values' intervals, one per step, or empty.
-        high: upper ends, likewise.
     """
 
     steps: Sequence[float]
@@ -72,9 +70,6 @@ class PlotData:
 
     Attributes:
         preference: curves of preference training, in all iterations of self-play.
-        reward: mean reward per RL step.
-        lengths: mean response length per RL step.
-        accuracy: held-out accuracy per stage.
         step: seconds by phase of the median RL step, in the order of the loop.
         seconds: wall seconds by phase, per stage.
     """

@@ -26,7 +26,7 @@ from flows.diagnosis.findings import run_views
 from flows.report.page import show_diagnosis, show_report
 from flows.report.report import Report, build_report, make_run_directory, write_report
 from flows.run.registry import Registry, RoundGate, open_mirrors, open_tracker
-from infra.errors import DeadlineError, PipelineError
+from infra.errors import PipelineError
 from infra.host.servers import LOCK_DEADLINE_S
 from infra.ray.cluster import Cluster, ensure_cluster
 from infra.ray.jobs import RayJobs
@@ -38,7 +38,7 @@ from infra.tracking.history import StageHistory
 from infra.tracking.ledger import Ledger
 from infra.tracking.mirrors.fan_out import FanOut
 from infra.tracking.shipper import Shipper
-from infra.waiting import in_thread
+from infra.waiting import in_thread, result_within
 from tasks.runner.recorder import Recorder, end_status
 from tasks.runner.stage import StageContext, StageObserver
 
@@ -59,10 +59,7 @@ class LazyCluster:
             ServiceError: the cluster could not be started.
             DeadlineError: it did not start in time.
         """
-        try:
-            return RayJobs(self.start().result(LOCK_DEADLINE_S))
-        except TimeoutError:
-            raise DeadlineError("the Ray cluster to start", LOCK_DEADLINE_S) from None
+        return RayJobs(result_within(self.start(), "the Ray cluster to start", LOCK_DEADLINE_S))
 
     def release(self, besides: Collection[str] = ()) -> None:
         """End the cluster if it has no other user and no job; may be called twice.

@@ -23,7 +23,7 @@ from infra import env
 from infra.errors import DeadlineError, ServiceError
 from infra.frozen_model import FrozenModel
 from infra.host.records import log_tail
-from infra.store.process_stamp import boot_id, started_ticks
+from infra.store import process_stamp
 
 # An ignored SIGINT is inherited: a Prefect worker started from a shell with `&` would never stop.
 # `preexec_fn` is unsafe with threads, so a short-lived interpreter resets it and execs the program.
@@ -44,7 +44,7 @@ class ProcessIdentity(FrozenModel):
 
     pid: int
     started: str
-    """Boot id and start time in clock ticks, unaffected by clock jumps."""
+    """Boot id and start time, as of `process_stamp.started_ticks`."""
 
 
 class ProcessRecord(ProcessIdentity):
@@ -57,8 +57,9 @@ class ProcessRecord(ProcessIdentity):
 
 def identify(pid: int) -> ProcessIdentity | None:
     """Return the living process with this pid; None if there is none or it is a zombie."""
-    ticks = started_ticks(pid)
-    return None if ticks is None else ProcessIdentity(pid=pid, started=f"{boot_id()}:{ticks}")
+    ticks = process_stamp.started_ticks(pid)
+    started = f"{process_stamp.boot_id()}:{ticks}"
+    return None if ticks is None else ProcessIdentity(pid=pid, started=started)
 
 
 def num_bytes_read() -> int:
@@ -73,7 +74,8 @@ def num_bytes_read() -> int:
 def own_identity() -> ProcessIdentity:
     """Return the identity of this process."""
     pid = os.getpid()
-    return ProcessIdentity(pid=pid, started=f"{boot_id()}:{started_ticks(pid)}")
+    started = f"{process_stamp.boot_id()}:{process_stamp.started_ticks(pid)}"
+    return ProcessIdentity(pid=pid, started=started)
 
 
 def is_alive(process: ProcessIdentity) -> bool:
@@ -155,11 +157,12 @@ def _families(
     records: Sequence[ProcessRecord], known_marks: Collection[str]
 ) -> set[psutil.Process]:
     # A session keeps its id while it has members, so if another process has the leader's pid now,
-    # the session is not the recorded one.
-    sessions = set()
+    # the session is not the recorded one; nor after another boot, of which macOS tells no id.
+    boot, sessions = process_stamp.boot_id(), set[int]()
     for record in records:
-        holder, boot = identify(record.pid), record.started.partition(":")[0]
-        if (holder is None or holder.started == record.started) and boot == boot_id():
+        holder = identify(record.pid)
+        is_this_boot = bool(boot) and record.started.startswith(f"{boot}:")
+        if holder.started == record.started if holder else is_this_boot:
             sessions.add(record.pid)
     marks = {*known_marks, *(record.mark for record in records)}
     members = {p for p in psutil.process_iter() if _belongs(p, sessions, marks)}

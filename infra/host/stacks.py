@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+from infra.store.files import read_stretch
 from infra.store.process_stamp import living_pid, own_stamp
 
 STACKS_SIGNAL = signal.SIGUSR2
@@ -49,9 +50,7 @@ def ask_for_stacks(directory: Path) -> str:
 
 
 def _added(log: Path, size: int) -> str:
-    with log.open("rb") as file:
-        file.seek(size)
-        return file.read().decode(errors="replace")
+    return read_stretch(log, size).decode(errors="replace")
 
 
 def _state(pid: int | None) -> str:

@@ -193,7 +193,7 @@ def script_files(script: Path) -> dict[str, Path]:
     folder = script.parent
 
     def executed(name: str) -> Iterable[_Source]:
-        return () if name.partition(".")[0] in OUR_PACKAGES else _beside(folder, name)
+        return () if name.partition(".")[0] in OUR_PACKAGES else _executed_by(name, folder)
 
     reached = _reached([_Source(script.stem, script)], executed)
     return dict(sorted((each.path.relative_to(folder).as_posix(), each.path) for each in reached))
@@ -204,7 +204,7 @@ def project_modules(script: Path) -> set[str]:
     names = {
         name
         for path in script_files(script).values()
-        for name in _imported_names(_Source(path.stem, path))
+        for name in imported_modules(path.stem, path)
         if name.partition(".")[0] in OUR_PACKAGES
     }
     return {name for name in names if (file := module_file(name)) and file.is_file()}
@@ -216,7 +216,7 @@ def imported_modules(module: str, path: Path) -> tuple[str, ...]:
     `a.b` of `from a import b` may turn out to be no module. `module` is the dotted name of the
     file, to resolve relative imports. Raises ConfigError if the file is not Python.
     """
-    return _imported_names(_Source(module, path))
+    return _Source(module, path).imports
 
 
 def _own_sources_digest(module: str) -> str | None:
@@ -237,6 +237,12 @@ class _Source:
         is_package = self.path.name == "__init__.py"
         return self.name if is_package else self.name.rpartition(".")[0]
 
+    @property
+    def imports(self) -> tuple[str, ...]:
+        """Sorted absolute names that it may import."""
+        status = self.path.stat()
+        return _parsed_imports(self, status.st_mtime_ns, status.st_size)
+
 
 def _reached(
     roots: Iterable[_Source], executed: Callable[[str], Iterable[_Source]]
@@ -246,7 +252,7 @@ def _reached(
     pending = set(roots)
     while pending:
         reached |= pending
-        imported = {name for source in pending for name in _imported_names(source)}
+        imported = {name for source in pending for name in source.imports}
         pending = {source for name in imported for source in executed(name)} - reached
     return reached
 
@@ -262,20 +268,18 @@ def _root_sources(name: str) -> list[_Source]:
     return list(_executed_by(name))
 
 
-def _executed_by(name: str) -> Iterator[_Source]:
+def _executed_by(name: str, directory: Path | None = None) -> Iterator[_Source]:
+    """Yield a module and its parent packages, in a directory or (None) where imports find them."""
     for module in accumulate(name.split("."), "{}.{}".format):
-        path = module_file(module)
+        path = _file_at(directory, module.split(".")) if directory else module_file(module)
         if path is not None and path.is_file():
             yield _Source(module, path)
 
 
-def _beside(directory: Path, name: str) -> Iterator[_Source]:
-    for module in accumulate(name.split("."), "{}.{}".format):
-        base = directory.joinpath(*module.split("."))
-        for path in (base / "__init__.py", base.with_name(f"{base.name}.py")):
-            if path.is_file():
-                yield _Source(module, path)
-                break
+def _file_at(directory: Path, parts: Sequence[str]) -> Path | None:
+    base = directory.joinpath(*parts)
+    paths = (base / "__init__.py", base.with_name(f"{base.name}.py"))
+    return next((path for path in paths if path.is_file()), None)
 
 
 def module_file(name: str) -> Path | None:
@@ -293,12 +297,8 @@ def module_file(name: str) -> Path | None:
         directories = [Path(place) for place in spec.submodule_search_locations]
     for directory in directories:
         base = directory.joinpath(*rest)
-        module = base.with_name(f"{base.name}.py") if rest else base
-        for candidate in (base / "__init__.py", module):
-            if candidate.is_file():
-                return candidate
-        if base.is_dir():
-            return base
+        if found := _file_at(directory, rest) or (base if base.is_dir() else None):
+            return found
     return None
 
 
@@ -310,11 +310,6 @@ def parsed_file(path: Path) -> ast.Module:
         with contextlib.suppress(SystemError):
             return ast.parse(path.read_bytes(), filename=str(path))
     return ast.parse(path.read_bytes(), filename=str(path))
-
-
-def _imported_names(source: _Source) -> tuple[str, ...]:
-    status = source.path.stat()
-    return _parsed_imports(source, status.st_mtime_ns, status.st_size)
 
 
 @functools.lru_cache(maxsize=4096)

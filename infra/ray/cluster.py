@@ -100,7 +100,6 @@ def ensure_cluster(
     address: str | None = None,
     *,
     num_cpus: int | None = None,
-    num_gpus: int | None = None,
     persistent: bool = False,
     given_up: Callable[[], bool] = lambda: False,
 ) -> Cluster:
@@ -112,7 +111,6 @@ def ensure_cluster(
     Args:
         address: `http://host:port` of an existing cluster; None means RAY_ADDRESS, else embed.
         num_cpus: CPUs of a new embedded head; None means those this process may use, at least 4.
-        num_gpus: GPUs of a new embedded head; None lets Ray count them.
         persistent: keep the head after its last user; a new one serves the full dashboard.
         given_up: polled while a new head starts; True cancels the start.
 
@@ -136,7 +134,7 @@ def ensure_cluster(
     # Held during the start, so that a second process waits and then finds the record.
     with servers.lock(home, NAME):
         living = _living(home)
-        command = partial(head_command, home, num_cpus, num_gpus, full_dashboard=persistent)
+        command = partial(head_command, home, num_cpus, full_dashboard=persistent)
         record = living or _start(home, command, persistent, given_up)
         record = servers.join(home, record, persistent=persistent)
     fault("server.ready")
@@ -218,10 +216,8 @@ def unfinished_jobs(api: RayApi) -> list[str]:
     ]
 
 
-def head_command(
-    home: Path, num_cpus: int | None, num_gpus: int | None, *, full_dashboard: bool
-) -> ServerCommand:
-    """Return the command that starts a head on free ports; `num_gpus` None lets Ray count them."""
+def head_command(home: Path, num_cpus: int | None, *, full_dashboard: bool) -> ServerCommand:
+    """Return the command that starts a head on free ports; Ray counts the GPUs."""
     token_path = _token_file(home)
     environment = env.child_environment(
         RAY_AUTH_MODE="token",
@@ -249,7 +245,6 @@ def head_command(
         f"--runtime-env-agent-port={others[3]}",
         f"--metrics-export-port={others[4]}",
         f"--num-cpus={num_cpus or default_num_cpus()}",
-        *([] if num_gpus is None else [f"--num-gpus={num_gpus}"]),
         f"--object-store-memory={OBJECT_STORE_BYTES}",
         # Short: Ray puts sockets below it, and a socket path has at most 107 bytes.
         f"--temp-dir={tempfile.gettempdir()}/rlhf-ray-{os.getuid()}-{digest}",

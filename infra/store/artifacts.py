@@ -100,9 +100,7 @@ def build_manifest(
         ArtifactError: no file, an entry is not a regular file, or a name is not portable.
     """
     paths: dict[str, Path] = {}
-    for name, entry in _walk(directory):
-        if name == MANIFEST_NAME:
-            continue
+    for name, entry in (found for found in _walk(directory) if found[0] != MANIFEST_NAME):
         if not entry.is_file(follow_symlinks=False):
             raise ArtifactError(f"{entry.path} is not a regular file; need regular files only")
         paths[name] = Path(entry.path)
@@ -286,10 +284,8 @@ def _walk(
     directory: Path, prefix: str = "", hidden: bool = True
 ) -> Iterator[tuple[str, "os.DirEntry[str]"]]:
     with os.scandir(directory) as entries:
-        ordered = sorted(entries, key=lambda entry: entry.name)
-    for entry in ordered:
-        if not hidden and entry.name.startswith("."):
-            continue
+        shown = [entry for entry in entries if hidden or not entry.name.startswith(".")]
+    for entry in sorted(shown, key=lambda entry: entry.name):
         if entry.is_dir(follow_symlinks=False):
             yield from _walk(Path(entry.path), f"{prefix}{entry.name}/", hidden)
         else:

@@ -117,9 +117,7 @@ def remove_directory(directory: Path) -> None:
 
 def remove_abandoned(directory: Path) -> None:
     """Remove temporary entries with a dead writer or untouched for a day; ignores failures."""
-    for path in directory.glob(f"{TEMPORARY_PREFIX}*"):
-        if not is_abandoned(path):
-            continue
+    for path in filter(is_abandoned, directory.glob(f"{TEMPORARY_PREFIX}*")):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -140,15 +138,14 @@ def is_abandoned(path: Path) -> bool:
 def _written_temporary(path: Path, data: bytes) -> Iterator[Path]:
     temporary = temporary_sibling(path)
     try:
-        try:
-            with temporary.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            error.filename = error.filename or str(path)  # ENOSPC of a write names no file
-            raise
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         yield temporary
+    except OSError as error:
+        error.filename = error.filename or str(path)  # ENOSPC of a write names no file
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

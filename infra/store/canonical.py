@@ -39,19 +39,20 @@ def sha256_file(path: Path) -> str:
 
 
 def _plain(obj: Any, where: str) -> Any:
-    if isinstance(obj, BaseModel):
-        obj = obj.model_dump(mode="json")
-    if obj is None or isinstance(obj, bool | int | str):
-        return obj
-    if isinstance(obj, float):
-        if not math.isfinite(obj):
-            raise ValueError(f"{where}: {obj} has no JSON form")
-        return obj
-    if isinstance(obj, Mapping):
-        for key in obj:
-            if not isinstance(key, str):
-                raise TypeError(f"{where}: key {key!r} is not a string")
-        return {key: _plain(value, f"{where}.{key}") for key, value in obj.items()}
-    if isinstance(obj, list | tuple):
-        return [_plain(value, f"{where}[{i}]") for i, value in enumerate(obj)]
+    match obj:
+        case BaseModel():
+            return _plain(obj.model_dump(mode="json"), where)
+        case None | bool() | int() | str():
+            return obj
+        case float():
+            if not math.isfinite(obj):
+                raise ValueError(f"{where}: {obj} has no JSON form")
+            return obj
+        case Mapping():
+            for key in obj:
+                if not isinstance(key, str):
+                    raise TypeError(f"{where}: key {key!r} is not a string")
+            return {key: _plain(value, f"{where}.{key}") for key, value in obj.items()}
+        case list() | tuple():
+            return [_plain(value, f"{where}[{i}]") for i, value in enumerate(obj)]
     raise TypeError(f"{where}: {type(obj).__name__} has no canonical JSON form")

@@ -60,6 +60,14 @@ class Files(ABC):
         """Remove a directory, which may be absent, with all its files."""
 
 
+def read_stretch(path: Path, start: int = 0, end: int | None = None) -> bytes:
+    """Return bytes `start` to `end` of a file, None means the rest; none if it is absent."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        file.seek(start)
+        return file.read(-1 if end is None else max(0, end - start))
+    return b""
+
+
 class LocalFiles(Files):
     """Files in a directory; see `Files` for the methods."""
 

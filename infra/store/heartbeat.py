@@ -12,7 +12,6 @@ import faulthandler
 import logging
 import os
 import sys
-import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ from typing import IO, Self
 from pydantic import BaseModel, ValidationError
 
 from infra.store.process_stamp import own_stamp
+from infra.waiting import Repeated
 
 BEAT_BYTES = 512
 MAX_GAP_S = 5.0
@@ -55,26 +55,23 @@ class FixedFile:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            os.posix_fallocate(self._descriptor, 0, BEAT_BYTES)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with contextlib.ExitStack() as undo:
+            self._file = undo.enter_context(open(descriptor, "r+b", buffering=0))
+            os.posix_fallocate(descriptor, 0, BEAT_BYTES)
             self.write(b"")
-        except OSError:
-            os.close(self._descriptor)
-            raise
+            undo.pop_all()
 
     def write(self, content: bytes) -> None:
         """Overwrite the whole file with a checksum, the text and blanks."""
         checked = b"%08x " % zlib.crc32(content) + content
         if len(checked) >= BEAT_BYTES:
             raise ValueError(f"{len(checked)} bytes; need less than {BEAT_BYTES}")
-        os.pwrite(self._descriptor, checked.ljust(BEAT_BYTES - 1) + b"\n", 0)
+        os.pwrite(self._file.fileno(), checked.ljust(BEAT_BYTES - 1) + b"\n", 0)
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
 
 
 def checked_content(data: bytes) -> bytes | None:
@@ -154,8 +151,6 @@ class Heartbeat:
         self._path, self._every_s = path, every_s
         self._on_stall, self._stacks = on_stall, stacks or sys.stderr
         self._deadlines_s = deadlines_s or {}
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._number = self._num_ticks = 0
         self._seen: tuple[object, ...] = ()
         self._changed_at = time.monotonic()
@@ -174,7 +169,7 @@ class Heartbeat:
         # The first beat is written here, so an unwritable directory raises in the job.
         self._file = FixedFile(self._path)
         self._beat()
-        self._thread.start()
+        self._beats = Repeated(self._look, self._every_s, "heartbeat")
         return self
 
     def __exit__(
@@ -183,17 +178,15 @@ class Heartbeat:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._ended.set()
-        self._thread.join(timeout=10 * self._every_s)
+        self._beats.end(10 * self._every_s)
         self._beat_or_warn()
         if self._on_stall is not None:
             faulthandler.cancel_dump_traceback_later()
         self._file.close()
 
-    def _run(self) -> None:
-        while not self._ended.wait(self._every_s):
-            self._beat_or_warn()
-            self._watch_progress()
+    def _look(self) -> None:
+        self._beat_or_warn()
+        self._watch_progress()
 
     def _beat_or_warn(self) -> None:
         """Write a beat, or only warn: a failing disk ends the job where it saves, not here."""

@@ -8,7 +8,11 @@ import functools
 import hashlib
 import os
 import re
+import uuid
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 _STAMP = re.compile(r"([0-9a-f]{8})\.(\d+)\.(\d+)")
 
@@ -28,9 +32,7 @@ def find_stamp(name: str) -> str | None:
 def is_dead(stamp: str) -> bool:
     """Return True if the process ran on this machine and has ended; False if it ran elsewhere."""
     match = _STAMP.fullmatch(stamp)
-    if match is None or match[1] != _machine():
-        return False
-    return started_ticks(int(match[2])) != int(match[3])
+    return match is not None and match[1] == _machine() and living_pid(stamp) is None
 
 
 def living_pid(stamp: str) -> int | None:
@@ -43,12 +45,11 @@ def living_pid(stamp: str) -> int | None:
 
 @functools.cache
 def _machine() -> str:
-    """Return an id of this boot and PID namespace, in which a pid identifies one process."""
-    try:
-        namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return "0" * 8  # without /proc the start time of a process is unknown, too
-    return hashlib.sha256(f"{boot_id()} {namespace}".encode()).hexdigest()[:8]
+    """Return an id of the machine, boot and PID namespace, in which a pid names one process."""
+    boot = boot_id()
+    # Start times of macOS are unique over its boots; the address of its network tells it apart.
+    machine = f"{boot} {os.readlink('/proc/self/ns/pid')}" if boot else str(uuid.getnode())
+    return hashlib.sha256(machine.encode()).hexdigest()[:8]
 
 
 @functools.cache
@@ -61,11 +62,18 @@ def boot_id() -> str:
 
 
 def started_ticks(pid: int) -> int | None:
-    """Return when a process started, in ticks since boot; None if it is gone or a zombie."""
-    try:
+    """Return when a process started; None if it is gone or a zombie.
+
+    In ticks since boot, which clock jumps do not change; without a boot id (macOS) in hundredths of
+    a second since the epoch.
+    """
+    with suppress(FileNotFoundError, ProcessLookupError, psutil.NoSuchProcess):
+        if not boot_id():
+            process = psutil.Process(pid)
+            is_zombie = process.status() == psutil.STATUS_ZOMBIE
+            return None if is_zombie else round(process.create_time() * 100)
         stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The process name in parentheses may contain any character; the fields follow it.
-    fields = stat[stat.rindex(b")") + 2 :].split()
-    return None if fields[0] in {b"Z", b"X"} else int(fields[19])
+        # The process name in parentheses may contain any character; the fields follow it.
+        fields = stat[stat.rindex(b")") + 2 :].split()
+        return None if fields[0] in {b"Z", b"X"} else int(fields[19])
+    return None

@@ -14,6 +14,7 @@ another one its record was not renewed for `STALE_S`, by the store's clock. Unti
 the job merely runs on.
 """
 
+import logging
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -22,11 +23,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import ValidationError
 
-from infra.errors import ArtifactCorruptError, FencedError
+from infra.errors import ArtifactCorruptError, FencedError, StoreError
 from infra.faults import fault
 from infra.frozen_model import FrozenModel
 from infra.store.canonical import canonical_json
@@ -34,6 +35,8 @@ from infra.store.files import Files, Found, LocalFiles
 from infra.store.heartbeat import FixedFile, checked_content
 from infra.store.process_stamp import is_dead, own_stamp
 from infra.store.stage_spec import Adoption, CommitRecord, check_fingerprint
+
+logger = logging.getLogger(__name__)
 
 NUM_READERS = 8
 STALE_S = 120.0
@@ -76,6 +79,13 @@ class Attempt:
     fingerprint: str
     number: int
     holder: str
+
+
+class Segment(NamedTuple):
+    """The part that counts of one attempt's journal."""
+
+    attempt: int
+    num_bytes: int | None  # None while the attempt may still append
 
 
 class StageLogs(ABC):
@@ -188,6 +198,13 @@ class StageLogs(ABC):
             )
         if len(log) > attempt.number + 1:
             raise FencedError(_fenced(attempt.fingerprint, attempt.number + 1, log[-1]))
+
+    def check_if_reachable(self, attempt: Attempt) -> None:
+        """Raise as `check` does; a store that does not answer is only logged."""
+        try:
+            self.check(attempt)
+        except StoreError as error:
+            logger.warning("cannot check that this attempt still holds its stage: %s", error)
 
     def commit(self, attempt: Attempt, record: CommitRecord) -> CommitRecord:
         """Make the *committed* entry; a second call changes nothing.
@@ -344,16 +361,11 @@ def current_generation(entries: Sequence[LogEntry]) -> int:
     return members[0].number if is_open else len(entries)
 
 
-def journal_segments(
-    entries: Sequence[LogEntry], attempt: int | None = None
-) -> dict[int, int | None]:
-    """Return by attempt how many bytes of its journal count; None while it may still append.
-
-    Arguments as for `generation`.
-    """
+def journal_segments(entries: Sequence[LogEntry], attempt: int | None = None) -> list[Segment]:
+    """Return the journal segments of a generation in order; arguments as for `generation`."""
     members = generation(entries, attempt)
     counted = members[-1].journal if members else {}
-    return {each.number: counted.get(each.number) for each in members if each.kind == "held"}
+    return [Segment(e.number, counted.get(e.number)) for e in members if e.kind == "held"]
 
 
 def follower_name(fingerprint: str, follower: str) -> str:

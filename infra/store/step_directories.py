@@ -46,9 +46,7 @@ def newest_valid(root: Path, last: int | None = None) -> tuple[int, Path, str] |
         ArtifactCorruptError: there are checkpoints, and all of them are damaged.
     """
     damaged: list[str] = []
-    for step in reversed(step_directories(root)):
-        if last is not None and step > last:
-            continue
+    for step in reversed([s for s in step_directories(root) if last is None or s <= last]):
         try:
             return step, *verify_step(root, step)
         except (ArtifactNotFoundError, ArtifactCorruptError) as error:

@@ -29,7 +29,7 @@ from infra.field_errors import to_config_error
 from infra.frozen_model import FrozenModel
 from infra.store.atomic import make_directories, remove_directory
 from infra.store.canonical import canonical_json
-from infra.store.files import Files, LocalFiles
+from infra.store.files import Files, LocalFiles, read_stretch
 from infra.store.heartbeat import Beat, parse_beat
 from infra.store.stage_spec import Adoption, StageSpec, check_fingerprint
 from infra.store.step_directories import remove_steps_after, step_directories
@@ -142,10 +142,8 @@ class WorkChannel(ABC):
 
         The attempt is held and has opened its journal, which counts up to step `last`; checkpoints
         of later steps come from a replaced attempt and are removed. `before_publish` is called
-        before a checkpoint becomes visible; `FencedError` ends the sharing.
-
-        Raises:
-            OSError: the existing checkpoints cannot be read.
+        before a checkpoint becomes visible; `FencedError` ends the sharing. Raises `OSError` if the
+        existing checkpoints cannot be read.
         """
         remove_steps_after(steps, last)
 
@@ -194,12 +192,7 @@ class LocalChannel(WorkChannel):
 
     def read_journal(self, attempt: int, start: int = 0, end: int | None = None) -> bytes:
         """See `WorkChannel.read_journal`."""
-        try:
-            with (self._local_path(attempt) / "journal.jsonl").open("rb") as file:
-                file.seek(start)
-                return file.read() if end is None else file.read(max(0, end - start))
-        except FileNotFoundError:
-            return b""
+        return read_stretch(self._local_path(attempt) / "journal.jsonl", start, end)
 
     def journal_bytes(self, attempt: int) -> int:
         """See `WorkChannel.journal_bytes`."""

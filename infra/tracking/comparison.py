@@ -15,22 +15,21 @@ PAIR_ACCURACY, PAIR_MARGIN, NUM_PAIRS = "pair_accuracy", "pair_margin", "num_pai
 """On held-out pairs: share ranked correctly, mean reward difference, number of pairs."""
 
 
-def verdict(gain: float, margin: float, higher_is_better: bool | None) -> Verdict:
-    """Judge a difference; `higher_is_better` is None if the direction is unknown."""
+def verdict(gain: float, margin: float, higher_is_better: float | None) -> Verdict:
+    """Judge a difference; `higher_is_better` is 1 or 0, None if the direction is unknown."""
     if abs(gain) <= margin:
         return "alike"
     if higher_is_better is None:
         return "higher" if gain > 0 else "lower"
-    return "better" if (gain > 0) == higher_is_better else "worse"
+    return "better" if (gain > 0) == bool(higher_is_better) else "worse"
 
 
 def verdicts(metrics: Mapping[str, float]) -> dict[str, Verdict]:
     """Return the verdict by metric; empty for a stage that compares no models."""
-    found: dict[str, Verdict] = {}
-    for key, gain in metrics.items():
-        if key.startswith(GAIN):
-            name = key.removeprefix(GAIN)
-            higher = metrics.get(HIGHER_IS_BETTER + name)
-            is_higher_better = None if higher is None else bool(higher)
-            found[name] = verdict(gain, metrics[MARGIN + name], is_higher_better)
-    return found
+    names = [key.removeprefix(GAIN) for key in metrics if key.startswith(GAIN)]
+    return {
+        name: verdict(
+            metrics[GAIN + name], metrics[MARGIN + name], metrics.get(HIGHER_IS_BETTER + name)
+        )
+        for name in names
+    }

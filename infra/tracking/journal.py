@@ -13,10 +13,10 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import ValidationError, field_serializer
 
@@ -25,6 +25,7 @@ from infra.faults import fault
 from infra.frozen_model import FrozenModel
 from infra.store.atomic import fsync_directory
 from infra.store.canonical import canonical_json
+from infra.store.files import read_stretch
 from infra.store.stage_log import journal_segments
 from infra.store.stage_spec import Adoption
 from infra.store.storage import Storage
@@ -61,7 +62,7 @@ class JournalRecord(FrozenModel):
         return canonical_json({k: v for k, v in values.items() if v not in ({}, "")}) + b"\n"
 
 
-class Journal:
+class Journal(AbstractContextManager["Journal"]):
     """The only writer of a journal file; it creates the file or cuts an incomplete tail.
 
     Args:
@@ -82,14 +83,13 @@ class Journal:
         """Number of finished steps of the stage, over all its segments."""
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._recorded: dict[int, set[str]] = {}
         self._time_ms = 0
         with ExitStack() as undo:
-            undo.callback(os.close, self._descriptor)
+            self._file = undo.enter_context(path.open("ab", buffering=0))
             records, self._end = read_records(path)
-            os.ftruncate(self._descriptor, self._end)
-            os.fsync(self._descriptor)
+            self._file.truncate(self._end)
+            os.fsync(self._file.fileno())
             fsync_directory(path.parent)
             undo.pop_all()
         for record in (*earlier, *records):
@@ -128,12 +128,7 @@ class Journal:
 
     def close(self) -> None:
         """Close the file; a second call has no effect."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __enter__(self) -> Self:
-        return self
+        self._file.close()
 
     def __exit__(
         self,
@@ -157,12 +152,12 @@ class Journal:
         try:
             written = 0
             while written < len(line):
-                written += os.write(self._descriptor, line[written:])
+                written += os.write(self._file.fileno(), line[written:])
             fault("journal.after_write")
-            os.fsync(self._descriptor)
+            os.fsync(self._file.fileno())
         except OSError:
             # Readers report an incomplete line in the middle of the file as damage.
-            os.ftruncate(self._descriptor, self._end)
+            self._file.truncate(self._end)
             raise
 
     def _remember(self, record: JournalRecord) -> None:
@@ -186,8 +181,7 @@ def read_records(path: Path, offset: int = 0) -> tuple[list[JournalRecord], int]
     Raises:
         JournalError: a line before the last is damaged.
     """
-    data = path.read_bytes()[offset:] if path.exists() else b""
-    return _records(data, offset, str(path))
+    return _records(read_stretch(path, offset), offset, str(path))
 
 
 def read_journal(
@@ -210,7 +204,7 @@ def read_journal(
     new = dict(positions)
     while True:
         before = storage.attempts.entries(fingerprint)
-        for number, end in journal_segments(before, attempt).items():
+        for number, end in journal_segments(before, attempt):
             start = new.get(number, 0)
             found, new[number] = _records(
                 channel.read_journal(number, start, end), start, f"attempt {number}"

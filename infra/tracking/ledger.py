@@ -9,7 +9,7 @@ Does not promise: to be the truth about the server, which is asked before someth
 """
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -104,10 +104,7 @@ class Ledger:
 
     def pending(self) -> Iterator[RunEntry]:
         """Yield the runs that the server may not know completely."""
-        for path in sorted((self.directory / "pending").glob("*.json")):
-            entry = self._read("pending", path.stem)
-            if entry is not None:
-                yield entry
+        yield from _entries(sorted((self.directory / "pending").glob("*.json")))
 
     def put(self, entry: RunEntry) -> None:
         """Store an entry as pending; replaces an older one with its key."""
@@ -151,15 +148,16 @@ class Ledger:
         return self.directory / room / f"{key}.json"
 
     def _read(self, room: str, key: str) -> RunEntry | None:
-        try:
-            return RunEntry.model_validate_json(self._path(room, key).read_bytes())
-        except (FileNotFoundError, ValidationError):
-            # An entry of another version is replaced by the next run that uses the stage.
-            return None
+        return next(_entries([self._path(room, key)]), None)
 
 
 def told_runs(home: Path) -> Iterator[RunEntry]:
     """Yield every run and stage in the ledgers of a home, pending or settled."""
-    for path in sorted((home / "tracking").glob("*/*/*.json")):
-        with suppress(FileNotFoundError, ValidationError):  # settled meanwhile; another version
+    yield from _entries(sorted((home / "tracking").glob("*/*/*.json")))
+
+
+def _entries(paths: Iterable[Path]) -> Iterator[RunEntry]:
+    for path in paths:
+        # Settled meanwhile; or of another version, which the next run that uses the stage replaces.
+        with suppress(FileNotFoundError, ValidationError):
             yield RunEntry.model_validate_json(path.read_bytes())

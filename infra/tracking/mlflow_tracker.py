@@ -24,11 +24,11 @@ from infra.tracking.mlflow_lineage import (
     incumbent_of,
     log_inputs,
     log_output,
+    log_traces,
     metric_key,
     model_of,
     register_version,
 )
-from infra.tracking.mlflow_traces import log_traces
 from infra.tracking.samples import KeptSample
 from infra.tracking.tracker import (
     Incumbent,
@@ -64,6 +64,31 @@ _REFUSALS = frozenset(
 """Error codes of a working server that rejects a call."""
 
 
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raise a rejection by MLflow as TrackerRefusedError; other errors mean it is unreachable.
+
+    Sets MLflow's variables that have to be set before its import.
+    """
+    for variable, value in (
+        (env.MLFLOW_HTTP_REQUEST_MAX_RETRIES, "1"),
+        (env.MLFLOW_HTTP_REQUEST_TIMEOUT, "5"),
+        (env.MLFLOW_DISABLE_TELEMETRY, "true"),
+        # Otherwise a server's client prints two lines at the end of each run.
+        (env.MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT, "true"),
+    ):
+        if variable.get() is None:
+            env.set_for_process(variable.name, value)
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        if error.error_code in _REFUSALS:
+            raise TrackerRefusedError(str(error)) from error
+        raise
+
+
 class MlflowTracker:
     """An MLflow server (`http(s)://...`), or an embedded database (`sqlite:////absolute/path`).
 
@@ -90,15 +115,17 @@ class MlflowTracker:
         """True if an embedded database does not exist."""
         return self._database is not None and not self._database.exists()
 
+    @_refusals()
     def origin(self) -> str:
         """Return the experiment's id and creation time."""
-        with _refusals(), self._writing():
+        with self._writing():
             experiment = self._client.get_experiment(self._experiment_id)
             return f"{experiment.experiment_id} {experiment.creation_time}"
 
+    @_refusals()
     def open_run(self, run: TrackedRun) -> str:
         """Return the id of the run with this key, the oldest if there are several."""
-        with _refusals(), self._writing():
+        with self._writing():
             found = self._find(run.key) or self._create(run)
             run_id, known = found.info.run_id, found.data.params
             if DESCRIBED_TAG in found.data.tags:
@@ -114,21 +141,22 @@ class MlflowTracker:
             self._client.set_tag(run_id, DESCRIBED_TAG, "true")
             return run_id
 
+    @_refusals()
     def position(self, run_id: str) -> str:
         """Return the position in the run's tag."""
-        with _refusals():
-            return self._client.get_run(run_id).data.tags.get(POSITION_TAG, "")
+        return self._client.get_run(run_id).data.tags.get(POSITION_TAG, "")
 
+    @_refusals()
     def log_metrics(self, run_id: str, points: Sequence[MetricPoint], position: str) -> None:
         """Send rows in batches, then the position; after a kill the rows are sent again."""
-        with _refusals():
-            from mlflow.entities import Metric
+        from mlflow.entities import Metric
 
-            rows = [Metric(metric_key(p.name), p.value, p.time_ms, p.step) for p in points]
-            for start in range(0, len(rows), METRICS_PER_CALL):
-                self._client.log_batch(run_id, metrics=rows[start : start + METRICS_PER_CALL])
-            self._client.set_tag(run_id, POSITION_TAG, position)
+        rows = [Metric(metric_key(p.name), p.value, p.time_ms, p.step) for p in points]
+        for start in range(0, len(rows), METRICS_PER_CALL):
+            self._client.log_batch(run_id, metrics=rows[start : start + METRICS_PER_CALL])
+        self._client.set_tag(run_id, POSITION_TAG, position)
 
+    @_refusals()
     def set_state(
         self,
         run_id: str,
@@ -137,22 +165,23 @@ class MlflowTracker:
         metrics: Mapping[str, float],
     ) -> None:
         """Set the state; headline metrics are rows at step 0 with the run's start time."""
-        with _refusals():
-            from mlflow.entities import RunTag
+        from mlflow.entities import RunTag
 
-            run = self._client.get_run(run_id)
-            run_tags = [RunTag(TAG + name, value) for name, value in tags.items()]
-            self._client.log_batch(run_id, metrics=headline_rows(run, metrics), tags=run_tags)
-            if state == "RUNNING":
-                self._client.update_run(run_id, status=state)
-            elif run.info.status != state:
-                self._client.set_terminated(run_id, state)
+        run = self._client.get_run(run_id)
+        run_tags = [RunTag(TAG + name, value) for name, value in tags.items()]
+        self._client.log_batch(run_id, metrics=headline_rows(run, metrics), tags=run_tags)
+        if state == "RUNNING":
+            self._client.update_run(run_id, status=state)
+        elif run.info.status != state:
+            self._client.set_terminated(run_id, state)
 
+    @_refusals()
     def log_output(self, run_id: str, output: TrackedOutput) -> None:
         """Log the output as a logged model or a dataset."""
-        with _refusals(), self._writing():
+        with self._writing():
             log_output(self._client, self._client.get_run(run_id), output)
 
+    @_refusals()
     def log_samples(
         self,
         run_id: str,
@@ -160,17 +189,17 @@ class MlflowTracker:
         times_ms: Mapping[int, int],
     ) -> None:
         """Log the samples as traces."""
-        with _refusals():
-            log_traces(self.uri, self._client.get_run(run_id), steps, times_ms)
+        log_traces(self.uri, self._client.get_run(run_id), steps, times_ms)
 
+    @_refusals()
     def log_files(self, run_id: str, directory: Path, path: str) -> None:
         """Log the files as artifacts of the run."""
-        with _refusals():
-            self._client.log_artifacts(run_id, str(directory), path)
+        self._client.log_artifacts(run_id, str(directory), path)
 
+    @_refusals()
     def register(self, candidate: ModelCandidate) -> str:
         """Register the model as a version that MLflow's API can load."""
-        with _refusals(), self._writing():
+        with self._writing():
             run = self._client.get_run(candidate.run_id)
             model_id = model_of(self._client, run, candidate.artifact)
             return register_version(self._client, candidate, model_id)
@@ -248,31 +277,6 @@ class MlflowTracker:
             max_results=1,
         )
         return found[0] if found else None
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Raise a rejection by MLflow as TrackerRefusedError; other errors mean it is unreachable.
-
-    Sets MLflow's variables that have to be set before its import.
-    """
-    for variable, value in (
-        (env.MLFLOW_HTTP_REQUEST_MAX_RETRIES, "1"),
-        (env.MLFLOW_HTTP_REQUEST_TIMEOUT, "5"),
-        (env.MLFLOW_DISABLE_TELEMETRY, "true"),
-        # Otherwise a server's client prints two lines at the end of each run.
-        (env.MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT, "true"),
-    ):
-        if variable.get() is None:
-            env.set_for_process(variable.name, value)
-    from mlflow.exceptions import MlflowException
-
-    try:
-        yield
-    except MlflowException as error:
-        if error.error_code in _REFUSALS:
-            raise TrackerRefusedError(str(error)) from error
-        raise
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from infra.errors import JournalError, PipelineError
@@ -117,8 +117,7 @@ class Shipper:
             self._entries[entry.key] = entry
             self._news[entry.key] = None
             if entry.key in self._aside:  # the entry changed, so it may succeed now
-                wait_s = self._aside[entry.key].wait_s
-                self._aside[entry.key] = _Aside(time.monotonic(), wait_s)
+                self._aside[entry.key] = replace(self._aside[entry.key], due_at=time.monotonic())
             try:
                 self._ledger.put(entry)
             except OSError as error:

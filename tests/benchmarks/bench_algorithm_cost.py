@@ -32,7 +32,7 @@ from tiny_model import write_model
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from engines.algorithms.value_objective import ValueObjective
+from engines.algorithms.policy_objective import ValueObjective
 from engines.config.algorithm import FilterGroupsConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.model_worker import ModelWorker

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engines.checkpoint.model_directory import check_finite, create_random_model, num_parameters
-from engines.checkpoint.sharded import load_sharded, save_sharded
+from engines.checkpoint.sharded import load_sharded, own_regions, save_regions
 from engines.checkpoint.step_store import TRAINER_NAME, StepCheckpoints, TrainerState
 from engines.config.model import ArchitectureConfig, ModelConfig, TokenizerConfig
 from engines.config.preflight_request import PreflightRequest
@@ -77,7 +77,7 @@ def test_bad_input_row_39_weights_alone_cannot_be_resumed(tmp_path: Path) -> Non
     """Neither the optimizer nor the cursor begins anew unasked."""
     weights = {"model.w": torch.ones(4)}
     (tmp_path / "tensors").mkdir()
-    save_sharded(tmp_path / "tensors", weights)
+    save_regions(tmp_path / "tensors", own_regions(weights))
     with pytest.raises(CheckpointError, match=r"cannot load .*optimizer\.exp_avg\.w"):
         load_sharded(tmp_path / "tensors", {**weights, "optimizer.exp_avg.w": torch.zeros(4)})
     steps = StepCheckpoints(tmp_path / "steps", keep=2)

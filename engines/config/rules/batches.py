@@ -3,7 +3,7 @@
 Sizes are what must fit into a context, and what must divide among ranks.
 """
 
-from engines.config.backends import BACKENDS
+from engines.config.backends import BACKENDS, backends_with
 from engines.config.data import OrderConfig
 from engines.config.sections import RLConfig, SupervisedConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
@@ -17,17 +17,16 @@ def check_answer_length(
 
     Raises `ConfigError` at `path`. `max_prompt_length` None means unknown: at least one token.
     """
+    num_prompt = max_prompt_length or 1
+    total, room = num_prompt + max_new_tokens, max_length - num_prompt
+    if max_new_tokens <= room:
+        return
     if max_prompt_length is None:
-        if max_new_tokens >= max_length:
-            raise ConfigError(
-                path,
-                f"got {max_new_tokens}; need less than model.max_length {max_length}, which an "
-                "answer shares with its prompt; lower it",
-            )
-        return
-    total, room = max_prompt_length + max_new_tokens, max_length - max_prompt_length
-    if total <= max_length:
-        return
+        raise ConfigError(
+            path,
+            f"got {max_new_tokens}; need less than model.max_length {max_length}, which an "
+            "answer shares with its prompt; lower it",
+        )
     remedy = f"lower it to {room}"
     if room <= 0:
         rest = max_length - max_new_tokens
@@ -42,59 +41,60 @@ def check_answer_length(
 def check_divides(path: str, size: int, training: TrainingConfig) -> None:
     """Refuse a batch not divisible by the data-parallel ranks; raises `ConfigError` at `path`."""
     ranks = training.data_parallel_size
-    if size % ranks == 0:
-        return
-    below, above = size // ranks * ranks, -(-size // ranks) * ranks
-    use = f"{below} or {above}" if below else f"{above}"
-    raise ConfigError(
-        path, f"{size} is not a multiple of the {ranks} data-parallel ranks; use {use}"
-    )
+    if size % ranks:
+        below, above = size // ranks * ranks, -(-size // ranks) * ranks
+        use = f"{below} or {above}" if below else f"{above}"
+        raise ConfigError(
+            path, f"{size} is not a multiple of the {ranks} data-parallel ranks; use {use}"
+        )
 
 
 def check_average(path: str, optimizer: OptimizerConfig, training: TrainingConfig) -> None:
     """Refuse an average that a built-in backend cannot keep; raises `ConfigError`."""
-    backend = BACKENDS.get(training.backend)
-    if optimizer.ema is None or backend is None or "ema" in backend.features:
-        return
-    able = [name for name, other in BACKENDS.items() if "ema" in other.features]
-    raise ConfigError(
-        f"{path}.ema",
-        f"got one; {training.backend} keeps no average of its weights; need null; remove it, or "
-        f"set training.backend to {' or '.join(able)}",
-    )
+    able = backends_with("ema")
+    if optimizer.ema and training.backend in BACKENDS and training.backend not in able:
+        raise ConfigError(
+            f"{path}.ema",
+            f"got one; {training.backend} keeps no average of its weights; need null; remove it, "
+            f"or set training.backend to {' or '.join(able)}",
+        )
 
 
 def check_order(path: str, order: OrderConfig) -> None:
     """Refuse settings that the order's kind ignores or lacks; raises `ConfigError`."""
     shuffled, banded = order.kind == "shuffled", order.kind == "banded"
-    if order.weights and not shuffled:
-        raise ConfigError(
-            f"{path}.weights",
-            f"got weights with kind {order.kind}; need kind shuffled; set it, or remove them",
-        )
-    if order.difficulty is not None and shuffled:
-        raise ConfigError(
-            f"{path}.difficulty",
-            f"got {order.difficulty} with kind shuffled, which reads none; need null; remove it, "
-            f"or set {path}.kind to ascending or banded",
-        )
-    if bool(order.bands) != banded:
-        raise ConfigError(
-            f"{path}.bands",
-            f"got {len(order.bands)} with kind {order.kind}; need "
-            f"{'at least 1' if banded else 'none'}; change one of the two",
-        )
     steps = [band.first_step for band in order.bands]
     limits = [band.max_difficulty for band in order.bands]
     # Only the last band may have a null limit.
     known = [limit for limit in limits if limit is not None]
     rising = steps == sorted(set(steps)) and known == sorted(set(known))
-    if banded and (steps[0] != 0 or not rising or None in limits[:-1]):
-        raise ConfigError(
-            f"{path}.bands",
+    for is_refused, setting, problem in (
+        (
+            order.weights and not shuffled,
+            "weights",
+            f"got weights with kind {order.kind}; need kind shuffled; set it, or remove them",
+        ),
+        (
+            order.difficulty is not None and shuffled,
+            "difficulty",
+            f"got {order.difficulty} with kind shuffled, which reads none; need null; remove it, "
+            f"or set {path}.kind to ascending or banded",
+        ),
+        (
+            bool(order.bands) != banded,
+            "bands",
+            f"got {len(order.bands)} with kind {order.kind}; need "
+            f"{'at least 1' if banded else 'none'}; change one of the two",
+        ),
+        (
+            banded and (steps[:1] != [0] or not rising or None in limits[:-1]),
+            "bands",
             f"got first_step {steps} and max_difficulty {limits}; need both to rise, first_step "
             "from 0, and null in the last band alone; put them in order",
-        )
+        ),
+    ):
+        if is_refused:
+            raise ConfigError(f"{path}.{setting}", problem)
 
 
 def check_rl_order(rl: RLConfig) -> None:

@@ -14,7 +14,7 @@ from engines.config.algorithm import AlgorithmConfig, DistillationConfig, Reward
 from engines.config.backends import BACKENDS
 from engines.config.model import JudgeConfig, RewardModelConfig
 from engines.config.options import check_options, own_options
-from engines.config.plugins import REWARDS, ROLLOUT_ENGINES, structured_output_engines
+from engines.config.plugins import REWARDS, ROLLOUT_ENGINES, STRUCTURED_OUTPUT, engines_with
 from engines.config.rollout import RolloutConfig, StructuredOutputConfig
 from engines.config.rows import ADVANTAGES
 from engines.config.sections import RLConfig
@@ -26,26 +26,25 @@ def check_structured_output(
     path: str, form: StructuredOutputConfig | None, rollout: RolloutConfig
 ) -> None:
     """Refuse a form that the rollout engine cannot enforce; raises `ConfigError` at `path`."""
-    if form is None or ROLLOUT_ENGINES.place(rollout.engine).structured_output:
-        return
-    raise ConfigError(
-        path,
-        f"rollout.engine {rollout.engine} does not support structured output; set this to null, or "
-        f"rollout.engine to {' or '.join(structured_output_engines())}",
-    )
+    capabilities = ROLLOUT_ENGINES.place(rollout.engine).capabilities
+    if form is not None and STRUCTURED_OUTPUT not in capabilities:
+        raise ConfigError(
+            path,
+            f"rollout.engine {rollout.engine} does not support structured output; set this to "
+            f"null, or rollout.engine to {' or '.join(engines_with(STRUCTURED_OUTPUT))}",
+        )
 
 
 def check_seen_by_judges(
     shown: str, reward_model: RewardModelConfig | None, judge: JudgeConfig | None
 ) -> None:
     """Refuse a reward model or judge, because it does not see the images."""
-    if reward_model is None and judge is None:
-        return
-    raise ConfigError(
-        f"rl.reward.{'judge' if reward_model is None else 'model'}",
-        f"got a model that judges; {shown}, which it does not see; need a rule; set "
-        "rl.reward.function to one, or leave out the source",
-    )
+    if reward_model or judge:
+        raise ConfigError(
+            f"rl.reward.{'model' if reward_model else 'judge'}",
+            f"got a model that judges; {shown}, which it does not see; need a rule; set "
+            "rl.reward.function to one, or leave out the source",
+        )
 
 
 def check_not_self_played(shown: str) -> None:
@@ -59,13 +58,12 @@ def check_not_self_played(shown: str) -> None:
 
 def check_seen_by_teacher(shown: str, teacher: DistillationConfig | None) -> None:
     """Refuse a served teacher, because its engines get only tokens."""
-    if teacher is None or teacher.served is None:
-        return
-    raise ConfigError(
-        "rl.distillation.served",
-        f"{shown}, which served teachers cannot see; need a teacher on the training ranks; set "
-        "this to null, or leave out the source",
-    )
+    if teacher and teacher.served:
+        raise ConfigError(
+            "rl.distillation.served",
+            f"{shown}, which served teachers cannot see; need a teacher on the training ranks; set "
+            "this to null, or leave out the source",
+        )
 
 
 GDPO = "gdpo"

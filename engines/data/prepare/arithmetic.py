@@ -18,6 +18,7 @@ disjoint for all seeds, sizes and notations, and 34+12 never tests what 12+34 ta
 """
 
 import hashlib
+import operator
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ _SPLIT_UPPER_BOUNDS = (0.10, 0.55, 1.0)
 _COMMUTATIVE = {"add", "multiply", "compare"}
 _CHAIN_SIGNS = ("++", "+-", "-+", "--")
 _SYMBOLS = {"add": "+", "subtract": "-", "multiply": "*", "modulo": "%", "compare": "?"}
+_COMPUTED = {"+": operator.add, "-": operator.sub, "*": operator.mul, "%": operator.mod}
 
 
 @dataclass(frozen=True)
@@ -63,20 +65,12 @@ class Problem:
 
     def results(self) -> tuple[int, ...]:
         """Return the partial results in order; a single one for operations other than `chain`."""
-        first, second, *rest = self.operands
-        match self.operation:
-            case "add":
-                return (first + second,)
-            case "subtract":
-                return (first - second,)
-            case "multiply":
-                return (first * second,)
-            case "modulo":
-                return (first % second,)
-            case "chain":
-                partial = first + second if self.signs[0] == "+" else first - second
-                return (partial, partial + rest[0] if self.signs[1] == "+" else partial - rest[0])
-        raise ValueError(f"{self.operation} has no numeric result")
+        result, *others = self.operands
+        results = []
+        for sign, operand in zip(self.signs or _SYMBOLS[self.operation], others, strict=True):
+            result = _COMPUTED[sign](result, operand)
+            results.append(result)
+        return tuple(results)
 
 
 def prompt_text(problem: Problem, config: ArithmeticConfig) -> str:

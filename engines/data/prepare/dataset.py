@@ -55,12 +55,11 @@ from engines.data.read.examples import (
 from engines.data.read.row_files import in_batches, write_batches
 from engines.data.read.rows import RLRow, RowError
 from engines.data.read.tokenizer import ChatTokenizer, DirectoryTokenizer
+from engines.vision.sizes import ImageSizes
 from infra.errors import ConfigError
 
-FindImageLength = Callable[[], Callable[[int, int], int] | None]
-"""Called when a row has an image. Returns a function from width and height in pixels to the number
-of placeholder tokens, which raises `RowError` for an unsupported shape; None if unknown.
-"""
+FindImageSizes = Callable[[], ImageSizes | None]
+"""Called when a row has an image; returns None if the model's size rules are unknown."""
 _SCHEMA_VERSION = 1
 _FILES = {
     "sft": SFT_FILE,
@@ -128,7 +127,7 @@ def build_dataset(
     out_dir: Path,
     tokenizer: ChatTokenizer | None = None,
     suites: Suites = NO_SUITES,
-    image_length: FindImageLength | None = None,
+    find_sizes: FindImageSizes | None = None,
 ) -> DatasetSummary:
     """Generate or read the data, check it, and write the artifact's files.
 
@@ -136,7 +135,7 @@ def build_dataset(
         model: with `init: random` a tokenizer is trained on the data; None: data for any model.
         tokenizer: a pretrained model's, to check lengths now; None leaves this to later stages.
         suites: further held-out rows that training rows must not repeat.
-        image_length: a vision model's count of an image's tokens; None leaves this to later stages.
+        find_sizes: finds a vision model's size rules; None leaves this to later stages.
 
     Raises:
         ConfigError: the data cannot be used; names the place and the remedy.
@@ -152,7 +151,7 @@ def build_dataset(
             tokenizer = trained = _trained_tokenizer(splits, model, out_dir)
         kept = splits
         if tokenizer and model:
-            kept = _without_overlong(splits, data, model.max_length, tokenizer, image_length)
+            kept = _without_overlong(splits, data, model.max_length, tokenizer, find_sizes)
         num_images = _write_rows(kept, out_dir)
         summary = DatasetSummary(
             **{
@@ -249,15 +248,12 @@ def _texts(splits: Splits) -> Iterator[str]:
     """Yield all texts that a model made from scratch will read or write."""
     for name, rows in splits.items():
         for row in rows:
-            messages = row.messages if name == "sft" else row.prompt
-            if name in _PAIRS:
-                messages = (*messages, *row.answers)
-            for message in messages:
+            for message in row.messages:
                 yield message.said
                 yield from message.tools
             if name == "sft":
                 # The template of such a model has special tokens for all other roles.
-                yield from (f"<|{each.role}|>" for each in messages if each.role == "tool")
+                yield from (f"<|{each.role}|>" for each in row.messages if each.role == "tool")
             elif name not in _PAIRS and isinstance(row.reward_model.ground_truth, str):
                 yield row.reward_model.ground_truth
 
@@ -294,7 +290,7 @@ def _without_overlong(
     data: DataConfig,
     max_length: int,
     tokenizer: ChatTokenizer,
-    image_length: FindImageLength | None,
+    find_sizes: FindImageSizes | None,
 ) -> Splits:
     """Return the splits without the rows that are too long, in order.
 
@@ -307,7 +303,7 @@ def _without_overlong(
         if not len(rows):
             continue
         limit, what = max_length, PAIRS if name in _PAIRS else CONVERSATIONS
-        lengths = _lengths(name, rows, tokenizer, image_length)
+        lengths = _lengths(name, rows, tokenizer, find_sizes)
         if name in ("rl", "evaluation"):
             refuse_empty(lengths)
             limit, what = data.max_prompt_length, PROMPTS
@@ -319,7 +315,7 @@ def _lengths(
     name: str,
     rows: StoredRows[Any],
     tokenizer: ChatTokenizer,
-    image_length: FindImageLength | None,
+    find_sizes: FindImageSizes | None,
 ) -> "array[int]":
     found = array("q")
     try:
@@ -331,7 +327,7 @@ def _lengths(
                 found.extend(pair_lengths(batch, tokenizer))
             else:
                 folder = image_folder(rows.path)
-                found.extend(_prompt_lengths(batch, tokenizer, folder, image_length))
+                found.extend(_prompt_lengths(batch, tokenizer, folder, find_sizes))
     except RowError as error:
         raise ConfigError(f"data.{name}", f"row {len(found)} of the split: {error}") from None
     return found
@@ -341,18 +337,18 @@ def _prompt_lengths(
     rows: Sequence[RLRow],
     tokenizer: ChatTokenizer,
     folder: Path,
-    image_length: FindImageLength | None,
+    find_sizes: FindImageSizes | None,
 ) -> Iterator[int]:
     """Yield the tokens of prompts, with each placeholder counted as its image's tokens."""
-    num_tokens = image_length() if image_length and any(row.images for row in rows) else None
-    known = [row.prompt for row in rows if num_tokens or not row.images]
+    rules = find_sizes() if find_sizes and any(row.images for row in rows) else None
+    known = [row.prompt for row in rows if rules or not row.images]
     texts = iter(render_prompts(tokenizer, known))
     for row in rows:
         if not row.images:
             yield len(next(texts))
-        elif num_tokens is None:
+        elif rules is None:
             yield 1  # the row stays, whatever the limit
         else:
             names = [image.sha256 for image in row.images]
             sizes = [image_size((folder / name).read_bytes(), name) for name in names]
-            yield len(next(texts)) + sum(num_tokens(*size) - 1 for size in sizes)
+            yield len(next(texts)) + sum(rules.num_tokens(*size) - 1 for size in sizes)

@@ -30,7 +30,7 @@ from typing import Any, Literal, TypeAlias
 
 from engines.config.data import DecontaminationConfig
 from engines.data.prepare.stored_rows import StoredRows
-from engines.data.read.rows import Message, PreferenceRow, RLRow, SFTRow
+from engines.data.read.rows import PreferenceRow, RLRow, SFTRow
 from infra.errors import ConfigError
 
 MIN_TEMPLATE_ROWS = 8
@@ -262,13 +262,8 @@ def find_leaks(
 
 def _leaks_of(split: str, rows: Rows, index: EvaluationIndex) -> Iterator[Leak]:
     for number, (row, prompt) in enumerate(_prompts(rows)):
-        later: Sequence[Message] = ()
-        if isinstance(row, PreferenceRow):
-            later = row.answers
-        elif isinstance(row, SFTRow):
-            later = row.messages[len(row.prompt) :]
         found = [*index.shared(prompt)]
-        for message in later:
+        for message in row.messages[len(row.prompt) :]:
             found += index.shared(message.said, is_answer=message.role != "user")
         if not found:
             continue

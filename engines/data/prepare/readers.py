@@ -19,9 +19,10 @@ import io
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
@@ -106,20 +107,12 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def _read_parquet(path: Path) -> Iterator[RawRow | BadRow]:
-    number = 0
     with open_parquet(path) as file:
-        for batch in _batches(file, path):
-            try:
-                rows = batch.to_pylist()
-            except _NO_VALUE:
-                rows = [_row(batch, place) for place in range(batch.num_rows)]
-            for columns in rows:
-                place = f"{path.name} row {number}"
-                number += 1
-                if isinstance(columns, str):
-                    yield BadRow(place, columns, unreadable=True)
-                else:
-                    yield RawRow(place, columns)
+        for number, row in enumerate(chain.from_iterable(map(_rows, _batches(file, path)))):
+            place = f"{path.name} row {number}"
+            yield (
+                BadRow(place, row, unreadable=True) if isinstance(row, str) else RawRow(place, row)
+            )
 
 
 def _batches(file: pq.ParquetFile, path: Path) -> Iterator[pa.RecordBatch]:
@@ -131,6 +124,13 @@ def _batches(file: pq.ParquetFile, path: Path) -> Iterator[pa.RecordBatch]:
         problem = f"row group {group} cannot be read ({{}}); copy it again"
         with damage_as_config_error(path, problem):
             yield from file.iter_batches(num_rows, row_groups=[group])
+
+
+def _rows(batch: pa.RecordBatch) -> Sequence[dict[str, Any] | str]:
+    try:
+        return batch.to_pylist()
+    except _NO_VALUE:
+        return [_row(batch, place) for place in range(batch.num_rows)]
 
 
 def _row(batch: pa.RecordBatch, place: int) -> dict[str, Any] | str:

@@ -35,7 +35,7 @@ from engines.data.read.row_files import (
     RowFormat,
     RowT,
 )
-from engines.data.read.rows import Message, PreferenceRow, RLRow, RowError, SFTRow
+from engines.data.read.rows import PreferenceRow, RLRow, RowError, SFTRow
 from infra.errors import ConfigError
 from infra.plugins import load_row
 
@@ -51,12 +51,11 @@ class RowKind(Generic[RowT]):
     """How one kind of row is made and stored.
 
     `columns` returns a preprocessor's required columns, None if it makes no such rows (`refusal` is
-    the error). `identity` returns messages that are equal for duplicate rows.
+    the error).
     """
 
     columns: Callable[[Preprocessor[Any]], tuple[str, ...] | None]
     parse: Callable[[Preprocessor[Any]], Callable[[Mapping[str, Any]], RowT]]
-    identity: Callable[[RowT], tuple[Message, ...]]
     refusal: str
     format: RowFormat[RowT]
 
@@ -64,21 +63,18 @@ class RowKind(Generic[RowT]):
 RL_ROWS: RowKind[RLRow] = RowKind(
     lambda layout: layout.rl_columns,
     lambda layout: layout.rl_row,
-    lambda row: row.prompt,
     "this layout has no answers to check; need another",
     RL_FORMAT,
 )
 SFT_ROWS: RowKind[SFTRow] = RowKind(
     lambda layout: layout.sft_columns,
     lambda layout: layout.sft_row,
-    lambda row: row.messages,
     "this layout has no answers to imitate; need messages or another",
     SFT_FORMAT,
 )
 PREFERENCE_ROWS: RowKind[PreferenceRow] = RowKind(
     lambda layout: layout.preference_columns,
     lambda layout: layout.preference_row,
-    lambda row: (*row.conversations[0], *row.conversations[1]),
     "this layout has no pairs; need pairs or another",
     PREFERENCE_FORMAT,
 )
@@ -316,8 +312,7 @@ def _load_source(layout: Layout[RowT], data: DataConfig, writer: RowWriter[RowT]
         for row in _parse_file(layout, file, files, bad):
             num_usable += 1
             if layout.preprocessor.drop_duplicates:
-                identity = layout.kind.identity(row)
-                digest = digest_of(part for m in identity for part in (m.role, m.said))
+                digest = digest_of(part for m in row.messages for part in (m.role, m.said))
                 # Dropped while reading, since a file may repeat each row a hundred times.
                 if digest in seen:
                     continue

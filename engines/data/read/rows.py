@@ -25,6 +25,8 @@ _FOLLOWERS = {
     "tool": ("assistant", "tool"),
 }
 ROLES = tuple(_FOLLOWERS)
+_ROLE_OF = {"tool_calls": "assistant", "images": "user", "tool_call_id": "tool", "name": "tool"}
+"""The only role of a message that may have a field."""
 IMAGE_MARK = "<image>"
 """Placeholder of an image in the text of a message."""
 _LETTERS = str.maketrans("0123456789", "ghijklmnop")
@@ -186,6 +188,11 @@ class RLRow:
             )
 
     @property
+    def messages(self) -> tuple[Message, ...]:
+        """All messages of the row."""
+        return self.prompt
+
+    @property
     def images(self) -> tuple[Image, ...]:
         """Images of the prompt, in order."""
         return tuple(image for message in self.prompt for image in message.images)
@@ -245,6 +252,11 @@ class PreferenceRow:
         )
 
     @property
+    def messages(self) -> tuple[Message, ...]:
+        """The prompt and both answers."""
+        return (*self.prompt, *self.answers)
+
+    @property
     def conversations(self) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
         """The prompt with the chosen answer, and the prompt with the rejected one."""
         chosen, rejected = ((*self.prompt, answer) for answer in self.answers)
@@ -281,15 +293,11 @@ def _check_said(message: Message, where: str, content: str) -> None:
         check_text(message.content_or_null, content)
     if message.is_plain:
         return
-    if message.tool_calls and message.role != "assistant":
-        raise RowError(f"{where}.tool_calls is given; need role assistant for it")
-    if message.images and message.role != "user":
-        raise RowError(f"{where}.images is given; need role user for it")
+    for name, role in _ROLE_OF.items():
+        if getattr(message, name) and message.role != role:
+            raise RowError(f"{where}.{name} is given; need role {role} for it")
     if message.images and message.content.count(IMAGE_MARK) != len(message.images):
         raise RowError(f"{where} has {len(message.images)} images; need one for each {IMAGE_MARK}")
-    if (message.tool_call_id or message.name) and message.role != "tool":
-        named = "tool_call_id" if message.tool_call_id else "name"
-        raise RowError(f"{where}.{named} is given; need role tool for it")
     _check_unicode(message.tool_call_id, f"{where}.tool_call_id")
     _check_unicode(message.name, f"{where}.name")
     for place, call in enumerate(message.tool_calls):

@@ -180,12 +180,12 @@ def _read_config(directory: Path) -> dict[str, Any]:
 def _template(directory: Path, config: Mapping[str, Any]) -> str | Mapping[str, str] | None:
     """Return the template, or templates by name if conversations with tools have their own."""
     paths = {"default": directory / "chat_template.jinja", "tool_use": directory / TOOL_TEMPLATE}
-    found = {n: path.read_text(encoding="utf-8") for n, path in paths.items() if path.is_file()}
-    if not found:
-        for name in paths:
-            source = template_source(config.get("chat_template"), name == "tool_use")
-            if source is not None:
-                found[name] = source
+    files = {n: path.read_text(encoding="utf-8") for n, path in paths.items() if path.is_file()}
+    found = files or {
+        name: source
+        for name in paths
+        if (source := template_source(config.get("chat_template"), name == "tool_use")) is not None
+    }
     same = found.get("tool_use") in (None, found.get("default"))
     return found.get("default") if same else found
 

@@ -23,7 +23,7 @@ from engines.checkpoint.model_directory import (
 )
 from engines.checkpoint.teacher import TEACHER_SECTION
 from engines.config.algorithm import RewardConfig
-from engines.config.backends import BACKENDS
+from engines.config.backends import BACKENDS, backends_with
 from engines.config.base import local_path
 from engines.config.data import SOURCE_SPLITS, DataConfig, SourceConfig
 from engines.config.model import ModelConfig, NamedModelConfig
@@ -250,7 +250,7 @@ def look_at_images(at: PreflightRequest, sources: Sequence[str]) -> None:
 
 
 def _look_at_training(training: TrainingConfig, shown: str, *, has_critic: bool) -> None:
-    backend, able = training.backend, [n for n, b in BACKENDS.items() if "vlm" in b.features]
+    backend, able = training.backend, backends_with("vlm")
     if backend in BACKENDS and backend not in able:
         raise ConfigError(
             "training.backend",

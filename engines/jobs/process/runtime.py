@@ -48,7 +48,6 @@ from infra.errors import (
     DeadlineError,
     FencedError,
     PipelineError,
-    StoreError,
 )
 from infra.host.stacks import ask_for_stacks
 from infra.identity.fingerprint import (
@@ -92,6 +91,9 @@ class JobContext(Generic[Config]):
         clock: wall time in seconds by phase, for the commit record.
         attempt_dir: this attempt's local directory for logs and intermediate files.
         steps_dir: step checkpoints, shared by the attempts of one generation.
+        check_held: raises `FencedError` if another attempt took over. A remote store that does not
+            answer is ignored: a checkpoint is then published locally, and the thread that uploads
+            it checks again.
     """
 
     spec: StageSpec
@@ -102,6 +104,7 @@ class JobContext(Generic[Config]):
     clock: PhaseClock
     attempt_dir: Path
     steps_dir: Path
+    check_held: Callable[[], None]
 
     def input(self, name: str) -> Path:
         """Return the verified, read-only local path of an input; raise ConfigError if not given."""
@@ -114,18 +117,6 @@ class JobContext(Generic[Config]):
     def optional_input(self, name: str) -> Path | None:
         """Return the path of an input, or None if it was not given."""
         return self.input(name) if name in self.spec.inputs else None
-
-    def check_held(self) -> None:
-        """Raise `FencedError` if another attempt took over.
-
-        A remote store that does not answer is ignored: the checkpoint is then published locally,
-        and the thread that uploads it checks again.
-        """
-        attempt = Attempt(self.spec.fingerprint, self.spec.attempt, self.spec.holder)
-        try:
-            self.storage.attempts.check(attempt)
-        except StoreError as error:
-            logger.warning("cannot check that this attempt still holds its stage: %s", error)
 
     @contextlib.contextmanager
     def reading(self, names: Iterable[str]) -> Iterator[None]:
@@ -238,7 +229,7 @@ def _run(
     clock = PhaseClock()
     clock.add("load", time.time() - began_at)
     with ExitStack() as stack, _fenced_before_failed(storage, attempt):
-        context = _open_context(stack, storage, channel, spec, config, runtime, clock)
+        context = _open_context(stack, storage, channel, attempt, spec, config, runtime, clock)
         # Noted after a phase of the clock, which is more specific.
         stack.push(lambda *raised: note_phase(context.heartbeat.phase, *raised))
         output = body(context)
@@ -323,6 +314,7 @@ def _open_context(
     stack: ExitStack,
     storage: Storage,
     channel: WorkChannel,
+    attempt: Attempt,
     spec: StageSpec,
     config: Config,
     runtime: Runtime,
@@ -344,10 +336,13 @@ def _open_context(
     journal = Journal(directory / "journal.jsonl", earlier, spec.adopted)
     stack.callback(journal.close)
     steps_dir = channel.steps_dir(generation(entries)[0].number, spec.adopted)
-    fence = partial(storage.attempts.check, Attempt(spec.fingerprint, spec.attempt, spec.holder))
+    fence = partial(storage.attempts.check, attempt)
     fence()  # checked after reading the journal, so no later step in it is from another attempt
     channel.share_steps(spec.attempt, steps_dir, journal.num_done, fence)
-    context = JobContext(spec, config, storage, journal, heartbeat, clock, directory, steps_dir)
+    check_held = partial(storage.attempts.check_if_reachable, attempt)
+    context = JobContext(
+        spec, config, storage, journal, heartbeat, clock, directory, steps_dir, check_held
+    )
     shutil.rmtree(context.output_dir, ignore_errors=True)
     context.output_dir.mkdir()
     return context

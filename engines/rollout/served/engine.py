@@ -151,7 +151,7 @@ class ServedEngine(StatefulEngine):
                 place,
                 call,
                 f"{call}/{number}/{place}/{request.request_id}",
-                self._stop_strings.follow(request, place),
+                self._stop_strings.follow(request, place) if request.sampling.stop else None,
             )
             for number, request in enumerate(requests)
             for place in range(request.num_samples)

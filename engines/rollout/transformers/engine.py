@@ -72,7 +72,7 @@ class TransformersEngine(StatefulEngine):
                 place,
                 call,
                 self._model.eos_token_ids,
-                self._stop_strings.follow(request, place),
+                self._stop_strings.follow(request, place) if request.sampling.stop else None,
             )
             for request in requests
             for place in range(request.num_samples)

@@ -195,8 +195,7 @@ class RunningBatch:
         wanted = next_waiting.request if next_waiting and not next_waiting.token_ids else None
         if self._held and self._held.request is not wanted:
             self._held = None
-        lengths = [len(prefix.token_ids) for prefix in fresh]
-        for chunk in prefill_chunks(lengths, self._max_prefill_tokens):
+        for chunk in prefill_chunks([len(p.token_ids) for p in fresh], self._max_prefill_tokens):
             finished += self._prefill([fresh[index] for index in chunk], wanted)
         return finished
 
@@ -359,8 +358,7 @@ def read_prompts(
         alike.setdefault(key, []).append(request)
     for (temperature, num_top, below), several in alike.items():
         readouts = Readouts(num_top=num_top, top_below=below if num_top else None)
-        lengths = [len(request.token_ids) for request in several]
-        for chunk in prefill_chunks(lengths, max_tokens):
+        for chunk in prefill_chunks([len(each.token_ids) for each in several], max_tokens):
             yield _pass(model, [several[at] for at in chunk], temperature, readouts)
 
 

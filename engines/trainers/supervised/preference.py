@@ -4,6 +4,7 @@ Promises: a pair is not split across ranks or micro-batches; held-out pairs are 
 rewards of the loss. Does not promise that a policy of high accuracy generates such answers.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -38,8 +39,9 @@ from engines.data.read.examples import Pair
 from engines.data.read.lazy_sequence import Made
 from engines.trainers.evaluation.accuracy import share_interval, sums_by_problem
 from engines.trainers.nonfinite_guard import ROW
+from engines.trainers.supervised.training_set import TrainingSet
 from engines.training import spec
-from engines.training.spec import LossFn, RoleName
+from engines.training.spec import LossFn
 from engines.types import TokenBatch
 from infra.errors import ConfigError
 from infra.tracking.comparison import NUM_PAIRS, PAIR_ACCURACY, PAIR_MARGIN
@@ -47,7 +49,7 @@ from infra.tracking.comparison import NUM_PAIRS, PAIR_ACCURACY, PAIR_MARGIN
 CONFIDENCE = 0.95
 
 
-class _PairRows:
+class _PairRows(TrainingSet):
     """Base class of the training sets of pairs, for a policy or a reward model."""
 
     _is_paired = True
@@ -60,7 +62,7 @@ class _PairRows:
     ) -> None:
         self._pairs, self._held_out = pairs, held_out
         self._chunk = config.batch_size_pairs
-        self.measures_every: int | None = config.held_out_every_num_steps
+        self.measures_every = config.held_out_every_num_steps
 
     @property
     def visited(self) -> Sequence[VisitedRow]:
@@ -81,17 +83,13 @@ class _PairRows:
         """See `TrainingSet.batch`."""
         return packed([self._pairs[row] for row in rows], rows, paired=self._is_paired)
 
-    def complete(self, batch: TokenBatch, workers: WorkerGroup) -> TokenBatch:  # noqa: ARG002
-        """Return the batch: nothing is missing."""
-        return batch
-
     def measure(self, workers: WorkerGroup) -> Mapping[str, float]:
         """See `measured`."""
         return measured(self._held_out, self._chunk, partial(self._judged, workers))
 
+    @abstractmethod
     def _judged(self, workers: WorkerGroup, batch: TokenBatch) -> tuple[PairLoss, Pairs]:
         """Compute the rewards of the pairs of a batch, without gradient."""
-        raise NotImplementedError
 
     def name_of(self, row: int) -> str:
         """Return the row's number in the data."""
@@ -100,8 +98,6 @@ class _PairRows:
 
 class PolicyPairs(_PairRows):
     """Pairs for a policy; `max_length` (tokens) cuts the exchanged answers of `kto`."""
-
-    role: RoleName = spec.POLICY
 
     def __init__(
         self,
@@ -159,7 +155,7 @@ class PolicyPairs(_PairRows):
 class RewardPairs(_PairRows):
     """Pairs for a reward model; `ConfigError` if the loss reads margins and one is missing."""
 
-    role: RoleName = spec.REWARD
+    role = spec.REWARD
 
     def __init__(
         self,

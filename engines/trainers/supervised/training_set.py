@@ -1,10 +1,10 @@
 """The training set of a supervised stage: rows, their batches and the loss.
 
-A new stage needs only such a class, a job and a section; the loop uses this interface only.
+A new stage needs only a subclass, a job and a section; the loop uses this interface only.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 
@@ -18,47 +18,44 @@ from engines.training.spec import POLICY, LossFn, RoleName
 from engines.types import TokenBatch
 
 
-class TrainingSet(Protocol):
+class TrainingSet(ABC):
     """Rows with answers, their batches, and the loss with which a role is trained on them."""
 
-    role: RoleName
+    role: RoleName = POLICY
     """The role that is trained."""
     loss_fn: LossFn
-    measures_every: int | None
+    measures_every: int | None = None
     """Steps between calls of `measure`; None measures only before and after training."""
 
     @property
+    @abstractmethod
     def visited(self) -> Sequence[VisitedRow]:
         """The rows (at least one) in the form that an order reads."""
-        ...
 
     @property
+    @abstractmethod
     def largest_unit(self) -> int:
         """Tokens of the largest unit of a micro-batch, held-out rows included."""
-        ...
 
+    @abstractmethod
     def batch(self, rows: Sequence[int]) -> TokenBatch:
         """Pack rows, given by index, on the CPU with the column `loss_mask` and the row `ROW`."""
-        ...
 
-    def complete(self, batch: TokenBatch, workers: WorkerGroup) -> TokenBatch:
-        """Add the columns and rows of the loss that need inference before the update."""
-        ...
+    def complete(self, batch: TokenBatch, workers: WorkerGroup) -> TokenBatch:  # noqa: ARG002
+        """Add the columns and rows of the loss that need inference before the update, if any."""
+        return batch
 
-    def measure(self, workers: WorkerGroup) -> Mapping[str, float]:
+    def measure(self, workers: WorkerGroup) -> Mapping[str, float]:  # noqa: ARG002
         """Return held-out metrics; empty if no rows are held out."""
-        ...
+        return {}
 
+    @abstractmethod
     def name_of(self, row: int) -> str:
         """Return the name of a row for errors."""
-        ...
 
 
-class Conversations:
-    """The training set of SFT: conversations, of which the marked tokens are trained on."""
-
-    role: RoleName = POLICY
-    measures_every: int | None = None
+class Conversations(TrainingSet):
+    """Conversations for SFT, trained on their marked tokens; evaluation is a separate stage."""
 
     def __init__(self, examples: SFTExamples) -> None:
         self._examples, self._lengths = examples.examples, examples.lengths
@@ -85,14 +82,6 @@ class Conversations:
             [example.input_ids for example in chosen],
             loss_mask=[example.loss_mask for example in chosen],
         ).with_rows(**{ROW: torch.tensor(rows, dtype=torch.int64)})
-
-    def complete(self, batch: TokenBatch, workers: WorkerGroup) -> TokenBatch:  # noqa: ARG002
-        """Return the batch: nothing is missing."""
-        return batch
-
-    def measure(self, workers: WorkerGroup) -> Mapping[str, float]:  # noqa: ARG002
-        """Return nothing: evaluation is a separate stage."""
-        return {}
 
     def name_of(self, row: int) -> str:
         """Return the row's number in the data."""

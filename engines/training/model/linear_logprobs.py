@@ -64,15 +64,13 @@ def linear_token_logprobs(
         hidden_ND: float32, bfloat16, float16 or float64; weights and bias have the same dtype.
         token_ids_N: int64, each in [0, V).
         bias_V: finite.
-        entropy: also compute the entropy of each row's distribution, in nats.
-        sum_pi_squared: also compute the sum of squared probabilities, without gradient.
+        entropy, sum_pi_squared: also compute these of each row, the latter without gradient.
         chunk_elements: maximum logits of a tile; changes results by rounding only.
-        group: ranks that hold different rows of the weights, with equal hidden states and tokens;
-            None: this rank holds all rows.
-        first_token: token id of this rank's first row of the weights.
+        group: ranks with other rows of the weights (`first_token` on) and equal hidden states and
+            tokens; None: this rank holds all rows.
 
     Returns:
-        Each (N,) float32, float64 for float64 inputs.
+        Each (N,) float32, float64 for float64 inputs; entropies in nats.
 
     Raises:
         ValueError: dtypes differ, or `chunk_elements` is below 1.

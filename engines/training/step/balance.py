@@ -35,9 +35,6 @@ class _Items:
     def fits(self, parts: Parts) -> bool:
         return all(sum(self.sizes[i] for i in part) <= self.max_size for part in parts)
 
-    def largest_cost(self, parts: Parts) -> float:
-        return max(math.fsum(self.costs[i] for i in part) for part in parts)
-
 
 def balanced_partition(
     costs: Sequence[float],
@@ -135,7 +132,10 @@ def _partition(items: _Items, num_parts: int) -> Parts | None:
             packed.append(packed[fullest][:num_given])
             packed[fullest] = packed[fullest][num_given:]
         feasible = [packed]
-    return _refine(items, min(feasible, key=items.largest_cost))
+    return _refine(
+        items,
+        min(feasible, key=lambda parts: max(math.fsum(items.costs[i] for i in p) for p in parts)),
+    )
 
 
 def _differencing(costs: Sequence[float], num_parts: int) -> Parts:

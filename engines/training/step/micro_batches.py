@@ -89,7 +89,9 @@ def prepare(
         -len(lengths),
         -min(lengths, default=1),
     )
-    faults = (trained_first_token(batch), *find_image_fault(batch, image_layout))
+    text_only = batch.images is None and image_layout is None
+    image_fault = ImageFault() if text_only else find_image_fault(batch, image_layout)
+    faults = (trained_first_token(batch), *image_fault)
     own = [*counts, batch.num_tokens, *own_flops, *own_maxima, *faults]
     rows = collectives.gather_rows(own, device, group)
     trained, sequences, trained_units, num_tokens, model_flops, hardware_flops = (

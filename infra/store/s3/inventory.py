@@ -17,11 +17,11 @@ the service itself delays for minutes.
 """
 
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import PurePath
 
 from infra.errors import NotExclusiveError, StoreError
@@ -30,7 +30,7 @@ from infra.store.artifacts import MANIFEST_NAME
 from infra.store.inventory import Inventory, Stored, StoredStage
 from infra.store.process_stamp import is_dead, own_stamp
 from infra.store.s3.objects import MAX_DELETED, Found, Objects, Unfinished
-from infra.waiting import wait_for
+from infra.waiting import Repeated, wait_for
 
 BEAT_EVERY_S = 5.0
 MAX_SILENCE_S = 30.0
@@ -86,18 +86,14 @@ class Collecting:
             raise StoreError(
                 f"{at}: another garbage collection is under way; run again when it is done"
             )
-        self._number, ended = number, threading.Event()
+        self._number = number
         self._began_at = self._found()[number].changed_at
-        beating = threading.Thread(
-            target=self._beat, args=[number, ended], name="collecting", daemon=True
-        )
-        beating.start()
+        beats = Repeated(partial(self._beat, number), BEAT_EVERY_S, "collecting")
         try:
             self._objects.delete([_name(each) for each in self._found() if each < number])
             yield
         finally:
-            ended.set()
-            beating.join(MAX_SILENCE_S)
+            beats.end(MAX_SILENCE_S)
             self._number = None
             self._objects.put(_name(number), b"")
 
@@ -118,10 +114,9 @@ class Collecting:
                 "run again for what is left"
             )
 
-    def _beat(self, number: int, ended: threading.Event) -> None:
-        while not ended.wait(BEAT_EVERY_S):
-            with suppress(StoreError):  # `check` sees the silence
-                self._objects.put(_name(number), _content())
+    def _beat(self, number: int) -> None:
+        with suppress(StoreError):  # `check` sees the silence
+            self._objects.put(_name(number), _content())
 
     def _under_way(self, found: Mapping[int, Found]) -> str | None:
         last = found[max(found)] if found else None

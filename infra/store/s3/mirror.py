@@ -31,16 +31,14 @@ from infra.errors import (
     FencedError,
     PipelineError,
 )
-from infra.store.artifacts import (
-    MANIFEST_NAME,
-    parse_manifest,
-    read_manifest,
-)
+from infra.store.artifacts import MANIFEST_NAME, read_manifest
 from infra.store.atomic import atomic_write_bytes, make_directories, publish_directory
+from infra.store.files import read_stretch
 from infra.store.s3.cache import download
 from infra.store.s3.objects import Objects
 from infra.store.step_directories import STEP_KIND, newest_valid, step_directories
 from infra.store.work_channel import SAMPLES_DIR
+from infra.waiting import Repeated
 
 SHIP_EVERY_S = 2.0
 JOURNAL_NAME = "journal.jsonl"
@@ -120,11 +118,10 @@ class Mirror:
         self._shipped: dict[str, bytes] = {}
         self._sampled: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._ended = threading.Event()
         make_directories(directory)
         if self._chunks.refresh() and not (directory / JOURNAL_NAME).exists():
             atomic_write_bytes(directory / JOURNAL_NAME, self._chunks.read(0, None))
-        threading.Thread(target=self._run, name="mirror", daemon=True).start()
+        self._shipments = Repeated(self._ship_or_warn, SHIP_EVERY_S, "mirror")
         atexit.register(self._ship_or_warn)
 
     def ship(self) -> None:
@@ -135,12 +132,12 @@ class Mirror:
             ArtifactCorruptError: another writer ships a different journal of the same attempt.
         """
         with self._lock:
-            data = _read_from(self._directory / JOURNAL_NAME, self._chunks.num_bytes)
+            data = read_stretch(self._directory / JOURNAL_NAME, self._chunks.num_bytes)
             # Whole lines: chunks never change, but a torn tail is cut when the journal reopens.
             if lines := data[: data.rfind(b"\n") + 1]:
                 self._chunks.append(lines)
             for name in _REPLACED:
-                data = _read_from(self._directory / name, 0)
+                data = read_stretch(self._directory / name)
                 if data and data != self._shipped.get(name):
                     self._objects.put(f"{self._attempt}/{name}", data)
                     self._shipped[name] = data
@@ -153,12 +150,8 @@ class Mirror:
 
     def end(self) -> None:
         """Stop the automatic shipping."""
-        self._ended.set()
+        self._shipments.end()
         atexit.unregister(self._ship_or_warn)
-
-    def _run(self) -> None:
-        while not self._ended.wait(SHIP_EVERY_S):
-            self._ship_or_warn()
 
     def _ship_or_warn(self) -> None:
         try:
@@ -207,13 +200,6 @@ def stretches(
         last = chunk.num_bytes if end is None else min(end - chunk.offset, chunk.num_bytes)
         if first < last:
             yield chunk, first, last
-
-
-def _read_from(path: Path, start: int) -> bytes:
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        file.seek(start)
-        return file.read()
-    return b""
 
 
 class SharedSteps:
@@ -290,13 +276,7 @@ class SharedSteps:
     def _download(self, each: _Checkpoint) -> None:
         step, digest = each
         root = self._name(each)
-        place = self._objects.place(f"{root}/{MANIFEST_NAME}")
-        data = self._objects.get(f"{root}/{MANIFEST_NAME}")
-        if data is None:
-            raise ArtifactNotFoundError(f"{place} was removed")
-        manifest = parse_manifest(data, place, STEP_KIND)
-        if manifest.digest != digest:
-            raise ArtifactCorruptError(f"{place} has digest {manifest.digest}; need {digest}")
+        manifest = self._objects.manifest(root, STEP_KIND, digest)
         unfinished = self._root / f".part-{digest}"
         make_directories(unfinished)
         download(unfinished, manifest, lambda name, *at: self._objects.part(f"{root}/{name}", *at))
@@ -316,29 +296,20 @@ class SharedSteps:
         return f"{self._place}/{each[0]:08d}-{each[1]}"
 
 
-class StepsShipper:
-    """Ships checkpoints from a thread as they are published, until the attempt is fenced."""
+def share(steps: SharedSteps, before_manifest: Callable[[], None]) -> Repeated:
+    """Ship checkpoints from a thread as they are published, until the attempt is fenced."""
 
-    def __init__(self, steps: SharedSteps, before_manifest: Callable[[], None]) -> None:
-        self._steps, self._before_manifest = steps, before_manifest
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
-        self._thread.start()
+    def ship_new() -> bool:
+        try:
+            steps.ship(before_manifest)
+        except FencedError as error:
+            _log.warning("no more checkpoints go to the store: %s", error)
+            return True
+        except (PipelineError, OSError) as error:
+            _log.warning("the newest checkpoint does not reach the store yet: %s", error)
+        return False
 
-    def end(self) -> None:
-        """Stop shipping; an upload in progress may take `END_DEADLINE_S`."""
-        self._ended.set()
-        self._thread.join(END_DEADLINE_S)
-
-    def _run(self) -> None:
-        while not self._ended.wait(SHIP_EVERY_S):
-            try:
-                self._steps.ship(self._before_manifest)
-            except FencedError as error:
-                _log.warning("no more checkpoints go to the store: %s", error)
-                return
-            except (PipelineError, OSError) as error:
-                _log.warning("the newest checkpoint does not reach the store yet: %s", error)
+    return Repeated(ship_new, SHIP_EVERY_S, "steps")
 
 
 def _parsed(names: Iterable[str]) -> list[_Checkpoint]:

@@ -50,12 +50,13 @@ from botocore.exceptions import (
 from infra import env
 from infra.errors import (
     ArtifactCorruptError,
+    ArtifactNotFoundError,
     ConfigError,
     StoreDeniedError,
     StoreError,
     StoreUnreachableError,
 )
-from infra.store.artifacts import FileEntry
+from infra.store.artifacts import MANIFEST_NAME, FileEntry, Manifest, parse_manifest
 from infra.store.files import Files, Found
 
 CONNECT_TIMEOUT_S = 10.0
@@ -69,7 +70,6 @@ MAX_PARTS = 9_000
 MAX_DELETED = 1000
 NUM_READS = 3
 _opening = threading.Lock()
-_DENIED_CODES = frozenset({"ExpiredToken", "InvalidToken", "InvalidAccessKeyId"})
 _DENIED = (NoCredentialsError, PartialCredentialsError, CredentialRetrievalError, ProfileNotFound)
 _UNREACHABLE = (ConnectionError, HTTPClientError, IncompleteReadError)
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
@@ -147,21 +147,22 @@ def _meaning(place: str, endpoint: str, error: ClientError) -> Exception:
     code, message = answer.get("Code", ""), " ".join(answer.get("Message", "").split())
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     said = f"{place}: {endpoint} answers {status} {code}"
-    if code == "NoSuchBucket":
-        return ConfigError("storage", f"{said}; create the bucket, or name another")
-    if code in {"NoSuchKey", "NoSuchUpload"}:
-        return AbsentError(said)
-    if status == 412:
-        return TakenError(said)
-    if status == 409:
-        return ConflictError(f"{said} ({message}); run again")
-    if status in {401, 403} or code in _DENIED_CODES:
-        return StoreDeniedError(
-            f"{said}; let these credentials list, read, write and delete there, or name others "
-            "with AWS_PROFILE"
-        )
-    if status == 429 or (status >= 500 and status != 501):
-        return StoreUnreachableError(f"{said} ({message}); run again when it answers")
+    match status, code:
+        case _, "NoSuchBucket":
+            return ConfigError("storage", f"{said}; create the bucket, or name another")
+        case _, "NoSuchKey" | "NoSuchUpload":
+            return AbsentError(said)
+        case 412, _:
+            return TakenError(said)
+        case 409, _:
+            return ConflictError(f"{said} ({message}); run again")
+        case (401 | 403, _) | (_, "ExpiredToken" | "InvalidToken" | "InvalidAccessKeyId"):
+            return StoreDeniedError(
+                f"{said}; let these credentials list, read, write and delete there, or name others "
+                "with AWS_PROFILE"
+            )
+        case _ if status == 429 or (status >= 500 and status != 501):
+            return StoreUnreachableError(f"{said} ({message}); run again when it answers")
     return StoreError(f"{said} ({message}); see that AWS_ENDPOINT_URL names a service of S3")
 
 
@@ -212,6 +213,22 @@ class Objects(Files):
         if data is None or len(data) != end - start:
             raise ArtifactCorruptError(f"{self.place(name)} lost bytes {start} to {end}")
         return data
+
+    def manifest(self, directory: str, kind: str, digest: str) -> Manifest:
+        """Return the manifest of a directory.
+
+        Raises:
+            ArtifactNotFoundError: there is none.
+            ArtifactCorruptError: it is damaged, or has another kind or digest.
+        """
+        data = self.get(f"{directory}/{MANIFEST_NAME}")
+        where = self.place(f"{directory}/{MANIFEST_NAME}")
+        if data is None:
+            raise ArtifactNotFoundError(f"{where} is not in the store")
+        manifest = parse_manifest(data, where, kind)
+        if manifest.digest != digest:
+            raise ArtifactCorruptError(f"{where} has digest {manifest.digest}; need {digest}")
+        return manifest
 
     def put(self, name: str, data: bytes) -> None:
         """Create or replace an object; the service verifies its sha256."""

@@ -27,10 +27,10 @@ from functools import partial
 from pathlib import Path, PurePath
 
 from infra import env
-from infra.errors import ArtifactCorruptError, ArtifactNotFoundError
+from infra.errors import ArtifactCorruptError
 from infra.faults import fault
 from infra.host.records import file_lock
-from infra.store.artifacts import MANIFEST_NAME, Level, Manifest, parse_manifest
+from infra.store.artifacts import MANIFEST_NAME, Level, Manifest
 from infra.store.atomic import atomic_write_bytes, make_directories, remove_directory
 from infra.store.canonical import sha256_json
 from infra.store.process_stamp import own_stamp
@@ -39,12 +39,13 @@ from infra.store.s3 import mirror
 from infra.store.s3 import objects as objects_of
 from infra.store.s3.cache import ArtifactCache, transfer
 from infra.store.s3.inventory import Collecting, S3Inventory
-from infra.store.s3.mirror import JournalChunks, SharedSteps, StepsShipper
+from infra.store.s3.mirror import JournalChunks, SharedSteps
 from infra.store.s3.objects import Objects, S3Address
 from infra.store.stage_log import StageLogs, follower_name
 from infra.store.stage_spec import Adoption, Artifact, check_fingerprint
 from infra.store.storage import SECOND_REFUSED, Storage, artifact_name
 from infra.store.work_channel import WorkChannel
+from infra.waiting import Repeated
 
 _DIGITS = 12
 _WITH_STEPS = "with-steps/"
@@ -64,7 +65,7 @@ class S3Channel(WorkChannel):
         self._objects = objects
         self._root = f"work/{fingerprint}"
         self._is_of_this_log = False
-        self._shippers: list[StepsShipper] = []
+        self._shipments: list[Repeated] = []
         self._journals: dict[int, JournalChunks] = {}
 
     def read_journal(self, attempt: int, start: int = 0, end: int | None = None) -> bytes:
@@ -101,7 +102,7 @@ class S3Channel(WorkChannel):
             self._ship(attempt)
             before_publish()
 
-        self._shippers.append(StepsShipper(self._shared(steps), before_manifest))
+        self._shipments.append(mirror.share(self._shared(steps), before_manifest))
 
     def fetch_steps(self, steps: Path, last: int) -> None:
         """See `WorkChannel.fetch_steps`."""
@@ -118,8 +119,8 @@ class S3Channel(WorkChannel):
 
     def prune(self, attempts: Sequence[int], steps: Path) -> None:
         """See `WorkChannel.prune`; logs stay on the machine that wrote them."""
-        for shipper in self._shippers:
-            shipper.end()
+        for shipments in self._shipments:
+            shipments.end(mirror.END_DEADLINE_S)
         remove_directory(steps)
         self._shared(steps).remove()
         if not self._objects.children(f"{self._root}/steps-"):
@@ -186,8 +187,7 @@ class S3Storage(Storage):
     """A store in a bucket, `s3://bucket/prefix`; raises as `S3Address.parse`."""
 
     def __init__(self, uri: str) -> None:
-        self._address = S3Address.parse(uri)
-        self._objects = Objects(self._address)
+        self._objects = Objects(S3Address.parse(uri))
         super().__init__(self._objects)
         self._cache = ArtifactCache(env.home() / "cache")
         self._channels: dict[str, S3Channel] = {}
@@ -199,7 +199,7 @@ class S3Storage(Storage):
     @property
     def uri(self) -> str:
         """Address of the store."""
-        return self._address.uri
+        return self._objects.address.uri
 
     def probe(self) -> str:
         """See `Storage.probe`."""
@@ -249,8 +249,8 @@ class S3Storage(Storage):
 
     def verify(self, artifact: Artifact, level: Level) -> Manifest:
         """See `Storage.verify`."""
-        manifest = self._manifest(artifact)
         root = artifact_name(artifact.kind, artifact.digest)
+        manifest = self._objects.manifest(root, artifact.kind, artifact.digest)
         if level == "manifest":
             return manifest
         present = self._sizes(root)
@@ -270,25 +270,14 @@ class S3Storage(Storage):
 
     def _fetch(self, artifact: Artifact) -> Path:
         root = artifact_name(artifact.kind, artifact.digest)
-        self._manifest(artifact)  # the cache may have copies of artifacts of other stores
+        # The cache may have copies of artifacts of other stores.
+        self.verify(artifact, "manifest")
         return self._cache.fetch(
             artifact.kind,
             artifact.digest,
             lambda: self.verify(artifact, "size"),
             lambda name, *at: self._objects.part(f"{root}/{name}", *at),
         )
-
-    def _manifest(self, artifact: Artifact) -> Manifest:
-        name = f"{artifact_name(artifact.kind, artifact.digest)}/{MANIFEST_NAME}"
-        data, where = self._objects.get(name), self._objects.place(name)
-        if data is None:
-            raise ArtifactNotFoundError(f"{where} is not in the store")
-        manifest = parse_manifest(data, where, artifact.kind)
-        if manifest.digest != artifact.digest:
-            raise ArtifactCorruptError(
-                f"{where} has digest {manifest.digest}; need {artifact.digest}"
-            )
-        return manifest
 
     def _sizes(self, root: str) -> dict[str, int]:
         found = self._objects.listed(f"{root}/")

@@ -122,7 +122,7 @@ def test_wrong_shapes_are_refused() -> None:
         (((patches[0][:3],), grids_U3, index_I, counts), r"grids have \[4\] patches, .*3, 3"),
         ((patches, grids_U3, index_I, torch.tensor([1, 1])), "sums to 2, places are 1"),
         ((patches, grids_U3[0], index_I, counts), "need"),
-        ((wide, grids_U3[[0, 0]], torch.tensor([0, 1]), torch.tensor([1, 1])), "of one D"),
+        ((wide, grids_U3[[0, 0]], torch.tensor([0, 1]), torch.tensor([1, 1])), "the same D"),
         ((patches, grids_U3, index_I + 1, counts), r"names \[1\] of 1"),
         ((patches * 2, grids_U3[[0, 0]], index_I, counts), r"names \[0\] of 2"),
         (((), grids_U3[:0], index_I[:0], torch.tensor([0, 0])), "a batch without images has None"),

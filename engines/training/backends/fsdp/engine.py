@@ -76,10 +76,3 @@ class FSDP2Engine(TransformersModelEngine):
                 layer.set_modules_to_forward_prefetch(
                     [x for x in ahead if isinstance(x, FSDPModule)]
                 )
-
-    def loss_factor(self, num_micro_batches: int) -> float:
-        """Return the factor that turns FSDP's mean of gradients over all ranks into a sum.
-
-        Ulysses ranks that share sequences each hold the gradient of their own tokens.
-        """
-        return float(collectives.world_size())

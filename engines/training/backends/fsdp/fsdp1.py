@@ -26,7 +26,6 @@ from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import PreTrainedModel
 
-from engines import collectives
 from engines.checkpoint.hub_names import named_state
 from engines.training.backends.fsdp.engine import sharding_mesh
 from engines.training.backends.options import FSDPOptions
@@ -99,10 +98,6 @@ class FSDPEngine(TransformersModelEngine):
 
     def _decayed_names(self) -> set[str]:
         return self._decayed
-
-    def loss_factor(self, num_micro_batches: int) -> float:
-        """Return the factor that turns FSDP's mean of gradients over all ranks into a sum."""
-        return float(collectives.world_size() if self._wrapped is not None else 1)
 
     def _clip_gradients(self, max_norm: float) -> float:
         if self._wrapped is None:

@@ -1,17 +1,10 @@
 """Weights and optimizer state of a replica as files, named and shaped as in transformers.
 
-Ranks write rectangular regions of plain tensors, which `engines.checkpoint.sharded` reads.
-
 Promises: a checkpoint of one layout loads bit-identically under any other; main weights and moments
-are float32. One rank writes each value; saving gathers one parameter of the stage at a time. The
-directory reads like one from `save_sharded`, however the tensors were cut; at most
-`_MAX_FILE_BYTES`, or one larger region, are held in memory.
+are float32. One rank writes each value; saving gathers one parameter of the stage at a time.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -19,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines import collectives
-from engines.checkpoint.background import StagingBuffers
 from engines.checkpoint.engine_state import MODEL_PREFIX, TENSORS_DIR
-from engines.checkpoint.sharded import ShardedReader, write_shard
+from engines.checkpoint.sharded import Region, ShardedReader
 from engines.config.training import LoraConfig
 from engines.errors import CheckpointError
 from engines.training.backends.megatron.optimizer import Shard
@@ -33,94 +25,6 @@ from engines.training.backends.transformers.adapters import (
     stored_adapter,
     wrapped_name,
 )
-
-_MAX_FILE_BYTES = 2 << 30
-
-
-@dataclass(frozen=True)
-class Region:
-    """The part of the tensor `name` that begins at `offsets`, for backends without DTensors."""
-
-    name: str
-    offsets: tuple[int, ...]
-    values: Tensor
-
-
-def save_regions(path: Path, regions: Iterable[Region]) -> None:
-    """Write this rank's regions as they come; every rank calls it.
-
-    No two ranks have the same region. `regions` is iterated to the end, because producing them may
-    use collectives. Raises `OSError` on every rank, if the disk of one is full or fails.
-    """
-    writer = _RegionWriter(path, collectives.rank())
-    on_host = (
-        replace(region, values=region.values.detach().to("cpu", copy=True).contiguous())
-        for region in regions
-    )
-    steps = chain((partial(writer.add, region) for region in on_host), [writer.flush])
-    problem: OSError | None = None
-    for step in steps:
-        try:
-            if problem is None:
-                step()
-        except OSError as error:
-            problem = error
-    collectives.raise_together(problem, f"cannot save {path}")
-
-
-def stage_regions(
-    path: Path, regions: Iterable[Region], buffers: StagingBuffers
-) -> Callable[[], None]:
-    """Copy this rank's regions to the host and return a function that writes them.
-
-    Every rank calls it; the tensors may change afterwards. The returned function may run on any
-    thread: it uses no collective, raises `OSError`, and gives the buffers back.
-    """
-    staged = [
-        replace(region, values=buffers.copy((region.name, region.offsets), region.values.detach()))
-        for region in regions
-    ]
-    rank = collectives.rank()
-
-    def write() -> None:
-        writer = _RegionWriter(path, rank)
-        for region in staged:
-            writer.add(region)
-        writer.flush()
-        for region in staged:
-            buffers.give_back((region.name, region.offsets), region.values)
-        staged.clear()
-
-    return write
-
-
-class _RegionWriter:
-    """Collects regions and writes them to files in which no name occurs twice."""
-
-    def __init__(self, path: Path, rank: int) -> None:
-        self._path, self._rank = path, rank
-        self._files: list[dict[str, Region]] = []
-        self._num_written = 0
-        self._size_bytes = 0
-
-    def add(self, region: Region) -> None:
-        """Add a region, contiguous on the CPU; a full file is written first."""
-        if self._size_bytes and self._size_bytes + region.values.nbytes > _MAX_FILE_BYTES:
-            self.flush()
-        if all(region.name in file for file in self._files):
-            self._files.append({})
-        free = next(file for file in self._files if region.name not in file)
-        free[region.name] = region
-        self._size_bytes += region.values.nbytes
-
-    def flush(self) -> None:
-        """Write the held regions."""
-        for file in self._files:
-            tensors = {name: file[name].values for name in sorted(file)}
-            offsets = {name: region.offsets for name, region in file.items()}
-            write_shard(self._path, self._rank, self._num_written, tensors, offsets)
-            self._num_written += 1
-        self._files, self._size_bytes = [], 0
 
 
 @torch.no_grad()

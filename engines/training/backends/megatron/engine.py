@@ -22,13 +22,13 @@ from engines import collectives
 from engines.architecture import text_settings
 from engines.checkpoint.background import StagingBuffers
 from engines.checkpoint.engine_state import (
-    TENSORS_DIR,
     EngineScalars,
     load_engine_state,
     read_scalars,
     save_engine_state,
     stage_engine_state,
 )
+from engines.checkpoint.sharded import Region
 from engines.errors import EngineError
 from engines.training.backends.megatron.layout import Layout, check_layout
 from engines.training.backends.transformers.build import check_stored_names
@@ -197,32 +197,22 @@ class MegatronEngine(BaseEngine):
 
     def save_checkpoint(self, path: Path, step: int) -> None:
         """Write this rank's shard."""
-        from engines.training.backends.megatron.checkpoint import save_regions, stored_regions
-
-        (path / TENSORS_DIR).mkdir(exist_ok=True)
-        # On the device, because offloaded weights outside the optimizer cannot be read.
-        with self.eval_mode(), self._library():
-            save_regions(path / TENSORS_DIR, stored_regions(self.replica, self._stored_state))
-        save_engine_state(path, {}, self._own_scalars(step), self.spec.platform)
+        with self._stored(step) as state:
+            save_engine_state(path, *state, self.spec.platform)
 
     def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:
         """Copy this rank's shard to the host; the returned function writes it."""
-        from engines.training.backends.megatron.checkpoint import stage_regions, stored_regions
+        with self._stored(step) as state:
+            return stage_engine_state(path, *state, self.spec.platform, self._staging)
 
-        (path / TENSORS_DIR).mkdir(exist_ok=True)
+    @contextmanager
+    def _stored(self, step: int) -> Iterator[tuple[Iterator[Region], EngineScalars]]:
+        """Scope that yields what this rank stores: offloaded weights cannot be read."""
+        from engines.training.backends.megatron.checkpoint import stored_regions
+
         with self.eval_mode(), self._library():
-            write_tensors = stage_regions(
-                path / TENSORS_DIR, stored_regions(self.replica, self._stored_state), self._staging
-            )
-        write_rest = stage_engine_state(
-            path, {}, self._own_scalars(step), self.spec.platform, self._staging
-        )
-
-        def write() -> None:
-            write_tensors()
-            write_rest()
-
-        return write
+            regions = stored_regions(self.replica, self._stored_state)
+            yield regions, self._own_scalars(step)
 
     def load_checkpoint(self, path: Path, *, optimizer: bool = True) -> int:
         """Restore a checkpoint; without the optimizer, merge a stored adapter."""

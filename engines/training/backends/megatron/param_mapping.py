@@ -201,9 +201,7 @@ def load_hub_weights(parts: Sequence[Part], hf_dir: Path) -> None:
     for file in sorted(hf_dir.glob("*.safetensors")):
         with safe_open(file, framework="pt") as handle:
             files.update(dict.fromkeys(handle.keys(), file))
-    for part in parts:
-        if ".lora_" in part.name:
-            continue
+    for part in (part for part in parts if ".lora_" not in part.name):
         part.parameter.zero_()  # for padded vocabulary rows and a new value head
         for block in part.hub:
             if block.name in files:

@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from engines import collectives
+from engines.collectives import whole_tensor
 from engines.errors import EngineError
 from engines.training.backends.options import TorchTitanOptions
-from engines.training.backends.transformers.adapters import whole_tensor
 from engines.training.backends.transformers.build import check_stored_names, load_hub_weights
 from engines.training.backends.transformers.module_engine import DATA, ModuleEngine, make_adamw
 from engines.training.model.attention import Packing
@@ -27,15 +26,9 @@ from engines.training.model.linear_tiles import tile_elements
 from engines.training.outputs import read_positions, whole_outputs
 from engines.training.spec import EngineSpec
 from engines.training.step.optimizer_step import clip_across_meshes
-from engines.training.weight_shards import (
-    HeldPart,
-    local_place,
-    local_values,
-    owned_parts,
-    stream_parts,
-)
+from engines.training.weight_shards import HeldPart, owned_parts, stream_parts
 from engines.types import ModelOutputs, Readouts, TokenBatch
-from engines.weight_places import WeightShard
+from engines.weight_places import WeightShard, local_place, local_values
 from infra.errors import ConfigError
 
 
@@ -124,9 +117,7 @@ class TorchTitanEngine(ModuleEngine[Any]):
         weight, group, first_token = self.model.lm_head.weight, None, 0
         if isinstance(weight, DTensor):
             group = weight.device_mesh.get_group()
-            _, (first_token, _) = compute_local_shape_and_global_offset(
-                weight.shape, weight.device_mesh, weight.placements
-            )
+            first_token = local_place("lm_head.weight", weight).offsets[0]
             weight = weight.to_local()
         if isinstance(hidden, DTensor):
             hidden = hidden.to_local(grad_placements=[Partial()])
@@ -148,7 +139,7 @@ class TorchTitanEngine(ModuleEngine[Any]):
         """Stream whole weights. Tensors must not be changed."""
         with self.eval_mode():
             for name, tensor in self._named_state():
-                yield name, whole_tensor(tensor).detach()
+                yield name, whole_tensor(tensor)
 
     def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
         """Stream this rank's shards."""

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from engines.checkpoint.engine_state import MODEL_PREFIX
 from engines.checkpoint.peft_adapter import write_peft_adapter
 from engines.checkpoint.sharded import ShardedReader
+from engines.collectives import whole_tensor
 from engines.config.training import LoraConfig
 from engines.training.spec import VALUE_HEAD
 from infra.errors import ConfigError
@@ -125,11 +126,6 @@ def assign(parameter: Tensor, values: Tensor) -> None:
         parameter.copy_(values)
 
 
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return the whole tensor; a collective all-gather if it is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def base_name(name: str) -> str:
     """Return a parameter's name in the model without an adapter."""
     return name.replace(_BASE, ".")
@@ -205,6 +201,13 @@ def merged_weight(name: str, named: Mapping[str, Tensor], scaling: float) -> Ten
         if stem + part in named
     }
     return StoredAdapter(parts[_A], parts[_B], scaling, parts.get(_MAGNITUDE)).merged_into(whole)
+
+
+def merged_weights(named: Mapping[str, Tensor], scaling: float) -> Iterator[tuple[str, Tensor]]:
+    """Stream whole weights, adapters merged in, by their names in the model without an adapter."""
+    for name in named:
+        if not is_adapter_name(name):
+            yield base_name(name), merged_weight(name, named, scaling)
 
 
 def save_peft_adapter(path: Path, named: Mapping[str, Tensor], lora: LoraConfig) -> None:

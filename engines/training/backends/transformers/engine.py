@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from engines import collectives
 from engines.checkpoint.hub_names import HubNames, Slot, hub_slots, named_state
 from engines.checkpoint.model_directory import rotary_limit
+from engines.collectives import whole_tensor
 from engines.errors import EngineError
 from engines.training.backends.transformers.adapters import (
     adapter_state,
@@ -27,7 +28,7 @@ from engines.training.backends.transformers.adapters import (
     has_adapter,
     is_adapter_name,
     merged_weight,
-    whole_tensor,
+    merged_weights,
 )
 from engines.training.backends.transformers.build import (
     build_on_meta,
@@ -47,16 +48,9 @@ from engines.training.model.linear_logprobs import targets_of
 from engines.training.model.logprobs import compute_in_float32
 from engines.training.outputs import read_positions, whole_outputs
 from engines.training.spec import VALUE_HEAD, EngineSpec
-from engines.training.weight_shards import (
-    HeldPart,
-    local_place,
-    local_values,
-    owned_parts,
-    parts_in_slots,
-    stream_parts,
-)
+from engines.training.weight_shards import HeldPart, owned_parts, parts_in_slots, stream_parts
 from engines.types import ModelOutputs, Readouts, TokenBatch
-from engines.weight_places import WeightShard
+from engines.weight_places import WeightShard, local_place, local_values
 
 _ULYSSES = "ulysses"
 
@@ -155,6 +149,13 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
             read_N, rows = read_N.clamp(max=batch.num_tokens), rows * 0.0
         return whole_outputs(rows, read_N, batch, readouts, self.spec.model_type, group)
 
+    def loss_factor(self, num_micro_batches: int) -> float:
+        """Return the factor that turns a mean of gradients over all ranks, as of FSDP, into a sum.
+
+        Ulysses ranks that share sequences each hold the gradient of their own tokens.
+        """
+        return float(collectives.world_size())
+
     def _set_adapter(self, enabled: bool) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -184,11 +185,11 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         """Stream whole weights with the adapter merged in. Tensors must not be changed."""
         with self.eval_mode():
-            named = dict(self._named_state())
+            state = self._named_state()
             yield from self._names.stream(
-                (base_name(name), merged_weight(name, named, self._adapter_scaling))
-                for name in named
-                if not is_adapter_name(name)
+                ((name, whole_tensor(tensor)) for name, tensor in state)
+                if self.spec.training.lora is None
+                else merged_weights(dict(state), self._adapter_scaling)
             )
 
     def get_frozen_param(self) -> Iterator[tuple[str, Tensor]]:

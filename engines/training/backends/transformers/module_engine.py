@@ -29,7 +29,8 @@ from engines.checkpoint.engine_state import (
     stage_engine_state,
 )
 from engines.checkpoint.hub_names import HubNames, named_state
-from engines.checkpoint.sharded import ShardedReader, load_sharded
+from engines.checkpoint.sharded import ShardedReader, load_sharded, own_regions
+from engines.collectives import whole_tensor
 from engines.config.training import LoraConfig, OptimizerConfig
 from engines.errors import CheckpointError, EngineError
 from engines.training.backends.transformers.adapters import (
@@ -38,14 +39,13 @@ from engines.training.backends.transformers.adapters import (
     initialize_adapter,
     is_adapter_name,
     stored_adapter,
-    whole_tensor,
     wrapped_name,
 )
 from engines.training.backends.transformers.build import build_on_meta
 from engines.training.base import BaseEngine
 from engines.training.spec import VALUE_HEAD, EngineSpec
 from engines.training.step.optimizer_step import Averaged, started_adamw
-from engines.training.weight_shards import local_values
+from engines.weight_places import local_values
 
 DATA = "data"
 """Mesh dimension of the ranks that hold different data."""
@@ -156,14 +156,16 @@ class ModuleEngine(BaseEngine, Generic[Model]):
     def save_checkpoint(self, path: Path, step: int) -> None:
         """Write this rank's shard."""
         with self._state_scope():
-            state = self._state_of(self._named_state(), self._optimizer_states(), step)
-            save_engine_state(path, *state, self.spec.platform)
+            tensors, scalars = self._state_of(self._named_state(), self._optimizer_states(), step)
+            save_engine_state(path, own_regions(tensors), scalars, self.spec.platform)
 
     def begin_checkpoint(self, path: Path, step: int) -> Callable[[], None]:
         """Copy this rank's shard to the host; the returned function writes it."""
         with self._state_scope():
-            state = self._state_of(self._named_state(), self._optimizer_states(), step)
-            return stage_engine_state(path, *state, self.spec.platform, self._staging)
+            tensors, scalars = self._state_of(self._named_state(), self._optimizer_states(), step)
+            return stage_engine_state(
+                path, own_regions(tensors), scalars, self.spec.platform, self._staging
+            )
 
     def load_checkpoint(self, path: Path, *, optimizer: bool = True) -> int:
         """Restore a checkpoint; without the optimizer, merge a stored adapter."""

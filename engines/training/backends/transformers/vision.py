@@ -44,13 +44,9 @@ def language_model_prefix(model: PreTrainedModel) -> str:
 
 
 def at_every_place(features: Tensor, sizes: Sequence[int], image_index: Sequence[int]) -> Tensor:
-    """Repeat the (F, D) features of distinct images for each place that shows one.
+    """Repeat the (F, D) features of distinct images, `sizes` of each, as `image_index` shows them.
 
     Gradients of a repeated image are summed in float32 and rounded once.
-
-    Args:
-        sizes: features of each image.
-        image_index: index of the image at each place.
     """
     of_images = features.float().split(list(sizes))
     return torch.cat([of_images[image] for image in image_index]).to(features.dtype)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.algorithms.value_objective import ValueObjective
+from engines.algorithms.policy_objective import ValueObjective
 from engines.types import GlobalCounts, ModelOutputs, TokenBatch
 
 FLOATS = st.floats(-3, 3, width=32)

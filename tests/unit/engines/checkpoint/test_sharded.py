@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from engines.checkpoint import sharded
-from engines.checkpoint.sharded import ShardedReader, load_sharded, save_sharded
+from engines.checkpoint.sharded import ShardedReader, load_sharded, own_regions, save_regions
 from engines.checkpoint.tensor_files import write_tensors
 from engines.errors import CheckpointError
 
@@ -38,7 +38,7 @@ def piece(path: Path, rank: int, pieces: dict[str, tuple[list[int], torch.Tensor
 def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharded, "_MAX_FILE_BYTES", 80)
     saved = tensors(0)
-    save_sharded(tmp_path, saved)
+    save_regions(tmp_path, own_regions(saved))
     assert len(list(tmp_path.iterdir())) == 2
     loaded = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
     load_sharded(tmp_path, loaded)
@@ -53,7 +53,9 @@ def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_equal_state_gives_equal_bytes_and_one_metadata_key(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        save_sharded(tmp_path / name, dict(sorted(tensors(1).items(), reverse=name == "b")))
+        save_regions(
+            tmp_path / name, own_regions(dict(sorted(tensors(1).items(), reverse=name == "b")))
+        )
     (first,), (second,) = (list((tmp_path / name).iterdir()) for name in "ab")
     assert first.read_bytes() == second.read_bytes()
     # safetensors writes several keys in random order, so more than one would break equality.
@@ -92,7 +94,7 @@ def test_failing_disk_raises_os_error_not_checkpoint_error(
 
     monkeypatch.setattr(sharded, "write_tensors", full)
     with pytest.raises(OSError, match="No space left"):
-        save_sharded(tmp_path, tensors(0))
+        save_regions(tmp_path, own_regions(tensors(0)))
     with pytest.raises(CheckpointError, match="cannot load"):
         load_sharded(tmp_path / "absent", tensors(0))
 
@@ -104,7 +106,7 @@ def test_a_disk_that_takes_no_more_is_an_os_error_with_the_file(tmp_path: Path) 
         with pytest.raises(OSError, match="File too large") as refused:
             write_tensors({"x": torch.zeros(1000)}, tmp_path / "x.safetensors")
         with pytest.raises(OSError, match="File too large"):
-            save_sharded(tmp_path, {"x": torch.zeros(1000)})
+            save_regions(tmp_path, own_regions({"x": torch.zeros(1000)}))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert refused.value.errno == errno.EFBIG
@@ -112,5 +114,5 @@ def test_a_disk_that_takes_no_more_is_an_os_error_with_the_file(tmp_path: Path) 
 
 
 def test_nothing_is_pickled(tmp_path: Path) -> None:
-    save_sharded(tmp_path, tensors(2))
+    save_regions(tmp_path, own_regions(tensors(2)))
     assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} == {".safetensors"}

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from engines.checkpoint.background import StagingBuffers
-from engines.checkpoint.sharded import ShardedReader, stage_sharded
+from engines.checkpoint.sharded import ShardedReader, own_regions, stage_regions
 
 
 def test_a_buffer_is_lent_once_at_a_time() -> None:
@@ -41,7 +41,7 @@ def test_two_checkpoints_in_flight_hold_their_own_values(tmp_path: Path) -> None
             for write in writes:  # the third takes memory that these give back
                 write()
         weight.fill_(float(number))
-        writes.append(stage_sharded(path, {"w": weight}, buffers))
+        writes.append(stage_regions(path, own_regions({"w": weight}), buffers))
     weight.fill_(-1.0)
     writes[2]()
     for number, path in enumerate(paths):

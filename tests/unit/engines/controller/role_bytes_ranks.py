@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from engines import collectives
-from engines.algorithms.policy_objective import policy_loss_fn
-from engines.algorithms.value_objective import ValueObjective
+from engines.algorithms.policy_objective import ValueObjective, policy_loss_fn
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.training import LoraConfig, OptimizerConfig, TrainingConfig
 from engines.controller.model_worker import ModelWorker, WorkerSpec

@@ -122,7 +122,7 @@ def test_a_result_that_is_equal_everywhere_is_taken_once() -> None:
 def test_no_share_of_a_result_is_dropped_silently(shares: tuple[object, object]) -> None:
     """Neither a list nor a tensor, and not equal: there is nothing right to return."""
     batch = _batch([2, 2])
-    with pytest.raises(WorkerError, match="a split call: share 1 came to .*, share 0 to .* diverg"):
+    with pytest.raises(WorkerError, match="a split call: share 1 returned .*, share 0 .* diverg"):
         collect(batch, split_plan(batch, 2), shares)
 
 
@@ -132,9 +132,7 @@ def test_replicas_that_diverged_are_named_by_rank() -> None:
 
     reports = [report("aa", 0.1), report("aa", 0.2), report("bb", 0.1), report("bb", 0.1)]
     assert equal_result("sync_weights", "rank", reports[:2]) is reports[0]
-    with pytest.raises(
-        WorkerError, match="sync_weights: rank 2, 3 came to .*'bb'.*rank 0 to.*'aa'"
-    ):
+    with pytest.raises(WorkerError, match="sync_weights: rank 2, 3 returned .*'bb'.*rank 0 .*'aa'"):
         equal_result("sync_weights", "rank", reports)
     nan = [TrainMetrics(1.0, 1.0, 0.1, 5, {"mismatch/logprob_abs_max": x}) for x in _two_nans()]
     assert equal_result("train", "rank", nan) is nan[0]

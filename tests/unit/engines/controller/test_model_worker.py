@@ -10,14 +10,13 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
-from engines.algorithms.policy_objective import policy_loss_fn
-from engines.algorithms.value_objective import ValueObjective
+from engines.algorithms.policy_objective import ValueObjective, policy_loss_fn
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.rollout import RolloutConfig
 from engines.config.training import LoraConfig, TrainingConfig
-from engines.controller.model_worker import ModelWorker, WorkerSpec
+from engines.controller.model_worker import ModelWorker, WorkerSpec, role_checkpoint
 from engines.errors import RolloutError
-from engines.training.spec import CRITIC, POLICY, REFERENCE, ModelSource, RoleSpec, role_checkpoint
+from engines.training.spec import CRITIC, POLICY, REFERENCE, ModelSource, RoleSpec
 from engines.types import (
     Completion,
     PoisonedUpdate,

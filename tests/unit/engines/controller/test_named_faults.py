@@ -96,7 +96,7 @@ def rig_of(spec: WorkerSpec) -> Iterator[Rig]:
         30.0,
         new_transport(spec.serving_dir, "float32", 30.0),
         shares_devices=False,
-        restarts=RestartPolicy(spares, 2, 5.0),
+        restarts=RestartPolicy(spares.restart, 2, 5.0),
     )
     group = InProcessGroup(trainer)
     with closing(group), closing(ServedRollout(launched, group)) as rollout:

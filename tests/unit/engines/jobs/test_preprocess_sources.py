@@ -68,7 +68,9 @@ def planned(path: Path, directory: Path) -> JobContext[PreprocessStageConfig]:
     attempt = directory / "attempt"
     (attempt / "output").mkdir(parents=True)
     storage = LocalStorage(directory / "store")
-    return JobContext(spec, config, storage, silent, silent, PhaseClock(), attempt, directory)
+    return JobContext(
+        spec, config, storage, silent, silent, PhaseClock(), attempt, directory, lambda: None
+    )
 
 
 @pytest.mark.parametrize("whole", [False, True])

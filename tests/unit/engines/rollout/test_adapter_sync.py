@@ -60,7 +60,9 @@ def serving(lab) -> Iterator[tuple[RolloutService, RolloutEngine]]:
             return taking(lab.bare_engine())
 
     engine = taking(lab.bare_engine())
-    with closing(RolloutService([engine], 60.0, restarts=RestartPolicy(Spare(), 1, 5.0))) as made:
+    with closing(
+        RolloutService([engine], 60.0, restarts=RestartPolicy(Spare().restart, 1, 5.0))
+    ) as made:
         yield made, engine
 
 

@@ -45,7 +45,7 @@ def serving(
     **options: Any,
 ) -> Iterator[tuple[RolloutService, Spare]]:
     spare = Spare(lab.bare_engine)
-    restarts = RestartPolicy(spare, max_num_restarts, silence_s)
+    restarts = RestartPolicy(spare.restart, max_num_restarts, silence_s)
     with closing(RolloutService(engines, timeout_s, restarts=restarts, **options)) as service:
         yield service, spare
 

@@ -33,7 +33,7 @@ def test_endless_restart_does_not_block_closing_other_replicas(
     async def lose_one_and_close() -> list[Any]:
         engines = [cast(RolloutEngine, AsyncMock()) for _ in range(2)]
         stubborn = Stubborn()
-        pool = ReplicaPool(engines, RestartPolicy(stubborn, 1, silence_s=60.0))
+        pool = ReplicaPool(engines, RestartPolicy(stubborn.restart, 1, silence_s=60.0))
         pool.lose(pool.slots[0], engines[0], ReplicaLostError("replica 0: its process died"))
         await asyncio.sleep(0)
         async with asyncio.timeout(60):

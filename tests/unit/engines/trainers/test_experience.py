@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engines.config.algorithm import AlgorithmConfig, FilterGroupsConfig
-from engines.config.rules.models import resolved_algorithm
+from engines.config.rules.models import compared_components, resolved_algorithm
 from engines.config.sections import RLConfig
 from engines.errors import RewardError
 from engines.trainers.experience import Collector, Experience
@@ -219,4 +219,4 @@ def test_gdpo_refuses_a_sample_lacking_a_compared_component() -> None:
         RewardError,
         match=r"prompt=0 sample 0: the reward gave no finite number called 'verbosity', which",
     ):
-        collect(answer(1, 1), lacks).with_advantages(gdpo_of())
+        collect(answer(1, 1), lacks).check_components(compared_components(gdpo_of()))

@@ -28,6 +28,7 @@ from infra.host.processes import (
     stop_all,
 )
 from infra.host.records import file_lock, load_record, log_tail, save_record
+from infra.store import process_stamp
 from infra.waiting import wait_for
 
 DEADLINE_S = 240.0
@@ -81,6 +82,25 @@ def test_spawned_child_leads_session_and_is_known_beyond_pid(tmp_path: Path) -> 
     finally:
         stop_all([record], DEADLINE_S)
     assert not is_alive(record)
+    assert identify(record.pid) is None
+
+
+def test_process_without_boot_id_is_known_by_creation_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_stamp, "boot_id", lambda: "")
+    monkeypatch.setattr(process_stamp, "_machine", process_stamp._machine.__wrapped__)
+    record = _start(tmp_path, "import time; time.sleep(600)")
+    created_s = psutil.Process(record.pid).create_time()
+    try:
+        assert record.started == f":{round(created_s * 100)}"
+        assert is_alive(record)
+        assert not is_alive(record.model_copy(update={"started": record.started + "1"}))
+        assert is_alive(own_identity())
+        assert not process_stamp.is_dead(process_stamp.own_stamp())
+        assert process_stamp.living_pid(process_stamp.own_stamp()) == os.getpid()
+    finally:
+        stop_all([record], DEADLINE_S)
     assert identify(record.pid) is None
 
 

@@ -91,7 +91,6 @@ STAGES = {
     "engines/training/backends/megatron/engine.py": set(),
     # A round writes the weights that its critic starts on.
     "engines/checkpoint/export.py": {*RL, "merge", *MEASURE},
-    "engines/algorithms/value_objective.py": RL,
     "engines/rollout/transformers/engine.py": {*RL, *MEASURE},
     "engines/config/sections.py": DEVICE,
     "engines/types.py": TORCH,

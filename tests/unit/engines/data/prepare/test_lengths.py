@@ -21,7 +21,7 @@ from engines.data.read.dataset import load_dataset
 from engines.data.read.examples import rl_prompts
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.vision.processor import prompt_images
-from engines.vision.sizes import PROCESSOR_FILES, find_image_length
+from engines.vision.sizes import PROCESSOR_FILES, image_sizes
 from infra.errors import ConfigError
 
 SHAPES = [(12, 6), (4, 4), (40, 3), (60, 50), (5, 13), (8, 8), (2, 30), (11, 11)]
@@ -62,8 +62,8 @@ def build(
     """As the preprocess stage does."""
     of_model = ModelConfig(path=str(model), max_length=64)
     tokenizer = DirectoryTokenizer.load(model, template)
-    length = partial(find_image_length, model) if sees else None
-    return prepare.build_dataset(data, of_model, 0, place, tokenizer, image_length=length)
+    find_sizes = partial(image_sizes, model) if sees else None
+    return prepare.build_dataset(data, of_model, 0, place, tokenizer, find_sizes=find_sizes)
 
 
 def sampled_lengths(place: Path, model: Path, split: str) -> list[int]:

@@ -44,7 +44,9 @@ def write_model(directory: Path, characters: str) -> Path:
 def test_teacher_with_other_tokens_is_refused_before_the_run(tmp_path: Path) -> None:
     student = write_model(tmp_path / "student", "0123456789+= user assistant")
     other = write_model(tmp_path / "teacher", "abcdefghij+= user assistant")
-    with pytest.raises(ConfigError, match="a teacher whose tokenizer has .* need one") as found:
+    with pytest.raises(
+        ConfigError, match="a teacher whose tokenizer has .* need equal ids"
+    ) as found:
         check_request(taught(student, path=str(other)))
     assert found.value.path == "rl.distillation.path"
     with pytest.raises(ConfigError, match="got 1000; need at most the vocabulary") as found:

@@ -75,7 +75,7 @@ def test_a_layer_without_attention_ends_the_first_forward_pass(build_lab, monkey
     lab = build_lab("qwen2_moe", num_experts=4, num_experts_per_tok=2)
     engine = lab.engine()
     engine._model._model.model.layers[1].self_attn = Recurrent()
-    with pytest.raises(RolloutError, match="1 of 2 layers of a Qwen2MoeForCausalLM attend"):
+    with pytest.raises(RolloutError, match="1 of 2 layers of a Qwen2MoeForCausalLM use"):
         generate_all(engine, lab.requests(1, 1))
 
 

@@ -146,5 +146,5 @@ def test_without_confirmed_weights_nothing_is_said(lab) -> None:
 
 def test_an_architecture_that_reworks_its_logits_is_refused(build_lab) -> None:
     lab = build_lab("granite", logits_scaling=4.0)
-    with pytest.raises(RolloutError, match="since the architecture sets logits_scaling; choose"):
+    with pytest.raises(RolloutError, match="the architecture sets logits_scaling; choose"):
         asyncio.run(lab.engine().prompt_logprobs(asked()))

@@ -15,7 +15,7 @@ from engines.checkpoint.step_store import StepCheckpoints
 from engines.config.sections import RewardTrainingConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.controller.launch import launch_policy_group
-from engines.controller.model_worker import ModelWorker, WorkerSpec
+from engines.controller.model_worker import ModelWorker, WorkerSpec, role_checkpoint
 from engines.data.read.examples import Pair, as_reward_model, read_pairs
 from engines.data.read.rows import Message, PreferenceRow
 from engines.data.read.tokenizer import DirectoryTokenizer
@@ -26,7 +26,7 @@ from engines.trainers.step_timer import PhaseClock
 from engines.trainers.supervised.preference import RewardPairs, packed
 from engines.trainers.supervised.trainer import SupervisedTrainer, Trained
 from engines.training.backends.merging import checkpoint_weights
-from engines.training.spec import REWARD, ModelSource, RoleSpec, role_checkpoint
+from engines.training.spec import REWARD, ModelSource, RoleSpec
 from engines.types import Readouts
 from infra.errors import ConfigError
 from infra.store.heartbeat import Heartbeat

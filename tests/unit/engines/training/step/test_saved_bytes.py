@@ -9,8 +9,7 @@ import torch
 from rlhf.testing.saved_tensors import Kept, saved_tensors
 from torch import Tensor
 
-from engines.algorithms.policy_objective import policy_loss_fn
-from engines.algorithms.value_objective import ValueObjective
+from engines.algorithms.policy_objective import ValueObjective, policy_loss_fn
 from engines.collectives import close_process_group
 from engines.config.algorithm import AlgorithmConfig
 from engines.config.rows import KL_ESTIMATORS, POLICY_LOSSES

@@ -259,8 +259,8 @@ def test_replaced_owner_ships_and_removes_no_checkpoint(
     save(other.steps_dir(0), 6, 7)
     other.ship_steps(other.steps_dir(0))
     save(channel.steps_dir(0), 10)
-    (shipper,) = channel._shippers
-    shipper._thread.join(60)
-    assert not shipper._thread.is_alive()
+    (shipments,) = channel._shipments
+    shipments._thread.join(60)
+    assert not shipments._thread.is_alive()
     assert "no more checkpoints go to the store: another took over" in caplog.text
     assert (shipped(objects), len(asked)) == ([6, 7], 1)

@@ -9,9 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.checkpoint.sharded import ShardedReader, load_sharded
+from engines import collectives
+from engines.checkpoint.sharded import (
+    Region,
+    ShardedReader,
+    load_sharded,
+    own_regions,
+    save_regions,
+)
 from engines.errors import CheckpointError
-from engines.training.backends.megatron.checkpoint import Region, save_regions
 
 
 @settings(max_examples=25, deadline=None)
@@ -37,6 +43,18 @@ def test_any_part_reads_back(rows: int, columns: int, cuts: list[int], data: st.
         filled = torch.zeros_like(whole)
         load_sharded(Path(path), {"w": filled})
         assert torch.equal(filled, whole)
+
+
+def test_ranks_that_hold_copies_share_the_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {name: torch.zeros(2) for name in "abcd"}
+    monkeypatch.setattr(collectives, "gather_texts", lambda text: [text, text])
+    written: list[str] = []
+    for number in range(2):
+        monkeypatch.setattr(collectives, "rank", lambda number=number: number)
+        own = [region.name for region in own_regions(tensors)]
+        assert len(own) == 2
+        written += own
+    assert sorted(written) == sorted(tensors)
 
 
 def test_a_hole_is_an_error(tmp_path: Path) -> None:
