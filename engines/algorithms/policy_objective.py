@@ -1,7 +1,7 @@
 """The loss functions of an RL update, of the policy and of the critic.
 
-The policy's is policy loss - entropy bonus + KL to the reference + NLL; a teacher's loss is added
-to it, or takes its place. The critic's is the squared error, clipped around the old values.
+For the policy: policy loss - entropy bonus + KL to the reference + NLL; a teacher's loss is added
+to it, or takes its place. For the critic: the squared error, clipped around the old values.
 Advantages, returns, reference logprobs and scores are columns made beforehand. With PF-PPO
 (arXiv:2409.06957) the answers of each prompt are resampled before the update, weighted by their
 rewards, because a reward model is most reliable where it is most certain.
