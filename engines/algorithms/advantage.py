@@ -17,7 +17,7 @@ from engines.errors import NonFiniteError
 from engines.types import TokenBatch
 
 SCORE = "score"
-"""Component name of a reward that gives one number."""
+"""Name of the score itself among the components of a reward; by default the only one."""
 
 
 def advantages(
@@ -31,7 +31,7 @@ def advantages(
     truncated_B: Tensor | None = None,
     options: StrictModel | None = None,
 ) -> Advantages:
-    """Return the advantages of one RL step, without the samples that could not be scored.
+    """Return the advantages of the scored samples of one RL step.
 
     Args:
         rewards_T: (T,) reward of each token; see `AdvantageInputs`.

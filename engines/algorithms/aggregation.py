@@ -32,7 +32,7 @@ def aggregate(
 ) -> Tensor:
     """Return this micro-batch's share of the step's loss, a scalar; 0 without trained tokens.
 
-    With l_t the loss of a trained token, N the trained tokens and S the sequences of the step:
+    With l_t the loss of a trained token, and N trained tokens and S sequences in the step:
 
     - `token-mean`: sum of l_t / N (DAPO, arXiv:2503.14476 eq. 12).
     - `token-sum`: sum of l_t.

@@ -1,8 +1,8 @@
 """On-policy distillation: a student learns a teacher's distributions on its own samples.
 
-GKD (arXiv:2306.13649). Two losses per token: the KL from the teacher over its K most likely tokens,
-or an estimate of the KL to the teacher from the sampled token alone. `policy_objective` adds the
-policy loss in the same forward pass.
+GKD (arXiv:2306.13649). The loss of a token is KL(teacher || student) over the teacher's K most
+likely tokens, or an estimate of KL(student || teacher) from the sampled token alone.
+`policy_objective` adds the policy loss in the same forward pass.
 
 Promises: a micro-batch's share of the step's loss and metrics, independent of how the step is cut.
 With `bucket`, a student whose logprobs equal its teacher's has exactly loss 0 and gradient 0.
@@ -38,7 +38,7 @@ Tail = Literal["bucket", "renormalise", "ignore"]
 """Treatment of the tokens outside the teacher's K most likely; see `forward_kl_topk`."""
 
 TAIL_MASS_EPS = 1e-5
-"""Minimum of the rest: float32 knows 1 minus a sum of probabilities to about 1e-6."""
+"""Minimum of the rest: in float32, 1 minus a sum of probabilities is right to about 1e-6."""
 
 
 def forward_kl_topk(
@@ -62,9 +62,9 @@ def forward_kl_topk(
       teaches a sharper distribution than the teacher's (the bias of top-k, arXiv:2503.16870), and
       has a gradient where student and teacher are equal.
 
-    Hence the default. Below `tail_mass_eps` the value of a rest is constant but keeps a slope: the
-    pull on a student with hardly any rest fades as (1 - Q) / `tail_mass_eps`, where a clamp would
-    end it. A teacher's missing rest counts as one of that size.
+    Hence the default. In `bucket` a rest (1 - P or 1 - Q) below `tail_mass_eps` counts as that
+    size; the student's keeps the gradient (1 - P) / `tail_mass_eps` times that of Q, which a clamp
+    would remove.
 
     Args:
         logprobs_TK: (T, K) of the student, with gradient.
@@ -111,7 +111,7 @@ class _TeacherLoss:
 
 @dataclass(frozen=True)
 class TopKDistillation(_TeacherLoss):
-    """Loss of a step: the KL from the teacher over its K most likely tokens."""
+    """Loss of a step: KL(teacher || student) over the teacher's K most likely tokens."""
 
     tail: Tail = "bucket"
     readouts: Readouts = OF_TEACHERS_TOKENS

@@ -79,9 +79,7 @@ def reward_kl(estimator: str, batch: TokenBatch) -> tuple[Tensor, float]:
 
 
 def next_coefficient(control: KlControlConfig, coef: float, kl: float, num_samples: int) -> float:
-    """Return the reward's KL coefficient for the next step from that of this one.
-
-    A fixed one is unchanged.
+    """Return the reward's KL coefficient for the next step; a `fixed` one is unchanged.
 
     Adaptive: ``coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)`` with n = `num_samples`.
     """

@@ -1,4 +1,4 @@
-"""Policy losses: one pure function each, of `PolicyLossInputs` to a `TokenLoss`.
+"""Policy losses: one pure function each, from `PolicyLossInputs` to a `TokenLoss`.
 
 Promises: a loss does not depend on how the step is cut into micro-batches. Means, thresholds and
 draws of `clip_cov` and `kl_cov` are of the whole step, computed before it is cut.
@@ -47,7 +47,7 @@ def ppo_clip_loss(inputs: PolicyLossInputs) -> TokenLoss:
 
     Where A < 0 the loss is at most ``-A c`` (dual clip), so that one token whose probability
     exploded cannot dominate the step. `pg_clipfrac` marks tokens whose gradient the clip removed,
-    `pg_clipfrac_lower` those that the dual clip removed, `ppo_kl` is log pi_old - log pi.
+    `pg_clipfrac_lower` where the dual clip removed it; `ppo_kl` is log pi_old - log pi.
     """
     plain_T, clipped_T = clipped_losses(
         inputs, probability_ratio(inputs.logprobs_T, inputs.old_logprobs_T)
@@ -223,8 +223,8 @@ def _masked_reinforce(inputs: PolicyLossInputs, outside_T: Tensor) -> TokenLoss:
 def clip_cov_prepass(inputs: PrepassInputs) -> Mapping[str, float]:
     """Return the means of advantage and log-probability, and the threshold of the draw.
 
-    The loss takes a candidate token if its column `uniform`, (T,) float64 in [0, 1), is at most the
-    threshold.
+    The loss drops the gradient of a candidate token if its column `uniform`, (T,) float64 in
+    [0, 1), is at most the threshold.
     """
     options = options_as(ClipCovOptions, inputs.options)
     num_tokens, means = _means(inputs)
@@ -265,9 +265,9 @@ def clip_cov_loss(inputs: PolicyLossInputs) -> TokenLoss:
 
 
 def kl_cov_prepass(inputs: PrepassInputs) -> Mapping[str, float]:
-    """Return means, the smallest covariance of a restrained token, and the share of tied tokens.
+    """Return means, the smallest covariance of a penalised token, and the share of tied tokens.
 
-    The share is the part of the tokens with exactly that covariance for which there is room.
+    The share is the fraction that is penalised of the tokens with exactly that covariance.
     """
     options = options_as(KlCovOptions, inputs.options)
     num_tokens, means = _means(inputs)
@@ -287,9 +287,9 @@ def kl_cov_loss(inputs: PolicyLossInputs) -> TokenLoss:
 
     arXiv:2505.22617 sec. 4.3; for the covariance see `clip_cov_loss`.
 
-    The `kl_cov_ratio` of the step's tokens with the largest covariance, rounded down, also pay
-    ``ppo_kl_coef |log pi - log pi_old|``. Tokens that tie for the last places share them: certain
-    tokens (log pi = 0) of equal advantage tie by the thousand. No clip.
+    The `kl_cov_ratio` of the step's tokens with the largest covariance, rounded down, have the
+    penalty ``ppo_kl_coef |log pi - log pi_old|``. Tokens that tie for the last places share them:
+    certain tokens (log pi = 0) of equal advantage tie by the thousand. No clip.
     """
     options = options_as(KlCovOptions, inputs.options)
     extras = inputs.counts.extras
@@ -308,7 +308,7 @@ def kl_cov_loss(inputs: PolicyLossInputs) -> TokenLoss:
 
 
 def _means(inputs: PrepassInputs) -> tuple[int, dict[str, float]]:
-    """Return the number of trained tokens of the step, and their means."""
+    """Return the step's number of trained tokens, and their mean advantage and logprob."""
     columns, mask_T = inputs.batch.columns, inputs.mask_T
     summed = (columns["advantages"], columns["old_logprobs"])
     totals = (column[mask_T].to(torch.float64).sum() for column in summed)
@@ -319,6 +319,6 @@ def _means(inputs: PrepassInputs) -> tuple[int, dict[str, float]]:
 
 
 def _covariance_T(columns: Mapping[str, Tensor], means: Mapping[str, float]) -> Tensor:
-    """Return (T,) float64, so that a threshold selects the same tokens in every cut of the step."""
+    """Return (T,) in float64, so that a threshold selects the same tokens for any cut of a step."""
     advantages_T = columns["advantages"].to(torch.float64) - means[_ADVANTAGE]
     return advantages_T * (columns["old_logprobs"].to(torch.float64) - means[_LOGPROB])

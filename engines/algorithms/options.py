@@ -9,7 +9,7 @@ class DiscountOptions(StrictModel):
     """Options of estimators with returns to go."""
 
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount of what later tokens earn."""
+    """Discount factor per token of later rewards."""
 
 
 class GaeOptions(DiscountOptions):
@@ -40,8 +40,8 @@ class GdpoOptions(StrictModel):
     """Options of `gdpo`."""
 
     gdpo_reward_keys: tuple[str, ...] | None = None
-    """Components of the score that count, which every sample must have; null: all of a mixture
-    whose routes have the same ones. `score` and `acc` are allowed too."""
+    """Components of the score that count, which every sample must have; null: all of a
+    mixture, if all of its routes have the same. `score` and `acc` are allowed too."""
     gdpo_reward_weights: tuple[float, ...] | None = None
     """One per key; null: the mixture's weight, and 1 for a key that it does not have."""
 
@@ -66,7 +66,7 @@ class RaftOptions(StrictModel):
     raft_num_kept: int = Field(default=1, ge=1)
     """Number of distinct answers per prompt that are trained on, the best first."""
     raft_min_reward: float | None = None
-    """Answers that earned less are never kept; null keeps the best answer even if it is wrong."""
+    """Answers with a smaller reward are never kept; null keeps the best one even if it is wrong."""
 
 
 class SapoOptions(StrictModel):
@@ -91,9 +91,9 @@ class ClipCovOptions(StrictModel):
     clip_cov_ratio: float = Field(default=2e-4, ge=0, le=1)
     """Share of the step's tokens that lose their gradient."""
     clip_cov_lb: float = 1.0
-    """Tokens with a smaller covariance are not taken."""
+    """Tokens with a smaller covariance keep their gradient."""
     clip_cov_ub: float = 5.0
-    """Tokens with a larger covariance are not taken."""
+    """Tokens with a larger covariance keep their gradient."""
 
     def _refusals(self) -> Refusals:
         yield (

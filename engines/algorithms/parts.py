@@ -1,6 +1,6 @@
 """Inputs and outputs of the parts of an algorithm, and their lookup by name.
 
-A part is a pure function; its row in `engines.config.plugins` holds its paper, the columns that it
+A part is a pure function; its row in `engines.config.rows` holds its paper, the columns that it
 reads and the schema of its options.
 """
 
@@ -25,7 +25,7 @@ Options = TypeVar("Options", bound=StrictModel)
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What an advantage estimator reads: the samples of one RL step, packed.
+    """Inputs of an advantage estimator: the packed samples of one RL step.
 
     Attributes:
         batch: has the columns `loss_mask` (1 on sampled tokens) and those in the estimator's row.
@@ -33,7 +33,7 @@ class AdvantageInputs:
             is on its last trained token; per-token rewards, such as a KL, are on theirs.
         scores_BR: (B, R) float64 finite, components of each sample's score.
         group_B: (B,) int64 in [0, num_groups), index of each sample's prompt.
-        num_groups: number of prompts; a group may have lost samples, or all of them.
+        num_groups: number of prompts; a group may lack samples, or have none.
         truncated_B: (B,) bool, cut at the length limit.
     """
 
@@ -60,7 +60,7 @@ class AdvantageInputs:
 
 @dataclass(frozen=True)
 class Advantages:
-    """What an advantage estimator returns.
+    """Result of an advantage estimator.
 
     Attributes:
         advantages_T: (T,) float32; 0 on tokens that are not trained on.
@@ -76,14 +76,14 @@ class Advantages:
 
     @staticmethod
     def of_samples(values_B: Tensor, batch: TokenBatch) -> "Advantages":
-        """Return (B,) values, one per sample, on each of its trained tokens."""
+        """Return advantages that give each sample's value to all of its trained tokens."""
         values_T = values_B.to(torch.float32)[batch.sequence_index_T]
         return Advantages(values_T * batch.columns["loss_mask"])
 
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
-    """What a policy loss reads; tensors are (T,) float32, and only `logprobs_T` has a gradient.
+    """Inputs of a policy loss; tensors are (T,) float32, and only `logprobs_T` has a gradient.
 
     Attributes:
         old_logprobs_T: logprobs under the policy before the update.
@@ -103,7 +103,7 @@ class PolicyLossInputs:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """What a policy loss returns.
+    """Result of a policy loss.
 
     Attributes:
         loss_T: (T,) with gradient, before aggregation. A loss of whole sequences is repeated on
@@ -130,12 +130,12 @@ def check_batch(
 
 
 Gather = Callable[[Tensor], Tensor]
-"""Concatenates the (N,) numbers of all ranks, in float64."""
+"""Concatenates the (N,) tensors of all ranks, in float64."""
 
 
 @dataclass(frozen=True)
 class PrepassInputs:
-    """What a loss's pre-pass (`AlgorithmRow.prepass`) reads on a rank before the step is cut.
+    """Inputs of a loss's pre-pass (`AlgorithmRow.prepass`) on one rank, before the step is cut.
 
     The pre-pass returns named numbers of the whole step, equal on every rank, which the loss finds
     in `counts.extras`. Statistics of a micro-batch would depend on how the step is cut. Logprobs

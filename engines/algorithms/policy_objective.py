@@ -1,7 +1,7 @@
 """The loss functions of an RL update, of the policy and of the critic.
 
-The policy's is policy loss - entropy bonus + KL to the reference + NLL; a teacher's loss is added
-to it, or takes its place. The critic's is the squared error, clipped around the old values.
+For the policy: policy loss - entropy bonus + KL to the reference + NLL; a teacher's loss is added
+to it, or takes its place. For the critic: the squared error, clipped around the old values.
 Advantages, returns, reference logprobs and scores are columns made beforehand. With PF-PPO
 (arXiv:2409.06957) the answers of each prompt are resampled before the update, weighted by their
 rewards, because a reward model is most reliable where it is most certain.
@@ -40,7 +40,7 @@ _NUM_POSITIVE = "num_positive_tokens"
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """A loss function (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
+    """A policy's loss function: (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
 
     Plain data, so that it can be sent to other processes; functions are looked up by name there.
 
@@ -55,7 +55,7 @@ class PolicyObjective:
 
     @property
     def readouts(self) -> Readouts:
-        """Entropy in every step, which reveals a failing run; with gradient only if rewarded."""
+        """Entropy in every step, to show a failing run; with gradient only for an entropy bonus."""
         return Readouts(entropy=True, entropy_gradient=bool(self.algorithm.entropy_coeff))
 
     @property
@@ -67,7 +67,7 @@ class PolicyObjective:
         return frozenset({*row.columns, "loss_mask", *reference, *positive})
 
     def extras(self, batch: TokenBatch, gather: Gather) -> Mapping[str, float]:
-        """Return the numbers of the whole step that the policy loss needs; see `LossFn`."""
+        """Return statistics of the whole step that the policy loss needs; see `LossFn`."""
         part = find_part(POLICY_LOSSES, self.algorithm.loss_mode)
         mask_T, found = batch.columns["loss_mask"] > 0, dict[str, float]()
         if part.prepass is not None:
@@ -162,7 +162,7 @@ class DistilledObjective:
     def __call__(
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
     ) -> LossOutput:
-        """Return this micro-batch's share of both; raises as they do."""
+        """Return this micro-batch's share of both losses, and raise their errors."""
         taught = self.teacher(outputs, batch, counts)
         loss, metrics = self.weight * taught.loss, {**taught.metrics}
         if self.policy_weight:
@@ -215,7 +215,7 @@ def resampling_weights(rewards_B: Tensor, index_B: Tensor, config: PfPpoConfig) 
 def resample(rewards_B: Tensor, index_B: Tensor, config: PfPpoConfig, seed: int) -> Tensor:
     """Return the samples that a step trains on, (B,) int64 indices, ascending, with repetitions.
 
-    Each prompt keeps its number of answers; if none of them has a weight, each is taken once.
+    Each prompt keeps its number of answers; if all their weights are 0, each is taken once.
     """
     weights_B = resampling_weights(rewards_B, index_B, config)
     draws_B = torch.rand(
@@ -246,7 +246,7 @@ def _extreme_B(rewards_B: Tensor, index_B: Tensor, which: str) -> Tensor:
 
 @dataclass(frozen=True)
 class ValueObjective:
-    """A loss function (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
+    """A critic's loss function: (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
 
     ``1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)``, a mean over trained tokens: the
     clipped form of PPO2 (Schulman et al., openai/baselines; arXiv:2005.12729 sec. 3 examines it).

@@ -60,13 +60,13 @@ class TrainedTokens:
         self.mask_BL = torch.arange(longest, device=mask_T.device) < counts_B[:, None]
 
     def matrix(self, values_T: Tensor) -> Tensor:
-        """Return (B, L) of a per-token column; 0 where a row has no token."""
+        """Return a (T,) column as a (B, L) matrix; 0 where a row has no token."""
         values_BL = torch.zeros(self.mask_BL.shape, dtype=values_T.dtype, device=values_T.device)
         values_BL[self._rows_N, self._columns_N] = values_T[self._places_N]
         return values_BL
 
     def column(self, values_BL: Tensor) -> Tensor:
-        """Return (T,) of a matrix; 0 on tokens that are not trained on."""
+        """Return a (B, L) matrix as a (T,) column; 0 on tokens that are not trained on."""
         values_T = torch.zeros(self._num_tokens, dtype=values_BL.dtype, device=values_BL.device)
         values_T[self._places_N] = values_BL[self._rows_N, self._columns_N]
         return values_T
@@ -90,7 +90,7 @@ def masked_whiten(values_T: Tensor, mask_T: Tensor, eps: float = 1e-8) -> Tensor
 class GroupStatistics:
     """Statistics of each group, all (P,) float64; a group without samples has zeros.
 
-    `std_P` is unbiased (n - 1), 0 for a single sample; `equal_P` is bool, exact equality.
+    `std_P` is unbiased (n - 1), 0 for a single sample; `equal_P` is bool: all scores are equal.
     """
 
     count_P: Tensor

@@ -1,1 +1,1 @@
-"""Worker groups through which a trainer reaches its ranks."""
+"""The ranks and rollout engines of a trainer: placed, started and called."""

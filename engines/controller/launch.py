@@ -1,10 +1,10 @@
 """Starts the worker group of a policy and its rollout engines, in this process or as Ray actors.
 
 Promises: everything that a run starts outside its process is reserved at once, before any of it
-starts. Ray is imported only for other processes. A platform is detected where something computes on
-it, not in the driver. Errors while starting: `ConfigError` (an engine cannot serve its model, dtype
-or options), `WorkerError` or `ReplicaLostError` (a process died), `DeadlineError` (no room in the
-cluster, or a process was too slow).
+starts. Ray is imported only if other processes are needed. A platform is detected where something
+computes on it, not in the driver. Errors while starting: `ConfigError` (an engine cannot serve its
+model, dtype or options), `WorkerError` or `ReplicaLostError` (a process died), `DeadlineError` (no
+room in the cluster, or a process was too slow).
 """
 
 import sys
@@ -39,7 +39,7 @@ from infra.waiting import in_thread, result_within
 RAY_ADDRESS = "auto"
 CONNECT_DEADLINE_S = 60.0
 MARGIN_S = 120.0
-"""How much longer than a rank's own timeout the group waits for its error."""
+"""Time that the group waits for a rank's error, after the rank's own timeout."""
 
 
 def launch_policy_beside(
@@ -141,7 +141,7 @@ def reserve_replicas(
 ) -> Pool:
     """Reserve places for `num_ranks` ranks, then for all replicas; the caller closes the pool.
 
-    None of the replicas is embedded: those need no place.
+    No replica may be embedded: embedded engines need no place.
     """
     connect_ray()
     bundles = _rank_bundles(replicas[0].platform, num_ranks)
@@ -172,8 +172,8 @@ def _launch_each(replicas: Iterable[ReplicaSpec], pool: Pool, first: int) -> lis
 def trains_here(spec: WorkerSpec) -> bool:
     """True if the policy trains in the caller's process.
 
-    This needs a single rank. A device that Ray assigns can be reserved together with those of
-    replicas only for an actor.
+    This needs a single rank. Beside replicas it also needs a device that Ray does not assign: only
+    an actor's device can be reserved together with those of the replicas.
     """
     if spec.training.num_workers > 1:
         return False

@@ -53,7 +53,7 @@ ROLES_DIR = "roles"
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a rank builds: the policy and models beside it, or one frozen model.
+    """Models that a rank builds: the policy and models beside it, or one frozen model.
 
     Attributes:
         serving_dir: Hugging Face directory with the rollout engine's configuration.
@@ -86,7 +86,7 @@ class WorkerSpec:
 
 
 class ModelWorker:
-    """The worker of a group; call `initialize` first."""
+    """Trains, infers and samples with the models of one rank; call `initialize` first."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec = _with_local_paths(spec)
@@ -300,7 +300,7 @@ def role_checkpoint(path: Path, role: RoleName) -> Path:
 
 
 def _with_local_paths(spec: WorkerSpec) -> WorkerSpec:
-    """Return the spec with local paths of the driver's files."""
+    """Return the spec with paths readable here; copies the driver's directories if needed."""
     bring = remote_files.current().bring
     roles: dict[RoleName, RoleSpec] = {}
     for name, role in spec.roles.items():

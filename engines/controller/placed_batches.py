@@ -114,7 +114,7 @@ class ObjectStore:
         return ray.put(array)
 
     def get(self, reference: Any) -> Array:
-        """Return the read-only copy itself; it lives as long as the returned array."""
+        """Return the array in the store's memory, read-only; it stays there while it is in use."""
         import ray
         from ray.exceptions import GetTimeoutError
 

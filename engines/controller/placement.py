@@ -1,4 +1,4 @@
-"""Resources of a run's processes, reserved at once as a Ray placement group, and the ranks in them.
+"""Reserves the resources of a run's processes, all in one Ray placement group; places ranks there.
 
 Promises: all or nothing, so that competing runs queue instead of each holding a part; a waiting run
 reports what it waits for and what the cluster has; a request that exceeds the nodes is refused
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Queueing:
-    """How a run waits for free resources.
+    """Deadlines and callbacks of a run that waits for free resources.
 
     Attributes:
         deadline_s: total wait; other runs may take days.
@@ -113,7 +113,7 @@ def reserve(
 
     Args:
         bundles: what each place needs, as keyword arguments of `ray.remote`.
-        on_this_node: index of the bundle of this process.
+        on_this_node: index of the bundle that must be on this process's node; None: none.
         num_sharing: number of actors on the devices of each of the first places; 1 for the others.
     """
     import ray
@@ -180,7 +180,7 @@ def _share(options: Options, num_sharing: int) -> Options:
 
 
 def _resources(options: Options) -> dict[str, float]:
-    """Return Ray's resource names and amounts of these arguments."""
+    """Return Ray's resource amounts by name, from keyword arguments of `ray.remote`."""
     asked = {
         "CPU": options.get("num_cpus", 0),
         "GPU": options.get("num_gpus", 0),

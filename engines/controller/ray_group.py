@@ -70,7 +70,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RayGroupOptions:
-    """How a group of actors is started and watched.
+    """Size, environment and deadlines of a group of actors.
 
     Attributes:
         log_dir: where each rank writes `rank-<r>.log` and its heartbeat.

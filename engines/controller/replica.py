@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """What a replica builds; picklable.
+    """Engine that a replica builds, and its environment; picklable.
 
     Attributes:
         serving_dir: Hugging Face directory with the engine's configuration.
@@ -115,7 +115,7 @@ class ReplicaProcess:
         self._disk.follow(spec.log_path(number), LOG_EVERY_S)
 
     async def build(self) -> ReplicaLocation:
-        """Make the engine. In the constructor, Ray would report its errors as the actor's death."""
+        """Make the engine; not in the constructor, whose errors Ray reports as an actor's death."""
         serving_dir = await asyncio.to_thread(self._disk.bring, self._spec.serving_dir)
         spec = replace(self._spec, serving_dir=serving_dir)
         if spec.interpreter is not None:
@@ -159,7 +159,7 @@ class ReplicaProcess:
             yield completion
 
     async def call(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Await another method of the engine."""
+        """Call an engine method other than `generate`; through the endpoint if there is one."""
         if self._endpoint is not None:
             return await self._endpoint.call(name, arguments)
         return await getattr(self._engine, name)(*arguments)
@@ -178,7 +178,7 @@ class RemoteReplica(RolloutEngine):
 
     @property
     def version(self) -> int:
-        """Version of the weights as this side knows it."""
+        """Version that this handle last confirmed; -1 while the engine has no confirmed weights."""
         return self._version
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
@@ -263,7 +263,7 @@ class RemoteReplica(RolloutEngine):
             task.options(scheduling_strategy=there).remote(location.process)
 
     async def build(self) -> None:
-        """Make the engine in its process, or raise its `PipelineError`, or that of the start."""
+        """Make the engine in its process; raise its error, or why the process did not start."""
         from ray.exceptions import RayError
 
         try:
@@ -297,7 +297,7 @@ class RemoteReplica(RolloutEngine):
 
 
 class RayReplicas:
-    """Starts and restarts replicas on the connected cluster, which has one place per replica."""
+    """Starts and restarts replicas as Ray actors, one per place."""
 
     def __init__(self, spec: ReplicaSpec, places: Sequence[Place]) -> None:
         self._spec = spec

@@ -1,7 +1,7 @@
-"""Rollout engines as a trainer sees them, and the transport that takes its weights to them.
+"""The rollout engines that a trainer calls, and the choice of the transport of its weights.
 
-Promises: the same requests and weights give the same samples inside the training ranks or beside
-them if one engine takes all of them; nothing is sampled from weights that were not verified.
+Promises: equal requests and weights give equal samples, whether the engine is inside a rank or
+beside the ranks, if one engine samples all; nothing is sampled from weights that were not verified.
 Knows nothing of rewards, data, or what is trained.
 """
 
@@ -142,7 +142,7 @@ class RankRollout:
     """
 
     num_restarts = 0
-    """An engine dies with its rank."""
+    """Always 0: an engine is not restarted alone, since it dies with its rank."""
 
     def __init__(self, workers: WorkerGroup) -> None:
         self._workers = workers
@@ -187,7 +187,7 @@ class FrozenModel:
 
     @contextmanager
     def served_by(self, engines: LaunchedEngines) -> Iterator[RolloutService]:
-        """Yield a service over `engines` with the weights sent; it closes the engines."""
+        """Yield a service over `engines`, which have the weights; they are closed at the end."""
         with closing(engines.service()) as service:
             service.sync(
                 engines.new_transport, lambda to: to.send(stored_tensors(self.weights_dir)), 0

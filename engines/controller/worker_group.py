@@ -34,7 +34,7 @@ R = TypeVar("R")
 
 
 class WorkerGroup(ABC):
-    """A group of equal workers."""
+    """Calls a method on the workers of all ranks."""
 
     world_size: int
     """Number of ranks."""
@@ -60,7 +60,7 @@ Parts = list[list[int]]
 
 
 class Dispatch(Enum):
-    """What a call does with its arguments and results."""
+    """Distribution of a call's arguments over the ranks, and the result that it returns."""
 
     ONE_TO_ALL = "one_to_all"
     """All ranks get the same arguments and must return equal results."""
@@ -200,6 +200,6 @@ class InProcessGroup(WorkerGroup):
         return batch
 
     def close(self) -> None:
-        """Close the worker once."""
+        """Close the worker, then `reserved`; may be called again."""
         self._worker = None
         self._resources.close()

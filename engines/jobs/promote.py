@@ -1,6 +1,6 @@
 """Job `promote`: decides if the evaluated model may get the alias. Imports no torch.
 
-The decision is data; the process that sees it committed registers the model and moves the alias.
+It only writes the decision; the process that finds it committed registers model and alias.
 """
 
 from pathlib import Path

@@ -5,7 +5,7 @@ summary.json         counts of pairs and of prompts without one
 
 At least one answer of a pair is sampled from the policy.
 Promises: preference training with the same context accepts every pair; pairs are in memory only
-until those of their call are written. Rows and seeds depend only on (seed, iteration, row). An
+until the pairs of their call are written. Rows and seeds depend only on (seed, iteration, row). An
 answer that was cut, is blank or could not be scored is in no pair; rows without a pair are counted.
 Lengths are those of the rendered text, as training sees it.
 """
@@ -104,7 +104,7 @@ def self_play(context: JobContext[SelfPlayStageConfig]) -> JobOutput:
 def _prompts(
     context: JobContext[SelfPlayStageConfig], stack: ExitStack, tokenizer: ChatTokenizer
 ) -> tuple[RLPrompts, int]:
-    """Return the prompts and the number of rows too long to be asked; the stack closes the rows."""
+    """Return the prompts and the number of too long ones left out; the stack closes the rows."""
     config = context.config
     rows = asked_rows(
         config,
@@ -135,7 +135,7 @@ def kept_pairs(
     prompts: RLPrompts,
     counts: PairCounts,
 ) -> Iterator[PreferenceRow]:
-    """Yield the pairs that fit into the context, in prompt order; sampled lazily by call."""
+    """Yield the pairs that fit into the context, in prompt order; samples call by call."""
     config, section = context.config, context.config.self_play
     spins, decode = section.source == "spin", scorer.decode
     pair_of = spin_pair if spins else best_worst_pair
@@ -251,7 +251,7 @@ def own_answers(
     scores: Sequence[Score | None] | None,
     decode: Callable[[Completion], str],
 ) -> Iterator[OwnAnswer]:
-    """Yield the finished answers to one prompt; without `scores` they need no score."""
+    """Yield answers to one prompt that stopped and are not blank; with `scores`, if scored."""
     for place, completion in enumerate(completions):
         text = decode(completion)
         score = None if scores is None else scores[place]
@@ -263,7 +263,7 @@ def own_answers(
 
 
 def spin_pair(row: RLRow, answers: Sequence[OwnAnswer]) -> PreferenceRow | None:
-    """Pair the data's answer with the policy's first other one (arXiv:2401.01335 alg. 1)."""
+    """Pair the data's answer with the policy's first different one (arXiv:2401.01335 alg. 1)."""
     chosen = str(row.reward_model.ground_truth)
     others = [each.text for each in answers if each.text.strip() != chosen.strip()]
     return PreferenceRow(row.prompt, chosen, others[0], row.data_source) if others else None

@@ -35,7 +35,7 @@ Rows = TypeVar("Rows", bound=TrainingSet)
 
 @dataclass(frozen=True)
 class Start:
-    """What a stage begins with.
+    """Data, weights and tokenizer that a supervised stage starts from.
 
     Attributes:
         source: weights of the input policy, or of the pipeline's model.

@@ -29,7 +29,7 @@ from infra.plugins import load_row
 
 SleepLevel = Literal["kv", "weights"]
 NEED_IDLE = frozenset({"update_weights", "update_adapter", "sleep"})
-"""Engine methods before which the caller must end all requests in flight."""
+"""Engine methods that raise while requests are in flight; updates accept paused ones."""
 BEHIND_SERVICE_S = 60.0
 
 
@@ -39,7 +39,7 @@ class Capability(Enum):
     PREFIX_CACHE = "prefix_cache"
     """Caches keys and values of prompts between requests; a weight sync must clear them."""
     SLEEP_FREES_MEMORY = "sleep_frees_memory"
-    """`sleep` frees memory; without it, `sleep` only refuses to sample."""
+    """`sleep` frees memory; without it, a sleeping engine only refuses to sample."""
     STRUCTURED_OUTPUT = "structured_output"
     """Supports `SamplingParams.structured_output`. Also stated in the engine's plugin row."""
     EXACT_CONTINUATION = "exact_continuation"
@@ -66,11 +66,11 @@ class Health:
 
 
 class RolloutEngine(ABC):
-    """One rollout engine on one worker. All calls come from the same asyncio loop."""
+    """Interface of a rollout engine. All calls come from the same asyncio loop."""
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
     num_workers: int = 1
-    """Processes that share the model; each reads all weights: `WeightSource.of_worker`."""
+    """Processes that share the model; each reads all weights through `WeightSource.of_worker`."""
 
     @property
     @abstractmethod
@@ -151,7 +151,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End requests now (None: all); their partial samples are delivered as `abort`.
+        """End requests now (None: all); their partial samples get the finish reason `abort`.
 
         A `NEED_IDLE` method may be called right after, before the partial samples are consumed.
         """
@@ -160,7 +160,7 @@ class RolloutEngine(ABC):
     async def sleep(self, level: SleepLevel = "weights") -> None:
         """Free the cache (`kv`) or everything (`weights`); requests in flight must be drained.
 
-        After `weights` and `wake_up` the weights must be updated.
+        After `wake_up` from `weights`, the weights must be updated again.
         """
 
     @abstractmethod

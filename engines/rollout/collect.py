@@ -1,8 +1,8 @@
 """Collects the answers (samples or logprobs) to a batch and accepts each exactly once.
 
-Promises: answers in the order of the requests and their seeds. A sample that comes again because
-another replica was asked for it too is dropped. One that was never requested, or that one engine
-delivers twice, is an error.
+Promises: answers in the order of the requests and their seeds. A sample that arrives again, because
+it was also requested from another replica, is dropped. A sample that was not requested, or that one
+engine delivers twice, is an error.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class Ledger(ABC, Generic[Request]):
 
 
 class SampleLedger(Ledger[RolloutRequest]):
-    """Records samples in an event loop; another thread hands finished ones over to `receive`.
+    """Records samples in an event loop; another thread passes finished samples to `receive`.
 
     Attributes:
         refused: `receive` raised an error, or is running.
@@ -73,7 +73,7 @@ class SampleLedger(Ledger[RolloutRequest]):
                 self._arrived.append(completion)
 
     def hand_over(self) -> None:
-        """Pass finished samples on, in the calling thread; propagates what `receive` raises."""
+        """Pass newly finished samples to `receive`, in this thread; propagates its errors."""
         while self._receive is not None and self._arrived:
             self.refused = True
             self._receive(self._arrived.popleft())
@@ -103,7 +103,7 @@ class SampleLedger(Ledger[RolloutRequest]):
             )
 
     def abort_missing(self) -> int:
-        """Record missing samples as aborted before their first token; return how many ended."""
+        """Record missing samples as aborted without tokens; return how many samples finished."""
         for key in chain.from_iterable(self._wanted):
             self.accept(Completion(*key, (), (), (), "abort"))
         return sum(found.finish_reason != "abort" for found in self._found.values())

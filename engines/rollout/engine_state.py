@@ -1,8 +1,8 @@
-"""State that the project's own rollout engines share: served version, rest, `generate` calls.
+"""Base class of this project's rollout engines: served version, pause, sleep, `generate` calls.
 
 Promises: a call yields its samples as they are delivered, and ends with the first error or at its
-deadline. It is forgotten when its stream ends, also a stream that is never iterated.
-Does not promise to end the samples of a call that has ended; subclasses do.
+deadline. A call is forgotten when its stream ends, or is deleted before it was iterated.
+Does not promise to stop the samples of a call whose stream has ended; subclasses do.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from infra.errors import DeadlineError
 
 NO_VERSION = -1
 _Call = tuple[asyncio.Queue[Completion | RolloutError], list[tuple[str, int]]]
-"""What its reader has not taken yet, and (request id, sample index) of all its samples."""
+"""Results that the stream has not yielded yet, and (request id, sample index) of all samples."""
 
 
 @dataclass(eq=False, slots=True)
@@ -36,7 +36,7 @@ class SampleOfCall:
 
 
 class StatefulEngine(RolloutEngine):
-    """Base class of the project's engines; `timeout_s` is the deadline of a call."""
+    """Base class of this project's engines; a `generate` call fails after `timeout_s`."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -64,7 +64,7 @@ class StatefulEngine(RolloutEngine):
         self._version, self._pending = version, None
 
     async def _announce(self, version: int) -> None:
-        """Do what must be done before tokens are sampled from a version."""
+        """Prepare to sample from a version, which is served when this returns; no-op by default."""
 
     def _can_serve(self) -> bool:
         return self._version != NO_VERSION and not self._asleep and not self._closed
@@ -89,24 +89,24 @@ class StatefulEngine(RolloutEngine):
     def _open_call(
         self, call: int, requests: Sequence[RolloutRequest]
     ) -> AsyncIterator[Completion]:
-        """Return the stream of a call for all samples of its requests."""
+        """Register a call, and return the stream of its completions."""
         self._calls[call] = asyncio.Queue(), [key for each in requests for key in each.sample_keys]
         stream = self._stream(call, len(requests))
         weakref.finalize(stream, self._forget_call, call)  # for a stream that is never iterated
         return stream
 
     def _start_sampling(self) -> None:
-        """Have the samples of open calls computed; called when a stream is first iterated."""
+        """Start to compute the samples of open calls; called when a stream is first iterated."""
 
     def _end_call(self, call: int) -> None:
-        """Forget a call, and end its samples; called when an iterated stream ends."""
+        """Forget a call; a subclass may stop its samples. Called when an iterated stream ends."""
         self._forget_call(call)
 
     def _forget_call(self, call: int) -> None:
         self._calls.pop(call, None)
 
     def _keys_in_flight(self) -> Iterator[tuple[str, int]]:
-        """Return the samples of the calls that have not ended."""
+        """Return (request id, sample index) of every sample of the open calls."""
         return (key for _, keys in self._calls.values() for key in keys)
 
     def _deliver(self, call: int, item: Completion | RolloutError) -> None:

@@ -21,7 +21,7 @@ class EventLoopThread:
     """An event loop that runs in a daemon thread."""
 
     def __init__(self, name: str) -> None:
-        # With a factory, which keeps it from becoming the event loop of this thread.
+        # The factory keeps the new loop from becoming the event loop of this thread.
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop = self._runner.get_loop()
         # A daemon thread: a coroutine that blocks forever must not keep an ended job alive.
@@ -36,7 +36,7 @@ class EventLoopThread:
         return self.wait(self.start(coroutine), what, timeout_s)
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the loop, for `wait`."""
+        """Start a coroutine in the loop; return the future, for `wait`."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def wait(self, future: Future[T], what: str, timeout_s: float) -> T:

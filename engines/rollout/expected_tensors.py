@@ -1,4 +1,4 @@
-"""Checks the tensors of a weight update before they reach a rollout model, and their digest.
+"""Checks the tensors of a weight update before they reach a rollout model; computes digests.
 
 Promises: every tensor comes once, under a known name, with the shape and dtype in which it is held.
 """
@@ -14,7 +14,7 @@ from engines.weight_sync.base import WeightDigest
 
 
 class ExpectedTensors:
-    """The tensors of one update: shape and dtype by name; `tied` names must not be sent."""
+    """Checks one update's tensors against `wanted` (shape, dtype); `tied` are not sent."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ExpectedTensors:
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> WeightDigest:
-    """Return the digest of tensors that are held under their names."""
+    """Return the digest of a mapping from names to tensors."""
     return WeightDigest(
         digest=combine((name, tensor_checksum(tensor)) for name, tensor in tensors.items()),
         num_tensors=len(tensors),

@@ -5,9 +5,9 @@ Promises: it listens only on loopback and requires a key, stored in a file that 
 read. An unknown field is refused and not ignored, since it may change what is sampled. Answers come
 from confirmed weights, with token ids, logprobs and the version of the weights beside the text.
 Before weights change, requests in flight are aborted and their callers told to retry.
-Does not promise reproducible samples for engines whose samples depend on their batch, which these
-requests share with the trainer's. Not covered: streams, tools, images, penalties, several prompts
-in one call.
+Does not promise reproducible samples if an engine's samples depend on its batch: the requests of
+HTTP clients and of the trainer share one. Not covered: streams, tools, images, penalties, several
+prompts in one call.
 """
 
 import itertools
@@ -77,7 +77,7 @@ class SamplingBody(StrictModel, ABC):
     @property
     @abstractmethod
     def limit(self) -> int | None:
-        """Maximum of sampled tokens; None: what the context leaves."""
+        """Maximum number of sampled tokens; None: as many as fit into the context."""
 
     @abstractmethod
     def prompt_ids(self, tokenizer: DirectoryTokenizer) -> tuple[int, ...]:
@@ -236,7 +236,7 @@ class Endpoint:
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=STOP_DEADLINE_S)
 
     async def start(self) -> None:
-        """Listen, and write address and key to the path as JSON, replacing the file."""
+        """Listen, and write address and key as JSON to the file `path`, which is replaced."""
         await self._runner.setup()
         await web.TCPSite(self._runner, HOST, 0).start()
         host, port = self._runner.addresses[0][:2]
@@ -248,7 +248,7 @@ class Endpoint:
             json.dump(told, file)
 
     async def call(self, name: str, arguments: Sequence[Any]) -> Any:
-        """Call a method of the engine for the trainer; admit requests only while it can serve."""
+        """Call an engine method for the trainer; a `NEED_IDLE` one first aborts HTTP requests."""
         if name == "close":
             await self.stop()
         needs_idle = name in NEED_IDLE

@@ -2,7 +2,7 @@
 
 Promises: an answer has exactly K allowed tokens per position, the likeliest first, ties by lowest
 id; or there is none, because the library returned too few to decide.
-Letters: N tokens that are asked about, K likeliest tokens at each of their positions.
+Letters: N tokens whose logprobs are requested, K likeliest tokens at each of their positions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,14 +20,14 @@ Candidates = Sequence[tuple[float, int]]
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """One sequence, read as a prompt, and what is asked about its tokens.
+    """A request for logprobs of the tokens of one sequence, which an engine reads as a prompt.
 
     Attributes:
         token_ids: at least two.
-        first: index of the first token that is asked about, 1 or more.
+        first: index of the first token whose logprob is requested, 1 or more.
         temperature: above 0; a value other than 1 needs an engine with that capability.
-        num_top: K; 0 asks for none.
-        below: only tokens with a lower id are among the K; None: any. The distribution is over all.
+        num_top: K, the number of likeliest tokens per position; 0 for none.
+        below: the K have ids below this; None: any id. Logprobs are over the whole vocabulary.
     """
 
     request_id: str
@@ -91,7 +91,7 @@ def _problems(
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Logprobs of the given tokens, and likeliest tokens per position; none if not requested."""
+    """Logprobs of the given tokens, and likeliest tokens per position (empty if not requested)."""
 
     logprobs: Sequence[float]
     likeliest: Sequence[Candidates] = ()
@@ -100,7 +100,7 @@ class PromptRows:
 def prompt_answer(request: PromptRequest, rows: PromptRows) -> PromptLogprobs | None:
     """Return the answer to a request; None if a position has fewer than K allowed tokens.
 
-    Raises RolloutError if the rows do not match the N tokens that are asked about.
+    Raises RolloutError if the rows do not match the N requested tokens.
     """
     num_asked = len(request.token_ids) - request.first
     if len(rows.logprobs) != num_asked or (request.num_top and len(rows.likeliest) != num_asked):
@@ -128,6 +128,6 @@ def _chosen(candidates: Candidates, request: PromptRequest) -> list[tuple[float,
 
 
 def logprob_at(logprobs: Sequence[float], token: int, temperature: float) -> float:
-    """Return a token's logprob at a temperature, given those of the whole vocabulary at 1."""
+    """Return a token's logprob at a temperature, from all tokens' logprobs at temperature 1."""
     whole = torch.tensor(logprobs, dtype=torch.float64)
     return float((whole / temperature).log_softmax(-1)[token])

@@ -4,7 +4,7 @@ Promises: a replica serves only after its weight digest equals the sender's, it 
 digest), and the probe's prompt, which it may have cached before the update, gets the trainer's
 logprobs. The loss of a replica does not stop the others. A late replica gets the same weights,
 checked by the sender's digest.
-Does not promise: that fast replicas do not wait for a slow one.
+Does not promise: that a replica serves before the slowest one has its weights.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ from infra.errors import DeadlineError, PipelineError
 ANSWER_DEADLINE_S = 60.0
 """Deadline of a call that does no work."""
 PROBE_DEADLINE_S = 300.0
-"""Long, since an engine may compile kernels for its first request."""
+"""Deadline of a probe; long, since an engine may compile kernels for its first request."""
 RESTART_DEADLINE_S = 900.0
-"""Time for one replica to be up again when all were lost."""
+"""Deadline for lost replicas to be up again."""
 
 NewTransport = Callable[[Sequence[int]], Delivery]
 Send = Callable[[Any], WeightDigest]
-"""Sends through the kind of delivery that its `NewTransport` makes."""
+"""Sends weights through a delivery that a `NewTransport` made; returns their digest."""
 MOVES = "the states of replicas"
 LATE = "replica {}: did not take weights in time"
 
@@ -58,7 +58,7 @@ class Probe(ABC):
 
 @dataclass(frozen=True)
 class WeightRoute:
-    """How tensors get to replicas; `new_transport` takes the number of workers of each replica."""
+    """Functions that bring tensors to replicas; `new_transport` takes their numbers of workers."""
 
     new_transport: NewTransport
     send: Send
@@ -66,10 +66,10 @@ class WeightRoute:
 
 @dataclass(frozen=True)
 class Publication:
-    """How weights reach replicas, now and until the next publication.
+    """Routes, version and probe of a weight update, also for replicas that start before the next.
 
-    `weights` below an adapter never change and are sent once per replica. `adapter` is None if it
-    is merged into the weights or there is none.
+    With an `adapter`, `weights` sends its frozen base weights, once per replica. `adapter` is None
+    if it is merged into the weights or there is none.
     """
 
     weights: WeightRoute
@@ -115,7 +115,7 @@ class Publisher:
         """Give the last publication to replicas that started since.
 
         Raises:
-            WeightSyncError: the trainer holds other weights by now, or a replica did not take them.
+            WeightSyncError: the trainer holds other weights by now, or a replica refused them.
         """
         if self.published is not None and (late := self._pool.in_state(ReplicaState.STALE)):
             self._give(late, *self.published)
@@ -123,7 +123,7 @@ class Publisher:
     def _give(
         self, slots: Sequence[ReplicaSlot], publication: Publication, expected: WeightDigest | None
     ) -> WeightDigest | None:
-        """Have the slots serve the publication; return what was sent, None if one was lost."""
+        """Make slots serve `publication`; return the sent digest, None if a replica was lost."""
         slots = self._each(slots, lambda slot: slot.engine.wake_up(), "replicas to wake up")
         version, adapter, sent = publication.version, publication.adapter, None
         if slots and adapter is None:
@@ -156,7 +156,7 @@ class Publisher:
     def _ship(
         self, transfer: "_Transfer", route: WeightRoute, expected: WeightDigest | None
     ) -> WeightDigest | None:
-        """Transfer to all slots, compare digests; return what was sent, None if one was lost."""
+        """Send to all slots, compare digests; return the sent one, None if a replica was lost."""
         transport = route.new_transport([slot.engine.num_workers for slot in transfer.slots])
         try:
             sent, failure = self._send(transfer, transport, route.send)
@@ -189,7 +189,7 @@ class Publisher:
     def _send(
         self, transfer: "_Transfer", transport: Delivery, send: Send
     ) -> tuple[WeightDigest | None, PipelineError | None]:
-        """Return what was sent, or why the trainer stopped; every slot has an outcome then."""
+        """Return the sent digest, or why sending stopped; then every slot has an outcome."""
         arriving = self._loop.start(transfer.run(transport))
         sent, timeout_s = None, ANSWER_DEADLINE_S
         try:
@@ -234,7 +234,7 @@ class Publisher:
         what: str,
         deadline_s: float = ANSWER_DEADLINE_S,
     ) -> list[ReplicaSlot]:
-        """Call every replica at once; return the slots left, raise errors other than loss."""
+        """Call the slots' replicas at once; return slots not lost, raise errors other than loss."""
 
         async def in_time(slot: ReplicaSlot) -> None:
             try:
@@ -276,7 +276,7 @@ class Publisher:
 
 @dataclass
 class _FrozenWeights:
-    """Base weights of an adapter: their digest, and the engines that hold them by place."""
+    """The adapter's base weights: their digest, and by place the engine that holds them."""
 
     digest: WeightDigest | None = None
     held_by: dict[int, RolloutEngine] = field(default_factory=dict)
@@ -284,7 +284,7 @@ class _FrozenWeights:
 
 @dataclass
 class _Transfer:
-    """One update of several replicas.
+    """Has several replicas load one update, and records the outcomes.
 
     Attributes:
         outcomes: digest or error by place; a ReplicaLostError for a replica without an answer.

@@ -113,11 +113,11 @@ class Routing(ABC, Generic[Request]):
 
     @abstractmethod
     def take(self, loads: Mapping[int, int]) -> list[tuple[int, Share[Request]]]:
-        """Return (place, share) pairs to start now, given the samples in flight at each place."""
+        """Return (place, share) pairs to start now; `loads` counts samples in flight by place."""
 
     @abstractmethod
     def lost(self, share: Share[Request], ledger: Ledger[Request]) -> None:
-        """Let the missing part of a lost share wait again."""
+        """Put the missing part of a lost share back into `waiting`."""
 
 
 class ByPlace(Routing[Request]):
@@ -195,12 +195,12 @@ def silence(what: str, error: BaseException) -> ReplicaLostError:
 
 
 Restart = Callable[[int, RolloutEngine], Awaitable[RolloutEngine]]
-"""Ends what is left of the lost replica of a place; starts another, without weights, there."""
+"""Ends what is left of a lost replica, given its place; starts one there, without weights."""
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """When a replica is given up, and how often another one may start.
+    """Rules for lost replicas: when a replica counts as lost, and how many replacements may start.
 
     Attributes:
         max_num_restarts: limit for all replicas together, over the life of the service.
@@ -228,7 +228,7 @@ class ReplicaPool:
         return [slot for slot in self.slots if slot.state in states]
 
     def loads(self) -> Mapping[int, int]:
-        """Return the samples in flight at each place that takes requests."""
+        """Return the number of samples in flight at each place that takes requests."""
         return {slot.place: slot.num_in_flight for slot in self.in_state(ReplicaState.HEALTHY)}
 
     @contextmanager
@@ -241,7 +241,7 @@ class ReplicaPool:
             self._listeners.remove(listener)
 
     def move(self, slot: ReplicaSlot, to: ReplicaState) -> None:
-        """Change a state and notify the listeners; raise ValueError if that is not allowed."""
+        """Change a state and notify the listeners; ValueError if not among `TRANSITIONS`."""
         if slot.state is not to:
             if (slot.state, to) not in TRANSITIONS:
                 raise ValueError(f"replica {slot.place}: no step from {slot.state} to {to}")
@@ -250,7 +250,7 @@ class ReplicaPool:
         self._tell()
 
     async def move_all(self, slots: Iterable[ReplicaSlot], to: ReplicaState) -> None:
-        """Change the state of those of the slots that are up."""
+        """Change the state of the slots that are up."""
         for slot in slots:
             if slot.is_up:
                 self.move(slot, to)
@@ -273,7 +273,7 @@ class ReplicaPool:
     ) -> list[tuple[ReplicaSlot, T]]:
         """Call replicas at once and wait for all; return the answers of those that are not lost.
 
-        Then the first error that is no loss is raised.
+        Once all have answered, the first error other than a loss is raised.
         """
 
         async def one(slot: ReplicaSlot) -> list[tuple[ReplicaSlot, T]]:

@@ -19,7 +19,7 @@ def check_requests(
 ) -> None:
     """Refuse invalid requests, and samples requested twice or in flight, with a RolloutError.
 
-    It names the request and the problem. The context length is the limit of prompt and response
+    The error names request and problem. The context length is the limit of prompt and response
     together, in tokens.
     """
     taken = set(in_flight)

@@ -47,7 +47,7 @@ ABORT_DEADLINE_S = 30.0
 """A replica that has not ended its samples this long after an abort counts as lost."""
 T = TypeVar("T")
 HAND_OVER_S = 0.25
-"""Time between two looks for finished samples."""
+"""Interval at which finished samples are passed to `on_completion`."""
 
 
 class BatchRun(Generic[Request]):
@@ -271,7 +271,7 @@ class RolloutService:
         return [slot.state for slot in self._pool.slots]
 
     def abort(self) -> None:
-        """End all requests in flight; their partial samples are delivered as `abort`."""
+        """End all requests in flight; their partial samples get the finish reason `abort`."""
         self._on_each(lambda engine: engine.abort(), "the replicas to abort")
 
     def close(self) -> None:
@@ -290,7 +290,7 @@ class RolloutService:
         deadline_s: float,
         hand_over: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait for work of the replicas, and send weights to those that start meanwhile.
+        """Wait until `work` ends; meanwhile send weights to replicas that start.
 
         Results are handed over every `HAND_OVER_S`: a thread that wakes for each sample would
         compete for the interpreter with engines in this process.

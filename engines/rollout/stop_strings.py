@@ -40,7 +40,7 @@ class SampledText:
         self._tail = ""
 
     def contains_stop(self, token_ids: Iterable[int]) -> int | None:
-        """Append tokens up to the first that completes a stop string; return how many, or None."""
+        """Append tokens until one completes a stop string; return how many, None if none does."""
         for number, token in enumerate(token_ids, 1):
             if self._append(token):
                 return number
@@ -63,7 +63,7 @@ class SampledText:
 
 
 class StopStrings:
-    """Follows samples for one engine. The tokenizer is read at the first use of a stop string."""
+    """Makes the `SampledText` of each sample; reads the tokenizer at the first stop string."""
 
     def __init__(self, hf_dir: Path) -> None:
         self._path = hf_dir / "tokenizer.json"
@@ -76,7 +76,7 @@ class StopStrings:
         return self._path.is_file()
 
     def follow(self, request: RolloutRequest, place: int) -> SampledText | None:
-        """Follow the sample of seed number `place`; None for a request without stop strings.
+        """Return the text of a sample, which begins with its prefix; None without stop strings.
 
         Raises:
             RolloutError: no tokenizer, or the prefix contains a stop string already.

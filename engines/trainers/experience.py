@@ -64,17 +64,17 @@ class Experience:
 
     @property
     def num_groups(self) -> int:
-        """G."""
+        """G, the number of prompts."""
         return int(self.group_index_B.max()) + 1 if self.samples else 0
 
     @property
     def rewards_B(self) -> Tensor:
-        """(B,) float64."""
+        """(B,) float64: each sample's score plus shaping."""
         return torch.tensor([sample.reward for sample in self.samples], dtype=torch.float64)
 
     @cached_property
     def components(self) -> tuple[str, ...]:
-        """The score, then the names of the other values that every sample has, sorted."""
+        """Names: `SCORE`, then, sorted, the other reward values that every sample has."""
         others = [set(sample.extras) for sample in self.samples]
         return (SCORE, *sorted(set.intersection(*others) - {SCORE} if others else ()))
 
@@ -223,7 +223,7 @@ class Collector:
         self._kept.extend(groups.values())
 
     def experience(self) -> Experience:
-        """Return the first `num_groups` kept groups; samples of a large one become views."""
+        """Return the first `num_groups` kept groups; samples of a large batch become its views."""
         chosen = self._kept[: self._wanted]
         samples = tuple(chain.from_iterable(chosen))
         index_B = torch.tensor([at for at, group in enumerate(chosen) for _ in group]).long()
@@ -244,7 +244,7 @@ class Collector:
     def _shared(
         self, samples: tuple[ScoredSample, ...], batch: TokenBatch
     ) -> tuple[ScoredSample, ...]:
-        """Replace these samples by views of their batch."""
+        """Replace `samples`, also in the collector's own lists, by views of their batch."""
         trajectories = viewed([sample.trajectory for sample in samples], batch)
         views = tuple(
             replace(sample, trajectory=trajectory)

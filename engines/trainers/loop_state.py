@@ -20,7 +20,7 @@ class Updates:
     Attributes:
         policy: applied updates in order; none while the critic warms up.
         trained_critic: True if the step trained the critic.
-        num_poisoned: updates of either role that were left out.
+        num_poisoned: updates of either role that were left out since they were not finite.
     """
 
     policy: tuple[TrainMetrics, ...] = ()
@@ -50,13 +50,13 @@ def update_metrics(prefix: str, updates: Sequence[TrainMetrics]) -> dict[str, fl
 
 @dataclass(frozen=True)
 class LoopState:
-    """The loop after a step.
+    """State of the RL loop after a step.
 
     Attributes:
         step: last finished step within the round; 0 before the first.
         version: global step that produced the policy's weights.
         num_skipped: trailing steps in a row, over all rounds, that trained on nothing.
-        num_poisoned: updates of the round that were left out.
+        num_poisoned: updates of the round that were left out since they were not finite.
         num_critic_steps: steps that trained the current critic.
         kl_coef: coefficient of the KL term in the reward of the next step.
     """
@@ -101,7 +101,7 @@ class LoopState:
         }
 
     def continued(self, saved: TrainerState) -> "LoopState":
-        """Return the state of a checkpoint; this one if the checkpoint is of step 0."""
+        """Return the state of a checkpoint; `self` for step 0, which means that there is none."""
         get, step = saved.values.get, saved.step
         return replace(
             self,

@@ -1,4 +1,4 @@
-"""Guards against samples of other weights: versions, logprob differences, a probe after each sync.
+"""Guards against samples from other weights: versions, logprob differences, a probe after a sync.
 
 Stale weights, another sampling distribution and numerical drift all show as a difference between
 the sampler's and the trainer's logprobs. The training pass measures it at no extra cost; a step
@@ -105,7 +105,7 @@ class MismatchGate:
 
     @staticmethod
     def of(config: MismatchConfig, *dtypes: str) -> "MismatchGate":
-        """Return the configured bounds, or the defaults for the coarsest of the dtypes."""
+        """Return the configured bounds, else those of the coarsest dtype; infinite if disabled."""
         if not config.enable:
             return MismatchGate(math.inf, math.inf)
         mean, largest = BOUNDS["bfloat16" if "bfloat16" in dtypes else "float32"]

@@ -15,7 +15,7 @@ from engines.training.spec import POLICY, RoleName
 from engines.types import PoisonedUpdate, TokenBatch, TrainMetrics
 
 ROW = "row"
-"""Batch row with the number of each sequence, for its name: (B,) int64."""
+"""Name of the batch row, (B,) int64, with each sequence's number, for `name_of`."""
 
 NUM_POISONED = "training/poisoned_updates"
 _MAX_NUM_NAMED = 5

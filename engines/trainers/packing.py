@@ -18,7 +18,7 @@ from engines.trajectory import Trajectory
 from engines.types import TokenBatch
 
 See = Callable[[Sequence[Sequence[bytes]]], ImagePatches | None]
-"""Makes the patches of the images of sequences, given as file contents."""
+"""Makes image patches from each sequence's image files, as bytes; None if there are none."""
 
 
 def pack(trajectories: Sequence[Trajectory], see: See | None = None) -> TokenBatch:
@@ -64,7 +64,7 @@ def pack(trajectories: Sequence[Trajectory], see: See | None = None) -> TokenBat
 def _laid_out(
     trajectories: Sequence[Trajectory],
 ) -> Iterator[tuple[Trajectory, int, list[tuple[Segment, slice]]]]:
-    """Yield each trajectory, its first token in the batch, and its segments with their tokens."""
+    """Yield each trajectory, the index of its first token, and its segments with their slices."""
     start = 0
     for each in trajectories:
         end, own = start + len(each.prompt.token_ids_P), list[tuple[Segment, slice]]()

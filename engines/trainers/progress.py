@@ -33,7 +33,7 @@ JOB_PHASES = {"gen": "gen", "reward": "reward"}
 """Phases of a step that the commit record names; all others count as training."""
 
 AVERAGED_DIR = "averaged"
-"""Subdirectory of the step checkpoints for the last one with averaged weights."""
+"""Subdirectory of the step checkpoints for the last checkpoint, with averaged weights."""
 
 STEP_DEADLINE_S = 7200.0
 """A step that takes longer is considered hung."""
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class StageProgress:
-    """Journal, heartbeat, step checkpoints and clock of one training stage.
+    """Records the steps of one training stage, and saves and loads its checkpoints.
 
     Journal and checkpoints span all attempts. A checkpoint is due `every_num_steps` and after the
     last step. With `background_timeout_s` they are written in the background with this deadline.
@@ -67,7 +67,7 @@ class StageProgress:
         self.clock = clock
 
     def resume(self, workers: WorkerGroup) -> TrainerState:
-        """Load the newest valid checkpoint that the journal covers, and return its state."""
+        """Load the newest valid checkpoint the journal covers; return its state, else step 0."""
         self._heartbeat.enter("train", STEP_DEADLINE_S)
         newest = self._newest = self._checkpoints.latest_valid(self.journal.num_done)
         if newest is None:
@@ -152,7 +152,7 @@ class StageProgress:
             self._newest = in_flight.result()
 
     def last_checkpoint(self) -> Path:
-        """Return the files of the last step's checkpoint, or of its average, after the loop."""
+        """Return, after the loop, the directory of the last checkpoint, averaged if configured."""
         with self.clock("save"):
             self._settle()
         if self._newest is None:

@@ -40,7 +40,7 @@ def sampling_params(config: SamplingConfig) -> SamplingParams:
 
 
 GREEDY_SCORES = "greedy_scores"
-"""Batch row read by estimators that compare with the greedy answer."""
+"""Name of the batch row of greedy answers' rewards, for estimators that compare with them."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class PromptBatch:
 
 
 class PromptSource:
-    """The prompts of a round; `images` is None for text-only prompts."""
+    """Makes the generation batches of a round's steps; `images` is None for text-only prompts."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class PromptSource:
             yield self._batch(step, (refill + 1) * self._config.batch_size_prompts, rows)
 
     def epoch(self, step: int) -> float:
-        """Return the passes over the rows after `step`, without refills."""
+        """Return the number of passes over the rows up to the end of `step`, without refills."""
         return self._order.epoch(step)
 
     def _batch(self, step: int, first_group: int, indices: Sequence[int]) -> PromptBatch:

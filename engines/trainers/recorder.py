@@ -1,4 +1,4 @@
-"""What is recorded of an RL step: metrics with verl's names, and some samples for people to read.
+"""Records of an RL step: metrics with verl's names, and some samples for people to read.
 
 Samples have the trainer's logprobs before the update.
 Promises: training does not depend on kept samples; a failed write loses only that step's samples.
@@ -173,7 +173,7 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
         "critic/equal_groups": float(groups.equal_P.sum()),
         **experience.metrics,
     }
-    # Values and their targets are of a critic.
+    # `values` and `returns` exist only with a critic.
     for name in ("advantages", "values", "returns"):
         if name in experience.batch.columns:
             metrics |= _spread(f"critic/{name}", experience.batch.columns[name][sampled_T])

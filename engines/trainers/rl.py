@@ -113,7 +113,7 @@ class RLTrainer:
         self._is_serving = False
 
     def train_round(self) -> TrainedSteps:
-        """Train for one round and return the counters for the next.
+        """Train for one round and return the content of `trainer.json`.
 
         Raises:
             PipelineError: a guard stops the round.
@@ -182,7 +182,7 @@ class RLTrainer:
     def infer(self, step: LoopStep, experience: Experience) -> Experience:
         """Add the columns that the algorithm reads and that need a model or a random draw.
 
-        With one update per step the old logprobs are those of its own forward pass.
+        With one update per step there is no `old_logprobs`: its own forward pass has them.
         """
         rl, tokens = self.config.rl, experience.batch
         run: Callable[..., Any] = self.workers.run

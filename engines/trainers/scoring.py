@@ -30,7 +30,7 @@ class ScoredSample:
     """One trajectory with its score; `group` is the index of its prompt within the RL step.
 
     Advantages use `reward`: the score plus shaping (overlong penalty). `extras` has other values of
-    the reward function; `greedy_reward` is for estimators that read it.
+    the reward function; `greedy_reward` is that of the prompt's greedy answer, None if not sampled.
     """
 
     group: int
@@ -67,7 +67,7 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class CompletionScorer:
-    """Scores completions; judges are asked before the reward function is called.
+    """Scores completions; judges run first, and the reward function reads their results.
 
     `overlong` penalizes long answers relative to `max_new_tokens`; evaluation has no penalty.
     """
@@ -103,7 +103,7 @@ class CompletionScorer:
     def samples(
         self, prompts: PromptBatch, completions: Completions, scores: Scores
     ) -> ScoredBatch:
-        """Return the samples of a generation batch: of its requests, then of its greedy ones.
+        """Return a batch's scored samples; `completions` and `scores` are of its `all_requests`.
 
         Samples without a score, or whose greedy answer has none, are left out.
         """
@@ -147,7 +147,7 @@ class CompletionScorer:
 
 
 class BatchScoring:
-    """One generation batch that is scored as its completions arrive; for one thread.
+    """Scores one generation batch as its completions arrive; for one thread.
 
     If there are judges, only decoding is done early: they get all completions in one call.
     """

@@ -10,7 +10,7 @@ PHASE_NOTE = "in phase "
 
 
 def note_phase(phase: str, _: object, error: BaseException | None, __: object) -> None:
-    """Add a note that names the phase to an error, in the place of an `__exit__`."""
+    """Add a note that names the phase to an error; has the arguments of an `__exit__`."""
     # A signal to end the process is no error.
     if isinstance(error, Exception):
         error.add_note(f"{PHASE_NOTE}{phase}")

@@ -22,10 +22,10 @@ from engines.types import Readouts, TokenBatch
 
 @dataclass(frozen=True)
 class RankTeacher:
-    """The role `teacher` of the training ranks.
+    """Computes the columns with the role `teacher` of the training ranks.
 
-    `vocab_size` is the policy's. A teacher may have extra rows for no token: they are part of its
-    distribution, but are not taught.
+    `vocab_size` is the policy's. A teacher's ids from there on are part of its distribution, but
+    are not taught.
     """
 
     config: DistillationConfig
@@ -33,7 +33,7 @@ class RankTeacher:
     vocab_size: int
 
     def columns(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """Ask the teacher about tokens whose `loss_mask` is not 0; the losses document the columns.
+        """Return columns by name, computed where `loss_mask` is not 0.
 
         For `topk` (T, K) int64 ids and float32 logprobs, else (T,) float32 of the sampled tokens.
         """
@@ -50,7 +50,7 @@ class RankTeacher:
 
 @dataclass(frozen=True)
 class ServedTeacher:
-    """Separate rollout engines that serve the teacher; `vocab_size` is the policy's."""
+    """Computes the columns with engines that serve the teacher; `vocab_size` is the policy's."""
 
     config: DistillationConfig
     ask: Callable[[Sequence[PromptRequest]], list[PromptLogprobs]]
@@ -72,7 +72,7 @@ class ServedTeacher:
             taught = mask_T[start:end].nonzero().flatten()
             if not len(taught):
                 continue
-            # Only ask about tokens from the first to the last that is taught.
+            # Request logprobs only from the first to the last taught token.
             first, last = int(taught[0]), int(taught[-1])
             ids = tuple(batch.input_ids_T[start : start + last + 1].tolist())
             requests.append(
@@ -95,7 +95,7 @@ class ServedTeacher:
         places: Sequence[slice],
         answers: Sequence[PromptLogprobs],
     ) -> dict[str, Tensor]:
-        """Write each answer to its place in the step."""
+        """Return the columns, with each answer at its place in the step."""
         if self.config.loss != TOPK:
             logprobs_T = torch.zeros(batch.num_tokens)
             for place, answer in zip(places, answers, strict=True):

@@ -1,4 +1,4 @@
-"""Counters of the training steps behind a policy, over all rounds."""
+"""Counters of the training steps that produced a policy."""
 
 from infra.frozen_model import FrozenModel
 
@@ -10,7 +10,7 @@ class TrainedSteps(FrozenModel):
     stage: str
     """`sft`, `preference` or `rl_round`."""
     num_steps: int
-    """Trainer steps over all stages so far."""
+    """Steps of the stage; for `rl_round` over all rounds so far."""
     num_skipped: int = 0
     """Trailing steps in a row that trained on nothing."""
     kl_coef: float | None = None

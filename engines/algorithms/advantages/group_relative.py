@@ -3,7 +3,7 @@
 Promises: one value per sample, on each of its trained tokens. Groups are independent, except where
 a function says that it uses the whole step. A group of equal scores or of one sample gives exactly
 0, not the rounding error of its mean. A selection depends only on the prompt's own answers, not on
-their order: answers without trained tokens are never kept, equal answers once, perhaps none.
+their order: it never keeps answers without trained tokens, keeps equal ones once, and may be empty.
 Letters: B samples, P groups, R components of a score.
 """
 
@@ -73,7 +73,7 @@ def rloo_advantages(inputs: AdvantageInputs) -> Advantages:
 def opo_advantages(inputs: AdvantageInputs) -> Advantages:
     """OPO (arXiv:2505.23585): relative to the mean weighted by length, the optimal baseline.
 
-    ``R_i - sum(l R) / sum(l)`` over the group, with l the trained tokens of a sample. No other
+    ``R_i - sum(l R) / sum(l)`` over the group, with l a sample's number of trained tokens. No
     baseline has less variance if the squared gradient norm of an answer grows with its length.
     """
     outcomes_B, group_B = inputs.outcomes_B, inputs.group_B
@@ -90,8 +90,8 @@ def opo_advantages(inputs: AdvantageInputs) -> Advantages:
 def gpg_advantages(inputs: AdvantageInputs) -> Advantages:
     """GPG (arXiv:2504.02546): centred scores, scaled up for groups without a gradient.
 
-    ``alpha (R - mean) / f_norm`` with ``alpha = B / (B - M)``, M the samples of groups whose scores
-    are all equal: their zero gradient would shrink the mean over the step. alpha, the metric
+    ``alpha (R - mean) / f_norm`` with ``alpha = B / (B - M)``, M samples in groups whose scores are
+    all equal: their zero gradient would shrink the mean over the step. alpha, the metric
     `critic/gpg_alpha`, uses the whole step.
     """
     options = options_as(GpgOptions, inputs.options)
@@ -125,7 +125,7 @@ def gdpo_advantages(inputs: AdvantageInputs) -> Advantages:
     `gdpo_reward_weights`, by default 1 each; see `engines.config.rules.models`.
 
     Raises:
-        ValueError: the reward gives no such component, or several of which none is named.
+        ValueError: the reward lacks a named component, or has several and none is named.
     """
     options = options_as(GdpoOptions, inputs.options)
     # The components that a step's samples share by chance must not decide what is compared.

@@ -1,9 +1,9 @@
 """Advantages from returns to go: with a critic, and with baselines that need none.
 
 The baseline of each token that minimises the variance of the gradient (arXiv:2602.07078) weights
-answers by their energy: the squared norm of the gradient of ``log pi`` with respect to the logits
-is ``1 - 2 pi + sum of pi^2``, known from the forward pass, and the energy of an answer up to token
-t is the sum of these.
+answers by their energy up to the token: the sum of ``1 - 2 pi + sum of pi^2`` over the tokens so
+far, each the squared norm of the gradient of ``log pi`` with respect to the logits. The forward
+pass gives it.
 Promises: tokens that are not trained on (of an environment or a tool) are skipped: value, return
 and advantage before them equal those after them.
 Letters: B samples, T tokens, P groups, L trained tokens of the longest sample, K places (tokens or
@@ -18,7 +18,7 @@ from engines.algorithms.parts import AdvantageInputs, Advantages, options_as
 from engines.algorithms.sequences import TrainedTokens, masked_whiten
 
 _ROUNDING = 1e-9
-"""Relative; far above that of a float64 sum, far below that of a critic's float32."""
+"""Relative tolerance: far above a float64 sum's rounding, far below a critic's in float32."""
 
 
 def discounted_sums(values_BL: Tensor, factor_B: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def _deltas(
 
 
 def optimal_token_baseline_advantages(inputs: AdvantageInputs) -> Advantages:
-    """Return to go minus the group's mean, weighted by the answers' energy so far.
+    """Subtract from each return to go the group's mean, weighted by the answers' energy so far.
 
     ``A_t = G_t - B_t`` with ``B_t = sum_i G_it W_it / sum_i W_it`` over the answers of the group
     that have a token t, and ``W_it = sum_{j <= t} (1 - 2 pi_ij + sum pi_ij^2)``; exactly 0 if all

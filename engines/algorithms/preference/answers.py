@@ -44,7 +44,7 @@ class Answers:
 
 
 def answers_of(logprobs_T: Tensor, batch: TokenBatch, *, reference: bool) -> Answers:
-    """Add up the trained tokens of each sequence.
+    """Sum the logprobs of each sequence's trained tokens.
 
     With `reference` the column `ref_logprobs` is subtracted token by token, since sums of thousands
     of nats would lose the difference.
@@ -98,7 +98,7 @@ def pairs_of(batch: TokenBatch) -> Pairs:
 
 @dataclass(frozen=True)
 class PairLoss:
-    """What a loss over pairs returns: (P,) loss with gradient, and the rewards that it compares."""
+    """Result of a loss over pairs: (P,) loss with gradient, and the rewards that it compares."""
 
     loss_P: Tensor
     chosen_reward_P: Tensor

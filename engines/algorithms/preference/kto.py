@@ -37,7 +37,7 @@ Z0, NUM_CHOSEN, NUM_REJECTED = "kto_z0", "kto_num_chosen", "kto_num_rejected"
 
 @dataclass(frozen=True)
 class AnswerLoss:
-    """What a loss over N single answers returns; `loss_N` has a gradient.
+    """Result of a loss over N single answers; `loss_N` has a gradient.
 
     `margin_N` is the distance to the reference point's reward, positive on the right side.
     """
@@ -66,9 +66,9 @@ def kto_loss(answers: Answers, chosen_N: Tensor, z0: float, options: KtoOptions)
 
 @dataclass(frozen=True)
 class KtoObjective:
-    """A loss function (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
+    """KTO's loss function: (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
 
-    `loss` is a function of a module, so that the object can be sent to other processes.
+    `loss` is a module-level function, so that the object can be sent to other processes.
     """
 
     options: KtoOptions
@@ -162,8 +162,8 @@ def mismatched(batch: TokenBatch, max_length: int) -> TokenBatch:
 def _givers(prompts: Sequence[tuple[int, ...]], answered: Sequence[bool]) -> list[int]:
     """Return whose answer each sequence gets: sorted by prompt, rotated by the largest count.
 
-    A smaller rotation would leave that prompt some of its own answers. If a prompt has more than
-    half of all answers, no other assignment leaves it fewer.
+    A smaller rotation would give the prompt with most answers some of its own. If it has more than
+    half of all answers, no other assignment gives it fewer.
     """
     givers = list(range(len(prompts)))
     by_prompt: dict[tuple[int, ...], list[int]] = {}

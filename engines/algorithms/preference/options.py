@@ -84,5 +84,5 @@ class RewardModelOptions(StrictModel):
     margin_coef: float = Field(default=0.0, ge=0)
     """Factor of the row `margin`, by which the chosen score must be larger; 0 reads no margins."""
     center_coef: float = Field(default=0.0, ge=0)
-    """Weight of a pull of each pair's scores to a sum of 0, which a comparison does not determine
+    """Weight of a penalty on the sum of a pair's scores, which a comparison does not determine
     (arXiv:2312.09244); TRL recommends 0.01."""

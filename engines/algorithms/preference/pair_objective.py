@@ -1,6 +1,6 @@
 """Losses over pairs of answers, for a policy (the DPO family) and for a reward model.
 
-A policy's losses are pure functions of `PairInputs` to a `PairLoss`. A reward model's score is the
+A policy's losses are pure functions from `PairInputs` to `PairLoss`. A reward model's score is the
 output of a value model after the last token of a sequence, as the role `reward` reads it.
 
 Promises: the mean over the pairs of the step for every number of ranks or micro-batches; metrics
@@ -52,7 +52,7 @@ ODDS_BEND = 1e-4
 
 @dataclass(frozen=True)
 class PairInputs:
-    """What a loss over P pairs reads; log-ratios are log-probabilities if it uses no reference."""
+    """Inputs of a loss over P pairs; log-ratios are log-probabilities if it uses no reference."""
 
     chosen: Answers
     rejected: Answers
@@ -131,9 +131,9 @@ def log_odds(logprob_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PairObjective:
-    """A loss function (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
+    """A loss function over pairs: (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`.
 
-    `loss` is a function of a module, so that the object can be sent to other processes.
+    `loss` is a module-level function, so that the object can be sent to other processes.
     """
 
     loss: Callable[[PairInputs], PairLoss]
@@ -150,7 +150,7 @@ class PairObjective:
         return share_of_pairs("preference", *self.of_pairs(outputs, batch), counts)
 
     def of_pairs(self, outputs: ModelOutputs, batch: TokenBatch) -> tuple[PairLoss, Pairs]:
-        """Return loss and rewards of each pair; raises as a call."""
+        """Return loss and rewards of each pair; raises as `__call__`."""
         with_reference = self.options.needs_reference
         columns = [MASK, REFERENCE] if with_reference else [MASK]
         check_batch("a loss over pairs", batch, columns, [CHOSEN])
@@ -196,7 +196,7 @@ def bradley_terry_loss(
 
 @dataclass(frozen=True)
 class RewardModelObjective:
-    """A loss function (`ModelOutputs`, `TokenBatch`, `GlobalCounts`) -> `LossOutput`."""
+    """A reward model's loss function, with the call of `PairObjective`."""
 
     options: RewardModelOptions
     readouts: Readouts = BEHIND
@@ -222,7 +222,7 @@ class RewardModelObjective:
         return share_of_pairs("reward_model", *self.of_pairs(outputs, batch), counts)
 
     def of_pairs(self, outputs: ModelOutputs, batch: TokenBatch) -> tuple[PairLoss, Pairs]:
-        """Return loss and scores of each pair; raises as a call."""
+        """Return loss and scores of each pair; raises as `__call__`."""
         if outputs.last_values_B is None:
             raise ValueError("a reward model's loss needs a value model and its last_values")
         check_batch("a loss over pairs", batch, [MASK], self.required_rows)

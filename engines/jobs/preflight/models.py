@@ -153,7 +153,7 @@ def look_at_answers(at: PreflightRequest) -> None:
 def checkpoint_bytes(at: PreflightRequest) -> int | None:
     """Return the checkpoint size of a local model in bytes.
 
-    None for a hub id, an untrained model, and an adapter, whose checkpoints are small.
+    None for a hub id, for a model that is not trained, and for an adapter (small checkpoints).
     """
     directory = local_path(at.model.path)
     if directory is None or (at.training and at.training.lora) or not at.trains:
@@ -173,7 +173,7 @@ def look_at_teacher(
 
     Args:
         training: configuration of the ranks, which hold a teacher that no engine serves.
-        model: policy to teach; the job compares the tokens of a random one.
+        model: policy to teach; if it starts at random, only the job compares its tokens.
     """
     directory = local_path(teacher.path)
     if directory is not None:

@@ -1,1 +1,1 @@
-"""What jobs share: the runtime, the setup of torch, and policies."""
+"""Shared parts of the jobs: the runtime, the setup of torch, and policies."""

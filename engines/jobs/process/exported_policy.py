@@ -1,4 +1,4 @@
-"""The merged weights of a committed policy, as the start of another model."""
+"""Exports the merged weights of a committed policy, from which another model starts."""
 
 import shutil
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""The files of a policy as jobs read and write them, and the source of its first weights.
+"""Reads and writes the files of a `policy` artifact, and finds the weights a pipeline starts from.
 
     checkpoint/    sharded weights and optimizer; a critic's are below roles/
     hf/            config.json, generation_config.json, tokenizer; no weights
-    trainer.json   the stage that made it, its steps, and how many it skipped last
+    trainer.json   the stage that made it, its steps, and how many it skipped at the end
 
 Promises: `hf/` names every token that ends an answer, including the one with which the chat
 template ends the assistant's turn, which the base model may not know as an end token.
@@ -54,14 +54,14 @@ _HF_FILES = (
 
 
 def policy_source(policy_dir: Path) -> ModelSource:
-    """Return the weights of a `policy` artifact."""
+    """Return where the weights of a `policy` artifact are."""
     return ModelSource(policy_dir / HF_DIR, policy_dir / CHECKPOINT_DIR)
 
 
 def initial_source(
     model: ModelConfig, external: Path | None, dataset_dir: Path, seed: int, work_dir: Path
 ) -> ModelSource:
-    """Return the checked weights that a pipeline starts from: local, downloaded, or random.
+    """Check and return the source of a pipeline's first weights: local, downloaded, or random.
 
     Args:
         external: the model as an input of the stage, if it is a local directory.
@@ -140,5 +140,5 @@ def write_policy(
 
 
 def trained_steps(policy_dir: Path) -> TrainedSteps:
-    """Return the trained steps of a `policy` artifact over all rounds."""
+    """Return the content of a `policy` artifact's `trainer.json`."""
     return TrainedSteps.model_validate_json((policy_dir / TRAINER_NAME).read_bytes())

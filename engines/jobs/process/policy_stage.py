@@ -1,4 +1,4 @@
-"""What stages of a policy share: tokenizer, prompts, reward file, progress and output."""
+"""Shared parts of the stages of a policy: tokenizer, prompts, reward file, progress and output."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -85,7 +85,7 @@ def prompts_within(
 
 
 def local_reward(context: JobContext, reward: RewardConfig) -> RewardConfig:
-    """Return the reward with its user files copied into the store as they were planned.
+    """Return the reward with its user files replaced by copies in the store, as planned.
 
     Scoring processes start at any time of the stage and must not read files that the user edits.
     """
@@ -101,7 +101,7 @@ def local_reward(context: JobContext, reward: RewardConfig) -> RewardConfig:
 
 
 def queueing(context: JobContext, hardware: HardwareConfig) -> Queueing:
-    """Return how a stage waits for room: it logs to the journal, and the wait is no stall."""
+    """Return how a stage waits for resources: it logs to the journal and counts as alive."""
     return Queueing(
         hardware.queue_timeout_s, say=context.journal.log, waiting=context.heartbeat.tick
     )

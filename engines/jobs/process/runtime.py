@@ -1,4 +1,4 @@
-"""The frame of every job: from specification to published and committed artifact.
+"""Runs a job from its specification to the published and committed artifact.
 
     python -m engines.jobs.<stage> STORE FINGERPRINT ATTEMPT
 
@@ -75,7 +75,7 @@ DEADLINES_S = {
     "evaluate": 7200.0,
     "publish": 7200.0,
 }
-"""Seconds without progress after which a phase counts as hanging, unless the recipe says others."""
+"""Seconds without progress after which a phase counts as hanging, unless the recipe sets others."""
 
 Config = TypeVar("Config", bound=StageConfig, covariant=True)
 
@@ -84,7 +84,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class JobContext(Generic[Config]):
-    """What a job's body works with.
+    """Configuration, inputs, directories and records of one attempt, for the job's body.
 
     Attributes:
         journal: metrics and progress, including those of earlier attempts.
@@ -147,7 +147,7 @@ def _check_all_unchanged(artifacts: Iterable[Artifact]) -> None:
 
 @dataclass(frozen=True)
 class JobOutput:
-    """What a body reports; `digests` are known SHA-256 by name of files in `output_dir`."""
+    """Result of a job's body; `digests` are known SHA-256 by name of files in `output_dir`."""
 
     kind: str
     metrics: dict[str, float]

@@ -3,8 +3,8 @@
 Each call's answers are an artifact of kind `answers` with its own fingerprint: of the model, the
 requests, sampling and serving settings, and their code. Rewards, judges, k and the confidence are
 not part of it, except for distributions that a reward's file imports.
-Promises: a request to an equal model is found by any stage of the same store, including a retry;
-missing or damaged answers are sampled; a store that cannot take answers does not fail the stage.
+Promises: equal requests to an equal model are answered from the store in any stage, also in a
+retry; missing or damaged answers are sampled; a failure to store answers does not fail the stage.
 Does not promise to keep them: `rlhf gc` removes them by age.
 """
 
@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 
 class KeptAnswers:
-    """Samples requests whose answers are not in the store.
+    """Answers requests from the store, and samples those whose answers are not there.
 
     A stage that is deliberately run again samples anew. With `rollout.openai_endpoint` nothing is
     found or stored, because other clients may join the engine's batches.

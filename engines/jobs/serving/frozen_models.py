@@ -1,4 +1,4 @@
-"""The frozen models beside a policy: reward model, judge and teacher.
+"""The frozen models that score a policy's answers: reward model and judge.
 
 `serve` adds the engines of a stage without training, with everything that scores their answers.
 """
@@ -90,7 +90,7 @@ def asked_judges(
     judge: FrozenModel | None,
     engines: LaunchedEngines | None,
 ) -> Iterator[Judges]:
-    """Yield the judges; a judge's weights are sent to its engines first."""
+    """Yield the configured reward model and judge; the judge's engines have its weights then."""
     with ExitStack() as stack:
         reward_model = generative = None
         if reward.model is not None and role is not None and workers is not None:

@@ -3,8 +3,8 @@
 Promises: the contract of `engines.rollout.base`, provided the abstract methods do what they say.
 Every wait has the deadline `rollout.timeout_s`, and its error names what was waited for. A sample
 has one task, which ends with its completion or error, or is cancelled when its call has ended. A
-completion has one logprob and one version per token. A sample with stop strings ends at the first
-one; those of the libraries are not used, since they ignore a prefix.
+completion has one logprob and one version per token. A sample ends at its first stop string; we
+search for it, since the libraries' own search ignores a prefix.
 Does not promise to score, or to return prompt logprobs, while paused: the library may compute
 nothing then.
 """
@@ -56,7 +56,7 @@ class RunningSample(SampleOfCall):
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and prefix, which the processes take as its prompt."""
+        """Prompt and prefix: the prompt of the request to the library."""
         return [*self.request.prompt_ids, *self.request.prefix(self.place)]
 
     @property
@@ -69,7 +69,7 @@ class RunningSample(SampleOfCall):
         return Completion(*self.key, (), (), (), "abort")
 
     def reaches_stop(self, token_ids: Sequence[int]) -> bool:
-        """Return True if these are the first sampled tokens so far that contain a stop string."""
+        """Return True once: when `token_ids`, all sampled so far, first contain a stop string."""
         if self.text is None or self.num_until_stop is not None:
             return False
         number = self.text.contains_stop(token_ids[self._num_seen :])
@@ -88,7 +88,7 @@ class RunningSample(SampleOfCall):
         """Return the completion, cut after the token that completes a stop string.
 
         Args:
-            spans: policy version of the tokens from a start to an end.
+            spans: (version, start, end): tokens start .. end - 1 have this policy version.
 
         Raises:
             RolloutError: a token lacks its logprob or its version.
@@ -111,7 +111,7 @@ class ServedEngine(StatefulEngine):
     """
 
     _deaths: tuple[type[Exception], ...] = ()
-    """Errors with which the library's calls say that its processes died."""
+    """Errors that the library's calls raise once its processes have died."""
 
     def __init__(
         self,
@@ -321,7 +321,7 @@ class ServedEngine(StatefulEngine):
 
     @abstractmethod
     async def _name_version(self, version: int) -> None:
-        """Give tokens that are sampled from now on this version."""
+        """Label all tokens sampled from now on with `version`."""
 
     @abstractmethod
     async def _score(self, ids: Sequence[int], temperature: float) -> tuple[float, ...]:
@@ -341,7 +341,7 @@ class ServedEngine(StatefulEngine):
 
     @abstractmethod
     async def _abort(self, names: Sequence[str]) -> None:
-        """End those of these samples that the processes know."""
+        """End the named samples; names that the processes do not know are ignored."""
 
     @abstractmethod
     async def _free(self, level: SleepLevel) -> None:

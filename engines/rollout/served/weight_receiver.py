@@ -6,7 +6,7 @@ before the engine's library gets it; its checksum is of the bytes that the libra
 names a frozen dataclass of `engines.weight_sync` as its source; the receiver imports and builds
 nothing else.
 Does not promise a checksum of the model itself, since libraries may pack weights for their kernels;
-`RolloutEngine.score` verifies it. The engine may still not know the architecture.
+`RolloutEngine.score` verifies it. The engine may still not support the architecture.
 """
 
 import importlib
@@ -39,7 +39,7 @@ _REFUSALS = (AssertionError, AttributeError, KeyError, RuntimeError, ValueError,
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Layout of one model.
+    """Tensors that a model is loaded from, and limits that requests are checked against.
 
     Attributes:
         architecture: class name, for a configuration that does not state it.
@@ -126,7 +126,7 @@ def source_from_json(data: Mapping[str, Any]) -> WeightSource:
 
 
 def order_of(source: WeightSource, layout: ModelLayout, dtype: str) -> str:
-    """Return the order for `carry_out`."""
+    """Return an order, as JSON, with which `carry_out` loads the tensors of `source`."""
     return json.dumps(
         {
             "source": source_to_json(source),
@@ -139,9 +139,9 @@ def order_of(source: WeightSource, layout: ModelLayout, dtype: str) -> str:
 
 
 def carry_out(order: str, load: Callable[[NamedTensors], None], worker: int = 0) -> str:
-    """Overwrite a model from a weight source in its process, number `worker`; return the reply.
+    """Execute an order in worker process `worker`; return the reply, which states any error.
 
-    `load` loads all (name, tensor) pairs into the model.
+    `load` overwrites the model with the (name, tensor) pairs that it gets.
     """
     parsed = json.loads(order)
     dtype: torch.dtype = getattr(torch, parsed["dtype"])
@@ -170,7 +170,7 @@ def carry_out(order: str, load: Callable[[NamedTensors], None], worker: int = 0)
 
 
 def agreed(replies: Sequence[str]) -> WeightDigest:
-    """Return the digest that all processes agree on; an error of one fails the update."""
+    """Return the digest that all replies have; WeightSyncError if one is an error or differs."""
     receipts: set[WeightDigest] = set()
     for reply in map(json.loads, replies):
         if "error" in reply:

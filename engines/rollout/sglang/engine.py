@@ -128,7 +128,7 @@ def server_arguments(
 def _num_cache_tokens(
     hf_dir: Path, options: SglangOptions, dtype: str, on_cpu: bool, length: int
 ) -> int | None:
-    """Return the tokens that the cache holds; None: what the share of the device leaves."""
+    """Return how many tokens the cache holds; None: as many as the memory fraction allows."""
     num_bytes = options.kv_cache_bytes or (CPU_KV_CACHE_BYTES if on_cpu else None)
     if num_bytes is None:
         return None
@@ -151,8 +151,8 @@ def _num_cache_tokens(
 def score_body(ids: Sequence[int], temperature: float, vocab_size: int) -> dict[str, Any]:
     """Return the request body for the logprobs of given tokens.
 
-    SGLang computes them at temperature 1; for others those of the whole vocabulary are requested
-    and rescaled by `scores`.
+    SGLang computes them at temperature 1; for another temperature the logprobs of the whole
+    vocabulary are requested, and `scores` rescales them.
     """
     return {
         "input_ids": list(ids),
@@ -175,7 +175,7 @@ def scores(answer: Mapping[str, Any], ids: Sequence[int], temperature: float) ->
 
 
 def prompt_body(request: PromptRequest, num_top: int) -> dict[str, Any]:
-    """Return the request body for prompt logprobs, answered after position `logprob_start_len`."""
+    """Return the request body for prompt logprobs; SGLang reports `request.first` onward."""
     return {
         "input_ids": list(request.token_ids),
         "return_logprob": True,
@@ -186,7 +186,7 @@ def prompt_body(request: PromptRequest, num_top: int) -> dict[str, Any]:
 
 
 def prompt_rows(answer: Mapping[str, Any], request: PromptRequest, num_top: int) -> PromptRows:
-    """Return what the answer to `prompt_body` reports for the tokens that a request asks about.
+    """Convert the answer to `prompt_body`, for the requested tokens only.
 
     SGLang's rows are (logprob, token, text), with no logprob for the first token.
     """

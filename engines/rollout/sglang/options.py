@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 from engines.config.base import StrictModel
 
 NUM_HELD_BACK = 8
-"""Tokens of its context that SGLang reserves; it silently cuts `max_new_tokens`."""
+"""Context tokens that SGLang reserves, by which it would silently cut `max_new_tokens`."""
 SET_BY_US = frozenset({
     "admin_api_key", "api_key", "attention_backend", "chunked_prefill_size", "context_length",
     "custom_weight_loader", "device", "disable_overlap_schedule", "disable_radix_cache",
@@ -17,7 +17,7 @@ SET_BY_US = frozenset({
     "sampling_backend", "sampling_defaults", "skip_server_warmup", "skip_tokenizer_init",
     "sleep_on_idle", "speculative_algorithm", "tokenizer_path", "tp_size", "trust_remote_code",
 })  # fmt: skip
-"""Server arguments with an option of their own, or on which the contract depends."""
+"""Arguments refused in `server_args`: another option sets them, or the contract needs ours."""
 
 
 class SglangOptions(StrictModel):

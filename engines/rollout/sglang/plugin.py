@@ -98,7 +98,7 @@ def draw(
         positions: (B,) int64, of the last token before the sampled one.
     """
     logits_BV = sampler._preprocess_logits(logits_output.next_token_logits, info)
-    # For sequences that are scored; None if no row of the batch asks for logprobs.
+    # For sequences that are scored; both lists are None if no row of the batch is.
     if any(top_logprobs_nums or ()) or any(token_ids_logprobs or ()):
         sampler.output_logprob_processor.compute_logprobs(
             logits_BV.log_softmax(-1),
@@ -116,7 +116,7 @@ def draw(
 
 
 def _columns(info: Any, vocab_size: int) -> SamplingColumns:
-    """Convert: SGLang encodes temperature 0 as top-k 1, and no top-k as the largest number."""
+    """Convert SGLang's encoding: temperature 0 is top-k 1, no top-k is the largest number."""
     top_k_B = info.top_ks.to(torch.int64)
     greedy_B = top_k_B == 1
     return SamplingColumns(

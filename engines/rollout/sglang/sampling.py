@@ -31,7 +31,7 @@ Answer = asyncio.Future[Any]
 ABORT_WAITS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Delays between repeated aborts: SGLang ignores an abort that arrives before its sample."""
 TELL_DEADLINE_S = 20.0
-"""SGLang answers an abort at once; shorter than the deadline to close a replica."""
+"""Deadline for SGLang to answer an abort; shorter than the deadline to close a replica."""
 
 
 def check_temperature(request: RolloutRequest) -> None:
@@ -45,9 +45,9 @@ def check_temperature(request: RolloutRequest) -> None:
 
 
 def stream_start(sample: RunningSample) -> int:
-    """Return the int64 stream start that gives a sample its next number at its next position.
+    """Return the int64 stream start with which a sample's next token uses its next random number.
 
-    SGLang counts positions of prompt and prefix from 0, the stream counts draws.
+    SGLang indexes the stream by position, prompt included; we index it by sampled token.
     """
     request, place = sample.request, sample.place
     start = int(stream_starts([request.seeds[place]]))
@@ -98,7 +98,7 @@ def completion(
     """Convert SGLang's last answer.
 
     Raises:
-        RolloutError: a token lacks its logprob or version, or SGLang ended it for its own reasons.
+        RolloutError: a token lacks its logprob or version, or SGLang ended the sample on its own.
     """
     meta, sampling, token_ids = answer["meta_info"], sample.request.sampling, answer["output_ids"]
     reason = "stop"
@@ -143,7 +143,7 @@ class SglangSampler:
         self._dropping: set[asyncio.Task[None]] = set()
 
     async def sample(self, sample: RunningSample) -> Completion:
-        """Sample to the end; a sample that is aborted before it was sent comes out empty."""
+        """Return the finished sample; empty if it was aborted before it was sent."""
         loop = asyncio.get_running_loop()
         answer = self._answers[sample.name] = loop.create_future()
         if sample.call not in self._unsent:
@@ -165,7 +165,7 @@ class SglangSampler:
         return completion(sample, answer.result(), self._eos_token_ids)
 
     async def abort(self, names: Sequence[str]) -> None:
-        """End these samples and wait; a sample that SGLang does not end comes out empty."""
+        """End the named samples and wait; one that SGLang does not end is returned empty."""
         answers = {name: self._answers[name] for name in names if name in self._answers}
         unsent = {sample.name for samples in self._unsent.values() for sample in samples}
         for name in unsent & answers.keys():

@@ -39,7 +39,7 @@ HOST = "127.0.0.1"
 SERVER_MAIN = "engines.rollout.sglang.server_main"
 _LEAKS = r"nanobind|^ - (leaked |\.\.\. skipped)"
 DYING_S = 5.0
-"""A dying process closes its connections before it is gone."""
+"""Wait after a broken connection: a dying process closes connections before it is gone."""
 EVENT, END = b"data: ", b"[DONE]"
 
 
@@ -60,7 +60,7 @@ class Server:
             env.RLHF_SGLANG_KEY.name: self.key,
             "TMPDIR": str(self._directory),  # SGLang does not remove its socket files
         }
-        # A fresh mark, so that `stop` goes by the session: other processes share the mark.
+        # The record has a mark that no process has: `stop` would end every process with our mark.
         self._process = start_detached(
             [sys.executable, "-P", "-m", SERVER_MAIN, str(self._directory)],
             self._log_path,
@@ -80,7 +80,7 @@ class Server:
         return log_tail(self._log_path, noise=_LEAKS)
 
     def await_ready(self) -> None:
-        """Wait until it takes requests.
+        """Wait until the server takes requests.
 
         Raises:
             ConfigError: SGLang refuses its arguments.
@@ -102,7 +102,7 @@ class Server:
         self._shared_memory = shared_memory_of(self._process.pid)
 
     def stop(self) -> None:
-        """End it and remove its files; may be repeated."""
+        """End the server and remove its files; may be repeated."""
         try:
             stop_all([self._process], STOP_DEADLINE_S)
         finally:

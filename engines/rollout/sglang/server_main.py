@@ -40,7 +40,7 @@ SHARED_MEMORY = "/dev/shm/sglang_"  # noqa: S108  a prefix of names, not a file
 
 
 def install() -> None:
-    """Stand in for those of `PACKAGES` that are not installed; may be repeated."""
+    """Install stand-ins for those of `PACKAGES` that are missing; may be repeated."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
@@ -59,7 +59,7 @@ def _stand_in(owner: str, name: str) -> Any:
 
 
 class _Name(type):
-    """A class whose attributes exist as well, for enumerations and constants."""
+    """A stand-in class; every attribute of it, such as a constant, is a stand-in, too."""
 
     def __getattr__(cls, name: str) -> Any:
         return _stand_in(f"{cls.__module__}.{cls.__qualname__}", name)
@@ -77,13 +77,13 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: object = None, target: object = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find every module of a missing package, as a package."""
+        """Return a package's spec for any name in a missing package; None for other names."""
         if fullname.partition(".")[0] not in self._packages:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give a module every name that it is asked for."""
+        """Make every attribute of the module a stand-in."""
         vars(module)["__getattr__"] = partial(_stand_in, module.__name__)
 
 
@@ -93,7 +93,7 @@ if env.SGLANG_USE_CPU_ENGINE.get():
 
 
 def shared_memory_of(pid: int) -> set[Path]:
-    """Return the files in `/dev/shm` that a process has mapped; a killed SGLang leaves them."""
+    """Return SGLang's `/dev/shm` files mapped by a process or its children; a kill leaves them."""
     found: set[Path] = set()
     with suppress(psutil.Error):
         first = psutil.Process(pid)

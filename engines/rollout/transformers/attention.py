@@ -41,7 +41,7 @@ class KVCache:
 
     @property
     def size_bytes(self) -> int:
-        """Memory held now."""
+        """Size of all buffers."""
         return sum(buffer.nbytes for buffer in self._buffers())
 
     def reserve(self, num_rows: int, length: int) -> None:
@@ -132,7 +132,7 @@ class KVCache:
 
 @dataclass(frozen=True)
 class PrefillStep:
-    """P packed sequences.
+    """One prefill of P packed sequences, which start new cache rows.
 
     Attributes:
         first_row: cache row of the first sample.

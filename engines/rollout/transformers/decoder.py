@@ -71,7 +71,7 @@ def _norm(module: Any) -> Callable[[Tensor], Tensor]:
 
 
 class _Linear:
-    """Linear layers with one input, as one: weight (N, C), bias (N,) or None.
+    """Linear layers of the same input, joined into one: weight (N, C), bias (N,) or None.
 
     The parameters of the modules become views of the joined ones.
     """
@@ -91,7 +91,7 @@ class _Linear:
 
 
 class _Layer:
-    """Weights of a layer; `norms_QK` is None unless queries and keys have norms."""
+    """Decodes one layer; `norms_QK` is None unless queries and keys have norms."""
 
     def __init__(self, module: Any) -> None:
         attention, mlp = module.self_attn, module.mlp

@@ -175,7 +175,7 @@ class InferenceModel:
         step: PrefillStep,
         images: Sequence[Sequence[bytes]] = (),
     ) -> tuple[Tensor, Tensor]:
-        """Compute P packed sequences; return (P, V) logits, and (P,) int64 rotary offsets.
+        """Compute P packed sequences; return (P, V) next-token logits, (P,) int64 rotary offsets.
 
         The offset of a sequence is the rotary position of its next token minus the token's place.
         """
@@ -204,7 +204,7 @@ class InferenceModel:
     def score(
         self, sequences: Sequence[Sequence[int]], temperature: float
     ) -> list[tuple[float, ...]]:
-        """Return the logprobs of every token but the first of each sequence, one at a time."""
+        """Return the logprobs of each sequence's tokens but the first; one sequence per pass."""
         found: list[tuple[float, ...]] = []
         for sequence in sequences:
             step = PrefillStep.build(

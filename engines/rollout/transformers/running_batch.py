@@ -1,4 +1,4 @@
-"""Samples that wait or run, and logprobs of given tokens: what computes with the rollout model.
+"""Continuous batching of samples, and logprobs of given tokens, with the rollout model.
 
 `Scheduler` decides which samples join; `RunningBatch` prefills them, samples one token per row and
 removes finished rows.
@@ -7,7 +7,7 @@ the cache holds the prompt and all sampled tokens but the last of every sample. 
 the call that finished it. A prompt is computed once for all samples of its request, also when they
 join at different times. Logits of given tokens exist only in tiles, computed by the head of the
 training engine: equal hidden states and weights give bitwise equal logprobs.
-Letters: B rows, P sequences, T tokens, V vocabulary; N tokens asked about, K likeliest tokens.
+Letters: B rows, P sequences, T tokens, V vocabulary; N requested tokens, K likeliest tokens.
 """
 
 import math
@@ -138,7 +138,7 @@ class Scheduler:
         if not self.waiting or (num_running and num_free < self._min_free):
             return []
         joining = [self.waiting.popleft() for _ in range(min(num_free, len(self.waiting)))]
-        # Bare prompts of one request are one prefix; tokens of its own make a sample another.
+        # Samples without tokens share their request's prefix; a sample with tokens has its own.
         alike = groupby(joining, lambda each: id(each if each.token_ids else each.request))
         groups = [tuple(group) for _, group in alike]
         return [
@@ -320,7 +320,7 @@ class RunningBatch:
 
 
 def prefill_chunks(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Cut sequences into chunks of padded size (count x longest) `max_tokens`; return indices.
+    """Group sequences into chunks of padded size (count x longest) <= `max_tokens`; return indices.
 
     Chunks hold similar lengths; a sequence above the budget is a chunk of its own.
     """
@@ -383,7 +383,7 @@ def _pass(
 
 
 def _answer(request: PromptRequest, said: ModelOutputs, places: slice) -> PromptLogprobs:
-    """Return copies of some places; views would keep the outputs of the whole pass alive."""
+    """Return the answer, in copies: views would keep the outputs of the whole pass alive."""
     found = PromptLogprobs(request.request_id, said.logprobs_T[places].to("cpu", copy=True))
     if said.topk_ids_TK is None or said.topk_logprobs_TK is None:
         return found

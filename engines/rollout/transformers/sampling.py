@@ -133,7 +133,7 @@ def _sample_chunk(
     # The sums run in float64: in float32 the tail of a large vocabulary would be rounded away.
     cumulative_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)
     total_B1 = cumulative_BV[:, -1:]
-    # Strictly below the total, so that the draw can never fall behind the last possible token.
+    # Strictly below the total, so that the draw can never pass the last possible token.
     below_total_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
     target_B1 = torch.minimum(uniform_B[:, None] * total_B1, below_total_B1)
     ids_B = torch.searchsorted(cumulative_BV, target_B1, right=True).squeeze(1)

@@ -3,9 +3,9 @@
 Promises: the contract of `engines.rollout.base`. Samples paused during an update are recomputed up
 to where they stood, and each token carries the version that sampled it. `close` ends every process
 that vLLM started. The tensors of an adapter are checked before vLLM gets them as files; the
-checksum is of the written tensors. vLLM reports modules that it does not know. Variables are set
-before vLLM reads them; it runs on the requested platform or not at all, sends no usage data,
-downloads nothing, and reads no weights from the model directory.
+checksum is of the written tensors. vLLM reports modules that it does not know. Environment
+variables are set before vLLM reads them; it runs on the requested platform or not at all, sends no
+usage data, downloads nothing, and reads no weights from the model directory.
 Does not promise: the same tokens for a seed as another engine; `score` and `prompt_logprobs` while
 paused; a quick start, since its processes import vLLM anew, about 25 s of CPU time.
 """
@@ -186,7 +186,7 @@ def sleep_frees_memory() -> bool:
 
 
 def _set_environment(platform: PlatformBase) -> None:
-    """Set variables for this process and vLLM's; the user's logging variables are kept."""
+    """Set environment variables for this process and vLLM's; the user's for logging are kept."""
     env.set_for_rollout(platform.rollout_env_vars())
     env.set_for_process(env.VLLM_CPU_KVCACHE_SPACE.name, None)
     for variable, value in (
@@ -286,8 +286,8 @@ class VllmEngine(ServedEngine):
         return self._llm is not None and self._llm.errored
 
     async def _sample(self, sample: RunningSample) -> Completion:
-        # vLLM drops a request whose task is cancelled. It has cached its supported tasks, else
-        # another coroutine could run between the start of a sample and the moment when it knows it.
+        # vLLM drops a request whose task is cancelled. `_name_version` has cached its supported
+        # tasks, else another coroutine could run before vLLM has registered this sample.
         from vllm.inputs.engine import tokens_input
 
         found: Any = None

@@ -16,7 +16,7 @@ SET_BY_US = frozenset({
     "skip_tokenizer_init", "tensor_parallel_size", "tokenizer", "trust_remote_code", "worker_cls",
     "worker_extension_cls",
 })  # fmt: skip
-"""Engine arguments with an option of their own, or on which the contract depends."""
+"""Arguments refused in `engine_args`: another option sets them, or the contract needs ours."""
 
 
 class VllmOptions(StrictModel):

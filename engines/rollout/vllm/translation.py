@@ -3,7 +3,7 @@
 Promises: the requested distribution is sampled, or the request is refused. vLLM drops cancelled
 samples. Logprobs of given tokens are computed with the served weights, without the prefix cache.
 Does not promise that a sample that continues a prefix equals an uninterrupted one: vLLM's random
-stream cannot start in the middle, so another one is used. `score_sequence` at a temperature other
+stream cannot start in the middle, so a new one is used. `score_sequence` at a temperature other
 than 1 is slow, since vLLM reports only temperature 1: the logprobs of the whole vocabulary are
 fetched and rescaled. vLLM materializes the logits of all tokens of a step, at most
 `max_prefill_tokens`.
@@ -19,8 +19,8 @@ from engines.rollout.served.engine import RunningSample
 from engines.types import Completion, RolloutRequest
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
-"""vLLM raises a smaller positive temperature to this, treats the smallest as 0, and refuses one
-above the maximum."""
+"""vLLM raises a smaller positive temperature to the minimum, or treats it as 0 if it is tiny, and
+refuses one above the maximum."""
 
 
 def check_temperature(request: RolloutRequest) -> None:
@@ -36,8 +36,8 @@ def check_temperature(request: RolloutRequest) -> None:
 def vllm_seed(seed: int, draw_offset: int = 0) -> int:
     """Return a 32-bit seed for vLLM; torch's CPU generator ignores all other bits.
 
-    vLLM draws a whole vocabulary per token and cannot skip any, so another stream starts after
-    `draw_offset` used numbers.
+    vLLM draws one number per vocabulary entry for each token and cannot skip any, so a sample with
+    a `draw_offset` gets a stream of its own.
     """
     if draw_offset:
         name = f"{seed & 2**64 - 1}/draw={draw_offset}".encode()
@@ -79,7 +79,7 @@ def completion(sample: RunningSample, output: Any) -> Completion:
     """Convert vLLM's final output.
 
     Raises:
-        RolloutError: a token lacks its logprob or version, or vLLM ended it for its own reasons.
+        RolloutError: a token lacks its logprob or version, or vLLM ended the sample on its own.
     """
     if output.finish_reason not in ("stop", "length", "abort"):
         raise RolloutError(f"{sample.name}: vLLM ended it as {output.finish_reason}")
@@ -111,7 +111,7 @@ async def score_sequence(
 async def prompt_rows(
     llm: Any, request: PromptRequest, num_top: int, vllm_id: str, adapter: Any = None
 ) -> PromptRows:
-    """Return what vLLM reports for the tokens that a request asks about; see `score_sequence`."""
+    """Return vLLM's logprobs of the requested tokens, and of the `num_top` likeliest of each."""
     ids = request.token_ids
     told = await _prompt_logprobs(llm, ids, num_top, vllm_id, adapter)
     rows = list(zip(told[request.first :], ids[request.first :], strict=True))

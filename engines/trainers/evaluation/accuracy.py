@@ -7,7 +7,7 @@ times): a mean over rows stays the same, while its uncertainty counts distinct p
 torch.
 
 Promises: equal inputs give equal results on every version of numpy; without repeated problems the
-numbers are those of rows, bit for bit.
+results equal those over rows, bit for bit.
 Does not promise: a correct interval for few problems, or for equal values that are not verdicts.
 """
 
@@ -22,19 +22,19 @@ import numpy as np
 
 NUM_DRAWS = 2_000
 MAX_CELLS = 2**22
-"""Problems that are drawn at once."""
+"""Bound on draws x problems that are computed at once."""
 
 
 @dataclass(frozen=True)
 class ProblemSums:
-    """Sums of P distinct problems' values and their number of rows, by first occurrence."""
+    """For each of P distinct problems, by first occurrence: sum of values, and number of rows."""
 
     sums: tuple[float, ...]
     num_rows: tuple[int, ...]
 
     @property
     def weighted_means(self) -> list[float]:
-        """(P,) the mean of each problem's rows, weighted so that their mean is that over rows."""
+        """(P,) sums times P / number of all rows, so that their mean is the mean over rows."""
         scale = len(self.sums) / sum(self.num_rows)
         return [each * scale for each in self.sums]
 
@@ -68,7 +68,7 @@ def share_interval(verdicts: ProblemSums, confidence: float) -> tuple[float, flo
 
 @dataclass(frozen=True)
 class SampledAnswer:
-    """One scored sample, and the `answer` that the reward read: "" if none, None if unreported."""
+    """One scored sample; `answer` is the reward's extract, "" if nothing, None if unreported."""
 
     answer: str | None
     correct: bool
@@ -92,7 +92,7 @@ def bootstrap_interval(
 
     Whole problems are drawn with replacement, with all of their rows (the cluster bootstrap: Field
     and Welsh, Bootstrapping Clustered Data, JRSS B 69, 2007), from PCG64's raw stream, which numpy
-    guarantees. The mean lies between the bounds. Raises `ValueError` if there is no value.
+    keeps stable. The mean lies between the bounds. Raises `ValueError` if there is no value.
     """
     if not values.sums:
         raise ValueError("got no values; need one or more")
@@ -117,7 +117,7 @@ def estimate(
     seed: int,
     num_draws: int = NUM_DRAWS,
 ) -> Estimate:
-    """Return the mean of rows' values with Wilson's interval for verdicts, else a bootstrap."""
+    """Return the rows' mean; Wilson's interval if each problem has one verdict, else bootstrap."""
     problems, values = sums_by_problem(rows), [value for _, value in rows]
     has_one_verdict_each = len(set(rows)) == len(problems.sums) and {*values} <= {0, 1}
     low, high = (
@@ -149,7 +149,7 @@ def sampled_values(samples: Sequence[SampledAnswer], k: int) -> dict[str, float]
 
 
 def says_answers(samples: Sequence[SampledAnswer]) -> bool:
-    """Return True if the reward reports the answer that it read of each sample."""
+    """Return True if the reward reports the answer that it extracted from each sample."""
     return all(sample.answer is not None for sample in samples)
 
 
@@ -175,7 +175,7 @@ def sampled_metrics(
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Return the unbiased estimate that at least one of k samples is right.
+    """Return the unbiased estimate of the probability that at least one of k samples is right.
 
     arXiv:2107.03374 eq. 1: ``1 - C(n - c, k) / C(n, k)`` with n `num_samples`, c `num_correct`.
     Raises `ValueError` if k is not in [1, n], or c is not in [0, n].
@@ -232,7 +232,7 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> 
 
 
 def _right_with(votes: int, classes: Sequence[tuple[int, float]], n: int, k: int) -> float:
-    """Return the probability that a right winner has `votes` votes, times that of k samples.
+    """Return the probability that a right winner has `votes` votes, times that of drawing k.
 
     `classes` holds the number of samples and the mean verdict of each answer.
     """
@@ -286,7 +286,7 @@ def _chance(count: int, drawn: int, n: int, k: int) -> float:
 def best_at_k(scores: Sequence[float], k: int) -> float:
     """Return the mean of the largest of k scores over all draws without replacement.
 
-    The i-th smallest of n is the largest of ``C(i - 1, k - 1)`` of the ``C(n, k)`` draws. Of
+    The i-th smallest of n is the largest of ``C(i - 1, k - 1)`` of the ``C(n, k)`` draws. For
     verdicts it is pass@k. Raises `ValueError` if k is not in [1, n].
     """
     if not 1 <= k <= len(scores):

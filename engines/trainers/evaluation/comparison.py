@@ -1,14 +1,14 @@
 """Compare two models on the same problems, metric by metric; imports no torch.
 
 Paired randomization test (Fisher, The Design of Experiments, 1935, sec. 21; Noreen, Computer
-Intensive Methods for Testing Hypotheses, 1989): the sum of each problem's differences is compared
-with sums over random signs. For verdicts, whose differences are -1, 0 and 1, it is the exact
+Intensive Methods for Testing Hypotheses, 1989): the sum of the problems' differences is compared
+with sums under random signs. For verdicts, whose differences are -1, 0 and 1, it is the exact
 McNemar (sign) test up to the error of its draws. Rows of one problem share one sign.
 
-Promises: a metric called better or worse differs beyond chance: equal models are told apart with
-probability at most (1 - confidence) / 2. Without a known direction it is called higher or lower.
+Promises: equal models are called better with probability at most (1 - confidence) / 2, and worse
+likewise. Without a known direction the verdict is higher or lower.
 Does not promise: a joint confidence (of twenty metrics one may differ by chance), or an interval
-for the size of a large gain; it is wider than that of a bootstrap.
+for the size of a large gain: the margin is then wider than that of a bootstrap.
 """
 
 import json
@@ -33,12 +33,12 @@ from infra.tracking.comparison import GAIN, HIGHER_IS_BETTER, MARGIN, Verdict, v
 
 NUM_DRAWS = 20_000
 MAX_CELLS = 2**22
-"""Signs that are drawn at once."""
+"""Bound on draws x distinct sizes that are computed at once."""
 
 
 @dataclass(frozen=True)
 class PairedGain:
-    """A mean difference, above 0 if the second model is better.
+    """A mean difference of a metric, above 0 if the candidate has the larger values.
 
     `margin` is half the width of its interval, `num_problems` counts distinct problems.
     """
@@ -72,10 +72,10 @@ def paired_gain(
 
 
 def differences_of(evaluation: Path, incumbent: Path, metric: str) -> list[float]:
-    """Return by how much each distinct problem went better than with the incumbent; may be empty.
+    """Return each distinct problem's gain over the incumbent; empty if no row has both values.
 
-    Each is the mean over the rows with a value in both, weighted so that the mean of all is that
-    over rows. Raises `ConfigError` if the problems of the two evaluations differ.
+    Gains are over rows with both values, as `ProblemSums.weighted_means`. Raises `ConfigError` if
+    the problems of the two evaluations differ.
     """
     now, before = _rows(evaluation, metric), _rows(incumbent, metric)
     differing = sorted(now.keys() ^ before.keys())
@@ -137,8 +137,8 @@ _SCHEMA_VERSION = 1
 class MetricGain:
     """One metric of a model (`value`) and of another (`other`).
 
-    `gain` is the mean difference over the problems with a value in both, `margin` the one that
-    chance gives. `higher_is_better` is None if the direction is unknown.
+    `gain` is the mean difference over the problems with a value in both, `margin` the largest that
+    chance explains. `higher_is_better` is None if the direction is unknown.
     """
 
     metric: str
@@ -162,7 +162,7 @@ class MetricGain:
 
 
 def compared_metrics(evaluation: Path, against: Path) -> list[str]:
-    """Return the sorted metrics that have a value for each problem in both evaluations."""
+    """Return the names, sorted, of metrics that are means over problems in both evaluations."""
     ours, theirs = metrics_of(evaluation), metrics_of(against)
     names = sorted(ours.keys() & theirs.keys())
     if not has_documents(evaluation):

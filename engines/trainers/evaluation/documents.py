@@ -1,7 +1,7 @@
 """Files of a harness measurement: `summary.json` and `documents.parquet`; imports no torch.
 
 Equal measurements give equal bytes with one version of pyarrow. Metrics that are means of the
-documents' numbers can be compared between models document by document.
+documents' values can be compared between models document by document.
 """
 
 import json
@@ -56,7 +56,7 @@ def write_measurement(
     documents: Sequence[Document],
     directory: Path,
 ) -> None:
-    """Write both files into an existing directory; `tasks` are plain JSON values by task name."""
+    """Write both files to `directory`, which exists; `tasks` are JSON values by task name."""
     table = pa.Table.from_pylist(
         [{**each, "metrics": sorted(each["metrics"].items())} for each in documents], _SCHEMA
     )
@@ -84,13 +84,13 @@ def document_values(directory: Path, metric: str) -> dict[tuple[int, str, str], 
 
 
 def is_mean(directory: Path, metric: str, value: float) -> bool:
-    """Return True if `value` of a metric is the mean over the documents' numbers."""
+    """Return True if a metric's `value` is the mean of the documents' contributions to it."""
     values = document_values(directory, metric).values()
     return bool(values) and isclose(sum(values) / len(values), value, rel_tol=1e-9, abs_tol=1e-12)
 
 
 def higher_is_better(directory: Path, metric: str) -> bool | None:
-    """Return the harness's direction of a metric of any filter; None if it gives none."""
+    """Return the direction that the harness gives a metric (of any filter); None if it has none."""
     summary = json.loads((directory / SUMMARY_NAME).read_text(encoding="utf-8"))
     said = {
         metric_name(task, name, NO_FILTER): is_better

@@ -268,7 +268,7 @@ _SCHEMA = pa.schema(
 
 
 def write_evaluation(evaluation: Evaluation, directory: Path) -> None:
-    """Write both files into an existing directory."""
+    """Write `summary.json` and `rows.parquet` into an existing directory."""
     rows = [
         {
             "index": problem.prompt.index,

@@ -59,7 +59,7 @@ Encoded = tuple[Any, list[int], list[int]]
 
 
 class HarnessModel(TemplateLM):
-    """The model of one measurement.
+    """Answers the harness's requests with our model: log-likelihoods and generated texts.
 
     `infer` uses no temperature. `max_length` is the context in tokens, `max_new_tokens` the limit
     of an answer if the task sets none, `section` the recipe's section for errors.
@@ -168,7 +168,7 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[Encoded], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Return the sum of each continuation, and True if it is the greedy one."""
+        """Return each continuation's summed logprob, and True if greedy decoding would give it."""
         found: list[tuple[float, bool]] = []
         for chunk in _chunks(requests):
             ids = [self._cut(context, rest) for _, context, rest in chunk]
@@ -297,11 +297,11 @@ def run_tasks(
     confidence: float,
     section: str,
 ) -> tuple[dict[str, float], dict[str, Any], list[Document]]:
-    """Ask a model everything; return metrics, tasks and documents.
+    """Run the configured tasks on a model; return metrics, tasks and documents.
 
     Metrics are finite, by `metric_name`, with `_low` and `_high` of two-sided intervals if there is
     a standard error. Tasks have version, numbers of examples and documents, and metric directions.
-    `seed` is not for few-shot examples. Raises `ConfigError` if a task cannot be loaded or asked.
+    Few-shot examples use `config.fewshot_seed`. Raises `ConfigError` if a task cannot be run.
     """
     if config.apply_chat_template and not model.tokenizer.chat_template:
         raise ConfigError(

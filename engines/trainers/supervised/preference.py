@@ -1,7 +1,7 @@
 """Answer pairs as a training set, for a policy (DPO family) or a reward model.
 
 Promises: a pair is not split across ranks or micro-batches; held-out pairs are compared by the
-rewards of the loss. Does not promise that a policy of a high accuracy writes such answers.
+rewards of the loss. Does not promise that a policy of high accuracy generates such answers.
 """
 
 from abc import abstractmethod
@@ -50,7 +50,7 @@ CONFIDENCE = 0.95
 
 
 class _PairRows(TrainingSet):
-    """The part of a training set that does not depend on what is trained on the pairs."""
+    """Base class of the training sets of pairs, for a policy or a reward model."""
 
     _is_paired = True
 
@@ -125,7 +125,7 @@ class PolicyPairs(_PairRows):
 
     @property
     def largest_unit(self) -> int:
-        """Tokens of the largest pair, or of a prompt with the longest answer to another."""
+        """Tokens of the largest pair, or for `kto` of a prompt with another pair's answer."""
         if self._is_paired:
             return super().largest_unit
         exchanged = longest_exchanged(self._pairs, self._max_length)
@@ -196,7 +196,7 @@ def longest_exchanged(pairs: Iterable[Pair], max_length: int) -> int:
 
 
 def packed(pairs: Sequence[Pair], rows: Sequence[int], *, paired: bool) -> TokenBatch:
-    """Concatenate pairs, chosen answer first; with `paired` two answers are one unit.
+    """Concatenate pairs, chosen answer first; with `paired` a pair's answers are one unit.
 
     The batch has the column `loss_mask` and the rows `chosen`, `margin` and `ROW`, from `rows`.
     """

@@ -27,7 +27,7 @@ _NUM_POISONED = "num_poisoned"
 
 @dataclass(frozen=True)
 class SupervisedState:
-    """The loop after `step` steps.
+    """State of the training loop after `step` steps.
 
     `loss_average` is None before the first update; `num_poisoned` counts left-out updates; `before`
     holds the held-out metrics before the first step.

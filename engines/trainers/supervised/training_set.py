@@ -1,4 +1,4 @@
-"""What a supervised stage trains on: rows, their batches and the loss.
+"""The training set of a supervised stage: rows, their batches and the loss.
 
 A new stage needs only a subclass, a job and a section; the loop uses this interface only.
 """
@@ -19,7 +19,7 @@ from engines.types import TokenBatch
 
 
 class TrainingSet(ABC):
-    """Rows with answers, and how a model learns from them."""
+    """Rows with answers, their batches, and the loss with which a role is trained on them."""
 
     role: RoleName = POLICY
     """The role that is trained."""
@@ -55,7 +55,7 @@ class TrainingSet(ABC):
 
 
 class Conversations(TrainingSet):
-    """Conversations to imitate; evaluation is a separate stage."""
+    """Conversations for SFT, trained on their marked tokens; evaluation is a separate stage."""
 
     def __init__(self, examples: SFTExamples) -> None:
         self._examples, self._lengths = examples.examples, examples.lengths
@@ -64,7 +64,7 @@ class Conversations(TrainingSet):
 
     @property
     def visited(self) -> Sequence[VisitedRow]:
-        """Conversations."""
+        """One row per conversation."""
         return Made(
             range(len(self._lengths)),
             lambda place: VisitedRow(self._sources[place], self._lengths[place], {}),
