@@ -96,8 +96,8 @@ class RolloutEngine(ABC):
 
         The caller must have drained, paused or aborted requests in flight. The source yields every
         parameter and persistent buffer in the dtype in which it is held. The engine holds at most
-        one incoming tensor beside its own copy, and refuses to sample from the first tensor until
-        `finish_update`, also after an error.
+        one incoming tensor beside its own copy. Once it has taken the first tensor it samples
+        nothing before `finish_update`, also after an error.
 
         Raises:
             WeightSyncError: a name is unknown, missing, repeated, or has another shape or dtype.

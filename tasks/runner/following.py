@@ -78,7 +78,7 @@ class _Verdict(Enum):
 
 
 def _no_beat() -> BeatWatch:
-    """Return a watch without a heartbeat; its silence is the time in which it could look."""
+    """Return a stopwatch: its `silence_s` sums the time between looks, without skipped gaps."""
     return BeatWatch(lambda: None)
 
 
