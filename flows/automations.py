@@ -10,9 +10,9 @@ second time after it looked for hooks. A run that was restarted in between would
 crashed by the second report while it is alive.
 Promises: a silent run becomes *Crashed*, which frees its slot in the deployment. A stranded run of
 a deployment is restarted at most once after each start, and at most `MAX_RESUMES` times, or once
-more if a start failed; then it stays stranded, with the reason. A run that failed, was cancelled or is being cancelled is not restarted.
-An unchanged automation is not updated, because an update makes the server forget the events that it
-saw. A paused automation stays paused.
+more if a start failed; then it stays stranded, with the reason. A run that failed, was cancelled or
+is being cancelled is not restarted. An unchanged automation is not updated, because an update makes
+the server forget the events that it saw. A paused automation stays paused.
 Does not promise: to distinguish a process that was suspended for long from one that was killed. If
 it wakes up, both processes follow the same job.
 """

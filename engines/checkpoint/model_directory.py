@@ -174,11 +174,11 @@ def check_reward_model(path: Path, *, max_length: int | None) -> None:
     entries = {name: value for f in _weight_files(path) for name, value in _header(f).items()}
     shape = entries.get(_SCORE_HEAD, {}).get("shape")
     if shape is None or shape[0] != 1:
-        held = "no such tensor" if shape is None else f"one of shape {shape}"
+        held = f"no {_SCORE_HEAD}" if shape is None else f"{_SCORE_HEAD} of shape {shape}"
         raise ConfigError(
             _FIELD,
-            f"{path} holds {held} as {_SCORE_HEAD}; need a head of one output; give a sequence "
-            "classification model with num_labels 1",
+            f"{path} holds {held}; need a head of one output; give a sequence classification "
+            "model with num_labels 1",
         )
 
 

@@ -125,7 +125,7 @@ class DataConfig(StrictModel):
         )
         yield (
             not self.arithmetic and not sources,
-            "no data; set arithmetic, or the sources sft, rl and evaluation",
+            "no data; set arithmetic, or the sources that the stages read, such as sft or rl",
         )
         held_out = self.arithmetic or self.evaluation or self.preference_evaluation
         yield (

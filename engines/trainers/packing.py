@@ -22,7 +22,7 @@ See = Callable[[Sequence[Sequence[bytes]]], ImagePatches | None]
 
 
 def pack(trajectories: Sequence[Trajectory], see: See | None = None) -> TokenBatch:
-    """Concatenate B trajectories, each after its prompt; without `see` there are no images.
+    """Concatenate B trajectories, each after its prompt; `see`, if given, makes image patches.
 
     The batch is narrow (`TokenBatch.widened`): int32 ids, bool `loss_mask` (trained tokens).
     `rollout_logprobs` and segment columns are float32, 0 on prompts and where a segment has none.

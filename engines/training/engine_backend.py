@@ -115,7 +115,7 @@ class EngineBackend(ABC):
             yield self._forward(batch.to(device), readouts)
 
     def _set_adapter(self, enabled: bool) -> None:
-        raise EngineError(f"{self.spec.training.backend} has no adapter")
+        raise EngineError(f"{self.spec.training.backend} cannot switch its LoRA adapter off")
 
     def _end_inference(self) -> None:  # noqa: B027 (most backends leave nothing behind)
         """Release gathered weights that forward passes without a backward pass keep."""

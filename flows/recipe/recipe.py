@@ -300,8 +300,8 @@ def _check_data(recipe: Recipe) -> None:
         if recipe.trains:
             raise ConfigError(
                 "data",
-                "missing; set data.arithmetic, or the sources data.sft, data.rl and "
-                "data.evaluation",
+                "missing; set data.arithmetic, or the sources that the stages read, of data.sft, "
+                "data.preference, data.rl and data.evaluation",
             )
         return
     plays = recipe.preference is not None and recipe.preference.self_play is not None

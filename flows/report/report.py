@@ -172,7 +172,7 @@ def evaluated_name(label: str) -> str:
 def write_report(report: Report, recipe: Recipe, history: StageHistory) -> Path:
     """Write the report's files, unless nothing was computed and they are up to date."""
     directory = make_run_directory(recipe)
-    if all(stage.reused for stage in report.stages) and _is_told(report, directory):
+    if all(stage.reused for stage in report.stages) and _is_up_to_date(report, directory):
         return directory
     draw_plots(plot_data(report, history), directory)
     rounds = [s.fingerprint for s in report.stages if s.name.startswith("rl_round")]
@@ -187,7 +187,7 @@ def write_report(report: Report, recipe: Recipe, history: StageHistory) -> Path:
     return directory
 
 
-def _is_told(report: Report, directory: Path) -> bool:
+def _is_up_to_date(report: Report, directory: Path) -> bool:
     try:
         last = Report.model_validate_json((directory / REPORT_JSON).read_bytes())
     except (FileNotFoundError, ValidationError):

@@ -154,7 +154,7 @@ class PipelineRun:
         self._started = time.monotonic()
 
     def finish(self) -> Report:
-        """Write the report, and show it on the run page."""
+        """Write the report, record the run as finished, show the report on the Prefect run page."""
         report = build_report(
             self._recipe, self.stages.results, time.monotonic() - self._started, self.gate.rejected
         )

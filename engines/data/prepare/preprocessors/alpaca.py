@@ -14,7 +14,7 @@ from engines.data.read.rows import Message, RowError, SFTRow, check_text
 
 
 class AlpacaOptions(StrictModel):
-    """How instruction and input are joined, and the name of the source."""
+    """How instruction and input are joined, and the `data_source` of its rows."""
 
     separator: str = "\n"
     """Text between the instruction and the input, if there is an input."""

@@ -16,7 +16,7 @@ from engines.data.read.rows import RewardModel, RLRow, RowError, with_images
 
 
 class Geometry3kOptions(ProblemOptions):
-    """Prompt and name of the source."""
+    """Options: the prompt, and the `data_source` of its rows."""
 
     data_source: str = "hiyouga/geometry3k"
 

@@ -19,7 +19,7 @@ _CALCULATOR_NOTE = re.compile(r"<<[^<>]*>>")
 
 
 class GSM8KOptions(ProblemOptions):
-    """Prompt and name of the source."""
+    """Options: the prompt, and the `data_source` of its rows."""
 
     data_source: str = "openai/gsm8k"
 

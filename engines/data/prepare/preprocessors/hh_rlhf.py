@@ -17,7 +17,7 @@ _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 class HHRLHFOptions(StrictModel):
-    """Name of the source."""
+    """Options: the `data_source` of its rows."""
 
     data_source: str = "Anthropic/hh-rlhf"
 

@@ -22,7 +22,7 @@ _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 class MATHOptions(ProblemOptions):
-    """Prompt and name of the source."""
+    """Options: the prompt, and the `data_source` of its rows."""
 
     data_source: str = "math"
 

@@ -18,7 +18,7 @@ _KEPT = ("problem_type", "question_type", "source", "uuid")
 
 
 class OpenR1MathOptions(ProblemOptions):
-    """Prompt and name of the source."""
+    """Options: the prompt, and the `data_source` of its rows."""
 
     data_source: str = "open-r1/OpenR1-Math-220k"
 

@@ -28,7 +28,7 @@ class Conversations(Preprocessor[NoOptions]):
 
 
 class PairsOptions(StrictModel):
-    """Columns of the margin, and the name of the source."""
+    """Columns of the margin, and the `data_source` of its rows."""
 
     score_columns: tuple[str, str] | None = None
     """Score columns of the chosen and the rejected answer (`score_chosen`, `score_rejected`), whose

@@ -51,7 +51,7 @@ _RESPONSE = re.compile(r"\s*<tool_response>(.*?)</tool_response>\s*", re.DOTALL)
 
 
 class ShareGPTOptions(StrictModel):
-    """Name of the source, and handling of calls."""
+    """Options: the `data_source` of its rows, and how calls are handled."""
 
     data_source: str = "sharegpt"
     parse_calls: bool = False

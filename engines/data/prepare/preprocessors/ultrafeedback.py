@@ -12,7 +12,7 @@ from engines.data.read.rows import PreferenceRow, RowError
 
 
 class UltraFeedbackOptions(StrictModel):
-    """Name of the source."""
+    """Options: the `data_source` of its rows."""
 
     data_source: str = "HuggingFaceH4/ultrafeedback_binarized"
 

@@ -30,7 +30,7 @@ from engines.data.read.rows import (
 
 
 class XLAMOptions(StrictModel):
-    """Name of the source."""
+    """Options: the `data_source` of its rows."""
 
     data_source: str = "Salesforce/xlam-function-calling-60k"
 
