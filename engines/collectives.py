@@ -161,11 +161,12 @@ def gather_texts(text: str | None) -> list[str | None]:
     return texts
 
 
-def raise_together(problem: OSError | None, what: str) -> None:
+def raise_together(problem: Exception | None, what: str) -> None:
     """Raise OSError on all ranks if any rank has a `problem`, so that none waits. Collective."""
     if problem is not None and world_size() == 1:
         raise problem
-    own = problem and json.dumps([problem.errno or errno.EIO, str(problem)])
+    code = getattr(problem, "errno", None) or errno.EIO
+    own = problem and json.dumps([code, f"{problem}" or type(problem).__name__])
     for number, text in enumerate(gather_texts(own)):
         if text is not None:
             code, said = json.loads(text)

@@ -216,9 +216,8 @@ def plan_run(
         gate.accepts,
     )
     labels = [stage.label for stage in planner.stages]
-    started = [] if start_from is None else [start_from]
-    for option, named in (("--from", started), ("--force", force), ("--adopt", adopt)):
-        for label in named:
+    for option, named in (("--from", [start_from]), ("--force", force), ("--adopt", adopt)):
+        for label in filter(None, named):
             if label not in labels:
                 raise ConfigError(option, unknown_name(label, labels))
     for stage in planner.stages[: labels.index(start_from) if start_from else 0]:

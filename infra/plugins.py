@@ -20,14 +20,14 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import EntryPoint, entry_points
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Generic, TypedDict, TypeVar, Unpack
+from typing import Any, Generic, TypeVar
 
 from infra import env
 from infra.errors import EXIT_TERMINATED, ConfigError, UnknownPluginError
@@ -219,7 +219,7 @@ def load_row(row: Row, path: str) -> Any:
     if row.is_ours and not row.requires:
         return load_target(row.target)
     try:
-        with nullcontext() if row.is_ours else _outside_code():
+        with _outside_code(converts=not row.is_ours):
             return load_target(row.target)
     except ImportError as error:
         reason, remedy = str(error), f"repair or remove {row.source}"
@@ -232,8 +232,8 @@ def load_row(row: Row, path: str) -> Any:
 
 
 @contextmanager
-def _outside_code() -> Iterator[None]:
-    """Convert whatever the import of an external module raises to a one-line ImportError."""
+def _outside_code(*, converts: bool = True) -> Iterator[None]:
+    """Turn errors of an import into a one-line ImportError; only a `sys.exit` if not `converts`."""
     try:
         yield
     except SystemExit as error:
@@ -241,6 +241,8 @@ def _outside_code() -> Iterator[None]:
             raise  # not from the module: this process received SIGTERM
         raise ImportError(f"it calls sys.exit({error.code!r})") from error
     except Exception as error:  # plugin boundary: any reason is the user's answer
+        if not converts:
+            raise
         raise ImportError(reason_of(error)) from error
 
 
@@ -277,13 +279,6 @@ def _owner(entry: EntryPoint) -> str:
 
 
 RowT = TypeVar("RowT", bound=Row)
-
-
-class Accelerator(TypedDict, total=False):
-    """Torch device type and vendor that a plugin has to support; absent means any."""
-
-    device: str | None
-    vendor: str | None
 
 
 class PluginTable(Generic[RowT]):
@@ -342,7 +337,14 @@ class PluginTable(Generic[RowT]):
                 )
         return rows
 
-    def place(self, name: str, path: str | None = None, **on: Unpack[Accelerator]) -> RowT:
+    def place(  # fmt: skip
+        self,
+        name: str,
+        path: str | None = None,
+        *,
+        device: str | None = None,
+        vendor: str | None = None,
+    ) -> RowT:
         """Return the row of a name without checking or importing what it requires.
 
         A row for the device and vendor has priority over a row for the device, and this over a row
@@ -352,7 +354,7 @@ class PluginTable(Generic[RowT]):
             UnknownPluginError: the name is unknown, or does not support the device.
             ConfigError: two rows claim the name.
         """
-        rows, device, vendor = self.find_all(name, path), on.get("device"), on.get("vendor")
+        rows = self.find_all(name, path)
         if device is None:
             return rows[0]
         fitting = [r for r in rows if not r.devices or device in r.devices]
@@ -366,15 +368,29 @@ class PluginTable(Generic[RowT]):
             )
         return min(fitting, key=lambda row: (not row.devices, row.vendor != vendor))
 
-    def find(self, name: str, path: str | None = None, **on: Unpack[Accelerator]) -> RowT:
+    def find(  # fmt: skip
+        self,
+        name: str,
+        path: str | None = None,
+        *,
+        device: str | None = None,
+        vendor: str | None = None,
+    ) -> RowT:
         """Return the row of `place`; raises ConfigError if its requirements are missing."""
-        row = self.place(name, path, **on)
+        row = self.place(name, path, device=device, vendor=vendor)
         _interpreter(row, path or self.setting)
         return row
 
-    def load(self, name: str, path: str | None = None, **on: Unpack[Accelerator]) -> Any:
+    def load(  # fmt: skip
+        self,
+        name: str,
+        path: str | None = None,
+        *,
+        device: str | None = None,
+        vendor: str | None = None,
+    ) -> Any:
         """Import the object that the row's target names; arguments and errors as for `find`."""
-        return load_row(self.find(name, path, **on), path or self.setting)
+        return load_row(self.find(name, path, device=device, vendor=vendor), path or self.setting)
 
     def check_targets(self, name: str, path: str | None = None) -> None:
         """Check that module and attribute of an external plugin exist; imports nothing.

@@ -15,6 +15,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -50,21 +51,22 @@ class Region:
 def own_regions(tensors: Mapping[str, Tensor]) -> Iterator[Region]:
     """Yield the regions of tensors, sharded or not, that this rank stores, by name. Collective.
 
-    Of the ranks that hold a region, the rank with the fewest regions so far stores it.
+    Of the ranks that hold a region, the rank with the fewest bytes so far stores it.
     """
     own: dict[str, Region] = {}
     for name, tensor in tensors.items():
         place = local_place(name, tensor)
         if place.num_values:
             own[f"{name} {place.offsets}"] = Region(name, place.offsets, local_values(tensor))
-    holders: dict[str, list[int]] = {}
-    for rank, keys in enumerate(collectives.gather_texts(json.dumps(list(own)))):
-        for key in json.loads(keys or "[]"):
-            holders.setdefault(key, []).append(rank)
-    num_stored = Counter[int]()
-    for key, ranks in sorted(holders.items()):
-        writer = min(ranks, key=num_stored.__getitem__)
-        num_stored[writer] += 1
+    holders: dict[tuple[str, int], list[int]] = {}
+    sizes = json.dumps({key: region.values.nbytes for key, region in own.items()})
+    for rank, text in enumerate(collectives.gather_texts(sizes)):
+        for key_and_bytes in json.loads(text or "{}").items():
+            holders.setdefault(key_and_bytes, []).append(rank)
+    num_bytes_of = Counter[int]()
+    for (key, num_bytes), ranks in sorted(holders.items()):
+        writer = min(ranks, key=num_bytes_of.__getitem__)
+        num_bytes_of[writer] += num_bytes
         if writer == collectives.rank():
             yield own[key]
 
@@ -72,21 +74,26 @@ def own_regions(tensors: Mapping[str, Tensor]) -> Iterator[Region]:
 def save_regions(path: Path, regions: Iterable[Region]) -> None:
     """Write this rank's regions as they come; every rank calls it.
 
-    No two ranks have the same region. `regions` is iterated to the end, because producing them may
-    use collectives. Raises `OSError` on every rank, if the disk of one is full or fails.
+    No two ranks have the same region. Raises `OSError` on every rank if one fails.
+    """
+    _together(f"cannot save {path}", regions, partial(_write_regions, path, collectives.rank()))
+
+
+def _together(
+    what: str, regions: Iterable[Region], work: Callable[[Iterable[Region]], None]
+) -> None:
+    """Give regions to `work`; an error on one rank is raised as `OSError` on all. Collective.
+
+    The regions are iterated to the end, because producing them may use collectives.
     """
     waiting = iter(regions)
-    on_host = (
-        replace(region, values=own_storage(region.values.detach().cpu().contiguous()))
-        for region in waiting
-    )
-    problem: OSError | None = None
+    problem: Exception | None = None
     try:
-        _write_regions(path, collectives.rank(), on_host)
-    except OSError as error:
+        work(waiting)
+    except (OSError, RuntimeError, MemoryError, SafetensorError) as error:
         problem = error
     deque(waiting, maxlen=0)
-    collectives.raise_together(problem, f"cannot save {path}")
+    collectives.raise_together(problem, what)
 
 
 def stage_regions(
@@ -97,11 +104,15 @@ def stage_regions(
     Every rank calls it; the tensors may change afterwards. The returned function may run on any
     thread: it uses no collective, raises `OSError`, and gives the buffers back.
     """
-    staged = [
-        replace(region, values=buffers.copy((region.name, region.offsets), region.values.detach()))
-        for region in regions
-    ]
+    staged: list[Region] = []
     rank = collectives.rank()
+
+    def stage(waiting: Iterable[Region]) -> None:
+        for region in waiting:
+            values = buffers.copy((region.name, region.offsets), region.values.detach())
+            staged.append(replace(region, values=values))
+
+    _together(f"cannot stage {path}", regions, stage)
 
     def write() -> None:
         _write_regions(path, rank, staged)
@@ -113,7 +124,7 @@ def stage_regions(
 
 
 def _write_regions(path: Path, rank: int, regions: Iterable[Region]) -> None:
-    """Write regions, contiguous on the CPU, to files in which no name occurs twice."""
+    """Write regions to files in which no name occurs twice; the host holds one file at a time."""
     files: list[dict[str, Region]] = []
     size_bytes, parts = 0, count()
 
@@ -128,7 +139,9 @@ def _write_regions(path: Path, rank: int, regions: Iterable[Region]) -> None:
             flush()
         if all(region.name in file for file in files):
             files.append({})
-        next(file for file in files if region.name not in file)[region.name] = region
+        values = own_storage(region.values.detach().cpu().contiguous())
+        file = next(file for file in files if region.name not in file)
+        file[region.name] = replace(region, values=values)
         size_bytes += region.values.nbytes
     flush()
 

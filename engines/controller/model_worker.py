@@ -245,8 +245,7 @@ class ModelWorker:
     @dispatch(Dispatch.ONE_TO_ALL)
     def adopt_average(self) -> bool:
         """Replace weights by their moving average; True if a role has one. Collective."""
-        adopted = [engine.adopt_average() for engine in self._engines.values()]
-        return any(adopted)
+        return any([engine.adopt_average() for engine in self._engines.values()])  # all of them
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: Path) -> int:

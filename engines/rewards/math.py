@@ -181,8 +181,7 @@ def _answers(solution_str: str, extraction: Extraction) -> list[Any]:
 
 def _parse_answer(text: str) -> list[Any]:
     """Parse a text that consists of an answer only."""
-    boxed = text if "\\boxed" in text else f"\\boxed{{{text}}}"
-    return _parse(boxed) or _parse(text)
+    return _parse(text if "\\boxed" in text else f"\\boxed{{{text}}}") or _parse(text)
 
 
 def _parse(text: str) -> list[Any]:

@@ -310,7 +310,7 @@ class PoolBatch:
         self._num_added = 0
         self._thread: threading.Thread | None = None
         self._stopped = False
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self.waiting: deque[tuple[int, ScoreRequest]] = deque()
         self.found: dict[int, Score | Unscored] = {}
 
@@ -357,9 +357,7 @@ class PoolBatch:
         try:
             while not self._stopped:
                 self._pool._turn(self)
-        except (RewardError, OSError, TypeError, ValueError) as error:
-            # Raised in the caller's thread. Any other error ends this thread with a traceback, and
-            # `results` goes on in the caller's.
+        except BaseException as error:  # noqa: BLE001 - thread boundary: raised in the caller's
             self._error = error
 
     def _check_open(self) -> None:

@@ -340,6 +340,13 @@ class RolloutService:
         self, call: Callable[[RolloutEngine], Coroutine[Any, Any, T]], what: str
     ) -> list[T]:
         """Call all running replicas at once; return the answers of those that are not lost."""
-        running = (slot for slot in self._pool.slots if slot.is_up)
-        asking = self._pool.ask(running, lambda slot: call(slot.engine))
-        return [answer for _, answer in self._loop.run(asking, what, ANSWER_DEADLINE_S)]
+
+        async def in_time(slot: ReplicaSlot) -> T:
+            try:
+                async with asyncio.timeout(ANSWER_DEADLINE_S):
+                    return await call(slot.engine)
+            except TimeoutError:
+                raise DeadlineError(f"{what} (replica {slot.place})", ANSWER_DEADLINE_S) from None
+
+        asking = self._pool.ask((slot for slot in self._pool.slots if slot.is_up), in_time)
+        return [answer for _, answer in self._loop.run(asking, what, 2 * ANSWER_DEADLINE_S)]

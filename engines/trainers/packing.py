@@ -44,6 +44,8 @@ def pack(trajectories: Sequence[Trajectory], see: See | None = None) -> TokenBat
         width = next((array.shape[1:] for array in arrays if array is not None), ())
         values_T = np.zeros((num_tokens, *width), np.float32)
         for array, (_, span) in zip(arrays, segments, strict=True):
+            if array is not None and array.shape[1:] != width:
+                raise ValueError(f"a segment column of {array.shape}; need {width} for each token")
             if array is not None:
                 values_T[span] = array
         return torch.from_numpy(values_T)

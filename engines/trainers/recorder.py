@@ -165,7 +165,7 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
     sampled_T = experience.batch.columns["loss_mask"] > 0
     groups = group_statistics(experience.rewards_B, experience.group_index_B, experience.num_groups)
     metrics = {
-        **_spread("critic/score", experience.scores_BR[:, 0]),
+        **_spread("critic/score", experience.scores_BR[:, 0].contiguous()),
         **_spread("critic/rewards", experience.rewards_B),
         **_spread("response_length", lengths),
         "response_length/clip_ratio": sum(cut) / len(cut),

@@ -65,8 +65,13 @@ def owned_parts(parts: Iterable[HeldPart]) -> list[tuple[HeldPart, bool]]:
 def stream_parts(parts: Iterable[tuple[HeldPart, bool]]) -> Iterator[WeightShard]:
     """Read parts one at a time, without gradient; empty ones are read but not yielded."""
     for part, is_owner in parts:
-        with torch.no_grad():
-            values = part.read()
-        if 0 not in part.place.shape:
-            yield WeightShard(part.place, values, is_owner)
-        del values  # it would stay alive while the next one is read
+        if 0 in part.place.shape:
+            _read(part)
+        else:
+            # No local name, which would keep the tensor alive while a receiver works on it.
+            yield WeightShard(part.place, _read(part), is_owner)
+
+
+@torch.no_grad()
+def _read(part: HeldPart) -> Tensor:
+    return part.read()

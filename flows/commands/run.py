@@ -84,8 +84,7 @@ def nightly(arguments: argparse.Namespace) -> int:
     home, console = env.home(), Console()
     matrix = nights.load_matrix(arguments.recipes)  # invalid recipes fail before a server starts
     if arguments.accept:
-        names = [recipe.name for recipe in matrix]
-        for path in nights.accept(nights.last_night(home), names, baselines):
+        for path in nights.accept(nights.last_night(home), [r.name for r in matrix], baselines):
             console.print(path, highlight=False, markup=False, soft_wrap=True)
         return 0
     with _local_run(home, arguments) as (local_run, server):

@@ -11,7 +11,6 @@ from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from flows.diagnosis.diagnosis import DIAGNOSIS_MD
 from flows.report.report import Report, markdown
 from flows.report.samples import PAGE_NAME, samples_markdown
-from tasks.runner.recorder import PREFECT_ERRORS
 from tasks.runner.run import headline_metric
 
 MAX_PAGE_BYTES = 1_000_000
@@ -63,7 +62,7 @@ def _optional(what: str) -> Iterator[None]:
     """Scope that logs an error as a warning, because everything is also on disk."""
     try:
         yield
-    except (*PREFECT_ERRORS, LookupError) as error:  # LookupError: a page of an older version
+    except Exception as error:  # noqa: BLE001  the run page is optional
         _log.warning("%s is not shown on the run page: %s", what, error)
 
 

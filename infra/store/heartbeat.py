@@ -192,7 +192,7 @@ class Heartbeat:
         """Write a beat, or only warn: a failing disk ends the job where it saves, not here."""
         try:
             self._beat()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: the file was closed meanwhile
             _log.warning("heartbeat %s not written: %s", self._path, error)
 
     def _beat(self) -> None:

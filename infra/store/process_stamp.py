@@ -46,9 +46,10 @@ def living_pid(stamp: str) -> int | None:
 @functools.cache
 def _machine() -> str:
     """Return an id of the machine, boot and PID namespace, in which a pid names one process."""
-    boot = boot_id()
     # Start times of macOS are unique over its boots; the address of its network tells it apart.
-    machine = f"{boot} {os.readlink('/proc/self/ns/pid')}" if boot else str(uuid.getnode())
+    machine = boot_id() or str(uuid.getnode())
+    with suppress(OSError):  # no /proc, or a sandbox that hides it
+        machine += f" {os.readlink('/proc/self/ns/pid')}"
     return hashlib.sha256(machine.encode()).hexdigest()[:8]
 
 

@@ -357,8 +357,7 @@ def generation(entries: Sequence[LogEntry], attempt: int | None = None) -> Seque
 def current_generation(entries: Sequence[LogEntry]) -> int:
     """Return the number of the first attempt of the generation in progress, else of the next."""
     members = generation(entries)
-    is_open = members and members[-1].kind == "held"
-    return members[0].number if is_open else len(entries)
+    return members[0].number if members and members[-1].kind == "held" else len(entries)
 
 
 def journal_segments(entries: Sequence[LogEntry], attempt: int | None = None) -> list[Segment]:

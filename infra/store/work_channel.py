@@ -104,11 +104,9 @@ class WorkChannel(ABC):
         found: dict[int, bytes] = {}
         for each in self._files.listed(f"{self._name(attempt, SAMPLES_DIR)}/"):
             path = PurePosixPath(each.name)
-            if path.parent.name != SAMPLES_DIR or path.suffix != ".json":
-                continue
-            data = self._files.get(each.name)
-            if data is not None and path.stem.isdigit():
-                found[int(path.stem)] = data
+            if path.parent.name == SAMPLES_DIR and path.suffix == ".json" and path.stem.isdigit():
+                data = self._files.get(each.name)
+                found |= {int(path.stem): data} if data is not None else {}
         return found
 
     @abstractmethod

@@ -86,7 +86,8 @@ class Journal(AbstractContextManager["Journal"]):
         self._recorded: dict[int, set[str]] = {}
         self._time_ms = 0
         with ExitStack() as undo:
-            self._file = undo.enter_context(path.open("ab", buffering=0))
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._file = undo.enter_context(open(os.open(path, flags, 0o644), "ab", buffering=0))
             records, self._end = read_records(path)
             self._file.truncate(self._end)
             os.fsync(self._file.fileno())

@@ -148,7 +148,7 @@ class JobFollower:
             OSError: the store failed at the first request, or for `STORE_AWAY_S`.
         """
         self._storage.attempts.join(self._fingerprint, self._submission.follower)
-        is_cancelled = False
+        is_interrupted = is_terminated = False
         try:
             if not self._ours:
                 self._ask(self._skip_history)
@@ -165,14 +165,14 @@ class JobFollower:
                 self._ours = False  # the next attempt is a job of its own
         # Ctrl-C and SIGTERM arrive here as exceptions, at any point of the work.
         except KeyboardInterrupt:
-            is_cancelled = True
+            is_interrupted = True
             raise
         except TerminationSignal:
-            is_cancelled = run_is_cancelled()
+            is_terminated = True
             raise
         finally:
-            num_others = self._leave()
-            if is_cancelled:
+            num_others = self._leave()  # before a question to a server that may be slow
+            if is_interrupted or (is_terminated and run_is_cancelled()):
                 self._cancel(jobs, num_others)
 
     def _ask(self, ask: Callable[[], Value]) -> Value:

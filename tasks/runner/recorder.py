@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import UUID
 
-from httpx import HTTPError
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.context import TaskRunContext
-from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 
 from infra.redact import redact
@@ -164,8 +162,6 @@ def end_status(error: BaseException) -> EndStatus:
 
 
 UPDATE_EVERY_S = 3.0
-PREFECT_ERRORS = (HTTPError, PrefectException, OSError, RuntimeError, ValueError)
-"""Errors of a Prefect server that is unreachable or refuses, and of the client's event loop."""
 Logger = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
 
@@ -214,6 +210,6 @@ class RunPage:
                 self._artifact_id = created if isinstance(created, UUID) else None
             else:
                 update_progress_artifact(artifact_id=self._artifact_id, progress=percent)
-        except PREFECT_ERRORS as error:
+        except Exception as error:  # noqa: BLE001  the run page is optional
             self._gave_up = True
             self._logger.warning("progress is no longer shown on the run page: %s", error)

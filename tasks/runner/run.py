@@ -243,6 +243,11 @@ class StageResult(FrozenModel):
     job_seconds: dict[str, float]
     """Wall seconds of the job's phases, from the commit record."""
 
+    @property
+    def digest(self) -> str:
+        """Digest of the output artifact."""
+        return self.artifact.digest
+
 
 class StageRunner(Protocol):
     """Runs stages, or only plans them."""

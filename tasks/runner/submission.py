@@ -25,7 +25,6 @@ from infra.store.stage_spec import NextStage, StageSpec
 from infra.store.storage import Storage
 from infra.store.work_channel import JobProblem
 from tasks.runner.earlier_work import HalfTrained, copy_adopted_steps, link_adopted
-from tasks.runner.recorder import PREFECT_ERRORS
 from tasks.runner.run import STAGE_SCHEMA_VERSION, StageRequest
 
 FINGERPRINT_DIGITS = 16
@@ -180,7 +179,7 @@ def run_is_cancelled() -> bool:
     try:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(context.flow_run.id).state
-    except PREFECT_ERRORS as failure:
+    except Exception as failure:  # noqa: BLE001  the process is ending
         _log.warning("the state of the flow run is unknown: %s", failure)
         return False
     return state is not None and (state.is_cancelling() or state.is_cancelled())

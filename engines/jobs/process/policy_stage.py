@@ -101,7 +101,7 @@ def local_reward(context: JobContext, reward: RewardConfig) -> RewardConfig:
 
 
 def queueing(context: JobContext, hardware: HardwareConfig) -> Queueing:
-    """Return how a stage waits for resources: its deadline, and callbacks to journal and heartbeat."""
+    """Return how a stage waits for resources: a deadline, callbacks to journal and heartbeat."""
     return Queueing(
         hardware.queue_timeout_s, say=context.journal.log, waiting=context.heartbeat.tick
     )

@@ -70,8 +70,7 @@ def ends_where_told(request: Any, new_token_ids: list[int]) -> bool:
     from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
 
     ends = request.sampling_params.stop_token_ids or ()
-    num_before = len(request.output_ids) - len(new_token_ids)
-    for number, token in enumerate(new_token_ids, num_before + 1):
+    for number, token in enumerate(new_token_ids, 1 + len(request.output_ids) - len(new_token_ids)):
         if token in ends:
             request.finished_reason = FINISH_MATCHED_TOKEN(matched=token)
             request.finished_len = number

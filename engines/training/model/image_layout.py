@@ -72,8 +72,9 @@ def find_image_fault(batch: TokenBatch, layout: ImageLayout | None) -> ImageFaul
         odd_I = (images.grid_thw_I3[:, 1:] % layout.merge_size).any(1)
         if odd_I.any():
             return ImageFault(int(index_I[odd_I][0]), _GRID, 0, layout.merge_size)
-        num_features = layout.num_features(images.grid_thw_I3).tolist()
-        for sequence, needed in zip(index_I.tolist(), num_features, strict=True):
+        for sequence, needed in zip(
+            index_I.tolist(), layout.num_features(images.grid_thw_I3).tolist(), strict=True
+        ):
             wanted[sequence].append(needed)
     for i, (held, needed) in enumerate(zip(_runs(batch, layout.token_id), wanted, strict=True)):
         if held != needed:

@@ -145,6 +145,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 own_RK = scaled(logits_RC.gather(1, place_RK), scale)
                 chosen_RK.copy_(torch.where(inside_RK, own_RK, chosen_RK))
                 parts[-1].add(logits_RC, scale)
+                del logits_RC  # it would stay alive while the next tile is computed
         statistics.take(parts)
         if group is not None:
             statistics.sum_over(group)

@@ -56,8 +56,7 @@ class WandbTracker(DirectoryTracker):
     @property
     def mode(self) -> str:
         """Mode of the library: WANDB_MODE, else online with WANDB_API_KEY, offline without."""
-        key = env.WANDB_API_KEY.get()
-        return env.WANDB_MODE.get() or (ONLINE if key else OFFLINE)
+        return env.WANDB_MODE.get() or (ONLINE if env.WANDB_API_KEY.get() else OFFLINE)
 
     def encode(self, run: StoredRun, points: Sequence[MetricPoint]) -> bytes:
         """Return one line of JSON per point."""
