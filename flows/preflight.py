@@ -34,10 +34,12 @@ from engines.config.recipe import Recipe
 from engines.config.stages.final import EvaluateStageConfig
 from engines.config.training import HardwareConfig, TrainingConfig
 from flows.plan import plan_run
-from flows.run.registry import with_registered_models
+from flows.recipe.source import registered_model
+from flows.run.registry import find_registered, open_tracker
 from flows.stage_order import stages_of
 from infra import env
 from infra.errors import (
+    ArtifactError,
     ConfigError,
     JobSubmitError,
     ServiceError,
@@ -49,10 +51,11 @@ from infra.identity.fingerprint import outside_code, source_closure
 from infra.ray.api import RayApi, existing_token
 from infra.ray.cluster import default_num_cpus
 from infra.ray.jobs import num_nodes
+from infra.redact import redact
 from infra.services.stack import tracking_address
 from infra.store.atomic import atomic_write_bytes
 from infra.store.canonical import sha256_json
-from infra.store.storage import open_storage
+from infra.store.storage import Storage, open_storage
 from infra.survey_report import FoundPlatform, SurveyReport
 
 
@@ -140,8 +143,13 @@ def preflight(recipe: Recipe, force: Mapping[str, str] = {}) -> Recipe:
     request = request_of(recipe)
     if request is None:
         return recipe
-    what, command = "the preflight of models, data and rewards", ["engines.jobs.preflight.run"]
-    answer = ask(PreflightAnswer, what, DEADLINE_S, command, request.model_dump_json())
+    answer = ask(
+        PreflightAnswer,
+        "the preflight of models, data and rewards",
+        DEADLINE_S,
+        ["engines.jobs.preflight.run"],
+        request.model_dump_json(),
+    )
     found = answer.found
     if found is None:
         raise ConfigError(answer.path or "recipe", str(answer.problem))
@@ -152,6 +160,42 @@ def preflight(recipe: Recipe, force: Mapping[str, str] = {}) -> Recipe:
     if found.checkpoint_bytes is not None:
         check_room(recipe, found.checkpoint_bytes, force)
     return recipe
+
+
+def with_registered_models(recipe: Recipe, storage: Storage) -> Recipe:
+    """Replace each model that is named by an alias with the directory of its files in the store.
+
+    The fingerprint covers the files' bytes, so moving the alias changes it.
+
+    Raises:
+        ConfigError: the alias does not exist, or the store does not have the files.
+        ServiceError: the registry does not answer.
+    """
+    tracker = open_tracker(recipe.location)
+
+    def directory(setting: str, path: str) -> str:
+        asked = registered_model(setting, path)
+        if asked is None:
+            return path
+        found = find_registered(tracker, *asked, "run it again once it answers")
+        if found is None:
+            raise ConfigError(
+                setting,
+                f"got {path}, and no version has that alias in {redact(tracker.address)}; need a "
+                "registered model; run the recipe that promotes it, or name a directory or a hub "
+                "id",
+            )
+        try:
+            return str(storage.local_copy(found.artifact))
+        except (ArtifactError, ValueError):  # ValueError: a version that no pipeline registered
+            raise ConfigError(
+                setting,
+                f"got {path}, which is version {found.version} ({found.artifact.uri}); need its "
+                f"files in {storage.uri}; take the store that has them (location.store), or name "
+                "a directory",
+            ) from None
+
+    return recipe.with_models(directory)
 
 
 def _check_parts(recipe: Recipe) -> None:

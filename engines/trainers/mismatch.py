@@ -175,8 +175,9 @@ class WeightProbe(Probe):
             ],
         )
         differences_T = (self._infer_logprobs(batch) - batch.columns["rollout_logprobs"]).abs()
-        per_replica = differences_T.split(batch.lengths_B.tolist())
-        for (request, _), difference_T in zip(rows, per_replica, strict=True):
+        for (request, _), difference_T in zip(
+            rows, differences_T.split(batch.lengths_B.tolist()), strict=True
+        ):
             # The median, because in bfloat16 single tokens may differ by nats.
             typical = float(difference_T[len(request.prompt_ids) :].median())
             if not typical <= self._gate.mean:

@@ -1,4 +1,4 @@
-"""Registered models that a run starts from or must beat, and the gate of RL rounds.
+"""The registered model that a run must beat, and the gate of RL rounds.
 
 Promises: the registry is asked once per run. If the run's model already has the alias, it is
 compared with its predecessor, so a repeated run requests the same stages. The gate's decision is a
@@ -10,15 +10,14 @@ again.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 
 from engines.config.plugins import TRACKERS
-from engines.config.recipe import DiagnosisConfig, LocationConfig, Recipe
+from engines.config.recipe import DiagnosisConfig, LocationConfig
 from engines.config.sections import PromoteConfig
 from engines.config.stages.rl import RLRoundStageConfig
 from flows.diagnosis.diagnosis import rejecting, symptoms
 from flows.diagnosis.findings import Finding, stage_views
-from flows.recipe.source import registered_model
 from infra.errors import ArtifactError, ConfigError, ServiceError, SickRunError
 from infra.redact import redact
 from infra.services.stack import tracking_address
@@ -72,39 +71,6 @@ def find_registered(tracker: Tracker, name: str, alias: str, then: str) -> Incum
     """
     with asking(tracker, f"which version of {name} is {alias}", then):
         return tracker.incumbent(name, alias)
-
-
-def with_registered_models(recipe: Recipe, storage: Storage) -> Recipe:
-    """Replace each model that is named by an alias with the directory of its files in the store.
-
-    The fingerprint covers the files' bytes, so moving the alias changes it.
-
-    Raises:
-        ConfigError: the alias does not exist, or the store does not have the files.
-        ServiceError: the registry does not answer.
-    """
-    return recipe.with_models(partial(_directory, open_tracker(recipe.location), storage))
-
-
-def _directory(tracker: Tracker, storage: Storage, setting: str, path: str) -> str:
-    asked = registered_model(setting, path)
-    if asked is None:
-        return path
-    found = find_registered(tracker, *asked, "run it again once it answers")
-    if found is None:
-        raise ConfigError(
-            setting,
-            f"got {path}, and no version has that alias in {redact(tracker.address)}; need a "
-            "registered model; run the recipe that promotes it, or name a directory or a hub id",
-        )
-    try:
-        return str(storage.local_copy(found.artifact))
-    except (ArtifactError, ValueError):  # ValueError: a version that no pipeline registered
-        raise ConfigError(
-            setting,
-            f"got {path}, which is version {found.version} ({found.artifact.uri}); need its files "
-            f"in {storage.uri}; take the store that has them (location.store), or name a directory",
-        ) from None
 
 
 class Registry:
