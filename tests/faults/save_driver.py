@@ -28,6 +28,7 @@ from engines.checkpoint.engine_state import (
     save_engine_state,
     stage_engine_state,
 )
+from engines.checkpoint.sharded import own_regions
 from engines.checkpoint.step_store import StepCheckpoints, TrainerState
 from hardware.cpu import CPUPlatform
 from infra.store.step_directories import step_directories, verify_step
@@ -93,7 +94,9 @@ class Run:
         if not background:
             store.save(
                 self.step,
-                lambda path: save_engine_state(path, self.tensors(), self.scalars(), PLATFORM),
+                lambda path: save_engine_state(
+                    path, own_regions(self.tensors()), self.scalars(), PLATFORM
+                ),
                 state,
             )
             return
@@ -101,7 +104,7 @@ class Run:
 
         def stage(path: Path) -> None:
             write = stage_engine_state(
-                path, self.tensors(), self.scalars(), PLATFORM, StagingBuffers()
+                path, own_regions(self.tensors()), self.scalars(), PLATFORM, StagingBuffers()
             )
             write_in_background(write, path, 0)
 

@@ -9,8 +9,9 @@ from rlhf.testing.json_lines_tracker import JsonLinesTracker
 from engines.config.plugins import register_plugin
 from engines.config.recipe import MODEL_SETTINGS
 from engines.config.stages.rl import RLRoundStageConfig
+from flows.preflight import with_registered_models
 from flows.recipe.recipe import Recipe, load_recipe
-from flows.run.registry import open_tracker, with_registered_models
+from flows.run.registry import open_tracker
 from infra.errors import ConfigError, ServiceError
 from infra.store.stage_spec import Artifact
 from infra.store.storage import LocalStorage
