@@ -153,7 +153,9 @@ def test_ranks_that_must_agree_and_do_not_are_named(start: GroupFactory) -> None
     agreeing = start()
     assert agreeing.run(Probe.digest) == "digest of rank 0"
     agreeing.close()  # the cluster has room for four ranks
-    with pytest.raises(WorkerError, match="digest: rank 2 came to 'digest of rank 1', rank 0 to"):
+    with pytest.raises(
+        WorkerError, match="digest: rank 2 returned 'digest of rank 1', rank 0 'digest"
+    ):
         start(world_size=3).run(Probe.digest)
 
 
