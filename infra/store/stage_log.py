@@ -5,8 +5,8 @@ caller makes entry n. Only the holder of entry n may commit n + 1; if n + 1 exis
 fenced. A new generation starts with a *held* after a *committed* (forced), or with a *held* that
 adopts other work. An entry also records how many bytes of each earlier journal segment of its
 generation count; what a suspended writer appends later is ignored. Entries never change, and after
-a kill at any moment an entry exists completely or not at all. The log does not show who is alive;
-whoever makes the next *held* entry must know.
+a kill at any moment an entry exists completely or not at all. The log does not show which
+processes live; a process that adds a *held* entry must have checked that.
 
 Followers are the processes that wait for a stage. Promises: a job is not stopped while another
 follower waits for it. A dead follower does not count: on this machine its process is gone; on

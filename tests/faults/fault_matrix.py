@@ -109,7 +109,10 @@ ROWS = {
         "said with the exit code and memory as the likely cause; the stage is not tried again "
         "by itself",
     ),
-    25: Row("clocks that jump or differ", "durations never run backwards, nobody looks dead"),
+    25: Row(
+        "clocks that jump or differ",
+        "durations never run backwards, no live process counts as dead",
+    ),
     26: Row(
         "configuration or code changed behind a half-trained stage",
         "the plan names what differs and offers `--adopt`; nothing is continued unasked",

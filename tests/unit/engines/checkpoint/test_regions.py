@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines import collectives
+from engines.checkpoint.background import StagingBuffers
 from engines.checkpoint.sharded import (
     Region,
     ShardedReader,
     load_sharded,
     own_regions,
     save_regions,
+    stage_regions,
 )
 from engines.errors import CheckpointError
 
@@ -77,3 +79,32 @@ def test_a_failing_disk_does_not_leave_the_others_waiting(tmp_path: Path) -> Non
     with pytest.raises(OSError, match="No such file"):
         save_regions(tmp_path / "absent", walk())
     assert made == [0, 1, 2]
+
+
+def test_error_other_than_the_disk_does_not_leave_ranks_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def walk() -> Iterator[Region]:
+        for i in range(3):
+            made.append(i)
+            yield Region(f"w{i}", (0,), torch.ones(1))
+
+    def refuse(*_: object) -> None:
+        raise MemoryError("no host memory")
+
+    monkeypatch.setattr(StagingBuffers, "copy", refuse)
+    with pytest.raises(MemoryError):  # one rank alone has the error itself
+        stage_regions(tmp_path, walk(), StagingBuffers())
+    assert made == [0, 1, 2]
+
+
+def test_ranks_that_hold_copies_share_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {"a": torch.zeros(9), "b": torch.zeros(1), "c": torch.zeros(9), "d": torch.zeros(1)}
+    monkeypatch.setattr(collectives, "gather_texts", lambda text: [text, text])
+    num_bytes = []
+    for number in range(2):
+        monkeypatch.setattr(collectives, "rank", lambda number=number: number)
+        num_bytes.append(sum(region.values.nbytes for region in own_regions(tensors)))
+    assert num_bytes == [40, 40]
