@@ -393,7 +393,7 @@ class PluginTable(Generic[RowT]):
         return load_row(self.find(name, path, device=device, vendor=vendor), path or self.setting)
 
     def check_targets(self, name: str, path: str | None = None) -> None:
-        """Check that module and attribute of an external plugin exist; imports nothing.
+        """Check that an external plugin's module and attribute exist, without importing the module.
 
         Raises ConfigError if not. Plugins that run in a job environment are not checked.
         """

@@ -90,7 +90,7 @@ def differences(
 
 
 def untrained_differences(logprobs_T: Tensor, batch: TokenBatch) -> dict[str, float]:
-    """Return `differences` of a whole batch that no update measures."""
+    """Return `differences` of a whole batch, for a step without a policy update."""
     counts = GlobalCounts(int((batch.columns["loss_mask"] > 0).sum()), batch.num_sequences)
     means, maxima = differences(logprobs_T, batch, counts)
     return {name: float(value) for name, value in (means | maxima).items()}

@@ -180,9 +180,9 @@ class RLTrainer:
         return collected
 
     def infer(self, step: LoopStep, experience: Experience) -> Experience:
-        """Add the columns that the algorithm reads and that need a model or a random draw.
+        """Add the columns that the algorithm reads and the samples do not have yet.
 
-        With one update per step there is no `old_logprobs`: its own forward pass has them.
+        `old_logprobs` is added if the algorithm reads it, or the step has several updates.
         """
         rl, tokens = self.config.rl, experience.batch
         run: Callable[..., Any] = self.workers.run

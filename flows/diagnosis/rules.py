@@ -1,7 +1,7 @@
 """Rules of a diagnosis: symptoms in training curves, memory and processes, time of steps.
 
-Promises: pure functions of the stages' records and the thresholds. A symptom compares means over
-windows; a missing metric, or a curve of fewer than two windows, gives no finding.
+Promises: pure functions of the stages' records and the thresholds. A trend compares means over two
+windows; counts and times need one step. A missing metric gives no finding.
 Does not promise: that a curve without a symptom is good.
 """
 

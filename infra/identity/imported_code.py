@@ -61,7 +61,7 @@ def imported_code(scripts: Iterable[Path]) -> ImportedCode:
         seen.add(name)
         installed = _distributions(name)
         distributions.update(installed)
-        if installed and not _is_edited(name):
+        if installed and not _is_read_in_place(name):
             continue
         for module, digest in _own_sources(name).items():
             sources[module] = digest
@@ -97,8 +97,8 @@ def _distributions(name: str) -> list[str]:
     return [each for each in _by_package().get(top, ()) if not _is_editable(each)]
 
 
-def _is_edited(name: str) -> bool:
-    """True if a package, or a part of it, is read in place, so that it may be edited."""
+def _is_read_in_place(name: str) -> bool:
+    """True if a package, or a part of it, is read in place and so may be edited."""
     top = name.partition(".")[0]
     if any(map(_is_editable, _by_package().get(top, ()))):
         return True

@@ -73,8 +73,8 @@ def differences(spec: StageSpec, request: StageRequest) -> Differences:
         config = type(request.config).model_validate(spec.config)
     except ValidationError as error:
         path = to_config_error(error, type(request.config)).path
-        misfit = Change(path, "the earlier settings", "do not fit this version", is_execution=False)
-        changes.append(misfit)
+        old, new = "a value that this version refuses", "this version's value"
+        changes.append(Change(path, old, new, is_execution=False))
     else:
         changes += request.config.changes(config)
     libraries = differing(spec.libraries, request.libraries)
@@ -211,10 +211,10 @@ def own_step(storage: Storage, request: StageRequest) -> int:
 
 
 def find_adoptable(storage: Storage, request: StageRequest) -> HalfTrained | None:
-    """Return the work that `--adopt` continues; None if no other work is ahead of the stage's own.
+    """Return the work that `--adopt` continues; None if the stage's own is at least as far.
 
     Raises:
-        ConfigError: there is none, or it trains something else; names the field.
+        ConfigError: neither exists, or the work trains something else; names the field.
     """
     found = half_trained(storage, request)
     if not found:
@@ -227,11 +227,11 @@ def find_adoptable(storage: Storage, request: StageRequest) -> HalfTrained | Non
         )
     if found[0].refused:
         first, *more = found[0].refused
-        also = f" (and {', '.join(change.field for change in more)})" if more else ""
+        also = f"; {', '.join(change.field for change in more)} differ, too" if more else ""
         raise ConfigError(
             first.field,
-            f"got {first.now}; need {first.before}, as {found[0]} was trained{also}; set it back, "
-            f"or run without --adopt {request.label}",
+            f"got {first.now}; need {first.before}, with which {found[0]} was trained{also}; set it "
+            f"back, or run without --adopt {request.label}",
         )
     return found[0]
 

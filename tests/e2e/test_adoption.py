@@ -57,7 +57,7 @@ def test_fault_row_26_partial_training_continues_after_an_edit(
 
     refused = home.start("run", *layout, *settings("sft.optimizer.lr=0.5"), "--adopt", "sft")
     assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
-    assert refused.stderr.startswith("sft.optimizer.lr: got 0.5; need 0.001, as step ")
+    assert refused.stderr.startswith("sft.optimizer.lr: got 0.5; need 0.001, with which step ")
 
     plan = json.loads(home.rlhf("plan", "--json", *layout))
     offer = next(stage["adoption"] for stage in plan["stages"] if stage["label"] == "sft")

@@ -173,7 +173,7 @@ class ServedEngine(StatefulEngine):
         return receipt
 
     async def update_adapter(self, source: WeightSource, version: int) -> WeightDigest:
-        """See the base class. Samples in flight need `pause` first; they continue with it."""
+        """See the base class. Pause samples in flight first; they continue with the new adapter."""
         await self._prepare_update(version)
         if not self._holds_weights:
             raise WeightSyncError("the rollout engine has no base weights for an adapter")

@@ -295,7 +295,7 @@ def attend(
         raise RolloutError(
             f"{type(module).__name__} needs attention with {lacking[0]}: not supported"
         )
-    layer = module.layer_idx
+    layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise RolloutError(f"{type(module).__name__} has no layer_idx")
     if sliding_window != declared_window(module, layer):

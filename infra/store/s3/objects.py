@@ -112,7 +112,7 @@ class S3Address:
 
 
 class AbsentError(StoreError):
-    """The object does not exist."""
+    """The object or upload does not exist."""
 
 
 class TakenError(StoreError):

@@ -97,7 +97,7 @@ def _set_parallel_state(device_name: str, replicate_size: int) -> None:
 
 
 def _kernels(options: VeOmniOptions) -> object:
-    """Return VeOmni's choice of kernels: eager ones, except those of the options."""
+    """Return VeOmni's kernel settings: packed attention, those of the options, else eager."""
     from dataclasses import fields
 
     from veomni.arguments.arguments_types import OpsImplementationConfig

@@ -152,7 +152,7 @@ def test_bad_input_row_38_layout_or_memory_change_can_be_adopted(
 def test_what_is_trained_is_refused_by_its_field(work: Work, override: str) -> None:
     half_train(work, request(), 5)
     field = override.partition("=")[0]
-    with pytest.raises(ConfigError, match=rf"^{field}: got .*; need .*, as step 5 of "):
+    with pytest.raises(ConfigError, match=rf"^{field}: got .*; need .*, with which step 5 of "):
         find_adoptable(work.storage, request(override))
     assert field in half_trained(work.storage, request(override))[0].offer("sft")
 
@@ -183,6 +183,20 @@ def test_other_data_seed_or_round_is_not_adoptable(work: Work) -> None:
     half_train(work, request(stage="1"), 5)
     with pytest.raises(ConfigError, match=r"^--adopt: got 'rl_round_2'; need half-trained work"):
         find_adoptable(work.storage, request(stage="2"))
+
+
+def test_settings_that_this_version_refuses_are_named(work: Work) -> None:
+    old = request()
+    half_train(work, old, 5)
+    channel = work.storage.channel(old.fingerprint)
+    spec = channel.read_specification(0)
+    config = {**spec.config, "sft": {**spec.config["sft"], "num_steps": -1}}
+    channel.write_specification(spec.model_copy(update={"config": config}))
+    need = "a value that this version refuses, with which step 5 of "
+    with pytest.raises(
+        ConfigError, match=rf"^sft.num_steps: got this version's value; need {need}"
+    ):
+        find_adoptable(work.storage, request("training.num_threads=3"))
 
 
 def test_fault_row_26_diff_names_module_and_library_versions(
