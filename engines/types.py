@@ -10,6 +10,7 @@ of every sequence has no prediction: its logprob and its loss mask are 0.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -89,12 +90,12 @@ class TokenBatch:
             images,
         )
 
-    @property
+    @cached_property
     def num_sequences(self) -> int:
         """Number of sequences B."""
         return self.cu_seqlens.numel() - 1
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Number of tokens T."""
         return self.input_ids_T.numel()

@@ -232,7 +232,7 @@ def _recorder(recipe: Recipe, history: StageHistory, flow_run: Mapping[str, str]
         for tracker in (open_tracker(recipe.location), *open_mirrors(recipe.location))
     ]
     return Recorder(
-        FanOut(first, mirrors),
+        FanOut(first, mirrors) if mirrors else first,
         identity=flow_run or {"home": str(recipe.home), "recipe": sha256_json(params)},
         name=recipe.run_name,
         params=params,

@@ -31,7 +31,7 @@ from infra.errors import ArtifactCorruptError, FencedError, StoreError
 from infra.faults import fault
 from infra.frozen_model import FrozenModel
 from infra.store.canonical import canonical_json
-from infra.store.files import Files, Found, LocalFiles
+from infra.store.files import Files, Found
 from infra.store.heartbeat import FixedFile, checked_content
 from infra.store.process_stamp import is_dead, own_stamp
 from infra.store.stage_spec import Adoption, CommitRecord, check_fingerprint
@@ -133,6 +133,10 @@ class StageLogs(ABC):
         """Return the stage's log; raise `ArtifactCorruptError` if an entry is lost or damaged."""
         numbers = self._numbers(f"{_log(fingerprint)}/")
         return self._entries(fingerprint, numbers.get(fingerprint, []))
+
+    def generation(self, fingerprint: str, attempt: int | None = None) -> Sequence[LogEntry]:
+        """Return the entries of an attempt's generation, as the function `generation`."""
+        return generation(self.entries(fingerprint), attempt)
 
     def logs(self) -> dict[str, list[LogEntry] | None]:
         """Return all logs as `entries`, by fingerprint, sorted; None for a damaged one.
@@ -271,15 +275,15 @@ class StageLogs(ABC):
         known = self._known.get((fingerprint, number))
         if known is not None:
             return known
-        path = self._files.place(f"{_log(fingerprint)}/{number}")
+        name = f"{_log(fingerprint)}/{number}"
         try:
-            entry = LogEntry.model_validate_json(self._read(f"{_log(fingerprint)}/{number}"))
+            entry = LogEntry.model_validate_json(self._read(name))
         except ValidationError as error:
-            reason = str(error).splitlines()[0]
-            raise ArtifactCorruptError(f"{path} is no entry of a stage log: {reason}") from error
+            reason = f"is no entry of a stage log: {str(error).splitlines()[0]}"
+            raise ArtifactCorruptError(f"{self._files.place(name)} {reason}") from error
         of = entry.record.fingerprint if entry.record is not None else fingerprint
         if entry.number != number or of != fingerprint:
-            raise ArtifactCorruptError(f"{path} is entry {entry.number} of {of}")
+            raise ArtifactCorruptError(f"{self._files.place(name)} is entry {entry.number} of {of}")
         self._known[fingerprint, number] = entry
         return entry
 
@@ -293,8 +297,8 @@ class StageLogs(ABC):
 class LocalStageLogs(StageLogs):
     """`StageLogs` in a directory; a follower is a file `work/<fingerprint>/followers/<name>`."""
 
-    def __init__(self, root: Path, journal_bytes: Callable[[str, int], int]) -> None:
-        super().__init__(LocalFiles(root), journal_bytes)
+    def __init__(self, files: Files, root: Path, journal_bytes: Callable[[str, int], int]) -> None:
+        super().__init__(files, journal_bytes)
         self._root = root
         self._joined: dict[Path, FixedFile] = {}
 
@@ -336,8 +340,7 @@ class LocalStageLogs(StageLogs):
 
 def latest_commit(entries: Sequence[LogEntry], force: str = "") -> CommitRecord | None:
     """Return the newest commit record, or None; a `force` token selects its generation."""
-    found = (entry.record for entry in reversed(entries) if force in {"", entry.force})
-    return next(filter(None, found), None)
+    return next((e.record for e in reversed(entries) if e.record and force in {"", e.force}), None)
 
 
 def generation(entries: Sequence[LogEntry], attempt: int | None = None) -> Sequence[LogEntry]:

@@ -196,7 +196,7 @@ class LocalStorage(Storage):
         self._root = root.expanduser().absolute()
         files = LocalFiles(self._root)
         super().__init__(files)
-        self.attempts = LocalStageLogs(self._root, self._journal_bytes)
+        self.attempts = LocalStageLogs(files, self._root, self._journal_bytes)
         self.runs = Runs(files)
         self.inventory = LocalInventory(self._root)
 
@@ -222,7 +222,7 @@ class LocalStorage(Storage):
 
     def channel(self, fingerprint: str) -> LocalChannel:
         """See `Storage.channel`."""
-        return LocalChannel(self._root, fingerprint)
+        return LocalChannel(self._files, self._root, fingerprint)
 
     def with_steps(self) -> list[str]:
         """See `Storage.with_steps`."""

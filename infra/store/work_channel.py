@@ -29,7 +29,7 @@ from infra.field_errors import to_config_error
 from infra.frozen_model import FrozenModel
 from infra.store.atomic import make_directories, remove_directory
 from infra.store.canonical import canonical_json
-from infra.store.files import Files, LocalFiles, read_stretch
+from infra.store.files import Files, read_stretch
 from infra.store.heartbeat import Beat, parse_beat
 from infra.store.stage_spec import Adoption, StageSpec, check_fingerprint
 from infra.store.step_directories import remove_steps_after, step_directories
@@ -64,17 +64,16 @@ class WorkChannel(ABC):
     def read_specification(self, attempt: int) -> StageSpec:
         """Return the validated specification of an attempt; `ConfigError` if absent or damaged."""
         name = self._name(attempt, "spec.json")
-        data, where = self._files.get(name), self._files.place(name)
+        data = self._files.get(name)
         if data is None:
-            raise ConfigError(
-                where, "does not exist; need the stage's specification, written at its start"
-            )
+            need = "does not exist; need the stage's specification, written at its start"
+            raise ConfigError(self._files.place(name), need)
         try:
             return StageSpec.model_validate(json.loads(data))
         except ValidationError as error:
             raise to_config_error(error, StageSpec, "spec") from None
         except ValueError as error:
-            raise ConfigError(where, f"not JSON ({error})") from None
+            raise ConfigError(self._files.place(name), f"not JSON ({error})") from None
 
     def write_error(self, attempt: int, problem: JobProblem) -> None:
         """Record why an attempt ended without a commit."""
@@ -185,8 +184,8 @@ class WorkChannel(ABC):
 class LocalChannel(WorkChannel):
     """`WorkChannel` in a directory that the job and its watchers share, so nothing is shipped."""
 
-    def __init__(self, root: Path, fingerprint: str) -> None:
-        super().__init__(LocalFiles(root), fingerprint, root / "work" / fingerprint)
+    def __init__(self, files: Files, root: Path, fingerprint: str) -> None:
+        super().__init__(files, fingerprint, root / "work" / fingerprint)
 
     def read_journal(self, attempt: int, start: int = 0, end: int | None = None) -> bytes:
         """See `WorkChannel.read_journal`."""

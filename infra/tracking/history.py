@@ -4,7 +4,6 @@ import json
 from contextlib import suppress
 
 from infra.errors import ConfigError, JournalError
-from infra.store import stage_log
 from infra.store.stage_spec import CommitRecord, StageSpec
 from infra.store.storage import Storage
 from infra.tracking.journal import JournalRecord, read_journal
@@ -44,6 +43,5 @@ class StageHistory:
 
     def commit(self, fingerprint: str, generation: int) -> CommitRecord | None:
         """Return the commit of a generation (number of its first attempt); None without one."""
-        log = self.storage.attempts.entries(fingerprint)
-        members = stage_log.generation(log, generation)
+        members = self.storage.attempts.generation(fingerprint, generation)
         return members[-1].record if members else None

@@ -14,7 +14,6 @@ from pydantic import ValidationError
 
 from infra.frozen_model import FrozenModel
 from infra.store.atomic import atomic_write_bytes
-from infra.store.stage_log import generation
 from infra.store.storage import Storage
 from infra.store.work_channel import SAMPLES_DIR
 
@@ -68,7 +67,7 @@ def read_samples(
     `attempt` is any attempt of the generation; None means the newest generation.
     """
     files: dict[int, bytes] = {}
-    for entry in generation(storage.attempts.entries(fingerprint), attempt):
+    for entry in storage.attempts.generation(fingerprint, attempt):
         if entry.kind == "held":
             files |= storage.channel(fingerprint).read_samples(entry.number)
     steps: dict[int, KeptStep] = {}

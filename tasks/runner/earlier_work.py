@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from engines.config.base import Change
 from infra.errors import ArtifactError, ArtifactNotFoundError, ConfigError
 from infra.field_errors import to_config_error
-from infra.store.stage_log import generation, latest_commit
+from infra.store.stage_log import latest_commit
 from infra.store.stage_spec import Adoption, Artifact, StageSpec, some
 from infra.store.step_directories import link_checkpoint, newest_valid
 from infra.store.storage import Storage
@@ -230,8 +230,8 @@ def find_adoptable(storage: Storage, request: StageRequest) -> HalfTrained | Non
         also = f"; {', '.join(change.field for change in more)} differ, too" if more else ""
         raise ConfigError(
             first.field,
-            f"got {first.now}; need {first.before}, with which {found[0]} was trained{also}; set it "
-            f"back, or run without --adopt {request.label}",
+            f"got {first.now}; need {first.before}, with which {found[0]} was trained{also}; "
+            f"set it back, or run without --adopt {request.label}",
         )
     return found[0]
 
@@ -272,7 +272,7 @@ def copy_adopted_steps(storage: Storage, request: StageRequest, attempt: int) ->
 
     None: it adopts nothing. The caller holds the attempt, which has no job yet.
     """
-    first = generation(storage.attempts.entries(request.fingerprint), attempt)[0]
+    first = storage.attempts.generation(request.fingerprint, attempt)[0]
     adopted = first.adopted
     if adopted is None:
         return None
@@ -316,14 +316,14 @@ def _told_steps(storage: Storage, fingerprint: str, number: int, root: Path) -> 
 
 
 def _num_told(storage: Storage, fingerprint: str, number: int) -> int:
-    first = generation(storage.attempts.entries(fingerprint), number)[0]
+    first = storage.attempts.generation(fingerprint, number)[0]
     records, _ = read_journal(storage, fingerprint, attempt=number)
     return num_done(records, first.adopted)
 
 
 def _open_generation(storage: Storage, fingerprint: str) -> tuple[int, Path] | None:
     """Return number and checkpoint directory of the newest generation, if it is not committed."""
-    members = generation(storage.attempts.entries(fingerprint))
+    members = storage.attempts.generation(fingerprint)
     if not members or members[-1].kind == "committed":
         return None
     number = members[0].number

@@ -110,7 +110,7 @@ class StageRequest:
         }
         return {**self.given, **outside}
 
-    @property
+    @cached_property
     def label(self) -> str:
         """Name of this stage within the run (`rl_round_3`)."""
         return self.config.label
@@ -141,8 +141,7 @@ class StageRequest:
     @property
     def rollout_libraries(self) -> dict[str, str | None]:
         """Library versions of a rollout environment; empty without one."""
-        interpreter = self.config.rollout_interpreter
-        return {} if interpreter is None else installed_libraries((), interpreter)
+        return installed_libraries((), self.config.rollout_interpreter)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -166,7 +165,7 @@ class StageRequest:
             ),
         )
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """sha256 of the identity."""
         return sha256_json(self.identity)

@@ -144,10 +144,6 @@ class StageContext:
         else:
             self._storage.verify(record.artifact, "size")
             self._recorder.stage_reused(request, record, of)
-            RunPage(request.label).log(
-                f"{request.label} {request.fingerprint[:12]} is committed: "
-                f"{record.artifact.digest[:12]} is reused"
-            )
         result = StageResult(
             label=request.label,
             fingerprint=request.fingerprint,

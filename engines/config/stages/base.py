@@ -6,6 +6,7 @@ return the user's files and directories that several stages read.
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -111,7 +112,7 @@ class StageConfig(StrictModel):
         """Kinds of rows of the recipe's data that it reads: `sft`, `preference`, `rl`, ..."""
         return ()
 
-    @property
+    @cached_property
     def job_module(self) -> str:
         """The job's main module."""
         return f"engines.jobs.{self.stage}"
@@ -122,7 +123,7 @@ class StageConfig(StrictModel):
         part = getattr(self, self.labelled_by) if self.labelled_by else None
         return f"{self.stage}_{part}" if part else self.stage
 
-    @property
+    @cached_property
     def interpreter(self) -> Path | None:
         """Path of the Python that runs the job; None: the project's own."""
         return None
@@ -225,7 +226,7 @@ class TrainingStageConfig(BackendStageConfig):
         """True for a single rank, which is the driver itself."""
         return self.training.num_workers == 1
 
-    @property
+    @cached_property
     def interpreter(self) -> Path | None:
         """Path of the Python that the training backend needs; None: the project's own."""
         return ENGINES.interpreter(self.training.backend, "training.backend")

@@ -59,7 +59,7 @@ from infra.plugins import import_external_modules
 from infra.redact import RedactingFilter, redact, redact_output
 from infra.store.heartbeat import Heartbeat, Stall
 from infra.store.process_stamp import own_stamp
-from infra.store.stage_log import Attempt, generation
+from infra.store.stage_log import Attempt
 from infra.store.stage_spec import Artifact, CommitRecord, NextStage, StageSpec
 from infra.store.storage import Storage, check_unchanged, open_storage
 from infra.store.work_channel import Cause, JobProblem, WorkChannel
@@ -301,7 +301,7 @@ def _claim(
 
 def _prune(storage: Storage, channel: WorkChannel, committed: Attempt) -> None:
     """Remove a committed stage's step checkpoints and work files; errors are only logged."""
-    *held, _ = generation(storage.attempts.entries(committed.fingerprint), committed.number)
+    *held, _ = storage.attempts.generation(committed.fingerprint, committed.number)
     try:
         channel.prune(
             [entry.number for entry in held], channel.steps_dir(held[0].number, held[0].adopted)
@@ -331,11 +331,12 @@ def _open_context(
         deadlines_s=runtime.progress_deadlines_s,
     )
     stack.enter_context(heartbeat).enter("load", DEADLINES_S["load"])
-    entries = storage.attempts.entries(spec.fingerprint)
     earlier, _ = read_journal(storage, spec.fingerprint)
     journal = Journal(directory / "journal.jsonl", earlier, spec.adopted)
     stack.callback(journal.close)
-    steps_dir = channel.steps_dir(generation(entries)[0].number, spec.adopted)
+    steps_dir = channel.steps_dir(
+        storage.attempts.generation(spec.fingerprint)[0].number, spec.adopted
+    )
     fence = partial(storage.attempts.check, attempt)
     fence()  # checked after reading the journal, so no later step in it is from another attempt
     channel.share_steps(spec.attempt, steps_dir, journal.num_done, fence)

@@ -29,7 +29,7 @@ from infra.errors import PipelineError
 from infra.identity.fingerprint import outside_code, source_closure
 from infra.store.canonical import sha256_json
 from infra.store.process_stamp import own_stamp
-from infra.store.stage_log import Holder, generation, latest_commit
+from infra.store.stage_log import Holder, latest_commit
 from infra.store.stage_spec import CommitRecord
 from infra.store.storage import Storage
 
@@ -83,8 +83,8 @@ class KeptAnswers:
             "rollout_libraries": {**spec.rollout_libraries},
             "device": [env.RLHF_ENGINE_DEVICE.get(), env.RLHF_ENGINE_VENDOR.get()],
         }
-        members = generation(
-            context.storage.attempts.entries(context.spec.fingerprint), context.spec.attempt
+        members = context.storage.attempts.generation(
+            context.spec.fingerprint, context.spec.attempt
         )
         self._finds = self._repeats and bool(members) and members[0].number == 0
         self.num_found = self.num_sampled = 0
