@@ -1,7 +1,7 @@
 """Checks that a transformers architecture fits the engines that compute with it.
 
 An engine replaces the model's attention and passes positions that count from 0 in each sequence.
-Promises: finds an architecture that ignores the replaced attention or reads positions differently;
+Promises: finds an architecture that ignores the replaced attention or begins positions after 0;
 reasons continue a sentence that begins with the model's directory ("is a ..."). What `config.json`
 alone shows is checked by `engines.attention_needs`.
 Does not promise that every other architecture works.

@@ -21,7 +21,7 @@ _FAMILIES: Mapping[str, str] = {
     "granite_swa": _SINKS,
     "granitemoe_swa": _SINKS,
     # Its layers pass no keyword arguments to their attention, so sequences cannot be packed.
-    "nemotron": "layers that tell their attention nothing",
+    "nemotron": "layers that pass no keyword arguments to their attention",
 }
 """Model type -> unsupported feature of all its models, whatever their other fields are."""
 

@@ -54,7 +54,7 @@ def _copied_to_host(flat: Tensor) -> Iterator[Tensor]:
 
 
 def combine(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return the order-independent digest of (name, checksum) pairs with distinct names."""
+    """Return the order-independent digest of (name, checksum) pairs; ValueError for equal names."""
     checksums: dict[str, str] = {}
     for name, checksum in pairs:
         if name in checksums:

@@ -62,7 +62,7 @@ class ImagePatches:
     def from_sequences(
         images: Sequence[Sequence[tuple[Tensor, tuple[int, int, int]]]],
     ) -> "ImagePatches | None":
-        """Lay the images of sequences end to end; None if there are none.
+        """Lay the images of sequences end to end; None without images.
 
         An image is (patches (t * h * w, D), grid (t, h, w)). Images that are the same tensor object
         are held once.

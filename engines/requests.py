@@ -1,7 +1,7 @@
 """Requests to a rollout engine, its answers, and segments: arrays of tokens of one origin.
 
-Promises: nothing in a request depends on when or where it is sampled; no token of an answer is a
-Python object; lengths and dtypes of the arrays are checked.
+Promises: a request depends on when or where it is sampled only by the prefixes of samples that were
+cut short; answers hold their tokens in arrays, whose lengths and dtypes are checked.
 Letters: N tokens of a sample or segment, K values per token.
 """
 
@@ -83,7 +83,7 @@ class Segment:
 
     @property
     def versions_N(self) -> Int64Array:
-        """(N,) int64 version of each token, expanded from `version_runs`."""
+        """(N,) int64 version of each token, from `version_runs`; empty if not known."""
         runs = np.array(self.version_runs, np.int64).reshape(-1, 2)
         return np.repeat(runs[:, 0], runs[:, 1])
 
@@ -142,7 +142,7 @@ class SamplingParams:
 
     Attributes:
         max_new_tokens: limit per sample, including a prefix that it continues.
-        temperature: 0 is greedy; `top_p` 1 and `top_k` 0 are off.
+        temperature: 0 is greedy, with logprobs of temperature 1; `top_p` 1 and `top_k` 0 are off.
         stop: texts; a sample ends with the token that completes one of them. They are searched in
             the text of the sample without special tokens; a text that equals a special token
             matches that token.

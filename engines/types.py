@@ -33,7 +33,7 @@ class TokenBatch:
         input_ids_T: (T,) int64, or int32 before `widened`.
         cu_seqlens: (B + 1,) int32, cumulative lengths; starts at 0, ends at T.
         columns: per-token columns by name, each (T,) or (T, K), float32 unless said otherwise.
-            Names in use: `loss_mask` (1 where the token is trained on; bool before `widened`),
+            Among them: `loss_mask` (1 where the token is trained on; bool before `widened`),
             `advantages`, `old_logprobs` (training engine, before the update), `rollout_logprobs`,
             `ref_logprobs`.
         images: images of the sequences; None if there are none. Their placeholder tokens are in
@@ -75,7 +75,7 @@ class TokenBatch:
         images: ImagePatches | None = None,
         **columns: Sequence[Sequence[float]],
     ) -> "TokenBatch":
-        """Lay sequences end to end; a column holds one list per sequence, of its length."""
+        """Lay sequences end to end; `ValueError` if a column's lists have other lengths."""
         lengths = [len(ids) for ids in input_ids]
         for name, rows in columns.items():
             if [len(row) for row in rows] != lengths:

@@ -1,7 +1,7 @@
 """Aggregate per-token losses to the loss of an optimizer step.
 
 Promises: a micro-batch yields a sum divided by *global* counts, so the shares add up to the same
-value for every distribution of sequences over micro-batches and ranks. A sequence is never split.
+value for every distribution of whole sequences over micro-batches and ranks.
 Does not include the backend's data-parallel factor; BaseEngine applies it.
 """
 
@@ -32,7 +32,7 @@ def aggregate(
 ) -> Tensor:
     """Return this micro-batch's share of the step's loss, a scalar; 0 without trained tokens.
 
-    With l_t the loss of a trained token, and N trained tokens and S sequences in the step:
+    With l_t the loss of a trained token, N such tokens and S sequences with one in the step:
 
     - `token-mean`: sum of l_t / N (DAPO, arXiv:2503.14476 eq. 12).
     - `token-sum`: sum of l_t.

@@ -54,8 +54,8 @@ def forward_kl_topk(
     With p the teacher's and q the student's probabilities of these K, P and Q their sums:
 
     - `bucket`: ``sum p log(p / q) + (1 - P) log((1 - P) / (1 - Q))``: all others are one token,
-      the rest. It is a KL: never negative, 0 only if q = p, at most the KL over the whole
-      vocabulary (grouping tokens loses information), and equal to it at K = V.
+      the rest. Up to `tail_mass_eps` it is a KL: not negative, 0 only if q = p, at most the KL
+      over the whole vocabulary (grouping tokens loses information), and equal to it at K = V.
     - `renormalise`: ``sum p/P log((p / P) / (q / Q))``: also a KL, of the distributions given that
       the token is one of the K. It does not depend on Q: a student may move all its mass elsewhere.
     - `ignore`: ``sum p log(p / q)``. It can be negative where Q > P, and is least at q = p / P: it

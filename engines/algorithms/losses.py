@@ -319,6 +319,6 @@ def _means(inputs: PrepassInputs) -> tuple[int, dict[str, float]]:
 
 
 def _covariance_T(columns: Mapping[str, Tensor], means: Mapping[str, float]) -> Tensor:
-    """Return (T,) in float64, so that a threshold selects the same tokens for any cut of a step."""
+    """Return (T,) float64 covariances: a threshold selects the same tokens for any cut."""
     advantages_T = columns["advantages"].to(torch.float64) - means[_ADVANTAGE]
     return advantages_T * (columns["old_logprobs"].to(torch.float64) - means[_LOGPROB])

@@ -64,7 +64,7 @@ class RaftOptions(StrictModel):
     """Options of `raft`."""
 
     raft_num_kept: int = Field(default=1, ge=1)
-    """Number of distinct answers per prompt that are trained on, the best first."""
+    """Largest number of distinct answers per prompt that are trained on, the best first."""
     raft_min_reward: float | None = None
     """Answers with a smaller reward are never kept; null keeps the best one even if it is wrong."""
 
@@ -89,7 +89,7 @@ class ClipCovOptions(StrictModel):
     """Options of `clip_cov`."""
 
     clip_cov_ratio: float = Field(default=2e-4, ge=0, le=1)
-    """Share of the step's tokens that lose their gradient."""
+    """Largest share of the step's tokens that lose their gradient."""
     clip_cov_lb: float = 1.0
     """Tokens with a smaller covariance keep their gradient."""
     clip_cov_ub: float = 5.0

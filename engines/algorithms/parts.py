@@ -64,7 +64,7 @@ class Advantages:
 
     Attributes:
         advantages_T: (T,) float32; 0 on tokens that are not trained on.
-        returns_T: (T,) float32 targets of a critic; None if the estimator uses none.
+        returns_T: (T,) float32 targets of a critic; None if the estimator has no critic.
         kept_B: (B,) bool, samples that are trained on, from an estimator with `selects` in its
             row; the others have advantage 0 and cost no update. None: all.
     """
@@ -150,7 +150,7 @@ class PrepassInputs:
 
 @dataclass(frozen=True)
 class Part:
-    """A part that was looked up; `prepass` is None if it has none."""
+    """A part that was looked up; `prepass` is None for a part without a pre-pass."""
 
     row: AlgorithmRow
     function: Callable[..., Any]

@@ -6,11 +6,11 @@ Advantages, returns, reference logprobs and scores are columns made beforehand. 
 (arXiv:2409.06957) the answers of each prompt are resampled before the update, weighted by their
 rewards, because a reward model is most reliable where it is most certain.
 
-Promises: every term is aggregated with the same mode over global counts, values as a mean over all
-trained tokens; metrics are shares that add up over micro-batches and ranks. Without a column
-`old_logprobs` the batch counts as on-policy (one update per batch): the ratio is 1 and its gradient
-is that of REINFORCE. When answers are resampled, a prompt keeps its number of answers and a sample
-its advantage; the draw depends on the seed alone.
+Promises: every term is aggregated with the same mode over global counts, except that values are a
+mean over trained tokens and the NLL one over those of right answers; metrics are shares that add up
+over micro-batches and ranks. Without a column `old_logprobs` the batch counts as on-policy (one
+update per batch): the ratio is 1 and its gradient is that of REINFORCE. When answers are resampled,
+a prompt keeps its number of answers, a sample its advantage; the seed gives all random numbers.
 """
 
 from collections.abc import Mapping
@@ -162,7 +162,7 @@ class DistilledObjective:
     def __call__(
         self, outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts
     ) -> LossOutput:
-        """Return this micro-batch's share of both losses, and raise their errors."""
+        """Return this micro-batch's share of the weighted losses; raises as they do."""
         taught = self.teacher(outputs, batch, counts)
         loss, metrics = self.weight * taught.loss, {**taught.metrics}
         if self.policy_weight:

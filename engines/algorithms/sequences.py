@@ -24,7 +24,7 @@ def num_trained_B(batch: TokenBatch, mask_T: Tensor) -> Tensor:
 
 
 def mean_by_sequence(values_T: Tensor, mask_T: Tensor, batch: TokenBatch) -> Tensor:
-    """Return (B,) the mean over each sequence's trained tokens, with gradient; 0 if it has none."""
+    """Return (B,) the mean over each sequence's trained tokens, with gradient; 0 without any."""
     total_B = sum_by_sequence(torch.where(mask_T, values_T, 0.0), batch)
     return total_B / num_trained_B(batch, mask_T).clamp(min=1)
 
@@ -73,7 +73,7 @@ class TrainedTokens:
 
 
 def masked_whiten(values_T: Tensor, mask_T: Tensor, eps: float = 1e-8) -> Tensor:
-    """Return (T,) values with mean 0 and variance 1 over the masked tokens, 0 elsewhere.
+    """Return (T,) values with mean 0 and variance 1 where the mask holds, 0 elsewhere.
 
     Exactly 0 everywhere if all values are equal, or if there are fewer than two. `eps` is added to
     the unbiased variance.
@@ -88,9 +88,9 @@ def masked_whiten(values_T: Tensor, mask_T: Tensor, eps: float = 1e-8) -> Tensor
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Statistics of each group, all (P,) float64; a group without samples has zeros.
+    """Statistics of each group, (P,) float64 except `equal_P`; 0 for a group without samples.
 
-    `std_P` is unbiased (n - 1), 0 for a single sample; `equal_P` is bool: all scores are equal.
+    `std_P` is unbiased (n - 1), 0 for a single sample; `equal_P` is bool: no two scores differ.
     """
 
     count_P: Tensor

@@ -60,7 +60,7 @@ class KlControlConfig(StrictModel):
     kl_coef: float = Field(default=0.001, ge=0)
     """The coefficient; for `adaptive`, its initial value."""
     horizon: float = Field(default=10_000, gt=0)
-    """`adaptive` scales the coefficient by 1 + (relative KL error) * (samples of a step) / this."""
+    """`adaptive` multiplies by 1 + (clipped relative KL error) * (samples of a step) / this."""
     target_kl: float = Field(default=0.1, gt=0)
     """Target in nats per token, averaged over each answer and then over the answers of a step."""
 
@@ -107,7 +107,7 @@ class AlgorithmConfig(StrictModel):
 
     def _refusals(self) -> Refusals:
         low = self.clip_ratio_low or self.clip_ratio
-        yield low >= 1, f"clip_ratio_low: got {low}; need < 1 (the clip is at 1 - it)"
+        yield low >= 1, f"clip_ratio_low: got {low}; need < 1 (ratios are clipped at 1 - this)"
 
 
 class MismatchConfig(StrictModel):

@@ -52,8 +52,8 @@ class Backend:
         devices: torch device type -> how it is tested.
         parallelism: dimension -> how it is tested; an absent dimension is refused.
         features: `lora`, `moe`, `vlm`, ... -> how it is tested.
-        requires: module from an extra or environment; None needs nothing.
-        extra: extra of this project with that module; None if there is none.
+        requires: module from an extra or environment; None: no such module.
+        extra: extra of this project with that module; None: no extra.
         environment: its job environment (`make env-<name>`); None: the project's own.
         options: schema of `training.options`.
         device_engines: device -> engine and options schema used there, for all model types.

@@ -2,7 +2,7 @@
 
 Promises: unknown keys, NaN and infinity are refused, values are frozen, and the docstring below a
 field is its description in the JSON schema. Every field counts for its stage's fingerprint unless
-it is marked `NotIdentity`. Does not promise: checks of files, devices or plugins.
+it is marked `NotIdentity` or is a local path. Does not promise: checks of files or plugins.
 """
 
 from collections.abc import Iterator
@@ -89,7 +89,7 @@ class StrictModel(BaseModel):
     def identity_values(self) -> dict[str, Any]:
         """Return the values of the fingerprint as plain JSON values, without `NotIdentity` fields.
 
-        A local path is left out too, because the digest of its bytes counts as an input.
+        `PathConfig` leaves out a local path too: the digest of its bytes counts as an input.
         """
         return {
             name: _values(getattr(self, name))

@@ -102,7 +102,7 @@ class RewardModelConfig(JudgingModelConfig):
     """A sequence classification model with one output, which scores each answer."""
 
     max_length: int | None = Field(default=None, ge=8)
-    """Most tokens of a prompt with one answer, in the model's own chat template; a longer sample
+    """Limit in tokens of a prompt with an answer, in the model's own chat template; a longer sample
     gets no score. null: the model's context, at most 2,048 (also if it states none)."""
 
 
@@ -110,12 +110,12 @@ class JudgeConfig(JudgingModelConfig):
     """A language model that is asked about each answer; the recipe's rollout engine serves it."""
 
     max_length: int = Field(default=2048, ge=8)
-    """Most tokens of question and reply, in its own chat template; a longer one has no score."""
+    """Limit in tokens of question and reply, in the judge's chat template; above it: no score."""
     prompt: str = Field(min_length=1)
     """Jinja template of the question. Variables: `question` (last message of the prompt), `answer`
     (the policy's), and the row's `ground_truth`, `data_source` and `extra_info`."""
     sampling: SamplingConfig = SamplingConfig(temperature=0.0, max_new_tokens=64)
-    """Sampling of the reply; at temperature 0 it is deterministic."""
+    """Sampling of the reply; temperature 0 is greedy."""
     num_replicas: Annotated[int, Execution] = Field(default=1, ge=1)
     """Number of engines, on devices of their own; just one if it runs inside the job's process."""
     options: dict[str, Any] = {}
@@ -138,7 +138,7 @@ def adapter_travels(training: TrainingConfig, rollout: RolloutConfig) -> bool:
     """Return True if a sync sends only the adapter, False if it sends merged weights.
 
     Raises:
-        ConfigError: `rollout.lora_sync` is `adapter`, which backend or engine does not support.
+        ConfigError: `rollout.lora_sync` is `adapter`, and another setting rules that out.
     """
     if rollout.lora_sync == "merged":
         return False
@@ -163,7 +163,7 @@ def _hindrance(training: TrainingConfig, rollout: RolloutConfig) -> str | None:
         return f"rollout.engine is {rollout.engine}; need one of {engines}"
     if rollout.placement == "colocated":
         return (
-            "rollout.placement is colocated, where an engine forgets at every sleep what an "
-            "adapter stands on; need disaggregated"
+            "rollout.placement is colocated, where an engine discards the adapter's base "
+            "weights at every sleep; need disaggregated"
         )
     return None

@@ -96,7 +96,7 @@ def check_rollout(rollout: RolloutConfig) -> None:
 
 
 def check_parts(algorithm: AlgorithmConfig) -> AlgorithmRow:
-    """Check that all parts exist and take the options; return the row of the estimator."""
+    """Check that all parts exist and take the options (`ConfigError`); return the estimator."""
     estimator = ADVANTAGES.find(algorithm.adv_estimator)
     loss = POLICY_LOSSES.find(algorithm.loss_mode)
     KL_ESTIMATORS.find(algorithm.kl_loss_type.removesuffix("+"))
@@ -106,13 +106,13 @@ def check_parts(algorithm: AlgorithmConfig) -> AlgorithmRow:
 
 
 def check_reward(reward: RewardConfig) -> RewardRow | None:
-    """Check the reward and its arguments; return its row, or None for an existing file."""
+    """Check the reward and its arguments (`ConfigError`); return its row, or None for a file."""
     rows = [check_reward_function(part, path) for path, part in reward.parts.items()]
     return REWARDS.find(reward.function) if reward.components else rows[0]
 
 
 def check_reward_function(part: RewardFunction, path: str) -> RewardRow | None:
-    """Check one function and its arguments; return its row, or None for an existing file."""
+    """Check a function and its arguments (`ConfigError`); return its row, or None for a file."""
     if part.function == CODE and CODE not in REWARDS.names():
         raise ConfigError(
             f"{path}.function",

@@ -369,8 +369,8 @@ def register_plugin(kind: PluginKind, name: str, target: str, **facts: Any) -> N
             `vendor` add an engine for one device or vendor to the name of a built-in backend.
 
     Raises:
-        ConfigError: unknown kind or fact, malformed `target`, or `devices` or `vendor` of something
-            else than a training engine. A duplicate name is refused on first use.
+        ConfigError: unknown kind or fact, malformed `target`, `devices` of something else than a
+            training engine, or `vendor` without `devices`. First use refuses a duplicate name.
     """
     path = f"plugin {kind}.{name}"
     if kind not in TABLES:

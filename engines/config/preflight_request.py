@@ -50,7 +50,7 @@ class PreflightRequest(StrictModel):
 
 
 class PreflightAnswer(StrictModel):
-    """The first problem; or the request, if there is none."""
+    """The first problem; or, without a problem, the request."""
 
     path: str | None = None
     problem: str | None = None

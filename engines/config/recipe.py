@@ -107,7 +107,7 @@ class MergeConfig(StrictModel):
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_shard_bytes: int = Field(default=5_000_000_000, ge=1024)
-    """Largest size in bytes of one safetensors file, and of what merging holds in memory."""
+    """Limit in bytes of a safetensors file and of merging's memory; a larger tensor exceeds it."""
 
 
 class ProgressDeadlines(StrictModel):
@@ -203,7 +203,7 @@ class Recipe(StrictModel):
     """Further held-out sets for the final model, by a name of your choice. In a recipe file a value
     may be the name of a built-in suite (`rlhf evaluate --help` lists them) or a YAML file."""
     against: ModelConfig | None = None
-    """Model that the final one is compared with on every problem it is measured on; null: none."""
+    """Model that is measured on the same problems as the final one, to compare them; null: none."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     merge: MergeConfig = MergeConfig()
     soup: SoupConfig | None = None
@@ -220,7 +220,7 @@ class Recipe(StrictModel):
 
     @property
     def run_name(self) -> str:
-        """Name of this run; equal recipes share it, whatever directories they use."""
+        """Name of this run; recipes that differ only in `NOT_IDENTITY` sections share it."""
         identity = self.model_dump(mode="json", exclude=NOT_IDENTITY)
         return f"{self.name}-seed{self.seed}-{sha256_json(identity)[:8]}"
 

@@ -48,7 +48,7 @@ class SamplingConfig(StrictModel):
     """The sampling distribution; reported logprobs are those of this distribution."""
 
     temperature: float = Field(default=1.0, ge=0)
-    """0 is greedy."""
+    """0 is greedy, and reports logprobs of temperature 1."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     """Number of likeliest tokens to draw from; 0 switches it off."""

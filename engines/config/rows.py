@@ -14,8 +14,8 @@ class AlgorithmRow(Row):
 
     Attributes:
         paper: source of the formula (arXiv id and section, or a title).
-        columns: columns of the `TokenBatch` that it reads, besides `loss_mask`.
-        rows: per-sequence values that it reads.
+        columns: columns that the `TokenBatch` must have, besides `loss_mask`.
+        rows: per-sequence values that the `TokenBatch` must have.
         group_relative: compares samples of one prompt, so it needs at least two.
         loss_agg_mode: the only aggregation that a policy loss allows; None: any.
         properties: invariances that contract tests check. `shift`: a constant added to all scores

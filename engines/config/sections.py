@@ -134,7 +134,7 @@ class KeepSamplesConfig(StrictModel):
     """Samples of a round that are kept for people to read; `rlhf show` makes a page of them."""
 
     num_per_step: int = Field(default=16, ge=0)
-    """Prompts of a step whose samples are kept; 0 keeps none."""
+    """Samples of a step that are kept, the first ones; 0 keeps none."""
     every_num_steps: int = Field(default=10, ge=1)
     """Keep samples every this many steps, and at the first and last step of a round."""
 

@@ -120,7 +120,7 @@ class TrainingConfig(StrictModel):
     use_liger: Annotated[bool, Execution] = False
     """Fused kernels for norms and gated feed-forward layers; needs a GPU and liger-kernel."""
     num_threads: Annotated[int, Execution] = Field(default=1, ge=1)
-    """CPU threads of one rank; never the number of cores, because it changes the rounding of sums.
+    """CPU threads of one rank; not taken from the machine, as it changes the rounding of sums.
     """
     collective_timeout_s: Annotated[float, NotIdentity] = Field(default=600.0, gt=0)
     """Timeout of a collective operation in seconds."""

@@ -3,7 +3,7 @@
     images.parquet   sha256 string (hex), width int32, height int32, data binary
 
 Promises: the bytes are the source's, undecoded. Equal images in equal order give an equal file. A
-row group ends at 1 MiB, which bounds the memory of reading one image and of writing.
+row group has one image or at most 1 MiB, which bounds the memory of reading and writing.
 """
 
 import hashlib
@@ -67,7 +67,7 @@ def check_images(row: RLRow) -> None:
             with Pillow.open(io.BytesIO(image.data), formats=FORMATS) as picture:
                 picture.load()
         except (OSError, ValueError, SyntaxError) as error:
-            raise RowError(f"{name} ends early or is damaged ({error}); need the whole") from None
+            raise RowError(f"{name} ends early or is damaged ({error}); need all of it") from None
 
 
 def keep_images(row: RLRow, folder: Path) -> RLRow:
@@ -135,7 +135,7 @@ class ImageFile:
 
     @staticmethod
     def open(path: Path) -> "ImageFile":
-        """Read the places of all images; none without a file. ConfigError if it holds no images."""
+        """Read the places of all images, none if no file exists; ConfigError for another file."""
         if not path.exists():
             return ImageFile(path, {})
         columns = ["sha256", "width", "height"]

@@ -8,7 +8,7 @@ floor(w t) or ceil(w t) of them; each source is visited in one permutation after
 `BandedOrder` visits the open rows in one permutation after the other and restarts when a band
 opens; from the last opening on, every epoch holds every row once.
 PCG64's raw stream, which numpy guarantees never to change, gives the permutations.
-A field out of range or a negative step raises `ValueError`.
+A field out of range, or a negative step of `batch`, raises `ValueError`.
 Does not promise: that the sources of a mixture end together; a small one with a large weight
 repeats.
 """
@@ -332,7 +332,7 @@ def derived_seed(seed: int, part: int) -> int:
 
 
 def whole_parts(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the smallest integers in the ratio of `weights`, which must be finite and above 0.
+    """Return the smallest integers in the ratio of `weights`; ValueError unless finite and above 0.
 
     A weight counts as its decimal text: 0.7 is seven tenths, not the nearest binary fraction.
     """

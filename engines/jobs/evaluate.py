@@ -1,6 +1,6 @@
 """Job `evaluate`: scores a policy or a model on held-out rows.
 
-Promises: answers that another evaluation of the same model stored are reused, not sampled again.
+Promises: stored answers of the same model to the same requests are reused; see `KeptAnswers`.
 """
 
 from contextlib import ExitStack, closing

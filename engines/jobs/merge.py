@@ -18,7 +18,7 @@ def merge(context: JobContext[MergeStageConfig]) -> JobOutput:
     policy_dir = context.input("policy")
     written_by = read_scalars(policy_dir / CHECKPOINT_DIR).backend
     if written_by != config.backend:
-        raise ConfigError("backend", f"got {config.backend!r}; need {written_by!r}, which wrote it")
+        raise ConfigError("backend", f"got {config.backend!r}; need the policy's, {written_by!r}")
     context.heartbeat.enter("merge", DEADLINES_S["merge"])
     with context.clock("save"):
         if config.adapter_only:

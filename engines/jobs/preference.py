@@ -1,8 +1,8 @@
-"""Job `preference`: trains a policy with a loss over pairs (DPO and related losses).
+"""Job `preference`: trains a policy on pairs of answers (DPO and related losses).
 
 With the input `pairs`, from self-play, it trains on them instead of the dataset's pairs. The
 reference is the policy that the stage starts with, loaded only if the loss needs it; with an
-adapter it is the policy without the adapter.
+adapter it is the policy without the new adapter.
 """
 
 from pathlib import Path

@@ -45,7 +45,7 @@ def promote(context: JobContext[PromoteStageConfig]) -> JobOutput:
 
 
 def compare(context: JobContext[PromoteStageConfig]) -> Comparison | None:
-    """Compare the model with the incumbent; None if there is none."""
+    """Compare with the incumbent; None without one, `ConfigError` without a common problem."""
     gate = context.config.promote
     theirs = context.optional_input("incumbent_evaluation")
     if theirs is None:
@@ -67,7 +67,7 @@ def compare(context: JobContext[PromoteStageConfig]) -> Comparison | None:
 
 
 def metric_of(evaluation: Path, metric: str) -> float:
-    """Return the deciding metric of an evaluation."""
+    """Return the deciding metric of an evaluation; `ConfigError` if the evaluation lacks it."""
     metrics = metrics_of(evaluation)
     if metric not in metrics:
         known = ", ".join(sorted(metrics))

@@ -1,6 +1,6 @@
 """Job `rl_round`: one round of RL, from policy to policy.
 
-Round 1 starts with a new optimizer; a later round continues the optimizers of policy and critic.
+From a round's policy, a round continues the optimizers of policy and critic; else they are new.
 The reference is loaded only for a KL term; the teacher on the ranks or in engines of its own.
 """
 

@@ -4,8 +4,8 @@ preference.parquet   the pairs
 summary.json         counts of pairs and of prompts without one
 
 At least one answer of a pair is sampled from the policy.
-Promises: preference training with the same context accepts every pair; pairs are in memory only
-until the pairs of their call are written. Rows and seeds depend only on (seed, iteration, row). An
+Promises: preference training with the same context accepts every pair; in memory are the pairs of
+one call and of an unwritten batch. Rows and seeds depend only on (seed, iteration, row). An
 answer that was cut, is blank or could not be scored is in no pair; rows without a pair are counted.
 Lengths are those of the rendered text, as training sees it.
 """
@@ -86,8 +86,8 @@ def self_play(context: JobContext[SelfPlayStageConfig]) -> JobOutput:
         )
     if not counts.num_pairs:
         raise NothingToTrainOnError(
-            f"none of {counts.num_unpaired} prompts made a pair: every answer was cut, blank or no "
-            "other than what it is compared with; raise "
+            f"none of {counts.num_unpaired} prompts made a pair: every answer was cut, blank, "
+            "unscored, or equal in text or reward to what it is compared with; raise "
             "preference.self_play.sampling.max_new_tokens or temperature, or end with an iteration "
             "less"
         )

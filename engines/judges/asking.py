@@ -2,7 +2,7 @@
 
 They are asked before the reward function is called.
 Promises: equal questions are asked once per call, and their seed comes from the text, so that a
-resumed run gets the same judgement. A question without room for its answer, or whose answer was cut
+resumed run asks with the same seed. A question without room for its answer, or whose answer was cut
 or aborted, has no judgement. A reward model's score is the head's output after the last token of
 the conversation in the model's own chat template, as in transformers' sequence classification
 models; a conversation that is too long has none. The template closes the turn of a cut answer as
@@ -45,7 +45,7 @@ class GenerativeJudge:
     def judgements(
         self, prompts: Sequence[Sequence[Message]], samples: Sequence[ScoreRequest]
     ) -> list[str | None]:
-        """Return the judge's text for each sample; None if it did not finish."""
+        """Return the judge's text for each sample; None if it was not asked or did not finish."""
         pairs = zip(prompts, samples, strict=True)
         texts = [question(self._config.prompt, *pair) for pair in pairs]
         unique = list(dict.fromkeys(texts))

@@ -69,7 +69,7 @@ def judge_score(
         matches = list(re.finditer(pattern, sample.judgement))
         number = float(matches[-1][1] or "") if matches else None
     if number is None:
-        what = "one number at its end" if pattern is None else "a match of pattern"
+        what = "an unambiguous last number" if pattern is None else "a match of pattern"
         raise ValueError(f"the judge wrote {sample.judgement!r}, without {what}")
     return {"score": number * scale, "acc": float(number * scale > threshold)}
 

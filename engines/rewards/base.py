@@ -10,7 +10,7 @@ It is called with keywords and returns a number or `{"score": float, "pred": str
 Further numbers are reported next to the score. `pred` is the extracted answer, None if there was
 none; evaluation votes by it. `text` and `lists` are those of verl's reward managers (`naive` and
 `batch`), so such functions run unchanged; `sample` also sees the sampled tokens.
-Promises: a function of any form judges one sample per call, under that sample's deadline; `lists`
+Promises: a function of any form judges one sample per call, in a pool with a deadline; `lists`
 gets lists of one. Coroutines run on one event loop per process, so a client with open connections
 can be kept; a task that a call leaves behind runs only during later calls. `Unscored` is not a
 score of 0: a wrong answer earns 0, but a broken reward, a missed deadline or an unreadable ground
@@ -102,7 +102,7 @@ def is_correct(score: Score) -> bool:
     """Return True if a score counts as a right answer.
 
     The verdict `acc` decides if there is one; else a score of at least 1, which every shipped
-    reward gives only to a right answer.
+    reward with a verdict (`RewardRow.is_verdict`) gives only to a right answer.
     """
     return score.extras["acc"] >= 0.5 if "acc" in score.extras else score.value >= 1.0
 

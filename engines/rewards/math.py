@@ -87,7 +87,7 @@ class CpuLimitError(BaseException):
 
 @contextlib.contextmanager
 def cpu_limit(max_cpu_s: float) -> Iterator[None]:
-    """Raise CpuLimitError in the body after `max_cpu_s` seconds of this process's CPU time."""
+    """In the main thread, raise CpuLimitError in the body after `max_cpu_s` s of CPU time."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

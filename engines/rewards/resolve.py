@@ -1,7 +1,7 @@
 """Find the reward function of `rl.reward.function`: a name, `path/to/file.py:name`, or a mixture.
 
 Reward `mixture` is a weighted sum of other rewards, chosen by the row's `data_source`.
-Promises: a wrong name, file or option is a `ConfigError` before any process starts, and no user
+Promises: a wrong name, file or built-in option is a `ConfigError` before a process starts; no user
 code runs for the check. Each component of a mixture is called as it would be alone. A sample that
 one component leaves unscored is unscored, since a partial sum is another reward. The deadline is
 per sample.

@@ -49,7 +49,7 @@ _WORTH = 2.0
 
 
 class RewardScorer(AbstractContextManager["RewardScorer"]):
-    """Scores samples with the recipe's reward. A context manager; its pool, if any, starts with it.
+    """Scores samples with the recipe's reward; a context manager, which ends its pool, if any.
 
     Raises:
         ConfigError: the function, its file or an option does not exist.
@@ -318,7 +318,7 @@ class PoolBatch:
         """Submit a request; return its number: 0, 1, ...
 
         Raises:
-            RewardError: the function cannot be loaded, or a process does not start.
+            RewardError: the function cannot be loaded, or the batch has ended.
         """
         self._check_open()
         self.waiting.append((self._num_added, request))

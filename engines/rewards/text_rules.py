@@ -7,8 +7,8 @@ r"""Extraction and normal forms of final answers, and the rewards that compare t
     math_boxed   verl's rule for MATH: the last `\boxed{}` in that data set's normal form
     math_dapo    DAPO's rule (arXiv:2503.14476), with scores 1 and -1
 
-An extraction returns the text of the last answer of its form, or None, in linear time. Equal
-answers have equal normal forms: `math_form` is the rule of the MATH data set (Hendrycks et al.,
+An extraction returns the text of the last answer of its form, or None, in linear time. Answers with
+equal normal forms count as equal: `math_form` is the rule of the MATH data set (Hendrycks et al.,
 arXiv:2103.03874), `minerva_form` that of Minerva (Lewkowycz et al., arXiv:2206.14858, appendix
 D.1), which DAPO uses.
 Promises verl's scores for the last three, including their strictness: for `gsm8k`, `#### 5.`

@@ -44,7 +44,7 @@ class Experience:
 
     Attributes:
         group_index_B: (B,) int64 in [0, G).
-        batch: narrow, see `TokenBatch.widened`, with the columns `loss_mask` (bool: sampled tokens)
+        batch: narrow, see `TokenBatch.widened`, with the columns `loss_mask` (bool: trained tokens)
             and `rollout_logprobs`, later `advantages`, `old_logprobs`, `ref_logprobs`.
         kept_B: (B,) bool: samples that are trained on; None: all.
         place: stores the batch where the ranks read it: `WorkerGroup.place`.
@@ -271,8 +271,8 @@ def informative_samples(
 ) -> Tensor:
     """Return (B,) bool, True for samples whose group has at least two different scores.
 
-    DAPO, arXiv:2503.14476 eq. 11. A group of equal scores, or of one sample, has advantage 0 and
-    only dilutes the mean. If `filter_groups` is off, all are kept.
+    DAPO, arXiv:2503.14476 eq. 11. In GRPO a group of equal scores, or of one sample, has advantage
+    0 and only dilutes the mean. If `filter_groups` is off, all are kept.
     """
     if not filter_groups.enable or scores_B.numel() == 0:
         return torch.ones(scores_B.shape, dtype=torch.bool, device=scores_B.device)

@@ -1,7 +1,7 @@
 """State of the RL loop between two steps, what a checkpoint keeps of it, and a step's updates.
 
-Promises: a loop resumed from a step checkpoint has the state of the uninterrupted one, even if an
-older checkpoint lacks a value.
+Promises: a loop resumed from a step checkpoint has the state of the uninterrupted one; a value that
+a checkpoint of an older version lacks is estimated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -101,7 +101,7 @@ class LoopState:
         }
 
     def continued(self, saved: TrainerState) -> "LoopState":
-        """Return the state of a checkpoint; `self` for step 0, which means that there is none."""
+        """Return the state of the checkpoint `saved`; `self` if its step is 0: no checkpoint."""
         get, step = saved.values.get, saved.step
         return replace(
             self,

@@ -1,7 +1,7 @@
 """Leave out updates with a non-finite loss or gradient.
 
 Promises: such an update changes no weight, is counted, and is limited in number. The journal names
-the rows and tensors that are not finite, or says that only the gradient overflowed.
+up to five rows with tensors that are not finite, or says that only the gradient overflowed.
 """
 
 from collections.abc import Callable

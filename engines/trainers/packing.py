@@ -1,7 +1,7 @@
 """Pack trajectories into the batch that ranks train on.
 
 Promises: the loss covers the tokens of trained segments, a shared prefix only once. A token costs 9
-bytes, as `viewed` trajectories share the memory of their batch.
+bytes if its trajectory is `viewed`, that is, shares the memory of its batch.
 Letters: B trajectories, T tokens of all of them.
 """
 
@@ -18,7 +18,7 @@ from engines.trajectory import Trajectory
 from engines.types import TokenBatch
 
 See = Callable[[Sequence[Sequence[bytes]]], ImagePatches | None]
-"""Makes image patches from each sequence's image files, as bytes; None if there are none."""
+"""Makes image patches from each sequence's image files, as bytes; None without images."""
 
 
 def pack(trajectories: Sequence[Trajectory], see: See | None = None) -> TokenBatch:

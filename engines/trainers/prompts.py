@@ -2,7 +2,7 @@
 
 Promises: requests depend only on (seed, round, step), so a resumed run needs no cursor. Every step
 takes the next batch of an endless order; refills of dynamic sampling come from a second order, so
-that the first one still visits every row once per epoch.
+that they do not advance the first one.
 """
 
 import hashlib

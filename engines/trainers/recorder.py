@@ -1,6 +1,6 @@
 """Records of an RL step: metrics with verl's names, and some samples for people to read.
 
-Samples have the trainer's logprobs before the update.
+Samples have the sampler-trainer mismatch before the update, if the trainer's logprobs are known.
 Promises: training does not depend on kept samples; a failed write loses only that step's samples.
 """
 
@@ -128,7 +128,7 @@ def step_metrics(
     clock: PhaseClock,
     num_workers: int,
 ) -> dict[str, float]:
-    """Return all metrics of a step except its number; throughput is per worker."""
+    """Return a step's metrics of samples, updates and time; throughput is per worker."""
     step_s = clock.elapsed_s
     num_generated = sum(batch.num_generated for batch in collector.batches)
     num_aborted = sum(batch.num_aborted for batch in collector.batches)
@@ -157,7 +157,7 @@ def step_metrics(
 
 
 def experience_metrics(experience: Experience) -> dict[str, float]:
-    """Return scores, rewards, advantages and lengths of the samples that are trained on."""
+    """Return scores, rewards, advantages and lengths of the samples of a step."""
     sampled = [sample.trajectory for sample in experience.samples]
     lengths = torch.tensor([each.num_sampled for each in sampled], dtype=torch.float64)
     prompts = torch.tensor([len(t.prompt.token_ids_P) for t in sampled], dtype=torch.float64)

@@ -14,6 +14,6 @@ class TrainedSteps(FrozenModel):
     num_skipped: int = 0
     """Trailing steps in a row that trained on nothing."""
     kl_coef: float | None = None
-    """Coefficient of the KL in the reward for the next step; null without one."""
+    """Coefficient of the KL in the reward for the next step; null without such a KL."""
     num_critic_steps: int = 0
-    """Steps that trained the current critic; 0 without one."""
+    """Steps that trained the current critic; 0 without a critic."""

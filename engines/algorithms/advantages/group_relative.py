@@ -1,9 +1,9 @@
 """Advantages relative to the other samples of the same prompt, and answers selected to imitate.
 
 Promises: one value per sample, on each of its trained tokens. Groups are independent, except where
-a function says that it uses the whole step. A group of equal scores or of one sample gives exactly
-0, not the rounding error of its mean. A selection depends only on the prompt's own answers, not on
-their order: it never keeps answers without trained tokens, keeps equal ones once, and may be empty.
+a function says that it uses the whole step. Before whitening, the relative value of equal scores or
+of one sample is exactly 0, not a rounding error. A selection depends on the prompt's own answers,
+not on their order; it keeps equal ones once, none without trained tokens, and may be empty.
 Letters: B samples, P groups, R components of a score.
 """
 
@@ -73,8 +73,8 @@ def rloo_advantages(inputs: AdvantageInputs) -> Advantages:
 def opo_advantages(inputs: AdvantageInputs) -> Advantages:
     """OPO (arXiv:2505.23585): relative to the mean weighted by length, the optimal baseline.
 
-    ``R_i - sum(l R) / sum(l)`` over the group, with l a sample's number of trained tokens. No
-    baseline has less variance if the squared gradient norm of an answer grows with its length.
+    ``R_i - sum(l R) / sum(l)`` over the group, l a sample's number of trained tokens. No constant
+    baseline has less variance if an answer's squared gradient norm is proportional to its length.
     """
     outcomes_B, group_B = inputs.outcomes_B, inputs.group_B
     groups = group_statistics(outcomes_B, group_B, inputs.num_groups)

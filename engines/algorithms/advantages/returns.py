@@ -206,7 +206,7 @@ def _turns_T(inputs: AdvantageInputs) -> Tensor:
 
 
 def _turn_ends(turn_BL: Tensor, mask_BL: Tensor, num_turns: int) -> tuple[Tensor, Tensor]:
-    """Return (B, K) columns of the first and last token of each turn; -1 if there is none."""
+    """Return (B, K) columns of the first and last token of each turn; -1 for an absent turn."""
     place_BL = torch.arange(turn_BL.shape[1], device=turn_BL.device).expand_as(turn_BL)
     none_BK = turn_BL.new_full((turn_BL.shape[0], num_turns), -1)
     last_BK = none_BK.scatter_reduce(1, turn_BL, torch.where(mask_BL, place_BL, -1), "amax")

@@ -78,7 +78,7 @@ def pairs_of(batch: TokenBatch) -> Pairs:
     """Find the two sequences of each unit (`unit_B`) by the row `chosen`.
 
     Raises:
-        ValueError: a unit is not one chosen and one rejected answer.
+        ValueError: there are no units, or one is not a chosen and a rejected answer.
     """
     unit_B = batch.unit_B
     if unit_B is None:

@@ -128,9 +128,9 @@ class KtoObjective:
 def mismatched(batch: TokenBatch, max_length: int) -> TokenBatch:
     """Combine prompts with each other's answers (arXiv:2402.01306 sec. 4.1), in the same order.
 
-    Each answer, good or bad, is used once, for another prompt if there is one: the result estimates
-    an expectation over the answers of the step. A prompt ends before the first trained token; a
-    sequence without one is unchanged. The result has only the column `loss_mask`.
+    Each answer, good or bad, is used once, for another prompt as far as possible: the result
+    estimates an expectation over all answers. A prompt ends before the first trained token; a
+    sequence without one is unchanged. The result has the images and the column `loss_mask` only.
 
     Args:
         batch: a whole step, on the CPU, with no sequence longer than `max_length`.

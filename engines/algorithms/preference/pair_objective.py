@@ -164,7 +164,7 @@ def preference_objective(loss: str, options: Mapping[str, Any]) -> PairObjective
     """Return the loss of that name: over pairs, or over single answers.
 
     Raises:
-        ConfigError: there is no such loss, or it does not have these options.
+        ConfigError: there is no such loss, or one of its options has a bad value.
         TypeError: its row names the schema of another kind of loss.
     """
     row = PREFERENCE_LOSSES.find(loss)
@@ -213,7 +213,7 @@ class RewardModelObjective:
 
         Args:
             batch: whole pairs, as units with the `required_rows` (the chosen answer's margin
-                counts). A pair counts if `loss_mask` is set on any of its tokens but the first.
+                counts). A pair counts if a token of either answer has loss mask 1.
 
         Raises:
             ValueError: the outputs are of a language model, the batch lacks something, or a unit

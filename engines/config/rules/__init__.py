@@ -1,5 +1,5 @@
 """Rules between settings, each written once; checked early by the recipe and last by the job.
 
-Promises: every error names the setting as in a recipe, the value, what is needed and what to do.
+Promises: errors name the setting as in a recipe, and what is needed or what to do.
 Does not promise: checks of data, models or devices.
 """

@@ -62,7 +62,7 @@ def check_algorithm(rl: RLConfig) -> None:
         )
 
 
-_MADE_ALWAYS = frozenset(
+_NEED_NO_ROLE = frozenset(
     {
         "advantages",
         "loss_mask",
@@ -137,14 +137,14 @@ def _check_needs(rl: RLConfig) -> None:
             raise ConfigError(
                 f"rl.algorithm.{name}.enable",
                 f"got true with rl.group_size 1, where a group {problem}; need groups of 2 or "
-                "more; raise rl.group_size, or set it to false",
+                "more; raise rl.group_size, or set this to false",
             )
 
 
 def _check_columns(rl: RLConfig) -> None:
     algorithm = rl.algorithm
     made = {
-        *_MADE_ALWAYS,
+        *_NEED_NO_ROLE,
         *(("ref_logprobs",) if algorithm.needs_reference else ()),
         *(_MADE_BY_CRITIC if rl.critic else ()),
     }

@@ -1,7 +1,7 @@
 """The declaration of a stage: name, configuration, plugins, external files and rules.
 
-All of a stage's configuration counts for its fingerprint, except `NotIdentity` fields. Functions
-return the user's files and directories that several stages read.
+All of a stage's configuration counts for its fingerprint, except `NotIdentity` fields and local
+paths. Functions return the user's files and directories that several stages read.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -192,7 +192,7 @@ class BackendStageConfig(ComputingStageConfig):
 
     @property
     def training_backend(self) -> str | None:
-        """Name of the backend; None if there is none."""
+        """Name of the backend; None: the stage uses none."""
         raise NotImplementedError
 
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:

@@ -102,7 +102,7 @@ class SelfPlayStageConfig(ServingStageConfig):
     takes = (REWARD_MODEL,)
     iteration: int = Field(ge=1)
     max_length: int = Field(ge=1)
-    """Tokens of a prompt with its answer; in a recipe `model.max_length`."""
+    """Limit in tokens of a prompt with its answer; in a recipe `model.max_length`."""
     self_play: SelfPlayConfig
     sampling: SamplingConfig
     """How answers are sampled; in a recipe `preference.self_play.sampling`, or `rl.sampling`."""

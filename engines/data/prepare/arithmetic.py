@@ -13,7 +13,7 @@ A prompt is the problem and an equals sign, the answer is a string of digits:
 The rejected answer of a pair differs from the right one in one digit, by one (9 and 0 are
 neighbours), or in the sign of a comparison.
 Every problem belongs to one split by a hash of its canonical text (numbers without padding;
-operands of commutative operations sorted): evaluation 10 %, SFT 45 %, RL 45 %. So splits are
+operands of add, multiply and compare sorted): evaluation 10 %, SFT 45 %, RL 45 %. So splits are
 disjoint for all seeds, sizes and notations, and 34+12 never tests what 12+34 taught.
 """
 
@@ -53,7 +53,7 @@ class Problem:
     signs: str = ""
 
     def canonical(self) -> str:
-        """Return a text that is equal for problems that teach the same thing."""
+        """Return a text independent of notation; operands are sorted if in `_COMMUTATIVE`."""
         operands = sorted(self.operands) if self.operation in _COMMUTATIVE else self.operands
         return f"{self.operation}{self.signs}:{','.join(map(str, operands))}"
 
@@ -64,7 +64,7 @@ class Problem:
         return SPLITS[bisect_right(_SPLIT_UPPER_BOUNDS, place)]
 
     def results(self) -> tuple[int, ...]:
-        """Return the partial results of `chain`, else one result; `compare` has none."""
+        """Return the partial results of `chain`, else one result; not for `compare`."""
         result, *others = self.operands
         results = []
         for sign, operand in zip(self.signs or _SYMBOLS[self.operation], others, strict=True):

@@ -14,7 +14,7 @@ The template of a prompt is what all prompts of its `data_source` begin or end w
 alone is no leak, since all problems with one instruction would match. A short answer that equals
 a prompt without its template is no leak either.
 
-Promises: exactly these matches are found; memory is bounded by the held-out rows; equal rows give
+Promises: exactly these matches are found; memory grows with held-out rows and leaks; equal rows get
 equal reports, with at most one entry per training row.
 Does not promise: to find paraphrases.
 """
@@ -185,9 +185,9 @@ Rows = StoredRows[Any] | Sequence[Row]
 
 @dataclass(frozen=True)
 class Leak:
-    """A training row and the first held-out row that it shares words with; rows count from 0.
+    """A training row and a held-out row of its best match, exact or longest; rows count from 0.
 
-    `kind` is `exact` (all words of both texts) or `run`; `words` are normalized;
+    `kind` is `exact` (all words of both texts, templates aside) or `run`; `words` are normalized;
     `num_evaluation_rows` counts the held-out rows that share words with the training row.
     """
 

@@ -1,7 +1,7 @@
 """Find the files of a data source: a file, a directory, or a data set of the Hugging Face hub.
 
 Promises: files are ordered by their relative names. If file or folder names contain splits, only
-the requested split is read, so test rows never enter training; ambiguous names are an error. Tables
+the requested split is read, to keep test rows out of training; unclear names are an error. Tables
 of text (.csv, .tsv) often repeat typed files beside them, so they are read only if a split has no
 others. In a local directory, files with rows in an unsupported form are an error.
 Does not promise: an error for unsupported files of a hub data set, since only supported ones are

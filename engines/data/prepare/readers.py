@@ -1,7 +1,7 @@
 """Read raw rows from .parquet, .json, .jsonl, .csv and .tsv files, each with its place in the file.
 
 A .json file holds a list of objects, one object, or one object per line. It is read whole, since
-only its end shows whether it is a valid list; of other files a few rows are in memory.
+only its end shows whether it is a valid list; of other files a batch of rows is in memory.
 A .csv or .tsv file has a header, then one record per row (RFC 4180). Every value is text, an empty
 field the empty text; a field in double quotes may hold separators, line breaks and doubled quotes.
 

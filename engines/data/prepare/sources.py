@@ -6,7 +6,7 @@ Promises: an unusable row is an error with file and number, or counted (`on_bad_
 source without a usable row is an error. Rows keep the order of their files unless `limit` takes
 a seeded sample. With `auto`, a layout fits if all its columns occur in the first rows and it can
 read at least one of these. It is dropped if another fitting layout has all its columns and more.
-Unless exactly one remains, an error lists the columns and the known layouts.
+Unless exactly one remains, an error lists the columns and the layouts to choose from.
 Does not promise: that a layout found by `auto` can read the later rows.
 """
 
@@ -221,7 +221,7 @@ def layout_of(source: SourceConfig, path: str, kind: RowKind[RowT]) -> Layout[Ro
     """Return the layout of a source, resolving `auto`.
 
     Raises:
-        ConfigError: the layout makes no such rows; or, for `auto`, not exactly one layout fits.
+        ConfigError: the layout is unknown or makes no such rows; for `auto`, not one layout fits.
     """
     if source.format == AUTO:
         return _recognised(source, path, kind)
@@ -233,7 +233,7 @@ def layout_of(source: SourceConfig, path: str, kind: RowKind[RowT]) -> Layout[Ro
 
 
 def _layouts(source: SourceConfig, path: str, kind: RowKind[RowT]) -> Iterator[Layout[RowT]]:
-    """Yield all known layouts that make rows of `kind`, in the order of the plugin table."""
+    """Yield the layouts that `auto` may choose for rows of `kind`, in the order of the table."""
     for name in recognised_layouts():
         plain = source.model_copy(update={"format": name, "options": {}})
         preprocessor = create_preprocessor(plain, path)

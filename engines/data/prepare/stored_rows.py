@@ -4,9 +4,9 @@
         writer.add(row)
     rows = writer.stored()
 
-Promises: rows come back as added and in that order. Memory holds one batch of rows and, per row, 16
-bytes of the prompt's digest, 4 of the data source and 1 of the selection. Images are files beside
-the rows, each stored once. Prompts with equal digests (BLAKE2b, 128 bits) count as equal.
+Promises: rows come back as added and in that order. In memory are one batch of rows, or a run file
+of a sample, and per row 21 bytes: the prompt's digest, data source and selection. Images are files
+beside the rows, each stored once. Prompts with equal digests (BLAKE2b, 128 bits) count as equal.
 Does not promise: a stable format; the file is deleted once the data set is written.
 """
 
@@ -187,7 +187,7 @@ def digest_of(texts: Iterable[str]) -> bytes:
 
 
 def _reordered(rows: StoredRows[RowT], order: np.ndarray) -> Iterator[pa.RecordBatch]:
-    """Yield batches in `order`: rows are distributed to run files that each fit in memory."""
+    """Yield batches in `order`: rows go to run files, which are then in memory one at a time."""
     # Enough runs to keep each small, whether rows are many or long.
     num_runs = max(len(order) // _MIN_RUN_ROWS, rows.path.stat().st_size // _RUN_BYTES, 1)
     run_rows = max(1, -(-len(order) // min(num_runs, _MAX_RUNS)))

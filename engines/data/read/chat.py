@@ -1,9 +1,9 @@
 """Turn conversations into token ids and loss masks, by Jinja chat templates.
 
-Promises: the ids before an answer are exactly those that a rollout gets for the same messages, so
-supervised and RL training see the same prompt. The loss mask is 1 on every assistant turn, up to
-and including the token that ends it, and 0 elsewhere. Every function raises `ConfigError` if
-there is no chat template, it fails, or the answers cannot be located in the text.
+Promises: the ids before the first answer, and the text before later ones, are those of a rollout
+for the same messages, unless `{% generation %}` blocks are used. The loss mask is 1 on every
+assistant turn, up to and including the token that ends it, and 0 elsewhere. Every function raises
+`ConfigError` if there is no chat template, it fails, or the answers cannot be located in the text.
 Answers are found by rendering the conversation up to and after each answer; every rendering must
 continue the previous one. If a template rewrites earlier turns, its own `{% generation %}` blocks
 are used.

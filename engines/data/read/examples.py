@@ -100,7 +100,7 @@ def sft_examples(rows: Iterable[SFTRow], tokenizer: ChatTokenizer, max_length: i
     """Tokenize supervised rows, which are read once.
 
     Raises:
-        ConfigError: there are none, or one has more than `max_length` tokens.
+        ConfigError: there are no rows, or one has more than `max_length` tokens.
     """
     packed = PackedConversations()
     sources: list[str] = []
@@ -175,7 +175,7 @@ def within(
         what: the setting of the limit and the plural noun of the sequences, for errors.
 
     Raises:
-        ConfigError: one is too long, or none fits.
+        ConfigError: one is too long and not dropped, or none fits.
     """
     field, noun = what
     kept = [index for index, length in enumerate(lengths) if length <= limit]

@@ -79,7 +79,7 @@ class MappedRows(ByPlace[RowT], Generic[RowT]):
         self._file = pa.ipc.open_file(pa.PythonFile(self._scratch, "r"))
 
     def close(self) -> None:
-        """Free the scratch file; afterwards rows can only be iterated."""
+        """Free the scratch file; afterwards `at` fails, and rows can still be iterated."""
         self._scratch.close()
 
     def __len__(self) -> int:

@@ -4,7 +4,7 @@ Lists and objects may be JSON text, since tables of text hold nothing else. A ta
 object the keys of all objects, with null for absent ones; so nulls are dropped from tools and from
 arguments given as objects. To keep a null, give them as JSON text.
 
-Promises: every function raises `RowError` if a value is missing, null or of the wrong shape, with
+Promises: a required value that is missing or null, or any of the wrong shape, is a `RowError` with
 the path of the first problem; the argument `name` or `where` is the start of that path. Reads
 `ground_truth_json` of a data set's own files as a JSON value.
 Does not promise: other layouts, which `engines.data.prepare.preprocessors` reads, nor the order of
@@ -258,8 +258,8 @@ def preference_row(columns: Mapping[str, Any]) -> PreferenceRow:
     """Make a pair from `chosen`, `rejected` and optional columns.
 
     An answer is a text, a list with one assistant message, or a whole conversation that ends with
-    it; lists may be JSON text. If `prompt` is absent or a text, the prompt comes from the
-    conversations, which may differ only in their last message.
+    it; lists may be JSON text. The prompt is the rest of the conversations, which must be equal and
+    agree with `prompt` (a text repeats one message); without conversations it is `prompt`.
     """
     chosen_prompt, chosen = _answer(columns.get("chosen"), "chosen")
     rejected_prompt, rejected = _answer(columns.get("rejected"), "rejected")

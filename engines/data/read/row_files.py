@@ -59,7 +59,7 @@ BATCH_ROWS = 1024
 """Rows that are converted to Python objects at a time."""
 _ROW_GROUP_ROWS = 64 * BATCH_ROWS
 _ROW_GROUP_BYTES = 128 * 2**20
-"""Ends a row group before `_ROW_GROUP_ROWS` if its columns take this much memory."""
+"""Ends a row group before `_ROW_GROUP_ROWS` if its texts have this many bytes."""
 _BUFFER_BYTES = 2**20
 _PLAIN_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 _CALLS = pa.list_(
@@ -122,7 +122,7 @@ def write_batches(
 ) -> None:
     """Write columns as parquet, those of `plain_schema` if `is_plain`; batches are read once.
 
-    A row group ends at 65,536 rows or, at a multiple of 1,024, at 128 MiB.
+    A row group ends at 65,536 rows or, at a multiple of 1,024, at 128 MiB of text.
     """
     schema = format.schema
     if is_plain:

@@ -5,9 +5,9 @@
     supervised row  messages, data_source
     preference row  prompt (messages), chosen, rejected (answers), data_source, margin
 
-Promises: every existing row object is valid: roles in order, no text that is null, empty or not
-Unicode, JSON values only. No later module checks a row again. A row that breaks a rule raises
-`RowError`, whose text starts with the path of the field; callers add file and row number.
+Promises: every existing row object is valid: roles in order, required texts not blank, all text
+Unicode, JSON values only. Later modules rely on that. A row that breaks a rule raises `RowError`,
+whose text names the field; callers add file and row number.
 Does not promise: that the prompt fits the context, or that the answer is right.
 """
 
@@ -152,8 +152,8 @@ def with_images(messages: Sequence[Message], images: Sequence[Image]) -> tuple[M
 class RewardModel:
     """How a completion is judged: verl's column `reward_model`, not a model.
 
-    `style` is `rule` (a function compares with `ground_truth`, any JSON value) or `model` (a judge
-    scores; the ground truth may be None).
+    `style` is `model` (a judge scores; the ground truth may be None) or another, such as `rule` (a
+    function compares with `ground_truth`, any JSON value).
     """
 
     style: str
@@ -378,6 +378,6 @@ def _check_unicode(text: object, name: str) -> None:
 
 
 def type_name(value: object) -> str:
-    """Return the JSON name of the value's type, for errors."""
+    """Return a name of the value's type, for errors."""
     names = {dict: "an object", list: "a list", bool: "a boolean", int: "an integer"}
     return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")

@@ -2,7 +2,7 @@
 
 `python -m engines.jobs.preflight.run` reads a `PreflightRequest` as JSON from standard input and
 writes a `PreflightAnswer` as one line of JSON. It reads headers of safetensors files, the tokenizer
-and at most the first hundred rows of each local file, calls a user's reward once in its own
+and the first hundred rows of each local file (.json: all), calls a user's reward once in its own
 process, and resolves the hub revisions that the recipe names to commits.
 Promises: no weight is read, torch is not imported; what it refuses would have ended the run later
 with the same field named. Each repository and revision has one commit in the whole answer, so
@@ -125,8 +125,8 @@ def look_at_rows(
 ) -> RLRow | None:
     """Check the first rows of a recipe or a suite: template, images and ground truth.
 
-    `section` is the data's configuration path. Returns a row with a prompt, or None if all data are
-    on the hub.
+    `section` is the data's configuration path. Returns a row with a prompt, or None if no local
+    source has prompts.
     """
     rows = first_rows(data, section, tokenizer)
     known = {row.name for row in all_rows(PREPROCESSORS) if row.images}
@@ -190,7 +190,7 @@ def first_rows(
 
 
 def first_row(data: DataConfig, rows: Mapping[str, RLRow]) -> RLRow | None:
-    """Return a row with a prompt, read or generated; None if all data are on the hub."""
+    """Return a row with a prompt, read or generated; None if no local source has one."""
     if rows or data.arithmetic is None:
         return next(iter(rows.values()), None)
     return generate(

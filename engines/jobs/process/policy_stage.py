@@ -54,8 +54,8 @@ def prompts_within(
 
     Args:
         max_length: context in tokens.
-        path: setting that limits `max_new_tokens`, for errors.
-        images: images of the rows; None: they have none.
+        path: setting of `max_new_tokens`, for errors.
+        images: images of the rows; None refuses rows with images.
         on_overlong: `drop` leaves out prompts without room.
 
     Raises:

@@ -3,8 +3,8 @@
     python -m engines.jobs.<stage> STORE FINGERPRINT ATTEMPT
 
 Promises: the job itself publishes its files and commits the fingerprint, so it finishes even if its
-flow died. If another attempt took over, this one is fenced at its next step checkpoint at the
-latest, and publishes neither that nor a commit. A job that fails or stalls leaves its error in the
+flow died. If another attempt took over, this one is fenced at its next step checkpoint (later, if
+the store does not answer) and never commits. A job that fails or stalls leaves its error in the
 stage's channel, with its own text and its cause (memory, disk, a dead or hanging rank, NaN), and
 exits with 2 for a `ConfigError`, 143 after SIGTERM, and 1 otherwise.
 If a following stage waits only for this output, this process claims it before the commit and runs

@@ -3,8 +3,8 @@
 Each call's answers are an artifact of kind `answers` with its own fingerprint: of the model, the
 requests, sampling and serving settings, and their code. Rewards, judges, k and the confidence are
 not part of it, except for distributions that a reward's file imports.
-Promises: equal requests to an equal model are answered from the store in any stage, also in a
-retry; missing or damaged answers are sampled; a failure to store answers does not fail the stage.
+Promises: equal requests to an equal model are answered from the store (exceptions: `KeptAnswers`);
+missing or damaged answers are sampled; a failure to store answers does not fail the stage.
 Does not promise to keep them: `rlhf gc` removes them by age.
 """
 
@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 
 class KeptAnswers:
-    """Answers requests from the store, and samples those whose answers are not there.
+    """Answers the requests of a call from the store, or samples all if an answer is absent.
 
     A stage that is deliberately run again samples anew. With `rollout.openai_endpoint` nothing is
     found or stored, because other clients may join the engine's batches.
@@ -147,7 +147,7 @@ def identity_values(request: RolloutRequest) -> dict[str, Any]:
 def find_answers(
     storage: Storage, fingerprint: str, requests: Sequence[RolloutRequest]
 ) -> list[list[Completion]] | None:
-    """Return stored answers by request and seed; None if they are missing or incomplete."""
+    """Return stored answers by request and seed; None if any is missing or unreadable."""
     try:
         record = storage.lookup(fingerprint)
         if record is None:

@@ -47,7 +47,7 @@ MAX_READ_TOKENS = 2048
 def reward_role(
     context: JobContext[Any], model: RewardModelConfig | None, training: TrainingConfig
 ) -> RoleSpec | None:
-    """Return the checked reward model as a frozen value model; None if none is configured."""
+    """Return the checked reward model as a frozen value model; None if `model` is None."""
     if model is None:
         return None
     with renamed_sections({"model": "rl.reward.model"}):
@@ -65,7 +65,7 @@ def reward_role(
 def judge_source(
     context: JobContext[Any], judge: JudgeConfig | None, like: ReplicaSpec, *, embedded: bool
 ) -> FrozenModel | None:
-    """Return the checked judge with its engines; None if none is configured."""
+    """Return the checked judge with its engines; None if `judge` is None."""
     if judge is None:
         return None
     with renamed_sections({"model": "rl.reward.judge"}):

@@ -116,7 +116,7 @@ def _rows(directory: Path, metric: str) -> Mapping[RowKey, tuple[Hashable, float
 
 
 def problem_value(row: Mapping[str, Any], metric: str) -> float | None:
-    """Return a row's contribution to a metric of `rows.parquet`; None if it is unscored."""
+    """Return a row's contribution to a metric of `rows.parquet`; None if it makes none."""
     if "@" not in metric:
         return row["greedy"]["correct" if metric == "accuracy" else "score"]
     # Older evaluations have no `answer`, and no maj@k.

@@ -90,7 +90,7 @@ def is_mean(directory: Path, metric: str, value: float) -> bool:
 
 
 def higher_is_better(directory: Path, metric: str) -> bool | None:
-    """Return the direction that the harness gives a metric (of any filter); None if it has none."""
+    """Return the direction that the harness gives a metric (of any filter); None if unknown."""
     summary = json.loads((directory / SUMMARY_NAME).read_text(encoding="utf-8"))
     said = {
         metric_name(task, name, NO_FILTER): is_better

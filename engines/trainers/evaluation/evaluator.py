@@ -2,7 +2,7 @@
 
 Promises: one greedy answer per row decides `accuracy`; a row whose answer could not be scored is
 left out, not wrong; intervals count distinct problems; seeds are derived from (seed, row, sample),
-so results do not depend on the batch. maj@k needs a reward that reports answers.
+whatever the batch. maj@k needs a reward that reports answers.
 Equal evaluations give equal bytes of `summary.json` and `rows.parquet`.
 """
 
@@ -91,7 +91,7 @@ class Evaluation:
 class Evaluator:
     """Evaluates the weights that `generate` samples from.
 
-    Config fields that fall back to `rl.sampling` must be resolved. `seed` is for the sampled part.
+    Config fields that fall back to `rl.sampling` must be resolved. `seed` also sets the intervals.
     """
 
     def __init__(

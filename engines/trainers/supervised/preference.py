@@ -1,6 +1,6 @@
 """Answer pairs as a training set, for a policy (DPO family) or a reward model.
 
-Promises: a pair is not split across ranks or micro-batches; held-out pairs are compared by the
+Promises: a loss over pairs gets whole pairs, each on one rank; held-out pairs are compared by the
 rewards of the loss. Does not promise that a policy of high accuracy generates such answers.
 """
 
@@ -125,7 +125,7 @@ class PolicyPairs(_PairRows):
 
     @property
     def largest_unit(self) -> int:
-        """Tokens of the largest pair, or for `kto` of a prompt with another pair's answer."""
+        """Tokens of the largest pair; for `kto` of a held-out pair or of an exchanged answer."""
         if self._is_paired:
             return super().largest_unit
         exchanged = longest_exchanged(self._pairs, self._max_length)
@@ -153,7 +153,7 @@ class PolicyPairs(_PairRows):
 
 
 class RewardPairs(_PairRows):
-    """Pairs for a reward model; `ConfigError` if the loss reads margins and one is missing."""
+    """Pairs for a reward model; `ConfigError` if a pair lacks a margin that the loss reads."""
 
     role = spec.REWARD
 

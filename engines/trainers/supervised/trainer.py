@@ -1,9 +1,9 @@
 """The training loop on given answers: SFT, reward models, preferences.
 
 Promises: the rows of a step are a pure function of (seed, step), so a killed run resumes from its
-newest valid step checkpoint with bitwise the same result; the loss is the mean over a step's rows
-for any number of ranks or micro-batches. With a `target_loss` only the training loss decides the
-number of steps. With `optimizer.ema` the averaged weights are committed and measured last.
+newest valid step checkpoint with bitwise the same result; the loss is a mean over the whole step
+for any number of ranks or micro-batches. With a `target_loss` the training loss alone may end the
+stage early. With `optimizer.ema` the averaged weights are committed and measured last.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """The training set of a supervised stage: rows, their batches and the loss.
 
-A new stage needs only a subclass, a job and a section; the loop uses this interface only.
+A new kind of rows needs a subclass; the loop uses this interface only.
 """
 
 from abc import ABC, abstractmethod

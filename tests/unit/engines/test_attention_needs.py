@@ -26,7 +26,7 @@ WINDOWS = ["sliding_attention", "full_attention"]
         ({"model_type": "mimo_v2_flash", "layer_types": WINDOWS}, "attention sinks"),
         ({"model_type": "mimo_v2_flash", "layer_types": ["full_attention"]}, None),
         ({"model_type": "doge"}, "a mask that depends on its values"),
-        ({"model_type": "nemotron"}, "layers that tell their attention nothing"),
+        ({"model_type": "nemotron"}, "layers that pass no keyword arguments to their attention"),
     ],
 )
 def test_what_is_told(config: dict[str, Any], said: str | None) -> None:

@@ -31,7 +31,7 @@ class Preprocessor(Generic[OptionsT]):
     default_subset: ClassVar[str | None] = None
     """Folder to read if the source names none and the folder exists."""
     rl_columns: tuple[str, ...] | None = None
-    """Columns that `rl_row` needs; None if the layout has no answers to check."""
+    """Columns that `rl_row` needs; None if the layout makes no RL rows."""
     sft_columns: tuple[str, ...] | None = None
     """Columns that `sft_row` needs; None if the layout has nothing to imitate."""
     preference_columns: tuple[str, ...] | None = None

@@ -1,7 +1,7 @@
 """Any table with a question column and an answer column.
 
 The answer is the ground truth of an RL row, or the assistant's message of a supervised row. Both
-are plain texts; a conversation, as a list or as its JSON text, is refused.
+are plain texts: lists are refused, and except as ground truth also the JSON text of messages.
 """
 
 from pydantic import Field

@@ -76,7 +76,7 @@ def test_packed_equals_one_at_a_time(
         ("gemma2", {}, "a gemma2 model with attention scores with a soft cap; need"),
         ("bloom", {"n_head": 4}, "cannot be replaced"),
         ("gptj", {"rotary_dim": 8}, "cannot be replaced"),
-        ("nemotron", {}, "layers that tell their attention nothing"),
+        ("nemotron", {}, "layers that pass no keyword arguments to their attention"),
         ("roberta", {"is_decoder": True}, "positions count from its padding token on"),
         ("bert", {}, "later tokens"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "later tokens"),
