@@ -3,12 +3,12 @@
 `group=None` is the default group. `device` is where a collective runs. Tensors have the same shape
 and dtype on every rank. Processes find each other through torch's key-value store.
 Promises: a tensor that is not contiguous is refused with a ValueError (gloo's all-reduce and
-broadcast silently corrupt it and its neighbours), and so is a dtype that not every backend
-supports; counts and metrics are summed in float64 and in rank order, so every rank gets the same
+broadcast silently corrupt it and its neighbours), and so is a dtype outside `CARRIED_DTYPES`;
+counts and metrics are summed in float64 and in rank order, so every rank gets the same
 bits. Every group has a timeout; a failure is a `CollectiveError` that names the group, its ranks
 and the collective. A store listens on one address only (torch by default opens it on every
 interface) and on a free port chosen by the operating system; connecting to a dead store fails
-within seconds.
+within `CONNECT_DEADLINE_S`.
 Does not promise security (the store has no passwords), or anything about collectives inside torch,
 Megatron-Core and similar libraries, except that their groups have the same timeouts.
 """
@@ -92,7 +92,7 @@ def limit_waits(timeout_s: float) -> None:
 def _guarded(
     what: str, group: dist.ProcessGroup | None = None, tensor: Tensor | None = None
 ) -> Iterator[None]:
-    """Refuse a tensor that gloo corrupts; an error of torch becomes a `CollectiveError`."""
+    """Refuse tensors that gloo corrupts; a torch `RuntimeError` becomes a `CollectiveError`."""
     if tensor is not None:
         if not tensor.is_contiguous():
             shape = tuple(tensor.shape)
@@ -162,7 +162,7 @@ def gather_texts(text: str | None) -> list[str | None]:
 
 
 def raise_together(problem: Exception | None, what: str) -> None:
-    """Raise OSError on all ranks if any rank has a `problem`, so that none waits. Collective."""
+    """Raise OSError on all ranks if one has a `problem`; a lone rank raises that. Collective."""
     if problem is not None and world_size() == 1:
         raise problem
     code = getattr(problem, "errno", None) or errno.EIO

@@ -1,11 +1,11 @@
 """Write step checkpoints while training continues.
 
 Each rank copies its state to host memory, writes the copy in its own thread and then creates a
-marker file; a thread of the publishing process waits for all markers. This never blocks training
-calls. The next checkpoint reuses the memory of the copy (`StagingBuffers`), since fresh memory,
+marker file; a thread of the publishing process waits for all markers. Training goes on after
+the copy. The next checkpoint reuses the memory of the copy (`StagingBuffers`), since fresh memory,
 which the operating system provides page by page, costs more than the copying.
 Promises: a checkpoint appears only when every rank has written its part; an error in the background
-is raised by the next call. One checkpoint is in flight at a time. A buffer has one user at a time.
+is raised by `stage` or `result`. A buffer has one user at a time. Expects one save in flight.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ _POLL_S = 0.05
 def write_in_background(write: Callable[[], None], path: Path, rank: int) -> None:
     """Call `write`, which writes a rank's staged files, in a new thread.
 
-    It leaves `.written-<rank>` or `.failed-<rank>` in `path`, which is on the driver's disk.
+    At its end `.written-<rank>` or `.failed-<rank>` is in `path`, which is on the driver's disk.
     """
     disk = remote_files.current()
 
@@ -66,7 +66,7 @@ class BackgroundSave:
     def stage(self, stage: Callable[[Path], None]) -> None:
         """Call `stage` with the directory; it returns when the ranks have copied their state.
 
-        Raises `DeadlineError` or `OSError` if the directory could not be created (in time).
+        Raises DeadlineError if the directory is not made in time, or what `save` or `stage` raise.
         """
         with ExitStack() as stack:
             stack.push(self._end_staging)
@@ -89,8 +89,8 @@ class BackgroundSave:
 
         Raises:
             CheckpointError: a rank could not write.
-            DeadlineError: the ranks did not finish in time.
-            OSError: it could not be published.
+            DeadlineError: the disk had no room, or the ranks did not finish, in time.
+            PipelineError, OSError: as `StepCheckpoints.save`; or `stage` failed.
         """
         what = f"step {self._step} to be published"
         return result_within(self._result, what, 2 * self._timeout_s)

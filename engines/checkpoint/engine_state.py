@@ -1,6 +1,6 @@
 """State of a training engine as files: tensors, scalars and random generators.
 
-Promises: `load` after `save` at the same world size continues bit for bit; at another world size
+Promises: a load at the world size of the save continues bit for bit; at another world size
 the weights, the optimizer and the schedule are restored, but not the random generators.
 Layout: `tensors/shard-*.safetensors`, `rng/rank-<r>.safetensors`, `engine.json`.
 """
@@ -64,7 +64,7 @@ def save_engine_state(
     """Write this rank's part into an existing shared directory; every rank calls it.
 
     Regions are of tensors `model.<name>`, `optimizer.<moment>.<name>` and `optimizer.ema.<name>`.
-    Raises `OSError` on every rank if any rank could not write.
+    If a rank could not write, all raise `OSError`; a lone rank raises its own error.
     """
     (path / TENSORS_DIR).mkdir(exist_ok=True)
     save_regions(path / TENSORS_DIR, regions)
@@ -87,7 +87,7 @@ def stage_engine_state(
     """Copy what `save_engine_state` writes to the host and return a function that writes it.
 
     Every rank calls it; the tensors may change afterwards. The returned function may run on any
-    thread: it uses no collective, raises `OSError`, and gives the buffers back.
+    thread: it uses no collective, may raise `OSError`, and gives the buffers back after writing.
     """
     (path / TENSORS_DIR).mkdir(exist_ok=True)
     write_regions = stage_regions(path / TENSORS_DIR, regions, buffers)

@@ -1,7 +1,7 @@
 """Write streamed weights as an ordinary Hugging Face directory.
 
-Promises: equal input gives equal bytes. Memory holds at most the content of one output file, the
-next tensor and its conversion included; with a tensor above half a file, that and half a file.
+Promises: equal input gives equal bytes. Memory holds the next tensor, its conversion, and at most
+one output file less the size of the largest tensor so far (at most half a file).
 Does not promise: a limit for the source of the tensors, nor atomicity, as the caller publishes.
 """
 
@@ -30,8 +30,8 @@ def write_model(
     """Write weights next to a copy of their configuration and tokenizer.
 
     The configuration gets the new dtype and loses its quantization entries. `out_dir` must not hold
-    weights yet. Files leave room below `max_shard_bytes` for the largest tensor so far, at most
-    half.
+    weights yet. A file is closed when it lacks room below `max_shard_bytes` for the largest tensor
+    so far, or for half a file.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     for source in sorted(hf_dir.iterdir()):

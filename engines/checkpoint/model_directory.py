@@ -1,8 +1,8 @@
 """Find, check and create Hugging Face model directories.
 
-Promises: a directory that passes `check_model_directory` has a config, a tokenizer and complete,
-unquantized safetensors weights, needs no code of its own and supports the requested context. The
-check reads only JSON and file headers. A random model is bitwise reproducible.
+Promises: a directory that passes `check_model_directory` has a config, a tokenizer and unquantized
+safetensors files of their full size, needs no code of its own and states no smaller context than
+requested. The check reads only JSON and file headers. A random model is bitwise reproducible.
 Does not promise: that transformers knows the architecture, or that weights are finite.
 Torch and transformers are imported inside functions, so that a bad path fails without that delay.
 """
@@ -45,7 +45,7 @@ def create_random_model(
 ) -> None:
     """Write a float32 model with random weights, its tokenizer and its generation config.
 
-    Only `seed` sets the weights; global generators keep their state. Files in `out_dir` are
+    The weights are drawn from `seed`; global generators keep their state. Files in `out_dir` are
     replaced. Raises `ConfigError` if transformers has no causal LM of that type.
     """
     import torch

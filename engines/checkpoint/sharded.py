@@ -4,8 +4,8 @@ Files are named `shard-<rank>-<part>.safetensors`, with the offsets in the heade
 torch.distributed.checkpoint reads.
 
 Promises: no pickle; equal state at an equal world size gives equal bytes; a save at world size N
-loads at world size M, and each rank reads only its slices. A rank that saves holds copies of at
-most `_MAX_FILE_BYTES`, or of one larger region.
+loads at world size M, and each rank reads only its slices. `save_regions` holds copies of at most
+`_MAX_FILE_BYTES`, or of one larger region.
 Does not promise durability or atomicity, which `step_store` provides.
 torch's own `HuggingFaceStorageWriter` is not used: its header keys are stored in random order.
 """
@@ -74,7 +74,7 @@ def own_regions(tensors: Mapping[str, Tensor]) -> Iterator[Region]:
 def save_regions(path: Path, regions: Iterable[Region]) -> None:
     """Write this rank's regions as they come; every rank calls it.
 
-    No two ranks have the same region. Raises `OSError` on every rank if one fails.
+    Ranks must have different regions. If one fails, all raise `OSError`, a lone rank its error.
     """
     _together(f"cannot save {path}", regions, partial(_write_regions, path, collectives.rank()))
 
@@ -82,7 +82,7 @@ def save_regions(path: Path, regions: Iterable[Region]) -> None:
 def _together(
     what: str, regions: Iterable[Region], work: Callable[[Iterable[Region]], None]
 ) -> None:
-    """Give regions to `work`; an error on one rank is raised as `OSError` on all. Collective.
+    """Give regions to `work`; errors are raised as by `raise_together`. Collective.
 
     The regions are iterated to the end, because producing them may use collectives.
     """
@@ -102,7 +102,7 @@ def stage_regions(
     """Copy this rank's regions to the host and return a function that writes them.
 
     Every rank calls it; the tensors may change afterwards. The returned function may run on any
-    thread: it uses no collective, raises `OSError`, and gives the buffers back.
+    thread: it uses no collective, may raise `OSError`, and gives the buffers back after writing.
     """
     staged: list[Region] = []
     rank = collectives.rank()

@@ -86,7 +86,7 @@ class StepCheckpoints:
     def save(self, step: int, write: Callable[[Path], None], state: TrainerState) -> StepCheckpoint:
         """Publish the files that `write` puts into its argument, then remove old checkpoints.
 
-        Other content of the same step is replaced. On an error existing checkpoints are untouched.
+        Other content of the same step is replaced; an error before that leaves it untouched.
 
         Raises:
             DeadlineError: the disk never had as much room as the newest checkpoint takes.
@@ -121,7 +121,7 @@ class StepCheckpoints:
         return list(step_directories(self._root))
 
     def latest_valid(self, last: int | None = None) -> StepCheckpoint | None:
-        """Return the newest checkpoint up to step `last` that verifies; None if none was published.
+        """Return the newest intact checkpoint up to step `last`; None if no step up to it exists.
 
         Raises:
             CheckpointError: all checkpoints up to `last` are damaged.
@@ -134,7 +134,7 @@ class StepCheckpoints:
         return _read(newest[1]) if newest else None
 
     def load(self, step: int) -> StepCheckpoint:
-        """Return that step's verified checkpoint; `CheckpointError` if absent or damaged."""
+        """Return that step's verified checkpoint; `CheckpointError` if it is absent or damaged."""
         try:
             found = _read(verify_step(self._root, step)[0])
         except ArtifactError as error:

@@ -1,8 +1,8 @@
 """Starts the worker group of a policy and its rollout engines, in this process or as Ray actors.
 
 Promises: everything that a run starts outside its process is reserved at once, before any of it
-starts. Ray is imported only if other processes are needed. A platform is detected where something
-computes on it, not in the driver. Errors while starting: `ConfigError` (an engine cannot serve its
+starts. Ray is imported only if other processes are needed. A platform is detected only in processes
+that compute on it. Errors while starting: `ConfigError` (an engine cannot serve its
 model, dtype or options), `WorkerError` or `ReplicaLostError` (a process died), `DeadlineError` (no
 room in the cluster, or a process was too slow).
 """

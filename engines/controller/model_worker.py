@@ -1,8 +1,8 @@
 """One rank: its part of every model of a run, and optionally a rollout engine for the policy.
 
 Promises: nothing is sampled from weights that were not synced and verified; a rank samples its
-share of the prompts, and since every sample has its own seed, samples do not depend on the number
-of ranks. A checkpoint holds all roles that train.
+share of the prompts, and since every sample has its own seed, the number of ranks changes samples
+by rounding only. A checkpoint holds all roles that train.
 Knows nothing of rewards, advantages, data, or where checkpoints are kept.
 """
 
@@ -199,7 +199,7 @@ class ModelWorker:
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def send_weights(self, delivery: Transport | ShardedTransport) -> WeightDigest:
-        """Send the policy's weights to engines elsewhere; return their digest. Collective."""
+        """Send the policy's weights over `delivery`; return their digest. Collective."""
         if not isinstance(delivery, ShardedTransport):
             return delivery.send(iter(self._policy.get_per_tensor_param()))
         if self._send_plan is None:

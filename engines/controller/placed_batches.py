@@ -1,7 +1,7 @@
 """Batches in Ray's object store, from which every rank copies its own rows.
 
-Each tensor is put once while it lives; for a selection, the tensor that it was selected from is
-put. A call then carries references and the row spans of each sequence.
+A tensor is put once and after writes (inference tensors: at each call); for a selection, its source
+is put. A call then carries references and the row spans of each sequence.
 Promises: a share is bitwise equal to the result of `worker_group.take`; a rank reads node-local
 shared memory and copies only its own rows; an object is freed with its tensor or with the group.
 Does not promise to notice writes that bypass torch (see `engines.selection`).
@@ -134,7 +134,7 @@ class _Held:
 
 
 class TensorStore:
-    """The tensors that a group holds in the object store; `num_bytes_put` counts their bytes."""
+    """The tensors that a group holds in the object store; `num_bytes_put` counts all its puts."""
 
     def __init__(self, store: ObjectStore | None = None) -> None:
         self._store = store or ObjectStore()
@@ -189,7 +189,7 @@ class TensorStore:
         return replace(batch, input_ids_T=self._view(batch.input_ids_T, tokens_B2), columns=columns)
 
     def clear(self) -> None:
-        """Free everything."""
+        """Drop the references, which frees the objects."""
         self._held.clear()
 
     def _placed(self, tensor: Tensor, spans_B2: Spans, refs: list[Any]) -> PlacedRows:
@@ -199,7 +199,7 @@ class TensorStore:
         return PlacedRows(len(refs) - 1, tensor.dtype, tuple(tensor.shape[1:]), source.spans_B2)
 
     def _view(self, tensor: Tensor, spans_B2: Spans) -> Tensor:
-        """Return a tensor of equal values in the store's memory; itself if its source lives."""
+        """Return a tensor of equal values in the store's memory, or itself; see `placed`."""
         if source_of(tensor, spans_B2).whole is not tensor:
             return tensor
         held = self._put(tensor)

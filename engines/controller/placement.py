@@ -2,8 +2,8 @@
 
 Promises: all or nothing, so that competing runs queue instead of each holding a part; a waiting run
 reports what it waits for and what the cluster has; a request that exceeds the nodes is refused
-soon; `close` or the end of the process releases everything. Ranks of one node are consecutive; a
-group on one node uses only loopback, a group over several nodes uses Ray's interface.
+soon; `close` or the end of the process releases everything. Ranks of one node are consecutive. If
+the environment names no interface, a group on one node uses loopback, a larger one Ray's.
 Does not promise an order: Ray decides which waiting run is next.
 """
 
@@ -42,7 +42,7 @@ class Queueing:
     Attributes:
         deadline_s: total wait; other runs may take days.
         fit_deadline_s: wait for nodes to join if the request does not fit the present ones.
-        say: called with a status line at once and about every minute.
+        say: called with a status line about every `SAY_EVERY_S`; `waiting` every `POLL_S`.
     """
 
     deadline_s: float = 604_800.0
@@ -113,7 +113,7 @@ def reserve(
 
     Args:
         bundles: what each place needs, as keyword arguments of `ray.remote`.
-        on_this_node: index of the bundle that must be on this process's node; None: none.
+        on_this_node: index of the bundle that must be on this process's node; None: no bundle.
         num_sharing: number of actors on the devices of each of the first places; 1 for the others.
     """
     import ray
@@ -261,7 +261,7 @@ def rank_environments(places: Sequence[Place], *, sees_all_devices: bool) -> lis
 
 
 def use_interface_of(address: str) -> str:
-    """Restrict collectives to the interface with a local address and return its name."""
+    """Return the interface with a local address; use it for collectives if none is set already."""
     families = (socket.AF_INET, socket.AF_INET6)
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address and each.family in families for each in addresses):

@@ -1,11 +1,11 @@
 """A worker group of Ray actors, one per rank, which also watches whether they live.
 
 Promises: every call has a deadline; a rank that dies or whose heartbeat stops becomes a
-`WorkerError` with the rank, its node, the call and the last lines of its log; after a hang each
-rank's log has the stacks of its threads; after such an error all ranks are killed, so none waits in
-a collective for a dead peer. No rank starts before all have a place. The operating system chooses
-the port of the process group's store on the machine of rank 0, so two groups that start together
-cannot collide.
+`WorkerError` with the rank, its node (if there are several), the call and the last lines of its
+log; after a hang each rank's log has the stacks of its threads; after such an error all ranks are
+killed, so none waits in a collective for a dead peer. No rank starts before all have a place. The
+operating system chooses the port of the process group's store on the machine of rank 0, so two
+groups that start together cannot collide.
 Does not restart ranks: the stage continues from its step checkpoints.
 """
 
@@ -76,7 +76,7 @@ class RayGroupOptions:
         log_dir: where each rank writes `rank-<r>.log` and its heartbeat.
         sees_all_devices: True if a rank sees all devices of its node; otherwise it has one.
         timeouts_s: deadlines by method name; `call_timeout_s` is for all others.
-        start_timeout_s: deadline for all ranks to start and join, once they have their places.
+        start_timeout_s: deadline of each step of the start: the processes, the store, the join.
         silence_s: a rank with an older heartbeat counts as dead.
     """
 
@@ -104,8 +104,8 @@ class RayGroupOptions:
 class RayWorkerGroup(WorkerGroup):
     """A `WorkerGroup` over Ray actors. Ray must be connected.
 
-    `factory` makes a rank's worker in its actor after the ranks have joined. `pool` holds the
-    ranks' places first and is closed with the group.
+    `factory` makes a rank's worker in its actor after the ranks have joined. `pool` begins with the
+    ranks' places and is closed with the group.
     """
 
     def __init__(self, factory: Callable[[], Any], options: RayGroupOptions, pool: Pool) -> None:

@@ -1,10 +1,10 @@
 """A rollout engine in its own Ray actor, the driver's handle of it, and how both are started.
 
-Promises: `RemoteReplica` fulfils the engine's interface wherever it runs; its errors arrive as they
-were raised; a dead replica is a `ReplicaLostError` with the last lines of its log. Replicas that
-are started together all run, or none is left; a replacement is built like the replica that it
-replaces, after that one was killed.
-Does not set deadlines of calls, except in `close`: the caller does.
+Promises: `RemoteReplica` fulfils the engine's interface wherever it runs; each `PipelineError`
+arrives as it was raised; a dead replica is a `ReplicaLostError` with the last lines of its log.
+Replicas that are started together all run, or none is left; a replacement is built like the replica
+that it replaces, after that one was killed.
+Does not set deadlines of calls, except of `build` and `close`: the caller does.
 """
 
 import asyncio
@@ -249,7 +249,7 @@ class RemoteReplica(RolloutEngine):
             self.kill()
 
     def kill(self) -> None:
-        """End the process, whatever its state."""
+        """End the process, after `build` even a stopped one."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -278,7 +278,7 @@ class RemoteReplica(RolloutEngine):
         return await self._answer(self._actor.call.remote(name, arguments))
 
     async def _answer(self, reference: Awaitable[T]) -> T:
-        """Await an answer; Ray's errors become those of the replica."""
+        """Await an answer; unwrap a `PipelineError`; a death becomes a `ReplicaLostError`."""
         from ray.exceptions import RayActorError, RayTaskError
 
         who = f"replica {self._number}"

@@ -102,7 +102,7 @@ class LaunchedEngines:
 
 
 class ServedRollout(RolloutService):
-    """Engines beside the ranks; the ranks send weights to them. It owns the engines."""
+    """Service that owns engines beside the ranks; the ranks send them weights."""
 
     def __init__(self, engines: LaunchedEngines, workers: WorkerGroup) -> None:
         super().__init__(engines.engines, engines.timeout_s, engines.routing, engines.restarts)
@@ -129,7 +129,7 @@ class ServedRollout(RolloutService):
     def sleep(self) -> None:
         """Release device memory that the ranks need: put engines on their devices to sleep.
 
-        They sample nothing until the next `publish`; engines on other devices are unaffected.
+        Those sample nothing until the next `publish`; engines on other devices are unaffected.
         """
         if self._launched.shares_devices:
             super().sleep()
@@ -160,7 +160,7 @@ class RankRollout:
         return rows
 
     def publish(self, version: int, probe: Probe | None = None) -> SyncReport:
-        """Sync the weights inside each rank; see `ServedRollout.publish`."""
+        """Sync the weights inside each rank, then probe; see `ServedRollout.publish`."""
         report = self._workers.run(ModelWorker.sync_weights, version)
         if probe is not None:
             requests = [probe.request(i, version) for i in range(self._workers.world_size)]
@@ -203,10 +203,10 @@ def replica_beside(
     *,
     embedded: bool,
 ) -> ReplicaSpec:
-    """Return the spec of engines like the policy's for another model, on their own devices.
+    """Return the spec of engines like the policy's for another model.
 
-    `serving_dir` has the model's configuration and tokenizer and gets the engines' logs. `embedded`
-    is True if the policy's engine is in this process; the model's is then, too.
+    `serving_dir` has the model's configuration and tokenizer and gets the engines' logs. The engine
+    is in this process if `embedded`, as the policy's; else engines have devices of their own.
     """
     changes = {
         "placement": "colocated" if embedded else "disaggregated",

@@ -41,7 +41,7 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def run(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a `@dispatch` method; raise WorkerError if a rank dies or misses its deadline."""
+        """Call a `@dispatch` method; WorkerError if a rank dies, DeadlineError if it is late."""
 
     @abstractmethod
     def place(self, batch: TokenBatch) -> TokenBatch:
@@ -93,7 +93,7 @@ def dispatch_mode(method: Callable[..., Any]) -> Dispatch:
 def split_plan(value: object, num_parts: int) -> Parts:
     """Return for each part the ascending indices of its items; parts may be empty.
 
-    `value` is a `TokenBatch`, whose units of sequences stay whole, or a list; else TypeError.
+    `value` is a `TokenBatch`, whose units stay whole, a list or a tuple; else TypeError.
     """
     if isinstance(value, TokenBatch):
         lengths, units = value.lengths_B.tolist(), value.units
@@ -128,7 +128,7 @@ def take(value: Any, items: Sequence[int]) -> Any:
 def collect(value: object, parts: Parts, results: Sequence[Any]) -> Any:
     """Join the results of a split call in the order of `value`, which `parts` split.
 
-    A result is a list with one entry per item, a (T,) tensor of the part's tokens or
+    A result is a list with one entry per item, a (T, ...) tensor of the part's tokens or
     `ModelOutputs`; anything else must be equal for all parts, or a WorkerError is raised.
     """
     first = results[0]
@@ -144,7 +144,7 @@ def collect(value: object, parts: Parts, results: Sequence[Any]) -> Any:
     if not isinstance(first, list | Tensor):
         return equal_result("a split call", "share", results)
     if isinstance(first, Tensor) and not isinstance(value, TokenBatch):
-        raise ValueError("a result has a tensor, and its batch has no tokens")
+        raise ValueError("a result is a tensor, but the value that was split has no tokens")
     entries: dict[int, Any] = {}
     for items, result in zip(parts, results, strict=True):
         if items:

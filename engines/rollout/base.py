@@ -1,10 +1,10 @@
 """Interface of a rollout engine: prompts in as token ids, completions out as they finish.
 
-Promises: a sample depends only on (weights, prompt, prefix, sampling parameters, its seed and draw
-offset), not on what else is in flight. Logprobs are those of the sampling distribution. Every token
-carries the version of the weights that sampled it, and only weights confirmed by `finish_update`
-are sampled from. A continued sample reuses no random number of its prefix. The samples of one call
-advance together as far as capacity allows.
+Promises: a sample depends on (weights, prompt, prefix, sampling parameters, its seed and draw
+offset); what else is in flight changes at most the last bits of logits. Logprobs are those of the
+sampling distribution. Every token carries the version of the weights that sampled it, and only
+weights confirmed by `finish_update` are sampled from. A continued sample reuses no random number of
+its prefix. The samples of one call advance together as far as capacity allows.
 Does not promise: an order of completions; that a continued sample equals an uninterrupted one,
 unless the engine has `EXACT_CONTINUATION`. Engines know nothing of rewards or training.
 """
@@ -43,7 +43,7 @@ class Capability(Enum):
     STRUCTURED_OUTPUT = "structured_output"
     """Supports `SamplingParams.structured_output`. Also stated in the engine's plugin row."""
     EXACT_CONTINUATION = "exact_continuation"
-    """A sample that continues a prefix has the same tokens as an uninterrupted one."""
+    """A sample that continues a prefix equals an uninterrupted one, up to rounding."""
     SHARED_MEMORY = "shared_memory"
     """Reads weights in processes of its own; the weight source must be readable there."""
     ADAPTERS = "adapters"
@@ -75,7 +75,7 @@ class RolloutEngine(ABC):
     @property
     @abstractmethod
     def version(self) -> int:
-        """Version of the weights being served; -1 before the first update."""
+        """Version of the weights being served; -1 without confirmed weights."""
 
     @abstractmethod
     def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
@@ -85,8 +85,8 @@ class RolloutEngine(ABC):
         has ended, its samples may be requested again.
 
         Raises:
-            RolloutError: no confirmed weights, a prompt is too long for the context, or a request
-                needs a missing capability.
+            RolloutError: the engine cannot serve (no confirmed weights, asleep, closed or lost), or
+                a request is refused by `check_requests`.
             DeadlineError: samples are unfinished after `rollout.timeout_s`.
         """
 
@@ -95,8 +95,8 @@ class RolloutEngine(ABC):
         """Load new weights by Hugging Face name; return the digest of what the engine now holds.
 
         The caller must have drained, paused or aborted requests in flight. The source yields every
-        parameter and persistent buffer in the dtype in which it is held. The engine holds at most
-        one incoming tensor beside its own copy. Once it has taken the first tensor it samples
+        parameter and persistent buffer in the dtype in which it is held. The engine holds incoming
+        tensors only until their layer is complete. Once it has taken the first tensor it samples
         nothing before `finish_update`, also after an error.
 
         Raises:
@@ -133,7 +133,7 @@ class RolloutEngine(ABC):
     async def prompt_logprobs(self, requests: Sequence[PromptRequest]) -> list[PromptLogprobs]:
         """Answer requests with distinct ids, in their order; needs the capability PROMPT_LOGPROBS.
 
-        The logits of all tokens of a call are never held at once.
+        Memory for logits is bounded by the engine's step, not by the tokens of a call.
 
         Raises:
             RolloutError: no confirmed weights, no capability, or refused by `check_prompts`.

@@ -346,6 +346,6 @@ def _withdrawn() -> web.Response:
     return _problem(
         503,
         "service_unavailable",
-        "weights are being replaced; try again",
+        "no weights are served now; try again",
         **{"Retry-After": str(RETRY_AFTER_S)},
     )

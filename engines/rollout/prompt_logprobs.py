@@ -1,7 +1,7 @@
 """Requests for logprobs of given tokens, and their answers; used to query a served teacher.
 
 Promises: an answer has exactly K allowed tokens per position, the likeliest first, ties by lowest
-id; or there is none, because the library returned too few to decide.
+id; `prompt_answer` gives no answer if the library returned too few tokens to decide.
 Letters: N tokens whose logprobs are requested, K likeliest tokens at each of their positions.
 """
 
@@ -25,7 +25,7 @@ class PromptRequest:
     Attributes:
         token_ids: at least two.
         first: index of the first token whose logprob is requested, 1 or more.
-        temperature: above 0; a value other than 1 needs an engine with that capability.
+        temperature: above 0; see the capability PROMPT_LOGPROBS_AT_ANY_TEMPERATURE.
         num_top: K, the number of likeliest tokens per position; 0 for none.
         below: the K have ids below this; None: any id. Logprobs are over the whole vocabulary.
     """
@@ -98,7 +98,7 @@ class PromptRows:
 
 
 def prompt_answer(request: PromptRequest, rows: PromptRows) -> PromptLogprobs | None:
-    """Return the answer to a request; None if a position has fewer than K allowed tokens.
+    """Return the answer to a request; None if `rows` have too few allowed tokens at a position.
 
     Raises RolloutError if the rows do not match the N requested tokens.
     """

@@ -1,9 +1,9 @@
 """Sends the trainer's weights to the replicas, and verifies that the replicas serve them.
 
 Promises: a replica serves only after its weight digest equals the sender's, it confirmed (version,
-digest), and the probe's prompt, which it may have cached before the update, gets the trainer's
-logprobs. The loss of a replica does not stop the others. A late replica gets the same weights,
-checked by the sender's digest.
+digest), and the prompt of the probe, if any, which it may have cached before the update, gets the
+trainer's logprobs. A lost replica that may be restarted does not stop the others. A late replica
+gets the same weights, checked by the sender's digest.
 Does not promise: that a replica serves before the slowest one has its weights.
 """
 
@@ -69,7 +69,7 @@ class Publication:
     """Routes, version and probe of a weight update, also for replicas that start before the next.
 
     With an `adapter`, `weights` sends its frozen base weights, once per replica. `adapter` is None
-    if it is merged into the weights or there is none.
+    if the trainer has no adapter or merges it into the weights.
     """
 
     weights: WeightRoute
@@ -123,7 +123,7 @@ class Publisher:
     def _give(
         self, slots: Sequence[ReplicaSlot], publication: Publication, expected: WeightDigest | None
     ) -> WeightDigest | None:
-        """Make slots serve `publication`; return the sent digest, None if a replica was lost."""
+        """Make slots serve `publication`; return the digest, None if sending lost a replica."""
         slots = self._each(slots, lambda slot: slot.engine.wake_up(), "replicas to wake up")
         version, adapter, sent = publication.version, publication.adapter, None
         if slots and adapter is None:

@@ -69,7 +69,7 @@ TRANSITIONS: dict[tuple[ReplicaState, ReplicaState], str] = {
     (_S.RESTARTING, _S.DEAD): "it ended while it started",
     (_S.STALE, _S.HEALTHY): "it confirmed the weights and their digest, and passed the probe",
 }
-"""All allowed transitions and their reasons; shown in `docs/guides/operate.md`."""
+"""All allowed transitions and their reasons; shown in `docs/guides/recover.md`."""
 
 
 @dataclass
@@ -121,7 +121,7 @@ class Routing(ABC, Generic[Request]):
 
 
 class ByPlace(Routing[Request]):
-    """Request i goes to place i mod `num_places`, running or not; one share per place at a time.
+    """Request i is planned for place i mod `num_places`, running or not; one share runs per place.
 
     For engines whose samples depend, in the last bits, on their batch: the same replica gets the
     same share, and a lost share is sampled again whole.
@@ -134,7 +134,7 @@ class ByPlace(Routing[Request]):
         ]
 
     def take(self, loads: Mapping[int, int]) -> list[tuple[int, Share[Request]]]:
-        """See `Routing`. A share whose place has no replica goes to an idle place."""
+        """See `Routing`. A share goes to an idle place while its own takes no requests."""
         idle = {place for place, load in loads.items() if not load}
         free = sorted(idle - {share.home for share in self.waiting})
         taken: list[tuple[int, Share[Request]]] = []
@@ -165,7 +165,7 @@ class LeastLoaded(Routing[Request]):
         self._sessions = sessions
 
     def take(self, loads: Mapping[int, int]) -> list[tuple[int, Share[Request]]]:
-        """See `Routing`. A session whose place has no replica moves."""
+        """See `Routing`. A session moves if its place takes no requests."""
         if not loads:
             return []
         expected = dict(loads)
@@ -289,7 +289,7 @@ class ReplicaPool:
         return [answer for task in tasks for answer in task.result()]
 
     async def watch(self) -> None:
-        """Check the health of the replicas that sample, until cancelled."""
+        """Check the health of the replicas that sample, until cancelled; no-op without restarts."""
         if self._restarts is None:
             return
         pause_s = self._restarts.silence_s / NUM_LOOKS

@@ -29,7 +29,7 @@ def check_requests(
         for key in request.sample_keys:
             if key in taken:
                 raise RolloutError(
-                    f"{request.request_id}: a request of that id is in flight with sample {key[1]}"
+                    f"{request.request_id}: sample {key[1]} is requested twice, or is in flight"
                 )
             taken.add(key)
 
@@ -73,7 +73,7 @@ def _problems(
         yield f"this rollout engine has no structured output; engines that have it: {able}"
     if request.images and not images:
         yield (
-            f"got {len(request.images)} images; this engine and its model take none; engines that "
+            f"got {len(request.images)} images; engine or model takes none; engines that "
             f"pass images to a model that takes them: {', '.join(engines_with(IMAGES)) or 'none'}"
         )
 

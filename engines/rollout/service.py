@@ -180,7 +180,7 @@ class RolloutService:
 
     @property
     def num_restarts(self) -> int:
-        """Number of replicas that were lost and replaced."""
+        """Number of restarts of lost replicas, failed ones included."""
         return self._pool.num_restarts
 
     def generate(
@@ -193,8 +193,8 @@ class RolloutService:
         quick, since late replicas wait for it; an error that it raises ends the batch.
 
         Raises:
-            RolloutError: no published weights, a refused request, a lost or doubled sample, or a
-                replica lost for good.
+            RolloutError, WeightSyncError: no published weights, a refused request, a lost or double
+                sample, a replica lost for good, or a late one that cannot get the weights.
             DeadlineError: not one sample was finished at the deadline.
         """
         ledger = SampleLedger(requests, on_completion)

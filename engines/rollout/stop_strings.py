@@ -104,6 +104,6 @@ class StopStrings:
         if text.contains_stop(request.prefix(place)) is not None:
             raise RolloutError(
                 f"{request.request_id}: the prefix of sample {request.sample_index(place)} contains"
-                " a stop string; it is finished"
+                " a stop string; the sample is finished"
             )
         return text

@@ -2,7 +2,7 @@
 
 Stale weights, another sampling distribution and numerical drift all show as a difference between
 the sampler's and the trainer's logprobs. The training pass measures it at no extra cost; a step
-that trains on nothing takes an extra pass, because a broken sampler may score nothing. After a
+without a policy update takes an extra pass, because a broken sampler may score nothing. After a
 weight sync each engine also answers a fixed prompt, longer than a cache block: digests prove only
 which bytes arrived, while packed copies of a head or a prefix cache may be stale.
 """
@@ -128,7 +128,7 @@ class MismatchGate:
 
 
 def check_versions(completions: Sequence[Sequence[Completion]], version: int) -> None:
-    """Raise `RolloutError` if weights other than the published version sampled a token."""
+    """Raise `RolloutError` unless the published version is known to have sampled all tokens."""
     for completion in chain.from_iterable(completions):
         versions = {sampled for sampled, _ in completion.tokens.version_runs}
         if versions - {version} or (len(completion.token_ids) and not versions):
@@ -146,7 +146,7 @@ SEED = 20
 
 
 class WeightProbe(Probe):
-    """Compares with the trainer's `infer_logprobs`, at its `temperature`."""
+    """Compares engines' logprobs with the trainer's (`infer_logprobs`), at `temperature`."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class WeightProbe(Probe):
 
 
 def probe_prompt(hf_dir: Path, max_length: int) -> tuple[int, ...]:
-    """Return random token ids for a model, without special ones and with room for the answer."""
+    """Return random token ids, with room for the answer, other than `*_token_id` of config.json."""
     config = json.loads((hf_dir / "config.json").read_text(encoding="utf-8"))
     special = [value for name, value in config.items() if name.endswith("_token_id")]
     ids = [

@@ -5,8 +5,8 @@ methods below it are its phases in their order.
 
 Promises: everything random in a step is derived from (seed, round, step), so a killed round resumes
 from its newest valid step checkpoint with bitwise the same result. Samples of other weights than
-the published ones, or of a step with too many unfinished samples, are not trained on. Every step
-measures the difference between sampler and trainer. A step without a usable sample trains nothing
+the published ones, or of a step with too many unfinished samples, are not trained on. A step with a
+scored sample measures how sampler and trainer differ. A step without a usable sample trains nothing
 and is counted; so is an update that is not finite, which changes no weight. With `optimizer.ema` a
 round samples from the weights themselves and commits their average.
 """
@@ -59,7 +59,7 @@ class RLTrainer:
     Attributes:
         workers: ranks that hold the policy, with the round's first weights loaded.
         probe_prompt: token ids for the check of each engine against the trainer after a sync.
-        before: counters of the previous round; None for the first.
+        before: counters of the policy that the round starts from; None without one.
         attempt_dir: directory of the kept samples; None keeps none.
         teacher: None uses the ranks' role `teacher`, if distillation is configured.
     """
@@ -147,7 +147,7 @@ class RLTrainer:
         return state
 
     def generate(self, step: LoopStep, version: int) -> Collector:
-        """Generate and score until the step has enough groups.
+        """Generate and score until the step has enough groups or no further batch.
 
         If a group was kept, the engines free their memory until the next publish.
 
@@ -229,7 +229,7 @@ class RLTrainer:
         PF-PPO repeats and drops samples; each keeps its own advantage.
 
         Raises:
-            RewardError: a sample lacks a component that the estimator compares.
+            RewardError, NonFiniteError: a compared component is absent, or a reward is not finite.
         """
         with step.clock("adv"):
             experience.check_components(self._compared)

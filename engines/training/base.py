@@ -4,9 +4,9 @@ Implements micro-batching by token budget, gradient accumulation, the non-finite
 schedule, the moving average of the weights, offload scopes and metrics. `create_engine` creates the
 engine of the configured backend.
 
-Promises: a loss is a sum divided by a *global* count (`LossOutput`), so the result does not depend
-on micro-batching or layout. A backend's class is imported only when it is requested, so a missing
-library is reported only when its backend is used.
+Promises: a loss is a sum divided by a *global* count (`LossOutput`), so micro-batching and layout
+change the result by rounding only. A backend's class is imported only when it is requested, so a
+missing library is reported only when its backend is used.
 """
 
 import json
@@ -106,7 +106,7 @@ class BaseEngine(EngineBackend):
         return self._scope("train")
 
     def eval_mode(self) -> AbstractContextManager[None]:
-        """Scope in which the weights are on the device and no gradient is kept."""
+        """Scope in which the weights are on the device; `param_offload` drops the gradients."""
         return self._scope("eval")
 
     @contextmanager
@@ -114,7 +114,7 @@ class BaseEngine(EngineBackend):
         """Scope in which the model computes without its adapter, as the reference.
 
         Raises:
-            EngineError: the engine trains all weights and has no adapter.
+            EngineError: the engine has no adapter, or the backend cannot switch it off.
         """
         if self.spec.training.lora is None:
             raise EngineError("this engine trains all weights: there is no adapter to disable")
@@ -163,11 +163,11 @@ class BaseEngine(EngineBackend):
         """Take one optimizer step; `batch` is this rank's share, on the CPU, with a `loss_mask`.
 
         Raises:
-            EngineError: a rank has no sequence, no token of the step is trained on, or the batch
-                or the head lacks a readout of the loss.
+            EngineError: as `prepare`, no token of the step is trained on, or the batch or the head
+                lacks a readout of the loss.
             NonFiniteError: the loss or the gradient norm is NaN or infinite on any rank; the
                 weights are unchanged.
-            ConfigError: a sequence exceeds the token budget.
+            ConfigError: as `prepare`, such as a unit above the token budget.
         """
         lr = self.lr
         readouts = getattr(loss_fn, "readouts", ONLY_LOGPROBS)
@@ -195,8 +195,8 @@ class BaseEngine(EngineBackend):
             loss, metrics, spoiled = self._reduced(totals)
             if not math.isfinite(loss):
                 size = self.data_parallel_size
-                ranks = ", ".join(map(str, spoiled)) or "none by itself"
-                where = f", from data-parallel rank {ranks} of {size}" if size > 1 else ""
+                ranks = ", ".join(map(str, spoiled)) or "none alone"
+                where = f", on data-parallel ranks: {ranks} (of {size})" if size > 1 else ""
                 raise NonFiniteError(f"loss is {loss} at optimizer step {self.num_steps}{where}")
             grad_norm = self.optimizer_step()
             self._schedule_step += 1
@@ -211,7 +211,7 @@ class BaseEngine(EngineBackend):
         Logprobs of a value model are 0; readouts that the model type does not have are None.
 
         Raises:
-            EngineError: a rank has no sequence, or the batch or the head lacks a readout.
+            EngineError, ConfigError: as `prepare`; or the batch or the head lacks a readout.
         """
         micro_batches = self._prepare(batch).micro_batches
         model_type = self.spec.model_type

@@ -1,6 +1,6 @@
 """EngineBackend: what a training backend implements; `base` implements the rest of an engine.
 
-Methods that are not abstract have a default that fits a backend without pipelines or adapters.
+Methods that are not abstract have a default; for adapters, averages and stored weights, an error.
 `to_host` and `from_host` keep saved activations in host memory instead of on the device.
 """
 
@@ -167,7 +167,7 @@ class EngineBackend(ABC):
         raise EngineError(f"{self.spec.training.backend} streams no adapter")
 
     def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
-        """Stream this rank's shards without an all-gather, named like `get_per_tensor_param`.
+        """Stream this rank's shards, named like `get_per_tensor_param`, gathered only if needed.
 
         Collective: every rank exhausts its iterator. By default rank 0 owns whole weights.
         """

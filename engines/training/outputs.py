@@ -20,7 +20,7 @@ from engines.types import ModelOutputs, Readouts, TokenBatch
 def read_positions(
     batch: TokenBatch, readouts: Readouts, part: SequenceSlice | None = None
 ) -> Tensor:
-    """Return the places to compute, (N,) int64 in [1, T]: where `loss_mask` is not 0.
+    """Return the places to compute, (N,) int64 in [1, T]: `loss_mask` not 0, or last values.
 
     `part` restricts them to those that this slice's hidden states compute.
     """

@@ -54,7 +54,7 @@ class EngineSpec:
 RoleName = Literal["policy", "reference", "critic", "reward", "teacher"]
 
 POLICY: RoleName = "policy"
-"""The model that is trained and sampled from; every worker has it."""
+"""The model that is trained and sampled from."""
 REFERENCE: RoleName = "reference"
 """The frozen model that the policy is kept close to."""
 CRITIC: RoleName = "critic"

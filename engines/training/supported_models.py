@@ -1,6 +1,6 @@
 """Models that the built-in backends can train, decided from `config.json` alone and without torch.
 
-Promises: a model that is refused here would be computed differently than by transformers.
+Promises: a text model that is refused here would be computed otherwise than by transformers.
 Does not promise that every other model works: some are refused when a rank builds them.
 """
 

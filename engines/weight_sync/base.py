@@ -1,8 +1,8 @@
 """Interfaces and data types of the weight sync from a trainer to its rollout engines.
 
 Promises of every sync: tensors are streamed, never a second full copy. Each tensor has a checksum
-on both sides. A `SyncReport` exists only after every receiver has confirmed version and digest;
-otherwise a `WeightSyncError` is raised, and the receiver samples nothing until a sync succeeds.
+on both sides. A `SyncReport` exists only after every receiver that is not lost has confirmed
+version and digest; else an error is raised, and the receiver samples nothing until a sync succeeds.
 """
 
 import warnings
@@ -24,7 +24,7 @@ class WeightSource(Protocol):
 
         Order is free; tied weights come once. The dtype is the receiver's, or float32 for
         `hub_names.served_float32_names`. A tensor may be overwritten when the next is requested.
-        Raises `WeightSyncError` if the sender failed, or nothing came before the deadline.
+        Raises `WeightSyncError` if the sender failed, `DeadlineError` if nothing came in time.
         """
         ...
 

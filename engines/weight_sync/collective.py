@@ -4,10 +4,10 @@ A broadcast channel is a process group of one sender and all readers of a transf
 used in turn: the sender fills one while the other is sent, and a reader takes tensors out of one
 while the other arrives. A message before each bucket describes it. Collectives run in a thread of
 their own, so that a missing process cannot block the caller.
-Promises: nothing is sent before every reader has come. Two buckets on each side are all the extra
-memory. If one side fails or does not come, the others end with an error that names it, by the
-deadline. The thread and its process group end with the collective that is running, at the latest at
-the group's timeout.
+Promises: nothing is sent before every reader has come. Extra memory is two buckets on each side,
+and the sender's cast of one tensor. If one side fails or does not come, the others end with an
+error that names it, by the deadline. The thread and its process group end with the collective that
+is running, at the latest at the group's timeout.
 Does not promise encryption. Checksums of entries are passed on, not verified.
 """
 

@@ -1,8 +1,8 @@
 """Passes weights from a trainer to a rollout engine in its process, or from a file to any engine.
 
-Promises: tensors are gathered in the trainer's thread and passed on to the engine's without a copy.
-At most one tensor waits while another is read. If one side fails, the other ends with a
-`WeightSyncError`. The writer of a safetensors file keeps it until the receivers are done.
+Promises: tensors are gathered and cast in the trainer's thread, and passed to the engine's without
+a further copy. At most one tensor waits while another is read. If one side fails, the other ends
+with a `WeightSyncError`. The writer of a safetensors file keeps it until the receivers are done.
 """
 
 import threading

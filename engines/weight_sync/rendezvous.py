@@ -119,7 +119,7 @@ class RendezvousSource(ABC):
         return replace(self, reader=self.reader + worker)
 
     def join(self, error: type[WeightSyncError] = WeightSyncError) -> "Rendezvous":
-        """Join the rendezvous, or raise `error` if it is over: for senders `ReceiverGoneError`."""
+        """Join the rendezvous; raise `error` if it is over; senders pass `ReceiverGoneError`."""
         try:
             store, address = connect_store(self.host, self.port)
         except (OSError, RuntimeError) as problem:

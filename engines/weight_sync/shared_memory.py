@@ -2,8 +2,8 @@
 
 Two buckets of shared memory are used in turn. A small file that appears when a bucket is full
 describes it; the bucket is free when every receiver has created a file for it.
-Promises: if one side fails or does not come, the others end with an error by the deadline. The
-memory of a killed sender is freed by the next sender. Tensors on a device are copied to the host.
+Promises: if one side fails or does not come, the others end with an error by the deadline. Memory
+of a killed sender is freed by the next in its pid namespace. Device tensors are copied to the host.
 """
 
 import itertools

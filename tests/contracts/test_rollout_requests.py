@@ -313,7 +313,7 @@ def test_a_stop_string_may_begin_in_the_prefix(served: Served):
     drawn = tuple(whole.token_ids[:end].tolist())
     [found] = served.run(gather(served, [replace(ending, prefixes=(drawn[:-1],))]))
     assert (found.token_ids.tolist(), found.finish_reason) == ([drawn[-1]], "stop")
-    with pytest.raises(RolloutError, match="it is finished"):
+    with pytest.raises(RolloutError, match="the sample is finished"):
         served.generate([replace(ending, prefixes=(drawn,))])
 
 

@@ -1,10 +1,10 @@
 """Base class of rollout engines whose library samples in processes of its own.
 
 Promises: the contract of `engines.rollout.base`, provided the abstract methods do what they say.
-Every wait has the deadline `rollout.timeout_s`, and its error names what was waited for. A sample
-has one task, which ends with its completion or error, or is cancelled when its call has ended. A
-completion has one logprob and one version per token. A sample ends at its first stop string; we
-search for it, since the libraries' own search ignores a prefix.
+Library calls but `_sample` and `_end` have the deadline `rollout.timeout_s`; errors name the wait.
+A sample has one task, which ends with its completion or error, or is cancelled when its call has
+ended. A completion has one logprob and one version per token. A sample ends at its first stop
+string; we search for it, since the libraries' own search ignores a prefix.
 Does not promise to score, or to return prompt logprobs, while paused: the library may compute
 nothing then.
 """
@@ -45,7 +45,7 @@ class RunningSample(SampleOfCall):
     Attributes:
         name: its name in the processes; unique, and not a prefix of another sample's name.
         aborted: an abort was requested.
-        num_until_stop: number of sampled tokens up to the first stop string; None: none was found.
+        num_until_stop: number of sampled tokens up to the first stop string; None: not found yet.
     """
 
     name: str
@@ -107,7 +107,7 @@ class RunningSample(SampleOfCall):
 class ServedEngine(StatefulEngine):
     """Library-independent part of an engine; subclasses implement the calls to the library.
 
-    `max_num_prompts` limits the prompts whose logprobs are computed at a time.
+    `max_num_prompts` limits the prompts of a call whose logprobs are computed at a time.
     """
 
     _deaths: tuple[type[Exception], ...] = ()
@@ -279,7 +279,7 @@ class ServedEngine(StatefulEngine):
                 await self.pause()
 
     async def health(self) -> Health:
-        """See the base class; waits for an answer of the processes."""
+        """See the base class; unless closed, waits for an answer of the processes."""
         if not self._closed:
             await self._wait(self._ask(), "to answer a health check")
         return Health(self._can_serve(), self._version, len(self._in_flight))

@@ -5,8 +5,8 @@ Promises: the layout of a model (names and shapes as `save_pretrained` writes th
 before the engine's library gets it; its checksum is of the bytes that the library got. An order
 names a frozen dataclass of `engines.weight_sync` as its source; the receiver imports and builds
 nothing else.
-Does not promise a checksum of the model itself, since libraries may pack weights for their kernels;
-`RolloutEngine.score` verifies it. The engine may still not support the architecture.
+Does not promise a checksum of the model itself, since libraries may pack weights for their kernels
+(a probe compares logprobs), or that the engine supports the architecture.
 """
 
 import importlib
@@ -139,7 +139,7 @@ def order_of(source: WeightSource, layout: ModelLayout, dtype: str) -> str:
 
 
 def carry_out(order: str, load: Callable[[NamedTensors], None], worker: int = 0) -> str:
-    """Execute an order in worker process `worker`; return the reply, which states any error.
+    """Execute an order in worker process `worker`; return the reply: a digest or an error.
 
     `load` overwrites the model with the (name, tensor) pairs that it gets.
     """

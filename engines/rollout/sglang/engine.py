@@ -3,9 +3,9 @@
 Promises: the contract of `engines.rollout.base`. Samples paused during an update are recomputed up
 to where they stood, and each token carries the version that sampled it. Random streams are those of
 the engine transformers. `close`, and the end of this process, end every process of SGLang.
-Logprobs of given tokens are computed without the prefix cache. SGLang runs on the requested
-platform or not at all, downloads nothing, reads no weights from the model directory, and its cache
-holds at least one sample of the whole context.
+Logprobs of given tokens take only earlier tokens from the prefix cache. SGLang runs on the
+requested platform or not at all, downloads nothing, and reads no weights from the model directory.
+A cache of `kv_cache_bytes` holds at least one sample of the whole context.
 Does not promise: a quick start; `score` and `prompt_logprobs` while paused; that an aborted sample
 has the tokens of its last steps.
 """
@@ -201,7 +201,7 @@ def prompt_rows(answer: Mapping[str, Any], request: PromptRequest, num_top: int)
 
 
 class SglangEngine(ServedEngine):
-    """Rollout engine on SGLang; creating it starts its processes or raises ConfigError."""
+    """Rollout engine on SGLang; creating it starts its processes or raises a PipelineError."""
 
     capabilities = frozenset(
         {

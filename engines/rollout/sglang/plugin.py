@@ -2,7 +2,7 @@
 
 SGLang calls `register` in each of its processes, as a plugin of the group `sglang.srt.plugins`.
 Promises: a token is sampled from the random stream of its sample, whatever else is in flight; its
-logprob is that of the sampled distribution; a sample ends only at the requested tokens. Servers
+logprob is that of the sampled distribution; only the requested tokens end a sample early. Servers
 that we did not start are unchanged.
 The hooks replace internal functions of the pinned SGLang version; where one is missing, SGLang
 samples nothing or refuses the update.

@@ -4,7 +4,7 @@ Samples of one `generate` call that are put in during one iteration of the event
 of the server, in their order.
 Promises: the requested distribution is sampled, or the request is refused. A sample starts in its
 seed's stream where its prefix or draw offset says, so a continued sample equals an uninterrupted
-one up to rounding. Nothing is sent while samples are held back. SGLang is told to drop cancelled
+one up to rounding. No sample is sent while samples are held back. SGLang is told to drop cancelled
 samples.
 Does not promise that samples of one call fail alone: if SGLang refuses one, all do.
 """
@@ -143,7 +143,7 @@ class SglangSampler:
         self._dropping: set[asyncio.Task[None]] = set()
 
     async def sample(self, sample: RunningSample) -> Completion:
-        """Return the finished sample; empty if it was aborted before it was sent."""
+        """Return the finished sample; empty if it was aborted and SGLang gave no answer."""
         loop = asyncio.get_running_loop()
         answer = self._answers[sample.name] = loop.create_future()
         if sample.call not in self._unsent:
@@ -193,9 +193,7 @@ class SglangSampler:
         if not left:
             return
         body = batch_body([sample for sample, _ in left.values()], self._eos_token_ids)
-        error = RolloutError(
-            f"SGLang ended its answer before {len(left)} or more samples had ended"
-        )
+        error = RolloutError(f"SGLang ended its answer before all of {len(left)} samples had ended")
         try:
             async with aclosing(self._client.stream(GENERATE, body)) as found:
                 async for each in found:

@@ -1,10 +1,10 @@
 """SGLang's server as a child process, and its HTTP client.
 
-Promises: the server listens only on loopback and requires a key that only its environment holds. It
-leads its own session, carries the process mark by which the reaper finds it, and ends when this
-process ends (`server_main`). Nothing of it stays on disk or in memory. Answers are parsed JSON, or
-an error with SGLang's message; the death of the server is a `ReplicaLostError` with the end of its
-log.
+Promises: the server listens only on loopback and requires a key, passed in its environment alone.
+It leads its own session, carries the process mark by which the reaper finds it, and ends when this
+process ends (`server_main`). `stop` removes its files and shared memory. Answers are parsed JSON or
+an error with SGLang's message; the death of a started server is a `ReplicaLostError` with the end
+of its log.
 Does not promise a quick start (it imports SGLang three times, 70 s of CPU time), or deadlines of
 calls: these are the caller's task.
 """

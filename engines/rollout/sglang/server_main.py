@@ -4,8 +4,8 @@
 `DIRECTORY/arguments.json`. Secrets are passed only in the environment.
 On a CPU it installs stand-ins for packages that SGLang 0.5.23 imports on every platform and never
 calls there: `sgl_kernel`, which has only CUDA builds, and `torchvision`, whose build needs CUDA.
-Promises: arguments that SGLang refuses, and models that it would compute differently from
-transformers, are reported in `DIRECTORY/refusal`. When the owner is gone, the process group is
+Promises: arguments that SGLang refuses, and models whose sliding window it would ignore, are
+reported in `DIRECTORY/refusal`. When the owner is gone, the process group is
 killed within `POLL_S`, and its shared memory and directory are removed. Calling anything in a
 stand-in raises NotImplementedError with its full name; an installed package is left alone.
 Does not promise kernels: quantized models and models with images do not run on a CPU.

@@ -1,1 +1,1 @@
-"""The project's own rollout engine, for any transformers causal LM."""
+"""The project's own rollout engine, for models of transformers."""

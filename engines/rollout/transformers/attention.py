@@ -278,7 +278,7 @@ def attend(
 
     Shapes: query (batch, H, tokens, D), key and value (batch, G, tokens, D), output (batch, tokens,
     H, D). The mask must be None: the step defines it. The module's `layer_idx` is the cache layer.
-    A window includes the token itself; None: all tokens before it.
+    A window includes the token itself; None: no limit.
 
     Raises:
         RolloutError: the model drops `rollout_step` or its window, needs unsupported attention, or

@@ -22,7 +22,7 @@ ARCHITECTURES = frozenset({
 })  # fmt: skip
 """Classes of transformers that `Decoder` supports."""
 MIN_ANGLES = 256
-"""Positions of the first rotary table, if the context has as many."""
+"""Minimum positions of a rotary table, if the context has as many."""
 
 
 def is_covered(model: Any) -> bool:

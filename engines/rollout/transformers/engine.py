@@ -1,4 +1,4 @@
-"""The project's own rollout engine: any transformers causal LM, continuous batching, CPU or GPU.
+"""The project's own rollout engine: models of transformers, continuous batching, CPU or GPU.
 
 Promises: the contract of `engines.rollout.base`. Requests of several `generate` calls share one
 running batch. Samples in flight are recomputed after a weight update.
@@ -29,7 +29,7 @@ from infra.errors import DeadlineError
 
 
 class TransformersEngine(StatefulEngine):
-    """Rollout engine on transformers; raises ConfigError for bad options or unsupported models."""
+    """Rollout engine on transformers; creating it raises ConfigError for unsupported models."""
 
     capabilities = frozenset(
         {

@@ -1,6 +1,6 @@
 """The transformers model of a rollout engine: weights, forward passes, images, what is refused.
 
-Promises: built from `config.json` alone, without drawing random numbers. Takes weights and
+Promises: built from configuration files, without drawing random numbers. Takes weights and
 persistent buffers under the names that `save_pretrained` writes, each exactly once and in the dtype
 in which it is held, or raises. Models with unsupported attention (recurrent layers, soft caps,
 custom attention) are refused at construction or at the first forward pass. The context ends where

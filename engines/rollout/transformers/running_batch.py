@@ -4,8 +4,8 @@
 removes finished rows.
 Promises: first come, first served; samples sent back by a weight update go first. Between two calls
 the cache holds the prompt and all sampled tokens but the last of every sample. A sample leaves in
-the call that finished it. A prompt is computed once for all samples of its request, also when they
-join at different times. Logits of given tokens exist only in tiles, computed by the head of the
+the call that finished it. A bare prompt is computed once for all samples of its request, also of
+later joins, until `clear`. Logits of given tokens exist only in tiles, computed by the head of the
 training engine: equal hidden states and weights give bitwise equal logprobs.
 Letters: B rows, P sequences, T tokens, V vocabulary; N requested tokens, K likeliest tokens.
 """
@@ -43,7 +43,7 @@ class Sample(SampleOfCall):
     Attributes:
         token_ids: the prefix, if the request has one, and the tokens sampled so far.
         logprobs: one for each sampled token, without the prefix.
-        versions: policy version of each sampled token until the last `stamp`; later ones have none.
+        versions: policy version of each sampled token before the last `stamp`.
     """
 
     eos_token_ids: frozenset[int] = frozenset()
@@ -58,7 +58,7 @@ class Sample(SampleOfCall):
 
     @property
     def num_tokens(self) -> int:
-        """Number of prompt and sampled tokens."""
+        """Number of prompt, prefix and sampled tokens."""
         return len(self.request.prompt_ids) + len(self.token_ids)
 
     @property
@@ -348,7 +348,7 @@ def fill_holes(num_rows: int, leaving: Collection[int]) -> tuple[list[int], list
 def read_prompts(
     model: InferenceModel, requests: Sequence[PromptRequest], max_tokens: int
 ) -> Iterator[list[PromptLogprobs]]:
-    """Yield the prompt logprobs of each forward pass of at most `max_tokens` padded tokens.
+    """Yield the prompt logprobs of each forward pass; `prefill_chunks` divides the requests.
 
     The requests were accepted by `check_prompts`.
     """

@@ -1,10 +1,10 @@
 """Samples one token per row, with a random stream that belongs to the row.
 
-Promises: token k of a sample (its prefix counted) uses number k of the stream of its seed and no
-other randomness, so neither the batch nor scheduling nor interruptions change it. Every row has its
-own temperature, top-k and top-p. Logprobs are those of the sampled distribution; temperature 0
-takes the largest logit and reports its logprob at temperature 1 without top-k and top-p, since the
-logprob of a point mass is always 0.
+Promises: a sample uses the numbers of its seed's stream from its draw offset on, one per token, and
+no other randomness, so neither the batch nor scheduling nor interruptions change them. Every row
+has its own temperature, top-k and top-p. Logprobs are those of the sampled distribution;
+temperature 0 takes the largest logit and reports its logprob at temperature 1 without top-k and
+top-p, since the logprob of a point mass is always 0.
 Does not promise equal logits: another batch shape may round them differently by about 1e-7, which
 changes a token only if the uniform number falls into that gap.
 Letters: B rows, V vocabulary.

@@ -151,7 +151,7 @@ def engine_arguments(
 
 
 def adapter_arguments(adapter: LoraConfig | None) -> dict[str, Any]:
-    """Return the engine arguments for an adapter; raise ConfigError if vLLM lacks its rank."""
+    """Return the engine arguments for an adapter; ConfigError if its rank is above vLLM's limit."""
     if adapter is None:
         return {}
     from vllm.config.lora import MaxLoRARanks
@@ -160,7 +160,7 @@ def adapter_arguments(adapter: LoraConfig | None) -> dict[str, Any]:
     if adapter.rank > max(ranks):
         raise ConfigError(
             "training.lora.rank",
-            f"got {adapter.rank}; vLLM takes an adapter of {max(ranks)} at most; lower it, or set "
+            f"got {adapter.rank}; vLLM takes ranks up to {max(ranks)}; lower it, or set "
             "rollout.lora_sync to merged",
         )
     rank = min(rank for rank in ranks if rank >= adapter.rank)
@@ -206,7 +206,7 @@ def receive_adapter(
     """Write the tensors of an adapter into an existing directory, for the library to load.
 
     Raises:
-        WeightSyncError: a tensor is unknown, missing, repeated, or of another shape or dtype.
+        WeightSyncError: a tensor is unknown, repeated, unpaired, or of another shape or dtype.
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in source.tensors():
@@ -237,9 +237,9 @@ def receive_adapter(
 
 
 class VllmEngine(ServedEngine):
-    """Rollout engine on vLLM; creating it starts its processes or raises ConfigError.
+    """Rollout engine on vLLM; creating it starts its processes.
 
-    `adapter` is the shape of the adapter beside the weights; None: there is none.
+    `adapter` is the shape of the adapter beside the weights; None: weights without an adapter.
     """
 
     capabilities = frozenset({Capability.SHARED_MEMORY, Capability.PROMPT_LOGPROBS})

@@ -5,8 +5,8 @@ samples. Logprobs of given tokens are computed with the served weights, without 
 Does not promise that a sample that continues a prefix equals an uninterrupted one: vLLM's random
 stream cannot start in the middle, so a new one is used. `score_sequence` at a temperature other
 than 1 is slow, since vLLM reports only temperature 1: the logprobs of the whole vocabulary are
-fetched and rescaled. vLLM materializes the logits of all tokens of a step, at most
-`max_prefill_tokens`.
+fetched and rescaled. vLLM materializes the logits of all tokens of a step: at most
+`max_prefill_tokens`, or one context if prefills are not split.
 """
 
 import hashlib
@@ -135,7 +135,7 @@ async def _prompt_logprobs(
 ) -> Sequence[Any]:
     """Return per token a mapping from tokens to vLLM's `Logprob`; None for the first token.
 
-    It holds the given token and the `num_told` likeliest; -1 stands for all.
+    A mapping holds the given token and the `num_told` likeliest; -1 stands for all.
     """
     from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind, SamplingParams

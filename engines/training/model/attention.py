@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences: `rl_varlen`, the only attention the trainers use.
+"""Causal attention over packed sequences: `rl_varlen`, for the language models in training.
 
 T tokens of B sequences are concatenated in one row, without padding or a T x T mask. The keyword
 argument `packing` carries the layout through the model. On CPU, and for float32 on a GPU,
@@ -128,7 +128,7 @@ class Packing:
     def from_cu_seqlens(
         cu_seqlens: Tensor, ulysses_group: dist.ProcessGroup | None = None
     ) -> "Packing":
-        """Derive the layout; the only place that copies lengths to the host."""
+        """Derive the layout; copies the lengths to the host, once for all layers."""
         lengths: Sequence[int] = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
         runs = tuple((len(list(same)), length) for length, same in groupby(lengths) if length)
         return Packing(cu_seqlens, runs, max(lengths, default=0), ulysses_group)
@@ -155,7 +155,7 @@ def packed_attention(
         key: (1, kv_heads, T, head_dim), like `value`; heads is a multiple of kv_heads.
         scaling: factor of the scores; None is 1 / sqrt(head_dim).
         sliding_window: number of tokens that a token sees, itself included.
-        **kwargs: refused if they would change the result.
+        **kwargs: ignored, except those in `_REFUSED`, which change the result.
 
     Raises:
         ConfigError: the architecture needs an attention feature that is not supported.

@@ -214,7 +214,7 @@ def linear_topk_logprobs(
     Other arguments are those of `linear_token_logprobs`.
 
     Args:
-        num_top: K, at most the size of the whole vocabulary; a rank may hold fewer rows.
+        num_top: K, at most the number of allowed tokens; a rank may hold fewer rows.
         chunk_elements: maximum logits of a tile; as many int32 and bool elements exist beside them.
         below: return only tokens with a lower id, though all count in the distribution; None: any.
 
@@ -339,7 +339,7 @@ def head_rows(
 ) -> Tensor:
     """Return (rows, N) with gradient; other arguments are those of `linear_token_logprobs`.
 
-    Rows: logprobs; entropies; sums of squared probabilities; logprobs of K tokens; their ids.
+    Rows: logprobs; entropies; sums of squared probabilities; K logprobs; ids of likeliest tokens.
 
     Raises:
         ValueError: as in `linear_token_logprobs`; K is out of range; or the vocabulary is too large

@@ -161,7 +161,7 @@ FUSED_CHUNK_ELEMENTS = 1 << 26
 _MIN_ROWS = 512
 """Minimum rows of a tile, so that it is not bound by reading the weights."""
 _MOST_COLUMNS = 1 << 15
-"""Maximum columns of a tile with more rows; bounds the float32 sum of weight gradients."""
+"""Maximum columns of a tile unless rows are few; bounds the float32 sum of weight gradients."""
 
 
 def tile_elements(hidden_ND: Tensor, *, chunked: bool) -> int:
@@ -319,7 +319,7 @@ def tile_shape(
 ) -> tuple[int, int]:  # fmt: skip
     """Return the rows and columns of a tile, each at least 1.
 
-    Tiles have whole rows if at least `_MIN_ROWS` of them fit. `weight_VD` may be empty.
+    Rows of at most `_MOST_COLUMNS` are whole if `_MIN_ROWS` of them fit. `weight_VD` may be empty.
     """
     num_rows, vocabulary = hidden_ND.shape[0], max(1, weight_VD.shape[0])
     enough = max(_MIN_ROWS, chunk_elements // vocabulary, chunk_elements // _MOST_COLUMNS)

@@ -1,6 +1,6 @@
 """Logprobs of given tokens from logits, and values from a head that computes in float32.
 
-Promises: at most one chunk of rows exists in float32 at a time, besides the logits and their
+Promises: only one chunk of rows has float32 copies at a time, besides the logits and their
 gradient. Values are float32 in any model dtype: advantages are differences of values, and around 9,
 bfloat16 values are 0.06 apart, so the difference of two close ones would be rounding noise.
 Letters: N predicting positions, V vocabulary.

@@ -1,9 +1,9 @@
 """Partition of items with known costs into parts of nearly equal cost, with a cap on part sizes.
 
 Method: largest differencing (Karmarkar & Karp 1982), then the best moves and swaps between the
-costliest part and another until none helps. The result depends on costs and sizes alone; the order
-of items decides only between equal items. No part costs more than the costliest of greedy LPT
-(Graham 1969). The best partition and the fewest parts are not guaranteed: both are NP-hard.
+costliest part and another until none helps, up to a limit. The result depends on costs and sizes
+alone; the order of items decides only between equal items. No part costs more than the costliest of
+greedy LPT (Graham 1969). Neither the best partition nor the fewest parts are guaranteed (NP-hard).
 """
 
 import heapq
@@ -47,7 +47,7 @@ def balanced_partition(
 
     Args:
         costs: at least 0; any unit.
-        num_parts: at least 1. No part is empty if there are at least as many items.
+        num_parts: at least 1. No part is empty with as many items of positive cost.
         sizes: at least 0; needed with `max_size`.
         max_size: cap on the summed size of a part; an item above it gets a part of its own.
             Always attainable with `fewest_parts(sizes, max_size)` parts or more.
@@ -110,7 +110,7 @@ def _check(
 
 
 def _partition(items: _Items, num_parts: int) -> Parts | None:
-    """Return the best initial partition under the cap, refined; None if none respects it."""
+    """Return the best initial partition under the cap, refined; None if no such one was found."""
     if not items.costs:
         return [[] for _ in range(num_parts)] if num_parts >= 0 else None
     if num_parts < 1:
@@ -203,7 +203,7 @@ def _first_fit(items: _Items) -> Parts:
 
 
 def _refine(items: _Items, parts: Parts) -> Parts:
-    """Relieve the costliest part until no move or swap lowers its cost."""
+    """Relieve the costliest part until no move or swap lowers its cost, or up to a limit."""
     parts = [list(part) for part in parts]
     costs, sizes = np.array(items.costs), np.array(items.sizes)
     loads = [float(costs[part].sum()) for part in parts]

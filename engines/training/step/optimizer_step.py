@@ -125,7 +125,7 @@ class StepMeter:
 
         Returns:
             `perf/tokens_per_s` of all devices; `perf/tflops_per_s` of one device in 10**12
-            operations; `perf/mfu` and, if anything is recomputed, `perf/hfu`, shares of the peak;
+            operations; `perf/mfu` and (recomputed work included) `perf/hfu`, shares of the peak;
             `perf/max_memory_allocated_gb` of this device in 10**9 bytes.
         """
         steps, self._steps = self._steps, []

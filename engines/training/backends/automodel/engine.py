@@ -1,7 +1,7 @@
 """The NeMo Automodel engine: Automodel's FSDP2 and tensor parallelism of a transformers module.
 
 Promises: gradients of parameters that tensor-parallel ranks replicate are synchronized once, before
-clipping; weights are read slice by slice, and a missing one is an error. A single process is
+clipping; weights are read as `build_model` says. A single process in another dtype than float32 is
 sharded by torch, because Automodel would leave it whole and in float32.
 Not covered: Automodel's own model classes, its pipeline, context and expert parallelism, and
 adapters or Ulysses together with tensor parallelism. Needs the job environment automodel.

@@ -5,7 +5,7 @@ would be computed differently are refused earlier, by `engines.training.supporte
 
 Attention is `packed_attention`, with Ulysses (arXiv:2309.14509) for context parallelism; the other
 layers are Megatron-Core's or TransformerEngine's. The last stage returns readouts of the requested
-positions; whole logits never exist.
+positions; `chunked_logprobs` avoids whole logits.
 """
 
 import re
@@ -156,7 +156,7 @@ class PackedRow:
     Attributes:
         input_ids_S: int64, this context rank's slice of the padded row.
         packing: sequences of the whole padded row.
-        rows_N: int64, places in the slice whose hidden state predicts something.
+        rows_N: int64, places in the slice whose hidden states predict `targets`.
         routes: choices of experts to record or repeat; None: routers choose.
         qkv_format: makes Megatron-Core ignore packing, like `cp_group`.
     """

@@ -58,7 +58,7 @@ class Part:
         stored: blocks by name in the transformers module, which stacks experts.
         hub: blocks by name on the hub.
         is_expert: replicated over other ranks than dense weights.
-        is_cut: tensor-parallel ranks hold different parts of it.
+        is_cut: tensor-parallel ranks hold different parts of it; True for all experts.
         is_primary: this rank sends it, for all tensor-parallel ranks and stages with equal values.
         is_first: this is the first of the tensor-parallel ranks.
     """
@@ -245,7 +245,7 @@ class WeightStream:
                 self._plan.setdefault(name, {}).setdefault(WeightPlace.of(name, *sizes), rank)
 
     def held(self, values: Values) -> list[HeldPart]:
-        """Return the blocks of this rank, without communication."""
+        """Return the blocks of this rank's primary parts, without communication."""
         return [
             HeldPart(place, lambda part=part, block=block: values(part, block).contiguous())
             for place, (part, block) in self._own.items()

@@ -43,7 +43,7 @@ def mindspeed_arguments(training: TrainingConfig) -> dict[str, Argument]:
     options = MindSpeedOptions.model_validate(training.options)
     if options.transformer_engine:
         raise ConfigError(
-            "training.options.transformer_engine", "got true; there is none on npu; set it to false"
+            "training.options.transformer_engine", "got true; npu lacks it; set it to false"
         )
     return {
         "tensor_model_parallel_size": training.tensor_parallel_size,

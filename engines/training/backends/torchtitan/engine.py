@@ -93,7 +93,7 @@ class TorchTitanEngine(ModuleEngine[Any]):
         read_N = read_positions(batch, readouts)
         idle = read_N.numel() == 0
         if idle:
-            # Use every weight all the same: all ranks have to run the same collectives.
+            # Use every weight nevertheless: all ranks have to run the same collectives.
             read_N = read_N.new_ones(1)
         self._wanted = (
             read_N - 1, targets_of(batch, read_N, self.spec.temperature, readouts)

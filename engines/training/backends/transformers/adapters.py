@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685; DoRA, arXiv:2402.09353) by PEFT, sharded or not.
 
-An adapter's initial weights depend on the seed and the names alone and leave the model's output
-unchanged. PEFT adds `base_layer` to the name of a wrapped weight.
+An adapter's initial weights depend on the seed and names (DoRA's magnitudes: on the weights) and
+leave the model's output unchanged. PEFT adds `base_layer` to the name of a wrapped weight.
 """
 
 import hashlib
@@ -163,7 +163,7 @@ class StoredAdapter:
 
 
 def stored_adapter(name: str, reader: ShardedReader, lora: LoraConfig) -> StoredAdapter | None:
-    """Return a checkpoint's adapter of the weight `name`, or None if there is none."""
+    """Return a checkpoint's adapter of the weight `name`; None for a weight without an adapter."""
     stem, _, last = name.rpartition(".")
     a, b, magnitude = (MODEL_PREFIX + stem + part for part in (_A, _B, _MAGNITUDE))
     if last != "weight" or a not in reader:

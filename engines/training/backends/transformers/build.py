@@ -224,7 +224,7 @@ def unexpected_names(model: PreTrainedModel, stored: Set[str]) -> set[str]:
         name: torch.empty(tensor.shape, device="meta")
         for name, tensor in model.state_dict(keep_vars=True).items()
     }
-    # The two fields that it reads; the others differ between releases.
+    # The two fields that the method reads; the others differ between releases.
     info: Any = SimpleNamespace(
         missing_keys=set(),
         unexpected_keys=set(stored - revert_weight_conversion(model, held).keys()),

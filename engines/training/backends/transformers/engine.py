@@ -128,7 +128,7 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
         read_N = read_positions(batch, readouts, part)
         idle = read_N.numel() == 0
         if idle:
-            # Use every weight all the same: all ranks have to run the same collectives.
+            # Use every weight nevertheless: all ranks have to run the same collectives.
             read_N = read_N.new_full((1,), part.start + 1)
         inputs = {
             "input_ids": part.input_ids_S.unsqueeze(0),

@@ -259,4 +259,4 @@ def load_folded(path: Path, named: Mapping[str, Tensor], lora: LoraConfig | None
                 assign(tensor, adapter.merged_into(whole_tensor(tensor)))
                 num_merged += 1
         if num_merged == 0:
-            raise CheckpointError(f"{path} says it holds an adapter, but there is none in it")
+            raise CheckpointError(f"{path} names an adapter, but its files hold no adapter")

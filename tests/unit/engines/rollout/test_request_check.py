@@ -50,7 +50,7 @@ def test_a_sample_is_asked_for_once():
         ([two, two], [], 0),
         ([two, replace(GOOD, sample_indices=(1,))], [], 1),
     ):
-        with pytest.raises(RolloutError, match=f"r=1: .* is in flight with sample {index}"):
+        with pytest.raises(RolloutError, match=f"r=1: sample {index} is requested twice, or is in"):
             check_requests(requests, in_flight, 8, 4)
 
 
@@ -84,7 +84,7 @@ def test_a_sample_is_asked_for_once():
         (replace(GOOD, sample_indices=(-1,)), "sample_indices are"),
         (replace(GOOD, seeds=(1, 2), sample_indices=(3, 3)), "sample_indices are .* each once"),
         (replace(GOOD, turn=-1), "turn is -1"),
-        (replace(GOOD, images=(b"x",)), "got 1 images; .* take none; engines .*: transformers"),
+        (replace(GOOD, images=(b"x",)), "got 1 images; .* takes none; engines .*: transformers"),
     ],
 )
 def test_what_is_wrong_is_named(request_, what):

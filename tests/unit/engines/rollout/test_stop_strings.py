@@ -123,7 +123,7 @@ def test_a_request_is_followed_behind_its_prefixes(tmp_path: Path) -> None:
     followed = stop_strings.follow(request(sampling=end), 0)
     assert followed is not None
     assert followed.contains_stop([a, b, BYTES.token_to_id(SPECIAL), a]) == 3
-    with pytest.raises(RolloutError, match="r: the prefix of sample 5 .* it is finished"):
+    with pytest.raises(RolloutError, match="r: the prefix of sample 5 .* the sample is finished"):
         stop_strings.follow(request(prefixes=((), (a, b)), sample_indices=(4, 5)), 1)
 
 

@@ -89,7 +89,7 @@ def test_held_back_samples_wait_and_cancelled_ones_are_not_sent() -> None:
 
 @pytest.mark.parametrize(
     ("last", "message"),
-    [([RolloutError("refused")], "refused"), ([], "2 or more samples")],
+    [([RolloutError("refused")], "refused"), ([], "all of 2 samples")],
 )
 def test_what_has_no_end_fails_and_what_has_one_does_not(
     last: list[Exception], message: str
