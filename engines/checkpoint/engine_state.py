@@ -20,6 +20,7 @@ from engines.checkpoint.sharded import (
     load_sharded,
     save_regions,
     stage_regions,
+    together,
 )
 from engines.checkpoint.tensor_files import read_tensors, write_tensors
 from engines.config.training import LoraConfig
@@ -66,15 +67,13 @@ def save_engine_state(
     Regions are of tensors `model.<name>`, `optimizer.<moment>.<name>` and `optimizer.ema.<name>`.
     If a rank could not write, all raise `OSError`; a lone rank raises its own error.
     """
-    (path / TENSORS_DIR).mkdir(exist_ok=True)
     save_regions(path / TENSORS_DIR, regions)
-    problem: OSError | None = None
-    try:
+
+    def write(_: object) -> None:
         _write_small_files(path, scalars, platform.rng_state(), collectives.rank())
-    except OSError as error:
-        problem = error
+
     # Also a barrier: no rank continues before all files exist.
-    collectives.raise_together(problem, f"cannot save {path}")
+    together(f"cannot save {path}", write)
 
 
 def stage_engine_state(
@@ -89,7 +88,6 @@ def stage_engine_state(
     Every rank calls it; the tensors may change afterwards. The returned function may run on any
     thread: it uses no collective, may raise `OSError`, and gives the buffers back after writing.
     """
-    (path / TENSORS_DIR).mkdir(exist_ok=True)
     write_regions = stage_regions(path / TENSORS_DIR, regions, buffers)
     # Read now: the process group may be closed when the files are written.
     rng = {name: tensor.clone() for name, tensor in platform.rng_state().items()}

@@ -76,11 +76,11 @@ def save_regions(path: Path, regions: Iterable[Region]) -> None:
 
     Ranks must have different regions. If one fails, all raise `OSError`, a lone rank its error.
     """
-    _together(f"cannot save {path}", regions, partial(_write_regions, path, collectives.rank()))
+    together(f"cannot save {path}", partial(_write_regions, path, collectives.rank()), regions)
 
 
-def _together(
-    what: str, regions: Iterable[Region], work: Callable[[Iterable[Region]], None]
+def together(
+    what: str, work: Callable[[Iterable[Region]], None], regions: Iterable[Region] = ()
 ) -> None:
     """Give regions to `work`; errors are raised as by `raise_together`. Collective.
 
@@ -112,7 +112,7 @@ def stage_regions(
             values = buffers.copy((region.name, region.offsets), region.values.detach())
             staged.append(replace(region, values=values))
 
-    _together(f"cannot stage {path}", regions, stage)
+    together(f"cannot stage {path}", stage, regions)
 
     def write() -> None:
         _write_regions(path, rank, staged)
@@ -125,6 +125,7 @@ def stage_regions(
 
 def _write_regions(path: Path, rank: int, regions: Iterable[Region]) -> None:
     """Write regions to files in which no name occurs twice; the host holds one file at a time."""
+    path.mkdir(exist_ok=True)
     files: list[dict[str, Region]] = []
     size_bytes, parts = 0, count()
 

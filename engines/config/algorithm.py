@@ -106,8 +106,9 @@ class AlgorithmConfig(StrictModel):
         return self.use_kl_loss or self.use_kl_in_reward
 
     def _refusals(self) -> Refusals:
+        name = "clip_ratio_low" if self.clip_ratio_low else "clip_ratio"
         low = self.clip_ratio_low or self.clip_ratio
-        yield low >= 1, f"clip_ratio_low: got {low}; need < 1 (ratios are clipped at 1 - this)"
+        yield low >= 1, f"{name}: got {low}; need < 1 (ratios are clipped at 1 - this)"
 
 
 class MismatchConfig(StrictModel):

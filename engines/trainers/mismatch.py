@@ -189,7 +189,7 @@ class WeightProbe(Probe):
 
 
 def probe_prompt(hf_dir: Path, max_length: int) -> tuple[int, ...]:
-    """Return random token ids, with room for the answer, other than `*_token_id` of config.json."""
+    """Return random token ids, without single `*_token_id` of config.json, e.g. of images."""
     config = json.loads((hf_dir / "config.json").read_text(encoding="utf-8"))
     special = [value for name, value in config.items() if name.endswith("_token_id")]
     ids = [

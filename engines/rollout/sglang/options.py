@@ -10,9 +10,9 @@ NUM_HELD_BACK = 8
 """Context tokens that SGLang reserves, by which it would silently cut `max_new_tokens`."""
 SET_BY_US = frozenset({
     "admin_api_key", "api_key", "attention_backend", "chunked_prefill_size", "context_length",
-    "custom_weight_loader", "device", "disable_overlap_schedule", "disable_radix_cache",
-    "dp_size", "dtype", "enable_memory_saver", "grammar_backend", "host", "load_format",
-    "log_level", "max_prefill_tokens", "max_running_requests", "max_total_tokens",
+    "custom_weight_loader", "device", "disable_overlap_schedule", "disable_radix_cache", "dp_size",
+    "dtype", "enable_memory_saver", "grammar_backend", "host", "json_model_override_args",
+    "load_format", "log_level", "max_prefill_tokens", "max_running_requests", "max_total_tokens",
     "mem_fraction_static", "model_path", "nnodes", "port", "pp_size", "random_seed",
     "sampling_backend", "sampling_defaults", "skip_server_warmup", "skip_tokenizer_init",
     "sleep_on_idle", "speculative_algorithm", "tokenizer_path", "tp_size", "trust_remote_code",

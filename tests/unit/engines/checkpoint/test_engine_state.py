@@ -1,7 +1,7 @@
 """An engine's files: equal for equal states, refused when something is missing."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,9 +9,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from engines.checkpoint.engine_state import read_scalars
+from engines.checkpoint.engine_state import (
+    TENSORS_DIR,
+    EngineScalars,
+    read_scalars,
+    save_engine_state,
+)
+from engines.checkpoint.sharded import Region
 from engines.errors import CheckpointError
 from engines.training.backends.fsdp.engine import FSDP2Engine
+from hardware.detection import create
 
 MakePolicy = Callable[..., tuple[FSDP2Engine, Path]]
 
@@ -22,6 +29,24 @@ def contents(path: Path) -> dict[str, bytes]:
         for file in sorted(path.rglob("*"))
         if file.is_file()
     }
+
+
+def test_a_directory_that_cannot_be_made_is_told_after_all_regions(tmp_path: Path) -> None:
+    """Producing regions is collective: a rank that stops early leaves the others waiting."""
+    (tmp_path / TENSORS_DIR).touch()
+    made: list[int] = []
+
+    def walk() -> Iterator[Region]:
+        for i in range(3):
+            made.append(i)
+            yield Region(f"w{i}", (0,), torch.ones(1))
+
+    scalars = EngineScalars(
+        step=1, num_steps=1, schedule_step=1, num_optimizer_steps=1, world_size=1, backend="fsdp2"
+    )
+    with pytest.raises(FileExistsError):
+        save_engine_state(tmp_path, walk(), scalars, create("cpu"))
+    assert made == [0, 1, 2]
 
 
 def test_save_load_save_gives_the_same_bytes(

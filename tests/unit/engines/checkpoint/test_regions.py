@@ -77,7 +77,7 @@ def test_a_failing_disk_does_not_leave_the_others_waiting(tmp_path: Path) -> Non
             yield Region(f"w{i}", (0,), torch.ones(1))
 
     with pytest.raises(OSError, match="No such file"):
-        save_regions(tmp_path / "absent", walk())
+        save_regions(tmp_path / "absent" / "tensors", walk())
     assert made == [0, 1, 2]
 
 
