@@ -130,10 +130,10 @@ def automations() -> list[AutomationCore]:
 def apply_automations() -> list[tuple[AutomationCore, str]]:
     """Create or update the automations; return each with `created`, `changed` or `unchanged`.
 
-    Every unfinished run has to send a heartbeat from now on, so one that died unnoticed is found.
+    A tagged run in progress has to send a heartbeat from now on, so a dead one is found.
 
     Raises:
-        ServiceError: the server refuses them.
+        ServiceError: the server refuses them or does not answer.
     """
     try:
         with get_client(sync_client=True) as client:
@@ -157,7 +157,7 @@ def _applied(client: SyncPrefectClient, wanted: AutomationCore) -> tuple[Automat
 
 
 def _ask(client: SyncPrefectClient) -> None:
-    """Expect a heartbeat from now on from every run that has not ended."""
+    """Restart the silence limits of the tagged runs that are pending, running or cancelling."""
     of = FlowRunFilter(
         tags=FlowRunFilterTags(all_=[TAG]),
         state=FlowRunFilterState(type=FlowRunFilterStateType(any_=UNFINISHED)),

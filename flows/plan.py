@@ -1,9 +1,9 @@
 """Plans a run: each stage with its fingerprint, and whether its output would be reused.
 
 The fingerprint of a stage after one that is to run is unknown, because it depends on that stage's
-output. The plan then estimates: a stage that is forced, or whose only change is code, is expected
-to produce its earlier output again, so the stages after it are likely reused. A stage with a new
-configuration or new inputs is expected to produce something new.
+output. The plan then estimates: a stage that is forced, or changed only in code or libraries, is
+expected to produce its earlier output again, so the stages after it are likely reused. A stage with
+a new configuration or new inputs is expected to produce something new.
 """
 
 from collections.abc import Collection, Mapping
@@ -37,7 +37,7 @@ class PlannedStage:
         status: `hit` is reused, `miss` would run, `likely_*` is an estimate after a miss.
         inputs: digest by input name; empty where it is unknown.
         digest: output digest of a `hit`.
-        adoption: half-trained work that a hit continued or a miss could continue.
+        adoption: half-trained work that a hit continued, or that lies ahead of a miss.
         why: reason why the stage runs, or condition of its reuse.
         rejected: reason why the policy of a reused round is rejected.
     """
@@ -94,8 +94,8 @@ class Planner:
         """Look up one stage; if it is not done, its result holds a placeholder artifact.
 
         Raises:
-            ConfigError: the stage is to adopt half-trained work, and there is none that it may
-                adopt.
+            ConfigError: the stage is to adopt half-trained work, and `find_adoptable` refuses.
+            ArtifactCorruptError: the stage is done, but its output is damaged.
         """
         label, inputs = request.label, request.inputs
         known = all(each.digest for each in inputs.values())
@@ -202,7 +202,7 @@ def plan_run(
         start_from: label of a stage; all stages before it have to be done.
 
     Raises:
-        ConfigError: a label is unknown, there is nothing to adopt, or a stage before is not done.
+        ConfigError: a label is unknown, `adopt` fails, or a stage before `start_from` is not done.
     """
     storage = open_storage(recipe.store_uri)
     planner = Planner(storage, recipe.seed, force, adopt)

@@ -1,13 +1,13 @@
 """Resolves a recipe on this machine, and checks what it names, before a run starts.
 
-Promises: these errors are found within seconds and before anything starts: a store that is missing,
+Promises: these errors are found before a job starts: a store that is missing,
 not writable or without safe locks, a missing shard, an adapter that matches no layer, a missing
 column, a platform that is unavailable or has no engine in the training backend, a plugin that
-cannot be imported, and a reward that cannot be called. A recipe with only built-in parts and data
-needs no child process. Else a child loads what this process must not: torch, plugins, users'
-rewards; it answers within the deadline, or an error of one line is raised. The plan uses the same
-device as the stages, which is cached in the home, per boot, installation and choice of visible
-devices.
+cannot be imported, and a reward that cannot be called. A recipe whose models, data and rewards are
+built in needs no child process but the device probe. Else a child loads what this process must not:
+torch, plugins, users' rewards; it answers within the deadline, or an error of one line is raised.
+The plan uses the same device as the stages, which is cached in the home, per boot, installation and
+choice of visible devices.
 Does not promise: errors that only the whole data or the weights can show; devices of other machines
 of a cluster. A recipe for a cluster names its device, and jobs refuse to start on another.
 """
@@ -60,7 +60,7 @@ from infra.survey_report import FoundPlatform, SurveyReport
 
 
 def request_of(recipe: Recipe) -> PreflightRequest | None:
-    """Return what the child process checks; None if the recipe uses nothing from outside."""
+    """Return what the child process checks; None if models, data and rewards are all built in."""
     ours = {row.name for row in REWARDS.rows}
     own = {*recipe.rl.reward.functions} <= ours
     reward, teacher = recipe.rl.reward, recipe.rl.distillation
@@ -91,7 +91,7 @@ def request_of(recipe: Recipe) -> PreflightRequest | None:
         scoring=reward,
         scored=("rl", "evaluation") if samples else ("evaluation",),
         reward_model=reward.model,
-        # An evaluation runs it on a rank of its own, whatever the training settings.
+        # An evaluation runs the reward model on its own rank, whatever the training settings.
         reward_training=recipe.training if has_rounds else TrainingConfig(),
         judge=reward.judge,
         teacher=teacher,
@@ -126,7 +126,7 @@ def preflight(recipe: Recipe, force: Mapping[str, str] = {}) -> Recipe:
 
     Raises:
         ConfigError: names the field and how to fix it.
-        ServiceError: the child process that checks models, data and rewards failed.
+        ServiceError: a child process failed, or the registry does not answer.
         StoreError: the service of the store failed or does not answer.
     """
     make_place(recipe.home, "home", "set RLHF_HOME, or location.home of the recipe")
@@ -268,10 +268,10 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def resolve_hardware(hardware: HardwareConfig, home: Path) -> HardwareConfig:
-    """Return the setting with platform and device filled in; a complete one is returned as it is.
+    """Return the setting with platform and device; a complete one is kept without RLHF_PLATFORM.
 
     Raises:
-        ConfigError: the platform is unknown or unavailable, or this machine has other devices.
+        ConfigError: the platform is unknown or unavailable, or another device is here or meant.
     """
     if hardware.platform != AUTO and hardware.device_kind and not env.RLHF_PLATFORM.get():
         TABLES["platform"].find(hardware.platform)
@@ -295,13 +295,13 @@ def check_devices(num_workers: int, hardware: HardwareConfig, home: Path) -> Non
     """Check that this machine has a place for each rank; skipped if RAY_ADDRESS names a cluster.
 
     Raises:
-        ConfigError: the machine has too few.
+        ConfigError: the machine has too few places.
     """
     if env.RAY_ADDRESS.get():
         return
     if hardware.platform == "cpu":
         num_places = default_num_cpus()
-        offer = f"Ray counts {num_places} CPUs here"  # more than there are on a small machine
+        offer = f"Ray counts {num_places} CPUs here"  # `MIN_NUM_CPUS` or more
     else:
         num_places = _surveyed(hardware.platform, home).num_devices
         offer = f"this machine has {num_places} ({hardware.device_kind})"
@@ -316,7 +316,7 @@ def check_devices(num_workers: int, hardware: HardwareConfig, home: Path) -> Non
 def memory_shortage(checkpoint_bytes: int, hardware: HardwareConfig) -> str:
     """Return why this machine's memory cannot hold weights and optimizer state on the CPU.
 
-    Empty if it may, if the platform is not `cpu`, or if RAY_ADDRESS names a cluster.
+    Empty if it can, if the platform is not `cpu`, or if RAY_ADDRESS names a cluster.
     """
     has_bytes = psutil.virtual_memory().total
     for limit in _MEMORY_LIMITS:
@@ -368,7 +368,7 @@ def survey_machine(*requested: str) -> SurveyReport:
     Without an argument, the report also has the result of loading every plugin.
 
     Raises:
-        ServiceError: torch does not start, or a plugin crashes the process.
+        ServiceError: torch does not start, a plugin crashes the process, or time runs out.
     """
     return ask(
         SurveyReport, "the platform probe", PROBE_DEADLINE_S, ["hardware.survey", *requested]
@@ -379,7 +379,7 @@ def platform_of(report: SurveyReport) -> FoundPlatform:
     """Return the platform of a report.
 
     Raises:
-        ConfigError: the report has no platform; says why.
+        ConfigError: the report refuses; ServiceError: it has neither platform nor refusal.
     """
     if report.platform is not None:
         return report.platform

@@ -3,7 +3,7 @@
 [suites], preprocess, [SFT], [reward model], [preference, with self-play in iterations], RL rounds,
 merge, [soup], evaluate, [harness], [compare], promote. A recipe without training only evaluates.
 
-It does not import Prefect, so that `rlhf plan` can use it at low cost.
+This module does not import Prefect, which `rlhf plan` does not need.
 """
 
 import logging
@@ -82,12 +82,11 @@ def run_stages(
     find_incumbent: Callable[[Artifact], Artifact | None],
     accepts: Callable[[StageResult, StageResult], bool] = lambda trained, scores: True,  # noqa: ARG005
 ) -> None:
-    """Run every stage in order; a stage whose output exists is skipped.
+    """Run every stage in order; `SickRunError` if no stage leaves a policy, or from `accepts`.
 
     Args:
         find_incumbent: returns the registered model that a given one has to beat, or None.
-        accepts: returns True if the next stages use the policy of a training stage, given the stage
-            and its evaluation.
+        accepts: called with a training stage and its evaluation; False drops an RL round's policy.
     """
     order = StageOrder(recipe, run, find_incumbent, accepts)
     # First, so that faults in a suite's data are found before anything trains.
@@ -118,7 +117,7 @@ class StageOrder:
     accepts: Callable[[StageResult, StageResult], bool]
 
     def train(self, data: Artifact) -> tuple[Mapping[str, Artifact], Artifact | None]:
-        """Run SFT, the reward model, preferences and rounds, each followed by an evaluation.
+        """Run SFT, the reward model, preferences and rounds, and evaluate each policy.
 
         Returns:
             Policies by label of the stage that made them, in order, without rejected rounds; and
@@ -212,7 +211,7 @@ class StageOrder:
         model: Artifact | None = None,
         judge: Artifact | None = None,
     ) -> dict[str, Measured]:
-        """Evaluate the final model, or else the recipe's own model; return the results by suite."""
+        """Evaluate the final or else the recipe's own model; return results by suite with data."""
         recipe, run = self.recipe, self.run
         asked = [(OWN, EvaluateStageConfig.from_recipe(recipe), data, judge)] if data else []
         for name, problems in suites.items():

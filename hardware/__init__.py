@@ -1,1 +1,1 @@
-"""Platforms: the only code that knows differences between kinds of devices."""
+"""Platforms: the code that knows the differences between vendors' devices."""

@@ -29,7 +29,7 @@ class AcceleratorPlatform(PlatformBase):
     """Devices behind a torch device module.
 
     Attributes:
-        vendor_package: package with the device module; None means that torch itself has it.
+        vendor_package: package with the device module; None: torch itself provides the module.
         built_for: first word of `torch_build` that this vendor needs; None accepts every build.
         peaks: dense FLOP/s by product and dtype, see `PeakTable`.
     """
@@ -40,7 +40,7 @@ class AcceleratorPlatform(PlatformBase):
 
     @property
     def device_module(self) -> Any:
-        """The device module of torch; imports torch and the vendor's package."""
+        """The device module of torch; imports torch and the vendor's package, if any."""
         torch = importlib.import_module("torch")
         if self.vendor_package is not None:  # torch skips it if TORCH_DEVICE_BACKEND_AUTOLOAD=0
             importlib.import_module(self.vendor_package)

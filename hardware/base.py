@@ -1,4 +1,4 @@
-"""Interface of a platform; nothing outside `hardware/` branches on a device's name.
+"""Interface of a platform; other code tells at most the CPU from accelerators.
 
 Platforms import torch inside methods, so they can be listed without it. To add one, see
 `docs/guides/add-a-platform.md`.

@@ -2,9 +2,9 @@
 
 Megatron-Core names its device "cuda" in hundreds of places. Inside the scope, such tensors are made
 on the host, streams and events do nothing, the device's random generator is the host's, and
-`torch.compile` returns functions unchanged. Outside of it nothing is changed.
+`torch.compile` returns functions unchanged. The scope's end restores what it replaced.
 Promises: results equal those of the same arithmetic in plain torch. Threads share the `torch.cuda`
-replacements while any scope is open; devices are rewritten only in the thread that opened it.
+replacements until the first scope ends; devices are rewritten only in the thread that opened it.
 Megatron-Core must first be imported inside the scope, since it compiles functions at import.
 Not covered: TransformerEngine, CUDA graphs, asynchronous activation offload.
 """
@@ -71,7 +71,7 @@ def _enter(stack: ExitStack) -> None:
 
 
 class _CudaOnHost(TorchFunctionMode):
-    """Rewrites the device "cuda" to the host in every torch call."""
+    """Rewrites the device "cuda" to the host in `device=` and in the arguments of `to`."""
 
     def __torch_function__(
         self,

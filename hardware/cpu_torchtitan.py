@@ -1,6 +1,7 @@
 """Make TorchTitan run on a CPU: on its own, it takes the device from the build of torch.
 
-Promises: nothing else of TorchTitan is replaced, and leaving the scope restores everything.
+Only `device_type` and `device_module` are replaced; the end of the scope restores the modules that
+were imported before it. A module first imported inside the scope keeps the CPU.
 """
 
 import importlib
@@ -13,10 +14,7 @@ from hardware.replaced import replaced
 
 @contextmanager
 def torchtitan_on_cpu() -> Iterator[None]:
-    """Scope in which TorchTitan's device is the CPU.
-
-    Modules of TorchTitan copy the device name at import, so imported ones are changed too.
-    """
+    """Scope in which TorchTitan's device is the CPU, also in modules imported before."""
     import torch
 
     stand_ins = {"device_type": "cpu", "device_module": torch.cpu}

@@ -35,14 +35,14 @@ def create(name: str) -> PlatformBase:
     """
     row = PLATFORMS.find(name)
     platform_class = load_row(row, _SETTING)
-    with _asking(row, "does not start"):
+    with _plugin_boundary(row, "does not start"):
         platform: PlatformBase = platform_class()
     platform.name = name
     return platform
 
 
 @contextmanager
-def _asking(row: Row, problem: str) -> Iterator[None]:
+def _plugin_boundary(row: Row, problem: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # plugin boundary
@@ -57,7 +57,7 @@ def availability(name: str) -> Availability:
     """Probe if a platform can be used here; a platform that does not load is not available."""
     try:
         platform = create(name)
-        with _asking(PLATFORMS.find(name), "cannot be probed"):
+        with _plugin_boundary(PLATFORMS.find(name), "cannot be probed"):
             return platform.is_available()
     except ConfigError as error:
         return Availability(False, error.problem)
@@ -74,7 +74,7 @@ def detect(requested: str = "auto") -> tuple[PlatformBase, str]:
     """
     override = env.RLHF_PLATFORM.get()
     if (override or requested) != "auto":
-        return _exactly(override or requested, "RLHF_PLATFORM" if override else _SETTING)
+        return _requested(override or requested, "RLHF_PLATFORM" if override else _SETTING)
     for name in names():
         PLATFORMS.find_all(name)  # raises if two plugins have the name
     refused = {f"what {m.name} registers": m.reason for m in import_external_modules()}
@@ -112,7 +112,7 @@ def processor() -> str:
     return found[1] if found else machine()
 
 
-def _exactly(name: str, source: str) -> tuple[PlatformBase, str]:
+def _requested(name: str, source: str) -> tuple[PlatformBase, str]:
     rows = (*PLATFORMS.outside(), *PLATFORMS.rows)
     meant = [row.name for row in rows if name in row.also_called]
     refused: dict[str, str] = {}

@@ -25,7 +25,7 @@ class NvidiaPlatform(AcceleratorPlatform):
         ("GB200", {"bfloat16": 2500e12, "float16": 2500e12, "float32": 80e12}),
         ("B300", {"bfloat16": 2250e12, "float16": 2250e12, "float32": 75e12}),
         ("B200", {"bfloat16": 2250e12, "float16": 2250e12, "float32": 75e12}),
-        # H100, H200 and GH200; H800 differs in its links only, H20 in compute.
+        # H100, H200 and GH200; H800 differs in links and float64, H20 in compute.
         ("H100 NVL", {"bfloat16": 835.5e12, "float16": 835.5e12, "float32": 60e12}),
         ("H100 PCIe", {"bfloat16": 756e12, "float16": 756e12, "float32": 51e12}),
         ("H100", {"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 66.9e12}),

@@ -1,6 +1,6 @@
-"""Every environment variable that this project reads or sets.
+"""The environment variables that this project reads, and most of those that it sets.
 
-Promises: this list is complete; no other module of the project accesses the process environment.
+Promises: no other module of these packages accesses the process environment.
 An empty variable counts as unset.
 Does not promise: that a library that is already imported sees a value set later.
 """
@@ -278,10 +278,10 @@ def secrets(
 ) -> dict[str, str]:
     """Return the non-empty environment variables that hold a secret, by name.
 
-    An undeclared variable is a secret if its upper-case name contains one of `name_parts` between
+    An undeclared variable holds one if its upper-case name contains one of `name_parts` between
     underscores (``KEY`` matches ``AWS_SECRET_ACCESS_KEY``, not ``KEYBOARD``) and does not end in
-    a word of `_PLACES`, or if `looks_secret` is true of its value. A bare ``PWD`` is the working
-    directory.
+    a word of `_PLACES`. So does any variable for whose value `looks_secret` is true. A bare ``PWD``
+    is the working directory.
     """
     found = {}
     for name, value in os.environ.items():

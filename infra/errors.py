@@ -1,11 +1,11 @@
 """The root of the exception tree, and the errors of `infra`; `engines.errors` continues it.
 
-    PipelineError                     every error that this project raises on purpose
+    PipelineError                     base of the errors here and in `engines.errors`
     ├── ConfigError                   invalid user input: one line, exit code 2
     │   └── UnknownPluginError        no plugin of that name; lists the known names
     ├── ArtifactError
     │   ├── ArtifactNotFoundError     nothing was published under that name
-    │   └── ArtifactCorruptError      the files do not match their manifest
+    │   └── ArtifactCorruptError      files do not match their manifest, or a record is damaged
     ├── StoreError                    a remote store failed; says nothing about its content
     │   ├── StoreDeniedError          permission denied
     │   └── StoreUnreachableError     no answer, or an error of the service
@@ -16,11 +16,11 @@
     │   ├── JobFailedError            the Ray job ended without its output
     │   └── JobSubmitError            Ray refused the job, or cannot be reached
     ├── SickRunError                  a round has a symptom that ends the run (diagnosis.end_run)
-    ├── ServiceError                  a server that we start or need does not answer
+    ├── ServiceError                  a server or helper process that is needed fails
     └── DeadlineError                 a deadline passed; says what was waited for
 
-An `OSError` other than "file not found" is never translated: a failing disk must not look like a
-missing file.
+An `OSError` other than "file not found" never becomes an error about missing data: a failing disk
+must not look like a missing file.
 """
 
 import signal
@@ -32,7 +32,7 @@ EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 class PipelineError(Exception):
-    """Base of every error that this project raises on purpose."""
+    """Base of the errors that end a command with one text instead of a traceback."""
 
 
 class ConfigError(PipelineError):
@@ -64,7 +64,7 @@ class ArtifactNotFoundError(ArtifactError):
 
 
 class ArtifactCorruptError(ArtifactError):
-    """A published artifact fails verification; the text names the file and both digests."""
+    """An artifact or a record of the store is damaged or lost; the text names the file."""
 
 
 class StoreError(PipelineError, OSError):
@@ -96,7 +96,7 @@ class JobError(PipelineError):
 
 
 class JobFailedError(JobError):
-    """A Ray job ended without publishing its output; the text holds the tail of its log."""
+    """A job ended without publishing its output; the text has the reason or its log's tail."""
 
 
 class JobSubmitError(JobError):
@@ -108,7 +108,7 @@ class SickRunError(PipelineError):
 
 
 class ServiceError(PipelineError):
-    """A server that this project starts or needs does not answer."""
+    """A server or helper process that this project needs fails or does not answer."""
 
 
 class DeadlineError(PipelineError):

@@ -1,8 +1,8 @@
 """Converts validation errors to one actionable line: `path.to.field: got X; need Y`.
 
-Promises: the most informative error becomes one `ConfigError`; an unknown key gets the nearest
-known one, a bad value gets the field's type and bounds. A validator message that starts with
-``field:`` extends the path.
+Promises: the most informative error becomes one `ConfigError`; an unknown key gets a similar known
+one or all of them, a bad value gets the field's type and bounds. A validator message that begins
+with ``field:`` extends the path.
 """
 
 import difflib

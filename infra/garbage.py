@@ -6,7 +6,7 @@ without use. Above a limit of bytes the least recently used are removed earlier,
 stages with checkpoints, which may be adopted. An artifact is removed with the last stage whose log
 names it.
 
-Promises: a survey changes nothing, and keeps every stage with a damaged log. Of a stage, the log is
+Promises: a survey does not change the store, and a stage with a damaged log stays. A stage's log is
 removed first, so that it no longer counts as done; then its working files; then the artifacts that
 no other log names. Just before each removal the records of use are read again (`infra.store.runs`),
 to spare what became needed meanwhile. A kill at any moment leaves a working store, and the rest for
@@ -124,7 +124,7 @@ def survey(
     parts = chain(leftovers, *artifacts.values(), *((each.log, each.work) for each in stages))
     total = sum(stored.size_bytes for stored in parts)
     old_s = max(limits.unused_s, YOUNG_S)
-    goes = {stage.fingerprint: stage for stage in stages if _is_old(stage, now, old_s)}
+    goes = {stage.fingerprint: stage for stage in stages if _may_go(stage, now, old_s)}
     if limits.max_bytes is not None:
         # Step checkpoints of finished stages go first, since nothing needs them.
         freed_bytes = sum(stored.size_bytes for stored in chain(leftovers, *steps.values()))
@@ -155,7 +155,7 @@ def survey(
     )
 
 
-def _is_old(stage: SurveyedStage, now: float, old_s: float) -> bool:
+def _may_go(stage: SurveyedStage, now: float, old_s: float) -> bool:
     return not stage.needed_by and now - stage.used_at > old_s
 
 
@@ -202,7 +202,7 @@ def _beyond(
     found: dict[str, SurveyedStage] = {}
     for stage in (*goes.values(), *(s for s in stages if s.fingerprint not in goes)):
         already = stage.fingerprint in goes
-        if not already and (excess <= 0 or not _is_old(stage, now, YOUNG_S)):
+        if not already and (excess <= 0 or not _may_go(stage, now, YOUNG_S)):
             continue
         num_named.subtract(stage.digests)
         last = [d for d in stage.digests if not num_named[d] and d not in needed]

@@ -1,4 +1,4 @@
-"""Removes secrets from everything written for people: logs, errors, reports, output of processes.
+"""Removes secrets from texts written for people: logs, errors, reports, output of processes.
 
 A secret is the value of an environment variable with a telling name, or has a known form (tokens
 of well-known services, PEM keys, passwords in URLs). Others are not found.
@@ -57,7 +57,7 @@ _CONTEXT_PATTERNS = (
 
 
 def redact(text: str) -> str:
-    """Replace every secret in `text` by `***`."""
+    """Replace the secrets that are recognized in `text` by `***`."""
     values = {v for v in env.secrets(_NAME_PARTS).values() if len(v) >= _MIN_LENGTH}
     for value in sorted(values, key=len, reverse=True):  # a shorter one must not split a longer one
         text = text.replace(value, MASK)

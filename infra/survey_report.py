@@ -35,7 +35,7 @@ class FoundPlugin(FrozenModel):
 
 
 class SurveyReport(FrozenModel):
-    """Platform or refusal, and the requested plugins, ordered as `infra.plugins.outside_rows`."""
+    """Platform or refusal, and plugins if requested, ordered as `infra.plugins.outside_rows`."""
 
     platform: FoundPlatform | None = None
     refusal: Refusal | None = None

@@ -17,7 +17,7 @@ from infra.redact import redact
 
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
 ROOM_DEADLINE_S = 1800.0
-"""How long a job waits for disk space; shorter than the progress deadline of any phase."""
+"""How long a job waits for disk space; shorter than the default deadline of any phase."""
 ROOM_POLL_S = 1.0
 ANSWER_POLL_S = 1.0
 ROOM = "room on the disk of"

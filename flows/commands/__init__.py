@@ -1,1 +1,1 @@
-"""The commands of `rlhf`, one module each; a module is imported only when its command runs."""
+"""The commands of `rlhf`; a module is imported only when one of its commands runs."""

@@ -1,7 +1,7 @@
 """The command `rlhf`: its parser, and how errors are reported.
 
-Promises: `--help` and every error in a recipe appear within two seconds, because nothing heavy is
-imported before it is needed. A `ConfigError` is one line on stderr and exit code 2; other expected
+Promises: `--help` and the errors of `load_recipe` appear within two seconds, as heavy libraries are
+imported when needed. A `ConfigError` is one line on stderr and exit code 2; other expected
 errors print their text and exit with code 1. `--debug` adds the traceback.
 """
 
@@ -192,7 +192,7 @@ COMMANDS: Mapping[str, tuple[str, *tuple[Argument, ...]]] = {
     ),
     "nightly": (
         "compute recipes anew and report whether each was reproduced",
-        _argument("recipes", "RECIPE", "names or YAML files; default: all that ship", nargs="*"),
+        _argument("recipes", "RECIPE", "names or YAML files; default: a small set", nargs="*"),
         _argument("--baselines", "DIR", "stored measurements; default: flows/baselines"),
         _switch("--accept", "run nothing; store the last night's results as baselines"),
     ),

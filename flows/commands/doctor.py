@@ -2,8 +2,8 @@
 
 It checks versions, packages, devices, plugins, names, engines, storage and services.
 
-Promises: every check reports what it found, none raises, and none starts a lasting process.
-Libraries that must not be loaded in this process (torch, plugins) are probed in a child process.
+Promises: a failed check is reported and the others go on; no check starts a lasting process.
+Torch and plugins are probed in a child process; modules that register plugins are imported here.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """`rlhf engines`: tables of training and rollout engines, with their features and tests.
 
-Promises: the tables are made without an import of torch or a plugin.
+Promises: the tables are made without an import of torch or of a plugin's target.
 """
 
 import argparse

@@ -50,7 +50,7 @@ def run(recipe: Recipe, console: Console, arguments: argparse.Namespace) -> Repo
     `arguments` have `local`, `debug` and optionally `force`, `adopt` and `start_from`.
 
     Raises:
-        ConfigError: the recipe or an argument is invalid.
+        PipelineError: the run failed; a `ConfigError` if the recipe or an argument is invalid.
     """
     force, adopt = getattr(arguments, "force", []), getattr(arguments, "adopt", [])
     start_from = getattr(arguments, "start_from", None)

@@ -44,7 +44,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def diagnose(arguments: argparse.Namespace) -> int:
-    """Write the page of findings and print them; the exit code is 0 if there are none.
+    """Write the page of findings and print them; the exit code is 1 if one is no mere note.
 
     The thresholds are those of the run's recipe, or the defaults if this home has no such run.
     """

@@ -139,7 +139,7 @@ article span, article li { color: #475569; font-size: 13px; } p { margin: 4px 0;
 
 
 def write_diagnosis(diagnosis: Diagnosis, directory: Path) -> Path:
-    """Write and return the page; write `diagnosis.md` if there are findings, else remove it."""
+    """Write and return the page; write `diagnosis.md` if there are `ills`, else remove it."""
     path, told = directory / DIAGNOSIS_PAGE, directory / DIAGNOSIS_MD
     atomic_write_bytes(path, html_page(diagnosis).encode())
     if diagnosis.ills:

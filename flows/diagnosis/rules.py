@@ -298,13 +298,13 @@ def resource_findings(stage: StageView, thresholds: DiagnosisConfig) -> Iterator
             stage.label,
             f"peak memory grew from {means[0]:.3g} GB to {means[-1]:.3g} GB",
             (compared([stage], PEAK_MEMORY, thresholds.window_num_steps),),
-            (*memory_knobs(stage.config), "longer answers, or memory that is never freed"),
+            (*memory_knobs(stage.config), "find out if answers grew, or if memory is never freed"),
         )
     _, restarts = points([stage], RESTARTS)
     if restarts and restarts[-1][1]:
         step = next(step for step, value in restarts if value)
         text = f"{restarts[-1][1]:.0f} rollout engines were lost and started again"
-        then = ("their logs", "rollout.silence_s, if they were only slow")
+        then = ("the logs of those engines", "rollout.silence_s, if they were only slow")
         evidence = Evidence(RESTARTS, restarts[-1][1], step)
         yield Finding("resources", "replica_lost", stage.label, text, (evidence,), then)
 
@@ -347,7 +347,7 @@ def step_times(stage: StageView) -> dict[str, float]:
 
 
 def time_findings(stage: StageView, thresholds: DiagnosisConfig) -> Iterator[Finding]:
-    """Yield findings about the dominant phase and about waiting."""
+    """Yield findings about the dominant phase, weight transfer and waiting."""
     times = step_times(stage)
     whole = sum(times.values())
     if not whole:

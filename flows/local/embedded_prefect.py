@@ -79,7 +79,7 @@ def embedded_prefect(home: Path) -> Iterator[PrefectServer]:
 
 
 def check_answers(api_url: str) -> None:
-    """Check that a configured server answers, before anything is started.
+    """Check that a server answers, before anything else is started.
 
     Raises:
         ServiceError: it does not answer.

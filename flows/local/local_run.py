@@ -1,12 +1,12 @@
 """Runs a flow and shows it on the terminal: the pipeline, a night, a user's own.
 
-It runs in this process; the pipeline also in the worker of `rlhf up`. Then the run belongs to the
-deployment, so its Prefect page offers *Retry* and *Cancel*.
-Promises: plain lines if the output is no terminal; an error of the display cannot fail a run. A
-user's file is executed once, as Prefect's worker does for a deployment, and can import what
-`python FILE` could. Ctrl-C cancels a run of the worker and waits until it ended; any other end of
-this process leaves it running. A crashed run is followed while it may be restarted
-(`flows.automations`). Its errors are raised as if it had run in this process.
+A flow runs in this process; the pipeline also in the worker of `rlhf up`. Then the run belongs to
+the deployment, so its Prefect page offers *Retry* and *Cancel*.
+Promises: plain lines if the output is no terminal. A user's file is executed once, as Prefect's
+worker does for a deployment, and can import what `python FILE` could. Ctrl-C cancels a run of the
+worker and waits `CANCEL_DEADLINE_S` for its end; any other end of this process leaves it running. A
+crashed run is followed while it may be restarted (`flows.automations`). An error of the worker's
+run is raised here as a `ConfigError` or `PipelineError`.
 Does not promise: that a user's flow uses the stages of this project; that there is a deployment. A
 deployment of another checkout, or without a worker of this home, is not used.
 """
@@ -71,7 +71,7 @@ def run_locally(asked: AskedRun, console: Console, prefect: PrefectServer) -> Re
     """Run the flow in this process; if a stage has to run, Ray starts while Prefect does.
 
     Raises:
-        ConfigError: a job refused its input.
+        PipelineError: the run failed; a `ConfigError` if a job refused its input.
     """
     cluster = LazyCluster(asked.recipe.home)
     if not asked.is_done:
@@ -302,7 +302,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 POLL_S = 1.0
 CANCEL_DEADLINE_S = 60.0
 HINT = (
-    "no deployment of this checkout at the server: the run is of this process, and its page has no "
+    "no deployment of this checkout at the server: the run is in this process, and its page has no "
     "Retry; `PREFECT_API_URL={url} prefect --no-prompt deploy --all` in {checkout} registers one"
 )
 GIVEN_UP_S = STRANDED_S + 25
@@ -406,7 +406,7 @@ class _Shown:
         self._newest: datetime | None = None
 
     def end(self) -> State | None:
-        """Print what is new; return the final state, or None while the run continues."""
+        """Print what is new; return the final state, or None while the run may continue."""
         state = self._client.read_flow_run(self._run).state
         if state is None:
             return None

@@ -75,7 +75,7 @@ class Made(FrozenModel):
 
 
 class Observed(FrozenModel):
-    """Measured values of a stage in one run; missing ones are empty or None."""
+    """Measured values of a stage in one run; missing ones are empty, None or 0."""
 
     model_config = ConfigDict(ser_json_inf_nan="strings")
 
@@ -112,12 +112,12 @@ class Measurement(FrozenModel):
     runs: tuple[Run, ...]
     """Oldest first."""
     stopped_at: str = ""
-    """Label of the stage that did not finish; empty if all did."""
+    """Label of the stage that did not finish, or `WHOLE_RUN`; empty if all did."""
     problem: str = ""
 
 
 def read_baseline(directory: Path, recipe: str) -> Measurement | None:
-    """Read the baseline of a recipe; None if there is none.
+    """Read the baseline of a recipe; None if it does not exist.
 
     Raises:
         ConfigError: it is damaged.

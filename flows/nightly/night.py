@@ -7,7 +7,7 @@
 A night shares no store, tracking server or registry with ordinary runs or other nights. It is
 compared with its baseline: pass, drift or fail, with stage and cause.
 
-* A stage with the stored digest is reproduced, whatever its speed. If all are, the recipe passes.
+* A stage with the stored digest is reproduced, whatever its speed. If all are, nothing drifts.
 * A stage with another digest is compared by accuracy and by its curve of rewards or losses. Outside
   the spread of the stored runs plus a tolerance, in either direction, the recipe fails; within it,
   it drifts. An implausibly good value fails, too.
@@ -16,7 +16,7 @@ compared with its baseline: pass, drift or fail, with stage and cause.
 * On another kind of machine no digests are compared, only accuracy and curve; nothing drifts.
 * Speed and memory are compared on an equal machine with at least `MIN_RUNS` stored runs, else
   noted. Much more memory fails; much lower speed fails only if the digest differs, too.
-* A run that did not finish fails at the stage where it stopped. Without a baseline it drifts.
+* An unfinished run fails at the stage where it stopped; without a baseline, a finished run drifts.
 
 Promises: equal measurements give equal verdicts.
 """
@@ -67,7 +67,7 @@ class Verdict(FrozenModel):
     recipe: str
     word: Word
     stage: str = ""
-    """The first stage that failed, or else drifted; empty for a pass."""
+    """The first stage that failed, or else drifted; empty if no stage did."""
     drifted: str = ""
     """The first stage whose digest is not the stored one; empty if none or not compared."""
     causes: tuple[str, ...] = ()
@@ -158,7 +158,7 @@ def _figures_beyond(before: Sequence[Observed], now: Observed) -> Iterator[str]:
 
 
 def _resources_beyond(before: Sequence[Observed], now: Observed) -> Iterator[tuple[str, bool]]:
-    """Yield a text for speed and for memory, if worse than in all earlier runs; True for speed."""
+    """Yield a text for speed and for memory, if beyond all earlier runs' room; True for speed."""
     speeds = [each.tokens_per_s for each in before if each.tokens_per_s]
     if speeds and now.tokens_per_s and now.tokens_per_s < min(speeds) * (1 - SPEED_ROOM):
         ratio = now.tokens_per_s / statistics.median(speeds)

@@ -133,7 +133,7 @@ def ratios(tonight: Measurement, stored: Measurement) -> dict[str, float]:
 
 
 def draw_curve(outcome: Outcome, stored: Measurement | None, path: Path) -> None:
-    """Plot rewards of the RL steps, or SFT losses, over the band of the stored runs.
+    """Plot rewards of the RL steps, or supervised losses, over the band of the stored runs.
 
     Losses are shown if the verdict names a supervised stage, or if there are no RL rounds. `path`
     is that of the SVG; a PNG is written beside it.

@@ -1,9 +1,9 @@
 """Loads a recipe from a YAML file or from plain data, and checks its fields against each other.
 
 Promises: `load_recipe` returns a recipe with consistent fields or raises one `ConfigError` line, in
-well under a second and without torch. The line names the field, its value, what is needed and how
-to fix it. An existing local path becomes absolute, because jobs run in other directories; anything
-else, such as a hub id, is not changed.
+well under a second and without torch. The line names the field and the problem. An existing local
+path becomes absolute, because jobs run in other directories; anything else, such as a hub id, is
+not changed.
 Does not promise: that data and models are well formed; `flows.preflight` checks them.
 """
 
@@ -356,7 +356,7 @@ def _check_measured_alone(recipe: Recipe) -> None:
         )
     if recipe.reward_model is not None:
         raise ConfigError(
-            "reward_model", "got a section, and nothing is trained by it; remove it, or add rl"
+            "reward_model", "got a section, and no policy is trained here; remove it, or add rl"
         )
     if recipe.data is not None:
         return

@@ -1,8 +1,8 @@
 """Reads recipe and suite files as plain data: strict YAML, `extends`, and dotted overrides.
 
-Promises: nothing in a file can run code. Duplicate keys (both lines are named), tags, credentials,
-and documents that are too large, too deep or expand through aliases are refused. `1e-5` is a
-number. Neither pydantic nor torch is imported, so that `rlhf --help` stays fast.
+Promises: nothing in a file can run code. Duplicate keys (both lines are named), tags, and documents
+that are too large, too deep or expand too far through aliases are refused; `refuse_secrets` refuses
+credentials. `1e-5` is a number. Neither pydantic nor torch is imported: `rlhf --help` stays fast.
 Does not promise: that the data are a valid recipe; see `flows.recipe.recipe`. An override of an
 unknown key is refused there.
 """
@@ -117,7 +117,7 @@ def parse_yaml(text: str, name: str) -> Any:
     """Parse one YAML document into plain data; None if it is empty. Errors begin with `name`.
 
     Raises:
-        ConfigError: it is not YAML, too large or too deep, or has a duplicate key or a tag.
+        ConfigError: it is not YAML, too large or deep, or has a duplicate or odd key or a tag.
     """
     if len(text.encode("utf-8", "surrogatepass")) > MAX_FILE_BYTES:
         raise ConfigError(name, f"larger than {MAX_FILE_BYTES // 1024} KiB; this is no recipe")

@@ -43,7 +43,7 @@ def show_report(report: Report, directory: Path) -> None:
 
 
 def show_diagnosis(recipe: str, run: str, directory: Path) -> None:
-    """Create the artifact of a run's diagnosis, if its directory has one with findings."""
+    """Create the artifact of a run's diagnosis, if its directory has `diagnosis.md`."""
     path = directory / DIAGNOSIS_MD
     with _optional(f"{run}: diagnosis"):
         if path.exists():

@@ -145,7 +145,7 @@ def save_figure(path: Path, draw: Drawing) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # Not pyplot: without its global state this may run in any thread.
+    # Not pyplot, whose current figure is global.
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=SIZE_INCHES, layout="constrained")
         FigureCanvasAgg(figure)

@@ -2,8 +2,8 @@
 
 `<home>/runs/<run name>/` has `report.json`, `report.md`, the plots as SVG and PNG, `samples.html`,
 `diagnosis.html`, and from the beginning of the run `recipe.json`, the resolved recipe.
-Promises: times are those of the work itself, whichever run did it. A run that reuses every stage
-does not change an existing report of the same stages. Values in tables are those of the stages'
+Promises: the time of a reused stage is that of its job. A run that reuses every stage does not
+change an existing report of the same stages. Metrics in tables are those of the stages'
 commit records. A run with one final evaluation and no comparison has no table of evaluations.
 """
 
@@ -88,7 +88,7 @@ class Report(BaseModel, frozen=True):
     finished_at: str
     """UTC, ISO 8601."""
     seconds: float
-    """Wall seconds from the first stage to the end of the last."""
+    """Wall seconds from the opening of the run to this report."""
     stages: list[StageReport]
     accuracy: dict[str, float]
     """Held-out accuracy by training stage, then of the final model and others.

@@ -91,7 +91,7 @@ _log = logging.getLogger(__name__)
 class RunContext:
     """Observer and cluster that a command gives to a flow in its own process.
 
-    Without a command, nothing observes the run, because the Prefect run page shows everything.
+    Without a command, the observer does nothing, because the Prefect run page shows the stages.
     """
 
     observer: StageObserver = field(default_factory=StageObserver)
@@ -209,8 +209,8 @@ def open_run(
 
         @stack.push
         def on_exit(kind: object, error: BaseException | None, traceback: object) -> None:
-            # Ctrl-C also stops the job, unless another run follows it. Any other end of a run keeps
-            # the job running, so that its work is not lost and the next run attaches to it.
+            # Ctrl-C also stops the job, unless another run follows it. No other end stops it here,
+            # so that the next run attaches to it; a cancelled flow run's follower has stopped it.
             is_cancelled = isinstance(error, KeyboardInterrupt)
             try:
                 if is_cancelled:

@@ -1,6 +1,6 @@
 """The registered model that a run must beat, and the gate of RL rounds.
 
-Promises: the registry is asked once per run. If the run's model already has the alias, it is
+Promises: a `Registry` looks its incumbent up once. If the run's model already has the alias, it is
 compared with its predecessor, so a repeated run requests the same stages. The gate's decision is a
 pure function of committed stages and the recipe's thresholds, so a repeated run decides the same. A
 rejected round stays committed, and later stages use the policy before it.
@@ -64,7 +64,7 @@ def asking(tracker: Tracker, what: str, then: str) -> Iterator[None]:
 
 
 def find_registered(tracker: Tracker, name: str, alias: str, then: str) -> Incumbent | None:
-    """Return the version of a registered model that has an alias; None if there is none.
+    """Return the version of a registered model that has an alias; None if no version has it.
 
     Raises:
         ServiceError: the registry does not answer; the text ends with `then`.
@@ -80,7 +80,7 @@ class Registry:
         self._gate, self._tracker, self._storage = promote, tracker, storage
 
     def incumbent(self, candidate: Artifact) -> Artifact | None:
-        """Return the model that a candidate has to beat; None if there is none.
+        """Return the incumbent, or if that is the candidate, its known predecessor; else None.
 
         Raises:
             ServiceError: the registry does not answer.

@@ -1,6 +1,6 @@
 """Files that processes of one host share: records, locks, logs.
 
-A record appears completely or not at all, in a directory that only its user can read. The kernel
+A record appears completely or not at all; a new directory is for its user only. The kernel
 frees a lock when its holder dies. Locks work on a local disk only, not across hosts.
 """
 

@@ -83,7 +83,7 @@ def record_path(home: Path, name: str) -> Path:
 
 
 def load(home: Path, name: str) -> ServerRecord | None:
-    """Return a server's record; None if it has none."""
+    """Return a server's record; None if no record exists."""
     return load_record(record_path(home, name), ServerRecord)
 
 

@@ -1,7 +1,7 @@
 """Hugging Face hub repositories as inputs of a stage, pinned to a commit.
 
 Promises: the planner resolves a name to a commit, and the job fetches that commit even if the
-branch has moved. If the hub does not answer, its local cache is used.
+branch has moved. If the hub does not answer, the local cache is used.
 Does not promise: a deadline; the caller sets one.
 """
 
@@ -62,7 +62,7 @@ def hub_snapshot(
 
 @contextmanager
 def _refusals(repo_id: str, revision: str | None, section: str) -> Iterator[None]:
-    """Raise any error of the hub's client as a one-line `ConfigError` that names the field."""
+    """Raise refusals of the hub's client as a one-line `ConfigError` that names the field."""
     from huggingface_hub import errors  # loads the HTTP library
 
     try:

@@ -1,6 +1,6 @@
 """A user's script as an input of a stage: its files, and the outside code that it imports.
 
-Promises: an edit of the script or of a module beside it that it imports changes the digest; a job
+Promises: an edit of the script, or of an imported module beside it, changes the digest; a job
 runs a copy with the planned digest. Outside this project and that directory, an installed
 distribution counts by its version. A package that is read in place (`pip install -e`, a `.pth`
 file, `PYTHONPATH`, or without any distribution) counts by the bytes of every module that the script

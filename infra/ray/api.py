@@ -1,8 +1,7 @@
 """HTTP client of a Ray head: its version, its job server, and the server's typed answers.
 
 Plain HTTP avoids `import ray` (a second of CPU) in the control plane. The token is sent in a header
-and appears in no URL, error text or log; texts from Ray are redacted. Every call has a timeout and
-is not retried.
+and appears in no URL, error text or log. Every call has a timeout and is not retried.
 """
 
 import json
@@ -96,7 +95,7 @@ class RayApi:
 
 
 def existing_token() -> str | None:
-    """Return the token of an existing cluster, from where Ray looks for it; None without one."""
+    """Return an existing cluster's token; None without one, ConfigError if its file is absent."""
     if value := env.RAY_AUTH_TOKEN.get():
         return value.strip()
     named = env.RAY_AUTH_TOKEN_PATH.get()

@@ -105,8 +105,8 @@ def ensure_cluster(
 ) -> Cluster:
     """Return the cluster at an address, the running embedded one, or a new embedded one.
 
-    Sets Ray's authentication variables in this process, so that Ray's own clients work in it. The
-    caller releases the cluster.
+    For an embedded one, sets Ray's authentication variables in this process, for Ray's own clients.
+    The caller releases the cluster.
 
     Args:
         address: `http://host:port` of an existing cluster; None means RAY_ADDRESS, else embed.
@@ -201,7 +201,7 @@ def default_num_cpus() -> int:
 
 
 def open_api(record: ServerRecord) -> RayApi:
-    """Return an HTTP client of the head, with its token."""
+    """Return an HTTP client of the head, with its token; `ServiceError` if the record has none."""
     if record.token_path is None:
         raise ServiceError(f"the record of {record.name} names no token; remove it")
     return RayApi(record.url, record.token_path.read_text(encoding="utf-8").strip())

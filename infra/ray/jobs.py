@@ -44,7 +44,7 @@ class RayJobs:
         """Names the cluster; stable over restarts of an embedded head."""
 
     def submit(self, submission_id: str, request: JobRequest) -> bool:
-        """Submit a job; False if that id existed. Raises JobSubmitError if Ray refuses the job."""
+        """Submit a job; False if that id existed. JobSubmitError: Ray refuses or is unreachable."""
         cwd = shlex.quote(str(Path.cwd()))
         body: dict[str, Any] = {
             # `exec` keeps the program's exit code and signals. The directory may be absent there.
@@ -102,6 +102,7 @@ class RayJobs:
 
         Raises:
             DeadlineError: the job did not end in `deadline_s`; an unschedulable job never does.
+            JobSubmitError: Ray does not answer, or knows no such job.
         """
         self.api.call("POST", f"/api/jobs/{submission_id}/stop")
 

@@ -1,4 +1,4 @@
-"""Keeps a program running: starts it again whenever it ends.
+"""Keeps a program running: starts it again when it ends, up to `MAX_RESTARTS` times in a row.
 
 `python -m infra.services.keeper PROGRAM ARGUMENT...` is the process in the server's record; the
 program shares its session and mark, so `rlhf down` ends both. If the keeper is killed, the program

@@ -3,9 +3,9 @@
 Promises: Prefect server and worker, Ray head and MLflow server listen on 127.0.0.1 only, each in
 its own session, keep their data below the home and send no telemetry. `up` leaves running servers
 as they are; if one fails to start, those that this call started are ended. `down` ends recorded
-servers only, with all their processes, within 30 s. The worker is restarted when it ends, and
-its flow runs send heartbeats.
-Does not promise: to restart a server that dies later; the next `up` does.
+servers only, with all their processes, within 30 s. `infra.services.keeper` restarts the worker,
+whose flow runs send heartbeats.
+Does not promise: to restart another server that dies later; the next `up` does.
 """
 
 import logging
@@ -63,7 +63,7 @@ def up(
 ) -> list[ServiceStatus]:
     """Start the servers that do not run and wait until all answer; return their states.
 
-    A taken port is replaced by a free one; `deadline_s` holds for each server.
+    A taken port is replaced by a free one; `deadline_s` holds for each server but Ray.
 
     Raises:
         ServiceError: a server ended; the text has the tail of its log.

@@ -1,7 +1,7 @@
 """Artifacts: a directory of regular files and a manifest with the size and sha256 of each file.
 
-Promises: equal content has an equal digest; `verify_directory` detects flipped bits, truncation,
-swapped, missing and extra files, and links out of the directory; a read error stays an `OSError`
+Promises: equal content has an equal digest; `verify_directory` of `bytes` detects flipped bits,
+truncation, swapped, missing and extra files, and links; a read error stays an `OSError`
 and never counts as an absent or damaged file.
 Does not promise: anything about file modes, times or empty directories; they are not content. The
 digest covers (schema, kind, files), so files must not contain what varies between equal runs. Nor

@@ -116,7 +116,7 @@ def remove_directory(directory: Path) -> None:
 
 
 def remove_abandoned(directory: Path) -> None:
-    """Remove temporary entries with a dead writer or untouched for a day; ignores failures."""
+    """Remove temporary entries of a dead writer, or untouched for a day."""
     for path in filter(is_abandoned, directory.glob(f"{TEMPORARY_PREFIX}*")):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -1,8 +1,8 @@
 """Small files of a store by name, in a directory or in a bucket (`infra.store.s3.objects`).
 
 Promises: a file appears completely or not at all, and of several creators of one name exactly one
-succeeds. Listings and reads skip temporary files; a file that cannot be read raises `OSError` and
-never counts as absent.
+succeeds. Listings skip temporary files; a file that cannot be read raises `OSError` and does not
+count as absent.
 """
 
 import os

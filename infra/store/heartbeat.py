@@ -4,7 +4,7 @@ Promises: while the interpreter can run a thread, the file is overwritten every 
 and with constant size, so a full disk cannot stop it. A stopped or dead process and one stuck in
 native code with the GIL become silent. Silence is the time without a new beat while the watcher
 could look; clock differences and read errors never make a process look dead. A phase without
-progress past its deadline is reported once, with the stacks of all threads, despite a held GIL.
+progress past its deadline is reported once; the stacks of all threads are written despite the GIL.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ class FixedFile:
             undo.pop_all()
 
     def write(self, content: bytes) -> None:
-        """Overwrite the whole file with a checksum, the text and blanks."""
+        """Overwrite the file with a checksum, the text and blanks; `ValueError` if too long."""
         checked = b"%08x " % zlib.crc32(content) + content
         if len(checked) >= BEAT_BYTES:
             raise ValueError(f"{len(checked)} bytes; need less than {BEAT_BYTES}")

@@ -120,7 +120,7 @@ class LocalInventory(Inventory):
         fsync_directory(path.parent)
         fault("garbage.taken")
         if is_needed(trash.lstat().st_mtime):
-            # If the rename fails, a new one was created meanwhile; this one becomes a leftover.
+            # If the rename fails, a new one was created meanwhile, and the old one is removed.
             with suppress(OSError):
                 trash.rename(path)
                 return False

@@ -82,7 +82,7 @@ class Runs:
             self._files.delete([f"{_run(key)}/kept"])
 
     def known(self) -> list[KnownRun]:
-        """Return all runs, sorted by name and key."""
+        """Return the runs that used or read something, sorted by name and key."""
         at: dict[str, dict[str, dict[str, float]]] = {}
         kept: set[str] = set()
         for each in self._files.listed("runs/"):
@@ -113,7 +113,7 @@ class Runs:
     def _name(self, key: str) -> str:
         if key not in self._names and (data := self._files.get(f"{_run(key)}/name")) is not None:
             self._names[key] = data.decode()
-        return self._names.get(key, key[:12])  # it has none while it is being forgotten
+        return self._names.get(key, key[:12])  # while a run is being forgotten, its name is absent
 
 
 def _run(key: str) -> str:

@@ -8,10 +8,10 @@ generation count; what a suspended writer appends later is ignored. Entries neve
 a kill at any moment an entry exists completely or not at all. The log does not show which
 processes live; a process that adds a *held* entry must have checked that.
 
-Followers are the processes that wait for a stage. Promises: a job is not stopped while another
-follower waits for it. A dead follower does not count: on this machine its process is gone; on
-another one its record was not renewed for `STALE_S`, by the store's clock. Until that is noticed,
-the job merely runs on.
+Followers are the processes that wait for a stage. Promises: `leave` counts the others that wait, so
+that their job is not stopped. A dead follower does not count: on this machine its process is gone;
+on another one its record was not renewed for `STALE_S`, by the store's clock. Until that is
+noticed, the job merely runs on.
 """
 
 import logging
@@ -303,7 +303,7 @@ class LocalStageLogs(StageLogs):
         self._joined: dict[Path, FixedFile] = {}
 
     def join(self, fingerprint: str, follower: str) -> None:
-        """See `StageLogs.join`. The file keeps its size, so a full disk cannot make this fail."""
+        """See `StageLogs.join`. The file keeps its size: a full disk fails only the first call."""
         path = self._root / follower_name(fingerprint, follower)
         if path not in self._joined or not path.exists():
             self._joined[path] = FixedFile(path)
@@ -346,7 +346,7 @@ def latest_commit(entries: Sequence[LogEntry], force: str = "") -> CommitRecord 
 def generation(entries: Sequence[LogEntry], attempt: int | None = None) -> Sequence[LogEntry]:
     """Return the *held* entries of an attempt's generation, and its *committed* one if it exists.
 
-    They share their step checkpoints. None as `attempt` means the newest generation.
+    Its attempts share step checkpoints. None as `attempt` means the newest generation.
     """
     if not entries:
         return ()

@@ -16,7 +16,7 @@ _NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]*")
 
 
 def check_fingerprint(name: str) -> str:
-    """Return a fingerprint or follower name if it is a safe path component."""
+    """Return a fingerprint or follower name; `ValueError` if it is no safe path component."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"fingerprint: got {name!r}; need {_NAME.pattern}")
     return name
@@ -29,12 +29,12 @@ def some(names: Sequence[str]) -> str:
 
 
 class Artifact(FrozenModel):
-    """A handle to an immutable directory in the store; equal content has an equal `digest`."""
+    """A handle to content in or outside the store; equal content has an equal `digest`."""
 
     kind: str
-    """`dataset`, `policy`, `model`, `evaluation`, `promotion` or `external`."""
+    """Type of the content, such as `dataset`, `policy`, `model`, `promotion` or `external`."""
     uri: str
-    """Location of the files: an absolute directory, or a store URI."""
+    """Location of the files: an absolute path, or a store URI."""
     digest: str
     """sha256 of the manifest's canonical form, 64 hex digits."""
     fingerprint: str | None = None

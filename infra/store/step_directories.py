@@ -3,7 +3,7 @@
     <root>/step-00000050                  the checkpoint of step 50
            step-00000050-1a2b3c4d5e6f     another one of step 50, if that name was taken
 
-A linked checkpoint stays in its second place whatever happens to the first one.
+A linked checkpoint stays in its second place when the first one is removed.
 """
 
 import logging
@@ -69,7 +69,7 @@ def verify_step(root: Path, step: int) -> tuple[Path, str]:
     """Verify every byte of a step's checkpoint; return its directory and digest.
 
     Raises:
-        ArtifactNotFoundError: it was never published.
+        ArtifactNotFoundError: it does not exist.
         ArtifactCorruptError: its content differs from the manifest.
     """
     # A kill after a replacement was published and before the old one was removed leaves both.

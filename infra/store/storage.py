@@ -1,6 +1,6 @@
 """The store: published artifacts, the logs of stages, and the working files of attempts.
 
-Promises: publishing equal content again changes nothing; `lookup` reads no artifact bytes;
+Promises: publishing equal content again only renews its age; `lookup` reads no artifact bytes;
 `local_copy` returns verified bytes; damage raises an error, it never counts as "not done yet".
 """
 
@@ -135,7 +135,7 @@ class Storage(ABC):
         A `force` token accepts only the generation that it requested.
 
         Raises:
-            ArtifactCorruptError: the stage is finished, but its log or manifest is damaged.
+            ArtifactCorruptError: the log, or the manifest of a finished stage, is damaged.
         """
         record = latest_commit(self.attempts.entries(fingerprint), force)
         if record is None:
@@ -293,7 +293,7 @@ def open_storage(uri: str) -> Storage:
     """Open the store at a path, `file:///path` or `s3://bucket/prefix`.
 
     Raises:
-        ConfigError: the scheme is unknown.
+        ConfigError: the scheme is unknown, or its plugin cannot be loaded.
     """
     parts = urlsplit(uri)
     if uri and not parts.scheme:
@@ -316,7 +316,7 @@ def artifact_name(kind: str, digest: str) -> str:
 
 
 def verify_named(directory: Path, digest: str, level: Level = "bytes") -> Manifest:
-    """Verify the artifact directory `<kind>/<name>` and that its manifest has the given digest."""
+    """Verify an artifact directory `<kind>/<name>` and its digest; else `ArtifactCorruptError`."""
     try:
         manifest = read_manifest(directory, directory.parent.name)
     except ArtifactNotFoundError as error:

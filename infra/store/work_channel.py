@@ -9,9 +9,9 @@ They belong to the store and not to a home, so every process that reaches the st
                                          checkpoint, a part of its digest follows
         followers/<name>                 see `infra.store.stage_log`
 
-Promises: attempts share only the step checkpoints, which appear completely and are named by
-content. No attempt continues from a checkpoint whose steps the counted journals lack. A prune after
-the commit keeps journals and everything that explains a failure.
+Promises: attempts share only the step checkpoints, which appear completely. No attempt continues
+from a checkpoint whose steps the counted journals lack. A prune after the commit keeps journals,
+errors, stacks and logs.
 Does not promise: that a job is alive. Only the stage's log decides who holds it.
 """
 
@@ -82,7 +82,7 @@ class WorkChannel(ABC):
         self._files.put(self._name(attempt, "error.json"), canonical_json(problem))
 
     def read_error(self, attempt: int) -> JobProblem | None:
-        """Return why an attempt ended without a commit; None if nothing was recorded."""
+        """Return why an attempt failed; None without a record, ArtifactCorruptError if damaged."""
         name = self._name(attempt, "error.json")
         data = self._files.get(name)
         try:

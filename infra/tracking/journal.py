@@ -1,7 +1,7 @@
 """A stage's append-only journal of metrics, progress and log lines: one strict JSON line each.
 
-Each attempt of a stage appends to its own segment; `read_journal` returns the valid records of all
-of them, as the stage's log defines them, to any number of readers.
+Each attempt of a stage appends to its own segment; `read_journal` returns the valid records of a
+generation's segments, as the stage's log defines them, to any number of readers.
 Promises: a record survives any kill and power loss once its method returns (fsync); opening cuts an
 incomplete tail; a metric of a step is recorded once, so steps that are repeated after a resume add
 no duplicates; times never decrease; a full disk delays a record and does not end the job.

@@ -8,8 +8,8 @@ kept sample is a trace of its stage's run, with an id derived from run, step and
 completion, score, advantage, and the logprob difference of trainer and sampler per token.
 
 Promises: every call can be repeated. The manifest is logged with the run and the logged model.
-`mlflow.transformers.load_model("models:/NAME@champion")` and `mlflow.pyfunc` load a version, with a
-server also on other machines; an embedded tracker hard-links the store's files where possible.
+`mlflow.transformers.load_model("models:/NAME@champion")` loads a version, and `mlflow.pyfunc` one
+without images, with a server also on other machines; an embedded tracker hard-links where possible.
 Does not promise: to upload datasets, or weights above `MAX_UPLOAD_BYTES`; the tag `rlhf.uri` gives
 their location. Two machines that log one digest at the same moment may create two logged models.
 A trace has no durations: it begins and ends when its step was recorded.
@@ -76,7 +76,7 @@ def _tags(artifact: Artifact) -> dict[str, str]:
 
 
 def incumbent_of(client: "MlflowClient", name: str, alias: str) -> Incumbent | None:
-    """Return the version that an alias points to, read from its tags; None if there is none."""
+    """Return the version that an alias points to, read from its tags; None without a version."""
     from mlflow.exceptions import MlflowException
 
     try:

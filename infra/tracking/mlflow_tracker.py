@@ -212,7 +212,7 @@ class MlflowTracker:
             return incumbent_of(self._client, name, alias)
 
     def aliased(self) -> dict[str, str]:
-        """Return the aliases of all registered models, also of other programs."""
+        """Return the aliases of registered models whose version has a digest tag."""
         if self.is_absent():
             return {}
         with _refusals(), self._writing():

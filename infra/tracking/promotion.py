@@ -58,7 +58,7 @@ class Decision(FrozenModel):
     alias: str
     """Alias of the incumbent, which moves to a promoted model."""
     comparison: Comparison | None = None
-    """Comparison with the incumbent; None if there was none."""
+    """Comparison with the incumbent; None if there was no incumbent."""
     reason: str = ""
 
     @property

@@ -1,6 +1,6 @@
 """Sends the output, samples and promotion of a finished stage to a tracker.
 
-Promises: if a tracker refuses one item, the others are still sent and the user is told once. The
+Promises: if a tracker refuses one item, a warning says so and the others are still sent. The
 number of samples is bounded. If the store has lost an output, only its manifest is missing. A
 committed promotion registers a model, in whichever process sees it first; the alias moves only from
 the incumbent that the model was compared with, so a late decision does not replace a newer one.

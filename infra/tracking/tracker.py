@@ -20,7 +20,7 @@ RunState = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 
 
 class TrackerRefusedError(Exception):
-    """The service works but refused this call; any other exception means that it is unreachable."""
+    """The service works but refused this call; other exceptions may mean that it is unreachable."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Tracker(Protocol):
         ...
 
     def incumbent(self, name: str, alias: str) -> Incumbent | None:
-        """Return the version that an alias points to; None if there is none."""
+        """Return the version that an alias points to; None without a version."""
         ...
 
     def aliased(self) -> Mapping[str, str]:

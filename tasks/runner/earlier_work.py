@@ -4,8 +4,8 @@ An edited stage, or one with another layout, has a new fingerprint, under which 
 of the earlier work are not found. Adoption starts a generation of the new stage with the newest
 valid checkpoint of that work, and copies the metrics of its steps into the new journal.
 
-Promises: everything in the specification of an earlier run is compared: configuration, seed,
-digests of inputs, source modules, libraries. A difference in model, data, seed, algorithm,
+Promises: an earlier run's specification is compared in configuration, seed, known digests of
+inputs, source modules and the job's libraries. A difference in model, data, seed, algorithm,
 optimizer or schedule prevents adoption; code, libraries and `Execution` fields may differ.
 The earlier work is not changed, and its checkpoint is linked before anything is recorded, so that a
 failure leaves the stage as it was.
@@ -39,7 +39,7 @@ from tasks.runner.run import STAGE_SCHEMA_VERSION, StageRequest
 UNNAMED = "the device, or code of other distributions"
 DIGITS = 12
 MAX_NUM_EARLIER = 256
-"""Number of most recently used stages that are compared, which bounds the time of a plan."""
+"""Number of most recently used stages that `EarlierRuns` compares, to bound its time."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class EarlierRuns:
     storage: Storage
 
     def nearest(self, request: StageRequest) -> EarlierRun | None:
-        """Return the earlier run with the fewest changed values; None if the stage was never run.
+        """Return the earlier run with the fewest changed values; None if no other one is known.
 
         Ties go to a committed run, then to fewer changed sources and libraries, then to the latest.
         """
@@ -192,7 +192,7 @@ class HalfTrained:
 
 
 def half_trained(storage: Storage, request: StageRequest) -> list[HalfTrained]:
-    """Return half-trained work ahead of the stage's own; adoptable work first, then by step."""
+    """Return half-trained work ahead of the stage's own, by fewest refusals, then last step."""
     at = own_step(storage, request)
     ahead = [
         work

@@ -2,8 +2,8 @@
 
 Promises: the stage log alone decides which attempt owns the stage, and that it is done. Ray's
 status and the heartbeat only decide how long to wait. Silence is measured by this process's clock
-while it can access the channel. A failing store is retried for `STORE_AWAY_S`, with one message. A
-cancelled run stops the job if no other follower is known; any other end leaves it to the next run.
+while it can access the channel. Unless at the start or in a submission, a failing store is retried
+for `STORE_AWAY_S`. A run stops a silent job, and if cancelled a job without another follower.
 """
 
 import logging
@@ -47,7 +47,7 @@ STATUS_EVERY_S = 1.0
 HEARTBEAT_STALE_S = 60.0
 """Silence after which a job counts as dead; it beats every `Runtime.heartbeat_s` seconds."""
 START_GRACE_S = 300.0
-"""Time limit from Ray's state running to the first heartbeat."""
+"""Time limit to the first heartbeat, without the time that the job is pending."""
 LOST_GRACE_S = 45.0
 """Time that a job without a heartbeat may be unknown to Ray; longer than a submission takes."""
 STORE_AWAY_S = 600.0
@@ -68,7 +68,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Verdict(Enum):
-    """State of an attempt that has not committed."""
+    """State of an attempt at the last look."""
 
     ALIVE = auto()
     ENDED = auto()
@@ -77,7 +77,7 @@ class _Verdict(Enum):
     """The log has a later entry: the attempt's commit, or another attempt."""
 
 
-def _no_beat() -> BeatWatch:
+def _stopwatch() -> BeatWatch:
     """Return a stopwatch: its `silence_s` sums the time between looks, without skipped gaps."""
     return BeatWatch(lambda: None)
 
@@ -92,9 +92,9 @@ class _Job:
     """Time of the last query to Ray, on the monotonic clock."""
     is_here: bool
     """True if the attempt runs on this run's cluster; Ray does not know jobs of other clusters."""
-    lost: BeatWatch = field(default_factory=_no_beat)
+    lost: BeatWatch = field(default_factory=_stopwatch)
     """Time since Ray last knew the job."""
-    queued: BeatWatch = field(default_factory=_no_beat)
+    queued: BeatWatch = field(default_factory=_stopwatch)
     """Time that the job has waited for resources of the cluster."""
     is_told: bool = False
     """True if the waiting was reported."""
@@ -144,8 +144,8 @@ class JobFollower:
 
         Raises:
             ConfigError: the job refused its configuration or input.
-            JobFailedError: the job ended, or fell silent, without a commit.
-            OSError: the store failed at the first request, or for `STORE_AWAY_S`.
+            JobError: Ray refused the job, or the job ended or fell silent without a commit.
+            OSError: the store failed at the first request or submission, or for `STORE_AWAY_S`.
         """
         self._storage.attempts.join(self._fingerprint, self._submission.follower)
         is_interrupted = is_terminated = False
@@ -286,7 +286,7 @@ class JobFollower:
         elif status is None and job.is_here:
             silent = job.lost.look() >= LOST_GRACE_S
         else:
-            job.lost = _no_beat()
+            job.lost = _stopwatch()
             if status and status.state == JobState.PENDING:  # Ray itself ends a job that never fits
                 job.watch = self._watch(job.attempt)
                 # Every job is pending for a few seconds.
@@ -334,7 +334,7 @@ class JobFollower:
             on_record(record)
 
     def _last_look(self, jobs: RayJobs, job: _Job) -> CommitRecord | None:
-        """Return the commit of a job that has ended, or raise the reason why there is none."""
+        """Return the commit after a job ended, None to look again, or raise the job's failure."""
         deadline = time.monotonic() + COMMIT_GRACE_S
         problem = None
         while problem is None and time.monotonic() < deadline:
@@ -367,7 +367,7 @@ class JobFollower:
 
     def _knobs(self, phase: str) -> str:
         knobs = memory_knobs(self._submission.request.config, phase)[:NUM_KNOBS]
-        return f"to need less: {', '.join(knobs)}" if knobs else "no setting of it needs less"
+        return f"to save memory: {', '.join(knobs)}" if knobs else "no setting saves memory"
 
     def _tail(self, jobs: RayJobs, job: _Job) -> str:
         try:
@@ -381,7 +381,7 @@ class JobFollower:
         self._watcher(text)
 
     def _cancel(self, jobs: RayJobs, num_others: int) -> None:
-        """Stop the attempt that the log names, whatever state `follow` was in."""
+        """Stop the attempt that the log names last, unless others wait for it."""
         try:
             log = self._log()
             name = log[-1].holder.ray_job if log and log[-1].kind == "held" else ""
@@ -405,7 +405,7 @@ def _end(jobs: RayJobs, name: str) -> str:
     try:
         status = jobs.status(name)
     except JobError as error:
-        return f"ended, and Ray forgot it: {error}"
+        return f"ended, and Ray has no status of it: {error}"
     if status.exit_code in EXIT_KILLED:
         return f"was killed (exit code {status.exit_code}; {MEMORY}); run again to resume"
     if status.exit_code is not None:

@@ -1,8 +1,8 @@
 """Lists settings that would lower a stage's memory, in the order in which to try them.
 
-Promises: only settings that the stage has and that can still be lowered, each with a value. Those
-that change results only by rounding come first.
-Does not promise: that one of them suffices.
+Promises: only settings that the stage has and that can still save memory, each with a value or a
+bound. LoRA, which changes what is trained, is the last of the training settings.
+Does not promise: that one setting suffices.
 """
 
 from engines.config.stages.base import StageConfig, TrainingStageConfig

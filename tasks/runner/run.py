@@ -1,9 +1,9 @@
 """The request of a stage with its fingerprint, what runs it (`StageRunner`), and its result.
 
-Promises: two requests have one fingerprint exactly if stage, configuration, input digests, seed,
-reachable sources, installed libraries, installed plugins and the imports of a user's scripts are
-the same; nothing else enters. All project code that a job imports counts, except what `UNCOUNTED`
-lists with its reason.
+Promises: two requests have one fingerprint exactly if `StageRequest.identity` is the same: stage,
+schema version, counted configuration, input digests, seed, reachable sources, chosen engine device
+and vendor, libraries, named plugins and the imports of a user's scripts. Project code that a job
+imports counts, except what `UNCOUNTED` lists with its reason.
 """
 
 from collections.abc import Mapping, Sequence
@@ -205,7 +205,7 @@ COUNT_METRICS = ("num_rows", "num_rl", "num_sft", "num_eval", "num_steps", "size
 
 
 def headline_metric(metrics: Mapping[str, float]) -> str:
-    """Return a stage's most important metrics as short text; empty if it has none."""
+    """Return a stage's most important metrics as short text; empty if no metric is known here."""
     if "promoted" in metrics:
         verdict = "promoted" if metrics["promoted"] else "not promoted"
         if "gain" not in metrics:

@@ -1,8 +1,8 @@
 """Brings a stage to its result: fingerprint, reuse, attach or submit, follow, verify, record.
 
-Promises: a committed fingerprint is not computed again. Two runs that need one stage at the same
-time share one Ray job. A run that dies leaves its job running, and the next run attaches to it; a
-cancelled run stops it within seconds. A ConfigError of the job is raised here as the same line.
+Promises: a committed fingerprint is not computed again unless forced. Two runs that need one stage
+at the same time share one Ray job. A run that dies leaves its job running, and the next run
+attaches to it; the last follower, if cancelled, stops it. A job's ConfigError is raised unchanged.
 Does not promise: a retry of a failed job. The next run resumes from its newest step checkpoint.
 """
 
@@ -92,8 +92,8 @@ class StageContext:
 
         Raises:
             ConfigError: the job refused its configuration or its input, or nothing can be adopted.
-            JobFailedError: the job ended without a commit; has the tail of its log.
-            ArtifactError: the committed output does not verify.
+            JobError: Ray refused the job, or the job ended without a commit.
+            ArtifactError, OSError: the committed output does not verify, or the store failed.
         """
         if not self._orchestrated:
             return self._bring(request)
@@ -122,7 +122,7 @@ class StageContext:
         """Stop jobs that only this run follows, including next stages that they already began.
 
         Raises:
-            JobError: Ray cannot be reached.
+            JobError, DeadlineError: Ray cannot be reached, or a job did not end in time.
         """
         if self.followed:
             stop_followed(self._storage, self._ray_jobs(), self._follower)

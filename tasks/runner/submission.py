@@ -67,7 +67,7 @@ class Submission:
 
         Raises:
             FencedError: another process claimed the attempt.
-            JobSubmitError: Ray refused the job; the attempt has failed.
+            JobSubmitError: Ray refused the job or is unreachable; the attempt has failed.
             ArtifactError: the work to adopt does not verify.
         """
         request, storage, holder_id = self.request, self.storage, uuid.uuid4().hex
@@ -189,7 +189,7 @@ def stop_followed(storage: Storage, jobs: RayJobs, follower: str) -> None:
     """Stop the jobs that a cancelled run followed, unless they have other followers.
 
     Raises:
-        JobError: Ray cannot be reached.
+        JobError, DeadlineError: Ray cannot be reached, or a job did not end in time.
     """
     for fingerprint in storage.attempts.followed_by(follower):
         try:

@@ -4,9 +4,9 @@
     collecting/clock  written to read the service's time
 
 A bucket has no rename to hide things in one step. Instead, a process that begins to need something
-records this first (a used stage, a published manifest) and then looks for a collector. If there is
-none, a later collector sees the record; else the process waits for the end of the collection and
-looks again at what exists.
+records this first (a used stage, a published manifest) and then looks for a collector. A collector
+that begins later sees the record; for one under way the process waits, and then looks again at what
+exists.
 
 Promises: as `infra.store.inventory`, during `exclusively`: the object that makes a thing visible
 (newest log entry, manifest) goes first, so after a kill a stage is either done or not. A collector

@@ -7,7 +7,7 @@ environment (AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, else Amazon's). The answers 
     404 of the bucket           `ConfigError`
     412                         `TakenError`
     409                         `ConflictError`: not decided yet
-    403, no credentials         `StoreDeniedError`
+    401, 403, bad credentials   `StoreDeniedError`
     5xx, 429, no answer         `StoreUnreachableError`, after botocore's standard retries
     anything else               `StoreError`; perhaps the service does not speak S3
 
@@ -405,7 +405,7 @@ def _client(endpoint: str, profile: str | None, process: int) -> Any:
         connect_timeout=CONNECT_TIMEOUT_S,
         read_timeout=READ_TIMEOUT_S,
         retries={"mode": "standard"},
-        # Only Amazon resolves bucket names as hosts.
+        # Other services may not resolve bucket names as hosts.
         s3={"addressing_style": "path" if endpoint else "auto"},
     )
     return _session(profile).client("s3", config=config)

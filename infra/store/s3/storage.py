@@ -80,14 +80,14 @@ class S3Channel(WorkChannel):
 
     def local_dir(self, attempt: int) -> Path:
         """See `WorkChannel.local_dir`."""
-        self._leave_what_was()
+        self._remove_other_log()
         path = super().local_dir(attempt)
         mirror.mirror(self._objects, f"{self._root}/attempt-{attempt}", path)
         return path
 
     def steps_dir(self, generation: int, adopted: Adoption | None = None) -> Path:
         """See `WorkChannel.steps_dir`."""
-        self._leave_what_was()
+        self._remove_other_log()
         return super().steps_dir(generation, adopted)
 
     def share_steps(
@@ -130,7 +130,7 @@ class S3Channel(WorkChannel):
             mirror.end(self._local_path(attempt))
             super().prune([attempt], steps)
 
-    def _leave_what_was(self) -> None:
+    def _remove_other_log(self) -> None:
         """Remove this machine's directory if it belongs to a log that the bucket no longer has."""
         first = None if self._is_of_this_log else self._objects.get(f"stages/{self._fingerprint}/0")
         if first is None:

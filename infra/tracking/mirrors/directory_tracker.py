@@ -131,7 +131,7 @@ class DirectoryTracker(ABC):
         return run_id
 
     def run(self, run_id: str) -> StoredRun:
-        """Return a run's record, with position and byte count reset if points were lost."""
+        """Return a run's record, reset if points are lost; TrackerRefusedError if it is absent."""
         stored = load_record(self.root / run_id / RECORD, StoredRun)
         if stored is None:
             raise TrackerRefusedError(f"{self.root} has no run {run_id!r}")

@@ -55,7 +55,7 @@ def test_a_server_without_our_deployment_is_told_how_to_get_it(tmp_path: Path) -
         assert find_or_hint(console, tmp_path) is None
         hint = said.getvalue()
         assert hint == (
-            "no deployment of this checkout at the server: the run is of this process, and its "
+            "no deployment of this checkout at the server: the run is in this process, and its "
             f"page has no Retry; `PREFECT_API_URL={str(client.api_url).rstrip('/')} prefect "
             f"--no-prompt deploy --all` in {tmp_path} registers one\n"
         )

@@ -245,11 +245,11 @@ def test_a_job_without_memory_is_told_with_what_needs_less(
         return str(caught.value)
 
     recipe = load_recipe("quickstart")
-    assert "X: m; no setting of it needs less" in failure(REQUEST.config, "publish")
+    assert "X: m; no setting saves memory" in failure(REQUEST.config, "publish")
     said = failure(RLRoundStageConfig.from_recipe(recipe, 1), "gen")
-    assert "X: m; to need less: rollout.max_num_sequences: 512 instead of 1024, rollout." in said
+    assert "X: m; to save memory: rollout.max_num_sequences: 512 instead of 1024, rollout." in said
     said = failure(SFTStageConfig.from_recipe(recipe), "train")
-    assert "to need less: training.max_tokens_per_micro_batch: 1024 instead of 2048" in said
+    assert "to save memory: training.max_tokens_per_micro_batch: 1024 instead of 2048" in said
 
 
 @pytest.mark.parametrize("code", [137, -9])
