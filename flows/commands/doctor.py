@@ -28,6 +28,7 @@ from engines.config.plugins import ROLLOUT_ENGINES, TABLES
 from flows.preflight import platform_of, survey_machine
 from infra import env
 from infra.errors import ConfigError, PipelineError
+from infra.host.ports import NO_ANSWER
 from infra.plugins import external_modules, import_external_modules
 from infra.store.atomic import atomic_write_bytes
 from infra.store.storage import open_storage
@@ -172,7 +173,7 @@ def _service(name: str, url: str | None, path: str, otherwise: str) -> Check:
             return Check(name, "ok", f"{url} answers")
     except urllib.error.HTTPError as error:
         return Check(name, "error", f"{url} answers {error.code}; check address and credentials")
-    except OSError as error:
+    except NO_ANSWER as error:
         return Check(name, "error", f"{url} does not answer ({error}); start it or unset it")
 
 

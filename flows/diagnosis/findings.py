@@ -8,21 +8,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from engines.config.stages.base import StageConfig
-from engines.config.stages.data import PreprocessStageConfig
-from engines.config.stages.final import (
-    CompareStageConfig,
-    EvaluateStageConfig,
-    MergeStageConfig,
-    PromoteStageConfig,
-    SoupStageConfig,
-)
-from engines.config.stages.rl import RLRoundStageConfig
-from engines.config.stages.serving import SelfPlayStageConfig
-from engines.config.stages.supervised import (
-    PreferenceStageConfig,
-    RewardModelStageConfig,
-    SFTStageConfig,
-)
+from flows import stage_order
 from infra.store.process_stamp import is_dead
 from infra.store.runs import KnownRun
 from infra.store.stage_log import latest_commit
@@ -160,19 +146,8 @@ def compared(views: Sequence[StageView], metric: str, num_steps: int, earlier: i
 
 _STAGES: dict[str, type[StageConfig]] = {
     each.stage: each
-    for each in (
-        PreprocessStageConfig,
-        SFTStageConfig,
-        RewardModelStageConfig,
-        SelfPlayStageConfig,
-        PreferenceStageConfig,
-        RLRoundStageConfig,
-        MergeStageConfig,
-        SoupStageConfig,
-        EvaluateStageConfig,
-        CompareStageConfig,
-        PromoteStageConfig,
-    )
+    for each in vars(stage_order).values()
+    if isinstance(each, type) and issubclass(each, StageConfig) and each is not StageConfig
 }
 
 

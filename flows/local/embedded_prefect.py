@@ -19,7 +19,7 @@ from pathlib import Path
 from infra import env
 from infra.errors import ServiceError
 from infra.host import servers
-from infra.host.ports import pick_ports
+from infra.host.ports import NO_ANSWER, pick_ports
 from infra.host.servers import ServerCommand
 from infra.services.stack import HEARTBEAT_S, running_url
 
@@ -89,7 +89,7 @@ def check_answers(api_url: str) -> None:
             return
     except urllib.error.HTTPError:
         return  # it answers; Prefect reports wrong credentials itself
-    except (OSError, ValueError) as error:
+    except (*NO_ANSWER, ValueError) as error:
         raise ServiceError(
             f"the Prefect server at {api_url} does not answer ({error}); start it, or unset "
             "PREFECT_API_URL"

@@ -5,6 +5,7 @@ a store in which every stage is either done or not done.
 Does not promise: exact sizes. A hard-linked file is counted, but freed only with its last link.
 """
 
+import errno
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -14,6 +15,9 @@ from pathlib import Path
 
 from infra.faults import fault
 from infra.store.atomic import TEMPORARY_PREFIX, fsync_directory, is_abandoned, temporary_sibling
+
+_TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
+"""The target of a rename was created meanwhile; then the old thing is removed."""
 
 
 @dataclass(frozen=True)
@@ -120,10 +124,12 @@ class LocalInventory(Inventory):
         fsync_directory(path.parent)
         fault("garbage.taken")
         if is_needed(trash.lstat().st_mtime):
-            # If the rename fails, a new one was created meanwhile, and the old one is removed.
-            with suppress(OSError):
+            try:
                 trash.rename(path)
                 return False
+            except OSError as error:
+                if error.errno not in _TAKEN:
+                    raise  # readers miss a needed thing, whose files are all in `trash`
         if trash.is_dir():
             shutil.rmtree(trash)
         else:

@@ -138,6 +138,12 @@ class StageLogs(ABC):
         """Return the entries of an attempt's generation, as the function `generation`."""
         return generation(self.entries(fingerprint), attempt)
 
+    def journal_segments(self, fingerprint: str, attempt: int | None = None) -> list[Segment]:
+        """Return the journal segments of a generation in order; arguments as for `generation`."""
+        members = self.generation(fingerprint, attempt)
+        counted = members[-1].journal if members else {}
+        return [Segment(e.number, counted.get(e.number)) for e in members if e.kind == "held"]
+
     def logs(self) -> dict[str, list[LogEntry] | None]:
         """Return all logs as `entries`, by fingerprint, sorted; None for a damaged one.
 
@@ -361,13 +367,6 @@ def current_generation(entries: Sequence[LogEntry]) -> int:
     """Return the number of the first attempt of the generation in progress, else of the next."""
     members = generation(entries)
     return members[0].number if members and members[-1].kind == "held" else len(entries)
-
-
-def journal_segments(entries: Sequence[LogEntry], attempt: int | None = None) -> list[Segment]:
-    """Return the journal segments of a generation in order; arguments as for `generation`."""
-    members = generation(entries, attempt)
-    counted = members[-1].journal if members else {}
-    return [Segment(e.number, counted.get(e.number)) for e in members if e.kind == "held"]
 
 
 def follower_name(fingerprint: str, follower: str) -> str:

@@ -26,7 +26,6 @@ from infra.frozen_model import FrozenModel
 from infra.store.atomic import fsync_directory
 from infra.store.canonical import canonical_json
 from infra.store.files import read_stretch
-from infra.store.stage_log import journal_segments
 from infra.store.stage_spec import Adoption
 from infra.store.storage import Storage
 from infra.waiting import when_there_is_room
@@ -204,8 +203,8 @@ def read_journal(
     records: list[JournalRecord] = []
     new = dict(positions)
     while True:
-        before = storage.attempts.entries(fingerprint)
-        for number, end in journal_segments(before, attempt):
+        segments = storage.attempts.journal_segments(fingerprint, attempt)
+        for number, end in segments:
             start = new.get(number, 0)
             found, new[number] = _records(
                 channel.read_journal(number, start, end), start, f"attempt {number}"
@@ -213,7 +212,7 @@ def read_journal(
             records += found
         # If another attempt took over meanwhile, it determines the valid records: an old attempt
         # may have written more.
-        if len(storage.attempts.entries(fingerprint)) == len(before):
+        if storage.attempts.journal_segments(fingerprint, attempt) == segments:
             return records, new
         records, new = [], dict(positions)
 

@@ -76,16 +76,19 @@ class RunEntry(FrozenModel):
 
     def committed(self, record: CommitRecord) -> "RunEntry":
         """Return the entry of the stage as finished, with its result."""
-        at = record.committed_at
-        result = {"output": record.artifact, "metrics": record.metrics, "committed_at": at}
-        return self.adopting(record.adopted).model_copy(update={"state": "FINISHED", **result})
+        result = {
+            "state": "FINISHED",
+            "output": record.artifact,
+            "metrics": record.metrics,
+            "committed_at": record.committed_at,
+        }
+        entry = self.adopting(record.adopted) if record.adopted else self
+        return entry.model_copy(update=result)
 
-    def adopting(self, adopted: Adoption | None) -> "RunEntry":
+    def adopting(self, adopted: Adoption) -> "RunEntry":
         """Return the entry with tags for the work that the stage continues."""
-        told = (
-            {"adopted": str(adopted), "adopted.fingerprint": adopted.fingerprint} if adopted else {}
-        )
-        return self.model_copy(update={"tags": {**self.tags, **told}})
+        tags = {"adopted": str(adopted), "adopted.fingerprint": adopted.fingerprint}
+        return self.model_copy(update={"tags": self.tags | tags})
 
 
 class Ledger:

@@ -125,7 +125,7 @@ class JobFollower:
         self._label = submission.request.label
         self._fingerprint = submission.request.fingerprint
         self._storage = submission.storage
-        self._channel = self._storage.channel(self._fingerprint)
+        self._channel = submission.channel
         self._log = partial(self._storage.attempts.entries, self._fingerprint)
         self._lookup = partial(self._storage.lookup, self._fingerprint, force)
         self._force = force

@@ -87,9 +87,9 @@ class Recorder:
         self, request: StageRequest, generation: int = 0, adopted: Adoption | None = None
     ) -> None:
         """Record that a stage starts, with the work that it adopted."""
-        entry = self._stage(request, generation).adopting(adopted)
+        entry = self._stage(request, generation)
         self._shipper.put(self._run)
-        self._shipper.put(entry)
+        self._shipper.put(entry.adopting(adopted) if adopted else entry)
 
     def stage_grew(self, request: StageRequest, generation: int = 0) -> None:
         """Record that a stage's journal has new records."""

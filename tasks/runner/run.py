@@ -116,6 +116,11 @@ class StageRequest:
         return self.config.label
 
     @cached_property
+    def interpreter(self) -> Path | None:
+        """Path of the Python that runs the job; None: this process's own."""
+        return self.config.interpreter
+
+    @cached_property
     def sources(self) -> dict[str, str]:
         """sha256 by module of project code and scripts' imports that can change the output."""
         used = [module for script in self._scripts for module in project_modules(script)]
@@ -129,13 +134,13 @@ class StageRequest:
     @cached_property
     def _imported(self) -> ImportedCode:
         """Third-party code that scripts import; a job environment counts as a whole."""
-        return imported_code(() if self.config.interpreter else self._scripts)
+        return imported_code(() if self.interpreter else self._scripts)
 
     @cached_property
     def libraries(self) -> dict[str, str | None]:
         """Versions by distribution that can change the job's output."""
         return installed_libraries(
-            (*NUMERIC_DISTRIBUTIONS, *self._imported.distributions), self.config.interpreter
+            (*NUMERIC_DISTRIBUTIONS, *self._imported.distributions), self.interpreter
         )
 
     @property
@@ -159,7 +164,7 @@ class StageRequest:
             sources_digest=sha256_json([targets, self.sources, *chosen]),
             environment_digest=environment_of(
                 frozenset(config.plugins()),
-                config.interpreter,
+                self.interpreter,
                 config.rollout_interpreter,
                 self._imported.distributions,
             ),

@@ -29,6 +29,25 @@ from tasks.runner.run import STAGE_SCHEMA_VERSION, StageRequest
 
 FINGERPRINT_DIGITS = 16
 HOLDER_DIGITS = 8
+FORWARDED = (
+    env.AWS_ENDPOINT_URL,
+    env.AWS_ENDPOINT_URL_S3,
+    env.AWS_PROFILE,
+    env.AWS_REGION,
+    env.RLHF_CACHE_BYTES,
+    env.RLHF_DEBUG,
+    env.RLHF_ENGINE_DEVICE,
+    env.RLHF_ENGINE_VENDOR,
+    env.RLHF_FAULTS,
+    env.RLHF_HOME,
+    env.RLHF_USE_EXTERNAL_MODULES,
+    env.HF_DATASETS_CACHE,
+    env.HF_DATASETS_OFFLINE,
+    env.HF_ENDPOINT,
+    env.HF_HOME,
+    env.HF_HUB_OFFLINE,
+)
+"""Environment variables that a job gets from the process that submits it."""
 
 
 class Submission:
@@ -52,6 +71,7 @@ class Submission:
     ) -> None:
         self.request = request
         self.storage = storage
+        self.channel = storage.channel(request.fingerprint)
         self.follower = follower
         self._runtime = runtime
         self._metadata = metadata
@@ -81,21 +101,20 @@ class Submission:
         if self._adopts is not None and attempt == self._adopts_at:
             adopted = link_adopted(self._adopts, storage, fingerprint, attempt)
         storage.attempts.hold(fingerprint, holder, attempt, force, adopted)
-        channel = storage.channel(fingerprint)
 
         def on_failure(kind: object, error: BaseException | None, traceback: object) -> None:
             if error is not None:
                 message = f"was not submitted: {redact(str(error))}"
                 problem = JobProblem(type=type(error).__name__, message=message, exit_code=1)
-                channel.write_error(attempt, problem)
+                self.channel.write_error(attempt, problem)
 
         with ExitStack() as stack:
             stack.push(on_failure)
             adopted = copy_adopted_steps(storage, request, attempt)
             spec = self._specification(request, attempt, holder_id)
-            channel.write_specification(spec.model_copy(update={"adopted": adopted}))
+            self.channel.write_specification(spec.model_copy(update={"adopted": adopted}))
             job = JobRequest(
-                argv=[str(config.interpreter or sys.executable), *spec.job_argv],
+                argv=[str(request.interpreter or sys.executable), *spec.job_argv],
                 env=forwarded_environment(),
                 metadata={**self._metadata, "stage": request.label, "fingerprint": fingerprint},
                 resources=config.driver_resources,
@@ -124,7 +143,7 @@ class Submission:
             store_uri=self.storage.uri,
             runtime=self._runtime.model_dump(mode="json"),
             then=None
-            if after is None or after.config.interpreter != request.config.interpreter
+            if after is None or after.interpreter != request.interpreter
             else NextStage(
                 spec=self._specification(after, 0, uuid.uuid4().hex),
                 identity=after.identity,
@@ -139,25 +158,7 @@ def forwarded_environment() -> dict[str, str]:
 
     Secrets are left out, because every client that can list jobs can read a job's environment.
     """
-    forwarded = (
-        env.AWS_ENDPOINT_URL,
-        env.AWS_ENDPOINT_URL_S3,
-        env.AWS_PROFILE,
-        env.AWS_REGION,
-        env.RLHF_CACHE_BYTES,
-        env.RLHF_DEBUG,
-        env.RLHF_ENGINE_DEVICE,
-        env.RLHF_ENGINE_VENDOR,
-        env.RLHF_FAULTS,
-        env.RLHF_HOME,
-        env.RLHF_USE_EXTERNAL_MODULES,
-        env.HF_DATASETS_CACHE,
-        env.HF_DATASETS_OFFLINE,
-        env.HF_ENDPOINT,
-        env.HF_HOME,
-        env.HF_HUB_OFFLINE,
-    )
-    values = {variable.name: variable.get() for variable in forwarded}
+    values = {variable.name: variable.get() for variable in FORWARDED}
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -21,7 +21,7 @@ from infra.errors import ArtifactNotFoundError, ConfigError, FencedError
 from infra.store.heartbeat import Heartbeat
 from infra.store.process_stamp import own_stamp
 from infra.store.s3 import mirror
-from infra.store.stage_log import Attempt, Holder, generation, journal_segments
+from infra.store.stage_log import Attempt, Holder, generation
 from infra.store.stage_spec import Adoption, CommitRecord, StageSpec
 from infra.store.storage import Storage, open_storage
 from infra.store.work_channel import SAMPLES_DIR, JobProblem
@@ -169,7 +169,7 @@ def test_resumed_holder_is_fenced_and_its_late_journal_ignored(
     assert store.lookup(fingerprint) == record
     counted, _ = read_journal(store, fingerprint)
     assert [(r.step, r.values["loss"]) for r in counted] == [(1, 1.0), (2, 0.5)]
-    segments = journal_segments(store.attempts.entries(fingerprint))
+    segments = store.attempts.journal_segments(fingerprint)
     assert [segment.attempt for segment in segments] == [0, 1]
 
 

@@ -6,7 +6,6 @@ paths. Functions return the user's files and directories that several stages rea
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -112,7 +111,7 @@ class StageConfig(StrictModel):
         """Kinds of rows of the recipe's data that it reads: `sft`, `preference`, `rl`, ..."""
         return ()
 
-    @cached_property
+    @property
     def job_module(self) -> str:
         """The job's main module."""
         return f"engines.jobs.{self.stage}"
@@ -123,7 +122,7 @@ class StageConfig(StrictModel):
         part = getattr(self, self.labelled_by) if self.labelled_by else None
         return f"{self.stage}_{part}" if part else self.stage
 
-    @cached_property
+    @property
     def interpreter(self) -> Path | None:
         """Path of the Python that runs the job; None: the project's own."""
         return None
@@ -226,7 +225,7 @@ class TrainingStageConfig(BackendStageConfig):
         """True for a single rank, which is the driver itself."""
         return self.training.num_workers == 1
 
-    @cached_property
+    @property
     def interpreter(self) -> Path | None:
         """Path of the Python that the training backend needs; None: the project's own."""
         return ENGINES.interpreter(self.training.backend, "training.backend")

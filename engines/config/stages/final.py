@@ -1,7 +1,6 @@
 """Configuration of the stages after training: merge, soup, evaluate, harness, compare, promote."""
 
 from collections.abc import Collection, Iterator, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
@@ -268,7 +267,7 @@ class HarnessStageConfig(BackendStageConfig, AnsweringStageConfig):
         """Section of the recipe that names the tasks, for error messages."""
         return f"suites.{self.suite}.harness"
 
-    @cached_property
+    @property
     def interpreter(self) -> Path | None:
         """Path of the Python that runs the harness; None: the project's own."""
         return HARNESSES.interpreter(LM_EVAL, self.section)

@@ -1,7 +1,6 @@
 """Configuration of self-play, and bases of stages that serve a model and score its answers."""
 
 from collections.abc import Collection, Iterator, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -62,7 +61,7 @@ class ServingStageConfig(BackendStageConfig, AnsweringStageConfig):
     """Training backend that wrote the policy's checkpoint; null for a merged model."""
     reward: RewardConfig
 
-    @cached_property
+    @property
     def interpreter(self) -> Path | None:
         """Path of the Python that can read the backend's checkpoints; None: the project's own."""
         return ENGINES.interpreter(self.backend, "training.backend") if self.backend else None

@@ -10,9 +10,10 @@ import pytest
 from engines.config.recipe import DiagnosisConfig
 from engines.config.rollout import RolloutConfig
 from engines.config.stages.data import PreprocessStageConfig
-from engines.config.stages.final import MergeStageConfig
+from engines.config.stages.final import HarnessStageConfig, MergeStageConfig
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.config.stages.supervised import SFTStageConfig
+from engines.config.suite import HarnessConfig
 from engines.config.training import LoraConfig, TrainingConfig
 from flows.diagnosis.diagnosis import (
     DIAGNOSIS_MD,
@@ -22,10 +23,14 @@ from flows.diagnosis.diagnosis import (
     text,
     write_diagnosis,
 )
-from flows.diagnosis.findings import Finding, StageView
+from flows.diagnosis.findings import Finding, StageView, stage_views
 from flows.diagnosis.rules import resource_findings, step_times, time_findings
 from flows.recipe.recipe import Recipe
+from infra.store.stage_log import Holder
+from infra.store.stage_spec import StageSpec
+from infra.store.storage import LocalStorage
 from infra.store.work_channel import Cause, JobProblem
+from infra.tracking.history import StageHistory
 from tasks.runner.memory_knobs import memory_knobs
 
 DEFAULTS = DiagnosisConfig()
@@ -188,3 +193,19 @@ def test_only_what_ails_is_told_in_markdown(sick: StageView, tmp_path: Path) -> 
     write_diagnosis(diagnose("r", [], DEFAULTS), tmp_path)
     assert not (tmp_path / DIAGNOSIS_MD).exists()
     assert "no findings" in path.read_text()
+
+
+def test_stages_of_every_kind_are_read(tmp_path: Path) -> None:
+    """A harness is the last kind that was added."""
+    storage = LocalStorage(tmp_path)
+    harness = HarnessConfig(tasks=("arc_easy",))
+    config = HarnessStageConfig(suite="arc", harness=harness, rollout=RolloutConfig())
+    fingerprint = "a" * 64
+    storage.attempts.hold(fingerprint, Holder(id="b" * 32, process="test"), 0)
+    spec = StageSpec(
+        stage=config.stage, job_module=config.job_module, fingerprint=fingerprint, attempt=0,
+        config=config.model_dump(mode="json"), inputs={}, seed=0, store_uri=storage.uri,
+    )  # fmt: skip
+    storage.channel(fingerprint).write_specification(spec)
+    (view,) = stage_views(StageHistory(storage), [fingerprint])
+    assert view.label == "harness_arc"
