@@ -267,24 +267,21 @@ def link_adopted(work: HalfTrained, storage: Storage, fingerprint: str, attempt:
     return adopted
 
 
-def copy_adopted_steps(storage: Storage, request: StageRequest, attempt: int) -> Adoption | None:
-    """Copy the metrics of adopted steps into an attempt's journal, if missing; return its adoption.
+def copy_adopted_steps(
+    storage: Storage, request: StageRequest, adopted: Adoption, attempt: int, is_first: bool
+) -> None:
+    """Copy the metrics of adopted steps into an attempt's journal, if missing.
 
-    None: it adopts nothing. The caller holds the attempt, which has no job yet.
+    The caller holds the attempt, which has no job yet. `is_first`: it begins its generation.
     """
-    first = storage.attempts.generation(request.fingerprint, attempt)[0]
-    adopted = first.adopted
-    if adopted is None:
-        return None
     last = request.config.num_previous_steps + adopted.step
     theirs, _ = read_journal(storage, adopted.fingerprint, attempt=adopted.generation)
     mine, _ = read_journal(storage, request.fingerprint)
     path = storage.channel(request.fingerprint).local_dir(attempt) / "journal.jsonl"
     with Journal(path, mine) as journal:
         journal.copy(each for each in theirs if each.step is not None and each.step <= last)
-        if attempt == first.number:
+        if is_first:
             journal.log(f"adopted {adopted}")
-    return adopted
 
 
 def _work(storage: Storage, fingerprint: str, request: StageRequest) -> HalfTrained | None:

@@ -176,7 +176,7 @@ class JobFollower:
                 self._cancel(jobs, num_others)
 
     def _ask(self, ask: Callable[[], Value]) -> Value:
-        return when_it_answers(ask, f"{self._label}: {self._storage.uri}", STORE_AWAY_S)
+        return when_it_answers(ask, f"{self._label}: {self._submission.store_uri}", STORE_AWAY_S)
 
     def _leave(self) -> int:
         """Stop following; return the number of other followers, or 0 if the store fails."""

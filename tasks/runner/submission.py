@@ -71,6 +71,7 @@ class Submission:
     ) -> None:
         self.request = request
         self.storage = storage
+        self.store_uri = storage.uri
         self.channel = storage.channel(request.fingerprint)
         self.follower = follower
         self._runtime = runtime
@@ -110,7 +111,9 @@ class Submission:
 
         with ExitStack() as stack:
             stack.push(on_failure)
-            adopted = copy_adopted_steps(storage, request, attempt)
+            first = storage.attempts.generation(fingerprint, attempt)[0]
+            if adopted := first.adopted:
+                copy_adopted_steps(storage, request, adopted, attempt, attempt == first.number)
             spec = self._specification(request, attempt, holder_id)
             self.channel.write_specification(spec.model_copy(update={"adopted": adopted}))
             job = JobRequest(
@@ -140,7 +143,7 @@ class Submission:
             sources=request.sources,
             libraries=request.libraries,
             rollout_libraries=request.rollout_libraries,
-            store_uri=self.storage.uri,
+            store_uri=self.store_uri,
             runtime=self._runtime.model_dump(mode="json"),
             then=None
             if after is None or after.interpreter != request.interpreter
