@@ -1,10 +1,26 @@
 # Two commands for a newcomer: `make quickstart` and `make test`. Each sets up .venv by itself
 # from plain python3 and pip; nothing else is needed.
 
-PYTHON ?= python3
 VENV   ?= .venv
+# `make DEVICE=cpu` or `make DEVICE=cuda`. Without it an environment keeps its device, and a new one
+# gets `cuda` if the NVIDIA driver can run CUDA 13.
+ifneq ($(origin DEVICE),command line)
+DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2> /dev/null \
+	| head -n 1 | cut -d . -f 1)
+DEVICE := $(or $(firstword $(patsubst $(VENV)/.installed-%,%,$(wildcard $(VENV)/.installed-*))),\
+	$(shell [ "0$(DRIVER)" -ge 580 ] 2> /dev/null && echo cuda || echo cpu))
+ifeq ($(DEVICE),cpu)
+ifneq ($(DRIVER),)
+$(warning NVIDIA driver $(DRIVER), and the CPU build: CUDA 13 needs 580; then DEVICE=cuda installs it)
+endif
+endif
+endif
+LOCKS  := infra/locks/$(DEVICE)
+
+PYTHON ?= python3
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
+# Named after the device: on another one the environment is installed again.
+STAMP  := $(VENV)/.installed-$(DEVICE)
 ARGS   ?=
 # Training backends of the project's own environment, and those with one of their own.
 BACKENDS     ?= fsdp fsdp2 megatron
@@ -35,17 +51,21 @@ BACKEND_TIER ?=
 
 # The PyTorch project's own index; asked only when the configured index has no CPU build.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+# An environment of another device is made anew.
+clear = $(if $(filter-out %-$(DEVICE),$(wildcard $(1)/.installed-*)),--clear)
+# Python of an environment, and pip's options.
+install = $(1) -m pip install --quiet $(2) \
+	$(if $(filter cpu,$(DEVICE)),|| $(1) -m pip install --quiet --extra-index-url $(TORCH_CPU_INDEX) $(2))
 
-.PHONY: quickstart test test-slow test-stacks test-first-minute test-nightly faults faults-long test-vllm test-harness rollout-matrix races contracts contracts-rollout lint format types bench recipes trainers zoo zoo-engines lock docs up down clean
+.PHONY: quickstart test test-slow test-stacks test-first-minute test-nightly faults faults-long test-vllm test-harness rollout-matrix races contracts contracts-rollout lint format types bench recipes trainers zoo zoo-engines lock locks-cuda check-locks docs up down clean
 .DEFAULT_GOAL := quickstart
 
-$(STAMP): infra/locks/core.lock pyproject.toml
+$(STAMP): $(LOCKS)/core.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 13) else \
 	  "python: got %d.%d; need 3.11 or 3.12; set PYTHON=/path/to/python3.11" % sys.version_info[:2])'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --requirement infra/locks/core.lock || \
-	  $(BIN)/python -m pip install --quiet --extra-index-url $(TORCH_CPU_INDEX) \
-	    --requirement infra/locks/core.lock
+	@rm -f $(VENV)/.installed*
+	$(PYTHON) -m venv $(call clear,$(VENV)) $(VENV)
+	$(call install,$(BIN)/python,--requirement $<)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
@@ -116,17 +136,20 @@ contracts-rollout: $(STAMP)  ## every rollout engine against its contract, in it
 
 # Job environments, of libraries that clash with the project's own or that few need: `make env-veomni`,
 # `make env-lm-eval`, ...
-env-%: .envs/%/.installed ;
+env-%: .envs/%/.installed-$(DEVICE) ;
 
-.envs/%/.installed: infra/locks/%.lock pyproject.toml
-	$(PYTHON) -m venv .envs/$*
-	.envs/$*/bin/python -m pip install --quiet --no-deps --requirement infra/locks/$*.lock || \
-	  .envs/$*/bin/python -m pip install --quiet --no-deps --extra-index-url $(TORCH_CPU_INDEX) \
-	    --requirement infra/locks/$*.lock
+.envs/%/.installed-$(DEVICE): $(LOCKS)/%.lock pyproject.toml
+	@rm -f .envs/$*/.installed*
+	$(PYTHON) -m venv $(call clear,.envs/$*) .envs/$*
+	$(call install,.envs/$*/bin/python,--no-deps --requirement $<)
 	.envs/$*/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-.PRECIOUS: .envs/%/.installed
+.PRECIOUS: .envs/%/.installed-$(DEVICE)
+
+infra/locks/%.lock:
+	@echo "DEVICE: got $(DEVICE), for which there is no $@; need one of:" \
+	  $(notdir $(patsubst %/core.lock,%,$(wildcard infra/locks/*/core.lock))) >&2; exit 2
 
 lint: $(STAMP)  ## style, import contracts, docstrings, spelling
 	$(BIN)/ruff check .
@@ -157,14 +180,20 @@ zoo-engines: $(STAMP)  ## the families that recipes name on vLLM and SGLang: doc
 	set -e; for name in $(ROLLOUT_ENVIRONMENTS); do $(MAKE) env-$$name; done
 	$(BIN)/python tests/zoo/served_zoo.py $(ARGS)
 
-lock:  ## resolve pyproject.toml anew and rewrite the lock
+locks-cuda: $(STAMP)  ## resolve the locks for NVIDIA GPUs anew, on any machine
+	$(BIN)/python tests/locks/relock.py $(ARGS)
+
+check-locks: $(STAMP)  ## the locks for NVIDIA GPUs against the package index; 2 minutes each
+	$(BIN)/python tests/locks/relock.py --check $(ARGS)
+
+lock:  ## resolve pyproject.toml anew and rewrite the CPU lock
 	$(PYTHON) -m venv .venv-lock
 	.venv-lock/bin/python -m pip install --quiet "torch==2.13.0+cpu" setuptools ".[dev,megatron]" || \
 	  .venv-lock/bin/python -m pip install --quiet --extra-index-url $(TORCH_CPU_INDEX) \
 	    "torch==2.13.0+cpu" setuptools ".[dev,megatron]"
-	{ head -3 infra/locks/core.lock; .venv-lock/bin/python -m pip freeze --all \
+	{ head -3 infra/locks/cpu/core.lock; .venv-lock/bin/python -m pip freeze --all \
 	  | grep -vE '^(rlhf-pipeline|pip)\b' | sort -f; } > .venv-lock/core.lock
-	mv .venv-lock/core.lock infra/locks/core.lock
+	mv .venv-lock/core.lock infra/locks/cpu/core.lock
 	rm -rf .venv-lock build
 
 docs: $(STAMP)  ## the reference pages that are generated from the code

@@ -1,7 +1,7 @@
 """Virtual environments of jobs whose libraries conflict with the project's, or are rarely needed.
 
-`make env-<name>` creates one in `.envs/` of the checkout from `infra/locks/<name>.lock`. Each
-machine of a cluster needs it at the same path. No function here starts an interpreter.
+`make env-<name>` creates one in `.envs/` of the checkout from `infra/locks/<device>/<name>.lock`.
+Each machine of a cluster needs it at the same path. No function here starts an interpreter.
 """
 
 import sys

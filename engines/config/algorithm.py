@@ -108,7 +108,7 @@ class AlgorithmConfig(StrictModel):
     def _refusals(self) -> Refusals:
         name = "clip_ratio_low" if self.clip_ratio_low else "clip_ratio"
         low = self.clip_ratio_low or self.clip_ratio
-        yield low >= 1, f"{name}: got {low}; need < 1 (ratios are clipped at 1 - this)"
+        yield low >= 1, f"{name}: got {low}; need < 1, since ratios are clipped at 1 - {name}"
 
 
 class MismatchConfig(StrictModel):

@@ -210,14 +210,20 @@ def launch_engines(
         engine = create_rollout_engine(
             rollout.engine, spec.serving_dir, behind_service(rollout), spec.dtype, platform
         )
-        new = new_transport(spec.serving_dir, spec.dtype, rollout.timeout_s)
-        return LaunchedEngines([engine], rollout.timeout_s, new, spec.shares_devices)
+        return LaunchedEngines(
+            [engine],
+            rollout.timeout_s,
+            new_transport(spec.serving_dir, spec.dtype, rollout.timeout_s),
+            spec.shares_devices,
+        )
     sender = sender or Sender(this_node(), has_device=False)
+    interpreter = ROLLOUT_ENGINES.interpreter(rollout.engine, ROLLOUT_ENGINES.setting)
+    if interpreter is not None:
+        libraries = installed_distributions(interpreter)
+        spec = replace(spec, interpreter=interpreter, libraries=libraries)
     transport = choose_transport(spec, places, sender)
     of_adapter = choose_transport(spec, places, sender, adapter=True) if spec.adapter else None
-    interpreter = ROLLOUT_ENGINES.interpreter(rollout.engine, ROLLOUT_ENGINES.setting)
-    libraries = installed_distributions(interpreter) if interpreter else {}
-    starter = RayReplicas(replace(spec, interpreter=interpreter, libraries=libraries), places)
+    starter = RayReplicas(spec, places)
     return LaunchedEngines(
         starter.start(),
         rollout.timeout_s,

@@ -51,7 +51,7 @@ def choose_transport(
     """Return a factory of the weight transport to replicas. Ray must be connected.
 
     An `adapter` is small and goes over the CPU. Raise ConfigError if shared memory was requested
-    and a replica is on another machine.
+    and a replica is on another machine, or if a communicator would join two versions of torch.
     """
     rollout = spec.rollout
     names = served_float32_names(spec.serving_dir, getattr(torch, spec.dtype))
@@ -64,6 +64,14 @@ def choose_transport(
         )
     if rollout.transport == "shared_memory" or (rollout.transport == "auto" and not elsewhere):
         return partial(shared_memory.open_transport, spec.dtype, names, rollout.timeout_s)
+    own, theirs = torch.__version__, spec.libraries.get("torch", torch.__version__)
+    if own.partition("+")[0] != theirs.partition("+")[0]:
+        raise ConfigError(
+            "rollout.transport",
+            f"got {rollout.transport}, torch {own} in the ranks and {theirs} in the replicas; need "
+            "one version for a communicator; place all replicas on the node that sends the weights "
+            "and choose shared_memory, or choose another rollout.engine",
+        )
     platform = planned(spec.platform if sender.has_device and not adapter else "cpu")
     # The base weights under an adapter are sent only once.
     num_senders = sender.num_ranks if spec.adapter is None else 1

@@ -173,7 +173,7 @@ def _service(name: str, url: str | None, path: str, otherwise: str) -> Check:
             return Check(name, "ok", f"{url} answers")
     except urllib.error.HTTPError as error:
         return Check(name, "error", f"{url} answers {error.code}; check address and credentials")
-    except NO_ANSWER as error:
+    except (*NO_ANSWER, ValueError) as error:
         return Check(name, "error", f"{url} does not answer ({error}); start it or unset it")
 
 

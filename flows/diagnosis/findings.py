@@ -147,7 +147,7 @@ def compared(views: Sequence[StageView], metric: str, num_steps: int, earlier: i
 _STAGES: dict[str, type[StageConfig]] = {
     each.stage: each
     for each in vars(stage_order).values()
-    if isinstance(each, type) and issubclass(each, StageConfig) and each is not StageConfig
+    if isinstance(each, type) and issubclass(each, StageConfig) and hasattr(each, "stage")
 }
 
 

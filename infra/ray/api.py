@@ -54,9 +54,9 @@ class RayApi:
 
     def version(self, timeout_s: float = 5.0) -> str:
         """Return the head's Ray version; a success proves that it answers and accepts the token."""
-        answer = self.call("GET", path := "/api/version", timeout_s=timeout_s)
+        answer = self.call("GET", "/api/version", timeout_s=timeout_s)
         if not isinstance(answer, dict) or "ray_version" not in answer:
-            raise RayResponseError(f"GET {self.url}{path}", 200, "this is no Ray head")
+            raise ConfigError("ray.address", f"{self.url} is no Ray head; need one; change it")
         return str(answer["ray_version"])
 
     def call(

@@ -129,7 +129,11 @@ class LocalInventory(Inventory):
                 return False
             except OSError as error:
                 if error.errno not in _TAKEN:
-                    raise  # readers miss a needed thing, whose files are all in `trash`
+                    raise OSError(
+                        error.errno,
+                        f"{error.strerror}: {trash} is needed; rename it to {path.name} before the "
+                        "next collection",
+                    ) from error
         if trash.is_dir():
             shutil.rmtree(trash)
         else:

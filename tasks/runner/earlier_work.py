@@ -36,6 +36,7 @@ from infra.tracking.history import StageHistory
 from infra.tracking.journal import Journal, num_done, read_journal
 from tasks.runner.run import STAGE_SCHEMA_VERSION, StageRequest
 
+REFUSED = "a value that this version refuses"
 UNNAMED = "the device, or code of other distributions"
 DIGITS = 12
 MAX_NUM_EARLIER = 256
@@ -73,8 +74,7 @@ def differences(spec: StageSpec, request: StageRequest) -> Differences:
         config = type(request.config).model_validate(spec.config)
     except ValidationError as error:
         path = to_config_error(error, type(request.config)).path
-        old, new = "a value that this version refuses", "this version's value"
-        changes.append(Change(path, old, new, is_execution=False))
+        changes.append(Change(path, REFUSED, "another value", is_execution=False))
     else:
         changes += request.config.changes(config)
     libraries = differing(spec.libraries, request.libraries)
@@ -231,7 +231,8 @@ def find_adoptable(storage: Storage, request: StageRequest) -> HalfTrained | Non
         raise ConfigError(
             first.field,
             f"got {first.now}; need {first.before}, with which {found[0]} was trained{also}; "
-            f"set it back, or run without --adopt {request.label}",
+            f"{'' if first.before is REFUSED else 'set it back, or '}run without --adopt "
+            f"{request.label}",
         )
     return found[0]
 
@@ -313,9 +314,8 @@ def _told_steps(storage: Storage, fingerprint: str, number: int, root: Path) -> 
 
 
 def _num_told(storage: Storage, fingerprint: str, number: int) -> int:
-    first = storage.attempts.generation(fingerprint, number)[0]
     records, _ = read_journal(storage, fingerprint, attempt=number)
-    return num_done(records, first.adopted)
+    return num_done(records, storage.attempts.generation(fingerprint, number)[0].adopted)
 
 
 def _open_generation(storage: Storage, fingerprint: str) -> tuple[int, Path] | None:

@@ -3,7 +3,7 @@
 Promises: the stage log alone decides which attempt owns the stage, and that it is done. Ray's
 status and the heartbeat only decide how long to wait. Silence is measured by this process's clock
 while it can access the channel. Unless at the start or in a submission, a failing store is retried
-for `STORE_AWAY_S`. A run stops a silent job, and if cancelled a job without another follower.
+for `STORE_AWAY_S`. A run stops a silent job. A cancelled run stops its job if no other follows it.
 """
 
 import logging

@@ -105,8 +105,11 @@ class Submission:
 
         def on_failure(kind: object, error: BaseException | None, traceback: object) -> None:
             if error is not None:
-                message = f"was not submitted: {redact(str(error))}"
-                problem = JobProblem(type=type(error).__name__, message=message, exit_code=1)
+                problem = JobProblem(
+                    type=type(error).__name__,
+                    message=f"was not submitted: {redact(str(error))}",
+                    exit_code=1,
+                )
                 self.channel.write_error(attempt, problem)
 
         with ExitStack() as stack:

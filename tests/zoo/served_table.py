@@ -79,4 +79,4 @@ def served_page(results: Mapping[str, Sequence[FamilyResult]], logprob: float, n
 
 
 def _lock(engine: str) -> str:
-    return (ROOT / "infra" / "locks" / f"{engine}.lock").read_text(encoding="utf-8")
+    return (ROOT / "infra" / "locks" / "cpu" / f"{engine}.lock").read_text(encoding="utf-8")

@@ -64,6 +64,16 @@ def test_shared_memory_is_refused_where_it_does_not_reach(model_dir: Path) -> No
         choose_transport(spec(model_dir, "shared_memory"), (HERE, ELSEWHERE), SENDER)
 
 
+def test_no_communicator_joins_two_versions_of_torch(model_dir: Path) -> None:
+    """A replica has the torch and the NCCL that its engine pins."""
+    newer = replace(spec(model_dir, "auto"), libraries={"torch": "99.1"})
+    with pytest.raises(ConfigError, match=r"rollout\.transport: got auto, torch .* and 99\.1"):
+        choose_transport(newer, (ELSEWHERE,), SENDER)
+    made = choose_transport(newer, (HERE,), SENDER)([1])
+    assert isinstance(made, SharedMemoryTransport)
+    made.stop()
+
+
 def test_devices_broadcast_among_themselves(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

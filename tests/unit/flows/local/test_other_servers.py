@@ -9,8 +9,8 @@ import pytest
 
 from flows.commands.doctor import _service
 from flows.local.embedded_prefect import check_answers
-from infra.errors import ServiceError
-from infra.ray.api import RayApi, RayResponseError
+from infra.errors import ConfigError, ServiceError
+from infra.ray.api import RayApi
 
 NO_HTTP = b"SSH-2.0-OpenSSH_9.7\r\n"
 LIST = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n[]"
@@ -46,5 +46,8 @@ def test_a_run_names_an_address_that_is_no_prefect_server() -> None:
 
 
 def test_a_ray_address_of_another_server_is_named() -> None:
-    with listener(LIST) as url, pytest.raises(RayResponseError, match="no Ray head"):
+    with (
+        listener(LIST) as url,
+        pytest.raises(ConfigError, match=r"^ray\.address: .* is no Ray head"),
+    ):
         RayApi(url, None).version()

@@ -52,7 +52,7 @@ def test_every_package_of_the_project_is_in_the_image() -> None:
         place = moved.get(package, package.replace(".", "/"))
         assert any(place == each or place.startswith(f"{each}/") for each in copied), package
     [makefile] = [line for line in LINES if "make " in line and line.startswith("RUN --mount")]
-    assert "/opt/venv/.installed" in makefile, "the one rule that installs the lock"
+    assert "/opt/venv/.installed-${DEVICE}" in makefile, "the one rule that installs the lock"
 
 
 def test_the_code_is_read_where_the_image_has_it() -> None:

@@ -42,7 +42,7 @@ from engines.types import Completion, RolloutRequest, SamplingParams, Structured
 from hardware.cpu import CPUPlatform
 from infra.errors import ConfigError
 
-LOCKS = Path(__file__).resolve().parents[5] / "infra/locks"
+LOCKS = Path(__file__).resolve().parents[5] / "infra/locks/cpu"
 EOS = frozenset({3})
 REQUEST = RolloutRequest("a", (5, 6), SamplingParams(2), (1,))
 

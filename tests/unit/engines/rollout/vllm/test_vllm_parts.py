@@ -25,7 +25,7 @@ from engines.rollout.vllm.translation import (
 )
 from engines.types import Completion, RolloutRequest, SamplingParams
 
-LOCKS = Path(__file__).resolve().parents[5] / "infra/locks"
+LOCKS = Path(__file__).resolve().parents[5] / "infra/locks/cpu"
 
 
 def pins(name: str) -> dict[str, str]:
