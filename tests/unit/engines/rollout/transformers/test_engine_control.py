@@ -325,12 +325,12 @@ def test_a_request_id_may_be_in_flight_once(long_lab):
     """Refused at the call, before either is iterated: check and entry are one step."""
     (request,) = long_lab.requests(1, 2, max_new_tokens=5)
     engine = long_lab.engine()
-    with pytest.raises(RolloutError, match="a request of that id is in flight"):
+    with pytest.raises(RolloutError, match="sample 0 is requested twice, or is in flight"):
         engine.generate([request, request])
 
     async def scenario():
         first = engine.generate([request])
-        with pytest.raises(RolloutError, match="a request of that id is in flight"):
+        with pytest.raises(RolloutError, match="sample 0 is requested twice, or is in flight"):
             engine.generate([request])
         served = [c.sample_index async for c in first]
         return sorted(served), len(await collect(engine, [request]))
