@@ -176,7 +176,7 @@ class ServedEngine(StatefulEngine):
         """See the base class. Pause samples in flight first; they continue with the new adapter."""
         await self._prepare_update(version)
         if not self._holds_weights:
-            raise WeightSyncError("the rollout engine has no weights; an adapter needs base weights")
+            raise WeightSyncError("the rollout engine has no weights; an adapter needs a base")
         self._version, self._pending = NO_VERSION, None
         receipt = await self._wait(self._load_adapter(source), "to load an adapter")
         self._pending = (version, receipt.digest)
