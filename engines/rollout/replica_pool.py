@@ -36,8 +36,8 @@ from engines.rollout.collect import Ledger, Request
 from infra.errors import DeadlineError, PipelineError
 
 T = TypeVar("T")
-NUM_LOOKS = 6
-"""Health checks within `silence_s`, after which a silent replica counts as lost."""
+NUM_LOOKS = 3
+"""Unanswered health checks in a row that fill `silence_s`; a replica is lost only after them."""
 END_DEADLINE_S = 10.0
 """Time for a cancelled restart to end."""
 SILENCE = (TimeoutError, DeadlineError)
@@ -79,6 +79,7 @@ class ReplicaSlot:
     Attributes:
         num_in_flight: samples that were sent to it and are not answered.
         last_answer_s: `time.monotonic` of its last sign of life while it was watched.
+        num_unanswered: health checks without an answer since then.
     """
 
     place: int
@@ -86,6 +87,7 @@ class ReplicaSlot:
     state: ReplicaState = field(default=ReplicaState.STALE)
     num_in_flight: int = 0
     last_answer_s: float = 0.0
+    num_unanswered: int = 0
 
     @property
     def is_up(self) -> bool:
@@ -292,9 +294,9 @@ class ReplicaPool:
         """Check the health of the replicas that sample, until cancelled; no-op without restarts."""
         if self._restarts is None:
             return
-        pause_s = self._restarts.silence_s / NUM_LOOKS
+        pause_s = self._restarts.silence_s / (2 * NUM_LOOKS)
         for slot in self.slots:
-            slot.last_answer_s = time.monotonic()
+            slot.last_answer_s, slot.num_unanswered = time.monotonic(), 0
         while True:
             await asyncio.sleep(pause_s)
             busy = [slot for slot in self.slots if slot.is_up and slot.num_in_flight]
@@ -322,15 +324,18 @@ class ReplicaPool:
                 await engine.health()
         except SILENCE as error:
             silent_s = time.monotonic() - slot.last_answer_s
+            slot.num_unanswered += 1
             if slot.state is ReplicaState.HEALTHY:
                 self.move(slot, ReplicaState.SUSPECT)
-            if restarts is not None and silent_s > restarts.silence_s:
+            # Time alone also passes while this process itself stands still.
+            was_asked = slot.num_unanswered >= NUM_LOOKS
+            if restarts is not None and was_asked and silent_s > restarts.silence_s:
                 what = f"replica {slot.place}: no answer for {silent_s:.0f} s"
                 self.lose(slot, engine, silence(what, error))
         except ReplicaLostError as error:
             self.lose(slot, engine, error)
         else:
-            slot.last_answer_s = time.monotonic()
+            slot.last_answer_s, slot.num_unanswered = time.monotonic(), 0
             if slot.state is ReplicaState.SUSPECT:
                 self.move(slot, ReplicaState.HEALTHY)
 

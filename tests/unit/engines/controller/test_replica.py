@@ -343,7 +343,7 @@ def test_fault_row_5_a_replica_lost_while_it_samples_is_replaced(
     policy_spec: WorkerSpec, tmp_path: Path, signal_name: str
 ) -> None:
     """Its share is sampled again from the same weights: bitwise the same batch comes of it."""
-    options = {"placement": "disaggregated", "num_replicas": 2, "silence_s": 3.0}
+    options = {"placement": "disaggregated", "num_replicas": 2, "silence_s": 15.0}
     with launched(policy_spec, tmp_path / "whole", **options) as (_, rollout):
         rollout.publish(3)
         expected = rollout.generate(LONG)

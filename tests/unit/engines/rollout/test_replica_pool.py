@@ -1,6 +1,7 @@
 """Replicas by place: what closes although something does not end."""
 
 import asyncio
+import time
 from typing import Any, cast
 from unittest.mock import AsyncMock
 
@@ -9,7 +10,7 @@ import pytest
 from engines.errors import ReplicaLostError
 from engines.rollout import replica_pool
 from engines.rollout.base import RolloutEngine
-from engines.rollout.replica_pool import ReplicaPool, RestartPolicy
+from engines.rollout.replica_pool import ReplicaPool, ReplicaState, RestartPolicy
 
 
 class Stubborn:
@@ -44,3 +45,30 @@ def test_endless_restart_does_not_block_closing_other_replicas(
     monkeypatch.setattr(replica_pool, "END_DEADLINE_S", 0.05)
     assert asyncio.run(lose_one_and_close()) == [0, 1]
     assert "after 0.05 s replicas still start: 1" in caplog.text
+
+
+def test_a_watcher_that_stood_still_loses_no_replica() -> None:
+    """The silence of the replicas is then its own: they could not be asked."""
+
+    async def stand_still_and_look() -> list[ReplicaState]:
+        engine = AsyncMock()
+        restart = AsyncMock(return_value=engine)
+        pool = ReplicaPool([engine], RestartPolicy(restart, 1, silence_s=0.3))
+        [slot] = pool.slots
+        slot.state, slot.num_in_flight = ReplicaState.HEALTHY, 1
+
+        async def stands_still_at_first() -> None:
+            engine.health.side_effect = None
+            time.sleep(0.6)  # noqa: ASYNC251 - the whole process stands still
+            await asyncio.sleep(0.5)
+
+        engine.health.side_effect = stands_still_at_first
+        watching = asyncio.ensure_future(pool.watch())
+        async with asyncio.timeout(60):
+            while engine.health.await_count < 3:
+                await asyncio.sleep(0.01)
+        watching.cancel()
+        assert restart.await_count == pool.num_restarts == 0
+        return [slot.state]
+
+    assert asyncio.run(stand_still_and_look()) == [ReplicaState.HEALTHY]
