@@ -1,0 +1,1 @@
+"""Device memory and time of a run, from its recipe and a table of machines."""
