@@ -145,6 +145,14 @@ class AcceleratorPlatform(PlatformBase):
         """Largest number of bytes held by tensors on the current device."""
         return self.device_module.max_memory_allocated()
 
+    def free_memory_bytes(self) -> int | None:
+        """Bytes that are free on the device or unused in torch's allocator; None if unknown."""
+        module = self.device_module
+        if not hasattr(module, "mem_get_info"):
+            return None
+        unused = module.memory_reserved() - module.memory_allocated()
+        return module.mem_get_info()[0] + unused
+
     def ray_resource_options(self, num_devices: int) -> dict[str, object]:
         """Return a request for `ray_resource`; Ray has a keyword of its own for `GPU`."""
         if self.ray_resource == "GPU":

@@ -120,6 +120,10 @@ class PlatformBase(ABC):
     def max_memory_allocated_bytes(self) -> int:
         """Return the largest `memory_allocated_bytes` since the process started."""
 
+    def free_memory_bytes(self) -> int | None:
+        """Return the device memory that this process could allocate; None if it is not limited."""
+        return None
+
     @abstractmethod
     def ray_resource_options(self, num_devices: int) -> dict[str, object]:
         """Return keyword arguments of a Ray actor or task that needs `num_devices` devices."""

@@ -1,133 +1,26 @@
-"""Key-value cache of a running batch, and the attention function that fills and reads it.
+"""The attention function that fills and reads the key-value cache of a running batch.
 
-The cache has one row per sample, which starts at position 0; the rows in use are 0 .. B-1.
 Prefill: P sequences are packed into one row of T tokens; each attends only to itself, and its keys
 and values are copied to the cache rows of its samples. Decode: B rows of one token, each attending
 to its cache row. A sliding window of W tokens covers the last W positions, the current one
 included. Transformers passes on the keywords `rollout_step` and `sliding_window`.
-Promises: a decode step writes one position per row in place and reads views without copies. A model
-that drops one of the keywords is refused.
+Promises: a model that drops one of the keywords is refused.
 Letters: B cache rows, P sequences, T tokens, H query heads, G KV heads, L positions, D head width.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from engines.errors import RolloutError
+from engines.rollout.transformers.kv_cache import KVCache
 
-LENGTH_STEP = 32
-"""Positions are allocated in multiples of this."""
 ATTENTION_NAME = "rollout_kv_cache"
 """Name under which `attend` is registered in transformers."""
 _REFUSED = ("softcap", "s_aux", "position_bias")
-
-
-class KVCache:
-    """Keys and values of every layer, as growing (rows, G, positions, D) buffers."""
-
-    def __init__(self, max_rows: int, max_length: int) -> None:
-        self._max_rows = max_rows
-        self._max_length = max_length
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._num_rows = 0
-        self.length = 0
-        """Positions allocated per row."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of all buffers."""
-        return sum(buffer.nbytes for buffer in self._buffers())
-
-    def reserve(self, num_rows: int, length: int) -> None:
-        """Make room for `num_rows` rows of `length` positions; keeps what is stored."""
-        if num_rows <= self._num_rows and length <= self.length:
-            return
-        if num_rows > self._num_rows:
-            self._num_rows = max(num_rows, min(self._num_rows * 3 // 2, self._max_rows))
-        if length > self.length:
-            length = max(length, min(self.length * 3 // 2, self._max_length))
-            self.length = -(-length // LENGTH_STEP) * LENGTH_STEP
-        for layer, (keys, values) in self._layers.items():
-            self._layers[layer] = self._grown(keys), self._grown(values)
-
-    def write_prefixes(
-        self, layer: int, first_row: int, keys_BGLD: Tensor, values_BGLD: Tensor
-    ) -> None:
-        """Store the first L positions of rows `first_row` .. `first_row + B - 1`."""
-        num_rows, _, length, _ = keys_BGLD.shape
-        if not num_rows:
-            return
-        if layer not in self._layers:
-            self._layers[layer] = self._empty(keys_BGLD), self._empty(values_BGLD)
-        stored, rows = self._layers[layer], slice(first_row, first_row + num_rows)
-        stored[0][rows, :, :length] = keys_BGLD
-        stored[1][rows, :, :length] = values_BGLD
-
-    def append(
-        self, layer: int, keys_BG1D: Tensor, values_BG1D: Tensor, slot_BG: Tensor, length: int
-    ) -> tuple[Tensor, Tensor]:
-        """Write one position of rows 0 .. B-1; return views (B, G, length, D) of keys and values.
-
-        `slot_BG` (B * G,) int64 is from `slots`; `length` includes the new position.
-        """
-        stored = self._layers[layer]
-        num_rows = keys_BG1D.shape[0]
-        for buffer, new in zip(stored, (keys_BG1D, values_BG1D), strict=True):
-            width = buffer.shape[-1]
-            buffer.view(-1, width).index_copy_(0, slot_BG, new.reshape(-1, width))
-        return stored[0][:num_rows, :, :length], stored[1][:num_rows, :, :length]
-
-    def slots(self, position_B: Tensor, num_kv_heads: int) -> Tensor:
-        """Return (B * G,) int64: where `append` puts position `position_B` of each row and head."""
-        row_head = torch.arange(position_B.numel() * num_kv_heads, device=position_B.device)
-        return row_head * self.length + position_B.repeat_interleave(num_kv_heads)
-
-    def move(self, source_rows: Sequence[int], target_rows: Sequence[int], length: int) -> None:
-        """Copy the first `length` positions of some rows over others."""
-        if not source_rows:
-            return
-        for buffer in self._buffers():
-            view = buffer[:, :, :length]
-            source, target = torch.tensor([source_rows, target_rows], device=buffer.device)
-            view.index_copy_(0, target, view.index_select(0, source))
-
-    def read_row(self, row: int, length: int) -> list[tuple[Tensor, Tensor]]:
-        """Return a copy of one row's first positions, (1, G, length, D) per layer."""
-        only = slice(row, row + 1)
-        return [
-            (keys[only, :, :length].clone(), values[only, :, :length].clone())
-            for _, (keys, values) in sorted(self._layers.items())
-        ]
-
-    def free(self) -> None:
-        """Drop all buffers."""
-        self._layers.clear()
-        self._num_rows = self.length = 0
-
-    def _buffers(self) -> list[Tensor]:
-        return [buffer for layer in self._layers.values() for buffer in layer]
-
-    def _empty(self, like_BGLD: Tensor) -> Tensor:
-        _, heads, _, width = like_BGLD.shape
-        shape = (self._num_rows, heads, self.length, width)
-        # Zeros, because masked garbage still enters the weighted sum with weight 0: 0 * NaN is NaN.
-        if like_BGLD.device.type != "cpu":
-            return like_BGLD.new_zeros(shape)
-        # numpy's zeros are cleared by the kernel on first touch; most pages are never touched.
-        num_bytes = math.prod(shape) * like_BGLD.element_size()
-        return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(like_BGLD.dtype).view(shape)
-
-    def _grown(self, buffer: Tensor) -> Tensor:
-        rows, _, length, _ = buffer.shape
-        grown = self._empty(buffer)
-        grown[:rows, :, :length] = buffer
-        return grown
 
 
 @dataclass(frozen=True)

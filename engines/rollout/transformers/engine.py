@@ -1,12 +1,14 @@
 """The project's own rollout engine: models of transformers, continuous batching, CPU or GPU.
 
 Promises: the contract of `engines.rollout.base`. Requests of several `generate` calls share one
-running batch. Samples in flight are recomputed after a weight update.
+running batch. Samples in flight are recomputed after a weight update, and after they gave way to
+longer ones for lack of memory.
 Does not promise: progress while another coroutine blocks the event loop, since a step (one token
 per row) runs in the loop's thread; equal logits in different batches, see `sampling`.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
@@ -21,11 +23,16 @@ from engines.rollout.request_check import check_requests
 from engines.rollout.stop_strings import StopStrings
 from engines.rollout.transformers.inference_model import InferenceModel
 from engines.rollout.transformers.options import TransformersOptions
-from engines.rollout.transformers.running_batch import RunningBatch, Sample, Scheduler, read_prompts
+from engines.rollout.transformers.running_batch import RunningBatch, read_prompts
+from engines.rollout.transformers.scheduler import Prefix, Sample, Scheduler
 from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import WeightDigest, WeightSource
 from hardware.base import PlatformBase
 from infra.errors import DeadlineError
+
+FREE_SHARE = 0.8
+"""Share of the free device memory for the cache; prefills and logits need the rest."""
+logger = logging.getLogger(__name__)
 
 
 class TransformersEngine(StatefulEngine):
@@ -48,6 +55,7 @@ class TransformersEngine(StatefulEngine):
         super().__init__(rollout.timeout_s)
         self._model = InferenceModel(hf_dir, getattr(torch, dtype), platform.device())
         self._max_prefill_tokens = options.max_prefill_tokens
+        self._cache_bytes, self._platform = options.kv_cache_bytes, platform
         self._batch = RunningBatch(
             self._model, rollout.max_num_sequences, options.max_prefill_tokens
         )
@@ -65,6 +73,7 @@ class TransformersEngine(StatefulEngine):
             self._model.vocab_size,
             images=self._model.sees,
         )
+        self._check_room(requests)
         call = next(self._call_numbers)
         self._scheduler.add([
             Sample(
@@ -165,6 +174,21 @@ class TransformersEngine(StatefulEngine):
     def _num_in_flight(self) -> int:
         return len(self._batch.samples) + len(self._scheduler.waiting)
 
+    def _check_room(self, requests: Sequence[RolloutRequest]) -> None:
+        """Set the limit of the cache if the batch is empty; refuse a sample that is above it."""
+        if not self._num_in_flight:
+            free_bytes = self._platform.free_memory_bytes()
+            limit = None if free_bytes is None else int(FREE_SHARE * free_bytes)
+            self._batch.limit_cache(self._cache_bytes or limit)
+        for request in requests:
+            num_tokens = len(request.prompt_ids) + request.sampling.max_new_tokens
+            if lacking := self._batch.lacking_bytes(num_tokens):
+                raise RolloutError(
+                    f"rollout.options.kv_cache_bytes: got {self._cache_bytes or 'null'}; need "
+                    f"{lacking} for a sample of up to {num_tokens} tokens; raise it, or lower "
+                    "max_new_tokens"
+                )
+
     def _start_sampling(self) -> None:
         if self._calls and (self._driver is None or self._driver.done()):
             self._driver = asyncio.get_running_loop().create_task(self._drive())
@@ -176,17 +200,38 @@ class TransformersEngine(StatefulEngine):
 
     async def _drive(self) -> None:
         while self._num_in_flight and self._can_serve() and not self._paused:
-            finished: list[Sample] = []
-            if prefixes := self._scheduler.next_prefixes(len(self._batch.samples)):
-                finished += self._batch.join(prefixes, next(iter(self._scheduler.waiting), None))
-            if self._batch.samples:
-                finished += self._batch.decode()
+            prefixes = self._scheduler.next_prefixes(len(self._batch.samples), self._batch.fits)
+            try:
+                finished = self._sample_tokens(prefixes)
+            except torch.OutOfMemoryError as error:
+                finished = self._make_room(prefixes, error)
             if not self._num_in_flight:
                 self._batch.free()  # before delivery: training may then start and needs the memory
             for sample in finished:
                 reason = "stop" if sample.stopped else "length"
                 self._deliver(sample.call, sample.completion(reason, self._version))
             await asyncio.sleep(0)
+
+    def _sample_tokens(self, prefixes: Sequence[Prefix]) -> list[Sample]:
+        """Take samples in, then sample a token per row; return the finished samples."""
+        finished: list[Sample] = []
+        if prefixes:
+            finished += self._batch.join(prefixes, next(iter(self._scheduler.waiting), None))
+        self._scheduler.send_back(self._batch.without_room())
+        if self._batch.samples:
+            finished += self._batch.decode()
+        return finished
+
+    def _make_room(self, joining: Sequence[Prefix], error: torch.OutOfMemoryError) -> list[Sample]:
+        """Queue all samples again, for a smaller cache; return those that were just finished."""
+        held = dict.fromkeys(self._batch.shrink())
+        held |= dict.fromkeys(sample for prefix in joining for sample in prefix.samples)
+        if len(held) == 1:
+            raise error
+        logger.warning("%d samples start again with half the cache: %s", len(held), error)
+        self._platform.empty_cache()
+        self._scheduler.send_back([sample for sample in held if not sample.is_finished])
+        return [sample for sample in held if sample.is_finished]
 
     def _report_failure(self, driver: "asyncio.Task[None]") -> None:
         if driver.cancelled() or (error := driver.exception()) is None:

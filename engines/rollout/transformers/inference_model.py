@@ -38,8 +38,9 @@ from engines.checkpoint.model_directory import (
 from engines.checkpoint.stop_tokens import eos_token_ids
 from engines.errors import RolloutError
 from engines.rollout.expected_tensors import ExpectedTensors, digest_of, tied_names
-from engines.rollout.transformers.attention import ATTENTION_NAME, DecodeStep, KVCache, PrefillStep
+from engines.rollout.transformers.attention import ATTENTION_NAME, DecodeStep, PrefillStep
 from engines.rollout.transformers.decoder import Decoder, is_covered
+from engines.rollout.transformers.kv_cache import KVCache
 from engines.rollout.transformers.options import refusal
 from engines.training.backends.transformers.head import LogprobHead
 from engines.training.model.linear_logprobs import Targets

@@ -17,6 +17,9 @@ class TransformersOptions(StrictModel):
 
     max_prefill_tokens: int = Field(default=8192, ge=1)
     """Token budget of one prefill, padding included; a longer prompt is computed alone."""
+    kv_cache_bytes: int | None = Field(default=None, ge=1)
+    """Memory for keys and values in bytes; null: no limit on a CPU, else 80 % of what is free when
+    sampling begins. Samples that find no room wait."""
 
 
 def refusal(config: Mapping[str, Any]) -> str | None:

@@ -1,149 +1,39 @@
 """Continuous batching of samples, and logprobs of given tokens, with the rollout model.
 
-`Scheduler` decides which samples join; `RunningBatch` prefills them, samples one token per row and
-removes finished rows.
-Promises: first come, first served; samples sent back by a weight update go first. Between two calls
-the cache holds the prompt and all sampled tokens but the last of every sample. A sample leaves in
-the call that finished it. A bare prompt is computed once for all samples of its request, also of
-later joins, until `clear`. Logits of given tokens exist only in tiles, computed by the head of the
-training engine: equal hidden states and weights give bitwise equal logprobs.
+`RunningBatch` prefills the samples that join, samples one token per row and removes finished rows.
+Promises: between two calls the cache holds the prompt and all sampled tokens but the last of every
+sample. A sample leaves in the call that finished it. A bare prompt is computed once for all samples
+of its request, also of later joins, until `clear`. Logits of given tokens exist only in tiles,
+computed by the head of the training engine: equal hidden states and weights give bitwise equal
+logprobs. If the cache has a limit, the shortest samples give way to the longer.
 Letters: B rows, P sequences, T tokens, V vocabulary; N requested tokens, K likeliest tokens.
 """
 
 import math
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import groupby, pairwise
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from engines.errors import RolloutError
-from engines.rollout.engine_state import SampleOfCall
 from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
-from engines.rollout.stop_strings import SampledText
-from engines.rollout.transformers.attention import DecodeStep, KVCache, PrefillStep
+from engines.rollout.transformers.attention import DecodeStep, PrefillStep
 from engines.rollout.transformers.inference_model import InferenceModel
+from engines.rollout.transformers.kv_cache import KVCache
 from engines.rollout.transformers.sampling import (
     SamplingColumns,
     sample_tokens,
     stream_starts,
     uniforms,
 )
+from engines.rollout.transformers.scheduler import Prefix, Sample
 from engines.training.model.linear_logprobs import targets_of
 from engines.training.outputs import model_outputs, read_positions
-from engines.types import Completion, ModelOutputs, Readouts, RolloutRequest, TokenBatch
-
-
-@dataclass(eq=False, slots=True)
-class Sample(SampleOfCall):
-    """One sample of a request, waiting or running.
-
-    Attributes:
-        token_ids: the prefix, if the request has one, and the tokens sampled so far.
-        logprobs: one for each sampled token, without the prefix.
-        versions: policy version of each sampled token before the last `stamp`.
-    """
-
-    eos_token_ids: frozenset[int] = frozenset()
-    text: SampledText | None = None
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    stopped: bool = False
-
-    def __post_init__(self) -> None:
-        self.token_ids.extend(self.request.prefix(self.place))
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of prompt, prefix and sampled tokens."""
-        return len(self.request.prompt_ids) + len(self.token_ids)
-
-    @property
-    def stream_origin(self) -> int:
-        """Position of the token that uses, or would have used, number 0 of the random stream."""
-        num_given = len(self.request.prompt_ids) + len(self.request.prefix(self.place))
-        return num_given - self.request.draw_offset(self.place)
-
-    def append(self, token: int, logprob: float) -> bool:
-        """Append a sampled token; return True if the sample is finished."""
-        self.token_ids.append(token)
-        self.logprobs.append(logprob)
-        self.stopped = (
-            token in self.eos_token_ids
-            or token in self.request.sampling.stop_token_ids
-            or (self.text is not None and self.text.contains_stop([token]) is not None)
-        )
-        return self.stopped or len(self.token_ids) >= self.request.sampling.max_new_tokens
-
-    def stamp(self, version: int) -> None:
-        """Record `version` for every sampled token that has no version yet."""
-        self.versions.extend([version] * (len(self.logprobs) - len(self.versions)))
-
-    def completion(self, finish_reason: str, version: int) -> Completion:
-        """Return the finished sample; tokens without a version get `version`."""
-        self.stamp(version)
-        return Completion(
-            *self.key,
-            token_ids=self.token_ids[len(self.token_ids) - len(self.logprobs) :],
-            logprobs=self.logprobs,
-            policy_versions=self.versions,
-            finish_reason=finish_reason,
-        )
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """A prompt, with sampled tokens if any, to prefill once, and the samples that continue it."""
-
-    token_ids: Sequence[int]
-    samples: tuple[Sample, ...]
-
-    @property
-    def shared(self) -> bool:
-        """True if it is a bare prompt, which further samples may continue later."""
-        return not self.samples[0].token_ids
-
-
-class Scheduler:
-    """The queue in front of a batch of at most `max_num_sequences` samples."""
-
-    def __init__(self, max_num_sequences: int) -> None:
-        self._max_num_sequences = max_num_sequences
-        # A prefill costs a forward pass of its own whatever its size, so joining one by one
-        # would double the number of passes: let an eighth of the batch come together.
-        self._min_free = max(1, max_num_sequences // 8)
-        self.waiting: deque[Sample] = deque()
-        """Queued samples, the next one first."""
-
-    def add(self, samples: Iterable[Sample]) -> None:
-        """Append new samples to the queue."""
-        self.waiting.extend(samples)
-
-    def send_back(self, samples: Sequence[Sample]) -> None:
-        """Put samples that were running at the head of the queue, in their order."""
-        self.waiting.extendleft(reversed(samples))
-
-    def remove(self, condition: Callable[[Sample], bool]) -> list[Sample]:
-        """Remove and return the queued samples that meet a condition."""
-        removed = [sample for sample in self.waiting if condition(sample)]
-        self.waiting = deque(sample for sample in self.waiting if not condition(sample))
-        return removed
-
-    def next_prefixes(self, num_running: int) -> list[Prefix]:
-        """Remove the samples that join now from the queue, grouped by prefix."""
-        num_free = self._max_num_sequences - num_running
-        if not self.waiting or (num_running and num_free < self._min_free):
-            return []
-        joining = [self.waiting.popleft() for _ in range(min(num_free, len(self.waiting)))]
-        # Samples without tokens share their request's prefix; a sample with tokens has its own.
-        alike = groupby(joining, lambda each: id(each if each.token_ids else each.request))
-        groups = [tuple(group) for _, group in alike]
-        return [
-            Prefix([*group[0].request.prompt_ids, *group[0].token_ids], group) for group in groups
-        ]
+from engines.types import ModelOutputs, Readouts, RolloutRequest, TokenBatch
 
 
 @dataclass(frozen=True)
@@ -200,6 +90,38 @@ class RunningBatch:
         return finished
 
     @torch.inference_mode()
+    def limit_cache(self, num_bytes: int | None) -> None:
+        """Set the limit of the cache; the batch has to be empty."""
+        self._cache.max_positions = (
+            sys.maxsize if num_bytes is None else num_bytes // self._position_bytes
+        )
+
+    def lacking_bytes(self, num_tokens: int) -> int | None:
+        """Return the size of the cache that one sample needs; None if it is within the limit."""
+        if self._cache.fits(1, num_tokens):
+            return None
+        return self._position_bytes * KVCache.positions(1, num_tokens)
+
+    def fits(self, num_rows: int, num_tokens: int) -> bool:
+        """See `Fits`; the rows include the running ones."""
+        return self._cache.fits(num_rows, max(num_tokens, self._longest))
+
+    def without_room(self) -> list[Sample]:
+        """Remove and return the shortest samples that leave the others no room for a token."""
+        num_kept = len(self.samples)
+        while num_kept > 1 and not self.fits(num_kept, self._longest):
+            num_kept -= 1
+        rows = sorted(range(len(self.samples)), key=lambda row: -self.samples[row].num_tokens)
+        return self.remove(rows[num_kept:])
+
+    def shrink(self) -> list[Sample]:
+        """Free the cache, let it have half of its present size, and return all samples."""
+        self._cache.max_positions = self._cache.num_positions // 2
+        samples = self.clear()
+        self._cache.free()
+        return samples
+
+    @torch.inference_mode()
     def decode(self) -> list[Sample]:
         """Sample one more token per row; return the finished samples."""
         self._cache.reserve(len(self.samples), self._longest)
@@ -232,11 +154,19 @@ class RunningBatch:
         self.clear()
         self._cache.free()
 
+    @cached_property
+    def _position_bytes(self) -> int:
+        """Bytes of one position of one row in all layers, counted with a prompt of one token."""
+        cache = KVCache(1, 1)
+        cache.reserve(1, 1)
+        self._model.prefill([[0]], PrefillStep.build(cache, 0, [1], [1], self._model.device))
+        return cache.size_bytes // cache.num_positions
+
     def _prefill(self, prefixes: Sequence[Prefix], wanted: RolloutRequest | None) -> list[Sample]:
         first_row = len(self.samples)
         samples = [sample for prefix in prefixes for sample in prefix.samples]
         lengths = [len(prefix.token_ids) for prefix in prefixes]
-        self._cache.reserve(first_row + len(samples), max(lengths) + 1)
+        self._cache.reserve(first_row + len(samples), max(self._longest, *lengths) + 1)
         num_samples = [len(prefix.samples) for prefix in prefixes]
         step = PrefillStep.build(self._cache, first_row, lengths, num_samples, self._model.device)
         logits_PV, ahead_P = self._model.prefill(
@@ -256,7 +186,8 @@ class RunningBatch:
 
     def _continue_held(self, held: HeldPrompt, samples: Sequence[Sample]) -> list[Sample]:
         first_row, num_rows = len(self.samples), len(samples)
-        self._cache.reserve(first_row + num_rows, len(held.request.prompt_ids) + 1)
+        num_tokens = max(self._longest, len(held.request.prompt_ids))
+        self._cache.reserve(first_row + num_rows, num_tokens + 1)
         for layer, (keys, values) in enumerate(held.layers):
             self._cache.write_prefixes(
                 layer,

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from engines.errors import RolloutError
-from engines.rollout.transformers.attention import DecodeStep, KVCache, PrefillStep, attend
+from engines.rollout.transformers.attention import DecodeStep, PrefillStep, attend
+from engines.rollout.transformers.kv_cache import KVCache
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 4
 SCALING = 0.37

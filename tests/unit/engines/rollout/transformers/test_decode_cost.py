@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config
 
 from engines.rollout.transformers.inference_model import InferenceModel
-from engines.rollout.transformers.running_batch import Prefix, RunningBatch, Sample
+from engines.rollout.transformers.running_batch import RunningBatch
+from engines.rollout.transformers.scheduler import Prefix, Sample
 from engines.types import RolloutRequest, SamplingParams
 
 MAX_NUM_OPS = 171

@@ -4,9 +4,10 @@ import pytest
 import torch
 from rlhf.testing.rollout_calls import generate_all
 
-from engines.rollout.transformers.attention import DecodeStep, KVCache, PrefillStep
+from engines.rollout.transformers.attention import DecodeStep, PrefillStep
 from engines.rollout.transformers.decoder import ARCHITECTURES, is_covered
 from engines.rollout.transformers.inference_model import InferenceModel
+from engines.rollout.transformers.kv_cache import KVCache
 from engines.types import RolloutRequest, SamplingParams
 
 LENGTHS = (3, 9, 14)

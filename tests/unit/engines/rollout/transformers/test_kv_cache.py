@@ -2,7 +2,7 @@
 
 import torch
 
-from engines.rollout.transformers.attention import LENGTH_STEP, KVCache
+from engines.rollout.transformers.kv_cache import LENGTH_STEP, KVCache
 
 HEADS, WIDTH = 2, 3
 

@@ -3,7 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.rollout.transformers.running_batch import Sample, Scheduler, fill_holes, prefill_chunks
+from engines.rollout.transformers.running_batch import fill_holes, prefill_chunks
+from engines.rollout.transformers.scheduler import Sample, Scheduler
 from engines.types import RolloutRequest, SamplingParams
 
 
