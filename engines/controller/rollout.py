@@ -63,7 +63,9 @@ def choose_transport(
             "node that sends the weights; choose auto",
         )
     if rollout.transport == "shared_memory" or (rollout.transport == "auto" and not elsewhere):
-        return partial(shared_memory.open_transport, spec.dtype, names, rollout.timeout_s)
+        return partial(
+            shared_memory.open_transport, spec.dtype, names, rollout.timeout_s, this_address()
+        )
     own, theirs = torch.__version__, spec.libraries.get("torch", torch.__version__)
     if own.partition("+")[0] != theirs.partition("+")[0]:
         raise ConfigError(

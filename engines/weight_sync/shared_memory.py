@@ -1,9 +1,12 @@
 """Passes weights from a trainer to rollout engines in other processes of its machine.
 
 Two buckets of shared memory are used in turn. A small file that appears when a bucket is full
-describes it; the bucket is free when every receiver has created a file for it.
+describes it; the bucket is free when every receiver has created a file for it. The sending rank
+makes and removes the directory of these files; the process that opens the transport may be on
+another node.
 Promises: if one side fails or does not come, the others end with an error by the deadline. Memory
-of a killed sender is freed by the next in its pid namespace. Device tensors are copied to the host.
+of a killed sender is freed by its receivers, or else by the next sender in its pid namespace.
+Device tensors are copied to the host.
 """
 
 import itertools
@@ -12,8 +15,8 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,6 +34,7 @@ from engines.weight_sync.buckets import (
     entries_to_json,
     in_step,
 )
+from engines.weight_sync.cancellation import Cancellation
 from infra.errors import DeadlineError
 from infra.faults import fault
 
@@ -45,20 +49,19 @@ def open_transport(
     dtype: str,
     float32_names: frozenset[str],
     timeout_s: float,
+    host: str,
     num_workers: Sequence[int],
     bucket_bytes: int = BUCKET_BYTES,
 ) -> "SharedMemoryTransport":
-    """Return a transport with its own directory; removes directories of killed processes."""
-    # Containers may share memory but not process ids.
-    own_namespace = str(Path("/proc/self/ns/pid").stat().st_ino)
-    for left in SHARED_MEMORY.glob(f"{PREFIX}*"):
-        namespace, process, _ = left.name.removeprefix(PREFIX).split("-")
-        if namespace == own_namespace and not Path("/proc", process).exists():
-            shutil.rmtree(left, ignore_errors=True)
-    directory = SHARED_MEMORY / f"{PREFIX}{own_namespace}-{os.getpid()}-{secrets.token_hex(8)}"
-    directory.mkdir(mode=0o700)
+    """Return a transport that this process may cancel, at an address that all its others reach."""
     return SharedMemoryTransport(
-        dtype, float32_names, tuple(num_workers), timeout_s, bucket_bytes, directory
+        dtype,
+        float32_names,
+        tuple(num_workers),
+        timeout_s,
+        bucket_bytes,
+        secrets.token_hex(8),
+        Cancellation.open(host),
     )
 
 
@@ -67,7 +70,7 @@ class SharedMemoryTransport:
     """Transport through shared memory; plain data, so that it can be sent to the sending rank.
 
     `num_workers` has one number per receiver. A tensor larger than `bucket_bytes` enlarges its
-    bucket.
+    bucket. The name of the directory ends with `token`.
     """
 
     dtype: str
@@ -75,55 +78,63 @@ class SharedMemoryTransport:
     num_workers: tuple[int, ...]
     timeout_s: float
     bucket_bytes: int
-    directory: Path
+    token: str
+    cancellation: Cancellation
 
     @property
     def sources(self) -> "tuple[SharedMemorySource, ...]":
         """See `Transport`."""
+        host, port = self.cancellation.host, self.cancellation.port
         return tuple(
-            SharedMemorySource(self.directory, first, self.timeout_s)
+            SharedMemorySource(host, port, self.token, first, self.timeout_s)
             for first in first_of_each(self.num_workers)
         )
 
     def send(self, tensors: Iterator[tuple[str, Tensor]]) -> WeightDigest:
         """See `Transport`; rank 0 sends, the other ranks only compute the digest."""
         stream = CastStream(tensors, getattr(torch, self.dtype), self.float32_names)
-        with in_step(stream), ExitStack() as failed:
+        with in_step(stream):
             if rank() == 0:
-                failed.callback(self.stop)
-                self._write(stream)
-                failed.pop_all()
+                gone = ReceiverGoneError("a rollout engine gave up while it took weights")
+                with (
+                    self.cancellation.watch() as is_cancelled,
+                    _own_directory(self.token) as directory,
+                    _present(directory, gone),
+                ):
+                    self._write(stream, _Files(directory, is_cancelled, gone))
         return stream.sent
 
     def stop(self) -> None:
-        """See `Transport`; removes the directory."""
-        _mark_failed(self.directory)
-        shutil.rmtree(self.directory, ignore_errors=True)
+        """See `Transport`; does nothing in other processes than the one that opened it."""
+        self.cancellation.cancel()
 
-    def await_readers(self, key: str, what: str) -> None:
+    def await_readers(self, files: "_Files", key: str, what: str) -> None:
         """Wait for the file `key` of every reader; `what` completes the error text."""
         end = time.monotonic() + self.timeout_s
-        gone = ReceiverGoneError("a rollout engine gave up while it took weights")
         for reader in range(sum(self.num_workers)):
             late = DeadlineError(f"rollout engine {reader} to {what}", self.timeout_s)
-            _await_file(self.directory / f"{key}-{reader}", end, late, gone)
+            files.wait(f"{key}-{reader}", end, late)
 
-    def _write(self, stream: CastStream) -> None:
-        self.await_readers("reader", "come")
-        writer = _Writer(self)
+    def _write(self, stream: CastStream, files: "_Files") -> None:
+        self.await_readers(files, "reader", "come")
+        writer = _Writer(self, files)
         packer = Packer(self.bucket_bytes, writer.open_bucket, writer.publish)
         for name, tensor in stream:
             packer.add(name, tensor)
         packer.flush()
-        writer.publish([])
-        writer.await_read()
+        writer.finish()
 
 
 @dataclass(frozen=True)
 class SharedMemorySource:
-    """Source that reads shared memory; workers of one receiver have consecutive `reader`s."""
+    """Source that reads shared memory; workers of one receiver have consecutive `reader`s.
 
-    directory: Path
+    `host` and `port` are those of the transport's `Cancellation`.
+    """
+
+    host: str
+    port: int
+    token: str
     reader: int
     timeout_s: float
 
@@ -131,54 +142,126 @@ class SharedMemorySource:
         """See `WeightSource`; a tensor is a view of a bucket, valid until the next one."""
         gone = WeightSyncError("the trainer gave up while it sent weights")
         late = DeadlineError("the trainer to send weights", self.timeout_s)
-        with ExitStack() as failed:
-            failed.callback(_mark_failed, self.directory)
-            try:
-                (self.directory / f"reader-{self.reader}").touch()
-                buckets = _Buckets(self.directory)
+        with Cancellation(self.host, self.port).watch() as is_cancelled, ExitStack() as failed:
+            directory = self._directory(is_cancelled, late, gone)
+            files = _Files(directory, is_cancelled, gone)
+            # The sender may be dead; it also takes an absent directory for a failure.
+            failed.callback(shutil.rmtree, directory, ignore_errors=True)
+            failed.callback(_mark_failed, directory)
+            with _present(directory, gone):
+                (directory / f"reader-{self.reader}").touch()
+                buckets = _Buckets(directory)
                 for number in itertools.count():
-                    message = self.directory / f"{number}.json"
-                    _await_file(message, time.monotonic() + self.timeout_s, late, gone)
+                    message = files.wait(f"{number}.json", time.monotonic() + self.timeout_s, late)
                     entries = entries_from_json(message.read_text(encoding="utf-8"))
+                    if entries:
+                        memory = buckets.memory(number)
+                        for entry in entries:
+                            yield entry.name, entry.view(memory)
+                        fault("weights.bucket_read")
+                    (directory / f"{number}.read-{self.reader}").touch()
                     if not entries:
                         break
-                    memory = buckets.memory(number)
-                    for entry in entries:
-                        yield entry.name, entry.view(memory)
-                    fault("weights.bucket_read")
-                    (self.directory / f"{number}.read-{self.reader}").touch()
-            except FileNotFoundError as error:
-                raise gone from error
             failed.pop_all()
 
     def of_worker(self, worker: int) -> "SharedMemorySource":
         """See `WeightSource`."""
         return replace(self, reader=self.reader + worker)
 
+    def _directory(
+        self, is_cancelled: Callable[[], bool], late: DeadlineError, gone: WeightSyncError
+    ) -> Path:
+        """Wait for the sender's directory."""
+        end = time.monotonic() + self.timeout_s
+        while (found := next(SHARED_MEMORY.glob(f"{PREFIX}*-{self.token}"), None)) is None:
+            _pause(is_cancelled, end, late, gone)
+        return found
+
+
+@contextmanager
+def _own_directory(token: str) -> Iterator[Path]:
+    """Yield a new directory of this process; first remove those of killed processes."""
+    # Containers may share memory but not process ids.
+    own_namespace = str(Path("/proc/self/ns/pid").stat().st_ino)
+    for left in SHARED_MEMORY.glob(f"{PREFIX}*"):
+        namespace, process, _ = left.name.removeprefix(PREFIX).split("-")
+        if namespace == own_namespace and not Path("/proc", process).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    directory = SHARED_MEMORY / f"{PREFIX}{own_namespace}-{os.getpid()}-{token}"
+    directory.mkdir(mode=0o700)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def _present(directory: Path, gone: WeightSyncError) -> Iterator[None]:
+    """Raise `gone` in place of an error that comes from the removal of the directory."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if directory.exists():
+            raise
+        raise gone from error
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The files by which one side of a transfer hears of the other; `gone` if that gave up."""
+
+    directory: Path
+    is_cancelled: Callable[[], bool]
+    gone: WeightSyncError
+
+    def wait(self, name: str, end: float, late: DeadlineError) -> Path:
+        """Return the path of a file once it exists; raise `late` after `end`."""
+        path = self.directory / name
+        while not path.exists():
+            if (self.directory / FAILED).exists() or not self.directory.exists():
+                raise self.gone
+            _pause(self.is_cancelled, end, late, self.gone)
+        return path
+
+
+def _pause(
+    is_cancelled: Callable[[], bool], end: float, late: DeadlineError, gone: WeightSyncError
+) -> None:
+    """Pause between two looks for a file."""
+    if is_cancelled():
+        raise gone
+    if time.monotonic() > end:
+        raise late
+    time.sleep(POLL_S)
+
 
 class _Writer:
-    def __init__(self, transport: SharedMemoryTransport) -> None:
-        self._transport = transport
-        self._buckets = _Buckets(transport.directory)
+    def __init__(self, transport: SharedMemoryTransport, files: _Files) -> None:
+        self._transport, self._files = transport, files
+        self._buckets = _Buckets(files.directory)
         self._number = 0
 
     def open_bucket(self, num_bytes: int) -> Tensor:
         """Wait until the bucket before the last one was read, and return its memory."""
-        self.await_read()
+        if self._number > 1:
+            self._await_read(self._number - 2)
         return self._buckets.memory(self._number, num_bytes)
 
-    def await_read(self) -> None:
-        """Wait until the bucket before the last one was read."""
-        if self._number > 1:
-            self._transport.await_readers(f"{self._number - 2}.read", "read on")
+    def finish(self) -> None:
+        """Announce the end, and wait until every reader knows it."""
+        self.publish([])
+        self._await_read(self._number - 1)
 
     def publish(self, entries: Sequence[Entry]) -> None:
         """Describe the next bucket; no entries mean the end."""
-        message = self._transport.directory / f"{self._number}.json"
+        message = self._files.directory / f"{self._number}.json"
         draft = message.with_suffix(".draft")
         draft.write_text(entries_to_json(entries), "utf-8")
         draft.rename(message)
         self._number += 1
+
+    def _await_read(self, number: int) -> None:
+        self._transport.await_readers(self._files, f"{number}.read", "read on")
 
 
 class _Buckets:
@@ -204,16 +287,6 @@ class _Buckets:
         return held
 
 
-def _await_file(path: Path, end: float, late: DeadlineError, gone: WeightSyncError) -> None:
-    """Wait for a file of a transfer until `end`; raise `gone` if the other side gave up."""
-    while not path.exists():
-        if (path.parent / FAILED).exists() or not path.parent.exists():
-            raise gone
-        if time.monotonic() > end:
-            raise late
-        time.sleep(POLL_S)
-
-
 def _mark_failed(directory: Path) -> None:
-    with suppress(FileNotFoundError):  # removed: receivers treat that as a failure too
+    with suppress(FileNotFoundError):  # removed: the others treat that as a failure too
         (directory / FAILED).touch()

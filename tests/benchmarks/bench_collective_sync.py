@@ -110,7 +110,7 @@ def measure(repeats: int, num_threads: int) -> tuple[dict[str, Measurement], int
         return CollectiveTransport.open("float32", (), TIMEOUT_S, HOST, [1])
 
     def through_memory() -> Transport:
-        return shared_memory.open_transport("float32", frozenset(), TIMEOUT_S, [1])
+        return shared_memory.open_transport("float32", frozenset(), TIMEOUT_S, HOST, [1])
 
     taken = take_turns(
         {

@@ -60,7 +60,7 @@ def test_every_update_is_served_whole(served: Served) -> None:
 def test_each_worker_reads_a_source_of_its_own(served: Served) -> None:
     made = model(False, 5)
     tensors = tensors_of(made)
-    transport = open_transport("float32", frozenset(), 60.0, [NUM_WORKERS])
+    transport = open_transport("float32", frozenset(), 60.0, "127.0.0.1", [NUM_WORKERS])
 
     async def sync():
         sending = asyncio.to_thread(transport.send, iter(tensors.items()))

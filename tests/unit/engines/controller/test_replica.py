@@ -95,7 +95,9 @@ def test_engines_beside_the_ranks_sample_what_those_inside_do(
         [[c.token_ids.tolist() for c in row] for row in rows] for rows in (found[4], expected[4])
     ]
     assert tokens[0] == tokens[1]
-    assert not list(SHARED_MEMORY.glob(f"{PREFIX}*-{os.getpid()}-*"))
+    assert not list(SHARED_MEMORY.glob(f"{PREFIX}*-{os.getpid()}-*")), (
+        "its one rank is this process"
+    )
 
 
 def test_ranks_that_are_actors_send_to_replicas(policy_spec: WorkerSpec, tmp_path: Path) -> None:

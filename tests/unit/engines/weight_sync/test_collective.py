@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -123,11 +124,10 @@ def test_every_receiver_gets_same_tensors_as_by_shared_memory(in_processes) -> N
     sent = pickle.loads(pickle.dumps(sending)).send(iter(weights()))
     _, one, _ = results.get(timeout=HANG_S)
     _, other, _ = slow.get(timeout=HANG_S)
-    shared = open_shared_memory("bfloat16", frozenset({"layer.1"}), 600.0, [1], BUCKET_BYTES)
+    shared = open_shared_memory("bfloat16", frozenset({"layer.1"}), 600.0, HOST, [1], BUCKET_BYTES)
     through_memory = in_processes(shared.sources)
     assert shared.send(iter(weights())) == sent
     _, read, _ = through_memory.get(timeout=HANG_S)
-    # Not before all was read: what waits in shared memory goes with it.
     shared.stop()
     assert one == other == read
     assert sent.digest == combine((name, checksum) for name, checksum, _, _ in one)
@@ -212,11 +212,15 @@ def test_rank_whose_receiver_is_gone_still_gathers_with_others(
             yield f"w{number}", torch.ones(900)
 
     monkeypatch.setattr(buckets, "world_size", lambda: 2)
-    sending = open_shared_memory("float32", frozenset(), 600.0, [1], BUCKET_BYTES)
-    sending = sending if shared else transport()
-    in_processes(sending.sources, give_up)
-    with pytest.raises(ReceiverGoneError):
-        sending.send(counted())
+    with ExitStack() as opened:
+        if shared:
+            sending = open_shared_memory("float32", frozenset(), 600.0, HOST, [1], BUCKET_BYTES)
+        else:
+            sending = transport()
+        opened.callback(sending.stop)
+        in_processes(sending.sources, give_up)
+        with pytest.raises(ReceiverGoneError):
+            sending.send(counted())
     assert asked_for == list(range(500))
 
 

@@ -1,8 +1,12 @@
 """Weights through shared memory, between real processes."""
 
+import json
 import multiprocessing
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,17 +21,25 @@ from engines.checksum import combine, tensor_checksum
 from engines.errors import WeightSyncError
 from engines.weight_sync.base import ReceiverGoneError
 from engines.weight_sync.shared_memory import (
+    PREFIX,
     SHARED_MEMORY,
     SharedMemorySource,
     SharedMemoryTransport,
     open_transport,
 )
+from infra import env
 from infra.errors import DeadlineError
 from infra.waiting import wait_for
 
 BUCKET_BYTES = 4096
+HOST = "127.0.0.1"
+NODE = Path(__file__).with_name("transfer_on_node.py")
 HANG_S = 60.0
 """Guard against hanging; a deadline that a test must not reach is longer."""
+
+
+def directories(transport: SharedMemoryTransport) -> list[Path]:
+    return list(SHARED_MEMORY.glob(f"{PREFIX}*-{transport.token}"))
 
 
 def weights() -> list[tuple[str, Tensor]]:
@@ -46,7 +58,7 @@ def transport():
     def make(num_readers: int = 1, timeout_s: float = 600.0) -> SharedMemoryTransport:
         opened.append(
             open_transport(
-                "bfloat16", frozenset({"layer.1"}), timeout_s, [1] * num_readers, BUCKET_BYTES
+                "bfloat16", frozenset({"layer.1"}), timeout_s, HOST, [1] * num_readers, BUCKET_BYTES
             )
         )
         return opened[-1]
@@ -54,7 +66,7 @@ def transport():
     yield make
     for each in opened:
         each.stop()
-        assert not each.directory.exists()
+        assert not directories(each)
 
 
 def receive(source: SharedMemorySource, results, pause_s: float = 0.0) -> None:
@@ -101,7 +113,7 @@ def test_every_reader_gets_every_tensor_whatever_its_pace(transport) -> None:
 
 
 def test_each_worker_of_a_receiver_gets_all() -> None:
-    sending = open_transport("bfloat16", frozenset(), 600.0, [2, 1], BUCKET_BYTES)
+    sending = open_transport("bfloat16", frozenset(), 600.0, HOST, [2, 1], BUCKET_BYTES)
     first, second = sending.sources
     readers, results = in_processes([first, first.of_worker(1), second])
     sent = sending.send(iter(weights()))
@@ -116,7 +128,8 @@ def test_the_memory_is_two_buckets_or_the_largest_tensors(transport) -> None:
 
     def watch(source: SharedMemorySource) -> None:
         for _ in source.tensors():
-            files = sending.directory.glob("bucket-*")
+            (directory,) = directories(sending)
+            files = directory.glob("bucket-*")
             seen_bytes.append(sum(file.stat().st_size for file in files))
 
     reader = threading.Thread(target=watch, args=(sending.sources[0],))
@@ -126,7 +139,8 @@ def test_the_memory_is_two_buckets_or_the_largest_tensors(transport) -> None:
     assert max(seen_bytes) == 2 * BUCKET_BYTES
 
 
-def _kill_oneself(source: SharedMemorySource, _) -> None:
+def _kill_oneself(source: SharedMemorySource, results) -> None:
+    results.put("here")
     stream = source.tensors()
     next(stream)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -150,10 +164,10 @@ def test_a_reader_that_gives_up_ends_the_sender_at_once(transport) -> None:
 
 def test_a_reader_that_was_killed_or_never_came_is_a_deadline(transport) -> None:
     sending = transport()
-    in_processes(sending.sources, _kill_oneself)
-    wait_for((sending.directory / "reader-0").exists, "the reader to come", HANG_S, poll_s=0.01)
+    _, results = in_processes(sending.sources, _kill_oneself)
+    results.get(timeout=HANG_S)
     with pytest.raises(DeadlineError, match="rollout engine 0 to read on"):
-        replace(sending, timeout_s=0.5).send((f"w{n}", torch.ones(900)) for n in range(1000))
+        replace(sending, timeout_s=1.0).send((f"w{n}", torch.ones(900)) for n in range(1000))
     with pytest.raises(DeadlineError, match="rollout engine 0 to come"):
         transport(timeout_s=0.2).send(iter(weights()))
 
@@ -182,24 +196,93 @@ def test_a_sender_that_fails_ends_its_readers(transport) -> None:
         list(transport(timeout_s=0.1).sources[0].tensors())
 
 
+@pytest.mark.parametrize("is_before", [True, False])
+def test_the_opener_ends_a_transfer_that_it_cannot_see(transport, is_before: bool) -> None:
+    """As when one receiver of several refuses the weights before it reads any."""
+    sending = transport(num_readers=2)
+    if is_before:
+        sending.stop()
+    failures: list[str] = []
+
+    def read() -> None:
+        with pytest.raises(WeightSyncError, match="the trainer gave up"):
+            list(sending.sources[0].tensors())
+        failures.append("reader")
+
+    def send() -> None:
+        with pytest.raises(ReceiverGoneError):
+            sending.send(iter(weights()))
+        failures.append("sender")
+
+    threads = [threading.Thread(target=work) for work in (read, send)]
+    for thread in threads:
+        thread.start()
+    if not is_before:
+        wait_for(lambda: bool(directories(sending)), "the sender to begin", HANG_S, poll_s=0.01)
+        sending.stop()
+    for thread in threads:
+        thread.join(timeout=HANG_S)
+    assert sorted(failures) == ["reader", "sender"]
+
+
 def test_what_a_killed_sender_left_goes_with_the_next(transport) -> None:
     context = multiprocessing.get_context("fork")
-    left, may_die = context.Queue(), context.Event()
+    dead, alive = transport(), transport()
+    others = [context.Process(target=each.send, args=([],)) for each in (dead, alive)]
+    for each in others:
+        each.start()
+    wait_for(lambda: bool(directories(dead) and directories(alive)), "senders", HANG_S, poll_s=0.01)
+    others[0].kill()
+    others[0].join(timeout=HANG_S)
+    with pytest.raises(DeadlineError):
+        transport(timeout_s=0.0).send(iter([]))
+    assert not directories(dead)
+    assert directories(alive), "its sender lives"
+    alive.stop()
+    others[1].join(timeout=HANG_S)
 
-    def die() -> None:
-        left.put(str(open_transport("float32", frozenset(), 1.0, [1]).directory))
-        may_die.wait(HANG_S)
-        os.kill(os.getpid(), signal.SIGKILL)
 
-    sender = context.Process(target=die)
+def test_the_receiver_frees_the_memory_of_a_killed_sender(transport) -> None:
+    sending = transport()
+
+    def endless():
+        yield from ((f"w{n}", torch.ones(900)) for n in range(1_000_000))
+
+    sender = multiprocessing.get_context("fork").Process(target=sending.send, args=(endless(),))
     sender.start()
-    directory = Path(left.get(timeout=HANG_S))
-    assert directory.parent == SHARED_MEMORY
-    assert directory.exists()
-    other = transport()
-    assert directory.exists(), "its owner lives"
-    may_die.set()
+    received = sending.sources[0].tensors()
+    next(received)
+    sender.kill()
     sender.join(timeout=HANG_S)
-    transport()
-    assert not directory.exists()
-    assert other.directory.exists()
+    assert directories(sending)
+    sending.stop()
+    with pytest.raises(WeightSyncError, match="the trainer gave up"):
+        list(received)
+    assert not directories(sending)
+
+
+def test_the_opener_needs_no_memory_in_common_with_the_others(transport, tmp_path: Path) -> None:
+    """As a driver on a head node without devices; the node of the ranks has a `/dev/shm`."""
+    node = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    own_memory = "mount -t tmpfs tmpfs /dev/shm"
+    try:
+        subprocess.run([*node, own_memory], check=True, capture_output=True, timeout=HANG_S)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"needs namespaces of users and mounts: {error}")
+    sending = transport(num_readers=2)
+    order = tmp_path / "transport"
+    order.write_bytes(pickle.dumps(sending))
+    started = [*node, f'{own_memory} && exec "$@"', "sh", sys.executable, str(NODE), str(order)]
+    ended = subprocess.run(
+        started,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        env=env.child_environment(PYTHONPATH=str(Path(__file__).parents[4])),
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["left"] == []
+    assert found["held"] == [found["sent"]] * 2
+    assert found["directory"].startswith(f"{SHARED_MEMORY}/{PREFIX}")
+    assert not directories(sending)
