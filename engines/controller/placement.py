@@ -3,7 +3,7 @@
 Promises: all or nothing, so that competing runs queue instead of each holding a part; a waiting run
 reports what it waits for and what the cluster has; a request that exceeds the nodes is refused
 soon; `close` or the end of the process releases everything. Ranks of one node are consecutive. If
-the environment names no interface, a group on one node uses loopback, a larger one Ray's.
+the environment names no interface, ranks use Ray's, or loopback if the pool is on one node.
 Does not promise an order: Ray decides which waiting run is next.
 """
 
@@ -84,6 +84,11 @@ class Pool:
         chosen = self._places[first : first + num]
         nodes = list(dict.fromkeys(place.node for place in chosen))
         return tuple(sorted(chosen, key=lambda place: nodes.index(place.node)))
+
+    @property
+    def is_on_one_node(self) -> bool:
+        """True if all places, also those of replicas, are on one node."""
+        return len({place.node for place in self._places}) == 1
 
     @contextmanager
     def closed_on_error(self) -> Iterator["Pool"]:
@@ -234,10 +239,15 @@ def _listed(amounts: Mapping[str, float]) -> str:
     return " + ".join(shown) or "nothing"
 
 
-def rank_addresses(places: Sequence[Place]) -> list[str]:
-    """Return the address that each rank uses: that of its node, loopback if there is one node."""
-    is_alone = len({place.node for place in places}) == 1
-    return [LOOPBACK if is_alone else place.address for place in places]
+def rank_addresses(pool: Pool, num_ranks: int) -> list[str]:
+    """Return the address that each of the first places uses for collectives, as rank.
+
+    That of its node; loopback only if the pool has no other node, since ranks and replicas join the
+    same communicators.
+    """
+    return [
+        LOOPBACK if pool.is_on_one_node else place.address for place in pool.places(0, num_ranks)
+    ]
 
 
 def rank_environments(places: Sequence[Place], *, sees_all_devices: bool) -> list[dict[str, str]]:
@@ -261,12 +271,23 @@ def rank_environments(places: Sequence[Place], *, sees_all_devices: bool) -> lis
 
 
 def use_interface_of(address: str) -> str:
-    """Return the interface with a local address; use it for collectives if none is set already."""
+    """Have collectives use the interface with a local address, unless the environment names one.
+
+    Return the interface of gloo, and that of NCCL if it is another.
+
+    Raises:
+        OSError: no interface has the address.
+    """
+    used = {each.name: each.get() for each in (env.GLOO_SOCKET_IFNAME, env.NCCL_SOCKET_IFNAME)}
+    for variable in [name for name, interface in used.items() if interface is None]:
+        used[variable] = _interface_of(address)
+        env.set_for_process(variable, used[variable])
+    return ", NCCL over ".join(dict.fromkeys(map(str, used.values())))
+
+
+def _interface_of(address: str) -> str:
     families = (socket.AF_INET, socket.AF_INET6)
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address and each.family in families for each in addresses):
-            for variable in (env.GLOO_SOCKET_IFNAME, env.NCCL_SOCKET_IFNAME):
-                if variable.get() is None:
-                    env.set_for_process(variable.name, name)
             return name
     raise OSError(f"{address}: no interface of {socket.gethostname()} has this address")

@@ -170,7 +170,7 @@ class RayWorkerGroup(WorkerGroup):
         options, start_s, places = self._options, self._options.start_timeout_s, self._rank_places
         access = access_for([place.node for place in places], this_node(), options.log_dir)
         remote: Any = ray.remote(max_restarts=0, max_task_retries=0)(RankProcess)
-        addresses = rank_addresses(places)
+        addresses = rank_addresses(self._pool, len(places))
         environments = rank_environments(places, sees_all_devices=options.sees_all_devices)
         for rank, place in enumerate(places):
             options.heartbeat_path(rank).unlink(missing_ok=True)

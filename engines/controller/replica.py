@@ -23,7 +23,7 @@ import torch
 from engines import remote_files
 from engines.config.rollout import RolloutConfig
 from engines.config.training import LoraConfig
-from engines.controller.placement import Place, this_node
+from engines.controller.placement import Place, this_node, use_interface_of
 from engines.controller.process_log import log_tail, log_to
 from engines.errors import ReplicaLostError
 from engines.remote_files import DiskAccess, access_for
@@ -106,8 +106,10 @@ def end_process(process: ProcessIdentity) -> None:
 class ReplicaProcess:
     """Class of the Ray actor; its methods run concurrently in one event loop."""
 
-    def __init__(self, number: int, spec: ReplicaSpec, access: DiskAccess | None = None) -> None:
-        self._spec, self._number = spec, number
+    def __init__(
+        self, number: int, spec: ReplicaSpec, address: str, access: DiskAccess | None = None
+    ) -> None:
+        self._spec, self._number, self._address = spec, number, address
         self._disk = remote_files.use(access)
         self._engine: RolloutEngine
         self._endpoint: Endpoint | None = None
@@ -124,6 +126,8 @@ class ReplicaProcess:
             )
         for broken in import_external_modules():
             logger.warning("%s", broken)
+        # Before the engine starts processes, which join communicators with the ranks.
+        logger.info("collectives over %s", use_interface_of(self._address))
         torch.set_num_threads(spec.num_threads)
         platform, _ = detect(spec.platform)
         check_planned(platform, spec.platform, spec.device_kind)
@@ -340,9 +344,10 @@ class RayReplicas:
         runtime: dict[str, Any] = {"env_vars": {"OMP_NUM_THREADS": str(spec.num_threads)}}
         if spec.interpreter is not None:
             runtime["py_executable"] = str(spec.interpreter)
-        actor = remote.options(runtime_env=runtime, **self._places[place].options)
+        there = self._places[place]
+        actor = remote.options(runtime_env=runtime, **there.options)
         return RemoteReplica(
-            actor.remote(place, spec, self._access),
+            actor.remote(place, spec, there.address, self._access),
             place,
             spec.log_path(place),
             spec.rollout.num_workers_per_replica,

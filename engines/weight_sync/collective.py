@@ -49,6 +49,7 @@ from engines.weight_sync.rendezvous import (
     RendezvousTransport,
     first_line,
 )
+from infra import env
 from infra.errors import DeadlineError, PipelineError
 from infra.waiting import in_thread
 
@@ -308,7 +309,8 @@ class BroadcastGroup:
     """Process group in which process 0 broadcasts; independent of the default process group.
 
     All its processes construct it together, or get a RuntimeError. `backend` may be registered by a
-    package; `address` is where the others reach this machine; `timeout_s` limits each collective.
+    package; `timeout_s` limits each collective. `address` is where the others reach this machine,
+    if the environment names no interface.
     """
 
     def __init__(
@@ -319,8 +321,13 @@ class BroadcastGroup:
         if backend == "gloo":
             gloo: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
             gloo._timeout = timeout
-            # By default the interface follows from the host name or an environment variable.
-            gloo._devices = [ProcessGroupGloo.create_device(hostname=address)]
+            interfaces = env.GLOO_SOCKET_IFNAME.get()
+            gloo._devices = (
+                [ProcessGroupGloo.create_device(interface=each) for each in interfaces.split(",")]
+                if interfaces
+                # By default torch takes the interface that has the host's name.
+                else [ProcessGroupGloo.create_device(hostname=address)]
+            )
             self._group = ProcessGroupGloo(store, rank, size, gloo)
         elif backend == "nccl":
             # Exists only in device builds of torch.

@@ -2,8 +2,6 @@
 
 import os
 import socket
-import subprocess
-import sys
 
 import pytest
 
@@ -30,12 +28,15 @@ def test_ranks_of_one_node_stand_side_by_side() -> None:
     assert [variables["GROUP_RANK"] for variables in found] == ["0", "0", "1", "1", "1"]
     assert [variables["LOCAL_RANK"] for variables in found] == ["0", "1", "0", "1", "2"]
     assert [variables["LOCAL_WORLD_SIZE"] for variables in found] == ["2", "2", "3", "3", "3"]
-    assert rank_addresses(places)[:3] == ["10.0.0.2", "10.0.0.2", "10.0.0.1"]
+    assert rank_addresses(pool, 3) == ["10.0.0.2", "10.0.0.2", "10.0.0.1"]
     assert [p.bundle for p in pool.places(5, 2)] == [5, 6]
 
 
-def test_ranks_on_one_node_use_loopback() -> None:
-    assert rank_addresses([place(0, "1"), place(1, "1")]) == ["127.0.0.1", "127.0.0.1"]
+@pytest.mark.parametrize(("replica_node", "address"), [("1", "127.0.0.1"), ("2", "10.0.0.1")])
+def test_ranks_use_loopback_if_all_is_on_one_node(replica_node: str, address: str) -> None:
+    """A replica elsewhere joins communicators that a rank roots."""
+    pool = Pool(None, [place(0, "1"), place(1, "1"), place(2, replica_node)])
+    assert rank_addresses(pool, 2) == [address, address]
 
 
 def test_a_rank_that_sees_one_device_takes_the_first() -> None:
@@ -46,14 +47,31 @@ def test_a_rank_that_sees_one_device_takes_the_first() -> None:
     assert (one["RANK"], one["LOCAL_WORLD_SIZE"], one["GROUP_RANK"]) == ("1", "2", "0")
 
 
-def test_collectives_use_the_interface_of_the_address() -> None:
-    code = (
-        "import os, engines.controller.placement as s; print(s.use_interface_of('127.0.0.1'), "
-        "os.environ['GLOO_SOCKET_IFNAME'], os.environ['NCCL_SOCKET_IFNAME'])"
-    )
-    environment = {k: v for k, v in os.environ.items() if not k.endswith("SOCKET_IFNAME")}
-    printed = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
-    assert printed.split() == ["lo"] * 3
+@pytest.mark.parametrize(
+    ("named", "said", "gloo", "nccl"),
+    [
+        ({}, "lo", "lo", "lo"),
+        ({"GLOO_SOCKET_IFNAME": "eth9"}, "eth9, NCCL over lo", "eth9", "lo"),
+        ({"NCCL_SOCKET_IFNAME": "^docker"}, "lo, NCCL over ^docker", "lo", "^docker"),
+        ({"GLOO_SOCKET_IFNAME": "e", "NCCL_SOCKET_IFNAME": "e"}, "e", "e", "e"),
+    ],
+)
+def test_collectives_use_the_interface_of_the_address(
+    monkeypatch: pytest.MonkeyPatch, named: dict[str, str], said: str, gloo: str, nccl: str
+) -> None:
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        # Set first, so that the end of the test restores what the code sets.
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    for variable, interface in named.items():
+        monkeypatch.setenv(variable, interface)
+    assert use_interface_of("127.0.0.1") == said
+    assert os.environ["GLOO_SOCKET_IFNAME"] == gloo
+    assert os.environ["NCCL_SOCKET_IFNAME"] == nccl
+
+
+def test_an_address_of_no_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     with pytest.raises(OSError, match=r"203\.0\.113\.9: no interface of"):
         use_interface_of("203.0.113.9")
 

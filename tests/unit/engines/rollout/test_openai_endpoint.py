@@ -85,7 +85,7 @@ def on_a_replica(
     spec = ReplicaSpec(hf_dir, ROLLOUT, "float32", "cpu", None, torch.get_num_threads(), tmp_path)
 
     async def run() -> None:
-        replica = ReplicaProcess(0, spec)
+        replica = ReplicaProcess(0, spec, "127.0.0.1")
         await replica.build()
         client = Client(tmp_path / "replica-0.openai.json")
         try:
