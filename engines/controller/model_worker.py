@@ -190,7 +190,15 @@ class ModelWorker:
     @dispatch(Dispatch.ONE_TO_ALL)
     def sync_weights(self, version: int) -> SyncReport:
         """Serve the policy's weights as `version`, verified by digest. Collective."""
-        return self._served().sync(self._new_transport, self.send_weights, version)
+        return self._served().sync(
+            self._new_transport, self.send_weights, version, leave_device=self.leave_device
+        )
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def leave_device(self) -> None:
+        """Offload every role as configured and return unused memory to the device."""
+        for engine in self._engines.values():
+            engine.leave_device()
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def sleep(self) -> None:

@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,11 +28,14 @@ from engines.controller.process_log import log_tail, log_to
 from engines.errors import ReplicaLostError
 from engines.remote_files import DiskAccess, access_for
 from engines.rollout.base import (
+    ALL_MEMORY,
     Health,
+    MemoryTag,
     RolloutEngine,
     SleepLevel,
     behind_service,
     create_rollout_engine,
+    wake,
 )
 from engines.rollout.event_loop import EventLoopThread
 from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
@@ -166,6 +169,8 @@ class ReplicaProcess:
         """Call an engine method other than `generate`; through the endpoint if there is one."""
         if self._endpoint is not None:
             return await self._endpoint.call(name, arguments)
+        if name == "wake_up":
+            return await wake(self._engine, *arguments)
         return await getattr(self._engine, name)(*arguments)
 
 
@@ -234,9 +239,9 @@ class RemoteReplica(RolloutEngine):
         if level == "weights":
             self._version = NO_VERSION
 
-    async def wake_up(self) -> None:
+    async def wake_up(self, tags: Collection[MemoryTag] = ALL_MEMORY) -> None:
         """See the base class."""
-        await self._call("wake_up")
+        await self._call("wake_up", tags)
 
     async def health(self) -> Health:
         """See the base class."""

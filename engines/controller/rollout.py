@@ -5,7 +5,7 @@ beside the ranks, if one engine samples all; nothing is sampled from weights tha
 Knows nothing of rewards, data, or what is trained.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -134,7 +134,10 @@ class ServedRollout(RolloutService):
             adapter = WeightRoute(
                 launched.new_adapter_transport, partial(run, ModelWorker.send_adapter)
             )
-        return self.sync(launched.new_transport, send, version, probe, adapter)
+        leave: Callable[[], object] = (
+            partial(run, ModelWorker.leave_device) if launched.shares_devices else lambda: None
+        )
+        return self.sync(launched.new_transport, send, version, probe, adapter, leave)
 
     def sleep(self) -> None:
         """Release device memory that the ranks need: put engines on their devices to sleep.

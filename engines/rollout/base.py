@@ -9,8 +9,9 @@ Does not promise: an order of completions; that a continued sample equals an uni
 unless the engine has `EXACT_CONTINUATION`. Engines know nothing of rewards or training.
 """
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -28,6 +29,8 @@ from hardware.base import PlatformBase
 from infra.plugins import load_row
 
 SleepLevel = Literal["kv", "weights"]
+MemoryTag = Literal["weights", "cache"]
+ALL_MEMORY: tuple[MemoryTag, ...] = ("weights", "cache")
 NEED_IDLE = frozenset({"update_weights", "update_adapter", "sleep"})
 """Engine methods that raise while requests are in flight; updates accept paused ones."""
 BEHIND_SERVICE_S = 60.0
@@ -164,8 +167,13 @@ class RolloutEngine(ABC):
         """
 
     @abstractmethod
-    async def wake_up(self) -> None:
-        """Undo `sleep`."""
+    async def wake_up(self, tags: Collection[MemoryTag] = ALL_MEMORY) -> None:
+        """Undo `sleep` for the tagged memory; what is awake stays so.
+
+        With `weights` alone, updates are accepted and nothing is sampled until `cache` is awake
+        too, so that a sender on the same device can leave it before the cache is allocated. An
+        engine may lack the parameter; see `wake`.
+        """
 
     @abstractmethod
     async def health(self) -> Health:
@@ -174,6 +182,14 @@ class RolloutEngine(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Free everything; the engine cannot be used afterwards."""
+
+
+async def wake(engine: RolloutEngine, tags: Collection[MemoryTag] = ALL_MEMORY) -> None:
+    """Wake the tagged memory; an engine whose `wake_up` has no `tags` wakes wholly for weights."""
+    if "tags" in inspect.signature(engine.wake_up).parameters:
+        await engine.wake_up(tags)
+    elif "weights" in tags:
+        await engine.wake_up()
 
 
 def behind_service(rollout: RolloutConfig) -> RolloutConfig:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 
 from engines.errors import RolloutError, WeightSyncError
-from engines.rollout.base import RolloutEngine
+from engines.rollout.base import MemoryTag, RolloutEngine
 from engines.types import Completion, RolloutRequest
 from infra.errors import DeadlineError
 
@@ -42,7 +42,8 @@ class StatefulEngine(RolloutEngine):
         self._timeout_s = timeout_s
         self._version = NO_VERSION
         self._pending: tuple[int, str] | None = None
-        self._paused = self._asleep = self._closed = False
+        self._paused = self._closed = False
+        self._sleeping: set[MemoryTag] = set()
         self._call_numbers = itertools.count()
         self._calls: dict[int, _Call] = {}
 
@@ -67,7 +68,7 @@ class StatefulEngine(RolloutEngine):
         """Prepare to sample from a version, which is served when this returns; no-op by default."""
 
     def _can_serve(self) -> bool:
-        return self._version != NO_VERSION and not self._asleep and not self._closed
+        return self._version != NO_VERSION and not self._sleeping and not self._closed
 
     def _check_can_serve(self) -> None:
         if not self._can_serve():
@@ -76,12 +77,12 @@ class StatefulEngine(RolloutEngine):
     def _refusal(self) -> str:
         if self._closed:
             return "the rollout engine is closed"
-        if self._asleep:
+        if self._sleeping:
             return "the rollout engine is asleep; wake it up first"
         return "the rollout engine has no confirmed weights; send them first"
 
     def _check_can_update(self, version: int) -> None:
-        if self._closed or self._asleep:
+        if self._closed or "weights" in self._sleeping:
             raise WeightSyncError(self._refusal())
         if version < 0:
             raise WeightSyncError(f"version: got {version}; need 0 or more")

@@ -30,7 +30,7 @@ from engines.data.read.chat import render_prompts
 from engines.data.read.rows import Message
 from engines.data.read.tokenizer import DirectoryTokenizer
 from engines.errors import RolloutError
-from engines.rollout.base import NEED_IDLE, RolloutEngine
+from engines.rollout.base import NEED_IDLE, RolloutEngine, wake
 from engines.rollout.collect import collect
 from engines.types import Completion, RolloutRequest, SamplingParams, StructuredOutput
 from infra.errors import ConfigError, DeadlineError
@@ -256,7 +256,8 @@ class Endpoint:
         try:
             if needs_idle:
                 await self._withdraw()
-            result = await getattr(self._engine, name)(*arguments)
+            call = partial(wake, self._engine) if name == "wake_up" else getattr(self._engine, name)
+            result = await call(*arguments)
         finally:
             self._num_changes -= needs_idle
         # While another call waits for the engine to be idle, new requests are refused.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engines.errors import ReplicaLostError, WeightSyncError
-from engines.rollout.base import RolloutEngine
+from engines.rollout.base import RolloutEngine, wake
 from engines.rollout.collect import collect
 from engines.rollout.event_loop import EventLoopThread
 from engines.rollout.replica_pool import SILENCE, ReplicaPool, ReplicaSlot, ReplicaState, silence
@@ -69,13 +69,16 @@ class Publication:
     """Routes, version and probe of a weight update, also for replicas that start before the next.
 
     With an `adapter`, `weights` sends its frozen base weights, once per replica. `adapter` is None
-    if the trainer has no adapter or merges it into the weights.
+    if the trainer has no adapter or merges it into the weights. `leave_device` takes the trainer off
+    devices that it shares with replicas; called before they wake their weights, and again after
+    sending, before they wake their caches.
     """
 
     weights: WeightRoute
     adapter: WeightRoute | None
     version: int
     probe: Probe | None
+    leave_device: Callable[[], object] = lambda: None
 
 
 class Publisher:
@@ -124,7 +127,10 @@ class Publisher:
         self, slots: Sequence[ReplicaSlot], publication: Publication, expected: WeightDigest | None
     ) -> WeightDigest | None:
         """Make slots serve `publication`; return the digest, None if sending lost a replica."""
-        slots = self._each(slots, lambda slot: slot.engine.wake_up(), "replicas to wake up")
+        publication.leave_device()
+        slots = self._each(
+            slots, lambda slot: wake(slot.engine, ["weights"]), "replicas to wake up"
+        )
         version, adapter, sent = publication.version, publication.adapter, None
         if slots and adapter is None:
             sent = self._ship(_Transfer(slots, version), publication.weights, expected)
@@ -132,11 +138,13 @@ class Publisher:
             sent = self._ship(_Transfer(slots, version, is_adapter=True), adapter, expected)
         if sent is None:
             return None
-        left = self._each(
-            slots,
-            lambda slot: slot.engine.finish_update(version, sent.digest),
-            f"version {version} to be served",
-        )
+        publication.leave_device()
+
+        async def serve(slot: ReplicaSlot) -> None:
+            await wake(slot.engine, ["cache"])
+            await slot.engine.finish_update(version, sent.digest)
+
+        left = self._each(slots, serve, f"version {version} to be served")
         self._move(self._probe(left, publication), ReplicaState.HEALTHY)
         return sent
 

@@ -234,6 +234,7 @@ class RolloutService:
         version: int,
         probe: Probe | None = None,
         adapter: WeightRoute | None = None,
+        leave_device: Callable[[], object] = lambda: None,
     ) -> SyncReport:
         """Send new weights to every replica; they serve once all hold what was sent.
 
@@ -242,6 +243,7 @@ class RolloutService:
             send: has the trainer send; called in this thread, also for late replicas until the next
                 `sync`.
             adapter: sends an adapter alone; then the weights go only to replicas that lack them.
+            leave_device: see `Publication`.
 
         Raises:
             WeightSyncError: a replica lacks the weights or fails the probe; no replica generates
@@ -250,7 +252,7 @@ class RolloutService:
             DeadlineError: the weights did not arrive in time.
         """
         return self._publisher.publish(
-            Publication(WeightRoute(new_transport, send), adapter, version, probe)
+            Publication(WeightRoute(new_transport, send), adapter, version, probe, leave_device)
         )
 
     def sleep(self) -> None:

@@ -144,7 +144,10 @@ class BaseEngine(EngineBackend):
             self._leave_device(optimizer=mode == "train")
 
     def leave_device(self) -> None:
-        """Offload as configured outside of scopes; call it after building or loading a state.
+        """Offload as configured, and return the memory that is then unused to the device.
+
+        Called between phases, when another process or the rollout engine needs the memory; not
+        after each optimizer step, whose memory the next one takes again.
 
         Raises:
             EngineError: called inside a scope.
@@ -152,6 +155,7 @@ class BaseEngine(EngineBackend):
         if self._mode is not None:
             raise EngineError(f"leave_device inside {self._mode}_mode: leave it first")
         self._leave_device(optimizer=True)
+        self.spec.platform.empty_cache()
 
     def _leave_device(self, *, optimizer: bool) -> None:
         if self.spec.training.param_offload:

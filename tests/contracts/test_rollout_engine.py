@@ -10,6 +10,7 @@ what they are for. Not covered: speed, memory, more than one device.
 """
 
 import asyncio
+import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -417,6 +418,23 @@ def test_sleep_of_the_weights_asks_for_them_again(served):
     with pytest.raises(RolloutError):
         served.generate(requests())
     served.send(made, 1)
+    assert token_ids(served.generate(requests())) == expected
+
+
+def test_weights_awake_alone_take_an_update_unserved(served):
+    if "tags" not in inspect.signature(served.engine.wake_up).parameters:
+        pytest.skip("its wake_up takes no tags, so it wakes wholly before an update")
+    engine, made = served.engine, model(served.tied, 1)
+    served.send(made, 0)
+    expected = token_ids(served.generate(requests()))
+    served.run(engine.sleep())
+    served.run(engine.wake_up(["weights"]))
+    receipt = served.run(engine.update_weights(served.source(tensors_of(made)), 1))
+    with pytest.raises(RolloutError):
+        served.generate(requests())
+    served.run(engine.wake_up(["cache"]))
+    served.run(engine.finish_update(1, receipt.digest))
+    served.run(engine.wake_up(["weights"]))  # awake already
     assert token_ids(served.generate(requests())) == expected
 
 

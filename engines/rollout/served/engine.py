@@ -11,13 +11,13 @@ nothing then.
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from engines.errors import ReplicaLostError, RolloutError, WeightSyncError
-from engines.rollout.base import Capability, Health, SleepLevel
+from engines.rollout.base import ALL_MEMORY, Capability, Health, MemoryTag, SleepLevel
 from engines.rollout.engine_state import NO_VERSION, SampleOfCall, StatefulEngine
 from engines.rollout.prompt_logprobs import (
     PromptLogprobs,
@@ -129,7 +129,6 @@ class ServedEngine(StatefulEngine):
         self._max_num_prompts = max_num_prompts
         self._in_flight: dict[RunningSample, asyncio.Task[None]] = {}
         self._num_scoring = 0
-        self._sleep_level: SleepLevel = "weights"
         self._holds_weights = False
 
     def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Completion]:
@@ -268,14 +267,15 @@ class ServedEngine(StatefulEngine):
         if level == "weights":
             self._version, self._pending, self._holds_weights = NO_VERSION, None, False
         await self._wait(self._free(level), "to sleep")
-        self._asleep, self._sleep_level = True, level
+        self._sleeping = {"cache"} if level == "kv" else {*ALL_MEMORY}
 
-    async def wake_up(self) -> None:
+    async def wake_up(self, tags: Collection[MemoryTag] = ALL_MEMORY) -> None:
         """See the base class."""
-        if self._asleep:
-            await self._wait(self._take_back(self._sleep_level), "to wake up")
-            self._asleep = False
-            if self._paused:
+        if woken := self._sleeping.intersection(tags):
+            left = self._sleeping - woken
+            await self._wait(self._take_back(woken, samples=not left), "to wake up")
+            self._sleeping = left
+            if self._paused and not left:
                 await self.pause()
 
     async def health(self) -> Health:
@@ -348,8 +348,8 @@ class ServedEngine(StatefulEngine):
         """See `sleep`."""
 
     @abstractmethod
-    async def _take_back(self, level: SleepLevel) -> None:
-        """See `wake_up`."""
+    async def _take_back(self, tags: Collection[MemoryTag], *, samples: bool) -> None:
+        """See `wake_up`; with `samples` all memory is awake then, and sampling goes on."""
 
     @abstractmethod
     async def _ask(self) -> None:

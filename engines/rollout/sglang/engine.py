@@ -10,14 +10,14 @@ Does not promise: a quick start; `score` and `prompt_logprobs` while paused; tha
 has the tokens of its last steps.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
 
 from engines.config.rollout import RolloutConfig
-from engines.rollout.base import Capability, SleepLevel
+from engines.rollout.base import Capability, MemoryTag, SleepLevel
 from engines.rollout.prompt_logprobs import PromptRequest, PromptRows, logprob_at
 from engines.rollout.served.engine import RunningSample, ServedEngine
 from engines.rollout.served.weight_receiver import ModelLayout, read_layout
@@ -34,7 +34,8 @@ from infra.faults import fault
 
 UPDATE = "/update_weights_from_ipc"
 CPU_KV_CACHE_BYTES = 2**30
-TAGS = {"kv": ["kv_cache"], "weights": ["kv_cache", "weights"]}
+MEMORY_TAGS: dict[MemoryTag, str] = {"weights": "weights", "cache": "kv_cache"}
+"""SGLang's names of what it frees asleep."""
 
 
 def start_server(
@@ -256,7 +257,7 @@ class SglangEngine(ServedEngine):
         await self._stop_sampling()
         body = {"zmq_handles": {ORDER: order}, "flush_cache": not fault("sglang.cache_flush")}
         answer = await self._client.call(UPDATE, body, (200, 400))
-        if not self._paused:
+        if not self._paused and not self._sleeping:
             await self._go_on_sampling()
         return [answer["message"]]
 
@@ -288,12 +289,15 @@ class SglangEngine(ServedEngine):
     async def _free(self, level: SleepLevel) -> None:
         if self._frees_memory:
             await self._stop_sampling()
-            await self._client.call("/release_memory_occupation", {"tags": TAGS[level]})
+            tags = [*MEMORY_TAGS.values()] if level == "weights" else [MEMORY_TAGS["cache"]]
+            await self._client.call("/release_memory_occupation", {"tags": tags})
 
-    async def _take_back(self, level: SleepLevel) -> None:
+    async def _take_back(self, tags: Collection[MemoryTag], *, samples: bool) -> None:
         if self._frees_memory:
-            await self._client.call("/resume_memory_occupation", {"tags": TAGS[level]})
-            await self._go_on_sampling()
+            names = [MEMORY_TAGS[tag] for tag in tags]
+            await self._client.call("/resume_memory_occupation", {"tags": names})
+            if samples:
+                await self._go_on_sampling()
 
     async def _ask(self) -> None:
         await self._client.call("/server_info")

@@ -9,14 +9,14 @@ per row) runs in the loop's thread; equal logits in different batches, see `samp
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
 
 from engines.config.rollout import RolloutConfig
 from engines.errors import RolloutError, WeightSyncError
-from engines.rollout.base import Capability, Health, SleepLevel
+from engines.rollout.base import ALL_MEMORY, Capability, Health, MemoryTag, SleepLevel
 from engines.rollout.engine_state import NO_VERSION, StatefulEngine
 from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest, check_prompts
 from engines.rollout.request_check import check_requests
@@ -54,8 +54,9 @@ class TransformersEngine(StatefulEngine):
         options = TransformersOptions.model_validate(rollout.options)
         super().__init__(rollout.timeout_s)
         self._model = InferenceModel(hf_dir, getattr(torch, dtype), platform.device())
+        self._platform = platform
         self._max_prefill_tokens = options.max_prefill_tokens
-        self._cache_bytes, self._platform = options.kv_cache_bytes, platform
+        self._cache_bytes = options.kv_cache_bytes
         self._batch = RunningBatch(
             self._model, rollout.max_num_sequences, options.max_prefill_tokens
         )
@@ -151,13 +152,14 @@ class TransformersEngine(StatefulEngine):
         self._batch.free()
         if level == "weights":
             self._model.release()
-            self._asleep, self._version, self._pending = True, NO_VERSION, None
+            self._version, self._pending, self._sleeping = NO_VERSION, None, {*ALL_MEMORY}
+        self._platform.empty_cache()  # the trainer may be another process
 
-    async def wake_up(self) -> None:
-        """See the base class."""
-        if self._asleep:
+    async def wake_up(self, tags: Collection[MemoryTag] = ALL_MEMORY) -> None:
+        """See the base class. The cache is allocated when samples need it."""
+        if "weights" in self._sleeping.intersection(tags):
             self._model.allocate()
-            self._asleep = False
+        self._sleeping.difference_update(tags)
 
     async def health(self) -> Health:
         """See the base class."""

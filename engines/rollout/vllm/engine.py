@@ -12,7 +12,7 @@ paused; a quick start, since its processes import vLLM anew, about 25 s of CPU t
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +25,7 @@ from engines.checkpoint.peft_adapter import write_peft_adapter
 from engines.config.rollout import RolloutConfig
 from engines.config.training import LoraConfig
 from engines.errors import WeightSyncError
-from engines.rollout.base import Capability, SleepLevel
+from engines.rollout.base import Capability, MemoryTag, SleepLevel
 from engines.rollout.expected_tensors import digest_of
 from engines.rollout.prompt_logprobs import PromptRequest, PromptRows
 from engines.rollout.served.engine import RunningSample, ServedEngine
@@ -53,6 +53,8 @@ CPU_KV_CACHE_BYTES = 2**30
 WORKER_EXTENSION = f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"
 ADAPTER = "policy"
 """vLLM's name of the adapter."""
+MEMORY_TAGS: dict[MemoryTag, str] = {"weights": "weights", "cache": "kv_cache"}
+"""vLLM's names of what it frees asleep."""
 
 
 def start_llm(
@@ -377,8 +379,9 @@ class VllmEngine(ServedEngine):
             if self._frees_memory:
                 await self._llm.release_kv_cache_memory()
 
-    async def _take_back(self, level: SleepLevel) -> None:
-        await self._llm.wake_up()
+    async def _take_back(self, tags: Collection[MemoryTag], *, samples: bool) -> None:
+        # vLLM schedules nothing until all its memory is awake.
+        await self._llm.wake_up([MEMORY_TAGS[tag] for tag in sorted(tags)])
 
     async def _ask(self) -> None:
         await self._llm.is_sleeping()
