@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hardware.base import Availability, PlatformBase
+from hardware.base import Availability, CopyStream, PlatformBase
 from infra.plugins import reason_of
 
 if TYPE_CHECKING:
@@ -23,6 +23,29 @@ PeakTable = Sequence[tuple[str, Mapping[str, float]]]
 """
 
 CPU_STATE = "cpu"
+
+
+class DeviceCopyStream(CopyStream):
+    """A stream of a torch device module."""
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._stream = module, module.Stream()
+
+    def copy(self, source: "torch.Tensor", target: "torch.Tensor") -> None:
+        """See the base class."""
+        self._stream.wait_stream(self._module.current_stream())
+        with self._module.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        # Else the allocator could lend the memory to later computation before the copy has run.
+        (source if target.device.type == "cpu" else target).record_stream(self._stream)
+
+    def join(self) -> None:
+        """See the base class."""
+        self._module.current_stream().wait_stream(self._stream)
+
+    def synchronize(self) -> None:
+        """See the base class."""
+        self._stream.synchronize()
 
 
 class AcceleratorPlatform(PlatformBase):
@@ -152,6 +175,10 @@ class AcceleratorPlatform(PlatformBase):
             return None
         unused = module.memory_reserved() - module.memory_allocated()
         return module.mem_get_info()[0] + unused
+
+    def copy_stream(self) -> CopyStream | None:
+        """Return a stream of the current device."""
+        return DeviceCopyStream(self.device_module)
 
     def ray_resource_options(self, num_devices: int) -> dict[str, object]:
         """Return a request for `ray_resource`; Ray has a keyword of its own for `GPU`."""

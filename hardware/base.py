@@ -22,6 +22,25 @@ class Availability:
     reason: str
 
 
+class CopyStream(ABC):
+    """Queue of copies between device and host that run beside the computation."""
+
+    @abstractmethod
+    def copy(self, source: "torch.Tensor", target: "torch.Tensor") -> None:
+        """Queue a copy behind what the device computes so far; one side is pinned host memory.
+
+        The tensor on the device may be dropped before the copy has run.
+        """
+
+    @abstractmethod
+    def join(self) -> None:
+        """Have the device compute what is queued from now on after the copies queued so far."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until all copies are done, so that the host may read them."""
+
+
 class PlatformBase(ABC):
     """One kind of accelerator, or the CPU.
 
@@ -127,6 +146,10 @@ class PlatformBase(ABC):
     @abstractmethod
     def ray_resource_options(self, num_devices: int) -> dict[str, object]:
         """Return keyword arguments of a Ray actor or task that needs `num_devices` devices."""
+
+    def copy_stream(self) -> CopyStream | None:
+        """Return a new stream for copies; None: the device has no memory apart from the host's."""
+        return None
 
     def rollout_env_vars(self) -> dict[str, str]:
         """Return environment variables that a rollout engine's process needs on this platform."""

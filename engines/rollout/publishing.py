@@ -69,8 +69,8 @@ class Publication:
     """Routes, version and probe of a weight update, also for replicas that start before the next.
 
     With an `adapter`, `weights` sends its frozen base weights, once per replica. `adapter` is None
-    if the trainer has no adapter or merges it into the weights. `leave_device` takes the trainer off
-    devices that it shares with replicas; called before they wake their weights, and again after
+    if the trainer has no adapter or merges it into the weights. `leave_device` takes the trainer
+    off devices that it shares with replicas; called before they wake their weights, and again after
     sending, before they wake their caches.
     """
 
@@ -128,9 +128,7 @@ class Publisher:
     ) -> WeightDigest | None:
         """Make slots serve `publication`; return the digest, None if sending lost a replica."""
         publication.leave_device()
-        slots = self._each(
-            slots, lambda slot: wake(slot.engine, ["weights"]), "replicas to wake up"
-        )
+        slots = self._each(slots, lambda slot: wake(slot.engine, ["weights"]), "weights to wake up")
         version, adapter, sent = publication.version, publication.adapter, None
         if slots and adapter is None:
             sent = self._ship(_Transfer(slots, version), publication.weights, expected)

@@ -12,7 +12,7 @@ missing library is reported only when its backend is used.
 import json
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -102,7 +102,7 @@ class BaseEngine(EngineBackend):
         return self.spec.optimizer
 
     def train_mode(self) -> AbstractContextManager[None]:
-        """Scope in which weights, gradients and optimizer are on the device."""
+        """Scope in which weights and gradients are on the device."""
         return self._scope("train")
 
     def eval_mode(self) -> AbstractContextManager[None]:
@@ -131,17 +131,27 @@ class BaseEngine(EngineBackend):
                 raise EngineError("train_mode inside eval_mode: leave eval_mode first")
             yield
             return
-        training, device = self.spec.training, self.spec.platform.device()
         self._mode = mode
         try:
-            if training.param_offload:
-                self.to(device, optimizer=False, grad=mode == "train")
-            if training.optimizer_offload and mode == "train":
-                self.to(device, model=False, grad=False)
+            if self.spec.training.param_offload:
+                self.to(self.spec.platform.device(), optimizer=False, grad=mode == "train")
             yield
         finally:
             self._mode = None
-            self._leave_device(optimizer=mode == "train")
+            if self.spec.training.param_offload:
+                self.to("cpu", optimizer=False)
+
+    @contextmanager
+    def _optimizer_scope(self) -> Iterator[None]:
+        """Scope in which the optimizer's state is on the device; inside a train scope."""
+        offloads = self.spec.training.optimizer_offload
+        if offloads:
+            self.to(self.spec.platform.device(), model=False, grad=False)
+        try:
+            yield
+        finally:
+            if offloads:
+                self.to("cpu", model=False, grad=False)
 
     def leave_device(self) -> None:
         """Offload as configured, and return the memory that is then unused to the device.
@@ -154,14 +164,11 @@ class BaseEngine(EngineBackend):
         """
         if self._mode is not None:
             raise EngineError(f"leave_device inside {self._mode}_mode: leave it first")
-        self._leave_device(optimizer=True)
-        self.spec.platform.empty_cache()
-
-    def _leave_device(self, *, optimizer: bool) -> None:
         if self.spec.training.param_offload:
             self.to("cpu", optimizer=False)
-        if self.spec.training.optimizer_offload and optimizer:
+        if self.spec.training.optimizer_offload:
             self.to("cpu", model=False, grad=False)
+        self.spec.platform.empty_cache()
 
     def train_batch(self, batch: TokenBatch, loss_fn: LossFn) -> TrainMetrics:
         """Take one optimizer step; `batch` is this rank's share, on the CPU, with a `loss_mask`.
@@ -240,21 +247,23 @@ class BaseEngine(EngineBackend):
         Raises:
             NonFiniteError: the norm is NaN or infinite; the weights are unchanged.
         """
-        grad_norm = self._clip_gradients(self._optimizer_config.max_grad_norm)
-        if not math.isfinite(grad_norm):
-            raise NonFiniteError(f"gradient norm is {grad_norm} at optimizer step {self.num_steps}")
-        self._apply_optimizer(self.lr)
-        self.num_steps += 1
-        if self._ema is not None and self._num_averaged is not None:
-            self._num_averaged += 1
-            move_average(self._averaged(), decay_of_step(self._ema, self._num_averaged))
+        with nullcontext() if self._brings_moments else self._optimizer_scope():
+            grad_norm = self._clip_gradients(self._optimizer_config.max_grad_norm)
+            if not math.isfinite(grad_norm):
+                step = self.num_steps
+                raise NonFiniteError(f"gradient norm is {grad_norm} at optimizer step {step}")
+            self._apply_optimizer(self.lr)
+            self.num_steps += 1
+            if self._ema is not None and self._num_averaged is not None:
+                self._num_averaged += 1
+                move_average(self._averaged(), decay_of_step(self._ema, self._num_averaged))
         return grad_norm
 
     def adopt_average(self) -> bool:
         """Set weights to their average, end averaging; False if there is no average. Collective."""
         if self._num_averaged is None:
             return False
-        with self.train_mode():
+        with self.train_mode(), self._optimizer_scope():
             take_average(self._averaged())
             self._weights_written()
         self._num_averaged = None
@@ -273,7 +282,7 @@ class BaseEngine(EngineBackend):
         num_averaged = stored.num_averaged if optimizer else None
         if self._ema is not None:
             if num_averaged is None:
-                with self.train_mode():
+                with self.train_mode(), self._optimizer_scope():
                     start_average(self._averaged())
             self._num_averaged = num_averaged or 0
         if optimizer:

@@ -128,6 +128,11 @@ class EngineBackend(ABC):
     def _apply_optimizer(self, lr: float) -> None:
         """Take one optimizer step."""
 
+    @property
+    def _brings_moments(self) -> bool:
+        """True if `_apply_optimizer` brings offloaded state to the device itself, in parts."""
+        return False
+
     def _averaged(self) -> Averaged:
         """Return this rank's trained weights and averages, to write in place; needs `ema`."""
         raise EngineError(f"{self.spec.training.backend} keeps no average of its weights")

@@ -111,9 +111,14 @@ class FSDPEngine(TransformersModelEngine):
             if unit._handle.uses_sharded_strategy:
                 _reshard(unit, unit._handle, free_unsharded_flat_param=True)
 
-    def _state_scope(self) -> AbstractContextManager[None]:
-        # The wrapper gathers weights and optimizer states on the device.
-        return self.train_mode() if self._wrapped is not None else super()._state_scope()
+    @contextmanager
+    def _state_scope(self) -> Iterator[None]:
+        if self._wrapped is None:
+            with super()._state_scope():
+                yield
+        else:  # the wrapper gathers weights and optimizer states on the device
+            with self.train_mode(), self._optimizer_scope():
+                yield
 
     def _named_state(self) -> list[tuple[str, Tensor]]:
         if self._wrapped is None:

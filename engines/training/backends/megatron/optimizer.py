@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from engines import collectives
 from engines.checkpoint.engine_state import AVERAGE
 from engines.config.training import OptimizerConfig
+from engines.training.host_state import HostState
 from engines.training.step.optimizer_step import started_adamw
 
 
@@ -136,14 +137,14 @@ class ShardedAdamW:
             chunk.zero_grad_buffer()
         self._made.zero_grad()
 
-    @torch.no_grad()
-    def to(self, device: torch.device) -> None:
-        """Move the state, and main weights that are not the parameters themselves."""
+    def to(self, device: torch.device, host_state: HostState) -> None:
+        """Move the moments, and main weights that are not the parameters themselves."""
+        moved: list[Tensor] = []
         for parameter, shard in self.shards.items():
             if parameter.dtype != torch.float32:
-                shard.main.data = shard.main.data.to(device)
-            for name, value in shard.state.items():
-                shard.state[name] = value.to(device)
+                moved.append(shard.main)
+            moved += [value for value in shard.state.values() if value.dim() > 0]
+        host_state.move(moved, device)
 
 
 def _detach_shards(part: Any) -> None:

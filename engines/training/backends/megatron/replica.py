@@ -40,6 +40,7 @@ from engines.training.backends.megatron.parallel import Place, current_place
 from engines.training.backends.megatron.param_mapping import Block, Part, parts_of
 from engines.training.backends.megatron.router_replay import RouteMemory, RowRoutes
 from engines.training.backends.transformers.adapters import base_name, initialize_adapter
+from engines.training.host_state import HostState
 from engines.training.model.attention import Packing, slice_sequence
 from engines.training.model.linear_logprobs import targets_of
 from engines.training.outputs import read_positions, whole_outputs
@@ -65,6 +66,7 @@ class Replica:
         self._spec, self._layout = spec, layout
         self.place: Place = current_place()
         self.dtype: torch.dtype = getattr(torch, spec.training.dtype)
+        self._host_state = HostState.of(spec.platform)
         self.architecture = Architecture(
             config, layout, self.dtype, recompute=spec.training.gradient_checkpointing
         )
@@ -203,8 +205,8 @@ class Replica:
                 for parameter in chunk.parameters():
                     if not parameter.requires_grad:  # the others are in the buffers
                         parameter.data = parameter.data.to(device)
-        if optimizer and self.optimizer is not None:
-            self.optimizer.to(device)
+        if optimizer and self.optimizer is not None and self._host_state is not None:
+            self.optimizer.to(device, self._host_state)
 
     def infer(
         self, batches: Sequence[TokenBatch], scope: Scope, readouts: Readouts

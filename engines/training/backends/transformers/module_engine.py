@@ -7,6 +7,7 @@ from a checkpoint without its optimizer merges an adapter of the checkpoint into
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -43,10 +44,13 @@ from engines.training.backends.transformers.adapters import (
 )
 from engines.training.backends.transformers.build import build_on_meta
 from engines.training.base import BaseEngine
+from engines.training.host_state import HostState
 from engines.training.spec import VALUE_HEAD, EngineSpec
 from engines.training.step.optimizer_step import Averaged, started_adamw
 from engines.weight_places import local_values
 
+PART_BYTES = 1 << 28
+"""Bytes of moments that an offloaded step moves at a time."""
 DATA = "data"
 """Mesh dimension of the ranks that hold different data."""
 Model = TypeVar("Model", bound=nn.Module)
@@ -92,9 +96,41 @@ class ModuleEngine(BaseEngine, Generic[Model]):
     def _apply_optimizer(self, lr: float) -> None:
         if self._optimizer is None:
             raise EngineError("this engine was made without an optimizer: it cannot train")
-        for group in self._optimizer.param_groups:
+        groups = self._optimizer.param_groups
+        for group in groups:
             group["lr"] = lr
-        self._optimizer.step()
+        if self._host_state is None or not self._brings_moments:
+            self._optimizer.step()
+            return
+        # AdamW updates each parameter by itself, so parts give the bits of one step.
+        whole = [group["params"] for group in groups]
+        parts = step_parts(p for params in whole for p in params if p.grad is not None)
+        states = [self._moments_of(part) for part in parts]
+        try:
+            for i in self._host_state.visit(states):
+                for group, params in zip(groups, whole, strict=True):
+                    group["params"] = [p for p in params if p in parts[i]]
+                self._optimizer.step()
+        finally:
+            for group, params in zip(groups, whole, strict=True):
+                group["params"] = params
+
+    @property
+    def _brings_moments(self) -> bool:
+        return (
+            self.spec.training.optimizer_offload
+            and self._ema is None
+            and self._host_state is not None
+        )
+
+    @cached_property
+    def _host_state(self) -> HostState | None:
+        return HostState.of(self.spec.platform)
+
+    def _moments_of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """Return Adam's tensors of parameters, without the counts of steps."""
+        states = self._optimizer.state if self._optimizer is not None else {}
+        return [t for p in parameters for t in states[p].values() if t.dim() > 0]
 
     def _averaged(self) -> Averaged:
         states: dict[Any, dict[str, Tensor]] = (
@@ -148,10 +184,8 @@ class ModuleEngine(BaseEngine, Generic[Model]):
             if not grad:
                 self.optimizer_zero_grad()
             nn.Module.to(self.model, device)
-        if optimizer and self._optimizer is not None:
-            for state in self._optimizer.state.values():
-                for name, value in state.items():
-                    state[name] = value.to(device)
+        if optimizer and self._optimizer is not None and self._host_state is not None:
+            self._host_state.move(self._moments_of(self._optimizer.state), device)
 
     def save_checkpoint(self, path: Path, step: int) -> None:
         """Write this rank's shard."""
@@ -215,6 +249,19 @@ class ModuleEngine(BaseEngine, Generic[Model]):
                 tensors[f"optimizer.{key}.{name}"] = values[key]
         first = next(iter(states.values()), None)
         return tensors, self._scalars(step, int(first["step"]) if first else 0)
+
+
+def step_parts(parameters: Iterable[nn.Parameter]) -> list[set[nn.Parameter]]:
+    """Split parameters, in order, into parts whose moments have about `PART_BYTES`."""
+    parts: list[set[nn.Parameter]] = []
+    num_bytes = PART_BYTES
+    for parameter in parameters:
+        if num_bytes >= PART_BYTES:
+            parts.append(set())
+            num_bytes = 0
+        parts[-1].add(parameter)
+        num_bytes += 2 * local_values(parameter).nbytes
+    return parts
 
 
 def decayed_names(model: nn.Module) -> set[str]:
