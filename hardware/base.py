@@ -71,6 +71,11 @@ class PlatformBase(ABC):
         return f"cpu:gloo,{self.device_name}:{self.communication_backend}"
 
     @property
+    def is_accelerator(self) -> bool:
+        """True if the device is not the host's processor."""
+        return self.device_name != "cpu"
+
+    @property
     def is_assigned_by_ray(self) -> bool:
         """True if Ray assigns each process its devices; False for CPUs, which it only counts."""
         return self.ray_resource != "CPU"

@@ -52,6 +52,10 @@ class ApartPlatform(CPUPlatform):
         self.traffic = Traffic()
         self.is_apart = True
 
+    @property
+    def is_accelerator(self) -> bool:
+        return True
+
     def device(self) -> torch.device:
         return torch.device("cpu", 0) if self.is_apart else super().device()
 

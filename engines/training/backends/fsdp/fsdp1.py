@@ -58,7 +58,8 @@ class FSDPEngine(TransformersModelEngine):
         return model if isinstance(model, FullyShardedDataParallel) else None
 
     def _build_model(self, *, load_weights: bool) -> PreTrainedModel:
-        model = build_model(self.spec, None, load_weights=load_weights)
+        # The wrapper flattens the parameters of a unit into one tensor of one dtype.
+        model = build_model(self.spec, None, load_weights=load_weights, mixes_dtypes=False)
         self._state_names = [name for name, _ in named_state(model)]
         # Before wrapping, which flattens every parameter.
         self._decayed = decayed_names(model)

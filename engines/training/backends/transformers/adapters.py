@@ -105,7 +105,7 @@ def initialize_adapter(parameters: Mapping[str, Tensor], seed: int) -> None:
             assign(parameter, torch.zeros(parameter.shape))
         elif name.endswith(_MAGNITUDE):
             weight = parameters[name.removesuffix(_MAGNITUDE) + f"{_BASE}weight"]
-            assign(parameter, whole_tensor(weight).norm(dim=1))
+            assign(parameter, whole_tensor(weight).float().norm(dim=1))
 
 
 def _uniform(name: str, shape: torch.Size, seed: int) -> Tensor:

@@ -1,6 +1,8 @@
 """Builds the transformers module of an engine: on one device, or on the meta device for sharding.
 
-Weights are float32. The model stays in evaluation mode, so that training and inference compute the
+Weights are float32; on an accelerator that computes in bfloat16, those of a model that does not
+train, and those under an adapter, are bfloat16. Each pass rounds float32 weights to the same values,
+so no logprob changes; a merge adds the adapter to the rounded weights. The model stays in evaluation mode, so that training and inference compute the
 same logprobs. Liger's kernels and torch.compile make a model's layers faster.
 
 Promises: a missing or unexpected weight is an error (but a value head may be absent and starts at
@@ -144,6 +146,7 @@ def build_model(
     load_weights: bool,
     architecture: Architecture | None = None,
     weights_on_host: bool = False,
+    mixes_dtypes: bool = True,
 ) -> PreTrainedModel:
     """Return the model of an engine with its adapter and frozen parameters, on its device.
 
@@ -151,6 +154,7 @@ def build_model(
         shard: None keeps the model whole.
         load_weights: False leaves the weights undefined.
         architecture: replaces transformers' own class; needs a `shard`.
+        mixes_dtypes: `shard` accepts frozen weights of another dtype than trained ones.
         weights_on_host: `shard` needs weights in host memory; buffers go to the device.
 
     Raises:
@@ -176,6 +180,7 @@ def build_model(
     elif load_weights:
         check_stored_names(hf_dir, spec.model_type)
     _prepare(model, spec)
+    _hold_frozen(model, spec, mixes_dtypes=mixes_dtypes)
     if shard is not None:
         shard(model)
     if not is_filled:
@@ -328,6 +333,15 @@ def _prepare(model: PreTrainedModel, spec: EngineSpec) -> None:
             parameter.requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError("training.frozen_parameters", "nothing is left to train; remove some")
+
+
+def _hold_frozen(model: PreTrainedModel, spec: EngineSpec, *, mixes_dtypes: bool) -> None:
+    """Convert frozen weights to the compute dtype, where no master weights are needed."""
+    computes_in = getattr(torch, spec.training.dtype)
+    is_held = spec.optimizer is None or (mixes_dtypes and spec.training.lora is not None)
+    for parameter in model.parameters() if is_held and spec.platform.is_accelerator else ():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(computes_in)
 
 
 def _auto_class(model_type: ModelType, config: PretrainedConfig, hf_dir: Path) -> Any:

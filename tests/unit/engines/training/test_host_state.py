@@ -20,9 +20,7 @@ from hardware.cpu import CPUPlatform
 
 from rlhf.testing.apart_device import ApartPlatform
 
-BATCH = TokenBatch.from_sequences(
-    [[3, 4, 5, 6, 7], [8, 9]], loss_mask=[[0, 0, 1, 1, 1], [0, 1]]
-)
+BATCH = TokenBatch.from_sequences([[3, 4, 5, 6, 7], [8, 9]], loss_mask=[[0, 0, 1, 1, 1], [0, 1]])
 
 
 def sft(outputs: ModelOutputs, batch: TokenBatch, counts: GlobalCounts) -> LossOutput:
