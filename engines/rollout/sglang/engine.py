@@ -296,8 +296,8 @@ class SglangEngine(ServedEngine):
         if self._frees_memory:
             names = [MEMORY_TAGS[tag] for tag in tags]
             await self._client.call("/resume_memory_occupation", {"tags": names})
-            if samples:
-                await self._go_on_sampling()
+        if samples:
+            await self._go_on_sampling()
 
     async def _ask(self) -> None:
         await self._client.call("/server_info")

@@ -8,7 +8,7 @@ Not covered: shards in host memory, where torch does not accumulate gradients.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
