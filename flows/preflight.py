@@ -138,7 +138,8 @@ def preflight(recipe: Recipe, force: Mapping[str, str] = {}) -> Recipe:
     hardware = resolve_hardware(recipe.hardware, recipe.home)
     if hardware != recipe.hardware:  # a complete setting may be for another machine
         check_devices(recipe.training.num_workers, hardware, recipe.home)
-    recipe = recipe.model_copy(update={"hardware": hardware})
+    training = recipe.training.on(accelerator=hardware.is_accelerator)
+    recipe = recipe.model_copy(update={"hardware": hardware, "training": training})
     _check_parts(recipe)
     request = request_of(recipe)
     if request is None:

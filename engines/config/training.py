@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from engines.config.base import Execution, NotIdentity, Refusals, StrictModel
+from hardware.detection import create
 from infra.errors import ConfigError
 
 
@@ -93,12 +94,14 @@ class TrainingConfig(StrictModel):
     """Ranks that share the experts of a mixture-of-experts model."""
     replicate_size: Annotated[int, Execution] = Field(default=1, ge=1)
     """Hybrid sharding: replicas of the sharded model; 1 shards over all ranks."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype; master weights and optimizer state stay float32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute dtype; `auto`: bfloat16 on accelerators, float32 on a CPU. Master weights and optimizer
+    state stay float32; with bfloat16, accelerators hold weights that do not train in bfloat16 too."""
     max_tokens_per_micro_batch: Annotated[int, Execution] = Field(default=16_384, ge=8)
     """Token budget of one forward and backward pass on one rank: the main memory setting."""
-    gradient_checkpointing: Annotated[bool, Execution] = False
-    """Recompute each layer in the backward pass instead of keeping its activations."""
+    gradient_checkpointing: Annotated[bool | Literal["auto"], Execution] = "auto"
+    """Recompute each layer in the backward pass instead of keeping its activations; `auto`: on
+    accelerators."""
     activation_offload: Annotated[bool, Execution] = False
     """Keep the activations that the backward pass needs in host memory."""
     param_offload: Annotated[bool, Execution] = False
@@ -147,6 +150,20 @@ class TrainingConfig(StrictModel):
             f"use {product * max(1, round(self.num_workers / product))}",
         )
 
+    def on(self, *, accelerator: bool) -> "TrainingConfig":
+        """Return the configuration for a kind of device, without `auto`."""
+        chosen: dict[str, Any] = {}
+        if self.dtype == "auto":
+            chosen["dtype"] = "bfloat16" if accelerator else "float32"
+        if self.gradient_checkpointing == "auto":
+            chosen["gradient_checkpointing"] = accelerator
+        return self.model_copy(update=chosen) if chosen else self
+
+    @property
+    def compute_dtype(self) -> Literal["float32", "bfloat16"]:
+        """`dtype`; `auto`, which preflight replaces, counts as float32."""
+        return "float32" if self.dtype == "auto" else self.dtype
+
     @property
     def data_parallel_size(self) -> int:
         """Ranks, or groups of ranks, that process different data."""
@@ -185,3 +202,8 @@ class HardwareConfig(StrictModel):
     """Product name of the devices (CPU: architecture) that jobs require; null: this machine's."""
     queue_timeout_s: Annotated[float, NotIdentity] = Field(default=604_800.0, gt=0)
     """Seconds that a stage waits until the cluster has room for its ranks and replicas."""
+
+    @property
+    def is_accelerator(self) -> bool:
+        """True if the platform is not the host's processor; False for an unresolved `auto`."""
+        return self.platform != "auto" and create(self.platform).is_accelerator

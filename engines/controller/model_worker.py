@@ -44,7 +44,7 @@ from engines.types import (
 from engines.weight_sync.base import SyncReport, Transport, WeightDigest
 from engines.weight_sync.in_process import new_transport
 from engines.weight_sync.sharded import SendPlan, ShardedTransport
-from hardware.detection import check_planned, detect
+from hardware.detection import check_planned, detect, planned
 from infra import env
 
 ROLES_DIR = "roles"
@@ -81,8 +81,9 @@ class WorkerSpec:
 
     @property
     def training(self) -> TrainingConfig:
-        """Training configuration of the leading role."""
-        return self.roles[self.leading].training
+        """Training configuration of the leading role, without `auto`."""
+        training = self.roles[self.leading].training
+        return training.on(accelerator=planned(self.platform).is_accelerator)
 
 
 class ModelWorker:

@@ -35,6 +35,7 @@ class EngineSpec:
     """Settings from which one engine is created.
 
     Attributes:
+        training: `auto` is replaced by what it means on `platform`.
         optimizer: None makes an engine that only infers.
         total_steps: optimizer steps of the run, for the schedule.
         temperature: logprobs are those of softmax(logits / temperature), the sampled distribution.
@@ -49,6 +50,10 @@ class EngineSpec:
     seed: int
     temperature: float = 1.0
     model_type: ModelType = "language_model"
+
+    def __post_init__(self) -> None:
+        training = self.training.on(accelerator=self.platform.is_accelerator)
+        object.__setattr__(self, "training", training)
 
 
 RoleName = Literal["policy", "reference", "critic", "reward", "teacher"]

@@ -46,7 +46,7 @@ def _training(training: TrainingConfig) -> list[str]:
         knobs.append(
             _halved("training.max_tokens_per_micro_batch", training.max_tokens_per_micro_batch)
         )
-    knobs += [f"training.{name}: true" for name in SWITCHES if not getattr(training, name)]
+    knobs += [f"training.{name}: true" for name in SWITCHES if getattr(training, name) is not True]
     if not training.chunked_logprobs:
         knobs.append("training.chunked_logprobs: true")
     knobs.append(f"training.num_workers: more than {training.num_workers}, which share the model")

@@ -45,7 +45,7 @@ def test_phases_hold_what_the_guide_says(
         roles={
             POLICY: RoleSpec(
                 ModelSource(model_dir),
-                TrainingConfig(param_offload=offload, optimizer_offload=offload),
+                TrainingConfig(dtype="float32", param_offload=offload, optimizer_offload=offload),
                 OptimizerConfig(lr=1e-2),
                 total_num_steps=10,
             )

@@ -36,7 +36,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def new_engine(path: Path, platform: PlatformBase, **training: Any) -> BaseEngine:
-    config = TrainingConfig(backend="megatron", **training)
+    chosen = {"dtype": "float32", "gradient_checkpointing": False, **training}
+    config = TrainingConfig.model_validate({"backend": "megatron", **chosen})
     engine = create_engine("language_model", path, config, OPTIMIZER, 100, platform, seed=0)
     engine.initialize()
     return engine

@@ -98,3 +98,22 @@ def test_forward_and_backward_equal_the_softmax(
         assert error < TOLERANCE[dtype], name
     fused = platform.device_name != "cpu" and dtype == "bfloat16"
     assert len(calls) == int(fused)
+
+
+def test_float32_keeps_no_scores_of_a_long_sequence(platform: PlatformBase) -> None:
+    length, num_heads, num_kv_heads, head_dim = 4096, 8, 2, 64
+    if platform.device_name == "cpu":
+        length = 64
+    device = platform.device()
+    q, k, v = (
+        torch.randn(1, heads, length, head_dim, device=device, requires_grad=True)
+        for heads in (num_heads, num_kv_heads, num_kv_heads)
+    )
+    packing = Packing.from_cu_seqlens(torch.tensor([0, length], dtype=torch.int32, device=device))
+    before_bytes = platform.memory_allocated_bytes()
+    out, _ = packed_attention(torch.nn.Module(), q, k, v, None, packing=packing)
+    out.sum().backward()
+    assert k.grad is not None
+    if platform.device_name != "cpu":
+        grown_bytes = platform.max_memory_allocated_bytes() - before_bytes
+        assert grown_bytes < num_heads * length * length * 4 / 4, "a quarter of the scores"

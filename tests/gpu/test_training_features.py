@@ -28,7 +28,8 @@ def new_engine(
     **training: Any,
 ) -> BaseEngine:  # fmt: skip
     """An initialized engine that trains."""
-    config = TrainingConfig.model_validate({"collective_timeout_s": 60.0, **training})
+    chosen = {"dtype": "float32", "gradient_checkpointing": False, **training}
+    config = TrainingConfig.model_validate({"collective_timeout_s": 60.0, **chosen})
     engine = create_engine(
         "value_model" if value_model else "language_model",
         model_dir,

@@ -142,7 +142,7 @@ class EvaluateStageConfig(ServingStageConfig):
             of=of,
             hardware=recipe.hardware,
             num_threads=recipe.training.num_threads,
-            dtype=recipe.training.dtype,
+            dtype=recipe.training.compute_dtype,
             model=None if recipe.trains else recipe.model.measured,
             evaluation=evaluation.model_copy(
                 update={name: getattr(recipe.rl.sampling, name) for name in unset}
@@ -250,7 +250,7 @@ class HarnessStageConfig(BackendStageConfig, AnsweringStageConfig):
             is_against=is_against,
             hardware=recipe.hardware,
             num_threads=recipe.training.num_threads,
-            dtype=recipe.training.dtype,
+            dtype=recipe.training.compute_dtype,
             rollout=recipe.rollout,
             model=model.measured if model else None,
             harness=recipe.harness_suites[name],

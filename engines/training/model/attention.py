@@ -200,6 +200,9 @@ def _batched_runs(
     ):
         q, k, v = (part.unflatten(0, (count, length)).transpose(1, 2) for part in parts)
         mask = _window_mask(length, window, q.device) if window and window < length else None
+        if q.device.type != "cpu" and q.shape[1] != k.shape[1]:
+            # On CUDA, float32 with `enable_gqa` has only the kernel that keeps all scores.
+            k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
         out = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],

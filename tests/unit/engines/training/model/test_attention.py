@@ -8,11 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engines.config.training import TrainingConfig
 from engines.training.backends.fsdp.engine import FSDP2Engine
 from engines.training.backends.transformers import build
+from engines.training.model import attention
 from engines.training.model.attention import Packing, _batched_runs, packed_attention
 from engines.training.spec import EngineSpec
 from engines.types import TokenBatch
@@ -218,3 +220,19 @@ def test_a_mask_is_refused() -> None:
     packing = Packing.from_cu_seqlens(torch.tensor([0, 3], dtype=torch.int32))
     with pytest.raises(ConfigError, match="a mask"):
         packed_attention(torch.nn.Identity(), q, q, q, torch.ones(1, 3), packing=packing)
+
+
+def test_float32_shares_no_heads_outside_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA, shared heads in float32 leave only the kernel that keeps every score."""
+    seen: list[tuple[int, int, bool]] = []
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, **_: object) -> Tensor:
+        seen.append((q.shape[1], k.shape[1], enable_gqa))
+        return q
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", spy)
+    packing = attention.Packing(torch.tensor([0, 6]), ((1, 6),), 6)
+    for device in ("cpu", "meta"):
+        q, k, v = (torch.empty(1, heads, 6, 8, device=device) for heads in (4, 2, 2))
+        attention.packed_attention(torch.nn.Module(), q, k, v, None, packing=packing)
+    assert seen == [(4, 2, True), (4, 4, False)]
