@@ -47,10 +47,6 @@ class NvidiaPlatform(AcceleratorPlatform):
         ("RTX 4090", {"bfloat16": 165.2e12, "float16": 165.2e12, "float32": 82.6e12}),
     )
 
-    def rollout_env_vars(self) -> dict[str, str]:
-        """Turn off NCCL's cuMem allocator: it conflicts with engines that remap device memory."""
-        return {"NCCL_CUMEM_ENABLE": "0"}
-
     def profiler_range(self, name: str) -> AbstractContextManager[object]:
         """Return an NVTX range."""
         import torch

@@ -196,7 +196,7 @@ SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN = EnvVar(
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", None, "set by us: 1, SGLang holds some tokens back"
 )
 NCCL_CUMEM_ENABLE = EnvVar(
-    "NCCL_CUMEM_ENABLE", None, "0 switches off an allocator of NCCL that clashes with vLLM's sleep"
+    "NCCL_CUMEM_ENABLE", None, "NCCL's cuMem allocator; must be equal for ranks and replicas"
 )
 CUDA_VISIBLE_DEVICES = EnvVar(
     "CUDA_VISIBLE_DEVICES", None, "NVIDIA or MetaX devices this process may use"

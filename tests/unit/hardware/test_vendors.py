@@ -37,6 +37,12 @@ def test_every_built_in_name_is_its_vendors() -> None:
     assert all(name == platform.vendor_name for name, platform in made.items())
 
 
+@pytest.mark.parametrize("vendor", ALL)
+def test_replicas_alone_get_no_setting_of_communicators(vendor: type[PlatformBase]) -> None:
+    """Ranks join the same communicators; both ends need equal settings."""
+    assert not [name for name in vendor().rollout_env_vars() if "CCL_" in name]
+
+
 @pytest.mark.parametrize(
     ("platform", "expected"),
     [
