@@ -13,7 +13,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hardware.base import Availability, CopyStream, PlatformBase
+from infra.job_environments import TORCH_BUILDS
 from infra.plugins import reason_of
+from infra.survey_report import DeviceFacts, FoundDevice
 
 if TYPE_CHECKING:
     import torch
@@ -111,6 +113,43 @@ class AcceleratorPlatform(PlatformBase):
         """Return the driver's name of the current device; opens it."""
         return str(self.device_module.get_device_name())
 
+    def device_facts(self) -> DeviceFacts:
+        """See the base class."""
+        module, torch = self.device_module, importlib.import_module("torch")
+        libraries = getattr(module, self.communication_backend, None)
+        version = getattr(libraries, "version", None)
+        return DeviceFacts(
+            runtime=torch_build(torch),
+            driver=self.driver_version(),
+            communication=version
+            and f"{self.communication_backend.upper()} {'.'.join(map(str, version()))}",
+            links=self.links(),
+            devices=tuple(self._found(number) for number in range(module.device_count())),
+        )
+
+    def driver_version(self) -> str | None:
+        """Return the version of the driver; None if the vendor has no way to ask."""
+        return None
+
+    def links(self) -> str | None:
+        """Return the number of device pairs per kind of link; see `driver_version`."""
+        return None
+
+    def _found(self, number: int) -> FoundDevice:
+        module = self.device_module
+        properties = module.get_device_properties(number)
+        # AMD's has the first, NVIDIA's the second.
+        architecture = getattr(properties, "gcnArchName", None)
+        if architecture is None and hasattr(properties, "major"):
+            architecture = f"sm_{properties.major}{properties.minor}"
+        ask = getattr(module, "mem_get_info", None)
+        return FoundDevice(
+            label=properties.name,
+            architecture=architecture,
+            total_bytes=properties.total_memory,
+            free_bytes=None if ask is None else ask(number)[0],
+        )
+
     def device_uuid(self) -> str | None:
         """Return the driver's identifier of the current device, or None; opens the device."""
         module = self.device_module
@@ -196,7 +235,5 @@ def is_installed(package: str) -> bool:
 
 def torch_build(torch: ModuleType) -> str:
     """Return `maca`, `rocm`, `CUDA` or `xpu` with the version torch was built for, else `cpu`."""
-    # MetaX's build also states the CUDA version that it is compatible with: maca comes first.
-    names = {"maca": "maca", "hip": "rocm", "cuda": "CUDA", "xpu": "xpu"}
-    built = ((name, getattr(torch.version, each, None)) for each, name in names.items())
+    built = ((name, getattr(torch.version, each, None)) for each, name in TORCH_BUILDS.items())
     return next((f"{name} {version}" for name, version in built if version), "cpu")

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from infra.survey_report import DeviceFacts
+
 
 @dataclass(frozen=True)
 class Availability:
@@ -103,6 +105,10 @@ class PlatformBase(ABC):
     @abstractmethod
     def device_label(self) -> str:
         """Return the product name of this process's device; may open it."""
+
+    def device_facts(self) -> "DeviceFacts | None":
+        """Return driver, libraries and devices, which it opens; None for a CPU."""
+        return None
 
     @abstractmethod
     def device_uuid(self) -> str | None:

@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager
 
+from hardware import nvidia_smi
 from hardware.accelerator import AcceleratorPlatform
 
 
@@ -46,6 +47,14 @@ class NvidiaPlatform(AcceleratorPlatform):
         ("RTX 4090 Laptop", {}),
         ("RTX 4090", {"bfloat16": 165.2e12, "float16": 165.2e12, "float32": 82.6e12}),
     )
+
+    def driver_version(self) -> str | None:
+        """See the base class."""
+        return nvidia_smi.driver_version()
+
+    def links(self) -> str | None:
+        """See the base class."""
+        return nvidia_smi.links()
 
     def profiler_range(self, name: str) -> AbstractContextManager[object]:
         """Return an NVTX range."""

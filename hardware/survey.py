@@ -1,7 +1,7 @@
 """Report this machine's devices as one line of JSON, for a parent that must not import torch.
 
     python -m hardware.survey NAME     the platform of `NAME` (or `auto`) and its product name
-    python -m hardware.survey          the same for `auto`, and every external plugin, loaded
+    python -m hardware.survey          the same for `auto`, its devices, and every external plugin
 
 Promises: a plugin that does not load is reported and affects nothing else.
 """
@@ -18,20 +18,24 @@ def main() -> None:
     """Print the report that the command line requests."""
     wanted = sys.argv[1:]
     try:
-        report = find_platform(wanted[0]) if wanted else survey()
+        report = find_platform(*wanted) if wanted else survey()
     except ConfigError as error:
         report = SurveyReport(refusal=Refusal(path=error.path, problem=error.problem))
     sys.stdout.write(f"\n{report.model_dump_json()}\n")
 
 
-def find_platform(requested: str) -> SurveyReport:
-    """Report the platform that a job would choose here and its device, or why there is none."""
+def find_platform(requested: str, *, with_facts: bool = False) -> SurveyReport:
+    """Report the platform that a job would choose here and its device, or why there is none.
+
+    `with_facts` opens all devices.
+    """
     try:
         platform, reason = detect(requested)
     except ConfigError as error:
         return SurveyReport(refusal=Refusal(path=error.path, problem=error.problem))
     try:
         label = platform.device_label()
+        facts = platform.device_facts() if with_facts else None
     except Exception as error:  # noqa: BLE001  driver boundary: any reason is the answer
         problem = f"{reason}; the device does not open: {reason_of(error)}"
         return SurveyReport(refusal=Refusal(path="hardware.platform", problem=problem))
@@ -42,7 +46,8 @@ def find_platform(requested: str) -> SurveyReport:
             reason=reason,
             label=label,
             num_devices=platform.device_count(),
-        )
+        ),
+        devices=facts,
     )
 
 
@@ -60,7 +65,7 @@ def survey() -> SurveyReport:
         except ConfigError as error:
             problem = error.problem
         plugins.append(FoundPlugin(name=name, detail=detail, problem=problem))
-    return find_platform("auto").model_copy(update={"plugins": tuple(plugins)})
+    return find_platform("auto", with_facts=True).model_copy(update={"plugins": tuple(plugins)})
 
 
 if __name__ == "__main__":

@@ -16,6 +16,29 @@ class FoundPlatform(FrozenModel):
     num_devices: int | None = None
 
 
+class FoundDevice(FrozenModel):
+    """One device; `architecture` is like `sm_90` or `gfx942`, None if its library has no name."""
+
+    label: str
+    architecture: str | None
+    total_bytes: int
+    free_bytes: int | None
+
+
+class DeviceFacts(FrozenModel):
+    """Driver, libraries and devices of an accelerator; None is unknown.
+
+    `runtime` is like `CUDA 13.0`, `communication` like `NCCL 2.29.7`, `links` has the number of
+    device pairs per kind of link.
+    """
+
+    runtime: str
+    driver: str | None
+    communication: str | None
+    links: str | None
+    devices: tuple[FoundDevice, ...]
+
+
 class Refusal(FrozenModel):
     """Why there is no platform: path and problem of a `ConfigError`."""
 
@@ -35,8 +58,12 @@ class FoundPlugin(FrozenModel):
 
 
 class SurveyReport(FrozenModel):
-    """Platform or refusal, and plugins if requested, ordered as `infra.plugins.outside_rows`."""
+    """Platform or refusal; facts of its devices and plugins if requested.
+
+    Plugins are ordered as `infra.plugins.outside_rows`. A CPU has no `devices`.
+    """
 
     platform: FoundPlatform | None = None
+    devices: DeviceFacts | None = None
     refusal: Refusal | None = None
     plugins: tuple[FoundPlugin, ...] = ()

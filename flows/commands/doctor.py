@@ -15,16 +15,16 @@ import shutil
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
 
 from packaging.requirements import Requirement
 
 from engines.config.backends import ENGINES
 from engines.config.plugins import ROLLOUT_ENGINES, TABLES
+from flows.commands.check import Check, tried
+from flows.commands.device_checks import device_checks, environment_checks
 from flows.preflight import platform_of, survey_machine
 from infra import env
 from infra.errors import ConfigError, PipelineError
@@ -33,22 +33,11 @@ from infra.plugins import external_modules, import_external_modules
 from infra.store.atomic import atomic_write_bytes
 from infra.store.storage import open_storage
 
-Status = Literal["ok", "warning", "error"]
-
 DISTRIBUTION = "rlhf-pipeline"
 PROJECT_PACKAGES = ("flows", "tasks", "engines", "hardware", "infra")
 MIN_FREE_BYTES = 2 * 1024**3
 HTTP_TIMEOUT_S = 3.0
 MARKS = {"ok": "ok  ", "warning": "warn", "error": "FAIL"}
-
-
-@dataclass(frozen=True)
-class Check:
-    """Result of one check; `error` means that the pipeline cannot run."""
-
-    name: str
-    status: Status
-    detail: str
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -96,14 +85,6 @@ def _all_checks(store: str | None) -> Iterator[Check]:
     yield _service("MLflow server", env.MLFLOW_TRACKING_URI.get(), "/health", "a local database")
 
 
-def tried(name: str, find: Callable[[], str]) -> Check:
-    """Return a check with what `find` returns, or with its error."""
-    try:
-        return Check(name, "ok", find())
-    except (PipelineError, OSError) as error:
-        return Check(name, "error", str(error))
-
-
 def _distributions() -> Iterator[Check]:
     try:
         declared = metadata.requires(DISTRIBUTION) or []
@@ -145,6 +126,9 @@ def _platform_and_plugins() -> Iterator[Check]:
         return f"{found.device} {found.label} ({found.reason})"
 
     yield tried("platform", chosen)
+    if report.platform is not None:
+        yield from device_checks(report.devices)
+    yield from environment_checks()
     checks = (
         Check(f"plugin {each.name}", "error" if each.problem else "ok", each.problem or each.detail)
         for each in report.plugins

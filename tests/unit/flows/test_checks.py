@@ -43,8 +43,12 @@ def test_plugins_of_distributions(tmp_path: Path) -> None:
     (site / "wheel_a_chip.py").write_text(
         "from hardware.cpu import CPUPlatform\n"
         "from hardware.base import Availability\n"
+        "from infra.survey_report import DeviceFacts, FoundDevice\n"
         "class Chip(CPUPlatform):\n"
         "    vendor_name = 'a'\n"
+        "    def device_facts(self):\n"
+        "        return DeviceFacts(runtime='chips 1', driver=None, communication=None, links=None,"
+        " devices=(FoundDevice(label='A', architecture='a1', total_bytes=2**30, free_bytes=0),))\n"
         "class Gone(Chip):\n"
         "    def is_available(self): return Availability(False, 'no chip on the bus')\n"
     )
@@ -61,6 +65,9 @@ def test_plugins_of_distributions(tmp_path: Path) -> None:
     status, detail = found["platform"]
     assert status == "ok"
     assert "(chip: a CPU is always there (not broken: broken cannot be loaded from" in detail
+    assert found["devices"] == ["ok", "driver unknown, chips 1"]
+    assert found["device 0"] == ["ok", "A, a1, 1.0 GiB, 0.0 GiB free"]
+    assert found["environment core"][1].startswith("torch ")
     assert found["plugin platform.chip"] == [
         "ok",
         "wheel_a==1.0, wheel_a_chip:Chip, available: a CPU is always there",

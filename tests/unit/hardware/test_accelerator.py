@@ -74,6 +74,39 @@ def platform(request: pytest.FixtureRequest, module: DeviceModule) -> Accelerato
     return request.param()
 
 
+def test_facts_are_of_every_device() -> None:
+    class Module(DeviceModule):
+        cnclx = SimpleNamespace(version=lambda: (2, 29, 7))
+
+        def get_device_properties(self, index: int) -> object:
+            shared = {"name": f"Chip {index}", "total_memory": 100 + index}
+            own = {"major": 9, "minor": 0} if index else {"gcnArchName": "gfx942", "major": 9}
+            return SimpleNamespace(**shared, **own)
+
+        def mem_get_info(self, index: int) -> tuple[int, int]:
+            return 50 + index, 100 + index
+
+    class Platform(CambriconPlatform):
+        communication_backend = "cnclx"
+        device_module = Module()
+
+        def driver_version(self) -> str:
+            return "1.2"
+
+    facts = Platform().device_facts()
+    assert (facts.driver, facts.communication, facts.links) == ("1.2", "CNCLX 2.29.7", None)
+    assert facts.runtime == torch_build(torch)
+    assert [tuple(each.model_dump().values()) for each in facts.devices] == [
+        ("Chip 0", "gfx942", 100, 50),
+        ("Chip 1", "sm_90", 101, 51),
+    ]
+    Module.mem_get_info = None  # pyright: ignore[reportAttributeAccessIssue]
+    Module.cnclx = SimpleNamespace()
+    facts = Platform().device_facts()
+    assert facts.communication is None
+    assert [each.free_bytes for each in facts.devices] == [None, None]
+
+
 def test_a_probe_counts_and_does_not_open(
     platform: AcceleratorPlatform, module: DeviceModule
 ) -> None:

@@ -1,0 +1,69 @@
+"""What `rlhf doctor` says of the devices, and of the environments that compute on them."""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from flows.commands.check import Check
+from hardware import nvidia_smi
+from infra.job_environments import EnvironmentBuild, build_of, environments
+from infra.survey_report import DeviceFacts
+
+GIB = 1024**3
+CUDA_13_DRIVER = 580
+"""First major version of a driver that runs CUDA 13; `make` installs for it."""
+
+
+def device_checks(facts: DeviceFacts | None) -> Iterator[Check]:
+    """Yield a line for driver, libraries and links, and one per device."""
+    if facts is None:
+        yield Check("devices", "ok", "none but the CPU")
+        return
+    parts = [
+        f"driver {facts.driver or 'unknown'}",
+        facts.runtime,
+        *filter(None, [facts.communication, facts.links and f"links {facts.links}"]),
+    ]
+    yield Check("devices", "ok", ", ".join(parts))
+    for number, device in enumerate(facts.devices):
+        free = "" if device.free_bytes is None else f", {device.free_bytes / GIB:.1f} GiB free"
+        yield Check(
+            f"device {number}",
+            "ok",
+            f"{device.label}, {device.architecture or 'architecture unknown'}, "
+            f"{device.total_bytes / GIB:.1f} GiB{free}",
+        )
+
+
+def environment_checks() -> Iterator[Check]:
+    """Yield a line per environment: what it computes with, and a warning if that differs here."""
+    own = _own_build()
+    if own is None:
+        return
+    driver = nvidia_smi.driver_version() if own.built_for == "cpu" else None
+    if driver is None:
+        yield Check("environment core", "ok", str(own))
+    else:
+        is_new = int(driver.partition(".")[0]) >= CUDA_13_DRIVER
+        what_to_do = "run make DEVICE=cuda" if is_new else f"CUDA 13 needs driver {CUDA_13_DRIVER}"
+        detail = f"{own}; jobs take the CPU although NVIDIA driver {driver} is here; {what_to_do}"
+        yield Check("environment core", "warning", detail)
+    for name, interpreter in environments().items():
+        build = build_of(interpreter, name)
+        if build is None:
+            yield Check(f"environment {name}", "warning", f"has no torch; run make env-{name}")
+        elif build.built_for == own.built_for:
+            yield Check(f"environment {name}", "ok", str(build))
+        else:
+            device = {"CUDA": "cuda", "cpu": "cpu"}.get(own.built_for)
+            what_to_do = f"run make DEVICE={device} env-{name}" if device else "install it anew"
+            detail = f"{build}; the project's own is for {own.built_for}; {what_to_do}"
+            yield Check(f"environment {name}", "warning", detail)
+
+
+def _own_build() -> EnvironmentBuild | None:
+    found = importlib.util.find_spec("torch")  # does not import it
+    if found is None or found.origin is None:
+        return None
+    return build_of(Path(sys.executable), "", Path(found.origin).parents[1])
