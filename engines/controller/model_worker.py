@@ -112,7 +112,9 @@ class ModelWorker:
                 rollout.engine, spec.serving_dir, behind_service(rollout), dtype, self._platform
             )
             self._rollout = RolloutService([engine], rollout.timeout_s)
-            self._new_transport = new_transport(spec.serving_dir, dtype, rollout.timeout_s)
+            self._new_transport = new_transport(
+                spec.serving_dir, dtype, rollout.timeout_s, self._platform.device_name
+            )
         _load(self._engines[spec.leading], spec.roles[spec.leading])
         for name, role in spec.roles.items():
             if name not in self._engines and not (

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
-from engines.checksum import combine, tensor_checksum
+from engines.checksum import ChecksumMethod, TensorChecksums
 from engines.errors import WeightSyncError
 from engines.weight_sync.base import WeightDigest
 
@@ -47,13 +47,12 @@ class ExpectedTensors:
             raise WeightSyncError(f"{len(missing)} parameters were not sent, first {missing[0]}")
 
 
-def digest_of(tensors: Mapping[str, Tensor]) -> WeightDigest:
+def digest_of(tensors: Mapping[str, Tensor], method: ChecksumMethod) -> WeightDigest:
     """Return the digest of a mapping from names to tensors."""
-    return WeightDigest(
-        digest=combine((name, tensor_checksum(tensor)) for name, tensor in tensors.items()),
-        num_tensors=len(tensors),
-        num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
-    )
+    checksums = TensorChecksums(method)
+    for name, tensor in tensors.items():
+        checksums.add(name, tensor)
+    return WeightDigest.of(checksums)
 
 
 def tied_names(model: nn.Module) -> frozenset[str]:

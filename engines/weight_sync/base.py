@@ -9,15 +9,21 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
+from engines.checksum import ChecksumMethod, TensorChecksums
 from engines.errors import WeightSyncError
 
 
 class WeightSource(Protocol):
     """Source from which a receiver reads weights; plain data if it is read in another process."""
+
+    @property
+    def checksum_method(self) -> ChecksumMethod:
+        """Method of the sender's checksums, with which a receiver has to compute its own."""
+        ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) of every parameter and persistent buffer.
@@ -40,6 +46,11 @@ class WeightDigest:
     digest: str
     num_tensors: int
     num_bytes: int
+
+    @classmethod
+    def of(cls, checksums: TensorChecksums) -> Self:
+        """Return the digest of checked tensors; waits for devices."""
+        return cls(checksums.digest(), len(checksums.by_name()), checksums.num_bytes)
 
 
 def first_of_each(num_workers: Sequence[int]) -> list[int]:

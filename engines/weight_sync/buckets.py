@@ -2,21 +2,21 @@
 
 A bucket is flat uint8 memory with a description of where each tensor lies. Every tensor begins at a
 multiple of `ALIGNMENT_BYTES`; a tensor larger than a bucket gets a bucket of its own size.
-Promises: a tensor is copied when its dtype changes, and when it is packed; readers of a bucket get
-views, no copies.
+Promises: a tensor is cast and packed in one pass over its memory, and its checksum is of what lies
+in the bucket; readers of a bucket get views, no copies.
 """
 
 import json
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
 
-from engines.checksum import combine, tensor_checksum
+from engines.checksum import ChecksumMethod, TensorChecksums
 from engines.collectives import world_size
 from engines.errors import WeightSyncError
 from engines.weight_sync.base import ReceiverGoneError, WeightDigest
@@ -28,34 +28,59 @@ BUCKET_BYTES = 16 * 2**20
 
 
 class CastStream(Iterator[tuple[str, Tensor]]):
-    """Casts (name, full tensor) pairs by `received_dtype` and keeps the checksum of each."""
+    """Casts (name, full tensor) pairs by `received_dtype` and keeps the checksum of each.
+
+    A tensor that was cast is valid until the next but one is requested.
+    """
 
     def __init__(
         self,
         tensors: Iterator[tuple[str, Tensor]],
         dtype: torch.dtype,
         float32_names: Collection[str] = (),
+        method: ChecksumMethod = "xxh3",
     ) -> None:
         self._tensors = tensors
         self._dtype = dtype
         self._float32_names = frozenset(float32_names)
-        self._checksums: dict[str, str] = {}
-        self._num_bytes = 0
+        self._checksums = TensorChecksums(method)
+        self._staging = deque([torch.empty(0, dtype=torch.uint8)] * 2)
 
     def __next__(self) -> tuple[str, Tensor]:
-        name, tensor = next(self._tensors)
-        tensor = tensor.detach()
-        if name in self._checksums:
-            raise WeightSyncError(f"{name}: the training engine sent it twice")
-        tensor = tensor.to(received_dtype(name, tensor.dtype, self._dtype, self._float32_names))
-        self._checksums[name] = tensor_checksum(tensor)
-        self._num_bytes += tensor.nbytes
+        name, tensor, dtype = self._next_uncast()
+        if tensor.dtype != dtype:
+            tensor = self._cast(tensor, dtype)
+        self._checksums.add(name, tensor)
         return name, tensor
+
+    def pack(self, packer: "Packer") -> None:
+        """Pack the tensors that are left; they are cast into their bucket."""
+        with suppress(StopIteration):
+            while True:
+                name, tensor, dtype = self._next_uncast()
+                self._checksums.add(name, packer.add(name, tensor, dtype=dtype))
+        packer.flush()
 
     @property
     def sent(self) -> WeightDigest:
         """Digest of the tensors that were read so far."""
-        return WeightDigest(combine(self._checksums.items()), len(self._checksums), self._num_bytes)
+        return WeightDigest.of(self._checksums)
+
+    def _next_uncast(self) -> tuple[str, Tensor, torch.dtype]:
+        """Return the next name, its tensor, and the dtype to cast it to."""
+        name, tensor = next(self._tensors)
+        if name in self._checksums:
+            raise WeightSyncError(f"{name}: the training engine sent it twice")
+        dtype = received_dtype(name, tensor.dtype, self._dtype, self._float32_names)
+        return name, tensor.detach(), dtype
+
+    def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Cast into the memory of the cast before the last: fresh memory is slow to touch first."""
+        flat, num_bytes = self._staging.popleft(), tensor.numel() * dtype.itemsize
+        if flat.numel() < num_bytes or flat.device != tensor.device:
+            flat = torch.empty(num_bytes, dtype=torch.uint8, device=tensor.device)
+        self._staging.append(flat)
+        return flat[:num_bytes].view(dtype).view(tensor.shape).copy_(tensor)
 
 
 def received_dtype(
@@ -134,17 +159,24 @@ class Packer:
         self._offset_bytes = 0
         self._memory = torch.empty(0)
 
-    def add(self, name: str, tensor: Tensor, checksum: str = "") -> None:
-        """Copy a tensor into the current bucket, or into the next one if it does not fit."""
-        if self._offset_bytes + tensor.nbytes > self._bucket_bytes:
+    def add(
+        self, name: str, tensor: Tensor, checksum: str = "", dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Copy a tensor into the current bucket, or into the next one if it does not fit.
+
+        Returns the view of the bucket, in `dtype` or else in the tensor's.
+        """
+        dtype = dtype or tensor.dtype
+        num_bytes = tensor.numel() * dtype.itemsize
+        if self._offset_bytes + num_bytes > self._bucket_bytes:
             self.flush()
         if not self._entries:
-            self._memory = self._open_bucket(max(self._bucket_bytes, tensor.nbytes))
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        entry = Entry(name, dtype, list(tensor.shape), self._offset_bytes, checksum)
-        entry.view(self._memory).copy_(tensor)
+            self._memory = self._open_bucket(max(self._bucket_bytes, num_bytes))
+        named = str(dtype).removeprefix("torch.")
+        entry = Entry(name, named, list(tensor.shape), self._offset_bytes, checksum)
         self._entries.append(entry)
-        self._offset_bytes += math.ceil(tensor.nbytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._offset_bytes += math.ceil(num_bytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return entry.view(self._memory).copy_(tensor)
 
     def flush(self) -> None:
         """Publish the current bucket, if it holds anything."""

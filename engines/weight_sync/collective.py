@@ -83,15 +83,15 @@ class CollectiveTransport(RendezvousTransport):
 
     def send(self, tensors: Iterator[tuple[str, Tensor]]) -> WeightDigest:
         """See `Transport`; rank 0 sends, the other ranks only compute the digest."""
-        stream = CastStream(tensors, getattr(torch, self.dtype), self.float32_names)
+        dtype, method = getattr(torch, self.dtype), self.sources[0].checksum_method
+        stream = CastStream(tensors, dtype, self.float32_names, method)
         with in_step(stream):
             if rank() == 0:
                 with (
                     self.sources[0].join(ReceiverGoneError) as rendezvous,
                     sending(rendezvous, self.bucket_bytes) as packer,
                 ):
-                    for name, tensor in stream:
-                        packer.add(name, tensor)
+                    stream.pack(packer)
         return stream.sent
 
 

@@ -10,12 +10,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engines.checkpoint.hub_names import served_float32_names
+from engines.checksum import ChecksumMethod, method_on
 from engines.errors import WeightSyncError
 from engines.weight_sync.base import ReceiverGoneError, WeightDigest
 from engines.weight_sync.buckets import CastStream
@@ -25,7 +27,14 @@ from infra.errors import DeadlineError
 class InProcessTransport:
     """Transport and source in one object; casts to `dtype`, except `float32_names`."""
 
-    def __init__(self, dtype: str, timeout_s: float, float32_names: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        dtype: str,
+        timeout_s: float,
+        float32_names: Collection[str] = (),
+        checksum_method: ChecksumMethod = "xxh3",
+    ) -> None:
+        self.checksum_method: ChecksumMethod = checksum_method
         self._float32_names = float32_names
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._timeout_s = timeout_s
@@ -36,7 +45,9 @@ class InProcessTransport:
 
     def send(self, tensors: Iterator[tuple[str, Tensor]]) -> WeightDigest:
         """See `Transport`."""
-        stream = CastStream(tensors, self._dtype, self._float32_names)
+        stream = CastStream(
+            tensors, self._dtype, self._float32_names, self.checksum_method
+        )
         try:
             for item in chain(stream, [None]):
                 self._put(item)
@@ -86,15 +97,18 @@ class InProcessTransport:
 
 
 def new_transport(
-    hf_dir: Path, dtype: str, timeout_s: float
+    hf_dir: Path, dtype: str, timeout_s: float, device_name: str = "cpu"
 ) -> Callable[[Sequence[int]], InProcessTransport]:
-    """Return a function that makes a sync's transport; its argument has to be `[1]`, one worker."""
+    """Return a function that makes a sync's transport; its argument has to be `[1]`, one worker.
+
+    `device_name` is the torch device type of the engine.
+    """
     float32_names = served_float32_names(hf_dir, getattr(torch, dtype))
 
     def new(num_workers: Sequence[int]) -> InProcessTransport:
         if list(num_workers) != [1]:
             raise ValueError(f"one engine shares this process, not {num_workers}")
-        return InProcessTransport(dtype, timeout_s, float32_names)
+        return InProcessTransport(dtype, timeout_s, float32_names, method_on(device_name))
 
     return new
 
@@ -102,6 +116,8 @@ def new_transport(
 @dataclass(frozen=True)
 class SafetensorsSource:
     """Source that reads one safetensors file with every weight in the receiver's dtype."""
+
+    checksum_method: ClassVar[ChecksumMethod] = "xxh3"
 
     path: Path
 

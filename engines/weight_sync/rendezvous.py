@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from engines.checksum import ChecksumMethod, method_on
 from engines.collectives import connect_store, open_store
 from engines.errors import WeightSyncError
 from engines.weight_sync.base import ReceiverGoneError, first_of_each
@@ -109,6 +110,11 @@ class RendezvousSource(ABC):
     timeout_s: float
     backend: str
     device_name: str
+
+    @property
+    def checksum_method(self) -> ChecksumMethod:
+        """See `WeightSource`; the buckets of both ends are on the same type of device."""
+        return method_on(self.device_name)
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

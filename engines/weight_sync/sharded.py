@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from engines.checksum import combine, tensor_checksum
+from engines.checksum import ChecksumMethod, TensorChecksums, tensor_checksum
 from engines.collectives import gather_texts, rank
 from engines.errors import WeightSyncError
 from engines.weight_places import WeightPlace, WeightShard
@@ -52,25 +52,23 @@ class ShardedSource(RendezvousSource):
             # Announced to all first: a sender starts only when all of its readers are there.
             for sender in plan.senders:
                 rendezvous.channel(sender).announce()
-            checksums: dict[str, str] = {}
-            num_bytes = 0
+            checksums = TensorChecksums(self.checksum_method)
             with ExitStack() as channels:
                 arriving = {
                     sender: _begun(channels.enter_context(receiving(rendezvous.channel(sender))))
                     for sender in plan.senders
                 }
                 for each in plan.rounds:
-                    weights = _assemble(each, arriving)
+                    weights = _assemble(each, arriving, self.checksum_method)
                     for name in each.weights:
-                        checksums[name] = tensor_checksum(weights[name])
-                        num_bytes += weights[name].nbytes
+                        checksums.add(name, weights[name])
                         yield name, weights.pop(name)
                 for sender, parts in arriving.items():
                     for entry, _ in parts:
                         raise WeightSyncError(
                             f"rank {sender} sent {entry.name}, which is not planned"
                         )
-            held = WeightDigest(combine(checksums.items()), len(checksums), num_bytes)
+            held = WeightDigest.of(checksums)
             rendezvous.say(f"held {self.reader}", json.dumps(asdict(held)))
 
 
@@ -143,7 +141,8 @@ class _CastShards(Iterator[WeightShard]):
     def __next__(self) -> WeightShard:
         shard = next(self._shards)
         values = shard.values.detach().to(self._transport.dtype_of(shard))
-        self.checksums[_key(shard.place)] = tensor_checksum(values)
+        method = self._transport.sources[0].checksum_method
+        self.checksums[_key(shard.place)] = tensor_checksum(values, method)
         return replace(shard, values=values)
 
     def pack(self, plan: "SendPlan", packer: Packer) -> None:
@@ -162,7 +161,9 @@ class _CastShards(Iterator[WeightShard]):
 
 
 def _assemble(
-    each: "Round", arriving: Mapping[int, Iterator[tuple[Entry, Tensor]]]
+    each: "Round",
+    arriving: Mapping[int, Iterator[tuple[Entry, Tensor]]],
+    method: ChecksumMethod,
 ) -> dict[str, Tensor]:
     """Return the whole weights of a round, from parts that are valid until the sender's next.
 
@@ -179,7 +180,7 @@ def _assemble(
                 raise WeightSyncError(
                     f"{_key(place)}: rank {sender} sent {entry.name} of shape {entry.shape}"
                 )
-            if tensor_checksum(part) != entry.checksum:
+            if tensor_checksum(part, method) != entry.checksum:
                 raise WeightSyncError(f"{_key(place)}: what rank {sender} sent is not what arrived")
             if place.name not in weights:
                 weights[place.name] = torch.empty(place.whole, dtype=part.dtype, device=part.device)

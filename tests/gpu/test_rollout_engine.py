@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engines.algorithms.supervised import SupervisedLoss
+from engines.checksum import ChecksumMethod
 from engines.config.rollout import RolloutConfig
 from engines.config.training import OptimizerConfig, TrainingConfig
 from engines.errors import RolloutError, WeightSyncError
@@ -166,6 +167,10 @@ class Damaging:
     """Loses one bit of one weight on the way."""
 
     source: WeightSource
+
+    @property
+    def checksum_method(self) -> ChecksumMethod:
+        return self.source.checksum_method
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.source.tensors():

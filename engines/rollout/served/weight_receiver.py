@@ -13,7 +13,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engines.checkpoint.hub_names import hub_slots, served_float32_names
 from engines.checkpoint.model_directory import rotary_limit, vision_model_type
 from engines.checkpoint.stop_tokens import eos_token_ids
-from engines.checksum import combine, tensor_checksum
+from engines.checksum import TensorChecksums
 from engines.errors import WeightSyncError
 from engines.rollout.expected_tensors import ExpectedTensors, tied_names
 from engines.weight_sync.base import WeightDigest, WeightSource
@@ -152,21 +152,15 @@ def carry_out(order: str, load: Callable[[NamedTensors], None], worker: int = 0)
         },
         parsed["tied"],
     )
-    held: dict[str, tuple[str, int]] = {}
     try:
         source = source_from_json(parsed["source"]).of_worker(worker)
-        load(_checked(source.tensors(), expected, held))
+        checksums = TensorChecksums(source.checksum_method)
+        load(_checked(source.tensors(), expected, checksums))
         expected.check_complete()
     except (PipelineError, *_REFUSALS) as error:
         kind = "" if isinstance(error, WeightSyncError) else f"{type(error).__name__}: "
         return json.dumps({"error": f"{kind}{error}"})
-    return json.dumps(
-        {
-            "digest": combine((name, checksum) for name, (checksum, _) in held.items()),
-            "num_tensors": len(held),
-            "num_bytes": sum(num_bytes for _, num_bytes in held.values()),
-        }
-    )
+    return json.dumps(asdict(WeightDigest.of(checksums)))
 
 
 def agreed(replies: Sequence[str]) -> WeightDigest:
@@ -184,12 +178,13 @@ def agreed(replies: Sequence[str]) -> WeightDigest:
 
 
 def _checked(
-    tensors: NamedTensors, expected: ExpectedTensors, held: dict[str, tuple[str, int]]
+    tensors: NamedTensors, expected: ExpectedTensors, checksums: TensorChecksums
 ) -> NamedTensors:
-    """Check tensors on their way into the model; record checksum and bytes of each in `held`."""
+    """Check tensors on their way into the model, and compute the checksum of each."""
     for name, tensor in tensors:
         expected.check(name, tensor)
-        # Cloned: a library keeps tensors until their layer is complete; sources reuse memory.
+        # Sources reuse memory, and libraries keep tensors: vLLM until their layer is complete,
+        # SGLang those that it fuses, as DeepSeek's projections. On a device a clone is cheap.
         own = tensor.clone()
-        held[name] = tensor_checksum(own), own.nbytes
+        checksums.add(name, own)
         yield name, own

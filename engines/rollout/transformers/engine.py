@@ -99,7 +99,7 @@ class TransformersEngine(StatefulEngine):
         # The cache was computed with the old weights.
         self._scheduler.send_back(self._batch.clear())
         self._version, self._pending = NO_VERSION, None
-        held = self._model.load(source.tensors())
+        held = self._model.load(source.tensors(), source.checksum_method)
         self._pending = (version, held.digest)
         return held
 

@@ -36,6 +36,7 @@ from engines.checkpoint.model_directory import (
     vision_model_type,
 )
 from engines.checkpoint.stop_tokens import eos_token_ids
+from engines.checksum import ChecksumMethod
 from engines.errors import RolloutError
 from engines.rollout.expected_tensors import ExpectedTensors, digest_of, tied_names
 from engines.rollout.transformers.attention import ATTENTION_NAME, DecodeStep, PrefillStep
@@ -250,7 +251,9 @@ class InferenceModel:
         self._check_attended(step)
         return found
 
-    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> WeightDigest:
+    def load(
+        self, tensors: Iterator[tuple[str, Tensor]], method: ChecksumMethod = "xxh3"
+    ) -> WeightDigest:
         """Overwrite every parameter and persistent buffer; return the digest of what memory holds.
 
         Raises:
@@ -272,7 +275,8 @@ class InferenceModel:
         # Read from the module and not from our table: the module computes.
         held = dict(named_state(self._model))
         return digest_of(
-            {name: slot.view(held[slot.parameter]) for name, slot in self._slots.items()}
+            {name: slot.view(held[slot.parameter]) for name, slot in self._slots.items()},
+            method,
         )
 
     def release(self) -> None:

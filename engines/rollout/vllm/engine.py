@@ -235,7 +235,7 @@ def receive_adapter(
     write_peft_adapter(
         directory, tensors, lora, sorted({module.rpartition(".")[2] for module in modules})
     )
-    return digest_of(tensors)
+    return digest_of(tensors, source.checksum_method)
 
 
 class VllmEngine(ServedEngine):

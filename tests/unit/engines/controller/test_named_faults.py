@@ -148,6 +148,8 @@ def arrives(rig: Rig, patch: pytest.MonkeyPatch, spoil: Callable[[Named], Named]
     take: Any = rig.engine.update_weights
 
     class Spoilt:
+        checksum_method = "xxh3"
+
         def __init__(self, source) -> None:
             self.source = source
 

@@ -305,6 +305,8 @@ def test_replica_missing_its_deadline_to_sleep_is_replaced(lab) -> None:
 class EachReads:
     """A delivery from which every replica reads all weights by itself."""
 
+    checksum_method = "xxh3"
+
     def __init__(self, model: torch.nn.Module) -> None:
         self.weights = [(name, p.detach()) for name, p in model.named_parameters()]
         self.sources: list[EachReads] = []

@@ -154,6 +154,8 @@ def test_one_replica_that_holds_something_else_stops_all(lab) -> None:
     receive = engines[1].update_weights
 
     class Damaging:
+        checksum_method = "xxh3"
+
         def __init__(self, source: WeightSource) -> None:
             self.source = source
 
