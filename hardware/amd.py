@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager
 
 from hardware.accelerator import AcceleratorPlatform
 from hardware.base import Availability
+from hardware.ipc_memory import IpcMemory, RuntimeIpcMemory
 from infra import env
 
 
@@ -40,6 +41,10 @@ class AMDPlatform(AcceleratorPlatform):
                 "ROCR_VISIBLE_DEVICES is set, which Ray refuses; set HIP_VISIBLE_DEVICES instead",
             )
         return found
+
+    def ipc_memory(self) -> IpcMemory:
+        """Return memory through the HIP runtime."""
+        return RuntimeIpcMemory("hip", "libamdhip64")
 
     def profiler_range(self, name: str) -> AbstractContextManager[object]:
         """Return a roctx range, which a ROCm build provides through the NVTX interface."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from hardware.ipc_memory import IpcMemory
     from infra.survey_report import DeviceFacts
 
 
@@ -53,7 +54,7 @@ class PlatformBase(ABC):
         ray_noset_env: environment variable that, set to 1, keeps Ray from writing
             `visible_devices_env` in its workers. None: Ray never writes it, so every rank sees
             all devices and chooses its own with `set_device`.
-        supports_ipc: True if two processes can share one device allocation.
+        supports_ipc: True if two processes can share one device allocation, by `ipc_memory`.
     """
 
     name: str = ""
@@ -161,6 +162,14 @@ class PlatformBase(ABC):
     def copy_stream(self) -> CopyStream | None:
         """Return a new stream for copies; None: the device has no memory apart from the host's."""
         return None
+
+    def ipc_memory(self) -> "IpcMemory":
+        """Return access to memory of this process's device that other processes can open.
+
+        Raises:
+            RuntimeError: the platform, or the software that is loaded, cannot share memory.
+        """
+        raise RuntimeError(f"processes cannot share the memory of {self.vendor_name} devices")
 
     def rollout_env_vars(self) -> dict[str, str]:
         """Return environment variables that a rollout engine's process needs on this platform."""

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from hardware.base import Availability, PlatformBase
+from hardware.ipc_memory import HostIpcMemory, IpcMemory
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +20,7 @@ class CPUPlatform(PlatformBase):
     vendor_name = "cpu"
     communication_backend = "gloo"
     ray_resource = "CPU"
+    supports_ipc = True
 
     def is_available(self) -> Availability:
         """Always available."""
@@ -37,6 +39,10 @@ class CPUPlatform(PlatformBase):
     def device_label(self) -> str:
         """Return the processor's architecture."""
         return platform.machine() or "cpu"
+
+    def ipc_memory(self) -> IpcMemory:
+        """Return anonymous shared memory of the host."""
+        return HostIpcMemory()
 
     def device_uuid(self) -> str | None:
         """Return None: ranks of one host share the CPU."""

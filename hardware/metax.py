@@ -12,5 +12,4 @@ class MetaXPlatform(AcceleratorPlatform):
     visible_devices_env = "CUDA_VISIBLE_DEVICES"
     ray_resource = "GPU"
     ray_noset_env = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
-    supports_ipc = True
     built_for = "maca"

@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager
 
 from hardware import nvidia_smi
 from hardware.accelerator import AcceleratorPlatform
+from hardware.ipc_memory import IpcMemory, RuntimeIpcMemory
 
 
 class NvidiaPlatform(AcceleratorPlatform):
@@ -55,6 +56,10 @@ class NvidiaPlatform(AcceleratorPlatform):
     def links(self) -> str | None:
         """See the base class."""
         return nvidia_smi.links()
+
+    def ipc_memory(self) -> IpcMemory:
+        """Return memory through the CUDA runtime."""
+        return RuntimeIpcMemory("cuda", "libcudart")
 
     def profiler_range(self, name: str) -> AbstractContextManager[object]:
         """Return an NVTX range."""

@@ -83,6 +83,12 @@ class CastStream(Iterator[tuple[str, Tensor]]):
         return flat[:num_bytes].view(dtype).view(tensor.shape).copy_(tensor)
 
 
+def settle(memory: Tensor) -> None:
+    """Wait until all work queued on this memory's device is done."""
+    if memory.device.type != "cpu":
+        torch.accelerator.synchronize(memory.device)
+
+
 def received_dtype(
     name: str, sent: torch.dtype, served: torch.dtype, float32_names: Collection[str]
 ) -> torch.dtype:

@@ -40,6 +40,7 @@ from engines.weight_sync.buckets import (
     entries_from_json,
     entries_to_json,
     in_step,
+    settle,
 )
 from engines.weight_sync.rendezvous import (
     GRACE_S,
@@ -297,12 +298,6 @@ def _device(source: RendezvousSource) -> torch.device:
 
 def _memory(num_bytes: int, device: torch.device) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
-
-def settle(memory: Tensor) -> None:
-    """Wait until all work queued on this memory's device is done."""
-    if memory.device.type != "cpu":
-        torch.accelerator.synchronize(memory.device)
 
 
 class BroadcastGroup:

@@ -29,7 +29,7 @@ def test_names(platform: PlatformBase) -> None:
     platform.device()  # a vendor's collectives are known once its package is loaded
     assert platform.communication_backend in torch.distributed.Backend.backend_list
     assert platform.visible_devices_env is None or platform.visible_devices_env.isupper()
-    assert isinstance(platform.supports_ipc, bool)
+    assert platform.supports_ipc == (type(platform).ipc_memory is not PlatformBase.ipc_memory)
 
 
 def test_a_probe_answers_in_one_line_and_again(platform: PlatformBase) -> None:
