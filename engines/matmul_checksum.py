@@ -115,9 +115,7 @@ def _integer_product(rows: Tensor, keys: Tensor) -> Tensor:
 
 def _float_product(rows: Tensor, keys: Tensor) -> Tensor:
     found = torch.zeros(len(rows), NUM_LANES, dtype=torch.int32, device=rows.device)
-    for part, own in zip(
-        rows.split(_EXACT_COLUMNS, 1), keys.split(_EXACT_COLUMNS, 1), strict=True
-    ):
+    for part, own in zip(rows.split(_EXACT_COLUMNS, 1), keys.split(_EXACT_COLUMNS, 1), strict=True):
         found += (part.float() @ own.float().t()).int()
     return found
 

@@ -213,9 +213,7 @@ def launch_engines(
         return LaunchedEngines(
             [engine],
             rollout.timeout_s,
-            new_transport(
-                spec.serving_dir, spec.dtype, rollout.timeout_s, platform.device_name
-            ),
+            new_transport(spec.serving_dir, spec.dtype, rollout.timeout_s, platform.device_name),
             spec.shares_devices,
         )
     sender = sender or Sender(this_node(), has_device=False)

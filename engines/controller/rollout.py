@@ -28,10 +28,11 @@ from engines.rollout.publishing import NewTransport, Probe, WeightRoute
 from engines.rollout.replica_pool import RestartPolicy
 from engines.rollout.service import RolloutService
 from engines.types import Completion, RolloutRequest
-from engines.weight_sync import shared_memory
+from engines.weight_sync import device_ipc, shared_memory
 from engines.weight_sync.base import SyncReport
 from engines.weight_sync.collective import CollectiveTransport
 from engines.weight_sync.sharded import ShardedTransport
+from hardware.base import PlatformBase
 from hardware.detection import planned
 from infra.errors import ConfigError
 
@@ -50,19 +51,33 @@ def choose_transport(
 ) -> NewTransport:
     """Return a factory of the weight transport to replicas. Ray must be connected.
 
-    An `adapter` is small and goes over the CPU. Raise ConfigError if shared memory was requested
-    and a replica is on another machine, or if a communicator would join two versions of torch.
+    `auto` takes the first that is possible: device IPC if the weights are on an accelerator that
+    has it, shared memory, a communicator. An `adapter` is small and goes over the CPU. Device IPC
+    becomes shared memory for an adapter, and for a sender without a device.
+
+    Raises:
+        ConfigError: memory of one node was requested and a replica is on another, or device IPC
+            of a platform without it; or a communicator would join two versions of torch.
     """
     rollout = spec.rollout
     names = served_float32_names(spec.serving_dir, getattr(torch, spec.dtype))
     elsewhere = sorted({place.address for place in places if place.node != sender.node})
-    if rollout.transport == "shared_memory" and elsewhere:
+    if rollout.transport in {"shared_memory", "device_ipc"} and elsewhere:
         raise ConfigError(
             "rollout.transport",
-            f"got shared_memory, and replicas on {', '.join(elsewhere)}; need all of them on the "
-            "node that sends the weights; choose auto",
+            f"got {rollout.transport}, and replicas on {', '.join(elsewhere)}; need all of them on "
+            "the node that sends the weights; choose auto",
         )
-    if rollout.transport == "shared_memory" or (rollout.transport == "auto" and not elsewhere):
+    if not elsewhere and (device := _ipc_device(spec, sender, adapter=adapter)) is not None:
+        return partial(
+            device_ipc.open_transport,
+            device.name,
+            spec.dtype,
+            names,
+            rollout.timeout_s,
+            this_address(),
+        )
+    if not elsewhere and rollout.transport != "collective":
         return partial(
             shared_memory.open_transport, spec.dtype, names, rollout.timeout_s, this_address()
         )
@@ -88,6 +103,22 @@ def choose_transport(
         backend=platform.communication_backend,
         device_name=platform.device_name,
     )
+
+
+def _ipc_device(spec: ReplicaSpec, sender: Sender, *, adapter: bool) -> PlatformBase | None:
+    """Return the platform whose memory carries weights within a node; None: the host's memory."""
+    platform, is_chosen = planned(spec.platform), spec.rollout.transport == "device_ipc"
+    if is_chosen and not platform.supports_ipc:
+        raise ConfigError(
+            "rollout.transport",
+            f"got device_ipc, and {platform.name} devices, whose memory processes cannot share; "
+            "choose auto",
+        )
+    if adapter or not (is_chosen or spec.rollout.transport == "auto"):
+        return None
+    # On a CPU the host's memory is as fast, and its checksums are faster.
+    is_useful = sender.has_device if platform.is_assigned_by_ray else is_chosen
+    return platform if is_useful and platform.supports_ipc else None
 
 
 @dataclass(frozen=True)

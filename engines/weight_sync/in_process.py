@@ -45,9 +45,7 @@ class InProcessTransport:
 
     def send(self, tensors: Iterator[tuple[str, Tensor]]) -> WeightDigest:
         """See `Transport`."""
-        stream = CastStream(
-            tensors, self._dtype, self._float32_names, self.checksum_method
-        )
+        stream = CastStream(tensors, self._dtype, self._float32_names, self.checksum_method)
         try:
             for item in chain(stream, [None]):
                 self._put(item)

@@ -16,13 +16,15 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from engines.checksum import ChecksumMethod
 from engines.collectives import rank
 from engines.errors import WeightSyncError
 from engines.weight_sync.base import ReceiverGoneError, WeightDigest, first_of_each
@@ -33,6 +35,7 @@ from engines.weight_sync.buckets import (
     entries_from_json,
     entries_to_json,
     in_step,
+    settle,
 )
 from engines.weight_sync.cancellation import Cancellation
 from infra.errors import DeadlineError
@@ -60,9 +63,14 @@ def open_transport(
         tuple(num_workers),
         timeout_s,
         bucket_bytes,
-        secrets.token_hex(8),
+        new_token(),
         Cancellation.open(host),
     )
+
+
+def new_token() -> str:
+    """Return a random name of a transfer."""
+    return secrets.token_hex(8)
 
 
 @dataclass(frozen=True)
@@ -84,15 +92,21 @@ class SharedMemoryTransport:
     @property
     def sources(self) -> "tuple[SharedMemorySource, ...]":
         """See `Transport`."""
+        return tuple(self.source(first) for first in first_of_each(self.num_workers))
+
+    def source(self, reader: int) -> "SharedMemorySource":
+        """Return the source of one reader; the workers of all receivers are readers."""
         host, port = self.cancellation.host, self.cancellation.port
-        return tuple(
-            SharedMemorySource(host, port, self.token, first, self.timeout_s)
-            for first in first_of_each(self.num_workers)
-        )
+        return SharedMemorySource(host, port, self.token, reader, self.timeout_s)
+
+    def buckets(self, directory: Path) -> "Buckets":
+        """Return the sender's buckets of a transfer."""
+        return HostBuckets(directory)
 
     def send(self, tensors: Iterator[tuple[str, Tensor]]) -> WeightDigest:
         """See `Transport`; rank 0 sends, the other ranks only compute the digest."""
-        stream = CastStream(tensors, getattr(torch, self.dtype), self.float32_names)
+        dtype, method = getattr(torch, self.dtype), self.source(0).checksum_method
+        stream = CastStream(tensors, dtype, self.float32_names, method)
         with in_step(stream):
             if rank() == 0:
                 gone = ReceiverGoneError("a rollout engine gave up while it took weights")
@@ -101,28 +115,27 @@ class SharedMemoryTransport:
                     _own_directory(self.token) as directory,
                     _present(directory, gone),
                 ):
-                    self._write(stream, _Files(directory, is_cancelled, gone))
+                    self._write(stream, TransferFiles(directory, is_cancelled, gone))
         return stream.sent
 
     def stop(self) -> None:
         """See `Transport`; does nothing in other processes than the one that opened it."""
         self.cancellation.cancel()
 
-    def await_readers(self, files: "_Files", key: str, what: str) -> None:
+    def await_readers(self, files: "TransferFiles", key: str, what: str) -> None:
         """Wait for the file `key` of every reader; `what` completes the error text."""
         end = time.monotonic() + self.timeout_s
         for reader in range(sum(self.num_workers)):
             late = DeadlineError(f"rollout engine {reader} to {what}", self.timeout_s)
             files.wait(f"{key}-{reader}", end, late)
 
-    def _write(self, stream: CastStream, files: "_Files") -> None:
-        self.await_readers(files, "reader", "come")
-        writer = _Writer(self, files)
-        packer = Packer(self.bucket_bytes, writer.open_bucket, writer.publish)
-        for name, tensor in stream:
-            packer.add(name, tensor)
-        packer.flush()
-        writer.finish()
+    def _write(self, stream: CastStream, files: "TransferFiles") -> None:
+        with closing(self.buckets(files.directory)) as buckets:
+            self.await_readers(files, "reader", "come")
+            writer = _Writer(self, files, buckets)
+            stream.pack(Packer(self.bucket_bytes, writer.open_bucket, writer.publish))
+            writer.finish()
+            buckets.end()
 
 
 @dataclass(frozen=True)
@@ -131,6 +144,8 @@ class SharedMemorySource:
 
     `host` and `port` are those of the transport's `Cancellation`.
     """
+
+    checksum_method: ClassVar[ChecksumMethod] = "xxh3"
 
     host: str
     port: int
@@ -144,13 +159,12 @@ class SharedMemorySource:
         late = DeadlineError("the trainer to send weights", self.timeout_s)
         with Cancellation(self.host, self.port).watch() as is_cancelled, ExitStack() as failed:
             directory = self._directory(is_cancelled, late, gone)
-            files = _Files(directory, is_cancelled, gone)
+            files = TransferFiles(directory, is_cancelled, gone)
             # The sender may be dead; it also takes an absent directory for a failure.
             failed.callback(shutil.rmtree, directory, ignore_errors=True)
             failed.callback(_mark_failed, directory)
-            with _present(directory, gone):
+            with _present(directory, gone), closing(self.buckets(files, late)) as buckets:
                 (directory / f"reader-{self.reader}").touch()
-                buckets = _Buckets(directory)
                 for number in itertools.count():
                     message = files.wait(f"{number}.json", time.monotonic() + self.timeout_s, late)
                     entries = entries_from_json(message.read_text(encoding="utf-8"))
@@ -158,15 +172,23 @@ class SharedMemorySource:
                         memory = buckets.memory(number)
                         for entry in entries:
                             yield entry.name, entry.view(memory)
+                        settle(memory)
+                        buckets.release(number)
                         fault("weights.bucket_read")
+                    else:
+                        buckets.end()
                     (directory / f"{number}.read-{self.reader}").touch()
                     if not entries:
                         break
             failed.pop_all()
 
-    def of_worker(self, worker: int) -> "SharedMemorySource":
+    def of_worker(self, worker: int) -> Self:
         """See `WeightSource`."""
         return replace(self, reader=self.reader + worker)
+
+    def buckets(self, files: "TransferFiles", late: DeadlineError) -> "Buckets":
+        """Return this reader's view of the sender's buckets."""
+        return HostBuckets(files.directory)
 
     def _directory(
         self, is_cancelled: Callable[[], bool], late: DeadlineError, gone: WeightSyncError
@@ -207,7 +229,7 @@ def _present(directory: Path, gone: WeightSyncError) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Files:
+class TransferFiles:
     """The files by which one side of a transfer hears of the other; `gone` if that gave up."""
 
     directory: Path
@@ -235,17 +257,43 @@ def _pause(
     time.sleep(POLL_S)
 
 
+class Buckets(Protocol):
+    """One side's memory of the buckets of a transfer, which are used in turn."""
+
+    def memory(self, number: int, num_bytes: int = 0) -> Tensor:
+        """Return the bytes of bucket `number`, (N,) uint8; `num_bytes` > 0 makes it, on the sender.
+
+        All readers have come by then, and have read the bucket before the last.
+        """
+        ...
+
+    def release(self, number: int) -> None:
+        """End a reader's use of a bucket, before the sender hears that it was read."""
+        ...
+
+    def end(self) -> None:
+        """End the use of all buckets: on a reader first, then on the sender."""
+        ...
+
+    def close(self) -> None:
+        """End the use of all buckets, also if the other side may still use them."""
+        ...
+
+
 class _Writer:
-    def __init__(self, transport: SharedMemoryTransport, files: _Files) -> None:
-        self._transport, self._files = transport, files
-        self._buckets = _Buckets(files.directory)
+    def __init__(
+        self, transport: SharedMemoryTransport, files: TransferFiles, buckets: Buckets
+    ) -> None:
+        self._transport, self._files, self._buckets = transport, files, buckets
+        self._memory = torch.empty(0)
         self._number = 0
 
     def open_bucket(self, num_bytes: int) -> Tensor:
         """Wait until the bucket before the last one was read, and return its memory."""
         if self._number > 1:
             self._await_read(self._number - 2)
-        return self._buckets.memory(self._number, num_bytes)
+        self._memory = self._buckets.memory(self._number, num_bytes)
+        return self._memory
 
     def finish(self) -> None:
         """Announce the end, and wait until every reader knows it."""
@@ -254,6 +302,7 @@ class _Writer:
 
     def publish(self, entries: Sequence[Entry]) -> None:
         """Describe the next bucket; no entries mean the end."""
+        settle(self._memory)
         message = self._files.directory / f"{self._number}.json"
         draft = message.with_suffix(".draft")
         draft.write_text(entries_to_json(entries), "utf-8")
@@ -264,7 +313,7 @@ class _Writer:
         self._transport.await_readers(self._files, f"{number}.read", "read on")
 
 
-class _Buckets:
+class HostBuckets:
     """The two bucket files, mapped again only when their size changes."""
 
     def __init__(self, directory: Path) -> None:
@@ -272,7 +321,7 @@ class _Buckets:
         self._mapped: dict[int, Tensor] = {}
 
     def memory(self, number: int, num_bytes: int = 0) -> Tensor:
-        """Return all bytes of a bucket, (N,) uint8; `num_bytes` > 0 creates or enlarges it."""
+        """See `Buckets`; `num_bytes` creates a file, or enlarges one that is smaller."""
         place = number % 2
         with self._paths[place].open("a+b" if num_bytes else "r+b") as file:
             size_bytes = os.fstat(file.fileno()).st_size
@@ -285,6 +334,15 @@ class _Buckets:
                 held = torch.frombuffer(mmap.mmap(file.fileno(), size_bytes), dtype=torch.uint8)
                 self._mapped[place] = held
         return held
+
+    def release(self, number: int) -> None:
+        """See `Buckets`; the files stay mapped."""
+
+    def end(self) -> None:
+        """See `Buckets`; a mapping ends with its last tensor."""
+
+    def close(self) -> None:
+        """See `Buckets`."""
 
 
 def _mark_failed(directory: Path) -> None:

@@ -11,6 +11,7 @@ from engines.controller import rollout
 from engines.controller.placement import Place
 from engines.controller.replica import ReplicaSpec
 from engines.controller.rollout import Sender, choose_transport
+from engines.weight_sync.device_ipc import DeviceIpcTransport
 from engines.weight_sync.collective import CollectiveTransport
 from engines.weight_sync.sharded import ShardedTransport
 from engines.weight_sync.shared_memory import SharedMemoryTransport
@@ -32,6 +33,7 @@ def spec(model_dir: Path, transport: TransportName) -> ReplicaSpec:
         ("auto", (HERE, ELSEWHERE), CollectiveTransport),
         ("shared_memory", (HERE,), SharedMemoryTransport),
         ("collective", (HERE,), CollectiveTransport),
+        ("device_ipc", (HERE, HERE), DeviceIpcTransport),
     ],
 )
 def test_shared_memory_needs_all_replicas_on_the_senders_node(
@@ -59,9 +61,42 @@ def test_ranks_that_share_the_weights_each_send_their_part(
     assert isinstance(choose_transport(adapted, (HERE,), of_two)([1]), CollectiveTransport)
 
 
-def test_shared_memory_is_refused_where_it_does_not_reach(model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.transport: got shared_memory, and replicas"):
-        choose_transport(spec(model_dir, "shared_memory"), (HERE, ELSEWHERE), SENDER)
+@pytest.mark.parametrize("transport", ["shared_memory", "device_ipc"])
+def test_memory_of_a_node_is_refused_where_it_does_not_reach(model_dir, transport) -> None:
+    message = rf"rollout\.transport: got {transport}, and replicas on 10\.0\.0\.2"
+    with pytest.raises(ConfigError, match=message):
+        choose_transport(spec(model_dir, transport), (HERE, ELSEWHERE), SENDER)
+
+
+@pytest.mark.parametrize(
+    ("transport", "platform", "has_device", "adapter", "kind"),
+    [
+        ("auto", "nvidia", True, False, DeviceIpcTransport),
+        ("auto", "amd", True, False, DeviceIpcTransport),
+        ("auto", "nvidia", False, False, SharedMemoryTransport),
+        ("device_ipc", "nvidia", False, False, SharedMemoryTransport),
+        ("auto", "nvidia", True, True, SharedMemoryTransport),
+        ("auto", "huawei", True, False, SharedMemoryTransport),
+        ("auto", "cpu", True, False, SharedMemoryTransport),
+    ],
+)
+def test_device_memory_is_used_where_devices_share_it(
+    model_dir, monkeypatch, transport, platform, has_device, adapter, kind
+) -> None:
+    """Raw handles do not depend on torch, so that versions may differ."""
+    monkeypatch.setattr(rollout, "this_address", lambda: "127.0.0.1")
+    own = spec(model_dir, transport)
+    on_devices = replace(own, platform=platform, libraries={"torch": "99.1"})
+    sender = Sender(HERE.node, has_device)
+    made = choose_transport(on_devices, (HERE,), sender, adapter=adapter)([2])
+    assert type(made) is kind
+    made.stop()
+
+
+def test_device_memory_is_refused_where_it_cannot_be_shared(model_dir: Path) -> None:
+    on_devices = replace(spec(model_dir, "device_ipc"), platform="huawei")
+    with pytest.raises(ConfigError, match="got device_ipc, and huawei devices"):
+        choose_transport(on_devices, (HERE,), SENDER)
 
 
 def test_no_communicator_joins_two_versions_of_torch(model_dir: Path) -> None:

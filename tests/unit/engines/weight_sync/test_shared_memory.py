@@ -1,4 +1,4 @@
-"""Weights through shared memory, between real processes."""
+"""Weights through memory of one node, between real processes: the host's, or a device's."""
 
 import json
 import multiprocessing
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from engines.checksum import combine, tensor_checksum
 from engines.errors import WeightSyncError
+from engines.weight_sync import device_ipc, shared_memory
 from engines.weight_sync.base import ReceiverGoneError
 from engines.weight_sync.shared_memory import (
     PREFIX,
     SHARED_MEMORY,
     SharedMemorySource,
     SharedMemoryTransport,
-    open_transport,
 )
 from infra import env
 from infra.errors import DeadlineError
@@ -51,8 +51,17 @@ def weights() -> list[tuple[str, Tensor]]:
     return [*named, ("steps", torch.arange(9)), ("mask", torch.arange(70) % 3 == 0)]
 
 
+def on_device(*arguments) -> device_ipc.DeviceIpcTransport:
+    return device_ipc.open_transport("cpu", *arguments)
+
+
+@pytest.fixture(params=[shared_memory.open_transport, on_device], ids=["host", "device"])
+def open_transport(request):
+    return request.param
+
+
 @pytest.fixture
-def transport():
+def transport(open_transport):
     opened: list[SharedMemoryTransport] = []
 
     def make(num_readers: int = 1, timeout_s: float = 600.0) -> SharedMemoryTransport:
@@ -73,7 +82,7 @@ def receive(source: SharedMemorySource, results, pause_s: float = 0.0) -> None:
     checksums = []
     for name, tensor in source.tensors():
         time.sleep(pause_s)
-        checksums.append((name, tensor_checksum(tensor)))
+        checksums.append((name, tensor_checksum(tensor, source.checksum_method)))
     results.put((source.reader, combine(checksums), len(checksums)))
 
 
@@ -108,11 +117,12 @@ def test_every_reader_gets_every_tensor_whatever_its_pace(transport) -> None:
         (name, t.to(torch.bfloat16) if t.is_floating_point() and name != "layer.1" else t)
         for name, t in weights()
     ]
-    assert sent.digest == combine((name, tensor_checksum(tensor)) for name, tensor in cast)
+    method = sending.sources[0].checksum_method
+    assert sent.digest == combine((name, tensor_checksum(tensor, method)) for name, tensor in cast)
     assert sent.num_bytes == sum(tensor.nbytes for _, tensor in cast)
 
 
-def test_each_worker_of_a_receiver_gets_all() -> None:
+def test_each_worker_of_a_receiver_gets_all(open_transport) -> None:
     sending = open_transport("bfloat16", frozenset(), 600.0, HOST, [2, 1], BUCKET_BYTES)
     first, second = sending.sources
     readers, results = in_processes([first, first.of_worker(1), second])
@@ -122,8 +132,8 @@ def test_each_worker_of_a_receiver_gets_all() -> None:
     assert found == [(n, sent.digest, sent.num_tensors) for n in range(3)]
 
 
-def test_the_memory_is_two_buckets_or_the_largest_tensors(transport) -> None:
-    sending = transport()
+def test_the_memory_is_two_buckets_or_the_largest_tensors() -> None:
+    sending = shared_memory.open_transport("float32", frozenset(), HANG_S, HOST, [1], BUCKET_BYTES)
     seen_bytes: list[int] = []
 
     def watch(source: SharedMemorySource) -> None:
@@ -136,6 +146,7 @@ def test_the_memory_is_two_buckets_or_the_largest_tensors(transport) -> None:
     reader.start()
     sending.send((f"w{n}", torch.ones(900)) for n in range(40))
     reader.join()
+    sending.stop()
     assert max(seen_bytes) == 2 * BUCKET_BYTES
 
 

@@ -20,7 +20,7 @@ from engines.weight_sync.shared_memory import PREFIX, SHARED_MEMORY, SharedMemor
 def held(source: SharedMemorySource) -> tuple[str, str]:
     checksums = []
     for name, tensor in source.tensors():
-        checksums.append((name, tensor_checksum(tensor)))
+        checksums.append((name, tensor_checksum(tensor, source.checksum_method)))
         directory = next(SHARED_MEMORY.glob(f"{PREFIX}*"))
     return combine(checksums), str(directory)
 
