@@ -13,7 +13,7 @@ from typing import Any
 
 from engines.attention_needs import LAYER_TYPES, layer_windows
 
-_PLAIN_MLP = frozenset({"gpt_neox", "nemotron", "phi", "starcoder2"})
+PLAIN_MLP = frozenset({"gpt_neox", "nemotron", "phi", "starcoder2"})
 """Model types whose feed-forward layer has two matrices, not three."""
 
 
@@ -40,18 +40,18 @@ class ModelFlops:
             ValueError: a size is absent or not a positive integer, or a layer type is unknown.
         """
         config = config.get("text_config") or config
-        hidden_size = _size(config, "hidden_size")
-        num_layers = _size(config, "num_hidden_layers")
+        hidden_size = size_in(config, "hidden_size")
+        num_layers = size_in(config, "num_hidden_layers")
         projections, per_pair = _attention(config, hidden_size)
-        sparse = _num_sparse_layers(config, num_layers)
+        sparse = num_sparse_layers(config, num_layers)
         weights = num_layers * projections
         if sparse < num_layers:
-            matrices = 2 if config.get("model_type") in _PLAIN_MLP else 3
-            size = _size(config, "intermediate_size")
+            matrices = 2 if config.get("model_type") in PLAIN_MLP else 3
+            size = size_in(config, "intermediate_size")
             weights += (num_layers - sparse) * matrices * hidden_size * size
         if sparse:
             weights += sparse * _expert_mlp(config, hidden_size)
-        head = _size(config, "vocab_size") if num_outputs is None else num_outputs
+        head = size_in(config, "vocab_size") if num_outputs is None else num_outputs
         unknown = sorted({*(config.get("layer_types") or ())} - LAYER_TYPES)
         if unknown:
             raise ValueError(f"layer_types: got {unknown[0]!r}; its operations are not known here")
@@ -119,40 +119,42 @@ class TrainingFlops:
 
 def _attention(config: Mapping[str, Any], hidden_size: int) -> tuple[int, int]:
     """Return one layer's projection weights, and multiply-adds per query-key pair."""
-    heads = _size(config, "num_attention_heads")
+    heads = size_in(config, "num_attention_heads")
     if config.get("kv_lora_rank"):
-        rotary = _size(config, "qk_rope_head_dim")
-        plain = _size(config, "qk_nope_head_dim")
-        value, latent = _size(config, "v_head_dim"), _size(config, "kv_lora_rank")
+        rotary = size_in(config, "qk_rope_head_dim")
+        plain = size_in(config, "qk_nope_head_dim")
+        value, latent = size_in(config, "v_head_dim"), size_in(config, "kv_lora_rank")
         query = heads * (plain + rotary)
         weights = hidden_size * query
         if config.get("q_lora_rank"):
-            weights = _size(config, "q_lora_rank") * (hidden_size + query)
+            weights = size_in(config, "q_lora_rank") * (hidden_size + query)
         weights += hidden_size * (latent + rotary) + latent * heads * (plain + value)
         return weights + heads * value * hidden_size, heads * (plain + rotary + value)
-    head_dim = _size(config, "head_dim") if config.get("head_dim") else hidden_size // heads
-    kv_heads = _size(config, "num_key_value_heads") if config.get("num_key_value_heads") else heads
+    head_dim = size_in(config, "head_dim") if config.get("head_dim") else hidden_size // heads
+    kv_heads = size_in(config, "num_key_value_heads") if config.get("num_key_value_heads") else heads
     return hidden_size * head_dim * 2 * (heads + kv_heads), heads * 2 * head_dim
 
 
 def _expert_mlp(config: Mapping[str, Any], hidden_size: int) -> int:
     """Return the weights that one token uses: router, chosen experts, shared experts."""
-    expert_size = _size(config, "moe_intermediate_size", "intermediate_size")
-    weights = hidden_size * _num_experts(config)
-    weights += 3 * hidden_size * expert_size * _size(config, "num_experts_per_tok")
+    expert_size = size_in(config, "moe_intermediate_size", "intermediate_size")
+    weights = hidden_size * num_experts(config)
+    weights += 3 * hidden_size * expert_size * size_in(config, "num_experts_per_tok")
     weights += 3 * hidden_size * expert_size * int(config.get("n_shared_experts") or 0)
     shared_size = int(config.get("shared_expert_intermediate_size") or 0)
     # The shared expert of Qwen2-MoE has a gate of one output.
     return weights + (hidden_size * (3 * shared_size + 1) if shared_size else 0)
 
 
-def _num_experts(config: Mapping[str, Any]) -> int:
+def num_experts(config: Mapping[str, Any]) -> int:
+    """Return the routed experts of a sparse layer; 0 for a dense model."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return next((int(config[name]) for name in names if config.get(name)), 0)
 
 
-def _num_sparse_layers(config: Mapping[str, Any], num_layers: int) -> int:
-    if not _num_experts(config):
+def num_sparse_layers(config: Mapping[str, Any], num_layers: int) -> int:
+    """Return how many layers are mixtures of experts."""
+    if not num_experts(config):
         return 0
     kinds = config.get("mlp_layer_types")
     if kinds:
@@ -163,8 +165,12 @@ def _num_sparse_layers(config: Mapping[str, Any], num_layers: int) -> int:
     return sum(i not in dense and i >= first and (i + 1) % step == 0 for i in range(num_layers))
 
 
-def _size(config: Mapping[str, Any], *names: str) -> int:
-    """Return the first of the named sizes that is set."""
+def size_in(config: Mapping[str, Any], *names: str) -> int:
+    """Return the first of the named sizes that is set.
+
+    Raises:
+        ValueError: none is set, or it is not a positive integer.
+    """
     value = next((config[name] for name in names if config.get(name) is not None), None)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{names[0]}: got {value!r} in config.json; need a positive integer")

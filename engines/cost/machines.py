@@ -1,0 +1,155 @@
+"""The machines that `rlhf plan --on` knows, and machines described in a file.
+
+A name is a kind of device and how many there are: `h100x8` is one node, `h100x128` sixteen.
+Figures are those of data sheets, dense and per device; memory is what the driver offers a process
+(`torch.cuda.get_device_properties(0).total_memory`), which is less than the product's name says.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from engines.config.base import StrictModel
+from hardware.accelerator import PeakTable
+from hardware.amd import AMDPlatform
+from hardware.nvidia import NvidiaPlatform
+from infra.errors import ConfigError
+
+_GIB = 2**30
+_OPTION = "--on"
+
+
+class Machine(StrictModel):
+    """Devices of one kind, in nodes; rates are those of data sheets."""
+
+    name: str
+    """Name in the output."""
+    platform: str
+    """Platform of the devices (`hardware.platform`)."""
+    num_devices: int = Field(ge=1)
+    """Devices of all nodes."""
+    devices_per_node: int = Field(default=8, ge=1)
+    memory_bytes: int = Field(ge=1)
+    """Memory of one device that a process can allocate."""
+    peak_flops_per_s: dict[str, float]
+    """Dense peak of one device by dtype (`bfloat16`, `float32`)."""
+    memory_bytes_per_s: float = Field(gt=0)
+    """Memory bandwidth of one device."""
+    link_bytes_per_s: float = Field(gt=0)
+    """From one device to the others of its node, in one direction."""
+    network_bytes_per_s: float = Field(gt=0)
+    """From one device to other nodes, in one direction."""
+    host_link_bytes_per_s: float = Field(gt=0)
+    """Between host memory and one device, in one direction."""
+    host_memory_bytes: int = Field(ge=1)
+    """Memory of a node, beside the devices."""
+
+    @property
+    def num_per_node(self) -> int:
+        """Devices that share one host."""
+        return min(self.num_devices, self.devices_per_node)
+
+    @property
+    def exchange_bytes_per_s(self) -> float:
+        """Rate of a device in collectives of all devices."""
+        is_one_node = self.num_devices <= self.devices_per_node
+        return self.link_bytes_per_s if is_one_node else self.network_bytes_per_s
+
+    def with_devices(self, num_devices: int) -> "Machine":
+        """Return the machine with another number of devices; each has its part of the host."""
+        share = self.host_memory_bytes // self.num_per_node
+        return self.model_copy(
+            update={
+                "name": re.sub(r"x[0-9]+$", "", self.name) + f"x{num_devices}",
+                "num_devices": num_devices,
+                "host_memory_bytes": share * min(num_devices, self.devices_per_node),
+            }
+        )
+
+
+def _kind(
+    platform: str, peaks: PeakTable, product: str, memory_gib: float, *rates: float,
+    network: float = 50e9, host_gb: int = 2048,
+) -> Machine:  # fmt: skip
+    memory, link, host_link = rates
+    return Machine(
+        name=product,
+        platform=platform,
+        num_devices=8,
+        memory_bytes=int(memory_gib * _GIB),
+        peak_flops_per_s=dict(dict(peaks)[product]),
+        memory_bytes_per_s=memory,
+        link_bytes_per_s=link,
+        network_bytes_per_s=network,
+        host_link_bytes_per_s=host_link,
+        host_memory_bytes=host_gb * 10**9,
+    )
+
+
+_NVIDIA, _AMD = NvidiaPlatform.peaks, AMDPlatform.peaks
+# Memory bandwidth, link to other devices (NVLink, Infinity Fabric; half of the two-way figure),
+# link to the host (PCIe 4.0 or 5.0 x16). The network is one 400 Gb/s port for each device (A100:
+# 200). Host memory is that of the vendors' reference systems, DGX and HGX; 2 TB.
+KINDS: Mapping[str, Machine] = {
+    # NVIDIA A100 80GB data sheet (SXM4), 2022.
+    "a100": _kind("nvidia", _NVIDIA, "A100", 79.1, 2.039e12, 300e9, 32e9, network=25e9),
+    # NVIDIA H100 data sheet (SXM5), 2023.
+    "h100": _kind("nvidia", _NVIDIA, "H100", 79.1, 3.35e12, 450e9, 64e9),
+    # NVIDIA H200 data sheet (SXM5), 2024.
+    "h200": _kind("nvidia", _NVIDIA, "H200", 139.8, 4.8e12, 450e9, 64e9),
+    # NVIDIA HGX B200 data sheet, 2025.
+    "b200": _kind("nvidia", _NVIDIA, "B200", 178.3, 7.7e12, 900e9, 64e9),
+    # AMD Instinct MI300X data sheet, 2023: seven links of 64 GB/s.
+    "mi300": _kind("amd", _AMD, "MI300X", 191.9, 5.3e12, 448e9, 64e9),
+}
+_NAME = re.compile(r"(?P<kind>[a-z0-9]*[a-z][a-z0-9]*?)x(?P<number>[1-9][0-9]{0,5})")
+
+
+def machine_of(text: str) -> Machine:
+    """Return the machine of a name (`h100x8`) or of a JSON file with the fields of `Machine`.
+
+    Raises:
+        ConfigError: the name or the file is unknown or invalid.
+    """
+    if text.endswith(".json"):
+        return read_machine(Path(text).expanduser())
+    found = _NAME.fullmatch(text.lower())
+    if found is None or found["kind"] not in KINDS:
+        known = ", ".join(f"{kind}xN" for kind in KINDS)
+        raise ConfigError(
+            _OPTION,
+            f"got {text!r}; need {known} (N devices, as in h100x8), or a .json file that describes "
+            "a machine; choose one",
+        )
+    kind = KINDS[found["kind"]].model_copy(update={"name": found["kind"]})
+    return kind.with_devices(int(found["number"]))
+
+
+def read_machine(path: Path) -> Machine:
+    """Read a machine from JSON.
+
+    Raises:
+        ConfigError: the file is absent, no JSON, or a field is missing or invalid.
+    """
+    try:
+        values: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or f"not JSON: {error}"
+        raise ConfigError(
+            _OPTION, f"got {path} ({reason}); need a JSON file that describes a machine"
+        ) from None
+    return Machine.validated(values, f"{_OPTION} {path.name}")
+
+
+def machine_like(platform: str, product: str, memory_bytes: int, num_devices: int) -> Machine:
+    """Return a machine with the memory and number of the devices at hand.
+
+    Rates are those of the kind that the product name contains, else the H100's.
+    """
+    kind = next((each for each in KINDS.values() if each.name in product), KINDS["h100"])
+    found = {"platform": platform, "memory_bytes": memory_bytes, "name": product}
+    return kind.model_copy(update=found).with_devices(num_devices)
