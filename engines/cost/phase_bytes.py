@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 Phase = Literal["train", "sync", "sample"]
-"""Phases of a rank: passes with an optimizer step, a weight sync, sampling."""
+"""Phases of a rank: a forward and backward pass with its optimizer step, a sync, sampling."""
 
 
 @dataclass(frozen=True)
