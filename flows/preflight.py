@@ -33,6 +33,7 @@ from engines.config.preflight_request import PreflightAnswer, PreflightRequest
 from engines.config.recipe import Recipe
 from engines.config.stages.final import EvaluateStageConfig
 from engines.config.training import HardwareConfig, TrainingConfig
+from flows.machine_plan import device_shortage
 from flows.plan import plan_run
 from flows.recipe.source import registered_model
 from flows.run.registry import find_registered, open_tracker
@@ -136,7 +137,8 @@ def preflight(recipe: Recipe, force: Mapping[str, str] = {}) -> Recipe:
     check_tracking_database(recipe.location.tracking_uri or tracking_address(recipe.home))
     recipe = with_registered_models(recipe, open_storage(recipe.store_uri))
     hardware = resolve_hardware(recipe.hardware, recipe.home)
-    if hardware != recipe.hardware:  # a complete setting may be for another machine
+    is_here = hardware != recipe.hardware  # a complete setting may be for another machine
+    if is_here:
         check_devices(recipe.training.num_workers, hardware, recipe.home)
     training = recipe.training.on(accelerator=hardware.is_accelerator)
     recipe = recipe.model_copy(update={"hardware": hardware, "training": training})
@@ -160,6 +162,10 @@ def preflight(recipe: Recipe, force: Mapping[str, str] = {}) -> Recipe:
     recipe = recipe.model_copy(update={**sections, "rl": rl})
     if found.checkpoint_bytes is not None:
         check_room(recipe, found.checkpoint_bytes, force)
+    if is_here and hardware.platform != "cpu" and not env.RAY_ADDRESS.get():
+        shortage = device_shortage(recipe, _surveyed(hardware.platform, recipe.home))
+        if shortage and _trains(recipe, force):
+            raise ConfigError("model.path", f"got {recipe.model.path}: {shortage}")
     return recipe
 
 

@@ -199,6 +199,10 @@ class AcceleratorPlatform(PlatformBase):
         """Return cached blocks to the driver."""
         self.device_module.empty_cache()
 
+    def total_memory_bytes(self) -> int | None:
+        """Return the memory that the driver offers, used or not."""
+        return int(self.device_module.get_device_properties(self.device()).total_memory)
+
     def memory_allocated_bytes(self) -> int:
         """Bytes held by tensors on the current device."""
         return self.device_module.memory_allocated()

@@ -143,6 +143,10 @@ class PlatformBase(ABC):
     def empty_cache(self) -> None:
         """Return unused device memory to the system."""
 
+    def total_memory_bytes(self) -> int | None:
+        """Return the memory of this process's device; None if it has none of its own. Opens it."""
+        return None
+
     @abstractmethod
     def memory_allocated_bytes(self) -> int:
         """Return the memory in use: by tensors on an accelerator, by the process on a CPU."""

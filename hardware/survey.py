@@ -34,7 +34,7 @@ def find_platform(requested: str, *, with_facts: bool = False) -> SurveyReport:
     except ConfigError as error:
         return SurveyReport(refusal=Refusal(path=error.path, problem=error.problem))
     try:
-        label = platform.device_label()
+        label, memory_bytes = platform.device_label(), platform.total_memory_bytes()
         facts = platform.device_facts() if with_facts else None
     except Exception as error:  # noqa: BLE001  driver boundary: any reason is the answer
         problem = f"{reason}; the device does not open: {reason_of(error)}"
@@ -46,6 +46,7 @@ def find_platform(requested: str, *, with_facts: bool = False) -> SurveyReport:
             reason=reason,
             label=label,
             num_devices=platform.device_count(),
+            memory_bytes=memory_bytes,
         ),
         devices=facts,
     )

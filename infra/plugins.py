@@ -21,6 +21,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
@@ -437,8 +438,21 @@ def _spec_of(module: str) -> ModuleSpec | None:
     return spec
 
 
+_assumes_installed = ContextVar("assumes_installed", default=False)
+
+
+@contextmanager
+def assumed_installed() -> Iterator[None]:
+    """Scope in which what plugins require counts as installed, to plan for another machine."""
+    token = _assumes_installed.set(True)
+    try:
+        yield
+    finally:
+        _assumes_installed.reset(token)
+
+
 def _interpreter(row: Row, path: str) -> Path | None:
-    if row.requires is None or _installed(row.requires):
+    if row.requires is None or _assumes_installed.get() or _installed(row.requires):
         return None
     if row.environment is not None:
         if interpreter := interpreter_of(row.environment):

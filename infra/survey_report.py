@@ -7,6 +7,7 @@ class FoundPlatform(FrozenModel):
     """The accelerator that jobs on this machine would use, and the reason in one line.
 
     `device` is the torch device type, `label` the product name, `num_devices` None if unknown.
+    `memory_bytes` is the memory of one device; None for a CPU.
     """
 
     name: str
@@ -14,6 +15,7 @@ class FoundPlatform(FrozenModel):
     reason: str
     label: str
     num_devices: int | None = None
+    memory_bytes: int | None = None
 
 
 class FoundDevice(FrozenModel):

@@ -185,8 +185,7 @@ def _rl_round(stage: RLRoundStageConfig, prompt_tokens: int, shape_of: ShapeOf) 
             sync_parameters=sent,
         ),
         notes=(
-            f"every prompt has {prompt_tokens} tokens (data.max_prompt_length), every answer "
-            f"{answer} (rl.sampling.max_new_tokens)",
+            _lengths(prompt_tokens, answer),
             *shape.uncounted,
         ),
     )
@@ -238,8 +237,15 @@ def _served(
         label=stage.label,
         sampled=SampledWork(shape, stage.rollout, dtype, prompt_tokens, answer, count),
         notes=(
-            f"every prompt has {prompt_tokens} tokens, every answer {answer}",
+            _lengths(prompt_tokens, answer),
             *unknown,
             *shape.uncounted,
         ),
+    )
+
+
+def _lengths(prompt_tokens: int, answer_tokens: int) -> str:
+    return (
+        f"every prompt has {prompt_tokens} tokens (data.max_prompt_length), every answer "
+        f"{answer_tokens} (its limit)"
     )

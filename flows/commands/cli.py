@@ -144,7 +144,17 @@ COMMANDS: Mapping[str, tuple[str, *tuple[Argument, ...]]] = {
         _argument("flow", "FLOW", "a Python file with a flow, or FILE:FLOW"),
         _overrides("data.arithmetic.num_sft=512"),
     ),
-    "plan": ("show each stage, its fingerprint and whether it is done; run nothing", *RECIPE, JSON),
+    "plan": (
+        "show each stage, its fingerprint and whether it is done; run nothing",
+        *RECIPE,
+        JSON,
+        _argument(
+            "--on",
+            "MACHINE",
+            "show instead what each stage needs on a machine, which need not be this one: h100x8, "
+            "a100x8, h200x1, b200x8, mi300x8 or a .json file",
+        ),
+    ),
     "recipes": ("list the recipes that ship with this project",),
     "engines": ("show the training engines, where they run and how they are tested", JSON),
     "doctor": (

@@ -23,7 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from engines.config.base import local_path
+from engines.cost.machines import machine_of
 from flows.local.embedded_prefect import PrefectServer, prefect_server, use_prefect
+from flows.machine_plan import as_json, lines_of, plan_on
 from flows.nightly import night as nights
 from flows.plan import Status, ask, plan_run
 from flows.preflight import preflight
@@ -32,7 +34,7 @@ from flows.recipe.source import refuse_secrets, with_overrides, with_suites
 from flows.report.report import Report, measured_tables
 from infra import env
 from infra.errors import ConfigError
-from infra.plugins import import_external_modules
+from infra.plugins import assumed_installed, import_external_modules
 from infra.services.stack import worker_api_url
 from tasks.runner.earlier_work import DIGITS
 
@@ -183,7 +185,9 @@ PLAN_WORDS: Mapping[Status, str] = {
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Look up every stage and print the result."""
+    """Look up every stage, or compute what it needs on another machine; print the result."""
+    if arguments.on is not None:
+        return _plan_on(arguments)
     recipe = load_recipe(arguments.recipe, arguments.overrides, seed=arguments.seed)
     sys.stderr.writelines(f"{broken}\n" for broken in import_external_modules())
     tokens = dict.fromkeys(filter(None, (*arguments.force, arguments.start_from)), "plan")
@@ -209,4 +213,18 @@ def plan(arguments: argparse.Namespace) -> int:
     counts = Counter(stage.status for stage in planner.stages)
     words = [f"{counts[status]} {text}" for status, text in PLAN_WORDS.items() if counts[status]]
     console.print(f"{recipe.run_name}: {', '.join(words)}", highlight=False)
+    return 0
+
+
+def _plan_on(arguments: argparse.Namespace) -> int:
+    machine = machine_of(arguments.on)
+    with assumed_installed():
+        recipe = load_recipe(arguments.recipe, arguments.overrides, seed=arguments.seed)
+    found = plan_on(recipe, machine)
+    if arguments.json:
+        sys.stdout.write(json.dumps(as_json(found), indent=2) + "\n")
+        return 0
+    console = Console()
+    for line in lines_of(found):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0

@@ -131,7 +131,9 @@ def _attention(config: Mapping[str, Any], hidden_size: int) -> tuple[int, int]:
         weights += hidden_size * (latent + rotary) + latent * heads * (plain + value)
         return weights + heads * value * hidden_size, heads * (plain + rotary + value)
     head_dim = size_in(config, "head_dim") if config.get("head_dim") else hidden_size // heads
-    kv_heads = size_in(config, "num_key_value_heads") if config.get("num_key_value_heads") else heads
+    kv_heads = (
+        size_in(config, "num_key_value_heads") if config.get("num_key_value_heads") else heads
+    )
     return hidden_size * head_dim * 2 * (heads + kv_heads), heads * 2 * head_dim
 
 

@@ -1,0 +1,175 @@
+"""Plans a recipe for a machine that need not be this one: `rlhf plan RECIPE --on h100x8`.
+
+Promises: no device is probed, no job or store is opened; of models only `config.json` is read.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from engines.config.recipe import Recipe
+from engines.cost.first_change import Change, first_change
+from engines.cost.machines import Machine, machine_like
+from engines.cost.model_config import shapes_of
+from engines.cost.phase_bytes import PhaseBytes
+from engines.cost.stage_cost import StageCost, stage_costs
+from flows.recipe.recipe import check_recipe
+from flows.stage_order import stages_of
+from infra.errors import ConfigError
+from infra.plugins import assumed_installed
+from infra.survey_report import FoundPlatform
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class MachinePlan:
+    """A recipe on a machine.
+
+    Attributes:
+        change: first change that fits; None if none is needed or none that was tried fits.
+    """
+
+    run_name: str
+    machine: Machine
+    costs: tuple[StageCost, ...]
+    change: Change | None
+    notes: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """True if every stage fits as the recipe is."""
+        return all(each.fits for each in self.costs)
+
+
+def plan_on(recipe: Recipe, machine: Machine) -> MachinePlan:
+    """Compute what a recipe's stages need on a machine, and the first change that fits.
+
+    Raises:
+        ConfigError: a model's `config.json` is not found or lacks a size.
+    """
+    with assumed_installed():
+        costs = costs_on(recipe, machine)
+        fits = all(each.fits for each in costs)
+        change = None if fits else first_change(recipe, machine, costs_on)
+    notes = dict.fromkeys(note for each in costs for note in each.notes)
+    platform = recipe.hardware.platform
+    if platform not in {"auto", machine.platform}:
+        notes[f"hardware.platform is {platform}; set it to {machine.platform} there"] = None
+    return MachinePlan(recipe.run_name, machine, costs, change, tuple(notes))
+
+
+def costs_on(recipe: Recipe, machine: Machine) -> tuple[StageCost, ...]:
+    """Check a recipe's rules and return its stages' costs; raises `ConfigError`."""
+    check_recipe(recipe)
+    prompt = recipe.data.max_prompt_length if recipe.data else recipe.model.max_length
+    return stage_costs(stages_of(recipe), prompt, shapes_of(recipe), machine)
+
+
+def device_shortage(recipe: Recipe, found: FoundPlatform) -> str:
+    """Return why this machine's devices cannot hold a model's training state, and the first change.
+
+    Counts only weights, gradients and moments of one model on a rank, which nothing that happens in
+    a run makes smaller. Empty if they fit, or if the model cannot be counted.
+    """
+    if found.memory_bytes is None:
+        return ""
+    num_devices = found.num_devices or 1
+    machine = machine_like(found.name, found.label, found.memory_bytes, num_devices)
+    try:
+        costs = costs_on(recipe, machine)
+    except ConfigError:
+        return ""
+    largest = max(costs, key=lambda each: each.state_bytes, default=None)
+    if largest is None or largest.state_bytes <= found.memory_bytes:
+        return ""
+    remedy, change = "take a smaller model", first_change(recipe, machine, costs_on)
+    if change is not None:
+        parts = [f"set {change}"] if change.settings else []
+        if change.machine.num_devices > num_devices:
+            parts.append(f"take {change.machine.num_devices} devices")
+        remedy = " and ".join(parts)
+    return (
+        f"{largest.labels[0]} needs {largest.state_bytes / GB:.1f} GB on each rank for weights, "
+        f"gradients and moments, {found.label} has {found.memory_bytes / GB:.1f} GB; {remedy}"
+    )
+
+
+def as_json(plan: MachinePlan) -> dict[str, Any]:
+    """Return a plan as plain values, for `--json`."""
+    return {
+        "run": plan.run_name,
+        "machine": plan.machine.model_dump(),
+        "fits": plan.fits,
+        "stages": _stages(plan.costs),
+        "change": plan.change
+        and {
+            "settings": plan.change.arguments,
+            "machine": plan.change.machine.name,
+            "stages": _stages(plan.change.costs),
+        },
+        "notes": list(plan.notes),
+    }
+
+
+def _stages(costs: tuple[StageCost, ...]) -> list[dict[str, Any]]:
+    return [
+        {
+            **asdict(cost),
+            "fits": cost.fits,
+            "seconds": cost.seconds,
+            "phases": [
+                {**asdict(each), "total_bytes": each.bytes.total_bytes, "fits": each.fits}
+                for each in cost.phases
+            ],
+        }
+        for cost in costs
+    ]
+
+
+def lines_of(plan: MachinePlan) -> Iterator[str]:
+    """Yield a line for each phase of each stage, what is assumed, and the verdict."""
+    for cost in plan.costs:
+        more = len(cost.labels) - 1
+        yield cost.labels[0] + (f" and {more} more alike" if more else "")
+        for phase in cost.phases:
+            needed, room = phase.bytes.total_bytes / GB, phase.room_bytes / GB
+            seconds = "" if phase.seconds is None else f"{phase.seconds:.3g} s"
+            verb = "fits" if phase.fits else "TOO MUCH"
+            name = phase.phase if phase.place == "rank" else f"{phase.phase}, engine alone"
+            yield (
+                f"  {name:<20} {needed:7.1f} of {room:.1f} GB  {verb:<8} {seconds:>10}  "
+                f"{parts_of(phase.bytes)}"
+            )
+        if cost.problem:
+            yield f"  {cost.problem}"
+    yield "GB and seconds are of one device and one step."
+    yield from (f"Assumed: {note}." for note in plan.notes)
+    yield f"{plan.run_name} on {plan.machine.name}: {verdict(plan)}"
+
+
+def parts_of(found: PhaseBytes) -> str:
+    """Return the parts of a phase that are not 0, in GB."""
+    parts = ((name.removesuffix("_bytes"), value) for name, value in asdict(found).items())
+    return ", ".join(f"{name} {value / GB:.1f}" for name, value in parts if value)
+
+
+def verdict(plan: MachinePlan) -> str:
+    """Return whether a recipe fits, or the first change with which it does."""
+    if plan.fits:
+        return "fits"
+    if plan.change is None:
+        return "does not fit, nor does any change that was tried"
+    return f"does not fit; the first change that does: {change_text(plan)}"
+
+
+def change_text(plan: MachinePlan) -> str:
+    """Return the change as arguments of `rlhf plan`, and what it becomes."""
+    change = plan.change
+    if change is None:
+        return ""
+    parts = [str(change)] if change.settings else []
+    if change.machine.name != plan.machine.name:
+        parts.append(f"on {change.machine.name}")
+    peak = max(phase.bytes.total_bytes for cost in change.costs for phase in cost.phases)
+    return f"{' '.join(parts)} (then at most {peak / GB:.1f} GB)"
