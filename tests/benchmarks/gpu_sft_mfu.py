@@ -10,7 +10,7 @@ MFU = model FLOPs / time / peak: 6 per weight that multiplies and token (the tie
 counts once, as the output layer) plus 6 * tokens seen on average * heads * head_dim * 2 per layer
 and token for causal attention; recomputation is not counted.
 
-Run: python tests/gpu/bench_sft_mfu.py [--repeats N] [--peak-tflops 989] [--compile] [--liger]
+Run: python tests/benchmarks/gpu_sft_mfu.py [--repeats N] [--peak-tflops 989] [--compile] [--liger]
 A trial without a GPU: add --device cpu --shape tiny --peak-tflops 0.1
 """
 
@@ -19,11 +19,11 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from gpu_models import SHAPES, Shape, write_model
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from engines.algorithms.supervised import SupervisedLoss
@@ -42,51 +42,6 @@ PUBLISHED_TOKENS_PER_S, PUBLISHED_MFU = 11_900, 0.111
 """prime-rl's figures of 2026-02-01 for one H100: Qwen3-0.6B, reinforcement learning of all weights,
 16 k tokens."""
 WARMUP_TURNS = 1
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A Qwen3 and the batch it is trained on."""
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    sequence_length: int
-    num_sequences: int
-
-    def config(self) -> Qwen3Config:
-        config = Qwen3Config(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            num_hidden_layers=self.num_layers,
-            num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            intermediate_size=self.intermediate_size,
-            max_position_embeddings=self.sequence_length,
-            tie_word_embeddings=True,
-        )
-        config.dtype = torch.float32
-        return config
-
-    @property
-    def flops_per_token(self) -> float:
-        """Of a forward and a backward pass, without recomputation."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        layer = attention + 3 * self.hidden_size * self.intermediate_size
-        weights = self.num_layers * layer + self.hidden_size * self.vocab_size
-        scores = self.num_layers * 2 * self.num_heads * self.head_dim * self.sequence_length / 2
-        return 6.0 * (weights + scores)
-
-
-SHAPES = {
-    "qwen3-0.6b": Shape(151_936, 1024, 28, 16, 8, 128, 3072, 2048, 8),
-    "tiny": Shape(512, 64, 2, 4, 2, 16, 128, 128, 4),
-}
 
 
 def draw_steps(shape: Shape) -> list[list[list[int]]]:
@@ -200,10 +155,10 @@ def compare(
     for name, tokens_per_s in speed.items():
         values = seconds[name]
         spread = (max(values) - min(values)) / statistics.median(values)
-        mfu = tokens_per_s * shape.flops_per_token / peak_flops
+        mfu = tokens_per_s * shape.flops_per_token() / peak_flops
         print(f"  {name}: {tokens_per_s:,.0f} tokens/s, MFU {mfu:.1%} (spread {spread:.0%})")
     ratio = speed["ours"] / speed["plain loop"]
-    ours_mfu = speed["ours"] * shape.flops_per_token / peak_flops
+    ours_mfu = speed["ours"] * shape.flops_per_token() / peak_flops
     print(f"  ours / goal of {GOAL_MFU:.0%} MFU: {ours_mfu / GOAL_MFU:.2f}")
     print(
         f"  ours / published for one H100 (prime-rl): {speed['ours'] / PUBLISHED_TOKENS_PER_S:.2f} "
@@ -241,8 +196,7 @@ def main() -> None:
     print(f"torch {torch.__version__}; peak {options.peak_tflops:g} TFLOP/s")
     with tempfile.TemporaryDirectory() as temporary:
         hf_dir = Path(temporary)
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(shape.config()).save_pretrained(hf_dir)
+        write_model(hf_dir, shape, torch.device("cpu"))
         for checkpointing in (False, True):
             compare(
                 hf_dir, shape, platform, options.repeats, options.peak_tflops * 1e12,
