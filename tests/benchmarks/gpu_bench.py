@@ -236,6 +236,7 @@ def _send_all(
     os.setsid()
     for stream in (1, 2):
         os.dup2(log, stream)
+    sys.stdout = sys.stderr = os.fdopen(os.dup(log), "w", buffering=1)
     try:
         for each in measure():
             sender.send(each)
