@@ -16,6 +16,7 @@ A further measurement is a function of a `Setup` that yields figures, and a row 
 import argparse
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -215,9 +216,15 @@ def in_a_process(
             process.join(CLEAN_UP_S)
         if exit_code:
             log.seek(0)
-            last = log.read().decode(errors="replace").strip().splitlines()[-1:]
-            reason = f"exit code {exit_code}: {' '.join(last)[:300]}"
-            yield NotMeasured(name, reason, crashed=True)
+            error = last_error(log.read().decode(errors="replace"))
+            yield NotMeasured(name, f"exit code {exit_code}: {error}", crashed=True)
+
+
+def last_error(log: str) -> str:
+    """The last line that names an exception, else the last line."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (named or lines or [""])[-1][:300]
 
 
 def _received(receiver: Connection, name: str, deadline: float) -> Iterator[object]:

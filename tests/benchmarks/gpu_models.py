@@ -68,8 +68,8 @@ class Shape:
 SHAPES = {
     "qwen3-0.6b": Shape(151_936, 1024, 28, 16, 8, 128, 3072, 2048, 8),
     "qwen3-0.6b-narrow": Shape(512, 64, 28, 4, 2, 16, 128, 2048, 8),
-    "tiny": Shape(512, 64, 2, 4, 2, 16, 128, 128, 4),
-    "tiny-narrow": Shape(512, 16, 2, 4, 2, 16, 32, 128, 4),
+    "tiny": Shape(512, 64, 2, 4, 2, 32, 128, 128, 4),
+    "tiny-narrow": Shape(512, 16, 2, 1, 1, 32, 32, 128, 4),
 }
 """By name. A `-narrow` model has as many tensors as the other, and few bytes."""
 
