@@ -57,7 +57,7 @@ clear = $(if $(filter-out %-$(DEVICE),$(wildcard $(1)/.installed-*)),--clear)
 install = $(1) -m pip install --quiet $(2) \
 	$(if $(filter cpu,$(DEVICE)),|| $(1) -m pip install --quiet --extra-index-url $(TORCH_CPU_INDEX) $(2))
 
-.PHONY: quickstart test test-slow test-stacks test-first-minute test-nightly faults faults-long test-vllm test-harness rollout-matrix races contracts contracts-rollout lint format types bench recipes trainers zoo zoo-engines lock locks-cuda check-locks docs up down clean
+.PHONY: quickstart test test-slow test-stacks test-first-minute test-nightly faults faults-long test-vllm test-harness rollout-matrix races contracts contracts-rollout lint format types bench gpu-check gpu-bench gpu-pipeline gpu-pack recipes trainers zoo zoo-engines lock locks-cuda check-locks docs up down clean
 .DEFAULT_GOAL := quickstart
 
 $(STAMP): $(LOCKS)/core.lock pyproject.toml
@@ -166,6 +166,18 @@ format: $(STAMP)
 
 bench: $(STAMP)  ## ours and the peer in one run, as ratios
 	$(BIN)/python tests/benchmarks/run.py $(ARGS)
+
+gpu-check: $(STAMP)  ## tests of one GPU and a consistency run, at most 4 minutes; the CPU twins without one
+	$(BIN)/python tests/gpu/gpu_check.py $(ARGS)
+
+gpu-bench: $(STAMP)  ## what one GPU reaches against its goals, at most 4 minutes; tiny sizes without one
+	$(BIN)/python tests/benchmarks/gpu_bench.py $(ARGS)
+
+gpu-pipeline: $(STAMP)  ## whole pipelines on one GPU, at most 8 minutes; a tiny one without a GPU
+	$(BIN)/python tests/gpu/gpu_pipeline.py $(ARGS)
+
+gpu-pack: $(STAMP)  ## what a GPU machine without a network lacks, in parts of 60 MB, each with its script
+	$(BIN)/python tests/gpu/pack/gpu_pack.py $(ARGS)
 
 recipes: $(STAMP)  ## every CPU recipe with three seeds against its start; hours, goes on where it stopped
 	$(BIN)/python tests/benchmarks/recipes.py $(ARGS)

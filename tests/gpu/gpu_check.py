@@ -4,7 +4,7 @@ On a GPU: `tests/gpu -m gpu`, in several processes if xdist is there, then `cons
 one, or with `--device cpu`: the CPU twins of the same tests; the tests that need a GPU are listed
 as skipped, with what they need. Each part ends at the time limit of all.
 
-Run: python tests/gpu/check.py [--device auto] [--limit-s 240] [--keyword EXPRESSION]
+Run: python tests/gpu/gpu_check.py [--device auto] [--limit-s 240] [--keyword EXPRESSION]
 """
 
 import argparse

@@ -8,7 +8,7 @@ no engine's work, and whether the promoted model can be loaded.
 Engines work while a job preprocesses, trains, generates, scores, evaluates or saves a merged model;
 the rest is the start of processes and servers, imports, loading, checkpoints and waiting.
 
-Run: python tests/gpu/pipeline.py [--device auto] [--limit-s 480] [--set PATH=VALUE]
+Run: python tests/gpu/gpu_pipeline.py [--device auto] [--limit-s 480] [--set PATH=VALUE]
 """
 
 import argparse
