@@ -95,8 +95,8 @@ class TrainingConfig(StrictModel):
     replicate_size: Annotated[int, Execution] = Field(default=1, ge=1)
     """Hybrid sharding: replicas of the sharded model; 1 shards over all ranks."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute dtype; `auto`: bfloat16 on accelerators, float32 on a CPU. Master weights and optimizer
-    state stay float32; with bfloat16, accelerators hold weights that do not train in bfloat16 too."""
+    """Compute dtype; `auto`: bfloat16 on accelerators, float32 on a CPU. Master weights and the
+    optimizer's state stay float32; accelerators hold weights that do not train in this dtype."""
     max_tokens_per_micro_batch: Annotated[int, Execution] = Field(default=16_384, ge=8)
     """Token budget of one forward and backward pass on one rank: the main memory setting."""
     gradient_checkpointing: Annotated[bool | Literal["auto"], Execution] = "auto"

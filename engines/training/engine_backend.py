@@ -1,59 +1,26 @@
 """EngineBackend: what a training backend implements; `base` implements the rest of an engine.
 
 Methods that are not abstract have a default; for adapters, averages and stored weights, an error.
-`to_host` and `from_host` keep saved activations in host memory instead of on the device.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from pathlib import Path
-from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from engines import collectives
 from engines.errors import EngineError
+from engines.training.activation_offload import ActivationOffload
 from engines.training.model.image_layout import ImageLayout
 from engines.training.spec import EngineSpec, ScaledLoss
 from engines.training.step.optimizer_step import Averaged
 from engines.types import ModelOutputs, Readouts, TokenBatch
 from engines.weight_places import WeightShard, whole_place
-
-_MIN_BYTES = 1 << 16
-"""Smaller tensors cost more to move than they free."""
-_Packed = Tensor | Callable[[], Tensor]
-"""A saved tensor, or a function that restores it from its copy on the host."""
-
-
-def to_host(tensor: Tensor) -> _Packed:
-    """Copy an activation, or a DTensor's shard, to the host; small ones and weights stay."""
-    is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-    if is_weight or tensor.nbytes < _MIN_BYTES:
-        return tensor
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    home = local.device
-    host = torch.empty(local.shape, dtype=local.dtype, pin_memory=home.type != "cpu")
-    host.copy_(local)
-    if not isinstance(tensor, DTensor):
-        return lambda: host.to(home, non_blocking=True)
-    # Only these: the function must not keep the tensor itself alive.
-    mesh, placements, shape, stride = (
-        tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride(),
-    )  # fmt: skip
-    return lambda: DTensor.from_local(
-        host.to(home, non_blocking=True), mesh, placements, run_check=False, shape=shape,
-        stride=stride,
-    )  # fmt: skip
-
-
-def from_host(packed: _Packed) -> Tensor:
-    """Restore the tensor that was given to `to_host`, on its device."""
-    return packed if isinstance(packed, Tensor) else packed()
 
 
 class EngineBackend(ABC):
@@ -232,6 +199,10 @@ class EngineBackend(ABC):
 
     def _activation_scope(self) -> AbstractContextManager[None]:
         """Scope of a forward pass, with activations on the host if configured."""
-        if self.spec.platform.device().type == "cpu" or not self.spec.training.activation_offload:
+        if self._activations is None or not self.spec.training.activation_offload:
             return nullcontext()
-        return cast(AbstractContextManager[None], saved_tensors_hooks(to_host, from_host))
+        return self._activations.scope()
+
+    @cached_property
+    def _activations(self) -> ActivationOffload | None:
+        return ActivationOffload.of(self.spec.platform)
