@@ -179,6 +179,14 @@ class PlatformBase(ABC):
         """Return environment variables that a rollout engine's process needs on this platform."""
         return {}
 
+    def training_env_vars(self, library: str) -> dict[str, str]:
+        """Return environment variables that a training rank needs before it opens its device.
+
+        Args:
+            library: backend that trains; `megatron` orders its kernels by launch.
+        """
+        return {}
+
     def profiler_range(self, name: str) -> AbstractContextManager[object]:
         """Mark a span of work for torch's profiler; vendors override it with their own markers."""
         import torch

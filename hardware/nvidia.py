@@ -61,6 +61,15 @@ class NvidiaPlatform(AcceleratorPlatform):
         """Return memory through the CUDA runtime."""
         return RuntimeIpcMemory("cuda", "libcudart")
 
+    def training_env_vars(self, library: str) -> dict[str, str]:
+        """Let segments grow, so that lengths that vary leave no holes; order Megatron's launches.
+
+        With one connection, kernels start in the order of their launch, by which Megatron-Core
+        overlaps communication and computation; FSDP needs several to overlap at all.
+        """
+        found = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        return found | ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if library == "megatron" else {})
+
     def profiler_range(self, name: str) -> AbstractContextManager[object]:
         """Return an NVTX range."""
         import torch

@@ -263,9 +263,14 @@ def set_for_process(name: str, value: str | None) -> None:
         os.environ[name] = value
 
 
-def set_for_rollout(variables: Mapping[str, str]) -> None:
-    """Set a platform's `rollout_env_vars` for this process; they need not be declared here."""
+def set_for_platform(variables: Mapping[str, str]) -> None:
+    """Set a platform's variables for this process; they need not be declared here."""
     os.environ.update(variables)
+
+
+def unset_of(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return those of a platform's variables that the user has not set."""
+    return {name: value for name, value in variables.items() if name not in os.environ}
 
 
 def all_variables() -> tuple[EnvVar, ...]:

@@ -33,6 +33,7 @@ from engines.rollout.base import behind_service, create_rollout_engine
 from engines.rollout.replica_pool import RestartPolicy
 from engines.weight_sync.in_process import new_transport
 from hardware.detection import detect, planned
+from infra import env
 from infra.job_environments import installed_distributions, is_inside
 from infra.waiting import in_thread, result_within
 
@@ -250,6 +251,7 @@ def _group_of_actors(spec: WorkerSpec, log_dir: Path, pool: Pool) -> WorkerGroup
         log_dir=log_dir,
         sees_all_devices=platform.shows_all_devices,
         collective_timeout_s=training.collective_timeout_s,
+        env_vars=env.unset_of(platform.training_env_vars(training.backend)),
         timeouts_s={"generate": spec.rollout.timeout_s + MARGIN_S} if spec.rollout else {},
     )
     return RayWorkerGroup(partial(ModelWorker, spec), options, pool)

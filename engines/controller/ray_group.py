@@ -87,6 +87,7 @@ class RayGroupOptions:
     sees_all_devices: bool = False
     collective_timeout_s: float = 600.0
     call_timeout_s: float = 7200.0
+    env_vars: Mapping[str, str] = field(default_factory=dict)
     timeouts_s: Mapping[str, float] = field(default_factory=dict)
     start_timeout_s: float = 180.0
     heartbeat_s: float = 1.0
@@ -174,7 +175,8 @@ class RayWorkerGroup(WorkerGroup):
         environments = rank_environments(places, sees_all_devices=options.sees_all_devices)
         for rank, place in enumerate(places):
             options.heartbeat_path(rank).unlink(missing_ok=True)
-            variables = {"OMP_NUM_THREADS": str(options.num_threads), **environments[rank]}
+            threads = {"OMP_NUM_THREADS": str(options.num_threads)}
+            variables = {**options.env_vars, **threads, **environments[rank]}
             actor = remote.options(runtime_env={"env_vars": variables}, **place.options)
             self._actors.append(actor.remote(rank, addresses[rank], options, access))
         # All start before any joins, so that a rank that does not start is reported as such and not

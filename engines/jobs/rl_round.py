@@ -81,6 +81,7 @@ def rl_round(context: JobContext[RLRoundStageConfig]) -> JobOutput:
                 config.training.num_threads,
                 context.journal.log,
                 computes=config.driver_computes,
+                trains_with=config.training.backend,
             )
             worker_spec = _worker_spec(context)
             hf_dir = worker_spec.serving_dir

@@ -57,6 +57,7 @@ def start_of(context: JobContext[TrainingStageConfig]) -> Start:
         config.training.num_threads,
         context.journal.log,
         computes=config.training.num_workers == 1,
+        trains_with=config.training.backend,
     )
     dataset = load_dataset(context.input("dataset"))
     before = context.optional_input("policy")

@@ -107,6 +107,25 @@ def test_options_for_other_processes(platform: PlatformBase) -> None:
     if "resources" in options:
         assert options["resources"] == {platform.ray_resource: 2}
     assert all(isinstance(v, str) for v in platform.rollout_env_vars().values())
+    for library in ("fsdp2", "megatron"):
+        assert all(isinstance(v, str) for v in platform.training_env_vars(library).values())
+
+
+def test_copies_beside_the_computation_arrive_in_order(platform: PlatformBase) -> None:
+    inbound, outbound = platform.copy_stream(), platform.copy_stream()
+    assert (inbound is None) is (platform.device().type == "cpu"), "the host has one memory"
+    if inbound is None or outbound is None:
+        return
+    host = torch.arange(1 << 20, dtype=torch.float32).pin_memory()
+    back = torch.empty_like(host, pin_memory=True)
+    for _ in range(8):
+        arrived = torch.empty_like(host, device=platform.device())
+        inbound.copy(host, arrived)
+        inbound.join()
+        outbound.copy(arrived * 2, back)  # computed after it arrived, dropped before it left
+        del arrived
+    outbound.synchronize()
+    assert torch.equal(back, host * 2)
 
 
 def test_ray_can_be_kept_from_hiding_devices(platform: PlatformBase) -> None:

@@ -189,7 +189,7 @@ def sleep_frees_memory() -> bool:
 
 def _set_environment(platform: PlatformBase) -> None:
     """Set environment variables for this process and vLLM's; the user's for logging are kept."""
-    env.set_for_rollout(platform.rollout_env_vars())
+    env.set_for_platform(platform.rollout_env_vars())
     env.set_for_process(env.VLLM_CPU_KVCACHE_SPACE.name, None)
     for variable, value in (
         (env.VLLM_WORKER_MULTIPROC_METHOD, "spawn"),

@@ -217,3 +217,12 @@ def test_cpu_answers() -> None:
     assert platform.device_uuid() is None
     with platform.library_scope("another library"):
         pass
+
+
+def test_launch_order_is_for_megatron_alone() -> None:
+    segments = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    nvidia = NvidiaPlatform()
+    assert nvidia.training_env_vars("fsdp2") == segments
+    assert nvidia.training_env_vars("megatron") == {**segments, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    # vLLM's sleep refuses segments that grow.
+    assert segments.keys().isdisjoint(nvidia.rollout_env_vars())

@@ -2,8 +2,9 @@
 
 Weights are float32; on an accelerator that computes in bfloat16, those of a model that does not
 train, and those under an adapter, are bfloat16. Each pass would round float32 weights to the same
-values, so no logprob changes; a merge adds the adapter to the rounded weights. The model stays in evaluation mode, so that training and inference compute the
-same logprobs. Liger's kernels and torch.compile make a model's layers faster.
+values, so no logprob changes; a merge adds the adapter to the rounded weights. The model stays in
+evaluation mode, so that training and inference compute the same logprobs. Liger's kernels and
+torch.compile make a model's layers faster.
 
 Promises: a missing or unexpected weight is an error (but a value head may be absent and starts at
 0). Ranks of a sharded model read only their slices, unless transformers converts tensors. Only the

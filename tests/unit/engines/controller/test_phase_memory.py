@@ -3,14 +3,17 @@
 from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engines.algorithms.supervised import SupervisedLoss
 from engines.config.rollout import RolloutConfig
-from engines.controller import model_worker
+from engines.controller import launch, model_worker
 from engines.controller.model_worker import ModelWorker, WorkerSpec
+from engines.controller.placement import Pool
+from engines.controller.ray_group import RayGroupOptions
 from engines.controller.rollout import LaunchedEngines, RankRollout, ServedRollout
 from engines.controller.worker_group import InProcessGroup
 from engines.rollout.base import ALL_MEMORY, MemoryTag
@@ -160,3 +163,20 @@ def test_an_engine_inside_the_rank_gets_the_memory_too(
         assert calls == ["empty"]
         rollout.publish(1)
         assert calls == ["empty"] * 3
+
+
+def test_actors_get_the_variables_of_the_backend(
+    policy_spec: WorkerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Chip(CPUPlatform):
+        def training_env_vars(self, library: str) -> dict[str, str]:
+            return {"CHIP_LIBRARY": library, "CHIP_MEMORY": "grows"}
+
+    started: list[RayGroupOptions] = []
+    monkeypatch.setattr(launch, "planned", lambda name: Chip())
+    monkeypatch.setattr(
+        launch, "RayWorkerGroup", lambda make, options, pool: started.append(options)
+    )
+    monkeypatch.setenv("CHIP_MEMORY", "as the user says")
+    launch._group_of_actors(policy_spec, tmp_path, Pool(None, ()))
+    assert started[0].env_vars == {"CHIP_LIBRARY": "fsdp2"}

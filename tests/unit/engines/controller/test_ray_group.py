@@ -62,6 +62,10 @@ class Probe:
     def where(self) -> tuple[int, int]:
         return self.rank, os.getpid()
 
+    @dispatch(Dispatch.RANK_ZERO)
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
     @dispatch(Dispatch.SHARD_PER_RANK)
     def tag_by_rank(self, items: list[str]) -> list[str]:
         return [f"{item}@{self.rank}" for item in items]
@@ -332,3 +336,9 @@ def test_two_ranks_train_and_sample_like_one(
         ]
         assert continued[0] == pytest.approx(continued[1], abs=1e-5)
     one.close()
+
+
+def test_ranks_start_with_the_platforms_variables(start: GroupFactory) -> None:
+    group = start(world_size=1, env_vars={"CHIP_MEMORY": "grows"})
+    assert group.run(Probe.variable, "CHIP_MEMORY") == "grows"
+    assert "CHIP_MEMORY" not in os.environ

@@ -1,13 +1,16 @@
 """What a job does before it computes."""
 
 import gc
+import os
 from platform import machine
 
 import pytest
 import torch
 
 from engines.config.training import HardwareConfig
+from engines.jobs.process import torch_setup
 from engines.jobs.process.torch_setup import prepare_torch
+from hardware.cpu import CPUPlatform
 from infra.errors import ConfigError
 
 
@@ -42,3 +45,31 @@ def test_another_device_than_the_planned(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("RLHF_PLATFORM", "huawei")  # on the job's machine alone
     with pytest.raises(ConfigError, match="huawei was asked for and is not available"):
         prepare_torch(planned, 1, lambda _: None)
+
+
+class Chip(CPUPlatform):
+    """A device whose ranks need variables."""
+
+    def training_env_vars(self, library: str) -> dict[str, str]:
+        return {"CHIP_MEMORY": "grows", "CHIP_LIBRARY": library}
+
+    def device_label(self) -> str:
+        assert os.environ.get("CHIP_LIBRARY") in {"megatron", None}
+        self.was_opened_with = os.environ.get("CHIP_LIBRARY")
+        return super().device_label()
+
+
+def test_a_driver_that_trains_sets_them_before_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    chip = Chip()
+    chip.name = "cpu"
+    monkeypatch.setattr(torch_setup, "detect", lambda name: (chip, ""))
+    monkeypatch.setenv("CHIP_MEMORY", "as the user says")
+    monkeypatch.setenv("CHIP_LIBRARY", "x")
+    monkeypatch.delenv("CHIP_LIBRARY")  # so that it is removed in the end
+    hardware = HardwareConfig(platform="cpu", device_kind=machine())
+    num_threads = torch.get_num_threads()
+    prepare_torch(hardware, num_threads, lambda _: None)
+    assert chip.was_opened_with is None, "it only samples"
+    prepare_torch(hardware, num_threads, lambda _: None, trains_with="megatron")
+    assert chip.was_opened_with == "megatron"
+    assert os.environ["CHIP_MEMORY"] == "as the user says"
