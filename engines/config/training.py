@@ -165,6 +165,11 @@ class TrainingConfig(StrictModel):
         return "float32" if self.dtype == "auto" else self.dtype
 
     @property
+    def recomputes_layers(self) -> bool:
+        """`gradient_checkpointing`; `auto`, which preflight replaces, counts as False."""
+        return self.gradient_checkpointing is True
+
+    @property
     def data_parallel_size(self) -> int:
         """Ranks, or groups of ranks, that process different data."""
         return self.num_workers // (

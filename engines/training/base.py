@@ -356,7 +356,7 @@ def flops_of(spec: EngineSpec) -> TrainingFlops | None:
     return TrainingFlops(
         model,
         weights_frozen=spec.training.lora is not None,
-        layers_recomputed=spec.training.gradient_checkpointing,
+        layers_recomputed=spec.training.recomputes_layers,
         logits_recomputed=not values,
     )
 

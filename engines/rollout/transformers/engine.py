@@ -152,7 +152,8 @@ class TransformersEngine(StatefulEngine):
         self._batch.free()
         if level == "weights":
             self._model.release()
-            self._version, self._pending, self._sleeping = NO_VERSION, None, {*ALL_MEMORY}
+            self._version, self._pending = NO_VERSION, None
+            self._sleeping.update(ALL_MEMORY)
         self._platform.empty_cache()  # the trainer may be another process
 
     async def wake_up(self, tags: Collection[MemoryTag] = ALL_MEMORY) -> None:

@@ -68,7 +68,7 @@ class Replica:
         self.dtype: torch.dtype = getattr(torch, spec.training.dtype)
         self._host_state = HostState.of(spec.platform)
         self.architecture = Architecture(
-            config, layout, self.dtype, recompute=spec.training.gradient_checkpointing
+            config, layout, self.dtype, recompute=spec.training.recomputes_layers
         )
         # Megatron-Core needs seeded generators to build layers.
         before = spec.platform.rng_state()

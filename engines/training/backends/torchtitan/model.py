@@ -154,7 +154,7 @@ def sharded_decoder(spec: EngineSpec, reshard_after_forward: str) -> tuple[nn.Mo
         training=TrainingConfig(),
         parallelism=parallelism,
         compile_config=CompileConfig(),
-        ac_config=FullAC.Config() if training.gradient_checkpointing else None,
+        ac_config=FullAC.Config() if training.recomputes_layers else None,
         dump_folder="",
         skip_dp=True,
     )

@@ -80,7 +80,7 @@ class TransformersModelEngine(ModuleEngine[PreTrainedModel]):
             )
         self._model = self._build_model(load_weights=load_weights)
         collectives.limit_waits(training.collective_timeout_s)
-        if training.gradient_checkpointing:
+        if training.recomputes_layers:
             enable_activation_checkpointing(self._model)
         if sees_images(self._model.config):
             self._vision = Vision(self._model)

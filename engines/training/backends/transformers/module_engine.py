@@ -127,7 +127,7 @@ class ModuleEngine(BaseEngine, Generic[Model]):
     def _host_state(self) -> HostState | None:
         return HostState.of(self.spec.platform)
 
-    def _moments_of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    def _moments_of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return Adam's tensors of parameters, without the counts of steps."""
         states = self._optimizer.state if self._optimizer is not None else {}
         return [t for p in parameters for t in states[p].values() if t.dim() > 0]

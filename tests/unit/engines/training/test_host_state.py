@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from rlhf.testing.apart_device import ApartPlatform
 from torch import Tensor
 
 from engines.config.training import EmaConfig, OptimizerConfig, TrainingConfig
@@ -17,8 +18,6 @@ from engines.training.spec import EngineSpec
 from engines.types import GlobalCounts, LossOutput, ModelOutputs, TokenBatch
 from hardware.base import PlatformBase
 from hardware.cpu import CPUPlatform
-
-from rlhf.testing.apart_device import ApartPlatform
 
 BATCH = TokenBatch.from_sequences([[3, 4, 5, 6, 7], [8, 9]], loss_mask=[[0, 0, 1, 1, 1], [0, 1]])
 
