@@ -110,7 +110,8 @@ def _integer_product(rows: Tensor, keys: Tensor) -> Tensor:
     num_rows = len(rows)
     if num_rows < _MIN_ROWS and rows.device.type != "cpu":
         rows = torch.cat([rows, rows.new_zeros(_MIN_ROWS - num_rows, ROW_BYTES)])
-    return torch._int_mm(rows, keys.t())[:num_rows]
+    found = torch._int_mm(rows, keys.t())  # pyright: ignore[reportPrivateImportUsage]
+    return found[:num_rows]
 
 
 def _float_product(rows: Tensor, keys: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -85,9 +84,12 @@ class DeviceIpcTransport(SharedMemoryTransport):
 class DeviceIpcSource(SharedMemorySource):
     """Source that reads memory of the sender's device, on the current device of its process."""
 
-    checksum_method: ClassVar[ChecksumMethod] = "matmul"
-
     platform: str
+
+    @property
+    def checksum_method(self) -> ChecksumMethod:
+        """See `WeightSource`."""
+        return "matmul"
 
     def buckets(self, files: TransferFiles, late: DeadlineError) -> Buckets:
         """See the base class."""

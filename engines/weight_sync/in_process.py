@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -115,9 +114,12 @@ def new_transport(
 class SafetensorsSource:
     """Source that reads one safetensors file with every weight in the receiver's dtype."""
 
-    checksum_method: ClassVar[ChecksumMethod] = "xxh3"
-
     path: Path
+
+    @property
+    def checksum_method(self) -> ChecksumMethod:
+        """See `WeightSource`."""
+        return "xxh3"
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `WeightSource`."""

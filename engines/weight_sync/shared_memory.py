@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -145,13 +145,16 @@ class SharedMemorySource:
     `host` and `port` are those of the transport's `Cancellation`.
     """
 
-    checksum_method: ClassVar[ChecksumMethod] = "xxh3"
-
     host: str
     port: int
     token: str
     reader: int
     timeout_s: float
+
+    @property
+    def checksum_method(self) -> ChecksumMethod:
+        """See `WeightSource`."""
+        return "xxh3"
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `WeightSource`; a tensor is a view of a bucket, valid until the next one."""

@@ -11,8 +11,8 @@ from engines.controller import rollout
 from engines.controller.placement import Place
 from engines.controller.replica import ReplicaSpec
 from engines.controller.rollout import Sender, choose_transport
-from engines.weight_sync.device_ipc import DeviceIpcTransport
 from engines.weight_sync.collective import CollectiveTransport
+from engines.weight_sync.device_ipc import DeviceIpcTransport
 from engines.weight_sync.sharded import ShardedTransport
 from engines.weight_sync.shared_memory import SharedMemoryTransport
 from infra.errors import ConfigError
