@@ -49,6 +49,7 @@ def pages() -> dict[str, str]:
         "engines.md": HEADER + engines_page(),
         "algorithms.md": HEADER + algorithms_page(),
         "faults.md": HEADER + faults_page(),
+        "plans.md": HEADER + plans_page(),
     }
 
 
@@ -221,6 +222,58 @@ def faults_page() -> str:
     from figures import FIGURES
 
     return page({name: figure.what for name, figure in FIGURES.items()})
+
+
+def plans_page() -> str:
+    """What the published recipes need on two machines, by the cost model of `rlhf plan --on`."""
+    from engines.cost.machines import machine_of
+
+    lines = [
+        "# Plans of the published recipes",
+        "",
+        "`rlhf plan RECIPE --on MACHINE` computes this, and more, from shapes, without a device. GB "
+        "are of one device at the peak of a phase, over the recipe's stages; seconds are of the "
+        "longest step, if every prompt and answer has its longest length. The shares of the rates "
+        "that programs reach were measured on one H200 with a model of 0.6 B; nothing else here "
+        "is measured. An embedded engine's cache takes what is free, up to what its samples need. "
+        "If a recipe does not fit as it is, the row has the first change with which it does, "
+        "and what it then takes.",
+        "",
+    ]
+    headings = ("recipe", "on", "train", "sync", "sample", "s/step", "fits, or with")
+    for title, name in (("Eight H100", "h100x8"), ("One H200", "h200x1")):
+        machine = machine_of(name)
+        room = machine.memory_bytes / 1e9
+        lines += [f"## {title}", "", f"{room:.1f} GB each.", "", f"| {' | '.join(headings)} |"]
+        lines.append("|---" * len(headings) + "|")
+        for recipe, loaded in shipped_recipes().items():
+            if loaded.model.path is None:
+                continue
+            own = machine.with_devices(loaded.training.num_workers)
+            machines = [machine] if title == "One H200" or own.num_devices <= 8 else [machine, own]
+            for each in machines:
+                cells = (f"`{recipe}`", each.name, *plan_cells(loaded, each))
+                lines.append(f"| {' | '.join(cell(text) for text in cells)} |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def plan_cells(recipe: Any, machine: Any) -> Iterator[str]:
+    """The peak of each phase, the longest step, and the first change; with the change in place."""
+    from flows.machine_plan import plan_on
+
+    plan = plan_on(recipe, machine)
+    costs = plan.change.costs if plan.change else plan.costs
+    for phase in ("train", "sync", "sample"):
+        found = [x.bytes.total_bytes for c in costs for x in c.phases if x.phase == phase]
+        yield f"{max(found) / 1e9:.1f}" if found else ""
+    seconds = [cost.seconds for cost in costs if cost.seconds is not None]
+    yield f"{max(seconds):.3g}" if seconds else ""
+    if plan.change is None:
+        yield "fits" if plan.fits else "nothing that was tried fits"
+    else:
+        more = [plan.change.machine.name] if plan.change.machine.name != machine.name else []
+        yield ", ".join([*more, *(f"`{text}`" for text in plan.change.arguments)])
 
 
 def first_paragraph(model: type[BaseModel]) -> str:

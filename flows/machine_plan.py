@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from engines.config.recipe import Recipe
-from engines.cost.first_change import Change, first_change
 from engines.cost.machines import Machine, machine_like
 from engines.cost.model_config import shapes_of
 from engines.cost.phase_bytes import PhaseBytes
 from engines.cost.stage_cost import StageCost, stage_costs
-from flows.recipe.recipe import check_recipe
+from flows.first_change import Change, first_change
 from flows.stage_order import stages_of
 from infra.errors import ConfigError
 from infra.plugins import assumed_installed
@@ -60,8 +59,7 @@ def plan_on(recipe: Recipe, machine: Machine) -> MachinePlan:
 
 
 def costs_on(recipe: Recipe, machine: Machine) -> tuple[StageCost, ...]:
-    """Check a recipe's rules and return its stages' costs; raises `ConfigError`."""
-    check_recipe(recipe)
+    """Return the costs of a recipe's stages; raises `ConfigError` as `shapes_of`."""
     prompt = recipe.data.max_prompt_length if recipe.data else recipe.model.max_length
     return stage_costs(stages_of(recipe), prompt, shapes_of(recipe), machine)
 
@@ -85,10 +83,7 @@ def device_shortage(recipe: Recipe, found: FoundPlatform) -> str:
         return ""
     remedy, change = "take a smaller model", first_change(recipe, machine, costs_on)
     if change is not None:
-        parts = [f"set {change}"] if change.settings else []
-        if change.machine.num_devices > num_devices:
-            parts.append(f"take {change.machine.num_devices} devices")
-        remedy = " and ".join(parts)
+        remedy = f"set {' '.join(change.arguments)} on {change.machine.num_devices} devices"
     return (
         f"{largest.labels[0]} needs {largest.state_bytes / GB:.1f} GB on each rank for weights, "
         f"gradients and moments, {found.label} has {found.memory_bytes / GB:.1f} GB; {remedy}"
@@ -97,34 +92,16 @@ def device_shortage(recipe: Recipe, found: FoundPlatform) -> str:
 
 def as_json(plan: MachinePlan) -> dict[str, Any]:
     """Return a plan as plain values, for `--json`."""
+    change = plan.change
+    stages = [{**asdict(each), "fits": each.fits, "seconds": each.seconds} for each in plan.costs]
     return {
         "run": plan.run_name,
         "machine": plan.machine.model_dump(),
         "fits": plan.fits,
-        "stages": _stages(plan.costs),
-        "change": plan.change
-        and {
-            "settings": plan.change.arguments,
-            "machine": plan.change.machine.name,
-            "stages": _stages(plan.change.costs),
-        },
-        "notes": list(plan.notes),
+        "stages": stages,
+        "change": change and {"settings": change.arguments, "machine": change.machine.name},
+        "notes": plan.notes,
     }
-
-
-def _stages(costs: tuple[StageCost, ...]) -> list[dict[str, Any]]:
-    return [
-        {
-            **asdict(cost),
-            "fits": cost.fits,
-            "seconds": cost.seconds,
-            "phases": [
-                {**asdict(each), "total_bytes": each.bytes.total_bytes, "fits": each.fits}
-                for each in cost.phases
-            ],
-        }
-        for cost in costs
-    ]
 
 
 def lines_of(plan: MachinePlan) -> Iterator[str]:
@@ -155,21 +132,12 @@ def parts_of(found: PhaseBytes) -> str:
 
 
 def verdict(plan: MachinePlan) -> str:
-    """Return whether a recipe fits, or the first change with which it does."""
+    """Return whether a recipe fits, or the first change with which it does, and its new peak."""
+    change = plan.change
     if plan.fits:
         return "fits"
-    if plan.change is None:
-        return "does not fit, nor does any change that was tried"
-    return f"does not fit; the first change that does: {change_text(plan)}"
-
-
-def change_text(plan: MachinePlan) -> str:
-    """Return the change as arguments of `rlhf plan`, and what it becomes."""
-    change = plan.change
     if change is None:
-        return ""
-    parts = [str(change)] if change.settings else []
-    if change.machine.name != plan.machine.name:
-        parts.append(f"on {change.machine.name}")
+        return "does not fit, nor does any change that was tried"
     peak = max(phase.bytes.total_bytes for cost in change.costs for phase in cost.phases)
-    return f"{' '.join(parts)} (then at most {peak / GB:.1f} GB)"
+    words = " ".join((*change.arguments, f"on {change.machine.name}"))
+    return f"does not fit; the first change that does: {words} (then at most {peak / GB:.1f} GB)"

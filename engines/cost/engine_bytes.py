@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from engines.config.plugins import is_embedded
-from engines.config.rollout import RolloutConfig
+from engines.cost.rank_bytes import dtype_bytes
 from engines.cost.workload import SampledWork
 
 _FRACTIONS = {"vllm": 0.9, "sglang": 0.85}
@@ -30,12 +30,6 @@ class EngineBytes:
     num_devices: int
 
 
-def cache_bytes_per_token(sampled: SampledWork) -> int:
-    """Return the bytes of one token's keys and values in all layers."""
-    shape = sampled.shape
-    return shape.cache_width * shape.num_layers * _number(sampled)
-
-
 def engine_bytes(
     sampled: SampledWork, num_ranks: int, memory_bytes: int, free_bytes: int
 ) -> EngineBytes:
@@ -45,39 +39,25 @@ def engine_bytes(
     sequences need, as far as memory allows.
 
     Args:
-        num_ranks: training ranks; 0 if the stage only serves, which one replica or more do.
+        num_ranks: ranks with an engine each; 0 if engines have devices of their own.
         memory_bytes: of one device; `free_bytes` is what other tenants and the margin leave.
     """
-    rollout, shape = sampled.rollout, sampled.shape
-    num_devices = rollout.num_workers_per_replica
-    is_colocated = rollout.placement == "colocated" and num_ranks > 0
-    embedded = is_embedded(rollout)
-    num_engines = num_ranks if is_colocated else (1 if embedded else rollout.num_replicas)
-    # Key-value heads are not cut into pieces.
-    parts = min(num_devices, max(shape.num_kv_heads, 1))
+    rollout, shape, number = sampled.rollout, sampled.shape, dtype_bytes(sampled.dtype)
+    num_devices, embedded = rollout.num_workers_per_replica, is_embedded(rollout)
+    num_engines = num_ranks or (1 if embedded else rollout.num_replicas)
     tokens = sampled.prompt_tokens + sampled.answer_tokens
-    sequence = -(-tokens * cache_bytes_per_token(sampled) // parts)
-    weights = -(-shape.num_parameters * _number(sampled) // num_devices)
+    # Key-value heads are not cut into pieces.
+    width = -(-shape.cache_width // min(num_devices, shape.num_kv_heads))
+    sequence = tokens * width * shape.num_layers * number
+    weights = -(-shape.num_parameters * number // num_devices)
     own = -(-(sampled.num_sequences or rollout.max_num_sequences) // num_engines)
     wanted = min(own, rollout.max_num_sequences)
-    if embedded:
-        room = free_bytes - weights
-        num_running = max(1, min(wanted, room // sequence))
-        cache = num_running * sequence
-    else:
-        cache = _reserved(rollout, memory_bytes, weights)
-        num_running = max(1, min(wanted, cache // sequence))
-        cache = max(cache, sequence)
+    room = free_bytes - weights
+    if not embedded:
+        fraction = _FRACTIONS.get(rollout.engine, 0.9)
+        fraction = rollout.options.get("gpu_memory_utilization", fraction)
+        taken = int(fraction * memory_bytes) - weights
+        room = rollout.options.get("kv_cache_bytes") or taken
+    num_running = max(1, min(wanted, room // sequence))
+    cache = num_running * sequence if embedded else max(room, sequence)
     return EngineBytes(weights, cache, sequence, num_running, num_engines, num_devices)
-
-
-def _reserved(rollout: RolloutConfig, memory_bytes: int, weights: int) -> int:
-    options = rollout.options
-    if options.get("kv_cache_bytes"):
-        return int(options["kv_cache_bytes"])
-    fraction = options.get("gpu_memory_utilization", _FRACTIONS.get(rollout.engine, 0.9))
-    return int(fraction * memory_bytes) - weights
-
-
-def _number(sampled: SampledWork) -> int:
-    return 2 if sampled.dtype == "bfloat16" else 4

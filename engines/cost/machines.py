@@ -9,17 +9,15 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 
 from engines.config.base import StrictModel
-from hardware.accelerator import PeakTable
+from hardware.accelerator import AcceleratorPlatform
 from hardware.amd import AMDPlatform
 from hardware.nvidia import NvidiaPlatform
 from infra.errors import ConfigError
 
-_GIB = 2**30
 _OPTION = "--on"
 
 
@@ -35,7 +33,7 @@ class Machine(StrictModel):
     devices_per_node: int = Field(default=8, ge=1)
     memory_bytes: int = Field(ge=1)
     """Memory of one device that a process can allocate."""
-    peak_flops_per_s: dict[str, float]
+    peak_flops_per_s: dict[str, float] = Field(min_length=1)
     """Dense peak of one device by dtype (`bfloat16`, `float32`)."""
     memory_bytes_per_s: float = Field(gt=0)
     """Memory bandwidth of one device."""
@@ -56,8 +54,13 @@ class Machine(StrictModel):
     @property
     def exchange_bytes_per_s(self) -> float:
         """Rate of a device in collectives of all devices."""
-        is_one_node = self.num_devices <= self.devices_per_node
-        return self.link_bytes_per_s if is_one_node else self.network_bytes_per_s
+        if self.num_devices > self.devices_per_node:
+            return self.network_bytes_per_s
+        return self.link_bytes_per_s
+
+    def peak(self, dtype: str) -> float:
+        """Return the peak of one device; the smallest known one for a dtype without a figure."""
+        return self.peak_flops_per_s.get(dtype) or min(self.peak_flops_per_s.values())
 
     def with_devices(self, num_devices: int) -> "Machine":
         """Return the machine with another number of devices; each has its part of the host."""
@@ -72,41 +75,38 @@ class Machine(StrictModel):
 
 
 def _kind(
-    platform: str, peaks: PeakTable, product: str, memory_gib: float, *rates: float,
-    network: float = 50e9, host_gb: int = 2048,
+    platform: type[AcceleratorPlatform], product: str, memory_gib: float, memory: float,
+    link: float, host_link: float = 64e9, network: float = 50e9,
 ) -> Machine:  # fmt: skip
-    memory, link, host_link = rates
     return Machine(
         name=product,
-        platform=platform,
+        platform=platform.vendor_name,
         num_devices=8,
-        memory_bytes=int(memory_gib * _GIB),
-        peak_flops_per_s=dict(dict(peaks)[product]),
+        memory_bytes=int(memory_gib * 2**30),
+        peak_flops_per_s=dict(dict(platform.peaks)[product]),
         memory_bytes_per_s=memory,
         link_bytes_per_s=link,
         network_bytes_per_s=network,
         host_link_bytes_per_s=host_link,
-        host_memory_bytes=host_gb * 10**9,
+        host_memory_bytes=2048 * 10**9,
     )
 
 
-_NVIDIA, _AMD = NvidiaPlatform.peaks, AMDPlatform.peaks
 # Memory bandwidth, link to other devices (NVLink, Infinity Fabric; half of the two-way figure),
 # link to the host (PCIe 4.0 or 5.0 x16). The network is one 400 Gb/s port for each device (A100:
 # 200). Host memory is that of the vendors' reference systems, DGX and HGX; 2 TB.
 KINDS: Mapping[str, Machine] = {
     # NVIDIA A100 80GB data sheet (SXM4), 2022.
-    "a100": _kind("nvidia", _NVIDIA, "A100", 79.1, 2.039e12, 300e9, 32e9, network=25e9),
+    "a100": _kind(NvidiaPlatform, "A100", 79.1, 2.039e12, 300e9, 32e9, network=25e9),
     # NVIDIA H100 data sheet (SXM5), 2023.
-    "h100": _kind("nvidia", _NVIDIA, "H100", 79.1, 3.35e12, 450e9, 64e9),
+    "h100": _kind(NvidiaPlatform, "H100", 79.1, 3.35e12, 450e9),
     # NVIDIA H200 data sheet (SXM5), 2024.
-    "h200": _kind("nvidia", _NVIDIA, "H200", 139.8, 4.8e12, 450e9, 64e9),
+    "h200": _kind(NvidiaPlatform, "H200", 139.8, 4.8e12, 450e9),
     # NVIDIA HGX B200 data sheet, 2025.
-    "b200": _kind("nvidia", _NVIDIA, "B200", 178.3, 7.7e12, 900e9, 64e9),
+    "b200": _kind(NvidiaPlatform, "B200", 178.3, 7.7e12, 900e9),
     # AMD Instinct MI300X data sheet, 2023: seven links of 64 GB/s.
-    "mi300": _kind("amd", _AMD, "MI300X", 191.9, 5.3e12, 448e9, 64e9),
+    "mi300": _kind(AMDPlatform, "MI300X", 191.9, 5.3e12, 448e9),
 }
-_NAME = re.compile(r"(?P<kind>[a-z0-9]*[a-z][a-z0-9]*?)x(?P<number>[1-9][0-9]{0,5})")
 
 
 def machine_of(text: str) -> Machine:
@@ -117,16 +117,15 @@ def machine_of(text: str) -> Machine:
     """
     if text.endswith(".json"):
         return read_machine(Path(text).expanduser())
-    found = _NAME.fullmatch(text.lower())
-    if found is None or found["kind"] not in KINDS:
-        known = ", ".join(f"{kind}xN" for kind in KINDS)
+    kind, _, number = text.lower().rpartition("x")
+    if kind not in KINDS or not re.fullmatch("[1-9][0-9]{0,5}", number):
+        known = ", ".join(f"{name}xN" for name in KINDS)
         raise ConfigError(
             _OPTION,
             f"got {text!r}; need {known} (N devices, as in h100x8), or a .json file that describes "
             "a machine; choose one",
         )
-    kind = KINDS[found["kind"]].model_copy(update={"name": found["kind"]})
-    return kind.with_devices(int(found["number"]))
+    return KINDS[kind].model_copy(update={"name": kind}).with_devices(int(number))
 
 
 def read_machine(path: Path) -> Machine:
@@ -136,7 +135,7 @@ def read_machine(path: Path) -> Machine:
         ConfigError: the file is absent, no JSON, or a field is missing or invalid.
     """
     try:
-        values: Any = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or f"not JSON: {error}"
         raise ConfigError(

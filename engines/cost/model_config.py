@@ -34,30 +34,24 @@ def shapes_of(recipe: Recipe) -> ShapeOf:
     def shape_of(setting: str, values: bool) -> ModelShape:
         # A reward model without a path is trained from the recipe's own model.
         setting = setting if setting in paths else "model.path"
-        if setting not in paths:
-            config = made_config(recipe.model)
-        else:
-            config = config_of(setting, paths[setting], revisions.get(setting))
+        path = paths.get(setting)
+        config = config_of(setting, path, revisions.get(setting)) if path else made(recipe.model)
         try:
             return ModelShape.from_config(config, values=values)
         except ValueError as error:
-            raise ConfigError(setting, f"got {paths.get(setting)}: {error}") from None
+            raise ConfigError(setting, f"got {path}: {error}") from None
 
     return shape_of
 
 
-def made_config(model: ModelConfig) -> Mapping[str, Any]:
+def made(model: ModelConfig) -> Mapping[str, Any]:
     """Return the configuration of a model that is made from scratch; the vocabulary is a limit."""
-    made = model.architecture
+    shape = model.architecture
     return {
-        "model_type": made.model_type,
-        "hidden_size": made.hidden_size,
-        "num_hidden_layers": made.num_layers,
-        "num_attention_heads": made.num_heads,
-        "num_key_value_heads": made.num_kv_heads,
-        "head_dim": made.head_dim,
-        "intermediate_size": made.intermediate_size,
-        "tie_word_embeddings": made.tie_word_embeddings,
+        **shape.model_dump(),
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
         "vocab_size": model.tokenizer.vocab_size,
     }
 

@@ -8,7 +8,6 @@ them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from math import prod
 from typing import Any
 
@@ -26,7 +25,6 @@ _QKV_BIAS = ("qwen2",)
 _QK_NORM = ("qwen3",)
 """Beginnings of model types with a norm of the width of a head on queries and keys."""
 _COUNTED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3")
-_MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,8 @@ class ModelShape:
     """What memory and time of a model depend on.
 
     Attributes:
-        query_width, key_width, value_width: all heads together, as attention computes them.
+        attention_width: numbers of one token that attention's backward pass needs in one layer:
+            query, key, value and result. `norm_width` of these have a norm of their own.
         cache_width: numbers that a rollout engine caches of one token in one layer.
         mlp_width: of a dense layer; `expert_width` of one expert.
         num_chosen: experts that a token uses; 0 for a dense model.
@@ -52,18 +51,15 @@ class ModelShape:
     num_layers: int
     num_sparse_layers: int
     vocab_size: int
-    num_outputs: int
-    num_heads: int
+    has_values: bool
     num_kv_heads: int
-    query_width: int
-    key_width: int
-    value_width: int
+    attention_width: int
+    norm_width: int
     cache_width: int
     mlp_width: int
     expert_width: int
     num_experts: int
     num_chosen: int
-    has_qk_norm: bool
     layer_parameters: int
     sparse_parameters: int
     expert_parameters: int
@@ -96,15 +92,15 @@ class ModelShape:
     def num_parameters(self) -> int:
         """Parameters of the whole model."""
         dense = (self.num_layers - self.num_sparse_layers) * self.layer_parameters
-        sparse = self.num_sparse_layers * (self.sparse_parameters + self.expert_parameters)
+        sparse = self.num_sparse_layers * self.sparse_parameters + self.num_expert_parameters
         return self.root_parameters + self.vision_parameters + dense + sparse
 
     @property
     def largest_layer(self) -> int:
         """Parameters of the largest layer."""
-        sparse = self.sparse_parameters + self.expert_parameters if self.num_sparse_layers else 0
-        dense = self.layer_parameters if self.num_sparse_layers < self.num_layers else 0
-        return max(sparse, dense)
+        if self.num_sparse_layers:
+            return self.sparse_parameters + self.expert_parameters
+        return self.layer_parameters
 
     @property
     def largest_tensor(self) -> int:
@@ -135,49 +131,54 @@ class ModelShape:
 def _shape_of(whole: Mapping[str, Any], values: bool) -> ModelShape:
     config = whole.get("text_config") or whole
     model_type = str(config.get("model_type") or whole.get("model_type"))
-    flops = ModelFlops.from_config(config, num_outputs=1 if values else None)
     hidden, num_layers = size_in(config, "hidden_size"), size_in(config, "num_hidden_layers")
-    num_sparse = num_sparse_layers(config, num_layers)
-    heads = size_in(config, "num_attention_heads")
+    heads, vocab = size_in(config, "num_attention_heads"), size_in(config, "vocab_size")
     kv_heads = int(config.get("num_key_value_heads") or heads)
     attention, extra, widths = _attention(config, model_type, hidden, heads, kv_heads)
+    num_sparse = num_sparse_layers(config, num_layers)
     mlp = size_in(config, "intermediate_size") if num_sparse < num_layers else 0
-    names = _MLP[1:] if model_type in PLAIN_MLP else _MLP
-    dense = {name: (hidden, mlp) if name != "down_proj" else (mlp, hidden) for name in names}
+    dense = _matrices(hidden, mlp)
+    if model_type in PLAIN_MLP:
+        del dense["gate_proj"]
     bias = sum(outputs for _, outputs in dense.values()) if config.get("mlp_bias") else 0
-    each, shared = _experts(config, hidden) if num_sparse else (0, {})
-    norms = 2 * hidden + extra
+    shared = _matrices(hidden, _shared_width(config))
+    each = num_sparse and size_in(config, "moe_intermediate_size", "intermediate_size")
     experts = num_experts(config) if num_sparse else 0
-    vocab = size_in(config, "vocab_size")
-    head = 0 if whole.get("tie_word_embeddings", config.get("tie_word_embeddings")) else vocab
+    tied = whole.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    gate = hidden if config.get("shared_expert_intermediate_size") else 0
+    plain = _total(attention) + extra + 2 * hidden
     vision, uncounted = _vision(whole)
     if not model_type.startswith(_COUNTED):
-        uncounted = (*uncounted, f"biases and further norms of {model_type}")
-    gates = hidden if config.get("shared_expert_intermediate_size") else 0
+        uncounted = (*uncounted, f"biases and further norms of {model_type} are not counted")
     return ModelShape(
-        flops=flops,
+        flops=ModelFlops.from_config(config, num_outputs=1 if values else None),
         hidden_size=hidden,
         num_layers=num_layers,
         num_sparse_layers=num_sparse,
         vocab_size=vocab,
-        num_outputs=1 if values else vocab,
-        num_heads=heads,
+        has_values=values,
         num_kv_heads=kv_heads,
-        **widths,
+        attention_width=widths[0],
+        norm_width=widths[1],
+        cache_width=widths[2],
         mlp_width=mlp,
-        expert_width=each // (3 * hidden),
+        expert_width=each,
         num_experts=experts,
         num_chosen=size_in(config, "num_experts_per_tok") if num_sparse else 0,
-        has_qk_norm=model_type.startswith(_QK_NORM),
-        layer_parameters=_total(attention) + _total(dense) + bias + norms,
-        sparse_parameters=_total(attention) + _total(shared) + gates + norms + experts * hidden,
-        expert_parameters=experts * each,
+        layer_parameters=plain + _total(dense) + bias,
+        sparse_parameters=plain + _total(shared) + gate + experts * hidden,
+        expert_parameters=experts * 3 * hidden * each,
         embedding_parameters=vocab * hidden,
-        head_parameters=hidden + 1 if values else head * hidden,
+        head_parameters=hidden + 1 if values else (0 if tied else vocab * hidden),
         vision_parameters=vision,
         linears={**attention, **(shared if num_sparse else dense)},
         uncounted=uncounted,
     )
+
+
+def _matrices(hidden: int, width: int) -> dict[str, tuple[int, int]]:
+    sizes = (hidden, width)
+    return {"gate_proj": sizes, "up_proj": sizes, "down_proj": (width, hidden)}
 
 
 def _total(linears: Mapping[str, tuple[int, int]]) -> int:
@@ -186,24 +187,25 @@ def _total(linears: Mapping[str, tuple[int, int]]) -> int:
 
 def _attention(
     config: Mapping[str, Any], model_type: str, hidden: int, heads: int, kv_heads: int
-) -> tuple[dict[str, tuple[int, int]], int, dict[str, int]]:
-    """Return the matrices of a layer's attention, its biases and own norms, and its widths."""
-    has_bias = bool(config.get("attention_bias"))
+) -> tuple[dict[str, tuple[int, int]], int, tuple[int, int, int]]:
+    """Return a layer's attention: matrices, parameters of biases and own norms, and widths.
+
+    The widths are `attention_width`, `norm_width` and `cache_width` of `ModelShape`.
+    """
+    bias = bool(config.get("attention_bias"))
     if config.get("kv_lora_rank"):
         rotary, value = size_in(config, "qk_rope_head_dim"), size_in(config, "v_head_dim")
         plain, latent = size_in(config, "qk_nope_head_dim"), size_in(config, "kv_lora_rank")
-        query = heads * (plain + rotary)
-        low = int(config.get("q_lora_rank") or 0)
-        linears = {"q_a_proj": (hidden, low), "q_b_proj": (low, query)} if low else {}
-        linears |= {
-            **({} if low else {"q_proj": (hidden, query)}),
+        query, low = heads * (plain + rotary), int(config.get("q_lora_rank") or 0)
+        queries = {"q_a_proj": (hidden, low), "q_b_proj": (low, query)}
+        linears = {
+            **(queries if low else {"q_proj": (hidden, query)}),
             "kv_a_proj_with_mqa": (hidden, latent + rotary),
             "kv_b_proj": (latent, heads * (plain + value)),
             "o_proj": (heads * value, hidden),
         }
-        bias = (low + latent + rotary + hidden) if has_bias else 0
-        cached = latent + rotary
-        return linears, bias + low + latent, _widths(query, query, heads * value, cached)
+        extra = low + latent + bias * (low + latent + rotary + hidden)
+        return linears, extra, (2 * query + 2 * heads * value, low + latent, latent + rotary)
     head_dim = int(config.get("head_dim") or hidden // heads)
     query, key = heads * head_dim, kv_heads * head_dim
     linears = {
@@ -212,52 +214,29 @@ def _attention(
         "v_proj": (hidden, key),
         "o_proj": (query, hidden),
     }
-    extra = 2 * head_dim if model_type.startswith(_QK_NORM) else 0
+    has_norm = model_type.startswith(_QK_NORM)
+    extra = 2 * head_dim * has_norm + bias * (query + 2 * key + hidden)
     if model_type.startswith(_QKV_BIAS):
         extra += query + 2 * key
-    elif has_bias:
-        extra += query + 2 * key + hidden
-    return linears, extra, _widths(query, key, key, 2 * key)
+    return linears, extra, (2 * query + 2 * key, has_norm * (query + key), 2 * key)
 
 
-def _widths(query: int, key: int, value: int, cached: int) -> dict[str, int]:
-    return {
-        "query_width": query,
-        "key_width": key,
-        "value_width": value,
-        "cache_width": cached,
-    }
-
-
-def _experts(config: Mapping[str, Any], hidden: int) -> tuple[int, dict[str, tuple[int, int]]]:
-    """Return the parameters of one routed expert, and the matrices of the shared ones."""
-    width = size_in(config, "moe_intermediate_size", "intermediate_size")
-    shared = int(config.get("shared_expert_intermediate_size") or 0)
-    shared += width * int(config.get("n_shared_experts") or 0)
-    matrices = {
-        "gate_proj": (hidden, shared),
-        "up_proj": (hidden, shared),
-        "down_proj": (shared, hidden),
-    }
-    return 3 * hidden * width, matrices if shared else {}
+def _shared_width(config: Mapping[str, Any]) -> int:
+    """Return the width of the experts that every token uses, together."""
+    num_shared = int(config.get("n_shared_experts") or 0)
+    width = num_shared and num_shared * size_in(config, "moe_intermediate_size")
+    return width + int(config.get("shared_expert_intermediate_size") or 0)
 
 
 def _vision(whole: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
     """Return the parameters of the vision tower, and what is not counted."""
-    tower = whole.get("vision_config")
-    if not tower:
-        return 0, ()
-    if not fnmatch(str(whole.get("model_type")), "qwen2_5_vl*"):
-        return 0, (f"the vision tower of {whole.get('model_type')}",)
-    width, depth = size_in(tower, "hidden_size"), size_in(tower, "depth")
-    mlp, out = size_in(tower, "intermediate_size"), size_in(tower, "out_hidden_size")
-    patch = prod(int(tower.get(name) or default) for name, default in _PATCH)
-    patch *= int(tower.get("patch_size") or 14)
-    merged = width * int(tower.get("spatial_merge_size") or 2) ** 2
-    attention = 4 * width * width + 4 * width
-    block = 2 * width + attention + 3 * width * mlp + 2 * mlp + width
-    merger = width + merged * (merged + 1) + merged * out + out
-    return patch * width + depth * block + merger, ()
-
-
-_PATCH = (("in_channels", 3), ("temporal_patch_size", 2), ("patch_size", 14))
+    tower, kind = whole.get("vision_config"), str(whole.get("model_type"))
+    if not tower or not kind.startswith("qwen2_5_vl"):
+        return 0, (f"the vision tower of {kind} is not counted",) if tower else ()
+    width, mlp = size_in(tower, "hidden_size"), size_in(tower, "intermediate_size")
+    # Two frames of three colours; the merger joins squares of patches.
+    patch = 3 * 2 * size_in(tower, "patch_size") ** 2
+    merged = width * size_in(tower, "spatial_merge_size") ** 2
+    block = 2 * width + 4 * width * (width + 1) + 3 * width * mlp + 2 * mlp + width
+    merger = width + (merged + 1) * (merged + size_in(tower, "out_hidden_size"))
+    return patch * width + size_in(tower, "depth") * block + merger, ()

@@ -3,8 +3,13 @@
 Follows the backends: sharding ones (fsdp, fsdp2, veomni, automodel, torchtitan) hold a part of
 float32 weights, gradients and moments and gather one layer at a time; Megatron-Core holds its
 layers' weights in the compute dtype, their gradients in float32, and a part of main weights and
-moments. Frozen models are bfloat16 on accelerators if `training.dtype` is. Moments that are
-offloaded are on the device around the optimizer step alone.
+moments. Frozen models are bfloat16 on accelerators if `training.dtype` is. Offloaded moments are on
+the device around the optimizer step alone.
+
+Saved tensors are counted as autograd keeps them in transformers' decoder layers: a norm keeps its
+input in float32, its normalized value and its result; attention its query, key, value and result; a
+gated feed-forward layer two inner products, the activation and their product. Fused kernels and
+compiled layers keep less.
 """
 
 from dataclasses import dataclass, replace
@@ -12,12 +17,20 @@ from dataclasses import dataclass, replace
 from engines.config.training import TrainingConfig
 from engines.cost.model_shape import ModelShape
 from engines.cost.phase_bytes import PhaseBytes
-from engines.cost.saved_tensors import dtype_bytes, saved_bytes
 from engines.cost.workload import RoleCost, Workload
 
 _FLOAT, _MOMENTS = 4, 8
 SYNC_BUCKET_BYTES = 64 * 2**20
 """One of the two buckets of a weight sync."""
+TILE_BYTES = 3 * 2**26
+"""Tiles of logits that exist at a time with `chunked_logprobs`, in float32."""
+TILE_COLUMNS = 1 << 15
+"""Tokens of the vocabulary in a tile, whose weight gradients are summed in float32."""
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Return the bytes of a number of a recipe's dtype."""
+    return 2 if dtype == "bfloat16" else _FLOAT
 
 
 @dataclass(frozen=True)
@@ -30,98 +43,170 @@ class RoleBytes:
         gathered: whole layers and root in the compute dtype, during a forward pass.
         reduced: gradients of whole layers on their way to shards, during a backward pass.
         root_step: the same for the root, when its gradients are reduced after all layers.
-        tensor: the largest tensor, as a sync gathers it.
     """
 
     parameters: int
-    gradients: int
-    moments: int
-    gathered: int
-    reduced: int
-    root_step: int
-    tensor: int
+    gradients: int = 0
+    moments: int = 0
+    gathered: int = 0
+    reduced: int = 0
+    root_step: int = 0
 
-
-def num_micro_batch_tokens(work: Workload) -> int:
-    """Return the tokens of a micro-batch on one rank: the budget, or all that there are."""
-    training = work.training
-    num_tokens = work.num_sequences * work.sequence_tokens // max(work.num_updates, 1)
-    own = -(-num_tokens // (training.data_parallel_size * training.num_sharing_ranks))
-    return min(training.max_tokens_per_micro_batch, own)
+    @property
+    def state(self) -> int:
+        """What a rank needs to train at all."""
+        return self.parameters + self.gradients + self.moments
 
 
 def role_bytes(role: RoleCost, training: TrainingConfig, *, on_cpu: bool = False) -> RoleBytes:
     """Return what one rank holds of a model; the fullest pipeline stage counts."""
     if training.backend == "megatron":
         return _megatron(role, training)
-    shape, number = role.shape, dtype_bytes(training)
-    world = training.num_workers
-    is_sharded = world > 1 or training.dtype != "float32"
-    parts = world // training.replicate_size
-    trained, base = _trained(role), _FLOAT
-    if not role.num_trained or role.lora:
-        base = _FLOAT if on_cpu else number
-    weights = shape.num_parameters * base + (trained * _FLOAT if role.lora else 0)
-    moments = _MOMENTS + (_FLOAT if role.keeps_average else 0)
-    layer = shape.largest_layer / training.tensor_parallel_size
-    root = shape.root_parameters / training.tensor_parallel_size
-    whole = shape.num_parameters / training.tensor_parallel_size
-    keeps = training.options.get("reshard_after_forward") is False
-    own_layer, own_root = layer, root
-    if role.lora:
-        own_layer, own_root = trained / shape.num_layers, 0.0
-    found = RoleBytes(
-        parameters=-(-weights // parts),
+    shape, number, trained = role.shape, dtype_bytes(training.dtype), role.num_trained_parameters
+    is_frozen = role.lora is not None or not trained
+    base = _FLOAT if on_cpu or not is_frozen else number
+    parts = training.num_workers // training.replicate_size
+    held = RoleBytes(
+        parameters=-(-(shape.num_parameters * base + is_frozen * trained * _FLOAT) // parts),
         gradients=-(-trained * _FLOAT // parts),
-        moments=-(-trained * moments // parts),
-        gathered=int(number * (whole if keeps else root + 2 * layer)) if is_sharded else 0,
-        # In the compute dtype: the head's and a layer's; in float32: a layer's, and the one before
-        # it, which is being reduced.
-        reduced=int(number * (own_root + own_layer) + 2 * _FLOAT * own_layer) if is_sharded else 0,
-        root_step=int(number * (root + own_root) + _FLOAT * own_root) if is_sharded else 0,
-        tensor=shape.largest_tensor * _FLOAT if is_sharded else 0,
+        moments=-(-trained * _moment_bytes(role) // parts),
     )
     if training.options.get("cpu_offload"):
-        return replace(found, parameters=0, gradients=0, moments=0)
-    return found
+        held = RoleBytes(0)
+    if training.num_workers == 1 and training.dtype == "float32":  # the plain module
+        return held
+    layer, root, whole = (
+        part / training.tensor_parallel_size
+        for part in (shape.largest_layer, shape.root_parameters, shape.num_parameters)
+    )
+    keeps_all = training.options.get("reshard_after_forward") is False
+    # An adapter's gradients are a part of each layer.
+    own_layer, own_root = (trained / shape.num_layers, 0.0) if is_frozen else (layer, root)
+    return replace(
+        held,
+        gathered=int(number * (whole if keeps_all else root + 2 * layer)),
+        # In the compute dtype the head's and a layer's; in float32 a layer's, and those of the
+        # layer before it, which are being reduced.
+        reduced=int(number * (own_root + own_layer) + 2 * _FLOAT * own_layer),
+        root_step=int(number * (root + own_root) + _FLOAT * own_root),
+    )
 
 
-def _trained(role: RoleCost) -> int:
-    if not role.num_trained:
-        return 0
-    return role.shape.adapter_parameters(role.lora) if role.lora else role.shape.num_parameters
+def _moment_bytes(role: RoleCost) -> int:
+    return _MOMENTS + _FLOAT * role.keeps_average
 
 
 def _megatron(role: RoleCost, training: TrainingConfig) -> RoleBytes:
-    shape, number = role.shape, dtype_bytes(training)
+    shape, number = role.shape, dtype_bytes(training.dtype)
     tensor, stages = training.tensor_parallel_size, training.pipeline_parallel_size
-    experts = shape.num_expert_parameters / (stages * training.expert_parallel_size)
+    expert_ranks = stages * training.expert_parallel_size
+    experts = shape.num_expert_parameters / expert_ranks
     root = max(shape.embedding_parameters, shape.head_parameters)
-    root = root if stages > 1 else shape.root_parameters
     layers = shape.num_parameters - shape.num_expert_parameters - shape.root_parameters
-    dense = (layers / stages + root) / tensor
+    dense = (layers / stages + (root if stages > 1 else shape.root_parameters)) / tensor
     # Ranks that hold the same weights share their main weights and moments.
-    dense_parts = training.num_workers / (tensor * stages)
-    expert_parts = training.num_workers / (stages * training.expert_parallel_size)
-    share = dense / dense_parts + experts / expert_parts
-    held = dense + experts
+    share = dense * tensor * stages + experts * expert_ranks
+    held, share = dense + experts, share / training.num_workers
+    trained = (held, share) if role.num_trained else (0.0, 0.0)
     if role.lora:
-        held, share = (_trained(role) / (tensor * stages),) * 2
-    main = 0 if number == _FLOAT else _FLOAT
-    moments = _MOMENTS + (_FLOAT if role.keeps_average else 0)
-    is_trained = role.num_trained > 0
+        trained = (role.num_trained_parameters / (tensor * stages),) * 2
+    main = _FLOAT if number < _FLOAT else 0
     return RoleBytes(
-        parameters=int(number * (dense + experts) + is_trained * main * share),
-        gradients=int(is_trained * _FLOAT * held),
-        moments=int(is_trained * moments * share),
-        gathered=0,
-        reduced=0,
-        root_step=0,
-        tensor=shape.largest_tensor * number,
+        parameters=int(number * held + main * trained[1]),
+        gradients=int(_FLOAT * trained[0]),
+        moments=int(_moment_bytes(role) * trained[1]),
     )
 
 
-def idle_bytes(held: RoleBytes, training: TrainingConfig) -> PhaseBytes:
+def num_micro_batch_tokens(work: Workload) -> int:
+    """Return the tokens of a micro-batch on one rank: the budget, or all that there are."""
+    training = work.training
+    num_tokens = work.num_sequences * work.sequence_tokens // work.num_updates
+    own = -(-num_tokens // (training.data_parallel_size * training.num_sharing_ranks))
+    return min(training.max_tokens_per_micro_batch, own)
+
+
+def saved_bytes(shape: ModelShape, training: TrainingConfig, num_tokens: int) -> int:
+    """Return the saved tensors of a micro-batch of `num_tokens` on one rank, at the peak."""
+    layer = _layer_bytes(shape, training)
+    kept = layer * shape.num_layers
+    if training.activation_offload:
+        kept = layer
+    elif training.gradient_checkpointing:
+        # The input of each layer, and everything of the one that is computed again.
+        inputs = shape.num_layers * shape.hidden_size * dtype_bytes(training.dtype)
+        kept = layer + inputs / _stream_parts(training)
+    return int(num_tokens * kept) + _head_bytes(shape, training, num_tokens)
+
+
+def _layer_bytes(shape: ModelShape, training: TrainingConfig) -> float:
+    """Return the bytes of one token in the largest layer."""
+    number, hidden = dtype_bytes(training.dtype), shape.hidden_size
+    is_fused = training.use_liger or training.use_torch_compile
+    norm = 2 * number if is_fused else _FLOAT + 2 * number
+    num_inner = 3 if is_fused else 4
+    # The result of a norm of queries and keys is what attention keeps.
+    attention = number * shape.attention_width + (norm - number) * shape.norm_width
+    inner = number * num_inner * shape.mlp_width
+    if shape.num_sparse_layers:
+        # Each chosen expert has its own copy of the token and its own result; the router works in
+        # float32.
+        width = shape.num_chosen * (num_inner * shape.expert_width + 2 * hidden)
+        width += num_inner * shape.linears["gate_proj"][1]
+        inner = max(inner, number * width + 3 * _FLOAT * shape.num_experts)
+    parallel = (attention + inner) / training.tensor_parallel_size
+    return 2 * norm * hidden / _stream_parts(training) + parallel
+
+
+def _stream_parts(training: TrainingConfig) -> int:
+    """Return the ranks that share tensors between matrices."""
+    return training.tensor_parallel_size if training.sequence_parallel else 1
+
+
+def _head_bytes(shape: ModelShape, training: TrainingConfig, num_tokens: int) -> int:
+    """Return the bytes of the last norm, the output head and its gradients."""
+    number, hidden = dtype_bytes(training.dtype), shape.hidden_size
+    # The norm's three, the predicting rows, and their gradient in float32.
+    rows = num_tokens * hidden * (2 * _FLOAT + 3 * number)
+    if shape.has_values:
+        return rows
+    if not training.chunked_logprobs:
+        # Logits, their copy in float32, and its gradient.
+        return rows + num_tokens * shape.vocab_size * (number + 2 * _FLOAT)
+    tiles = min(TILE_BYTES, 3 * _FLOAT * num_tokens * shape.vocab_size)
+    columns = min(shape.vocab_size, TILE_COLUMNS) // training.tensor_parallel_size
+    return rows + tiles + _FLOAT * columns * hidden
+
+
+def train_bytes(work: Workload, *, on_cpu: bool = False) -> PhaseBytes:
+    """Return the largest need of a step's passes and optimizer steps, over all models."""
+    training = work.training
+    held = [role_bytes(each, training, on_cpu=on_cpu) for each in work.roles]
+    peaks = [
+        _total([peak, *(_idle(other, training) for other in held if other is not own)])
+        for role, own in zip(work.roles, held, strict=True)
+        for peak in _peaks_of(role, own, work)
+    ]
+    return max(peaks, key=lambda each: each.total_bytes)
+
+
+def _peaks_of(role: RoleCost, held: RoleBytes, work: Workload) -> list[PhaseBytes]:
+    """Return what a model needs at each point of its work that can be the peak."""
+    training = work.training
+    if not role.num_trained:
+        return [PhaseBytes(parameter_bytes=held.parameters, bucket_bytes=held.gathered)]
+    backward = PhaseBytes(
+        parameter_bytes=held.parameters,
+        gradient_bytes=held.gradients,
+        moment_bytes=0 if training.optimizer_offload else held.moments,
+        saved_bytes=saved_bytes(role.shape, training, num_micro_batch_tokens(work)),
+        bucket_bytes=held.gathered + held.reduced,
+    )
+    at_root = replace(backward, saved_bytes=0, bucket_bytes=held.root_step)
+    return [backward, at_root, replace(at_root, bucket_bytes=0, moment_bytes=held.moments)]
+
+
+def _idle(held: RoleBytes, training: TrainingConfig) -> PhaseBytes:
     """Return what a model leaves on the device while another one computes."""
     return PhaseBytes(
         parameter_bytes=0 if training.param_offload else held.parameters,
@@ -129,81 +214,47 @@ def idle_bytes(held: RoleBytes, training: TrainingConfig) -> PhaseBytes:
     )
 
 
-def train_bytes(work: Workload, *, on_cpu: bool = False) -> PhaseBytes:
-    """Return the largest need of a step's passes and optimizer steps, over all models."""
-    training = work.training
-    held = [role_bytes(each, training, on_cpu=on_cpu) for each in work.roles]
-    num_tokens = num_micro_batch_tokens(work)
-    peaks: list[PhaseBytes] = []
-    for index, role in enumerate(work.roles):
-        others = [idle_bytes(each, training) for i, each in enumerate(held) if i != index]
-        for own in _peaks_of(held[index], role.shape, training, num_tokens, role.num_trained > 0):
-            peaks.append(total([own, *others]))
-    return max(peaks, key=lambda each: each.total_bytes)
-
-
-def _peaks_of(
-    held: RoleBytes, shape: ModelShape, training: TrainingConfig, num_tokens: int, trains: bool
-) -> list[PhaseBytes]:
-    """Return what a model needs at each point of its work that can be the peak."""
-    if not trains:
-        return [PhaseBytes(parameter_bytes=held.parameters, bucket_bytes=held.gathered)]
-    resting = 0 if training.optimizer_offload else held.moments
-    backward = PhaseBytes(
-        parameter_bytes=held.parameters,
-        gradient_bytes=held.gradients,
-        moment_bytes=resting,
-        saved_bytes=saved_bytes(shape, training, num_tokens),
-        bucket_bytes=held.gathered + held.reduced,
-    )
-    at_root = replace(backward, saved_bytes=0, bucket_bytes=held.root_step)
-    step = replace(at_root, bucket_bytes=0, moment_bytes=held.moments)
-    return [backward, at_root, step]
-
-
 def sync_bytes(work: Workload, *, on_cpu: bool = False) -> PhaseBytes:
     """Return what ranks hold while they send weights: a gathered tensor and two buckets."""
-    training = work.training
-    policy, *others = [role_bytes(each, training, on_cpu=on_cpu) for each in work.roles]
-    sending = PhaseBytes(
+    policy, *others = (role_bytes(each, work.training, on_cpu=on_cpu) for each in work.roles)
+    tensor = _FLOAT * work.roles[0].shape.largest_tensor if policy.gathered else 0
+    sending = replace(
+        _idle(policy, work.training),
         parameter_bytes=policy.parameters,
-        moment_bytes=0 if training.optimizer_offload else policy.moments,
-        bucket_bytes=policy.tensor + 2 * SYNC_BUCKET_BYTES,
+        bucket_bytes=tensor + 2 * SYNC_BUCKET_BYTES,
     )
-    return total([sending, *(idle_bytes(each, training) for each in others)])
+    return _total([sending, *(_idle(each, work.training) for each in others)])
 
 
 def resting_bytes(work: Workload, *, on_cpu: bool = False) -> PhaseBytes:
     """Return what ranks hold while engines sample."""
-    held = [role_bytes(each, work.training, on_cpu=on_cpu) for each in work.roles]
-    return total([idle_bytes(each, work.training) for each in held])
+    held = (role_bytes(each, work.training, on_cpu=on_cpu) for each in work.roles)
+    return _total([_idle(each, work.training) for each in held])
 
 
 def state_bytes(work: Workload) -> int:
     """Return weights, gradients and moments of the largest trained model on one rank.
 
-    Nothing but sharding over more ranks or training fewer weights makes them smaller.
+    Nothing but more ranks or fewer trained weights makes them smaller.
     """
-    if work.training.options.get("cpu_offload"):
-        return 0
-    held = [role_bytes(each, work.training) for each in work.roles if each.num_trained]
-    return max((h.parameters + h.gradients + h.moments for h in held), default=0)
+    held = (role_bytes(each, work.training) for each in work.roles if each.num_trained)
+    return max((each.state for each in held), default=0)
 
 
 def host_bytes(work: Workload, num_per_node: int) -> int:
-    """Return what the offloads keep in a node's memory."""
+    """Return what offloads keep in a node's memory."""
     training = work.training
-    held = [role_bytes(each, training) for each in work.roles]
-    params = sum(each.parameters for each in held) if training.param_offload else 0
-    moments = sum(each.moments for each in held) if training.optimizer_offload else 0
-    if training.options.get("cpu_offload"):
-        on_device = training.model_copy(update={"options": {}})
-        each_held = [role_bytes(each, on_device) for each in work.roles]
-        params = sum(h.parameters + h.gradients + h.moments for h in each_held)
-    return (params + moments) * min(num_per_node, training.num_workers)
+    on_device = training.model_copy(update={"options": {}})
+    in_host = 0
+    for held in (role_bytes(each, on_device) for each in work.roles):
+        if training.options.get("cpu_offload"):
+            in_host += held.state
+        else:
+            in_host += training.param_offload * held.parameters
+            in_host += training.optimizer_offload * held.moments
+    return in_host * min(num_per_node, training.num_workers)
 
 
-def total(parts: list[PhaseBytes]) -> PhaseBytes:
-    """Return the sum of each field."""
-    names = parts[0].__dataclass_fields__
+def _total(parts: list[PhaseBytes]) -> PhaseBytes:
+    names = PhaseBytes.__dataclass_fields__
     return PhaseBytes(**{name: sum(getattr(each, name) for each in parts) for name in names})

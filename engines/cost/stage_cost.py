@@ -12,7 +12,7 @@ from typing import Literal
 
 from engines.config.plugins import is_embedded
 from engines.config.stages.base import StageConfig
-from engines.cost.engine_bytes import EngineBytes, engine_bytes
+from engines.cost.engine_bytes import engine_bytes
 from engines.cost.machines import Machine
 from engines.cost.phase_bytes import Phase, PhaseBytes
 from engines.cost.rank_bytes import (
@@ -63,7 +63,6 @@ class StageCost:
         labels: stages that cost the same.
         num_devices: devices that the stage occupies.
         state_bytes: weights, gradients and moments of the largest trained model on a rank.
-        host_bytes: offloaded state in the memory of a node.
         notes: what is assumed.
         problem: why it cannot run for another reason than device memory; empty if it can.
     """
@@ -72,14 +71,19 @@ class StageCost:
     phases: tuple[PhaseCost, ...]
     num_devices: int
     state_bytes: int
-    host_bytes: int
     notes: tuple[str, ...]
     problem: str = ""
 
     @property
     def fits(self) -> bool:
         """True if every phase has room and the machine has the devices."""
-        return not self.problem and all(each.fits for each in self.phases)
+        return not self.problem and not self.missing_bytes
+
+    @property
+    def missing_bytes(self) -> int:
+        """What the phases need beyond their room, together."""
+        over = (each.bytes.total_bytes - each.room_bytes for each in self.phases)
+        return sum(max(0, each) for each in over)
 
     @property
     def seconds(self) -> float | None:
@@ -100,90 +104,65 @@ def stage_costs(
     Raises:
         ValueError, ConfigError: raised by `shape_of`.
     """
-    found: dict[StageCost, list[str]] = {}
+    found: list[tuple[Workload, list[str]]] = []
     for stage in stages:
         work = workload_of(stage, prompt_tokens, shape_of)
-        if work is not None:
-            found.setdefault(work_cost(replace(work, label=""), machine), []).append(stage.label)
-    return tuple(replace(cost, labels=tuple(labels)) for cost, labels in found.items())
+        if work is None:
+            continue
+        alike = next((labels for other, labels in found if other == work), None)
+        if alike is None:
+            found.append((work, [stage.label]))
+        else:
+            alike.append(stage.label)
+    return tuple(work_cost(work, labels, machine) for work, labels in found)
 
 
-def work_cost(work: Workload, machine: Machine) -> StageCost:
-    """Return the cost of one workload."""
-    sampled = work.sampled
-    num_ranks = work.training.num_workers if work.roles else 0
+def work_cost(work: Workload, labels: Iterable[str], machine: Machine) -> StageCost:
+    """Return the cost of one workload; `labels` are its stages."""
+    sampled, num_ranks = work.sampled, work.training.num_workers if work.roles else 0
     embedded = sampled is None or is_embedded(sampled.rollout)
-    beside = sampled is not None and not embedded
-    shares = bool(num_ranks) and (
-        sampled is None or embedded or sampled.rollout.placement == "colocated"
-    )
-    processes = 2 if beside and shares and num_ranks else 1
-    room = _room(machine, processes)
-    resting = resting_bytes(work) if shares and work.roles else PhaseBytes()
-    engine = None
-    if sampled is not None:
-        free = room - resting.total_bytes
-        engine = engine_bytes(sampled, num_ranks, machine.memory_bytes, free)
+    is_colocated = sampled is None or sampled.rollout.placement == "colocated"
+    shares = bool(num_ranks) and is_colocated
+    processes = 2 if shares and not embedded else 1
+    room = int(machine.memory_bytes * (1 - FREE_SHARE)) - processes * PROCESS_BYTES
     phases: list[PhaseCost] = []
     if work.roles:
-        seconds = train_seconds(work, machine)
-        phases.append(PhaseCost("train", "rank", train_bytes(work), room, seconds))
-    if engine is not None:
-        phases += _sampling(work, engine, machine, resting, room, shares=shares)
+        phases.append(
+            PhaseCost("train", "rank", train_bytes(work), room, train_seconds(work, machine))
+        )
     num_devices = num_ranks
-    if engine is not None and not shares:
-        num_devices += engine.num_engines * engine.num_devices
-    in_host = host_bytes(work, machine.num_per_node)
+    if sampled is not None:
+        resting = resting_bytes(work) if shares else PhaseBytes()
+        free = room - resting.total_bytes
+        engine = engine_bytes(sampled, num_ranks * shares, machine.memory_bytes, free)
+        num_devices += 0 if shares else engine.num_engines * engine.num_devices
+        if work.roles:
+            sending = replace(sync_bytes(work), engine_bytes=engine.weights * shares)
+            seconds = sync_seconds(sampled, engine, machine)
+            phases.append(PhaseCost("sync", "rank", sending, room, seconds))
+        held = replace(resting, engine_bytes=engine.weights, cache_bytes=engine.cache)
+        seconds = sample_seconds(sampled, engine, machine)
+        phases.append(PhaseCost("sample", "rank" if shares else "engine", held, room, seconds))
     return StageCost(
-        labels=(work.label,),
+        labels=tuple(labels),
         phases=tuple(phases),
         num_devices=num_devices,
         state_bytes=state_bytes(work),
-        host_bytes=in_host,
         notes=work.notes,
-        problem=_problem(work, num_devices, in_host, machine),
+        problem=_problem(work, num_devices, machine),
     )
 
 
-def _sampling(
-    work: Workload,
-    engine: EngineBytes,
-    machine: Machine,
-    resting: PhaseBytes,
-    room: int,
-    *,
-    shares: bool,
-) -> list[PhaseCost]:
-    sampled = work.sampled
-    if sampled is None:
-        return []
-    phases: list[PhaseCost] = []
-    place: Place = "rank" if shares else "engine"
-    if work.roles:
-        sending, seconds = sync_bytes(work), sync_seconds(sampled, engine, machine)
-        if shares:
-            sending = replace(sending, engine_bytes=engine.weights)
-        phases.append(PhaseCost("sync", "rank", sending, room, seconds))
-    held = replace(resting, engine_bytes=engine.weights, cache_bytes=engine.cache)
-    seconds = sample_seconds(sampled, engine, machine)
-    phases.append(PhaseCost("sample", place, held, room, seconds))
-    return phases
-
-
-def _room(machine: Machine, num_processes: int) -> int:
-    return int(machine.memory_bytes * (1 - FREE_SHARE)) - num_processes * PROCESS_BYTES
-
-
-def _problem(work: Workload, num_devices: int, in_host: int, machine: Machine) -> str:
-    training = work.training
+def _problem(work: Workload, num_devices: int, machine: Machine) -> str:
     if num_devices > machine.num_devices:
         return f"needs {num_devices} devices; {machine.name} has {machine.num_devices}"
+    in_host = host_bytes(work, machine.num_per_node)
     if in_host > machine.host_memory_bytes:
         return (
             f"offloads {in_host / 1e9:.0f} GB to a node's memory, which has "
             f"{machine.host_memory_bytes / 1e9:.0f} GB"
         )
-    shared = training.shared_tokens_per_micro_batch
-    if work.roles and work.unit_tokens > shared:
+    shared = work.training.shared_tokens_per_micro_batch
+    if work.unit_tokens > shared:
         return f"a unit of {work.unit_tokens} tokens exceeds the micro-batch's {shared}"
     return ""

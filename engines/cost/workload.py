@@ -11,16 +11,12 @@ from typing import Literal
 from engines.config.model import adapter_travels
 from engines.config.rollout import RolloutConfig
 from engines.config.rows import ADVANTAGES, POLICY_LOSSES, PREFERENCE_LOSSES
-from engines.config.sections import RLConfig
+from engines.config.sections import PairsConfig, RLConfig
 from engines.config.stages.base import StageConfig, TrainingStageConfig
 from engines.config.stages.final import AGAINST, EvaluateStageConfig
 from engines.config.stages.rl import RLRoundStageConfig
 from engines.config.stages.serving import SelfPlayStageConfig, ServingStageConfig
-from engines.config.stages.supervised import (
-    PreferenceStageConfig,
-    RewardModelStageConfig,
-    SFTStageConfig,
-)
+from engines.config.stages.supervised import RewardModelStageConfig
 from engines.config.training import LoraConfig, TrainingConfig
 from engines.cost.model_shape import ModelShape
 
@@ -50,6 +46,14 @@ class RoleCost:
     num_trained: int = 0
     lora: LoraConfig | None = None
     keeps_average: bool = False
+
+    @property
+    def num_trained_parameters(self) -> int:
+        """Weights with gradients."""
+        if not self.num_trained:
+            return 0
+        shape = self.shape
+        return shape.adapter_parameters(self.lora) if self.lora else shape.num_parameters
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,6 @@ class Workload:
         notes: what is assumed, in words.
     """
 
-    label: str
     roles: tuple[RoleCost, ...] = ()
     training: TrainingConfig = field(default_factory=TrainingConfig)
     num_sequences: int = 0
@@ -109,85 +112,56 @@ def workload_of(stage: StageConfig, prompt_tokens: int, shape_of: ShapeOf) -> Wo
     if isinstance(stage, TrainingStageConfig):
         return _supervised(stage, shape_of)
     if isinstance(stage, EvaluateStageConfig):
-        evaluation = stage.evaluation
-        answers = 1 + (evaluation.num_samples or 0)
-        count = evaluation.num_problems and evaluation.num_problems * answers
-        return _served(stage, prompt_tokens, evaluation.answer_length, count, shape_of)
+        asked, num_samples = stage.evaluation, 1 + stage.evaluation.num_samples
+        count = asked.num_problems and asked.num_problems * num_samples
+        return _served(stage, prompt_tokens, asked.answer_length, count, shape_of)
     if isinstance(stage, SelfPlayStageConfig):
-        play = stage.self_play
+        play, answer = stage.self_play, stage.sampling.max_new_tokens
         count = play.num_prompts and play.num_prompts * play.samples_per_prompt
-        return _served(stage, prompt_tokens, stage.sampling.max_new_tokens, count, shape_of)
+        return _served(stage, prompt_tokens, answer, count, shape_of)
     return None
 
 
-def _supervised(stage: TrainingStageConfig, shape_of: ShapeOf) -> Workload | None:
-    values = isinstance(stage, RewardModelStageConfig)
-    if isinstance(stage, SFTStageConfig):
-        section, num_sequences = stage.sft, stage.sft.batch_size_sequences
-    elif isinstance(stage, RewardModelStageConfig):
-        section, num_sequences = stage.reward_model, 2 * stage.reward_model.batch_size_pairs
-    elif isinstance(stage, PreferenceStageConfig):
-        section, num_sequences = stage.preference, 2 * stage.preference.batch_size_pairs
-    else:
-        return None
-    training, shape = stage.training, shape_of(_MODEL, values)
-    roles = [
-        RoleCost(
-            "policy",
-            shape,
-            num_trained=1,
-            lora=training.lora,
-            keeps_average=section.optimizer.ema is not None,
-        )
-    ]
-    if isinstance(stage, PreferenceStageConfig) and stage.preference.loss in _REFERENCE_LOSSES:
-        roles.append(RoleCost("reference", shape, num_passes=1))
-    length = stage.model.max_length
-    in_pairs = values or (
-        isinstance(stage, PreferenceStageConfig)
-        and PREFERENCE_LOSSES.find(stage.preference.loss).paired
-    )
+def _supervised(stage: TrainingStageConfig, shape_of: ShapeOf) -> Workload:
+    """Return a stage whose section has its name."""
+    section, training, length = getattr(stage, stage.stage), stage.training, stage.model.max_length
+    shape = shape_of(_MODEL, isinstance(stage, RewardModelStageConfig))
+    ema = section.optimizer.ema is not None
+    roles = [RoleCost("policy", shape, 0, 1, training.lora, ema)]
+    num_sequences, unit = getattr(section, "batch_size_sequences", 0), length
+    if isinstance(section, PairsConfig):
+        num_sequences = 2 * section.batch_size_pairs
+        loss = getattr(section, "loss", None)
+        unit *= 2 if loss is None or PREFERENCE_LOSSES.find(loss).paired else 1
+        if loss in _REFERENCE_LOSSES:
+            roles.append(RoleCost("reference", shape, num_passes=1))
     return Workload(
-        label=stage.label,
-        roles=_without_own_reference(roles, training),
+        roles=_without_own_reference(roles),
         training=training,
         num_sequences=num_sequences,
         sequence_tokens=length,
-        unit_tokens=length * (2 if in_pairs else 1),
+        unit_tokens=unit,
         notes=(f"every sequence has {length} tokens (model.max_length)", *shape.uncounted),
     )
 
 
 def _rl_round(stage: RLRoundStageConfig, prompt_tokens: int, shape_of: ShapeOf) -> Workload:
     rl, training, rollout = stage.rl, stage.training, stage.rollout
-    shape = shape_of(_MODEL, False)
-    answer, count = rl.sampling.max_new_tokens, rl.batch_size_prompts * rl.group_size
-    num_updates = rl.batch_size_prompts // rl.prompts_per_update
-    if adapter_travels(training, rollout) and training.lora:
+    shape, answer = shape_of(_MODEL, False), rl.sampling.max_new_tokens
+    sent = shape.num_parameters
+    if training.lora and adapter_travels(training, rollout):
         sent = shape.adapter_parameters(training.lora)
-    else:
-        sent = shape.num_parameters
+    count = rl.batch_size_prompts * rl.group_size
+    dtype = rollout.dtype or training.dtype
     return Workload(
-        label=stage.label,
-        roles=_without_own_reference([*_rl_roles(rl, training, shape, shape_of)], training),
+        roles=_without_own_reference([*_rl_roles(rl, training, shape, shape_of)]),
         training=training,
         num_sequences=count,
         sequence_tokens=prompt_tokens + answer,
         unit_tokens=prompt_tokens + answer,
-        num_updates=num_updates,
-        sampled=SampledWork(
-            shape,
-            rollout,
-            rollout.dtype or training.dtype,
-            prompt_tokens,
-            answer,
-            count,
-            sync_parameters=sent,
-        ),
-        notes=(
-            _lengths(prompt_tokens, answer),
-            *shape.uncounted,
-        ),
+        num_updates=rl.batch_size_prompts // rl.prompts_per_update,
+        sampled=SampledWork(shape, rollout, dtype, prompt_tokens, answer, count, sent),
+        notes=(_lengths(prompt_tokens, answer), *shape.uncounted),
     )
 
 
@@ -195,21 +169,18 @@ def _rl_roles(
     rl: RLConfig, training: TrainingConfig, shape: ModelShape, shape_of: ShapeOf
 ) -> Iterator[RoleCost]:
     """Yield the roles of `engines.jobs.rl_round`."""
-    algorithm = rl.algorithm
-    columns = {
-        *ADVANTAGES.find(algorithm.adv_estimator).columns,
-        *POLICY_LOSSES.find(algorithm.loss_mode).columns,
-    }
+    parts = rl.algorithm
+    estimator, loss = ADVANTAGES.find(parts.adv_estimator), POLICY_LOSSES.find(parts.loss_mode)
     is_repeated = rl.num_epochs > 1 or rl.prompts_per_update < rl.batch_size_prompts
-    reads_old = is_repeated or algorithm.use_kl_in_reward or "old_logprobs" in columns
+    reads_old = is_repeated or parts.use_kl_in_reward
+    reads_old |= "old_logprobs" in (*estimator.columns, *loss.columns)
     ema = rl.optimizer.ema is not None
     yield RoleCost("policy", shape, int(reads_old), rl.num_epochs, training.lora, ema)
     if rl.critic is not None:
         start = _REWARD if rl.critic.start == "reward_model" else _MODEL
-        epochs = rl.critic.num_epochs or rl.num_epochs
-        ema = rl.critic.optimizer.ema is not None
-        yield RoleCost("critic", shape_of(start, True), 1, epochs, keeps_average=ema)
-    if algorithm.needs_reference:
+        epochs, ema = rl.critic.num_epochs or rl.num_epochs, rl.critic.optimizer.ema is not None
+        yield RoleCost("critic", shape_of(start, True), 1, epochs, None, ema)
+    if parts.needs_reference:
         yield RoleCost("reference", shape, num_passes=1)
     if rl.reward.model is not None:
         yield RoleCost("reward", shape_of(_REWARD, True), num_passes=1)
@@ -217,13 +188,12 @@ def _rl_roles(
         yield RoleCost("teacher", shape_of(_TEACHER, False), num_passes=1)
 
 
-def _without_own_reference(roles: list[RoleCost], training: TrainingConfig) -> tuple[RoleCost, ...]:
+def _without_own_reference(roles: list[RoleCost]) -> tuple[RoleCost, ...]:
     """Drop a reference that is the policy without its adapter; the policy computes it."""
-    if training.lora is None or all(each.role != "reference" for each in roles):
-        return tuple(roles)
-    policy, *rest = roles
-    again = replace(policy, num_passes=policy.num_passes + 1)
-    return (again, *(each for each in rest if each.role != "reference"))
+    policy, *others = roles
+    left = [each for each in others if each.role != "reference" or policy.lora is None]
+    again = len(others) - len(left)
+    return (replace(policy, num_passes=policy.num_passes + again), *left)
 
 
 def _served(
@@ -234,13 +204,8 @@ def _served(
     dtype = stage.rollout.dtype or stage.dtype
     unknown = () if count else ("the number of problems is that of the data: no seconds",)
     return Workload(
-        label=stage.label,
         sampled=SampledWork(shape, stage.rollout, dtype, prompt_tokens, answer, count),
-        notes=(
-            _lengths(prompt_tokens, answer),
-            *unknown,
-            *shape.uncounted,
-        ),
+        notes=(_lengths(prompt_tokens, answer), *unknown, *shape.uncounted),
     )
 
 
