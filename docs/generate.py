@@ -231,8 +231,8 @@ def plans_page() -> str:
     lines = [
         "# Plans of the published recipes",
         "",
-        "`rlhf plan RECIPE --on MACHINE` computes this, and more, from shapes, without a device. GB "
-        "are of one device at the peak of a phase, over the recipe's stages; seconds are of the "
+        "`rlhf plan RECIPE --on MACHINE` computes this, and more, from shapes, without a device. "
+        "GB are of one device at the peak of a phase, over the recipe's stages; seconds are of the "
         "longest step, if every prompt and answer has its longest length. The shares of the rates "
         "that programs reach were measured on one H200 with a model of 0.6 B; nothing else here "
         "is measured. An embedded engine's cache takes what is free, up to what its samples need. "

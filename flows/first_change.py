@@ -91,8 +91,8 @@ def first_change(recipe: Recipe, machine: Machine, costs_of: CostsOf) -> Change 
     """Return the first change that fits; None if none of those that are tried does."""
     search = _Search(recipe, costs_of)
     added = Change({}, machine, costs_of(recipe, machine))
-    if recipe.training.num_workers > machine.num_devices:  # all else is over the ranks that exist
-        added = search.changed({_WORKERS: str(machine.num_devices)}, machine) or added
+    if recipe.training.num_workers > machine.num_devices:
+        added = search.changed(_on_devices(recipe, machine.num_devices), machine) or added
     start = added.settings
     for settings, on in ((start, machine), *_candidates(search, start, machine, _GROUPS[:-1])):
         if found := search.fitting(settings, on):
@@ -105,6 +105,16 @@ def first_change(recipe: Recipe, machine: Machine, costs_of: CostsOf) -> Change 
             if found and found.excess < added.excess:
                 added = found
     return None
+
+
+def _on_devices(recipe: Recipe, num_devices: int) -> Settings:
+    """Return the settings that put a recipe for more ranks on fewer devices."""
+    training = recipe.training
+    settings = {_WORKERS: str(num_devices)}
+    if training.ulysses_size > num_devices:
+        num_tokens = training.shared_tokens_per_micro_batch // num_devices
+        settings |= {"training.ulysses_size": str(num_devices), _TOKENS: str(num_tokens)}
+    return settings
 
 
 Candidates = Iterator[tuple[Settings, Machine]]

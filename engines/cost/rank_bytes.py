@@ -22,10 +22,6 @@ from engines.cost.workload import RoleCost, Workload
 _FLOAT, _MOMENTS = 4, 8
 SYNC_BUCKET_BYTES = 64 * 2**20
 """One of the two buckets of a weight sync."""
-TILE_BYTES = 3 * 2**26
-"""Tiles of logits that exist at a time with `chunked_logprobs`, in float32."""
-TILE_COLUMNS = 1 << 15
-"""Tokens of the vocabulary in a tile, whose weight gradients are summed in float32."""
 
 
 def dtype_bytes(dtype: str) -> int:
@@ -128,15 +124,15 @@ def num_micro_batch_tokens(work: Workload) -> int:
 
 def saved_bytes(shape: ModelShape, training: TrainingConfig, num_tokens: int) -> int:
     """Return the saved tensors of a micro-batch of `num_tokens` on one rank, at the peak."""
-    layer = _layer_bytes(shape, training)
-    kept = layer * shape.num_layers
+    layer = num_tokens * _layer_bytes(shape, training)
+    head = num_tokens * _head_bytes(shape, training)
     if training.activation_offload:
-        kept = layer
-    elif training.gradient_checkpointing:
-        # The input of each layer, and everything of the one that is computed again.
-        inputs = shape.num_layers * shape.hidden_size * dtype_bytes(training.dtype)
-        kept = layer + inputs / _stream_parts(training)
-    return int(num_tokens * kept) + _head_bytes(shape, training, num_tokens)
+        return int(max(layer, head))
+    if training.gradient_checkpointing:
+        # The inputs of all layers, and the head or the layer that is computed again.
+        inputs = num_tokens * shape.num_layers * shape.hidden_size * dtype_bytes(training.dtype)
+        return int(inputs / _stream_parts(training) + max(layer, head))
+    return int(shape.num_layers * layer + head)
 
 
 def _layer_bytes(shape: ModelShape, training: TrainingConfig) -> float:
@@ -163,19 +159,14 @@ def _stream_parts(training: TrainingConfig) -> int:
     return training.tensor_parallel_size if training.sequence_parallel else 1
 
 
-def _head_bytes(shape: ModelShape, training: TrainingConfig, num_tokens: int) -> int:
-    """Return the bytes of the last norm, the output head and its gradients."""
-    number, hidden = dtype_bytes(training.dtype), shape.hidden_size
-    # The norm's three, the predicting rows, and their gradient in float32.
-    rows = num_tokens * hidden * (2 * _FLOAT + 3 * number)
+def _head_bytes(shape: ModelShape, training: TrainingConfig) -> int:
+    """Return the bytes of one token in the last norm and the output head."""
+    number = dtype_bytes(training.dtype)
+    norm = (_FLOAT + 2 * number) * shape.hidden_size
     if shape.has_values:
-        return rows
-    if not training.chunked_logprobs:
-        # Logits, their copy in float32, and its gradient.
-        return rows + num_tokens * shape.vocab_size * (number + 2 * _FLOAT)
-    tiles = min(TILE_BYTES, 3 * _FLOAT * num_tokens * shape.vocab_size)
-    columns = min(shape.vocab_size, TILE_COLUMNS) // training.tensor_parallel_size
-    return rows + tiles + _FLOAT * columns * hidden
+        return norm + _FLOAT * shape.hidden_size  # the head works in float32
+    # Without tiles: logits, their copy in float32, and its gradient.
+    return norm + (0 if training.chunked_logprobs else (number + 2 * _FLOAT) * shape.vocab_size)
 
 
 def train_bytes(work: Workload, *, on_cpu: bool = False) -> PhaseBytes:

@@ -28,7 +28,7 @@ from engines.cost.workload import ShapeOf, Workload, workload_of
 PROCESS_BYTES = 800_000_000
 """Device memory of a process before its first tensor: context, kernels, communicators."""
 FREE_SHARE = 0.05
-"""Part of a device that is kept free for fragments and for tensors that live within one layer."""
+"""Part of a device for fragments, and for tensors that live within one layer or the head."""
 
 Place = Literal["rank", "engine"]
 
