@@ -83,7 +83,9 @@ def device_shortage(recipe: Recipe, found: FoundPlatform) -> str:
         return ""
     remedy, change = "take a smaller model", first_change(recipe, machine, costs_on)
     if change is not None:
-        remedy = f"set {' '.join(change.arguments)} on {change.machine.num_devices} devices"
+        more = change.machine.num_devices > num_devices
+        remedy = f"set {' '.join(change.arguments)}" if change.arguments else "take another machine"
+        remedy += f", with {change.machine.num_devices} devices" if more else ""
     return (
         f"{largest.labels[0]} needs {largest.state_bytes / GB:.1f} GB on each rank for weights, "
         f"gradients and moments, {found.label} has {found.memory_bytes / GB:.1f} GB; {remedy}"

@@ -1,7 +1,7 @@
 """Memory and time of a recipe's stages on a machine: the import surface of the cost model.
 
-Promises: no torch, no file but those given, no device. More tokens in a micro-batch never need
-less memory, more ranks never more.
+Promises: imports no torch and asks no device. A larger micro-batch never needs less memory to
+train, and sharding over more ranks never more.
 Does not promise: judges and served teachers on devices of their own; rewards in Python; memory of
 libraries beyond `PROCESS_BYTES`.
 """
