@@ -201,7 +201,8 @@ class AcceleratorPlatform(PlatformBase):
 
     def total_memory_bytes(self) -> int | None:
         """Return the memory that the driver offers, used or not."""
-        return int(self.device_module.get_device_properties(self.device()).total_memory)
+        module = self.device_module
+        return int(module.get_device_properties(module.current_device()).total_memory)
 
     def memory_allocated_bytes(self) -> int:
         """Bytes held by tensors on the current device."""

@@ -174,6 +174,34 @@ def test_bad_input_row_43_too_little_memory(
     assert not memory_shortage(2**62, HardwareConfig(platform="cpu", device_kind="x86"))
 
 
+def test_bad_input_row_43_a_device_too_small(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
+    for name in ("RAY_ADDRESS", "RLHF_PLATFORM"):
+        monkeypatch.delenv(name, raising=False)
+    storage = LocalStorage(tmp_path / "store")
+    asked = recipe_in(storage, "model.init=pretrained", f"model.path={whole}")
+    asked = asked.model_copy(update={"hardware": HardwareConfig(platform="nvidia")})
+    need = 16 * num_parameters(whole)  # weights, gradients and two moments in float32
+
+    def surveyed(num_bytes: int) -> FoundPlatform:
+        return FoundPlatform(
+            name="nvidia", device="cuda", reason="here", label="H100", num_devices=1,
+            memory_bytes=num_bytes,
+        )  # fmt: skip
+
+    monkeypatch.setattr(machine, "_surveyed", lambda *arguments: surveyed(need))
+    preflight(asked)
+    monkeypatch.setattr(machine, "_surveyed", lambda *arguments: surveyed(need - 1))
+    with pytest.raises(ConfigError, match=r"model.path: got .* needs 0.0 GB on each rank for"):
+        preflight(asked)
+    complete = {"hardware": HardwareConfig(platform="nvidia", device_kind="H100")}
+    preflight(asked.model_copy(update=complete))  # may be for another machine
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")
+    preflight(asked)
+
+
 def test_bad_input_row_43_too_few_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(cluster.os, "sched_getaffinity", lambda pid: set(range(6)))

@@ -42,7 +42,7 @@ class DeviceModule:
         return "Ascend910B3"
 
     def get_device_properties(self, index: int) -> object:
-        return SimpleNamespace(uuid=f"uuid-of-{index}")
+        return SimpleNamespace(uuid=f"uuid-of-{index}", total_memory=64 + index)
 
     def get_rng_state(self) -> Tensor:
         return self.generator.get_state()
@@ -150,6 +150,7 @@ def test_a_vendor_package_that_fails_is_a_reason(
 def test_device_and_memory_calls(platform: AcceleratorPlatform, module: DeviceModule) -> None:
     assert platform.device_count() == 2
     assert platform.device_uuid() == "uuid-of-1"
+    assert platform.total_memory_bytes() == 65
     assert platform.memory_allocated_bytes() == 7
     assert platform.max_memory_allocated_bytes() == 9
     platform.set_device(1)
