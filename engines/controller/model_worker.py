@@ -42,6 +42,7 @@ from engines.types import (
     TrainMetrics,
 )
 from engines.weight_sync.base import SyncReport, Transport, WeightDigest
+from engines.weight_sync.collective import close_communicators
 from engines.weight_sync.in_process import new_transport
 from engines.weight_sync.sharded import SendPlan, ShardedTransport
 from hardware.detection import check_planned, detect, planned
@@ -273,6 +274,7 @@ class ModelWorker:
             if self._rollout is not None:
                 self._rollout.close()
         finally:
+            close_communicators()
             close_process_group()
 
     def _served(self) -> RolloutService:

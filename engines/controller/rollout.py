@@ -17,6 +17,7 @@ import torch
 
 from engines.checkpoint.hub_names import served_float32_names
 from engines.checkpoint.tensor_files import stored_tensors
+from engines.collectives import open_store
 from engines.config.rollout import RoutingName
 from engines.controller.model_worker import ModelWorker
 from engines.controller.placement import Place, this_address
@@ -102,6 +103,8 @@ def choose_transport(
         num_senders=num_senders,
         backend=platform.communication_backend,
         device_name=platform.device_name,
+        # Of all transfers, so that they keep their communicator.
+        server=open_store(len(places) + num_senders, rollout.timeout_s, this_address()),
     )
 
 

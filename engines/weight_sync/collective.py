@@ -1,30 +1,34 @@
-"""Broadcasts weights from a trainer's rank with full tensors to rollout engines on any machine.
+"""Broadcasts weights from a trainer's ranks to rollout engines on any machine.
 
-A broadcast channel is a process group of one sender and all readers of a transfer. Two buckets are
-used in turn: the sender fills one while the other is sent, and a reader takes tensors out of one
-while the other arrives. A message before each bucket describes it. Collectives run in a thread of
-their own, so that a missing process cannot block the caller.
-Promises: nothing is sent before every reader has come. Extra memory is two buckets on each side,
-and the sender's cast of one tensor. If one side fails or does not come, the others end with an
-error that names it, by the deadline. The thread and its process group end with the collective that
-is running, at the latest at the group's timeout.
+The communicator is one process group of all senders and all readers. The next transfer uses it
+again, if all processes still hold it. Senders broadcast in turns, in an order that all processes
+know. Two buckets are used alternately: a sender fills one while the other is sent, and a reader
+takes tensors out of one while the other arrives. A message before each bucket describes it.
+Collectives run in a thread of their own, so that a missing process cannot block the caller.
+Promises: nothing is sent before every process has come. Extra memory is two buckets on each side,
+a third on a sender beside others, and a sender's cast of one tensor. If one side fails or does not
+come, the others end with an error that names it, by the deadline. A communicator is not used after
+a failure; the thread ends with the collective that is running, at the latest at its timeout.
 Does not promise encryption. Checksums of entries are passed on, not verified.
 """
 
 import itertools
 import queue
+import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import wait
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import (
     BroadcastOptions,
+    PrefixStore,
     ProcessGroupGloo,
     Store,
     _DistributedBackendOptions,
@@ -59,6 +63,12 @@ ALL_CAME, ALL_TAKEN = "all came", "all taken"
 WEIGHTS_TO_COME = "the trainer to send weights"
 
 Bucket = tuple[list[Entry], Tensor]
+Turns = Sequence[tuple[int, int | None]]
+"""Sending ranks in the order of their broadcasts, each with its number of tensors in this turn.
+
+None: an empty message ends the turn, which has to be the last.
+"""
+RANK_0_SENDS_ALL: Turns = ((0, None),)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -69,11 +79,12 @@ class CollectiveSource(RendezvousSource):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `WeightSource`; a tensor is a view of a bucket, valid until the next one."""
-        with self.join() as rendezvous:
-            rendezvous.announce()
-            with receiving(rendezvous) as entries:
-                for entry, tensor in entries:
-                    yield entry.name, tensor
+        with (
+            self.join() as rendezvous,
+            receiving(rendezvous, RANK_0_SENDS_ALL) as entries,
+        ):
+            for entry, tensor in entries:
+                yield entry.name, tensor
 
 
 @dataclass(frozen=True)
@@ -90,37 +101,42 @@ class CollectiveTransport(RendezvousTransport):
             if rank() == 0:
                 with (
                     self.sources[0].join(ReceiverGoneError) as rendezvous,
-                    sending(rendezvous, self.bucket_bytes) as packer,
+                    sending(rendezvous, self.bucket_bytes, RANK_0_SENDS_ALL) as packer,
                 ):
                     stream.pack(packer)
         return stream.sent
 
 
 @contextmanager
-def sending(rendezvous: Rendezvous, bucket_bytes: int) -> Iterator[Packer]:
-    """Wait for all readers, yield a packer that broadcasts its buckets, wait until all are read.
+def sending(rendezvous: Rendezvous, bucket_bytes: int, turns: Turns) -> Iterator[Packer]:
+    """Wait for all processes, yield a packer that broadcasts its buckets, wait until all are read.
+
+    Tensors of two turns must not share a bucket.
 
     Raises:
         ReceiverGoneError: a process gave up.
-        DeadlineError: a reader did not come, or stopped reading.
+        DeadlineError: a process did not come, or a reader stopped reading.
     """
-    rendezvous.await_readers("reader", "come")
-    rendezvous.say(ALL_CAME)
-    sender = _BucketSender(rendezvous)
-    try:
-        packer = Packer(bucket_bytes, sender.open_bucket, sender.publish)
-        yield packer
-        packer.flush()
-        sender.finish()
-        rendezvous.await_readers("taken", "read on")
-        rendezvous.say(ALL_TAKEN)
-    finally:
-        sender.thread.put(None)
+    with _joined(rendezvous, turns, rank()) as member:
+        sender = _BucketSender(member)
+        try:
+            packer = Packer(bucket_bytes, sender.open_bucket, sender.publish)
+            yield packer
+            packer.flush()
+            sender.finish()
+            if member.number == 0:
+                rendezvous.await_readers("taken", "read on")
+                rendezvous.say(ALL_TAKEN)
+            else:
+                rendezvous.wait(ALL_TAKEN, "every rollout engine to read on", member.patience_s)
+        finally:
+            sender.thread.put(None)
+        sender.thread.join(member.patience_s)
 
 
 @contextmanager
-def receiving(rendezvous: Rendezvous) -> Iterator[Iterator[tuple[Entry, Tensor]]]:
-    """Yield the (entry, tensor) pairs of a sender; call `Rendezvous.announce` before.
+def receiving(rendezvous: Rendezvous, turns: Turns) -> Iterator[Iterator[tuple[Entry, Tensor]]]:
+    """Yield the (entry, tensor) pairs of all turns, after all processes came.
 
     A tensor is a view of a bucket, valid until the next one. The pairs must be read to the end.
 
@@ -129,20 +145,146 @@ def receiving(rendezvous: Rendezvous) -> Iterator[Iterator[tuple[Entry, Tensor]]
         DeadlineError: a process did not come, or nothing arrived.
     """
     source = rendezvous.source
-    # The sender waits less long, so its error names the process that did not come.
-    patience_s = source.timeout_s + GRACE_S
-    rendezvous.wait(ALL_CAME, "every rollout engine to connect", patience_s)
-    device = _device(source)
-    thread = CollectiveThread[Tensor, Bucket](rendezvous, partial(_fetch, rendezvous, device))
-    try:
-        for _ in range(NUM_BUCKETS):
-            thread.put(_memory(0, device))
-        yield _entries(thread, source.timeout_s)
-        rendezvous.say(f"taken {source.reader}")
-        # A reader whose group ends before the others are done would break their connections.
-        rendezvous.wait(ALL_TAKEN, "every rollout engine to take the weights", patience_s)
-    finally:
-        thread.put(None)
+    with _joined(rendezvous, turns, None) as member:
+        thread = CollectiveThread[Tensor, Bucket](rendezvous, member.fetch)
+        try:
+            for _ in range(NUM_BUCKETS):
+                thread.put(_memory(0, member.device))
+            yield _entries(thread, source.timeout_s)
+            rendezvous.say(f"taken {source.reader}")
+            # A reader that ended before the others are done would break their connections.
+            rendezvous.wait(
+                ALL_TAKEN, "every rollout engine to take the weights", member.patience_s
+            )
+        finally:
+            thread.put(None)
+        thread.join(member.patience_s)
+
+
+def close_communicators() -> None:
+    """Free the communicators that this process keeps."""
+    _kept.clear()
+
+
+@contextmanager
+def _joined(rendezvous: Rendezvous, turns: Turns, sender: int | None) -> Iterator["_Member"]:
+    """Wait for all processes and agree on a communicator; forget it if the block fails.
+
+    `sender` is this process's rank if it sends, None if it reads.
+    """
+    source, senders = rendezvous.source, _senders(turns)
+    number = len(senders) + source.reader if sender is None else senders.index(sender)
+    seat = (source.host, source.port, number)
+    held = _kept[seat][0] if seat in _kept else ""
+    if number == 0:
+        agreed = _agreed(rendezvous, len(senders), held)
+    else:
+        rendezvous.say(f"communicator {number}", held)
+        if sender is None:
+            rendezvous.announce()
+        # The first sender waits less long, so its error names the process that did not come.
+        patience_s = source.timeout_s + GRACE_S
+        agreed = rendezvous.wait(ALL_CAME, "every rollout engine to connect", patience_s)
+    with ExitStack() as failed:
+        failed.callback(_kept.pop, seat, None)
+        yield _Member(rendezvous, turns, number, _device(source), agreed)
+        failed.pop_all()
+
+
+def _agreed(rendezvous: Rendezvous, num_senders: int, held: str) -> str:
+    """Wait for all processes; return the communicator that each holds, or the name of a new one."""
+    source = rendezvous.source
+    size = num_senders + source.num_readers
+    rendezvous.await_readers("reader", "come")
+    theirs = {
+        rendezvous.wait(f"communicator {number}", f"sender {number} to come", source.timeout_s)
+        for number in range(1, size)
+    }
+    if theirs != {held} or not held.startswith(f"{size}-"):
+        held = f"{size}-{secrets.token_hex(8)}"
+    rendezvous.say(ALL_CAME, held)
+    return held
+
+
+def _senders(turns: Turns) -> list[int]:
+    return sorted({sender for sender, _ in turns})
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A process's part in a transfer: `number` in the communicator `agreed`.
+
+    The senders have the first numbers, in the order of their ranks, then come the readers.
+    """
+
+    rendezvous: Rendezvous
+    turns: Turns
+    number: int
+    device: torch.device
+    agreed: str
+
+    @property
+    def patience_s(self) -> float:
+        """Deadline of what has to end after the first sender, whose error names the cause."""
+        return self.rendezvous.source.timeout_s + GRACE_S
+
+    def communicator(self) -> "BroadcastGroup":
+        """Return the kept communicator, or make it together with the other members."""
+        source = self.rendezvous.source
+        seat = (source.host, source.port, self.number)
+        if seat not in _kept or _kept[seat][0] != self.agreed:
+            _kept.pop(seat, None)  # freed first
+            group = BroadcastGroup(
+                source.backend,
+                PrefixStore(self.agreed, self.rendezvous.store),
+                self.number,
+                len(_senders(self.turns)) + source.num_readers,
+                self.rendezvous.address,
+                self.patience_s,
+            )
+            _kept[seat] = self.agreed, group
+        return _kept[seat][1]
+
+    def fetch(self, free: Iterator[Tensor]) -> Iterator[Bucket]:
+        """Yield each free bucket once it is filled, the last without entries; runs in a thread."""
+        group = self.communicator()
+        numbers = {sender: itertools.count() for sender, _ in self.turns}
+        for sender, num_tensors in self.turns:
+            yield from self.take(group, sender, num_tensors, numbers[sender], free)
+        yield [], _memory(0, self.device)
+
+    def take(
+        self,
+        group: "BroadcastGroup",
+        sender: int,
+        num_tensors: int | None,
+        numbers: Iterator[int],
+        free: Iterator[Tensor],
+    ) -> Iterator[Bucket]:
+        """Yield each free bucket once another process filled it, until its turn is over."""
+        root = _senders(self.turns).index(sender)
+        num_left = num_tensors
+        while num_left is None or num_left > 0:
+            memory = next(free, None)
+            if memory is None:
+                return
+            key, timeout_s = message_key(sender, next(numbers)), self.rendezvous.source.timeout_s
+            entries = entries_from_json(self.rendezvous.wait(key, WEIGHTS_TO_COME, timeout_s))
+            if not entries:
+                return
+            num_bytes = entries[-1].end_bytes
+            if memory.numel() < num_bytes:
+                del memory  # free the old one first
+                memory = _memory(num_bytes, self.device)
+            group.broadcast(memory[:num_bytes], root)
+            yield entries, memory
+            if num_left is not None:
+                num_left -= len(entries)
+
+
+def message_key(sender: int, number: int) -> str:
+    """Return the key of the message before a sender's bucket."""
+    return f"bucket {sender} {number}"
 
 
 class CollectiveThread(Generic[Item, Result]):
@@ -178,6 +320,14 @@ class CollectiveThread(Generic[Item, Result]):
                 if time.monotonic() > end:
                     raise DeadlineError(what, timeout_s) from None
 
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of the thread; raises as `get`."""
+        wait([self._ended], timeout_s)
+        if not self._ended.done():
+            raise DeadlineError("the last broadcast to end", timeout_s)
+        if self._ended.exception() is not None:
+            self._raise_failure()
+
     def _run(self) -> None:
         for result in self._work(iter(self._items.get, None)):
             self._results.put(result)
@@ -196,11 +346,12 @@ class CollectiveThread(Generic[Item, Result]):
 class _BucketSender:
     """The sender's buckets; a thread broadcasts one while the other is filled."""
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        self._rendezvous, self._device = rendezvous, _device(rendezvous.source)
-        self._numbers = itertools.count()
+    def __init__(self, member: _Member) -> None:
+        self._member, self._device = member, member.device
+        self._sender = _senders(member.turns)[member.number]
+        self._numbers = {sender: itertools.count() for sender, _ in member.turns}
         self._memory = _memory(0, self._device)
-        self.thread = CollectiveThread[Bucket, Tensor](rendezvous, self._broadcast)
+        self.thread = CollectiveThread[Bucket, Tensor](member.rendezvous, self._broadcast)
 
     def open_bucket(self, num_bytes: int) -> Tensor:
         """Wait for a free bucket and return its memory, of at least `num_bytes`."""
@@ -216,54 +367,55 @@ class _BucketSender:
         self.thread.put((list(entries), self._memory))
 
     def finish(self) -> None:
-        """Wait until all was sent, and announce the end."""
+        """Wait until all was sent, and announce the end if the readers do not know it."""
         for _ in range(NUM_BUCKETS):
             self._free_bucket()
-        self._announce([])
+        if (self._sender, None) in self._member.turns:
+            self._announce([])
 
     def _announce(self, entries: Sequence[Entry]) -> None:
-        self._rendezvous.say(str(next(self._numbers)), entries_to_json(entries))
+        key = message_key(self._sender, next(self._numbers[self._sender]))
+        self._member.rendezvous.say(key, entries_to_json(entries))
 
     def _free_bucket(self) -> Tensor:
-        timeout_s = self._rendezvous.source.timeout_s
+        timeout_s = self._member.rendezvous.source.timeout_s
         return self.thread.get("the rollout engines to read on", timeout_s)
 
     def _broadcast(self, filled: Iterator[Bucket]) -> Iterator[Tensor]:
-        """Yield empty buckets, then each bucket once it was sent; runs in the thread.
+        """Yield empty buckets, then each bucket once it was sent; runs in the thread."""
+        for _ in range(NUM_BUCKETS):
+            yield _memory(0, self._device)
+        member = self._member
+        group = member.communicator()
+        spare = deque([_memory(0, self._device)])
+        for sender, num_tensors in member.turns:
+            if sender == self._sender:
+                yield from self._send(group, num_tensors, filled)
+                continue
+            of_other = iter(spare.popleft, None)
+            numbers = self._numbers[sender]
+            for _, memory in member.take(group, sender, num_tensors, numbers, of_other):
+                spare.append(memory)
+
+    def _send(
+        self, group: "BroadcastGroup", num_tensors: int | None, filled: Iterator[Bucket]
+    ) -> Iterator[Tensor]:
+        """Yield each bucket of a turn once it was sent.
 
         A bucket is announced right before its broadcast: no reader waits for one that never comes.
         """
-        for _ in range(NUM_BUCKETS):
-            yield _memory(0, self._device)
-        group = _group(self._rendezvous, 0)
-        for entries, memory in filled:
+        num_left = num_tensors
+        while num_left is None or num_left > 0:
+            bucket = next(filled, None)
+            if bucket is None:
+                return
+            entries, memory = bucket
             self._announce(entries)
-            group.broadcast(memory[: entries[-1].end_bytes])
+            group.broadcast(memory[: entries[-1].end_bytes], self._member.number)
             yield memory
-
-
-def _fetch(
-    rendezvous: Rendezvous, device: torch.device, free: Iterator[Tensor]
-) -> Iterator[Bucket]:
-    """Yield each free bucket once it is filled, the last one without entries; runs in a thread."""
-    source = rendezvous.source
-    group = _group(rendezvous, source.reader + 1)
-    numbers = itertools.count()  # `enumerate` would keep a reference to the old memory
-    for memory in free:
-        entries = entries_from_json(
-            rendezvous.wait(str(next(numbers)), WEIGHTS_TO_COME, source.timeout_s)
-        )
-        if not entries:
-            yield entries, memory
-            break
-        num_bytes = entries[-1].end_bytes
-        if memory.numel() < num_bytes:
-            del memory  # free the old one first
-            memory = _memory(num_bytes, device)
-        group.broadcast(memory[:num_bytes])
-        yield entries, memory
-    for _ in free:  # the group stays until the reader leaves
-        pass
+            del bucket, memory
+            if num_left is not None:
+                num_left -= len(entries)
 
 
 def _entries(
@@ -275,18 +427,6 @@ def _entries(
             yield entry, entry.view(memory)
         thread.put(memory)
         del bucket, memory
-
-
-def _group(rendezvous: Rendezvous, number: int) -> "BroadcastGroup":
-    source = rendezvous.source
-    return BroadcastGroup(
-        source.backend,
-        rendezvous.store,
-        number,
-        source.num_readers + 1,
-        rendezvous.address,
-        source.timeout_s + GRACE_S,
-    )
 
 
 def _device(source: RendezvousSource) -> torch.device:
@@ -301,7 +441,7 @@ def _memory(num_bytes: int, device: torch.device) -> Tensor:
 
 
 class BroadcastGroup:
-    """Process group in which process 0 broadcasts; independent of the default process group.
+    """Process group for broadcasts; independent of the default process group.
 
     All its processes construct it together, or get a RuntimeError. `backend` may be registered by a
     package; `timeout_s` limits each collective. `address` is where the others reach this machine,
@@ -342,9 +482,13 @@ class BroadcastGroup:
             else:
                 self._group = plugin.creator_fn(store, rank, size, timeout)
 
-    def broadcast(self, memory: Tensor) -> None:
-        """Broadcast bytes of process 0 into memory of equal size elsewhere; blocks until done."""
+    def broadcast(self, memory: Tensor, root: int = 0) -> None:
+        """Broadcast bytes of process `root` into memory of equal size elsewhere, until done."""
         options = BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
+        options.rootRank, options.rootTensor = root, 0
         self._group.broadcast([memory], options).wait()
         settle(memory)  # on a device `wait` blocks only the stream
+
+
+_kept: dict[tuple[str, int, int], tuple[str, BroadcastGroup]] = {}
+"""Communicators with their names, by store and number of this process in them."""

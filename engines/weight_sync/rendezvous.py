@@ -64,16 +64,18 @@ class RendezvousTransport:
         backend: str = "gloo",
         device_name: str = "cpu",
         bucket_bytes: int = BUCKET_BYTES,
+        server: TCPStore | None = None,
     ) -> Self:
         """Return a transport whose store is served by this process at `host`, reachable by all.
 
-        `num_workers` has one number per receiver; `num_senders` ranks may send.
+        `num_workers` has one number per receiver; `num_senders` ranks may send. Transfers with the
+        same `server`, a store at `host`, keep their communicator; None: a store for this one.
 
         Raises:
             OSError: `host` is not an address of this machine.
         """
         num_readers = sum(num_workers)
-        server = open_store(num_readers + num_senders, timeout_s, host)
+        server = server or open_store(num_readers + num_senders, timeout_s, host)
         token = secrets.token_hex(16)
         sources = tuple(
             cls.source_type(
@@ -84,7 +86,7 @@ class RendezvousTransport:
         return cls(dtype, frozenset(float32_names), bucket_bytes, sources, server)
 
     def stop(self) -> None:
-        """See `Delivery`; the store ends with this object."""
+        """See `Delivery`."""
         if self.server is None:
             return
         store = PrefixStore(self.sources[0].token, self.server)
@@ -131,8 +133,7 @@ class RendezvousSource(ABC):
         except (OSError, RuntimeError) as problem:
             what = f"the transfer of weights at {self.host}:{self.port} is over"
             raise error(f"{what}: {first_line(problem)}") from problem
-        store = PrefixStore(self.token, store)
-        return Rendezvous(self, address, error, store, store)
+        return Rendezvous(self, address, error, PrefixStore(self.token, store))
 
 
 @dataclass(frozen=True)
@@ -140,14 +141,12 @@ class Rendezvous:
     """One process's view of the rendezvous; raises `error` when a process gave up.
 
     As a context manager it reports a failure of the block to the other processes.
-    `address` is this machine's address as seen from the store's host. `store` holds the keys of
-    this view, `failures` the failure message of the whole transfer.
+    `address` is this machine's address as seen from the store's host.
     """
 
     source: RendezvousSource
     address: str
     error: type[WeightSyncError]
-    failures: Store
     store: Store
 
     def __enter__(self) -> Self:
@@ -163,11 +162,7 @@ class Rendezvous:
         if isinstance(error, PipelineError):
             text = f"{who}: {error}"
         with self._reached():
-            self.failures.compare_set(FAILED, "", text)
-
-    def channel(self, number: int) -> "Rendezvous":
-        """Return a view with its own keys; a failure reported there reaches every view."""
-        return replace(self, store=PrefixStore(f"channel {number}", self.failures))
+            self.store.compare_set(FAILED, "", text)
 
     def say(self, key: str, text: str = "") -> None:
         """Set a key that the other processes wait for."""
@@ -185,7 +180,7 @@ class Rendezvous:
     def check(self) -> None:
         """Raise the error if any process gave up."""
         with self._reached():
-            found = self.failures.check([FAILED]) and self.failures.get(FAILED).decode()
+            found = self.store.check([FAILED]) and self.store.get(FAILED).decode()
         if found:
             raise self.error(found)
 

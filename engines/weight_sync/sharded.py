@@ -14,7 +14,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, astuple, dataclass, replace
 from itertools import chain
 from typing import Any, ClassVar
@@ -28,7 +27,7 @@ from engines.errors import WeightSyncError
 from engines.weight_places import WeightPlace, WeightShard
 from engines.weight_sync.base import ReceiverGoneError, WeightDigest
 from engines.weight_sync.buckets import Entry, Packer, in_step, received_dtype
-from engines.weight_sync.collective import receiving, sending
+from engines.weight_sync.collective import Turns, receiving, sending
 from engines.weight_sync.rendezvous import (
     GRACE_S,
     RendezvousSource,
@@ -49,25 +48,15 @@ class ShardedSource(RendezvousSource):
             plan = SendPlan.from_json(
                 rendezvous.wait(PLAN, "the trainer's plan of parts", self.timeout_s + GRACE_S)
             )
-            # Announced to all first: a sender starts only when all of its readers are there.
-            for sender in plan.senders:
-                rendezvous.channel(sender).announce()
             checksums = TensorChecksums(self.checksum_method)
-            with ExitStack() as channels:
-                arriving = {
-                    sender: _begun(channels.enter_context(receiving(rendezvous.channel(sender))))
-                    for sender in plan.senders
-                }
+            with receiving(rendezvous, plan.turns) as arriving:
                 for each in plan.rounds:
                     weights = _assemble(each, arriving, self.checksum_method)
                     for name in each.weights:
                         checksums.add(name, weights[name])
                         yield name, weights.pop(name)
-                for sender, parts in arriving.items():
-                    for entry, _ in parts:
-                        raise WeightSyncError(
-                            f"rank {sender} sent {entry.name}, which is not planned"
-                        )
+                for entry, _ in arriving:
+                    raise WeightSyncError(f"{entry.name} was sent, which is not planned")
             held = WeightDigest.of(checksums)
             rendezvous.say(f"held {self.reader}", json.dumps(asdict(held)))
 
@@ -113,7 +102,7 @@ class ShardedTransport(RendezvousTransport):
                 if rank() == 0:
                     rendezvous.say(PLAN, plan.to_json())
                 if rank() in plan.senders:
-                    with sending(rendezvous.channel(rank()), self.round_bytes) as packer:
+                    with sending(rendezvous, self.round_bytes, plan.turns) as packer:
                         stream.pack(plan, packer)
         except (ReceiverGoneError, DeadlineError) as error:
             problem = error
@@ -161,9 +150,7 @@ class _CastShards(Iterator[WeightShard]):
 
 
 def _assemble(
-    each: "Round",
-    arriving: Mapping[int, Iterator[tuple[Entry, Tensor]]],
-    method: ChecksumMethod,
+    each: "Round", arriving: Iterator[tuple[Entry, Tensor]], method: ChecksumMethod
 ) -> dict[str, Tensor]:
     """Return the whole weights of a round, from parts that are valid until the sender's next.
 
@@ -173,7 +160,7 @@ def _assemble(
     weights: dict[str, Tensor] = {}
     for sender, places in enumerate(each.parts):
         for place in places:
-            entry, part = next(arriving[sender], (None, None))
+            entry, part = next(arriving, (None, None))
             if entry is None or part is None:
                 raise WeightSyncError(f"{_key(place)}: rank {sender} did not send it")
             if (entry.name, tuple(entry.shape)) != (place.name, place.shape):
@@ -186,16 +173,6 @@ def _assemble(
                 weights[place.name] = torch.empty(place.whole, dtype=part.dtype, device=part.device)
             weights[place.name][place.slices] = part
     return weights
-
-
-def _begun(parts: Iterator[tuple[Entry, Tensor]]) -> Iterator[tuple[Entry, Tensor]]:
-    """Wait for the first part, so that this process creates its process groups one by one.
-
-    Creating a group waits, inside a call of the store's client, for other processes. The client
-    makes one call at a time, so processes that created groups in different orders would deadlock.
-    """
-    first = next(parts, None)
-    return parts if first is None else chain((first,), parts)
 
 
 def _compare_ranks(problem: Exception | None, checksums: Mapping[str, str]) -> None:
@@ -240,6 +217,16 @@ class SendPlan:
     def senders(self) -> list[int]:
         """Ranks that send anything, sorted."""
         return sorted({r for each in self.rounds for r, own in enumerate(each.parts) if own})
+
+    @property
+    def turns(self) -> Turns:
+        """Senders in the order in which receivers put the parts together."""
+        return [
+            (sender, len(own))
+            for each in self.rounds
+            for sender, own in enumerate(each.parts)
+            if own
+        ]
 
     def to_json(self) -> str:
         """Return the plan as text for `from_json`."""

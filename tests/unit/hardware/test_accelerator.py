@@ -88,7 +88,7 @@ def test_facts_are_of_every_device() -> None:
 
     class Platform(CambriconPlatform):
         communication_backend = "cnclx"
-        device_module = Module()
+        device_module = property(lambda _: Module())
 
         def driver_version(self) -> str:
             return "1.2"

@@ -14,14 +14,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
 from engines.checksum import combine, tensor_checksum
-from engines.collectives import init_single_process_group
+from engines.collectives import init_single_process_group, open_store
 from engines.errors import WeightSyncError
 from engines.rollout.served.weight_receiver import source_from_json, source_to_json
 from engines.weight_sync import buckets
 from engines.weight_sync.base import ReceiverGoneError
-from engines.weight_sync.collective import CollectiveSource, CollectiveTransport
+from engines.weight_sync.collective import (
+    BroadcastGroup,
+    CollectiveSource,
+    CollectiveTransport,
+    close_communicators,
+)
 from engines.weight_sync.shared_memory import open_transport as open_shared_memory
 from hardware.cpu import CPUPlatform
 from infra.errors import DeadlineError
@@ -49,10 +55,31 @@ def endless():
         yield f"w{number}", torch.ones(900)
 
 
-def transport(num_receivers: int = 1, timeout_s: float = 600.0):
+def transport(num_receivers: int = 1, timeout_s: float = 600.0, server: TCPStore | None = None):
     return CollectiveTransport.open(
-        "bfloat16", {"layer.1"}, timeout_s, HOST, [1] * num_receivers, bucket_bytes=BUCKET_BYTES
-    )
+        "bfloat16", {"layer.1"}, timeout_s, HOST, [1] * num_receivers,
+        bucket_bytes=BUCKET_BYTES, server=server,
+    )  # fmt: skip
+
+
+def communicators_made() -> list[object]:
+    """Communicators that this process makes from now on."""
+    made: list[object] = []
+    make = BroadcastGroup.__init__
+
+    def counted(self, *arguments) -> None:
+        made.append(self)
+        make(self, *arguments)
+
+    BroadcastGroup.__init__ = counted
+    return made
+
+
+def read_each(source: CollectiveSource, results, later) -> None:
+    made, found = communicators_made(), []
+    for each in (source, *later):
+        found.append((combine((n, tensor_checksum(t)) for n, t in each.tensors()), len(made)))
+    results.put(found)
 
 
 def receive(source, results, pause_s: float = 0.0) -> None:
@@ -172,6 +199,49 @@ def test_the_memory_is_two_buckets_on_each_side(monkeypatch: pytest.MonkeyPatch)
     assert made.count(BUCKET_BYTES) == 2, "the sender's"
     assert len(received) == 2
     assert sum(made) <= 4 * BUCKET_BYTES
+
+
+def test_transfer_makes_a_communicator_only_for_new_processes(
+    in_processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BroadcastGroup, "__init__", BroadcastGroup.__init__)  # restored at the end
+    made = communicators_made()
+    server = open_store(3, 600.0, HOST)
+    first, second, third, fourth = (transport(2, server=server) for _ in range(4))
+    stays = in_processes(
+        first.sources[:1], read_each, [each.sources[0] for each in (second, third, fourth)]
+    )
+    ends = in_processes(first.sources[1:], read_each, second.sources[1:])
+    sent = [first.send(iter(weights())), second.send(iter(weights()))]
+    assert len(made) == 1
+    assert ends.get(timeout=HANG_S) == [(sent[0].digest, 1), (sent[1].digest, 1)]
+    # As a replica that was lost and started again.
+    replaced = in_processes(third.sources[1:], read_each, fourth.sources[1:])
+    for each in (third, fourth):
+        sent.append(each.send(iter(weights())))
+    assert len(made) == 2
+    digest = sent[0].digest
+    assert {each.digest for each in sent} == {digest}
+    assert replaced.get(timeout=HANG_S) == [(digest, 1), (digest, 1)]
+    assert stays.get(timeout=HANG_S) == [(digest, 1), (digest, 1), (digest, 2), (digest, 2)]
+    close_communicators()
+
+
+def test_a_failed_transfer_leaves_no_communicator(
+    in_processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BroadcastGroup, "__init__", BroadcastGroup.__init__)
+    made = communicators_made()
+    server = open_store(2, 600.0, HOST)
+    broken, whole = (transport(server=server) for _ in range(2))
+    in_processes(broken.sources, give_up)
+    with pytest.raises(ReceiverGoneError):
+        broken.send(endless())
+    results = in_processes(whole.sources, read_each, [])
+    sent = whole.send(iter(weights()))
+    assert results.get(timeout=HANG_S) == [(sent.digest, 1)]
+    assert len(made) == 2
+    close_communicators()
 
 
 def test_each_worker_of_a_receiver_gets_all(in_processes) -> None:

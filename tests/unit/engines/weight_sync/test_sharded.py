@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.checksum import combine, tensor_checksum
+from engines.collectives import open_store
 from engines.errors import WeightSyncError
 from engines.rollout.served.weight_receiver import source_from_json, source_to_json
 from engines.weight_places import WeightPlace, WeightShard
@@ -89,9 +90,9 @@ def send(transport: ShardedTransport, results, rank: int, place: Path, damage: s
 def spoil_what_is_sent() -> None:
     broadcast = collective.BroadcastGroup.broadcast
 
-    def flip(self, memory: Tensor) -> None:
-        memory[3] ^= 1
-        broadcast(self, memory)
+    def flip(self, memory: Tensor, root: int) -> None:
+        memory[3] ^= root == 1
+        broadcast(self, memory, root)
 
     collective.BroadcastGroup.broadcast = flip
 
@@ -124,6 +125,64 @@ def measure(source, results) -> None:
 def kill_oneself(source, results) -> None:
     next(source.tensors())
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def count_communicators() -> list[object]:
+    made: list[object] = []
+    make = collective.BroadcastGroup.__init__
+
+    def counted(self, *arguments) -> None:
+        made.append(self)
+        make(self, *arguments)
+
+    collective.BroadcastGroup.__init__ = counted
+    return made
+
+
+def send_each(transports, results, rank: int, place: Path) -> None:
+    made = count_communicators()
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(place), NUM_RANKS), rank=rank, world_size=NUM_RANKS,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    plan = transports[0].plan(shards(rank))
+    for each in transports:
+        sent = each.send_parts(shards(rank), plan)
+        results.put(("rank", rank, (sent.digest, len(made))))
+
+
+def read_each(sources, results) -> None:
+    made = count_communicators()
+    for each in sources:
+        digest = combine((name, tensor_checksum(tensor)) for name, tensor in each.tensors())
+        results.put(("reader", each.reader, (digest, len(made))))
+
+
+def test_all_ranks_and_readers_share_one_communicator(tmp_path: Path) -> None:
+    """Also in the next transfer."""
+    server = open_store(4, 600.0, HOST)
+    transports = [
+        ShardedTransport.open(
+            "bfloat16", {"rows"}, 600.0, HOST, [1, 1], num_senders=NUM_RANKS,
+            bucket_bytes=BUCKET_BYTES, server=server,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    results = PROCESSES.Queue()
+    stripped = [replace(each, server=None) for each in transports]
+    jobs: list[tuple[Callable, tuple]] = [
+        (read_each, ([each.sources[reader] for each in stripped], results)) for reader in range(2)
+    ]
+    jobs += [(send_each, (stripped, results, r, tmp_path / "store")) for r in range(NUM_RANKS)]
+    processes = [PROCESSES.Process(target=work, args=given, daemon=True) for work, given in jobs]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=HANG_S) for _ in range(2 * len(jobs))]
+    for process in processes:
+        process.join(timeout=HANG_S)
+        assert process.exitcode == 0
+    assert len({digest for _, _, (digest, _) in found}) == 1
+    assert {num_made for _, _, (_, num_made) in found} == {1}
 
 
 @pytest.fixture
