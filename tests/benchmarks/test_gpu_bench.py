@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from infra.waiting import wait_for
 
 HERE = Path(__file__).parent
-RUN_DEADLINE_S = 300.0
+RUN_DEADLINE_S = 600.0
 
 
 def test_a_shape_counts_the_weights_of_its_model(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_every_measurement_runs_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "figures.jsonl"
     names = [row.name for row in gpu_bench.MEASUREMENTS if row.name != "vllm"]
     ended = subprocess.run(
-        [sys.executable, str(HERE / "gpu_bench.py"), "--device", "cpu", "--limit-s", "240",
+        [sys.executable, str(HERE / "gpu_bench.py"), "--device", "cpu", "--limit-s", "500",
          "--peak-tflops", "0.1", "--out", str(out), "--only", *names],
         capture_output=True, text=True, timeout=RUN_DEADLINE_S,
     )  # fmt: skip
