@@ -15,6 +15,7 @@ from gpu_training import requests_of
 from measure import Measurement, Peer, turn_by_turn
 
 from engines.types import RolloutRequest
+from hardware.detection import planned
 from infra.job_environments import interpreter_of
 
 RATIO_GOAL, START_GOAL = Goal(0.97), Goal(30.0, at_most=True)
@@ -34,9 +35,10 @@ def vllm(setup: Setup) -> Iterator[Figure]:
         ours = stack.enter_context(started(python))
         first = start(ours, "ours", setup)
         yield Figure("vllm", "first start", "s", Measurement((first["start_s"],)))
-        synced = ours.ask(task="sync", times=setup.num_repeats)
-        rate = synced["num_bytes"] / 1e9 / synced["seconds"]
-        yield Figure("vllm", "sync through shared memory", "GB/s", Measurement((rate,)))
+        for transport in ("shared memory", *(["device IPC"] if has_ipc(setup) else [])):
+            synced = ours.ask(task="sync", transport=transport, times=setup.num_repeats)
+            rate = synced["num_bytes"] / 1e9 / synced["seconds"]
+            yield Figure("vllm", f"sync, {transport}", "GB/s", Measurement((rate,)))
         bare = stack.enter_context(started(python))
         start(bare, "bare", setup)
         yield from turns(setup, ours, bare)
@@ -46,6 +48,11 @@ def vllm(setup: Setup) -> Iterator[Figure]:
         warm = start(again, "ours", setup)
         again.ask(task="close")
         yield Figure("vllm", "start, caches warm", "s", Measurement((warm["start_s"],)), START_GOAL)
+
+
+def has_ipc(setup: Setup) -> bool:
+    """Whether processes can share the device's memory; does not open it."""
+    return planned(setup.platform).supports_ipc
 
 
 def turns(setup: Setup, ours: Peer, bare: Peer) -> Iterator[Figure]:

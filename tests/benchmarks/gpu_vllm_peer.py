@@ -9,11 +9,12 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ANSWER = "ANSWER "
-SYNC_TIMEOUT_S = 300.0
+SYNC_TIMEOUT_S, HOST = 300.0, "127.0.0.1"
 
 
 class Ours:
@@ -30,6 +31,7 @@ class Ours:
 
         self._dtype, hf_dir = request["dtype"], Path(request["hf_dir"])
         platform, _ = detect(request["platform"])
+        self._platform = platform.name
         rollout = RolloutConfig(
             engine="vllm",
             max_num_sequences=request["max_num_sequences"],
@@ -47,20 +49,25 @@ class Ours:
         self._model, self._version = model.to(platform.device()), 0
 
     def sync(self, request: dict[str, Any]) -> dict[str, float]:
-        """Bytes of a sync and its seconds, the best of several."""
-        found = [self._sync() for _ in range(request["times"])]
+        """Bytes of a sync by the transport that is named and its seconds, the best of several."""
+        found = [self._sync(request["transport"]) for _ in range(request["times"])]
         return {"num_bytes": found[0][0], "seconds": min(seconds for _, seconds in found)}
 
-    def _sync(self) -> tuple[int, float]:
-        from functools import partial
+    def _sync(self, transport: str) -> tuple[int, float]:
+        from engines.weight_sync import device_ipc, shared_memory
 
-        from engines.weight_sync.shared_memory import open_transport
-
+        names: frozenset[str] = frozenset()
+        new_transport = {
+            "shared memory": partial(
+                shared_memory.open_transport, self._dtype, names, SYNC_TIMEOUT_S, HOST
+            ),
+            "device IPC": partial(
+                device_ipc.open_transport, self._platform, self._dtype, names, SYNC_TIMEOUT_S, HOST
+            ),
+        }[transport]
         self._version += 1
         report = self._service.sync(
-            partial(open_transport, self._dtype, frozenset(), SYNC_TIMEOUT_S),
-            lambda way: way.send(self._weights()),
-            self._version,
+            new_transport, lambda way: way.send(self._weights()), self._version
         )
         return report.sent.num_bytes, report.seconds
 
