@@ -40,6 +40,7 @@ from gpu_figures import (
     table,
 )
 from gpu_models import SHAPES, write_model
+from gpu_plan import plan
 from gpu_rollout import embedded_rollout
 from gpu_sync import checksum, weight_sync
 from gpu_training import memory, policy_update, sft
@@ -73,6 +74,7 @@ MEASUREMENTS = (
     Row("weight_sync", weight_sync, (15, 1)),
     Row("embedded_rollout", embedded_rollout, (30, 1)),
     Row("checksum", checksum, (5, 1)),
+    Row("plan", plan, (20, 1)),
     Row("vllm", vllm, (150, 90)),
 )
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import gpu_bench
+import gpu_plan
 import psutil
 import pytest
 import torch
@@ -18,6 +19,8 @@ from gpu_models import SHAPES, Shape, write_model
 from measure import Measurement
 from safetensors.torch import load_file
 
+from engines.config.training import TrainingConfig
+from engines.cost.rank_bytes import train_bytes
 from infra.waiting import wait_for
 
 HERE = Path(__file__).parent
@@ -142,6 +145,20 @@ def test_a_tiny_model_has_no_goals(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [*gpu_bench.measured(setup, ["row"], time.monotonic() + 60)] == [expected]
 
 
+def test_the_planned_step_is_the_measured_one(tmp_path: Path) -> None:
+    """Weights, gradients and moments of the written model; more tokens keep more."""
+    setup = replace(setup_for(SHAPES["tiny"]), hf_dir=tmp_path)
+    write_model(tmp_path, setup.shape, torch.device("cpu"))
+    num_weights = sum(w.numel() for w in load_file(tmp_path / "model.safetensors").values())
+    for_step = gpu_plan.planned_step(setup, TrainingConfig(dtype="float32"))
+    found = train_bytes(for_step)
+    assert found.parameter_bytes == 4 * num_weights
+    assert found.moment_bytes == 8 * num_weights
+    twice = replace(setup, shape=replace(setup.shape, num_sequences=8))
+    more = train_bytes(gpu_plan.planned_step(twice, TrainingConfig(dtype="float32")))
+    assert more.saved_bytes > 1.5 * found.saved_bytes
+
+
 def setup_for(shape: Shape) -> gpu_bench.Setup:
     return gpu_bench.Setup(
         "cpu", shape, Path(), Path(), "float32", None, num_prompts=2, group_size=2,
@@ -151,7 +168,7 @@ def setup_for(shape: Shape) -> gpu_bench.Setup:
 
 @pytest.mark.slow
 def test_every_measurement_runs_on_a_cpu(tmp_path: Path) -> None:
-    """But vLLM's, which has to start three times."""
+    """But vLLM's, which has to start three times; the plan has no rates of a CPU."""
     out = tmp_path / "figures.jsonl"
     names = [row.name for row in gpu_bench.MEASUREMENTS if row.name != "vllm"]
     ended = subprocess.run(
@@ -164,6 +181,7 @@ def test_every_measurement_runs_on_a_cpu(tmp_path: Path) -> None:
     assert stack["stack"]["torch"] == torch.__version__
     assert stack["stack"]["commit"]
     assert [*dict.fromkeys(each["measurement"] for each in figures)] == names
+    assert figures.pop()["reason"] == "needs a GPU: the plan has no rates of CPUs"
     assert all(each["value"] > 0 for each in figures), "a figure for each, and none crashed"
     for each in figures:
         assert f"| {each['measurement']} | {each['what']} |" in ended.stdout
