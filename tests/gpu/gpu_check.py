@@ -28,6 +28,16 @@ MAX_NUM_PROCESSES = 8
 CONSISTENCY_S = 60.0
 """Of the limit, what is kept for the second part."""
 CLEAN_UP_S = 10.0
+NO_TESTS = 5
+"""pytest's exit code."""
+ALONE = str(HERE / "test_free_memory.py")
+"""Looks at the whole device."""
+OF_COMMANDS = (str(HERE / "test_gpu_commands.py"), str(HERE / "pack"))
+PARTS = (
+    ((str(HERE), *(f"--ignore={path}" for path in (ALONE, *OF_COMMANDS))), True),
+    ((ALONE,), False),
+)
+"""Arguments of pytest, and whether its tests may share the device."""
 
 
 @dataclass(frozen=True)
@@ -121,19 +131,21 @@ def ended(command: Sequence[str], limit_s: float, log: Path) -> int | None:
             process.wait(CLEAN_UP_S)
 
 
-def rows_of_tests(keyword: str, *, is_cpu: bool, limit_s: float, directory: Path) -> list[Row]:
-    """Run the tests."""
+def rows_of_tests(
+    selected: Sequence[str], *, is_cpu: bool, in_parallel: bool, limit_s: float, directory: Path
+) -> list[Row]:
+    """Run the tests that pytest's arguments select."""
     report, log = directory / "report.xml", directory / "pytest.log"
+    report.unlink(missing_ok=True)
     command = [
-        sys.executable, "-m", "pytest", str(HERE), "-q", "-p", "no:cacheprovider",
-        "-m", "gpu or slow" if is_cpu else "gpu", "--junit-xml", str(report),
-        *(["-k", keyword] if keyword else []),
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+        "-m", "gpu or slow" if is_cpu else "gpu", "--junit-xml", str(report), *selected,
     ]  # fmt: skip
-    if importlib.util.find_spec("xdist") and not is_cpu:
+    if in_parallel and importlib.util.find_spec("xdist"):
         command += ["-n", str(min(MAX_NUM_PROCESSES, os.cpu_count() or 1))]
     exit_code = ended(command, limit_s, log)
     rows = rows_of(report) if report.exists() else []
-    if exit_code is None or not rows:
+    if exit_code is None or (not rows and exit_code != NO_TESTS):
         rows.append(failure("tests/gpu", exit_code, log))
     return rows
 
@@ -183,12 +195,17 @@ def main() -> int:
     print(reason, flush=True)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as temporary:
         directory = Path(temporary)
-        left_s = chosen.limit_s - (time.monotonic() - start)
-        rows = rows_of_tests(
-            chosen.keyword, is_cpu=is_cpu, limit_s=left_s - CONSISTENCY_S, directory=directory
-        )
-        left_s = chosen.limit_s - (time.monotonic() - start)
-        rows += rows_of_consistency(platform.name, left_s, directory)
+        deadline = start + chosen.limit_s
+        rows: list[Row] = []
+        for selected, in_parallel in PARTS:
+            rows += rows_of_tests(
+                [*selected, *(["-k", chosen.keyword] if chosen.keyword else [])],
+                is_cpu=is_cpu,
+                in_parallel=in_parallel and not is_cpu,
+                limit_s=deadline - time.monotonic() - CONSISTENCY_S,
+                directory=directory,
+            )
+        rows += rows_of_consistency(platform.name, deadline - time.monotonic(), directory)
     print(table(rows))
     num_failed = sum(row.num_failed for row in rows)
     num_passed = sum(row.num_passed for row in rows)
