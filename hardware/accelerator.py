@@ -116,8 +116,7 @@ class AcceleratorPlatform(PlatformBase):
     def device_facts(self) -> DeviceFacts:
         """See the base class."""
         module, torch = self.device_module, importlib.import_module("torch")
-        libraries = getattr(module, self.communication_backend, None)
-        version = getattr(libraries, "version", None)
+        version = getattr(getattr(module, self.communication_backend, None), "version", None)
         return DeviceFacts(
             runtime=torch_build(torch),
             driver=self.driver_version(),

@@ -22,10 +22,12 @@ def links() -> str | None:
     NV and a number are NVLinks; PIX, PXB, PHB, NODE and SYS are ever longer ways over PCIe.
     None for a single device.
     """
-    rows = [line.split() for line in (_ask("topo", "-m") or "").splitlines()]
-    rows = [cells for cells in rows if cells and re.fullmatch(r"GPU\d+", cells[0])]
-    # The header begins like a row, and has no cell of a device with itself.
-    rows = [cells[1:] for cells in rows if "X" in cells]
+    rows = [
+        cells[1:]
+        for line in (_ask("topo", "-m") or "").splitlines()
+        # The header begins like a row, and has no cell of a device with itself.
+        if "X" in (cells := line.split()) and re.fullmatch(r"GPU\d+", cells[0])
+    ]
     kinds = Counter(cells[other] for at, cells in enumerate(rows) for other in range(at))
     return ", ".join(f"{num} x {kind}" for kind, num in sorted(kinds.items())) or None
 

@@ -8,6 +8,7 @@ Promises: a plugin that does not load is reported and affects nothing else.
 
 import sys
 
+from hardware import nvidia_smi
 from hardware.detection import availability, create, detect
 from infra.errors import ConfigError
 from infra.plugins import load_row, outside_rows, reason_of
@@ -66,7 +67,8 @@ def survey() -> SurveyReport:
         except ConfigError as error:
             problem = error.problem
         plugins.append(FoundPlugin(name=name, detail=detail, problem=problem))
-    return find_platform("auto", with_facts=True).model_copy(update={"plugins": tuple(plugins)})
+    more = {"plugins": tuple(plugins), "nvidia_driver": nvidia_smi.driver_version()}
+    return find_platform("auto", with_facts=True).model_copy(update=more)
 
 
 if __name__ == "__main__":

@@ -62,10 +62,12 @@ class FoundPlugin(FrozenModel):
 class SurveyReport(FrozenModel):
     """Platform or refusal; facts of its devices and plugins if requested.
 
-    Plugins are ordered as `infra.plugins.outside_rows`. A CPU has no `devices`.
+    Plugins are ordered as `infra.plugins.outside_rows`. A CPU has no `devices`; `nvidia_driver` is
+    the version of a loaded driver, which jobs need not use.
     """
 
     platform: FoundPlatform | None = None
     devices: DeviceFacts | None = None
+    nvidia_driver: str | None = None
     refusal: Refusal | None = None
     plugins: tuple[FoundPlugin, ...] = ()

@@ -61,6 +61,8 @@ from infra.waiting import in_thread
 NUM_BUCKETS = 2
 ALL_CAME, ALL_TAKEN = "all came", "all taken"
 WEIGHTS_TO_COME = "the trainer to send weights"
+KEY = "bucket {} {}"
+"""Key of the message before a bucket: the sending rank, and the number of its bucket."""
 
 Bucket = tuple[list[Entry], Tensor]
 Turns = Sequence[tuple[int, int | None]]
@@ -183,8 +185,9 @@ def _joined(rendezvous: Rendezvous, turns: Turns, sender: int | None) -> Iterato
         if sender is None:
             rendezvous.announce()
         # The first sender waits less long, so its error names the process that did not come.
-        patience_s = source.timeout_s + GRACE_S
-        agreed = rendezvous.wait(ALL_CAME, "every rollout engine to connect", patience_s)
+        agreed = rendezvous.wait(
+            ALL_CAME, "every rollout engine to connect", source.timeout_s + GRACE_S
+        )
     with ExitStack() as failed:
         failed.callback(_kept.pop, seat, None)
         yield _Member(rendezvous, turns, number, _device(source), agreed)
@@ -268,7 +271,7 @@ class _Member:
             memory = next(free, None)
             if memory is None:
                 return
-            key, timeout_s = message_key(sender, next(numbers)), self.rendezvous.source.timeout_s
+            key, timeout_s = KEY.format(sender, next(numbers)), self.rendezvous.source.timeout_s
             entries = entries_from_json(self.rendezvous.wait(key, WEIGHTS_TO_COME, timeout_s))
             if not entries:
                 return
@@ -280,11 +283,6 @@ class _Member:
             yield entries, memory
             if num_left is not None:
                 num_left -= len(entries)
-
-
-def message_key(sender: int, number: int) -> str:
-    """Return the key of the message before a sender's bucket."""
-    return f"bucket {sender} {number}"
 
 
 class CollectiveThread(Generic[Item, Result]):
@@ -374,7 +372,7 @@ class _BucketSender:
             self._announce([])
 
     def _announce(self, entries: Sequence[Entry]) -> None:
-        key = message_key(self._sender, next(self._numbers[self._sender]))
+        key = KEY.format(self._sender, next(self._numbers[self._sender]))
         self._member.rendezvous.say(key, entries_to_json(entries))
 
     def _free_bucket(self) -> Tensor:

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flows.commands.check import Check
-from hardware import nvidia_smi
 from infra.job_environments import EnvironmentBuild, build_of, environments
 from infra.survey_report import DeviceFacts
 
-GIB = 1024**3
 CUDA_13_DRIVER = 580
 """First major version of a driver that runs CUDA 13; `make` installs for it."""
 
@@ -27,27 +25,28 @@ def device_checks(facts: DeviceFacts | None) -> Iterator[Check]:
     ]
     yield Check("devices", "ok", ", ".join(parts))
     for number, device in enumerate(facts.devices):
-        free = "" if device.free_bytes is None else f", {device.free_bytes / GIB:.1f} GiB free"
+        free = "" if device.free_bytes is None else f", {device.free_bytes / 2**30:.1f} GiB free"
         yield Check(
             f"device {number}",
             "ok",
             f"{device.label}, {device.architecture or 'architecture unknown'}, "
-            f"{device.total_bytes / GIB:.1f} GiB{free}",
+            f"{device.total_bytes / 2**30:.1f} GiB{free}",
         )
 
 
-def environment_checks() -> Iterator[Check]:
-    """Yield a line per environment: what it computes with, and a warning if that differs here."""
+def environment_checks(nvidia_driver: str | None) -> Iterator[Check]:
+    """Yield a line per environment: what it computes with; a warning if it leaves a device idle."""
     own = _own_build()
     if own is None:
         return
-    driver = nvidia_smi.driver_version() if own.built_for == "cpu" else None
-    if driver is None:
+    if nvidia_driver is None or own.built_for != "cpu":
         yield Check("environment core", "ok", str(own))
     else:
-        is_new = int(driver.partition(".")[0]) >= CUDA_13_DRIVER
+        is_new = int(nvidia_driver.partition(".")[0]) >= CUDA_13_DRIVER
         what_to_do = "run make DEVICE=cuda" if is_new else f"CUDA 13 needs driver {CUDA_13_DRIVER}"
-        detail = f"{own}; jobs take the CPU although NVIDIA driver {driver} is here; {what_to_do}"
+        detail = (
+            f"{own}; jobs take the CPU although NVIDIA driver {nvidia_driver} is here; {what_to_do}"
+        )
         yield Check("environment core", "warning", detail)
     for name, interpreter in environments().items():
         build = build_of(interpreter, name)

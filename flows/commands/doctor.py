@@ -128,7 +128,7 @@ def _platform_and_plugins() -> Iterator[Check]:
     yield tried("platform", chosen)
     if report.platform is not None:
         yield from device_checks(report.devices)
-    yield from environment_checks()
+    yield from environment_checks(report.nvidia_driver)
     checks = (
         Check(f"plugin {each.name}", "error" if each.problem else "ok", each.problem or each.detail)
         for each in report.plugins

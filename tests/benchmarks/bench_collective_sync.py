@@ -1,9 +1,9 @@
 """Weights by broadcast to a rollout engine's process, against gloo's bare broadcast of the same.
 
 A model of 0.5 GB in float32 goes from this process to another one of this machine. In turn: one
-transfer through `engines.weight_sync.collective` (the rendezvous, a group of its own, packing,
-checksums on both sides, and the copy into the receiver's parameters, until the receiver has said
-what it holds); `broadcast` of one parameter after the other into those of the receiver, through a
+transfer through `engines.weight_sync.collective` (the rendezvous, packing, checksums on both sides,
+and the copy into the receiver's parameters, until the receiver has said what it holds; the
+communicator is kept, as in a run); `broadcast` of one parameter after the other into those of the receiver, through a
 group that is there already, nothing checked; and the transfer through shared memory.
 
 Run: python tests/benchmarks/bench_collective_sync.py [--repeats N] [--threads N]
@@ -105,9 +105,10 @@ def measure(repeats: int, num_threads: int) -> tuple[dict[str, Measurement], int
     receiver = context.Process(target=receive, args=work, daemon=True)
     receiver.start()
     group = BroadcastGroup("gloo", store, 0, 2, HOST, TIMEOUT_S)
+    of_transfers = open_store(2, TIMEOUT_S, HOST)
 
     def broadcast() -> Transport:
-        return CollectiveTransport.open("float32", (), TIMEOUT_S, HOST, [1])
+        return CollectiveTransport.open("float32", (), TIMEOUT_S, HOST, [1], server=of_transfers)
 
     def through_memory() -> Transport:
         return shared_memory.open_transport("float32", frozenset(), TIMEOUT_S, HOST, [1])

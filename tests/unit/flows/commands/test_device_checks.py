@@ -58,7 +58,7 @@ def test_environment_for_another_device_is_a_warning(
     (tmp_path / "empty" / "lib/python3.11/site-packages/torch/version.py").unlink()
     own = EnvironmentBuild("2.13.0", "CUDA", "13.0", ())
     monkeypatch.setattr(device_checks, "_own_build", lambda: own)
-    assert list(device_checks.environment_checks()) == [
+    assert list(device_checks.environment_checks("580.95.05")) == [
         Check("environment core", "ok", "torch 2.13.0 for CUDA 13.0"),
         Check("environment empty", "warning", "has no torch; run make env-empty"),
         Check(
@@ -85,7 +85,6 @@ def test_torch_for_the_cpu_beside_a_driver_is_a_warning(
     monkeypatch.setattr(job_environments, "ENVIRONMENTS_DIR", tmp_path)
     own = EnvironmentBuild("2.13.0+cpu", "cpu", "", ())
     monkeypatch.setattr(device_checks, "_own_build", lambda: own)
-    monkeypatch.setattr(device_checks.nvidia_smi, "driver_version", lambda: driver)
-    (check,) = device_checks.environment_checks()
+    (check,) = device_checks.environment_checks(driver)
     assert check.status == status
     assert check.detail.endswith(end)
