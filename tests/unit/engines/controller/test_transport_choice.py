@@ -21,6 +21,11 @@ HERE, ELSEWHERE = (Place(n, f"node {n}", f"10.0.0.{n}", 1, {}) for n in (1, 2))
 SENDER = Sender(HERE.node, has_device=True)
 
 
+@pytest.fixture(autouse=True)
+def address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "this_address", lambda: "127.0.0.1")
+
+
 def spec(model_dir: Path, transport: TransportName) -> ReplicaSpec:
     config = RolloutConfig(placement="disaggregated", transport=transport, timeout_s=5.0)
     return ReplicaSpec(model_dir, config, "float32", "cpu", None, 1, model_dir)
@@ -37,19 +42,15 @@ def spec(model_dir: Path, transport: TransportName) -> ReplicaSpec:
     ],
 )
 def test_shared_memory_needs_all_replicas_on_the_senders_node(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, transport: TransportName, places, kind
+    model_dir: Path, transport: TransportName, places, kind
 ) -> None:
-    monkeypatch.setattr(rollout, "this_address", lambda: "127.0.0.1")
     made = choose_transport(spec(model_dir, transport), places, SENDER)([1] * len(places))
     assert type(made) is kind
     assert len(made.sources) == len(places)
     made.stop()
 
 
-def test_ranks_that_share_the_weights_each_send_their_part(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rollout, "this_address", lambda: "127.0.0.1")
+def test_ranks_that_share_the_weights_each_send_their_part(model_dir: Path) -> None:
     of_two = replace(SENDER, num_ranks=2)
     whole = spec(model_dir, "collective")
     made = choose_transport(whole, (HERE, ELSEWHERE), of_two)([1, 2])
@@ -109,10 +110,7 @@ def test_no_communicator_joins_two_versions_of_torch(model_dir: Path) -> None:
     made.stop()
 
 
-def test_devices_broadcast_among_themselves(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rollout, "this_address", lambda: "127.0.0.1")
+def test_devices_broadcast_among_themselves(model_dir: Path) -> None:
     on_devices = replace(spec(model_dir, "collective"), platform="nvidia")
     for has_device, expected in ((True, ("nccl", "cuda")), (False, ("gloo", "cpu"))):
         made = choose_transport(on_devices, (HERE,), Sender(HERE.node, has_device))([2])
