@@ -12,14 +12,10 @@ _FRACTIONS = {"vllm": 0.9, "sglang": 0.85}
 
 @dataclass(frozen=True)
 class EngineBytes:
-    """One rollout engine, per device.
+    """Bytes on each of an engine's `num_devices`; `num_engines` share a step's sequences.
 
-    Attributes:
-        weights, cache: bytes on each device of the engine.
-        sequence: cache of the longest sequence.
-        num_running: sequences that it decodes at a time; at least 1, even if that does not fit.
-        num_engines: engines that share a step's sequences.
-        num_devices: devices of one engine.
+    `sequence` is the cache of the longest one. `num_running` are decoded at a time; at least 1,
+    even if that does not fit.
     """
 
     weights: int
@@ -33,14 +29,10 @@ class EngineBytes:
 def engine_bytes(
     sampled: SampledWork, num_ranks: int, memory_bytes: int, free_bytes: int
 ) -> EngineBytes:
-    """Return what one engine holds.
+    """Return what one engine holds; `num_ranks` have one each, 0: engines have own devices.
 
-    vLLM and SGLang take their fraction of the device at once. The embedded engine caches what its
-    sequences need, as far as memory allows.
-
-    Args:
-        num_ranks: ranks with an engine each; 0 if engines have devices of their own.
-        memory_bytes: of one device; `free_bytes` is what other tenants and the margin leave.
+    vLLM and SGLang take their fraction of `memory_bytes` at once. The embedded engine caches what
+    its sequences need, as far as `free_bytes` allow.
     """
     rollout, shape, number = sampled.rollout, sampled.shape, dtype_bytes(sampled.dtype)
     num_devices, embedded = rollout.num_workers_per_replica, is_embedded(rollout)

@@ -22,29 +22,23 @@ _OPTION = "--on"
 
 
 class Machine(StrictModel):
-    """Devices of one kind, in nodes; rates are those of data sheets."""
+    """Devices of one kind, in nodes. Rates are of one device, in one direction.
+
+    Links go to devices of the same node, to other nodes, and to the memory of the host, which is
+    that of a node. `peak_flops_per_s` is dense, by dtype.
+    """
 
     name: str
-    """Name in the output."""
     platform: str
-    """Platform of the devices (`hardware.platform`)."""
     num_devices: int = Field(ge=1)
-    """Devices of all nodes."""
     devices_per_node: int = Field(default=8, ge=1)
     memory_bytes: int = Field(ge=1)
-    """Memory of one device that a process can allocate."""
     peak_flops_per_s: dict[str, float] = Field(min_length=1)
-    """Dense peak of one device by dtype (`bfloat16`, `float32`)."""
     memory_bytes_per_s: float = Field(gt=0)
-    """Memory bandwidth of one device."""
     link_bytes_per_s: float = Field(gt=0)
-    """From one device to the others of its node, in one direction."""
     network_bytes_per_s: float = Field(gt=0)
-    """From one device to other nodes, in one direction."""
     host_link_bytes_per_s: float = Field(gt=0)
-    """Between host memory and one device, in one direction."""
     host_memory_bytes: int = Field(ge=1)
-    """Memory of a node, beside the devices."""
 
     @property
     def num_per_node(self) -> int:
@@ -129,11 +123,7 @@ def machine_of(text: str) -> Machine:
 
 
 def read_machine(path: Path) -> Machine:
-    """Read a machine from JSON.
-
-    Raises:
-        ConfigError: the file is absent, no JSON, or a field is missing or invalid.
-    """
+    """Read a machine from JSON; `ConfigError` if it is absent, no JSON or invalid."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -24,8 +24,7 @@ _CONFIG = "config.json"
 def shapes_of(recipe: Recipe) -> ShapeOf:
     """Return a function from a recipe's setting (`model.path`) to the shape of its model.
 
-    The function raises `ConfigError` at the setting if the model's `config.json` is not found, is
-    no JSON, or lacks a size.
+    It raises `ConfigError` if `config.json` is not found, is no JSON, or lacks a size.
     """
     paths = dict(recipe.models())
     revisions = {"model.path": recipe.model.revision}
@@ -63,11 +62,7 @@ def published_models() -> Mapping[str, Mapping[str, Any]]:
 
 
 def config_of(setting: str, path: str, revision: str | None = None) -> Mapping[str, Any]:
-    """Return a model's `config.json`: of a directory, a published model, or the hub.
-
-    Raises:
-        ConfigError: names the setting.
-    """
+    """Return a model's `config.json`: of a directory, a published model, or the hub."""
     directory = local_path(path)
     if directory is None and revision is None and path in published_models():
         return published_models()[path]

@@ -224,10 +224,7 @@ def resting_bytes(work: Workload, *, on_cpu: bool = False) -> PhaseBytes:
 
 
 def state_bytes(work: Workload) -> int:
-    """Return weights, gradients and moments of the largest trained model on one rank.
-
-    Nothing but more ranks or fewer trained weights makes them smaller.
-    """
+    """Return weights, gradients and moments of the largest trained model on one rank."""
     held = (role_bytes(each, work.training) for each in work.roles if each.num_trained)
     return max((each.state for each in held), default=0)
 

@@ -35,12 +35,10 @@ Place = Literal["rank", "engine"]
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """One phase on one kind of device.
+    """One phase on a rank's device (with a colocated engine), or on one of an engine alone.
 
-    Attributes:
-        place: a training rank's device, with the colocated engine, or one of an engine alone.
-        room_bytes: what a device offers after processes and the free share.
-        seconds: of one step; None if only data tells.
+    `room_bytes` is what processes and the free share leave. `seconds` are of one step; None if only
+    data tells.
     """
 
     phase: Phase
@@ -57,11 +55,9 @@ class PhaseCost:
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage on a machine.
+    """Stages that cost the same on a machine, and the devices that one occupies.
 
     Attributes:
-        labels: stages that cost the same.
-        num_devices: devices that the stage occupies.
         state_bytes: weights, gradients and moments of the largest trained model on a rank.
         notes: what is assumed.
         problem: why it cannot run for another reason than device memory; empty if it can.
@@ -97,12 +93,7 @@ def stage_costs(
 ) -> tuple[StageCost, ...]:
     """Return the costs of the stages that use devices; equal ones are one entry.
 
-    Args:
-        prompt_tokens: limit of a prompt (`data.max_prompt_length`).
-        shape_of: returns the shape of the model of a recipe setting.
-
-    Raises:
-        ValueError, ConfigError: raised by `shape_of`.
+    `prompt_tokens` is the limit of a prompt (`data.max_prompt_length`). Raises as `shape_of` does.
     """
     found: list[tuple[Workload, list[str]]] = []
     for stage in stages:

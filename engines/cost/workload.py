@@ -58,12 +58,10 @@ class RoleCost:
 
 @dataclass(frozen=True)
 class SampledWork:
-    """A model that engines sample from.
+    """A model that engines sample from, with weights and cache of a dtype.
 
-    Attributes:
-        dtype: of its weights and cache.
-        num_sequences: samples of a step, over all engines; None if only data tells.
-        sync_parameters: numbers that a sync sends; 0 if weights are loaded once.
+    `num_sequences` are a step's, over all engines; None if only data tells. A sync sends
+    `sync_parameters` numbers; 0 if weights are loaded once.
     """
 
     shape: ModelShape
@@ -99,14 +97,7 @@ class Workload:
 
 
 def workload_of(stage: StageConfig, prompt_tokens: int, shape_of: ShapeOf) -> Workload | None:
-    """Return what a step of a stage computes; None if it uses no device.
-
-    Args:
-        prompt_tokens: limit of a prompt (`data.max_prompt_length`).
-
-    Raises:
-        ValueError, ConfigError: raised by `shape_of`.
-    """
+    """Return what a step of a stage computes; None if it uses no device. Raises as `shape_of`."""
     if isinstance(stage, RLRoundStageConfig):
         return _rl_round(stage, prompt_tokens, shape_of)
     if isinstance(stage, TrainingStageConfig):
