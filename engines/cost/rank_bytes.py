@@ -4,7 +4,7 @@ Follows the backends: sharding ones (fsdp, fsdp2, veomni, automodel, torchtitan)
 float32 weights, gradients and moments and gather one layer at a time; Megatron-Core holds its
 layers' weights in the compute dtype, their gradients in float32, and a part of main weights and
 moments. Frozen models are bfloat16 on accelerators if `training.dtype` is. Offloaded moments are on
-the device around the optimizer step alone.
+the device around the optimizer step alone; sharding backends bring them in parts.
 
 Saved tensors are counted as autograd keeps them in transformers' decoder layers: a norm keeps its
 input in float32, its normalized value and its result; attention its query, key, value and result; a
@@ -22,6 +22,8 @@ from engines.cost.workload import RoleCost, Workload
 _FLOAT, _MOMENTS = 4, 8
 SYNC_BUCKET_BYTES = 64 * 2**20
 """One of the two buckets of a weight sync."""
+PARTS_BYTES = 3 * 2**28
+"""Offloaded moments on the device at a time: on their way in, in use, and on their way out."""
 
 
 def dtype_bytes(dtype: str) -> int:
@@ -47,11 +49,6 @@ class RoleBytes:
     gathered: int = 0
     reduced: int = 0
     root_step: int = 0
-
-    @property
-    def state(self) -> int:
-        """What a rank needs to train at all."""
-        return self.parameters + self.gradients + self.moments
 
 
 def role_bytes(role: RoleCost, training: TrainingConfig, *, on_cpu: bool = False) -> RoleBytes:
@@ -194,7 +191,16 @@ def _peaks_of(role: RoleCost, held: RoleBytes, work: Workload) -> list[PhaseByte
         bucket_bytes=held.gathered + held.reduced,
     )
     at_root = replace(backward, saved_bytes=0, bucket_bytes=held.root_step)
-    return [backward, at_root, replace(at_root, bucket_bytes=0, moment_bytes=held.moments)]
+    step = replace(at_root, bucket_bytes=0, moment_bytes=_step_moments(role, held, training))
+    return [backward, at_root, step]
+
+
+def _step_moments(role: RoleCost, held: RoleBytes, training: TrainingConfig) -> int:
+    """Return the moments on the device during an optimizer step."""
+    in_parts = training.backend != "megatron" and not role.keeps_average
+    if training.optimizer_offload and in_parts:
+        return min(held.moments, PARTS_BYTES)
+    return held.moments
 
 
 def _idle(held: RoleBytes, training: TrainingConfig) -> PhaseBytes:
@@ -224,9 +230,13 @@ def resting_bytes(work: Workload, *, on_cpu: bool = False) -> PhaseBytes:
 
 
 def state_bytes(work: Workload) -> int:
-    """Return weights, gradients and moments of the largest trained model on one rank."""
-    held = (role_bytes(each, work.training) for each in work.roles if each.num_trained)
-    return max((each.state for each in held), default=0)
+    """Return what the largest trained model needs on one rank at each optimizer step."""
+    training, found = work.training, [0]
+    for role in (each for each in work.roles if each.num_trained):
+        held = role_bytes(role, training)
+        moments = _step_moments(role, held, training)
+        found.append(held.parameters + held.gradients + moments)
+    return max(found)
 
 
 def host_bytes(work: Workload, num_per_node: int) -> int:
@@ -236,7 +246,7 @@ def host_bytes(work: Workload, num_per_node: int) -> int:
     in_host = 0
     for held in (role_bytes(each, on_device) for each in work.roles):
         if training.options.get("cpu_offload"):
-            in_host += held.state
+            in_host += held.parameters + held.gradients + held.moments
         else:
             in_host += training.param_offload * held.parameters
             in_host += training.optimizer_offload * held.moments

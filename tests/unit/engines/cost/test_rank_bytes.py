@@ -91,10 +91,18 @@ def test_offloaded_moments_return_for_the_step() -> None:
     found = train_bytes(work)
     assert found.moment_bytes == 0  # saved tensors weigh more than the moments
     assert found.saved_bytes > shape.num_parameters
-    short = replace(work, num_sequences=1, training=training_of(optimizer_offload=True))
+    # In parts, unless there is an average, or Megatron-Core's optimizer.
+    weights = 4 * shape.num_parameters // 8
+    assert state_bytes(work) == pytest.approx(2 * weights + 3 * 2**28, abs=8)
+    averaged = replace(work.roles[0], keeps_average=True)
+    assert state_bytes(replace(work, roles=(averaged,))) == pytest.approx(5 * weights, abs=8)
+    whole = training_of(num_workers=8, optimizer_offload=True, backend="megatron")
+    short = replace(work, num_sequences=1, sequence_tokens=8, training=whole)
     step = train_bytes(short)
     assert (step.saved_bytes, step.bucket_bytes) == (0, 0)
-    assert step.total_bytes == 16 * shape.num_parameters
+    held = role_bytes(work.roles[0], whole)
+    assert step.moment_bytes == held.moments
+    assert step.total_bytes == state_bytes(short)
 
 
 def test_idle_models_stay_or_leave() -> None:
