@@ -10,7 +10,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 
 import torch
@@ -47,7 +47,8 @@ class CastStream(Iterator[tuple[str, Tensor]]):
         self._staging = deque([torch.empty(0, dtype=torch.uint8)] * 2)
 
     def __next__(self) -> tuple[str, Tensor]:
-        name, tensor, dtype = self._next_uncast()
+        name, tensor = next(self._tensors)
+        tensor, dtype = tensor.detach(), self._dtype_of(name, tensor)
         if tensor.dtype != dtype:
             tensor = self._cast(tensor, dtype)
         self._checksums.add(name, tensor)
@@ -55,10 +56,9 @@ class CastStream(Iterator[tuple[str, Tensor]]):
 
     def pack(self, packer: "Packer") -> None:
         """Pack the tensors that are left; they are cast into their bucket."""
-        with suppress(StopIteration):
-            while True:
-                name, tensor, dtype = self._next_uncast()
-                self._checksums.add(name, packer.add(name, tensor, dtype=dtype))
+        for name, tensor in self._tensors:
+            dtype = self._dtype_of(name, tensor)
+            self._checksums.add(name, packer.add(name, tensor.detach(), dtype=dtype))
         packer.flush()
 
     @property
@@ -66,13 +66,11 @@ class CastStream(Iterator[tuple[str, Tensor]]):
         """Digest of the tensors that were read so far."""
         return WeightDigest.of(self._checksums)
 
-    def _next_uncast(self) -> tuple[str, Tensor, torch.dtype]:
-        """Return the next name, its tensor, and the dtype to cast it to."""
-        name, tensor = next(self._tensors)
+    def _dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
+        """Return the dtype to cast a tensor to; WeightSyncError if its name came before."""
         if name in self._checksums:
             raise WeightSyncError(f"{name}: the training engine sent it twice")
-        dtype = received_dtype(name, tensor.dtype, self._dtype, self._float32_names)
-        return name, tensor.detach(), dtype
+        return received_dtype(name, tensor.dtype, self._dtype, self._float32_names)
 
     def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Cast into the memory of the cast before the last: fresh memory is slow to touch first."""

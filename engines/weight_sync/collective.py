@@ -97,8 +97,12 @@ class CollectiveTransport(RendezvousTransport):
 
     def send(self, tensors: Iterator[tuple[str, Tensor]]) -> WeightDigest:
         """See `Transport`; rank 0 sends, the other ranks only compute the digest."""
-        dtype, method = getattr(torch, self.dtype), self.sources[0].checksum_method
-        stream = CastStream(tensors, dtype, self.float32_names, method)
+        stream = CastStream(
+            tensors,
+            getattr(torch, self.dtype),
+            self.float32_names,
+            self.sources[0].checksum_method,
+        )
         with in_step(stream):
             if rank() == 0:
                 with (

@@ -22,14 +22,13 @@ from torch import Tensor
 
 from engines.checksum import ChecksumMethod
 from engines.errors import WeightSyncError
-from engines.weight_sync.cancellation import Cancellation
+from engines.weight_sync import shared_memory
 from engines.weight_sync.shared_memory import (
     Buckets,
     HostBuckets,
     SharedMemorySource,
     SharedMemoryTransport,
     TransferFiles,
-    new_token,
 )
 from hardware.detection import planned
 from hardware.ipc_memory import IpcMemory
@@ -52,16 +51,10 @@ def open_transport(
     bucket_bytes: int = BUCKET_BYTES,
 ) -> "DeviceIpcTransport":
     """Return a transport between devices of a platform; see `shared_memory.open_transport`."""
-    return DeviceIpcTransport(
-        dtype,
-        float32_names,
-        tuple(num_workers),
-        timeout_s,
-        bucket_bytes,
-        new_token(),
-        Cancellation.open(host),
-        platform,
+    on_host = shared_memory.open_transport(
+        dtype, float32_names, timeout_s, host, num_workers, bucket_bytes
     )
+    return DeviceIpcTransport(**vars(on_host), platform=platform)
 
 
 @dataclass(frozen=True)
@@ -102,7 +95,7 @@ def _name(number: int, *, once: bool = False) -> str:
     return f"once-{number}" if once else f"device-{number % 2}"
 
 
-class _SenderBuckets:
+class _SenderBuckets(Buckets):
     def __init__(self, directory: Path, platform: str, bucket_bytes: int) -> None:
         self._directory, self._bucket_bytes = directory, bucket_bytes
         self._host: HostBuckets | None = None
@@ -136,9 +129,6 @@ class _SenderBuckets:
                 ) from error
         return self._held[name]
 
-    def release(self, number: int) -> None:
-        """See `Buckets`."""
-
     def end(self) -> None:
         """See `Buckets`."""
         while self._held:
@@ -162,7 +152,7 @@ class _SenderBuckets:
         _warn(reason)
 
 
-class _ReaderBuckets:
+class _ReaderBuckets(Buckets):
     def __init__(self, directory: Path, platform: str, reader: int) -> None:
         self._directory, self._host = directory, HostBuckets(directory)
         self._held: dict[str, Tensor] = {}
@@ -193,10 +183,6 @@ class _ReaderBuckets:
         """See `Buckets`."""
         while self._held:
             self._ipc.close(self._held.popitem()[1])
-
-    def close(self) -> None:
-        """See `Buckets`."""
-        self.end()
 
     def _opened(self, name: str) -> Tensor:
         if name not in self._held:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -63,14 +63,9 @@ def open_transport(
         tuple(num_workers),
         timeout_s,
         bucket_bytes,
-        new_token(),
+        secrets.token_hex(8),
         Cancellation.open(host),
     )
-
-
-def new_token() -> str:
-    """Return a random name of a transfer."""
-    return secrets.token_hex(8)
 
 
 @dataclass(frozen=True)
@@ -105,8 +100,12 @@ class SharedMemoryTransport:
 
     def send(self, tensors: Iterator[tuple[str, Tensor]]) -> WeightDigest:
         """See `Transport`; rank 0 sends, the other ranks only compute the digest."""
-        dtype, method = getattr(torch, self.dtype), self.source(0).checksum_method
-        stream = CastStream(tensors, dtype, self.float32_names, method)
+        stream = CastStream(
+            tensors,
+            getattr(torch, self.dtype),
+            self.float32_names,
+            self.source(0).checksum_method,
+        )
         with in_step(stream):
             if rank() == 0:
                 gone = ReceiverGoneError("a rollout engine gave up while it took weights")
@@ -260,7 +259,7 @@ def _pause(
     time.sleep(POLL_S)
 
 
-class Buckets(Protocol):
+class Buckets:
     """One side's memory of the buckets of a transfer, which are used in turn."""
 
     def memory(self, number: int, num_bytes: int = 0) -> Tensor:
@@ -268,19 +267,17 @@ class Buckets(Protocol):
 
         All readers have come by then, and have read the bucket before the last.
         """
-        ...
+        raise NotImplementedError
 
     def release(self, number: int) -> None:
         """End a reader's use of a bucket, before the sender hears that it was read."""
-        ...
 
     def end(self) -> None:
         """End the use of all buckets: on a reader first, then on the sender."""
-        ...
 
     def close(self) -> None:
         """End the use of all buckets, also if the other side may still use them."""
-        ...
+        self.end()
 
 
 class _Writer:
@@ -316,7 +313,7 @@ class _Writer:
         self._transport.await_readers(self._files, f"{number}.read", "read on")
 
 
-class HostBuckets:
+class HostBuckets(Buckets):
     """The two bucket files, mapped again only when their size changes."""
 
     def __init__(self, directory: Path) -> None:
@@ -337,15 +334,6 @@ class HostBuckets:
                 held = torch.frombuffer(mmap.mmap(file.fileno(), size_bytes), dtype=torch.uint8)
                 self._mapped[place] = held
         return held
-
-    def release(self, number: int) -> None:
-        """See `Buckets`; the files stay mapped."""
-
-    def end(self) -> None:
-        """See `Buckets`; a mapping ends with its last tensor."""
-
-    def close(self) -> None:
-        """See `Buckets`."""
 
 
 def _mark_failed(directory: Path) -> None:

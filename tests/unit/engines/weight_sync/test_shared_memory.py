@@ -267,7 +267,8 @@ def test_the_receiver_frees_the_memory_of_a_killed_sender(transport) -> None:
     sender.join(timeout=HANG_S)
     assert directories(sending)
     sending.stop()
-    with pytest.raises(WeightSyncError, match="the trainer gave up"):
+    # A bucket that was not opened yet ended with the sender.
+    with pytest.raises(WeightSyncError, match="the trainer gave up|on the trainer's device"):
         list(received)
     assert not directories(sending)
 
