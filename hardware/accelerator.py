@@ -27,14 +27,11 @@ PeakTable = Sequence[tuple[str, Mapping[str, float]]]
 CPU_STATE = "cpu"
 
 
-class DeviceCopyStream(CopyStream):
-    """A stream of a torch device module."""
-
+class _DeviceStream(CopyStream):
     def __init__(self, module: Any) -> None:
         self._module, self._stream = module, module.Stream()
 
     def copy(self, source: "torch.Tensor", target: "torch.Tensor") -> None:
-        """See the base class."""
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -42,11 +39,9 @@ class DeviceCopyStream(CopyStream):
         (source if target.device.type == "cpu" else target).record_stream(self._stream)
 
     def join(self) -> None:
-        """See the base class."""
         self._module.current_stream().wait_stream(self._stream)
 
     def synchronize(self) -> None:
-        """See the base class."""
         self._stream.synchronize()
 
 
@@ -221,7 +216,7 @@ class AcceleratorPlatform(PlatformBase):
 
     def copy_stream(self) -> CopyStream | None:
         """Return a stream of the current device."""
-        return DeviceCopyStream(self.device_module)
+        return _DeviceStream(self.device_module)
 
     def ray_resource_options(self, num_devices: int) -> dict[str, object]:
         """Return a request for `ray_resource`; Ray has a keyword of its own for `GPU`."""

@@ -62,11 +62,7 @@ class NvidiaPlatform(AcceleratorPlatform):
         return RuntimeIpcMemory("cuda", "libcudart")
 
     def training_env_vars(self, library: str) -> dict[str, str]:
-        """Let segments grow, so that lengths that vary leave no holes; order Megatron's launches.
-
-        With one connection, kernels start in the order of their launch, by which Megatron-Core
-        overlaps communication and computation; FSDP needs several to overlap at all.
-        """
+        """Let segments grow, so that varying lengths leave no holes; order Megatron's launches."""
         found = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         return found | ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if library == "megatron" else {})
 

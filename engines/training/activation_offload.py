@@ -3,8 +3,6 @@
 A storage is copied once, however many tensors saved during one forward pass look at it. Copies run
 in two streams beside the computation; while a storage is used in the backward pass, the one that
 was saved before it is on its way back. Weights and small tensors stay.
-Does not promise: that a saved tensor may be changed in place before the backward pass, which
-autograd refuses too.
 """
 
 from collections.abc import Callable, Iterator

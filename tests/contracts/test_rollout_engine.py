@@ -10,7 +10,6 @@ what they are for. Not covered: speed, memory, more than one device.
 """
 
 import asyncio
-import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,6 +33,7 @@ from rlhf.testing.served_engine import TIMEOUT_S, Served, requests
 
 from engines.config.plugins import ROLLOUT_ENGINES
 from engines.errors import RolloutError, WeightSyncError
+from engines.rollout.base import wake
 from engines.types import Completion, RolloutRequest, SamplingParams
 from hardware.cpu import CPUPlatform
 from infra.errors import DeadlineError
@@ -422,19 +422,17 @@ def test_sleep_of_the_weights_asks_for_them_again(served):
 
 
 def test_weights_awake_alone_take_an_update_unserved(served):
-    if "tags" not in inspect.signature(served.engine.wake_up).parameters:
-        pytest.skip("its wake_up takes no tags, so it wakes wholly before an update")
     engine, made = served.engine, model(served.tied, 1)
     served.send(made, 0)
     expected = token_ids(served.generate(requests()))
     served.run(engine.sleep())
-    served.run(engine.wake_up(["weights"]))
+    served.run(wake(engine, ["weights"]))
     receipt = served.run(engine.update_weights(served.source(tensors_of(made)), 1))
     with pytest.raises(RolloutError):
         served.generate(requests())
-    served.run(engine.wake_up(["cache"]))
+    served.run(wake(engine, ["cache"]))
     served.run(engine.finish_update(1, receipt.digest))
-    served.run(engine.wake_up(["weights"]))  # awake already
+    served.run(wake(engine, ["weights"]))  # awake already
     assert token_ids(served.generate(requests())) == expected
 
 

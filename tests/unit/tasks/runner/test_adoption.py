@@ -118,7 +118,7 @@ def half_train(work: Work, old: StageRequest, *steps: int) -> None:
         (["training.num_workers=2"], "training.num_workers 1 -> 2"),
         (["training.ulysses_size=2"], "training.num_workers 1 -> 2"),
         (["training.max_tokens_per_micro_batch=64"], "training.max_tokens_per_micro_batch"),
-        (["training.gradient_checkpointing=true"], "training.gradient_checkpointing False -> True"),
+        (["training.gradient_checkpointing=true"], "training.gradient_checkpointing auto -> True"),
         (["training.num_threads=3"], "training.num_threads"),
         (["hardware.device_kind=another"], "hardware.device_kind"),
     ],
