@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from gpu_models import Shape
 from measure import Measurement
+from torch.cuda import nccl
 
 from hardware.base import PlatformBase
 from hardware.detection import detect
@@ -173,7 +174,7 @@ def stack_of(platform: PlatformBase) -> Stack:
     memory_gb = 0.0
     if device.type != "cpu":
         memory_gb = torch.get_device_module(device).mem_get_info()[1] / 1e9
-    nccl = torch.cuda.nccl.version() if device.type == "cuda" else ()
+    nccl_version = nccl.version() if device.type == "cuda" else ()
     vllm = interpreter_of("vllm")
     return Stack(
         platform=platform.name,
@@ -185,7 +186,7 @@ def stack_of(platform: PlatformBase) -> Stack:
         python=".".join(map(str, sys.version_info[:3])),
         torch=torch.__version__,
         cuda=torch.version.cuda or "",
-        nccl=".".join(map(str, nccl)),
+        nccl=".".join(map(str, nccl_version)),
         transformers=importlib.metadata.version("transformers"),
         triton=next((d.version for d in importlib.metadata.distributions(name="triton")), ""),
         vllm="" if vllm is None else vllm_version(installed_distributions(vllm)),

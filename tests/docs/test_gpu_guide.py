@@ -38,9 +38,11 @@ WRITTEN = {
     "held_out.jsonl": {"prompt": "2+2?", "answer": "4"},
 }
 """A row of each file of data that the guide names."""
+NEEDS_A_GPU = "engine: vllm\n  options: {gpu_memory_utilization: 0.6}"
 ON_A_CPU = (
-    "hardware.platform=cpu", "rollout.engine=transformers", "rollout.options={}",
-    "sft.num_steps=2", "sft.batch_size_sequences=4", "rl.num_rounds=1", "rl.num_steps_per_round=2",
+    "hardware.platform=cpu",
+    "sft.num_steps=2", "sft.optimizer.num_warmup_steps=0", "sft.batch_size_sequences=4",
+    "rl.num_rounds=1", "rl.num_steps_per_round=2",
     "rl.batch_size_prompts=4", "rl.group_size=2", "rl.mini_batch_size_prompts=4",
     "rl.sampling.max_new_tokens=4", "evaluation.num_samples=0", "evaluation.pass_at=[1]",
     "model.max_length=64", "data.max_prompt_length=32", "rl.reward.function=exact",
@@ -175,6 +177,9 @@ def test_followed_from_one_card_to_a_model_that_loads(tmp_path: Path) -> None:
     directory = tmp_path / "mine"
     directory.mkdir()
     written(directory)
+    assert NEEDS_A_GPU in FILES["one_card.yaml"]
+    on_a_cpu = FILES["one_card.yaml"].replace(NEEDS_A_GPU, "engine: transformers")
+    (directory / "one_card.yaml").write_text(on_a_cpu)
     for name in WRITTEN:  # rows that differ in the prompt
         rows = [
             json.dumps(WRITTEN[name]).replace("1+", f"{number}+").replace("2+2", f"{number}+9")
