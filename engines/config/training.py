@@ -127,6 +127,9 @@ class TrainingConfig(StrictModel):
     """
     collective_timeout_s: Annotated[float, NotIdentity] = Field(default=600.0, gt=0)
     """Timeout of a collective operation in seconds."""
+    memory_audit: Annotated[bool, NotIdentity] = False
+    """Count what holds rank 0's memory in each phase, and report it with each step (`memory/*`);
+    slows steps."""
     options: dict[str, Any] = {}
     """Options of the backend, validated by its own schema in preflight."""
 

@@ -7,6 +7,7 @@ Knows nothing of rewards, advantages, data, or where checkpoints are kept.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,11 +19,13 @@ from engines.collectives import close_process_group
 from engines.config.rollout import RolloutConfig
 from engines.config.training import TrainingConfig
 from engines.controller.worker_group import Dispatch, dispatch
+from engines.cost.phase_bytes import Phase
 from engines.errors import NonFiniteError, RolloutError
 from engines.rollout.base import behind_service, create_rollout_engine
 from engines.rollout.collect import Receive
 from engines.rollout.service import RolloutService
 from engines.training.base import BaseEngine, create_engine
+from engines.training.memory_audit import MemoryAudit
 from engines.training.spec import (
     POLICY,
     REFERENCE,
@@ -103,20 +106,24 @@ class ModelWorker:
         }
         self._rollout: RolloutService | None = None
         self._send_plan: SendPlan | None = None
+        self._audit: MemoryAudit | None = None
 
     def initialize(self) -> None:
         """Build and load the models; raise ConfigError if the engine cannot serve. Collective."""
-        spec, rollout = self._spec, self._spec.rollout
+        spec, rollout, sampler = self._spec, self._spec.rollout, lambda: (0, 0)
         if rollout is not None:  # first, because it is cheap and may raise
             dtype = rollout.dtype or spec.training.dtype
             engine = create_rollout_engine(
                 rollout.engine, spec.serving_dir, behind_service(rollout), dtype, self._platform
             )
+            sampler = engine.held_bytes
             self._rollout = RolloutService([engine], rollout.timeout_s)
             self._new_transport = new_transport(
                 spec.serving_dir, dtype, rollout.timeout_s, self._platform.device_name
             )
         _load(self._engines[spec.leading], spec.roles[spec.leading])
+        if spec.training.memory_audit:
+            self._audit = MemoryAudit(self._engines.values, self._platform, sampler)
         for name, role in spec.roles.items():
             if name not in self._engines and not (
                 name == REFERENCE and self._adapter_off_is_reference
@@ -157,24 +164,27 @@ class ModelWorker:
         finite.
         """
         try:
-            return self._engine(role).train_batch(batch.widened(), loss_fn)
+            with self._phase("train"):
+                return self._engine(role).train_batch(batch.widened(), loss_fn)
         except NonFiniteError as error:
             return PoisonedUpdate(str(error))
 
     @dispatch(Dispatch.RANK_ZERO)
     def performance_metrics(self) -> dict[str, float]:
-        """Return `perf/*` of the leading role's optimizer steps since the last call."""
-        return self._engine(self._spec.leading).performance_metrics()
+        """Return `perf/*` of the leading role's steps and `memory/*` since the last call."""
+        audited = self._audit.take_metrics() if self._audit is not None else {}
+        return self._engine(self._spec.leading).performance_metrics() | audited
 
     @dispatch(Dispatch.SPLIT)
     def infer(
         self, batch: TokenBatch, readouts: Readouts = ONLY_LOGPROBS, role: RoleName = POLICY
     ) -> ModelOutputs:
         """Run a forward pass of a role and return the outputs on the CPU."""
-        if role == REFERENCE and self._adapter_off_is_reference:
-            with self._policy.disable_adapter():
-                return self._policy.infer_batch(batch.widened(), readouts)
-        return self._engine(role).infer_batch(batch.widened(), readouts)
+        with self._phase("train"):
+            if role == REFERENCE and self._adapter_off_is_reference:
+                with self._policy.disable_adapter():
+                    return self._policy.infer_batch(batch.widened(), readouts)
+            return self._engine(role).infer_batch(batch.widened(), readouts)
 
     @dispatch(Dispatch.SPLIT)
     def infer_logprobs(self, batch: TokenBatch, role: RoleName = POLICY) -> Tensor:
@@ -189,7 +199,8 @@ class ModelWorker:
 
         `on_completion` is as in `RolloutService.generate`; None if the caller is another process.
         """
-        return self._served().generate(requests, on_completion)
+        with self._phase("sample"):
+            return self._served().generate(requests, on_completion)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def sync_weights(self, version: int) -> SyncReport:
@@ -212,11 +223,12 @@ class ModelWorker:
     @dispatch(Dispatch.ONE_TO_ALL)
     def send_weights(self, delivery: Transport | ShardedTransport) -> WeightDigest:
         """Send the policy's weights over `delivery`; return their digest. Collective."""
-        if not isinstance(delivery, ShardedTransport):
-            return delivery.send(iter(self._policy.get_per_tensor_param()))
-        if self._send_plan is None:
-            self._send_plan = delivery.plan(self._policy.get_per_tensor_param_shard())
-        return delivery.send_parts(self._policy.get_per_tensor_param_shard(), self._send_plan)
+        with self._phase("sync"):
+            if not isinstance(delivery, ShardedTransport):
+                return delivery.send(iter(self._policy.get_per_tensor_param()))
+            if self._send_plan is None:
+                self._send_plan = delivery.plan(self._policy.get_per_tensor_param_shard())
+            return delivery.send_parts(self._policy.get_per_tensor_param_shard(), self._send_plan)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def send_frozen_weights(self, transport: Transport) -> WeightDigest:
@@ -276,6 +288,9 @@ class ModelWorker:
         finally:
             close_communicators()
             close_process_group()
+
+    def _phase(self, phase: Phase) -> AbstractContextManager[None]:
+        return nullcontext() if self._audit is None else self._audit.phase(phase)
 
     def _served(self) -> RolloutService:
         if self._rollout is None:

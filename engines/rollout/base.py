@@ -179,6 +179,10 @@ class RolloutEngine(ABC):
     async def health(self) -> Health:
         """Return the engine's state."""
 
+    def held_bytes(self) -> tuple[int, int]:
+        """Return device memory held in this process: weights, largest cache since the last call."""
+        return 0, 0
+
     @abstractmethod
     async def close(self) -> None:
         """Free everything; the engine cannot be used afterwards."""

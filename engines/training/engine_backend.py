@@ -6,12 +6,13 @@ Methods that are not abstract have a default; for adapters, averages and stored 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from engines import collectives
 from engines.errors import EngineError
@@ -21,6 +22,21 @@ from engines.training.spec import EngineSpec, ScaledLoss
 from engines.training.step.optimizer_step import Averaged
 from engines.types import ModelOutputs, Readouts, TokenBatch
 from engines.weight_places import WeightShard, whole_place
+
+
+@dataclass(frozen=True)
+class HeldTensors:
+    """What a rank of an engine holds between two passes, as it is held, on any device.
+
+    Attributes:
+        modules: those whose forward pass begins a pass of the engine.
+        moments: state of the optimizer, with an average of the weights if one is kept.
+    """
+
+    modules: Sequence[nn.Module]
+    parameters: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    moments: Sequence[Tensor]
 
 
 class EngineBackend(ABC):
@@ -196,6 +212,15 @@ class EngineBackend(ABC):
     def _rotary_limit(self) -> int | None:
         """Longest sequence that does not change others of its micro-batch; None: no limit."""
         return None
+
+    def held_tensors(self) -> HeldTensors:
+        """Return this rank's tensors; call it between passes.
+
+        Raises:
+            EngineError: the backend cannot tell.
+        """
+        raise EngineError(f"{self.spec.training.backend} does not tell its tensors: unset "
+                          "training.memory_audit")  # fmt: skip
 
     def _activation_scope(self) -> AbstractContextManager[None]:
         """Scope of a forward pass, with activations on the host if configured."""

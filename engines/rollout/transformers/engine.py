@@ -166,6 +166,10 @@ class TransformersEngine(StatefulEngine):
         """See the base class."""
         return Health(self._can_serve(), self._version, self._num_in_flight)
 
+    def held_bytes(self) -> tuple[int, int]:
+        """See the base class."""
+        return self._model.size_bytes, self._batch.take_largest_cache_bytes()
+
     async def close(self) -> None:
         """See the base class. Requests in flight are delivered as `abort`."""
         if not self._closed:

@@ -279,6 +279,11 @@ class InferenceModel:
             method,
         )
 
+    @property
+    def size_bytes(self) -> int:
+        """Size of the parameters and persistent buffers in memory."""
+        return sum(parameter.nbytes for parameter in self._parameters.values())
+
     def release(self) -> None:
         """Free the memory of the parameters."""
         self._decoder = None

@@ -31,7 +31,7 @@ class KVCache:
         self._max_rows = max_rows
         self._max_length = max_length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._num_rows = 0
+        self._num_rows = self._largest_bytes = 0
         self.length = 0
         self.max_positions = max_positions
 
@@ -67,6 +67,7 @@ class KVCache:
             rows, spare = num_rows, self.max_positions // num_rows
             positions = max(_rounded(length), min(positions, spare - spare % LENGTH_STEP))
         self._num_rows, self.length = rows, positions
+        self._largest_bytes = max(self._largest_bytes, self.size_bytes)
         for layer, (keys, values) in self._layers.items():
             self._layers[layer] = self._resized(keys), self._resized(values)
 
@@ -119,8 +120,14 @@ class KVCache:
             for _, (keys, values) in sorted(self._layers.items())
         ]
 
+    def take_largest_bytes(self) -> int:
+        """Return the largest size since the last call."""
+        largest, self._largest_bytes = max(self._largest_bytes, self.size_bytes), 0
+        return largest
+
     def free(self) -> None:
         """Drop all buffers."""
+        self._largest_bytes = max(self._largest_bytes, self.size_bytes)
         self._layers.clear()
         self._num_rows = self.length = 0
 

@@ -154,6 +154,10 @@ class RunningBatch:
         self.clear()
         self._cache.free()
 
+    def take_largest_cache_bytes(self) -> int:
+        """Return the largest size of the cache since the last call."""
+        return self._cache.take_largest_bytes()
+
     @cached_property
     def _position_bytes(self) -> int:
         """Bytes of one position of one row in all layers, counted with a prompt of one token."""

@@ -358,9 +358,7 @@ def head_rows(
         hidden_ND, weight_VD, targets.token_ids_N, entropy=asked.entropy,
         sum_pi_squared=asked.sum_pi_squared, **share,
     )  # fmt: skip
-    if found.entropy_N is not None and not asked.entropy_gradient:
-        found = found._replace(entropy_N=found.entropy_N.detach())
-    rows = [found.stacked()]
+    rows = [found.read_for(asked).stacked()]
     if others_NK is not None:
         rows.append(linear_logprobs_of(hidden_ND, weight_VD, others_NK, **share).T)
     if asked.num_top:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from engines.training.model.linear_tiles import slices
+from engines.types import Readouts
 
 _CHUNK_ELEMENTS = 1 << 24
 """Elements of a float32 chunk (64 MiB): large enough that small vocabularies need one chunk."""
@@ -25,6 +26,12 @@ class TokenReadouts(NamedTuple):
     logprobs_N: Tensor
     entropy_N: Tensor | None
     sum_pi_squared_N: Tensor | None
+
+    def read_for(self, asked: Readouts) -> "TokenReadouts":
+        """Return the same values; entropies without gradient if none is requested."""
+        if self.entropy_N is None or asked.entropy_gradient:
+            return self
+        return self._replace(entropy_N=self.entropy_N.detach())
 
     def stacked(self, dim: int = 0) -> Tensor:
         """Stack the outputs that are not None, in this order, along a new dimension."""
@@ -78,19 +85,22 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(logits_NV, token_ids_N, log_sum_N, entropy_N)
         ctx.scale = scale
         ctx.mark_non_differentiable(squares_N)
+        ctx.set_materialize_grads(False)
         return logprobs_N, entropy_N, squares_N
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits_NV, token_ids_N, log_sum_N, entropy_N = ctx.saved_tensors
         grad_logprobs_N, grad_entropy_N, _ = grad_outputs
+        if grad_logprobs_N is None:  # a loss of the entropy alone
+            grad_logprobs_N = torch.zeros_like(log_sum_N)
         grad_NV = torch.empty_like(logits_NV)
         for rows in _row_chunks(logits_NV):
             log_probs = _scaled(logits_NV[rows], ctx.scale) - log_sum_N[rows, None]
             probs = log_probs.exp()
             grad = probs * -grad_logprobs_N[rows, None]
             grad.scatter_add_(1, token_ids_N[rows, None], grad_logprobs_N[rows, None])
-            if entropy_N.numel():
+            if grad_entropy_N is not None and entropy_N.numel():
                 # dH/dz = -p * (log p + H)
                 weight = log_probs.add_(entropy_N[rows, None]).mul_(probs)
                 grad.sub_(weight.mul_(grad_entropy_N[rows, None]))

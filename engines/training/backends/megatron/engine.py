@@ -34,6 +34,7 @@ from engines.training.backends.megatron.layout import Layout, check_layout
 from engines.training.backends.transformers.build import check_stored_names
 from engines.training.backends.transformers.module_engine import ModuleEngine
 from engines.training.base import BaseEngine
+from engines.training.engine_backend import HeldTensors
 from engines.training.spec import EngineSpec, ScaledLoss
 from engines.training.step.optimizer_step import Averaged
 from engines.training.supported_models import check_megatron
@@ -194,6 +195,10 @@ class MegatronEngine(BaseEngine):
         """Move weights, gradients and optimizer state."""
         with self._library():
             self.replica.to(torch.device(device), model=model, optimizer=optimizer, grad=grad)
+
+    def held_tensors(self) -> HeldTensors:
+        """Return weights with the main weights of the optimizer, gradient buffers, and moments."""
+        return self.replica.held_tensors(self._stored_state)
 
     def save_checkpoint(self, path: Path, step: int) -> None:
         """Write this rank's shard."""

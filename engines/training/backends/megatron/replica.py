@@ -40,6 +40,7 @@ from engines.training.backends.megatron.parallel import Place, current_place
 from engines.training.backends.megatron.param_mapping import Block, Part, parts_of
 from engines.training.backends.megatron.router_replay import RouteMemory, RowRoutes
 from engines.training.backends.transformers.adapters import base_name, initialize_adapter
+from engines.training.engine_backend import HeldTensors
 from engines.training.host_state import HostState
 from engines.training.model.attention import Packing, slice_sequence
 from engines.training.model.linear_logprobs import targets_of
@@ -195,11 +196,9 @@ class Replica:
     ) -> None:  # fmt: skip
         """Move weights, gradients and optimizer state; offloaded gradients are lost."""
         is_home = device == self._spec.platform.device()
-        # Only pieces that train are wrapped, and have gradients in buffers.
-        for chunk in self.wrapped if self.optimizer is not None else ():
-            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
-                move = buffer.reload_from_cpu if is_home else buffer.offload_to_cpu
-                move(move_params=model, move_grads=grad)
+        for buffer in self._buffers():
+            move = buffer.reload_from_cpu if is_home else buffer.offload_to_cpu
+            move(move_params=model, move_grads=grad)
         if model:
             for chunk in self.chunks:
                 for parameter in chunk.parameters():
@@ -207,6 +206,21 @@ class Replica:
                         parameter.data = parameter.data.to(device)
         if optimizer and self.optimizer is not None and self._host_state is not None:
             self.optimizer.to(device, self._host_state)
+
+    def held_tensors(self, states: Sequence[str]) -> HeldTensors:
+        """Return what this rank holds; `states` names the optimizer's tensors."""
+        shards = list(self.optimizer.shards.values()) if self.optimizer is not None else []
+        return HeldTensors(
+            self.wrapped,
+            [*(p for chunk in self.chunks for p in chunk.parameters()), *(s.main for s in shards)],
+            [buffer.grad_data for buffer in self._buffers()],
+            [shard.state[name] for shard in shards for name in states],
+        )
+
+    def _buffers(self) -> list[Any]:
+        """Return the buffers of weights and gradients; only pieces that train are wrapped."""
+        chunks = self.wrapped if self.optimizer is not None else []
+        return [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def infer(
         self, batches: Sequence[TokenBatch], scope: Scope, readouts: Readouts

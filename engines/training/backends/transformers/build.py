@@ -58,6 +58,7 @@ from engines.training.backends.transformers.vision import (
 )
 from engines.training.model.attention import register_packed_attention
 from engines.training.spec import VALUE_HEAD, EngineSpec, ModelType
+from engines.training.step.saved_tensors import recomputation_contexts
 from engines.training.supported_models import check_packed
 from infra.errors import ConfigError
 
@@ -299,8 +300,9 @@ def enable_activation_checkpointing(model: PreTrainedModel) -> None:
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.forward = partial(
-                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-            )
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False,
+                context_fn=recomputation_contexts,
+            )  # fmt: skip
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

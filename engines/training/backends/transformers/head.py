@@ -63,13 +63,14 @@ class LogprobHead:
             self._targets = None
         if self.why_whole is None:
             return out.T
-        return token_logprobs(
+        found = token_logprobs(
             out,
             targets.token_ids_N,
             temperature=targets.temperature,
             entropy=asked.entropy,
             sum_pi_squared=asked.sum_pi_squared,
-        ).stacked()
+        )
+        return found.read_for(asked).stacked()
 
     def _head_forward(self, input: Tensor) -> Tensor:
         """Map (1, N, D) hidden states to (1, N, K) readouts."""

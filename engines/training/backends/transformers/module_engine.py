@@ -44,6 +44,7 @@ from engines.training.backends.transformers.adapters import (
 )
 from engines.training.backends.transformers.build import build_on_meta
 from engines.training.base import BaseEngine
+from engines.training.engine_backend import HeldTensors
 from engines.training.host_state import HostState
 from engines.training.spec import VALUE_HEAD, EngineSpec
 from engines.training.step.optimizer_step import Averaged, started_adamw
@@ -174,6 +175,19 @@ class ModuleEngine(BaseEngine, Generic[Model]):
             return tensor if adapter is None else adapter.merged_into(tensor)
 
         yield from HubNames(model).stream((name, whole(name)) for name in expected)
+
+    def held_tensors(self) -> HeldTensors:
+        """Return parameters, their gradients, and the optimizer's tensors."""
+        parameters = list(self.model.parameters())
+        states: Collection[dict[str, Tensor]] = (
+            self._optimizer.state.values() if self._optimizer is not None else ()
+        )
+        return HeldTensors(
+            [self.model],
+            parameters,
+            [parameter.grad for parameter in parameters if parameter.grad is not None],
+            [state[name] for state in states for name in self._stored_state],
+        )
 
     def to(
         self, device: torch.device | str, *, model: bool = True, optimizer: bool = True,

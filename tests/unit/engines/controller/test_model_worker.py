@@ -304,3 +304,32 @@ def with_critic(spec: WorkerSpec, lora: LoraConfig | None = None) -> WorkerSpec:
     critic = replace(spec.policy, model_type="value_model")
     spec = policy_of(spec, training=TrainingConfig(num_threads=1, lora=lora))
     return replace(spec, roles={**spec.roles, CRITIC: critic})
+
+
+def test_the_audit_reports_each_phase_of_a_step(policy_spec: WorkerSpec, start_worker) -> None:
+    role = policy_spec.policy
+    for audit in (False, True):
+        training = role.training.model_copy(update={"memory_audit": audit})
+        roles = {POLICY: replace(role, training=training)}
+        worker = start_worker(replace(policy_spec, roles=roles))
+        worker.sync_weights(1)
+        asked = requests()
+        batch = packed(asked, worker.generate(asked))
+        worker.sleep()
+        worker.train(batch.with_columns(old_logprobs=worker.infer_logprobs(batch)), LOSS)
+        found = {k: v for k, v in worker.performance_metrics().items() if k.startswith("memory/")}
+        if not audit:
+            assert found == {}
+            continue
+        num_bytes = sum(tensor.nbytes for tensor in weights(worker).values())
+        for phase in ("train", "sync", "sample"):
+            assert found[f"memory/{phase}_parameter_bytes"] == num_bytes
+            assert found[f"memory/{phase}_moment_bytes"] == 2 * num_bytes
+            assert found[f"memory/{phase}_system_bytes"] > found[f"memory/{phase}_counted_bytes"]
+        assert found["memory/train_gradient_bytes"] == num_bytes
+        assert found["memory/train_saved_bytes"] > 0
+        assert "memory/train_engine_bytes" not in found
+        assert found["memory/sample_engine_bytes"] == num_bytes
+        # Rows have room for 32 positions of 2 layers, keys and values of one head of 16 numbers.
+        assert found["memory/sample_cache_bytes"] == 6 * 32 * 2 * 2 * 16 * 4
+        assert not any(k.startswith("memory/") for k in worker.performance_metrics())

@@ -1,0 +1,144 @@
+"""Bytes of one rank from shapes: what the audit has to count, written down independently of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil, lcm
+
+FLOAT, INDEX = 4, 8
+"""Bytes of a float32 and of an int64."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Qwen3 with an output head of its own."""
+
+    vocabulary: int = 128
+    width: int = 64
+    layers: int = 3
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    inner: int = 192
+
+    @property
+    def config(self) -> dict[str, int | bool]:
+        """Settings of transformers."""
+        return {
+            "vocab_size": self.vocabulary, "hidden_size": self.width,
+            "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim,
+            "intermediate_size": self.inner, "max_position_embeddings": 4096, "pad_token_id": 0,
+            "bos_token_id": 1, "eos_token_id": 1, "tie_word_embeddings": False,
+        }  # fmt: skip
+
+    @property
+    def queries(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def layer_weights(self) -> int:
+        """Numbers in one layer."""
+        attention = self.width * (2 * self.queries + 2 * self.keys) + 2 * self.head_dim
+        return attention + 3 * self.width * self.inner + 2 * self.width
+
+    @property
+    def root_weights(self) -> int:
+        """Numbers of the embedding, the last norm and the head."""
+        return 2 * self.vocabulary * self.width + self.width
+
+    @property
+    def weights(self) -> int:
+        return self.layers * self.layer_weights + self.root_weights
+
+    @property
+    def megatron_buffer(self) -> tuple[int, int]:
+        """Numbers in Megatron's buffer of weights over 1 rank, and per layer the padding.
+
+        Each tensor starts at a multiple of 64.
+        """
+        padding = 2 * (ceil(self.head_dim / 64) * 64 - self.head_dim)
+        return self.weights + self.layers * padding, padding
+
+    def padded(self, num_ranks: int) -> int:
+        """The buffer's end is a multiple of 128 and of the ranks."""
+        whole = lcm(num_ranks, 128)
+        return ceil(self.megatron_buffer[0] / whole) * whole
+
+
+def layer_bytes(shape: Shape, num_bytes: int) -> int:
+    """Saved per token by a layer of transformers' Qwen3 that computes in `num_bytes`.
+
+    Norms (twice over the width): input in float32, 1 / rms, normalized, weighted; of queries and
+    keys without the weighted ones, which the rotation does not save. Attention: queries, keys,
+    values, output, log of the sums. Feed-forward layer: gate, silu(gate), up, their product.
+    """
+    width, queries, keys = shape.width, shape.queries, shape.keys
+    norms = 2 * ((FLOAT + 2 * num_bytes) * width + FLOAT)
+    of_heads = (FLOAT + num_bytes) * (queries + keys) + FLOAT * (shape.heads + shape.kv_heads)
+    attention = num_bytes * 2 * (queries + keys) + FLOAT * shape.heads
+    return norms + of_heads + attention + num_bytes * 4 * shape.inner
+
+
+def megatron_layer_bytes(shape: Shape) -> int:
+    """Saved per token by a layer of Megatron-Core in float32.
+
+    Norms as above. Queries are copied out of the joint projection, whose storage stays for keys
+    and values. Cosines and sines are made anew for queries and for keys. The feed-forward layer
+    keeps gate and up (one storage), silu(gate), up once more, and their product.
+    """
+    width, queries, keys = shape.width, shape.queries, shape.keys
+    norms = 2 * (3 * width + 1)
+    of_heads = 2 * queries + (queries + 2 * keys) + keys + shape.heads + shape.kv_heads
+    attention = 2 * queries + keys + shape.heads + 4 * shape.head_dim
+    return FLOAT * (norms + of_heads + attention + 5 * shape.inner)
+
+
+def saved_bytes(
+    shape: Shape, backend: str, *, tokens: int, predicted: int, recompute: bool, num_bytes: int = 4
+) -> int:
+    """Return the most that autograd keeps for one micro-batch, whatever their number.
+
+    Behind the layers: the input of the last norm and what it makes of it; the head's hidden states
+    and, per predicted token, its place (twice), its id, the log of the sum of exponentials and the
+    mask; the loss keeps the mask. With recomputation, either the inputs of all layers and this, or
+    the inputs and all of the last layer, whose own input is among the inputs.
+    """
+    is_megatron = backend == "megatron"
+    layer = megatron_layer_bytes(shape) if is_megatron else layer_bytes(shape, num_bytes)
+    rotation = 0 if is_megatron else 2 * num_bytes * shape.head_dim
+    behind = tokens * ((FLOAT + num_bytes) * shape.width + FLOAT + FLOAT)
+    behind += predicted * (num_bytes * shape.width + 3 * INDEX + 2 * FLOAT)
+    if not recompute:
+        return tokens * (INDEX + rotation + shape.layers * layer) + behind
+    inputs = tokens * (INDEX + shape.layers * num_bytes * shape.width)
+    if is_megatron:
+        inputs += tokens * FLOAT * shape.head_dim  # angles, an input of each layer
+    return inputs + max(behind, tokens * (rotation + layer - num_bytes * shape.width))
+
+
+def state_bytes(shape: Shape, backend: str, num_ranks: int) -> Mapping[str, int]:
+    """Return parameters, gradients and moments of a rank; Megatron's moments are summed over ranks.
+
+    FSDP shards all three. Megatron shards the moments only.
+    """
+    own = FLOAT * shape.weights // num_ranks
+    if backend != "megatron":
+        return {"parameter_bytes": own, "gradient_bytes": own, "moment_bytes": 2 * own}
+    buffer = FLOAT * shape.padded(num_ranks)
+    moments = 2 * FLOAT * shape.weights
+    return {"parameter_bytes": buffer, "gradient_bytes": buffer, "moment_bytes": moments}
+
+
+def fsdp2_bucket_bytes(shape: Shape, num_ranks: int) -> int:
+    """Return the largest buckets of a step in float32: while a layer's gradients are reduced.
+
+    The embedding, last norm and head stay gathered. The layer before is gathered already: the
+    collective's output and the weights copied out of it. The reduced layer has the collective's
+    input and this rank's part of the result.
+    """
+    layer = FLOAT * shape.layer_weights
+    return FLOAT * shape.root_weights + 3 * layer + layer // num_ranks
