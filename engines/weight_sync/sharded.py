@@ -1,10 +1,10 @@
 """Sends a sharded trainer's weights to rollout engines on any machine; each rank sends its parts.
 
 A rank gathers a weight only to merge an adapter, or if its backend streams no shards. `make_plan`
-divides the parts of all ranks into rounds: a few weights that fit a bucket, or one larger weight. The
-ranks broadcast one after the other in each round, and a receiver assembles one round before it reads
-the next. No rank gets more than two buckets ahead of another, so ranks that gather for a part do so
-together.
+divides the parts of all ranks into rounds: a few weights that fit a bucket, or one larger weight.
+The ranks broadcast one after the other in each round, and a receiver assembles one round before it
+reads the next. No rank gets more than two buckets ahead of another, so ranks that gather for a part
+do so together.
 Promises: those of `collective`; every weight is whole in one round; each rank's parts keep its
 reading order; checksums of parts are verified on arrival; copies of a part on several ranks are
 equal; a round, unless one larger weight, and its parts take at most two buckets on a receiver.

@@ -3,8 +3,9 @@
 A model of 0.5 GB in float32 goes from this process to another one of this machine. In turn: one
 transfer through `engines.weight_sync.collective` (the rendezvous, packing, checksums on both sides,
 and the copy into the receiver's parameters, until the receiver has said what it holds; the
-communicator is kept, as in a run); `broadcast` of one parameter after the other into those of the receiver, through a
-group that is there already, nothing checked; and the transfer through shared memory.
+communicator is kept, as in a run); `broadcast` of one parameter after the other into those of the
+receiver, through a group that is there already, nothing checked; and the transfer through shared
+memory.
 
 Run: python tests/benchmarks/bench_collective_sync.py [--repeats N] [--threads N]
 """
