@@ -56,11 +56,7 @@ class TensorChecksums:
         return name in self._finished or name in self._begun
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Read a tensor, whose memory may be overwritten by work that is queued later.
-
-        Raises:
-            ValueError: the name occurs twice.
-        """
+        """Read a tensor, which later work may overwrite; ValueError if the name occurs twice."""
         if name in self:
             raise ValueError(f"tensor {name} occurs twice")
         tensor = tensor.detach()

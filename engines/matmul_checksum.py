@@ -5,10 +5,9 @@ hash is its product with a matrix of `NUM_LANES` columns of fixed random 8-bit i
 32 bits, which cannot overflow. The hashes of 64 rows are the bytes of one row of the next level; at
 level `DEPTH` one hash is left. The caller adds dtype and shape, so the zeros are unambiguous.
 
-Promises: equal results on every device, since all sums are exact. A device's integer product is
-used only if it is right for extreme and drawn numbers; else the product is in float32, in parts
-whose sums stay under 2^24, which is exact in any order and with TF32 too. Each tensor costs about
-one kernel, which reads it once, and later levels run for many tensors together.
+Promises: all sums are exact. A device's integer product is used only if it is right for extreme and
+drawn numbers; else the product is in float32, in parts whose sums stay under 2^24, which is exact
+in any order and with TF32 too. A tensor is read once, and later levels run for many together.
 Bound: for drawn keys two different rows agree in one lane with probability at most 1/256, since a
 difference d != 0 fixes the key k of k * d = c; in all lanes at most 2^-128, over all levels at most
 `DEPTH` times that. This is multilinear hashing over the integers (Carter and Wegman 1979; Lemire
@@ -30,7 +29,6 @@ FAN_IN = ROW_BYTES // HASH_BYTES
 DEPTH = 5
 """Levels; the last one's row stands for up to 64 GiB."""
 _MIN_ROWS = 32
-"""Integer products on CUDA need more than 16 rows."""
 _EXACT_COLUMNS = 1024
 """Terms of 2^14 whose sum is an exact float32."""
 _FLOAT_ROWS = 2048
@@ -49,11 +47,7 @@ def row_hashes(
 
 
 def finish(hashes: Sequence[Tensor]) -> list[bytes]:
-    """Return the 64-byte root of each tensor from its `row_hashes`, all of one device.
-
-    Raises:
-        ValueError: a tensor is larger than 64 GiB.
-    """
+    """Return each tensor's 64-byte root from its `row_hashes`; ValueError beyond 64 GiB."""
     flat = torch.cat(list(hashes))
     counts = np.array([len(each) for each in hashes])
     for level in range(1, DEPTH):
@@ -108,6 +102,7 @@ def _product(rows: Tensor, level: int) -> Tensor:
 
 def _integer_product(rows: Tensor, keys: Tensor) -> Tensor:
     num_rows = len(rows)
+    # CUDA needs more than 16 rows.
     if num_rows < _MIN_ROWS and rows.device.type != "cpu":
         rows = torch.cat([rows, rows.new_zeros(_MIN_ROWS - num_rows, ROW_BYTES)])
     found = torch._int_mm(rows, keys.t())  # pyright: ignore[reportPrivateImportUsage]

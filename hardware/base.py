@@ -168,11 +168,7 @@ class PlatformBase(ABC):
         return None
 
     def ipc_memory(self) -> "IpcMemory":
-        """Return access to memory of this process's device that other processes can open.
-
-        Raises:
-            RuntimeError: the platform, or the software that is loaded, cannot share memory.
-        """
+        """Return access to shareable memory of this process's device; RuntimeError without it."""
         raise RuntimeError(f"processes cannot share the memory of {self.vendor_name} devices")
 
     def rollout_env_vars(self) -> dict[str, str]:

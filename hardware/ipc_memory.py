@@ -1,10 +1,9 @@
 """Memory of a device that other processes of the node can open.
 
-Promises: a handle is plain bytes, which do not depend on torch's version. The memory is outside
-torch's allocator, whose expandable segments cannot be shared in unprivileged containers.
-Does not promise: that a device can open memory of another one; on CUDA and ROCm this needs peer
-access (NVLink, XGMI, or PCIe where the driver allows it), but not that both devices are visible.
-Memory ends with the process that allocated it; its owner must free it after the others closed it.
+Promises: a handle is bytes that do not depend on torch's version. The memory is outside torch's
+allocator, whose expandable segments cannot be shared in unprivileged containers.
+Does not promise: that a device can open memory of another one, which needs peer access (NVLink,
+XGMI, PCIe), but not that both are visible. Owners free memory after the others closed it.
 """
 
 import ctypes
@@ -88,10 +87,7 @@ class HostIpcMemory:
 
 
 class RuntimeIpcMemory:
-    """Memory through the runtime library of CUDA or ROCm that torch has loaded.
-
-    `prefix` is `cuda` or `hip`; `library` is part of the library's file name.
-    """
+    """Memory through the runtime that torch has loaded: `prefix` is `cuda` or `hip`."""
 
     def __init__(self, prefix: str, library: str) -> None:
         import torch
@@ -154,7 +150,7 @@ def _mapped(file: int, num_bytes: int) -> "Tensor":
 
 
 def _at(pointer: ctypes.c_void_p, num_bytes: int) -> "Tensor":
-    """Return memory at a pointer as a tensor on the current device, which does not own it."""
+    """Return memory at a pointer as a tensor on the current device."""
     import torch
 
     device = torch.device("cuda", torch.cuda.current_device())

@@ -57,8 +57,8 @@ def choose_transport(
     becomes shared memory for an adapter, and for a sender without a device.
 
     Raises:
-        ConfigError: memory of one node was requested and a replica is on another, or device IPC
-            of a platform without it; or a communicator would join two versions of torch.
+        ConfigError: the requested transport does not reach a replica, the platform has no device
+            IPC, or a communicator would join two versions of torch.
     """
     rollout = spec.rollout
     names = served_float32_names(spec.serving_dir, getattr(torch, spec.dtype))

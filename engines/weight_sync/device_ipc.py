@@ -1,13 +1,12 @@
 """Passes weights from a trainer to rollout engines on devices of its node, device to device.
 
-The protocol is that of `shared_memory`, with buckets on the sender's device: a file holds a
-bucket's handle, and each reader opens the bucket on its own device. Handles are bytes, so sender
-and readers may have different versions of torch. A tensor larger than a bucket gets memory of its
-own, which is freed once it was read.
-Promises: those of `shared_memory`; checksums are computed on the devices. If a device refuses, as
-one without peer access to the sender's does, the buckets are in shared memory of the host, and the
-sender logs the reason. The sender frees memory after all readers closed it. After a failed transfer
-it cannot know that, and frees the memory when it sends again.
+The protocol is that of `shared_memory`; a file holds the handle of a bucket on the sender's device,
+and each reader opens it on its own. Sender and readers may have different versions of torch. A
+tensor larger than a bucket gets memory of its own, which is freed once it was read.
+Promises: checksums are computed on the devices. If a device refuses, as one without peer access,
+the buckets are in the host's shared memory, and the sender logs the reason. The sender frees memory
+after all readers closed it; after a failed transfer it cannot know that, and does so when it sends
+again.
 """
 
 import json
