@@ -7,12 +7,14 @@ are dropped. A recipe for more devices than there are is first put on those. Eve
 computed anew with the change in place.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from engines.config.backends import backends_with
 from engines.config.plugins import is_embedded
 from engines.config.recipe import Recipe
+from engines.config.training import TrainingConfig
 from engines.cost.machines import Machine
 from engines.cost.stage_cost import StageCost
 from flows.recipe.recipe import parse_recipe
@@ -21,12 +23,14 @@ from infra.errors import ConfigError
 
 Settings = Mapping[str, str]
 """YAML value by path in a recipe."""
+Candidate = tuple[Settings, Machine]
 CostsOf = Callable[[Recipe, Machine], tuple[StageCost, ...]]
 MAX_NUM_DEVICES = 1024
 _MIN_TOKENS = 256
 _TOKENS = "training.max_tokens_per_micro_batch"
 _WORKERS, _REPLICAS = "training.num_workers", "rollout.num_replicas"
 _SIZES = (2, 4, 8)
+_FACTORS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _ENGINE_FRACTIONS = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 
 
@@ -70,6 +74,11 @@ class _Search:
             return None
         return Change(settings, machine, self.costs_of(recipe, machine))
 
+    def groups(self, before: Change) -> list[list[Candidate]]:
+        """Return the groups of candidates, over the settings of `before`."""
+        groups = _groups(self.with_settings(before.settings), before.machine)
+        return [[({**before.settings, **more}, on) for more, on in group] for group in groups]
+
     def fitting(self, settings: Settings, machine: Machine) -> Change | None:
         """Return a change if it fits."""
         found = self.changed(settings, machine)
@@ -81,7 +90,7 @@ class _Search:
             left = {path: value for path, value in found.settings.items() if path != name}
             found = self.fitting(left, found.machine) or found
         if _TOKENS in found.settings:
-            for larger, _ in _micro_batches(self.recipe, found.machine):
+            for larger in _micro_batches(self.recipe):
                 if better := self.fitting({**found.settings, **larger}, found.machine):
                     return better
         return found
@@ -93,12 +102,12 @@ def first_change(recipe: Recipe, machine: Machine, costs_of: CostsOf) -> Change 
     added = Change({}, machine, costs_of(recipe, machine))
     if recipe.training.num_workers > machine.num_devices:
         added = search.changed(_on_devices(recipe, machine.num_devices), machine) or added
-    start = added.settings
-    for settings, on in ((start, machine), *_candidates(search, start, machine, _GROUPS[:-1])):
+    groups = search.groups(added)
+    for settings, on in chain([(added.settings, machine)], *groups[:-1]):
         if found := search.fitting(settings, on):
             return found
-    for group in _GROUPS:
-        for settings, on in _candidates(search, added.settings, machine, [group]):
+    for index in range(len(groups)):
+        for settings, on in search.groups(added)[index]:
             found = search.changed(settings, on)
             if found and found.excess == (0, 0):
                 return search.reduced(found)
@@ -109,91 +118,68 @@ def first_change(recipe: Recipe, machine: Machine, costs_of: CostsOf) -> Change 
 
 def _on_devices(recipe: Recipe, num_devices: int) -> Settings:
     """Return the settings that put a recipe for more ranks on fewer devices."""
+    is_split = recipe.training.ulysses_size > num_devices
+    shared = _ulysses(recipe.training, num_devices) if is_split else {}
+    return {_WORKERS: str(num_devices), **shared}
+
+
+def _ulysses(training: TrainingConfig, size: int) -> Settings:
+    """Return the settings that split the same micro-batch over another number of ranks."""
+    num_tokens = training.shared_tokens_per_micro_batch // size
+    return {"training.ulysses_size": str(size), _TOKENS: str(num_tokens)}
+
+
+def _groups(recipe: Recipe, machine: Machine) -> tuple[list[Candidate], ...]:
+    """Return candidates in the order of the module; all but the last group keep the machine."""
+    moments, weights = {"training.optimizer_offload": "true"}, {"training.param_offload": "true"}
     training = recipe.training
-    settings = {_WORKERS: str(num_devices)}
-    if training.ulysses_size > num_devices:
-        num_tokens = training.shared_tokens_per_micro_batch // num_devices
-        settings |= {"training.ulysses_size": str(num_devices), _TOKENS: str(num_tokens)}
-    return settings
+    takes_adapter = training.lora is None and training.backend in backends_with("lora")
+    kept: tuple[Iterable[Settings], ...] = (
+        _micro_batches(recipe),
+        [{"training.gradient_checkpointing": "true"}],
+        [moments, weights, {**moments, **weights}],
+        [{"training.lora.rank": "16"}] if takes_adapter else [],
+        _layouts(recipe, machine.num_devices),
+    )
+    same = ([(settings, machine) for settings in group] for group in kept)
+    return (*same, [*_more_devices(recipe, machine)])
 
 
-Candidates = Iterator[tuple[Settings, Machine]]
-Group = Callable[[Recipe, Machine], Candidates]
-
-
-def _candidates(
-    search: _Search, before: Settings, machine: Machine, groups: Sequence[Group]
-) -> Candidates:
-    """Yield the groups' candidates in order, over the settings `before`."""
-    recipe = search.with_settings(before)
-    for group in groups:
-        for settings, on in group(recipe, machine):
-            yield {**before, **settings}, on
-
-
-def _micro_batches(recipe: Recipe, machine: Machine) -> Candidates:
+def _micro_batches(recipe: Recipe) -> Iterator[Settings]:
     """Yield smaller micro-batches, and smaller fractions for a colocated engine."""
     num_tokens, rollout = recipe.training.max_tokens_per_micro_batch // 2, recipe.rollout
     while num_tokens >= _MIN_TOKENS:
-        yield {_TOKENS: str(num_tokens)}, machine
+        yield {_TOKENS: str(num_tokens)}
         num_tokens //= 2
     if not is_embedded(rollout) and rollout.placement == "colocated":
-        for fraction in _ENGINE_FRACTIONS:
-            if fraction < rollout.options.get("gpu_memory_utilization", 1.0):
-                yield {"rollout.options.gpu_memory_utilization": str(fraction)}, machine
+        taken = rollout.options.get("gpu_memory_utilization", 1.0)
+        for fraction in (each for each in _ENGINE_FRACTIONS if each < taken):
+            yield {"rollout.options.gpu_memory_utilization": str(fraction)}
 
 
-def _recomputation(recipe: Recipe, machine: Machine) -> Candidates:
-    if not recipe.training.gradient_checkpointing:
-        yield {"training.gradient_checkpointing": "true"}, machine
-
-
-def _offloads(recipe: Recipe, machine: Machine) -> Candidates:  # noqa: ARG001  as its like
-    moments, weights = {"training.optimizer_offload": "true"}, {"training.param_offload": "true"}
-    for settings in (moments, weights, {**moments, **weights}):
-        yield settings, machine
-
-
-def _adapters(recipe: Recipe, machine: Machine) -> Candidates:
-    if recipe.training.lora is None and recipe.training.backend in backends_with("lora"):
-        yield {"training.lora.rank": "16"}, machine
-
-
-def _layouts(recipe: Recipe, machine: Machine) -> Candidates:
+def _layouts(recipe: Recipe, num_devices: int) -> Iterator[Settings]:
     """Yield more sharding, more ranks for each sequence, and engines over several devices."""
-    training, num_devices = recipe.training, machine.num_devices
-    yield {"training.replicate_size": "1"}, machine
-    yield {_WORKERS: str(num_devices)}, machine
+    training, half = recipe.training, num_devices // 2
+    yield {"training.replicate_size": "1"}
+    yield {_WORKERS: str(num_devices)}
     for size in (each for each in _SIZES if training.ulysses_size < each <= num_devices):
-        num_tokens = training.shared_tokens_per_micro_batch // size
-        settings = {"training.ulysses_size": str(size), _TOKENS: str(num_tokens)}
-        yield {**settings, _WORKERS: str(max(training.num_workers, size))}, machine
-    for size in (each for each in _SIZES if each <= num_devices // 2):
-        yield (
-            {
-                _WORKERS: str(num_devices // 2),
-                "rollout.engine": "vllm",
-                "rollout.placement": "disaggregated",
-                _REPLICAS: str(num_devices // 2 // size),
-                "rollout.options.tensor_parallel_size": str(size),
-            },
-            machine,
-        )
+        yield {**_ulysses(training, size), _WORKERS: str(max(training.num_workers, size))}
+    for size in (each for each in _SIZES if each <= half):
+        yield {
+            _WORKERS: str(half),
+            "rollout.engine": "vllm",
+            "rollout.placement": "disaggregated",
+            _REPLICAS: str(half // size),
+            "rollout.options.tensor_parallel_size": str(size),
+        }
 
 
-def _more_devices(recipe: Recipe, machine: Machine) -> Candidates:
+def _more_devices(recipe: Recipe, machine: Machine) -> Iterator[Candidate]:
     """Yield machines with twice as many devices, and so on; ranks and replicas grow or stay."""
-    factor = 2
-    while machine.num_devices * factor <= MAX_NUM_DEVICES:
+    for factor in (each for each in _FACTORS if machine.num_devices * each <= MAX_NUM_DEVICES):
         bigger = machine.with_devices(machine.num_devices * factor)
         more = {_WORKERS: str(recipe.training.num_workers * factor)}
         if recipe.rollout.placement == "disaggregated":
             more[_REPLICAS] = str(recipe.rollout.num_replicas * factor)
         yield more, bigger
         yield {}, bigger
-        factor *= 2
-
-
-_GROUPS: Sequence[Group] = (
-    _micro_batches, _recomputation, _offloads, _adapters, _layouts, _more_devices,
-)  # fmt: skip

@@ -197,10 +197,12 @@ def _peaks_of(role: RoleCost, held: RoleBytes, work: Workload) -> list[PhaseByte
 
 def _step_moments(role: RoleCost, held: RoleBytes, training: TrainingConfig) -> int:
     """Return the moments on the device during an optimizer step."""
-    in_parts = training.backend != "megatron" and not role.keeps_average
-    if training.optimizer_offload and in_parts:
-        return min(held.moments, PARTS_BYTES)
-    return held.moments
+    is_whole = training.backend == "megatron" or role.keeps_average
+    return (
+        held.moments
+        if is_whole or not training.optimizer_offload
+        else min(held.moments, PARTS_BYTES)
+    )
 
 
 def _idle(held: RoleBytes, training: TrainingConfig) -> PhaseBytes:
@@ -213,14 +215,13 @@ def _idle(held: RoleBytes, training: TrainingConfig) -> PhaseBytes:
 
 def sync_bytes(work: Workload, *, on_cpu: bool = False) -> PhaseBytes:
     """Return what ranks hold while they send weights: a gathered tensor and two buckets."""
-    policy, *others = (role_bytes(each, work.training, on_cpu=on_cpu) for each in work.roles)
+    policy = role_bytes(work.roles[0], work.training, on_cpu=on_cpu)
     tensor = _FLOAT * work.roles[0].shape.largest_tensor if policy.gathered else 0
-    sending = replace(
-        _idle(policy, work.training),
-        parameter_bytes=policy.parameters,
+    on_its_way = PhaseBytes(
+        parameter_bytes=policy.parameters if work.training.param_offload else 0,
         bucket_bytes=tensor + 2 * SYNC_BUCKET_BYTES,
     )
-    return _total([sending, *(_idle(each, work.training) for each in others)])
+    return _total([resting_bytes(work, on_cpu=on_cpu), on_its_way])
 
 
 def resting_bytes(work: Workload, *, on_cpu: bool = False) -> PhaseBytes:
@@ -231,25 +232,22 @@ def resting_bytes(work: Workload, *, on_cpu: bool = False) -> PhaseBytes:
 
 def state_bytes(work: Workload) -> int:
     """Return what the largest trained model needs on one rank at each optimizer step."""
-    training, found = work.training, [0]
-    for role in (each for each in work.roles if each.num_trained):
-        held = role_bytes(role, training)
-        moments = _step_moments(role, held, training)
-        found.append(held.parameters + held.gradients + moments)
-    return max(found)
+    trained = (each for each in work.roles if each.num_trained)
+    steps = (_peaks_of(each, role_bytes(each, work.training), work)[-1] for each in trained)
+    return max((each.total_bytes for each in steps), default=0)
 
 
 def host_bytes(work: Workload, num_per_node: int) -> int:
     """Return what offloads keep in a node's memory."""
     training = work.training
     on_device = training.model_copy(update={"options": {}})
-    in_host = 0
-    for held in (role_bytes(each, on_device) for each in work.roles):
-        if training.options.get("cpu_offload"):
-            in_host += held.parameters + held.gradients + held.moments
-        else:
-            in_host += training.param_offload * held.parameters
-            in_host += training.optimizer_offload * held.moments
+    has_all = bool(training.options.get("cpu_offload"))
+    in_host = sum(
+        (has_all or training.param_offload) * held.parameters
+        + has_all * held.gradients
+        + (has_all or training.optimizer_offload) * held.moments
+        for held in (role_bytes(each, on_device) for each in work.roles)
+    )
     return in_host * min(num_per_node, training.num_workers)
 
 

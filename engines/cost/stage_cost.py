@@ -95,17 +95,13 @@ def stage_costs(
 
     `prompt_tokens` is the limit of a prompt (`data.max_prompt_length`). Raises as `shape_of` does.
     """
-    found: list[tuple[Workload, list[str]]] = []
-    for stage in stages:
-        work = workload_of(stage, prompt_tokens, shape_of)
-        if work is None:
-            continue
-        alike = next((labels for other, labels in found if other == work), None)
-        if alike is None:
-            found.append((work, [stage.label]))
-        else:
-            alike.append(stage.label)
-    return tuple(work_cost(work, labels, machine) for work, labels in found)
+    works = {each.label: workload_of(each, prompt_tokens, shape_of) for each in stages}
+    alike = [[label for label, same in works.items() if same == work] for work in works.values()]
+    return tuple(
+        work_cost(work, labels, machine)
+        for (label, work), labels in zip(works.items(), alike, strict=True)
+        if work is not None and label == labels[0]
+    )
 
 
 def work_cost(work: Workload, labels: Iterable[str], machine: Machine) -> StageCost:
@@ -145,15 +141,16 @@ def work_cost(work: Workload, labels: Iterable[str], machine: Machine) -> StageC
 
 
 def _problem(work: Workload, num_devices: int, machine: Machine) -> str:
-    if num_devices > machine.num_devices:
-        return f"needs {num_devices} devices; {machine.name} has {machine.num_devices}"
     in_host = host_bytes(work, machine.num_per_node)
-    if in_host > machine.host_memory_bytes:
-        return (
-            f"offloads {in_host / 1e9:.0f} GB to a node's memory, which has "
-            f"{machine.host_memory_bytes / 1e9:.0f} GB"
-        )
     shared = work.training.shared_tokens_per_micro_batch
-    if work.unit_tokens > shared:
-        return f"a unit of {work.unit_tokens} tokens exceeds the micro-batch's {shared}"
-    return ""
+    problems = {
+        f"needs {num_devices} devices; {machine.name} has {machine.num_devices}": (
+            num_devices > machine.num_devices
+        ),
+        f"offloads {in_host / 1e9:.0f} GB to a node's memory, which has "
+        f"{machine.host_memory_bytes / 1e9:.0f} GB": in_host > machine.host_memory_bytes,
+        f"a unit of {work.unit_tokens} tokens exceeds the micro-batch's {shared}": (
+            work.unit_tokens > shared
+        ),
+    }
+    return next((text for text, is_so in problems.items() if is_so), "")

@@ -50,10 +50,9 @@ class RoleCost:
     @property
     def num_trained_parameters(self) -> int:
         """Weights with gradients."""
-        if not self.num_trained:
-            return 0
-        shape = self.shape
-        return shape.adapter_parameters(self.lora) if self.lora else shape.num_parameters
+        shape, lora = self.shape, self.lora
+        weights = shape.adapter_parameters(lora) if lora else shape.num_parameters
+        return weights if self.num_trained else 0
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,16 @@ class SampledWork:
     answer_tokens: int
     num_sequences: int | None
     sync_parameters: int = 0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is assumed, in words."""
+        lengths = (
+            f"every prompt has {self.prompt_tokens} tokens (data.max_prompt_length), every answer "
+            f"{self.answer_tokens} (its limit)"
+        )
+        unknown = "the number of problems is that of the data: no seconds"
+        return (lengths, *(() if self.num_sequences else (unknown,)), *self.shape.uncounted)
 
 
 @dataclass(frozen=True)
@@ -103,13 +112,14 @@ def workload_of(stage: StageConfig, prompt_tokens: int, shape_of: ShapeOf) -> Wo
     if isinstance(stage, TrainingStageConfig):
         return _supervised(stage, shape_of)
     if isinstance(stage, EvaluateStageConfig):
-        asked, num_samples = stage.evaluation, 1 + stage.evaluation.num_samples
-        count = asked.num_problems and asked.num_problems * num_samples
-        return _served(stage, prompt_tokens, asked.answer_length, count, shape_of)
+        asked = stage.evaluation
+        count = asked.num_problems and asked.num_problems * (1 + asked.num_samples)
+        shape = shape_of("against.path" if stage.model_section == AGAINST else _MODEL, False)
+        return _served(stage, shape, prompt_tokens, asked.answer_length, count)
     if isinstance(stage, SelfPlayStageConfig):
         play, answer = stage.self_play, stage.sampling.max_new_tokens
         count = play.num_prompts and play.num_prompts * play.samples_per_prompt
-        return _served(stage, prompt_tokens, answer, count, shape_of)
+        return _served(stage, shape_of(_MODEL, False), prompt_tokens, answer, count)
     return None
 
 
@@ -117,17 +127,13 @@ def _supervised(stage: TrainingStageConfig, shape_of: ShapeOf) -> Workload:
     """Return a stage whose section has its name."""
     section, training, length = getattr(stage, stage.stage), stage.training, stage.model.max_length
     shape = shape_of(_MODEL, isinstance(stage, RewardModelStageConfig))
-    ema = section.optimizer.ema is not None
-    roles = [RoleCost("policy", shape, 0, 1, training.lora, ema)]
-    num_sequences, unit = getattr(section, "batch_size_sequences", 0), length
+    policy = RoleCost("policy", shape, 0, 1, training.lora, section.optimizer.ema is not None)
+    num_sequences, unit, loss = getattr(section, "batch_size_sequences", 0), length, None
     if isinstance(section, PairsConfig):
-        num_sequences = 2 * section.batch_size_pairs
-        loss = getattr(section, "loss", None)
+        num_sequences, loss = 2 * section.batch_size_pairs, getattr(section, "loss", None)
         unit *= 2 if loss is None or PREFERENCE_LOSSES.find(loss).paired else 1
-        if loss in _REFERENCE_LOSSES:
-            roles.append(RoleCost("reference", shape, num_passes=1))
     return Workload(
-        roles=_without_own_reference(roles),
+        roles=_with_reference(policy) if loss in _REFERENCE_LOSSES else (policy,),
         training=training,
         num_sequences=num_sequences,
         sequence_tokens=length,
@@ -138,70 +144,60 @@ def _supervised(stage: TrainingStageConfig, shape_of: ShapeOf) -> Workload:
 
 def _rl_round(stage: RLRoundStageConfig, prompt_tokens: int, shape_of: ShapeOf) -> Workload:
     rl, training, rollout = stage.rl, stage.training, stage.rollout
-    shape, answer = shape_of(_MODEL, False), rl.sampling.max_new_tokens
-    sent = shape.num_parameters
-    if training.lora and adapter_travels(training, rollout):
-        sent = shape.adapter_parameters(training.lora)
+    roles = tuple(_rl_roles(rl, training, shape_of))
+    shape, answer = roles[0].shape, rl.sampling.max_new_tokens
+    lora = training.lora if adapter_travels(training, rollout) else None
+    sent = shape.adapter_parameters(lora) if lora else shape.num_parameters
     count = rl.batch_size_prompts * rl.group_size
     dtype = rollout.dtype or training.dtype
+    sampled = SampledWork(shape, rollout, dtype, prompt_tokens, answer, count, sent)
     return Workload(
-        roles=_without_own_reference([*_rl_roles(rl, training, shape, shape_of)]),
+        roles=roles,
         training=training,
         num_sequences=count,
         sequence_tokens=prompt_tokens + answer,
         unit_tokens=prompt_tokens + answer,
         num_updates=rl.batch_size_prompts // rl.prompts_per_update,
-        sampled=SampledWork(shape, rollout, dtype, prompt_tokens, answer, count, sent),
-        notes=(_lengths(prompt_tokens, answer), *shape.uncounted),
+        sampled=sampled,
+        notes=sampled.notes,
     )
 
 
-def _rl_roles(
-    rl: RLConfig, training: TrainingConfig, shape: ModelShape, shape_of: ShapeOf
-) -> Iterator[RoleCost]:
+def _rl_roles(rl: RLConfig, training: TrainingConfig, shape_of: ShapeOf) -> Iterator[RoleCost]:
     """Yield the roles of `engines.jobs.rl_round`."""
-    parts = rl.algorithm
-    estimator, loss = ADVANTAGES.find(parts.adv_estimator), POLICY_LOSSES.find(parts.loss_mode)
+    parts, teacher = rl.algorithm, rl.distillation
+    columns = (
+        *ADVANTAGES.find(parts.adv_estimator).columns,
+        *POLICY_LOSSES.find(parts.loss_mode).columns,
+    )
     is_repeated = rl.num_epochs > 1 or rl.prompts_per_update < rl.batch_size_prompts
-    reads_old = is_repeated or parts.use_kl_in_reward
-    reads_old |= "old_logprobs" in (*estimator.columns, *loss.columns)
+    reads_old = is_repeated or parts.use_kl_in_reward or "old_logprobs" in columns
     ema = rl.optimizer.ema is not None
-    yield RoleCost("policy", shape, int(reads_old), rl.num_epochs, training.lora, ema)
+    shape = shape_of(_MODEL, False)
+    policy = RoleCost("policy", shape, int(reads_old), rl.num_epochs, training.lora, ema)
+    policy, *reference = _with_reference(policy) if parts.needs_reference else (policy,)
+    yield policy
     if rl.critic is not None:
         start = _REWARD if rl.critic.start == "reward_model" else _MODEL
         epochs, ema = rl.critic.num_epochs or rl.num_epochs, rl.critic.optimizer.ema is not None
         yield RoleCost("critic", shape_of(start, True), 1, epochs, None, ema)
-    if parts.needs_reference:
-        yield RoleCost("reference", shape, num_passes=1)
+    yield from reference
     if rl.reward.model is not None:
         yield RoleCost("reward", shape_of(_REWARD, True), num_passes=1)
-    if rl.distillation is not None and rl.distillation.served is None:
+    if teacher is not None and teacher.served is None:
         yield RoleCost("teacher", shape_of(_TEACHER, False), num_passes=1)
 
 
-def _without_own_reference(roles: list[RoleCost]) -> tuple[RoleCost, ...]:
-    """Drop a reference that is the policy without its adapter; the policy computes it."""
-    policy, *others = roles
-    left = [each for each in others if each.role != "reference" or policy.lora is None]
-    again = len(others) - len(left)
-    return (replace(policy, num_passes=policy.num_passes + again), *left)
+def _with_reference(policy: RoleCost) -> tuple[RoleCost, ...]:
+    """Add the reference; a policy with an adapter computes it, without the adapter."""
+    if policy.lora:
+        return (replace(policy, num_passes=policy.num_passes + 1),)
+    return policy, RoleCost("reference", policy.shape, num_passes=1)
 
 
 def _served(
-    stage: ServingStageConfig, prompt_tokens: int, answer: int, count: int | None, shape_of: ShapeOf
+    stage: ServingStageConfig, shape: ModelShape, prompt_tokens: int, answer: int, count: int | None
 ) -> Workload:
-    is_against = isinstance(stage, EvaluateStageConfig) and stage.model_section == AGAINST
-    shape = shape_of("against.path" if is_against else _MODEL, False)
     dtype = stage.rollout.dtype or stage.dtype
-    unknown = () if count else ("the number of problems is that of the data: no seconds",)
-    return Workload(
-        sampled=SampledWork(shape, stage.rollout, dtype, prompt_tokens, answer, count),
-        notes=(_lengths(prompt_tokens, answer), *unknown, *shape.uncounted),
-    )
-
-
-def _lengths(prompt_tokens: int, answer_tokens: int) -> str:
-    return (
-        f"every prompt has {prompt_tokens} tokens (data.max_prompt_length), every answer "
-        f"{answer_tokens} (its limit)"
-    )
+    sampled = SampledWork(shape, stage.rollout, dtype, prompt_tokens, answer, count)
+    return Workload(sampled=sampled, notes=sampled.notes)
