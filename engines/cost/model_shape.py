@@ -8,15 +8,22 @@ them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 from engines.config.training import LoraConfig
 from engines.training.step.flops import (
-    PLAIN_MLP,
+    Matrices,
     ModelFlops,
+    attention_matrices,
+    expert_width,
+    mlp_matrices,
     num_experts,
+    num_gate_weights,
+    num_kv_heads,
     num_sparse_layers,
+    num_weights,
+    query_width,
+    shared_matrices,
     size_in,
 )
 
@@ -66,7 +73,7 @@ class ModelShape:
     embedding_parameters: int
     head_parameters: int
     vision_parameters: int
-    linears: Mapping[str, tuple[int, int]] = field(repr=False)
+    linears: Matrices = field(repr=False)
     uncounted: tuple[str, ...] = ()
 
     @staticmethod
@@ -132,21 +139,15 @@ def _shape_of(whole: Mapping[str, Any], values: bool) -> ModelShape:
     config = whole.get("text_config") or whole
     model_type = str(config.get("model_type") or whole.get("model_type"))
     hidden, num_layers = size_in(config, "hidden_size"), size_in(config, "num_hidden_layers")
-    heads, vocab = size_in(config, "num_attention_heads"), size_in(config, "vocab_size")
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    attention, extra, widths = _attention(config, model_type, hidden, heads, kv_heads)
+    vocab, attention = size_in(config, "vocab_size"), attention_matrices(config)
+    extra, attention_width, norm_width, cache_width = _attention(config, model_type, attention)
     num_sparse = num_sparse_layers(config, num_layers)
     mlp = size_in(config, "intermediate_size") if num_sparse < num_layers else 0
-    dense = _matrices(hidden, mlp)
-    if model_type in PLAIN_MLP:
-        del dense["gate_proj"]
+    dense, shared = mlp_matrices(config, mlp), shared_matrices(config)
     bias = sum(outputs for _, outputs in dense.values()) if config.get("mlp_bias") else 0
-    shared = _matrices(hidden, _shared_width(config))
-    each = num_sparse and size_in(config, "moe_intermediate_size", "intermediate_size")
-    experts = num_experts(config) if num_sparse else 0
+    each, experts = (expert_width(config), num_experts(config)) if num_sparse else (0, 0)
     tied = whole.get("tie_word_embeddings", config.get("tie_word_embeddings"))
-    gate = hidden if config.get("shared_expert_intermediate_size") else 0
-    plain = _total(attention) + extra + 2 * hidden
+    plain = num_weights(attention) + extra + 2 * hidden
     vision, uncounted = _vision(whole)
     if not model_type.startswith(_COUNTED):
         uncounted = (*uncounted, f"biases and further norms of {model_type} are not counted")
@@ -157,16 +158,18 @@ def _shape_of(whole: Mapping[str, Any], values: bool) -> ModelShape:
         num_sparse_layers=num_sparse,
         vocab_size=vocab,
         has_values=values,
-        num_kv_heads=kv_heads,
-        attention_width=widths[0],
-        norm_width=widths[1],
-        cache_width=widths[2],
+        num_kv_heads=num_kv_heads(config),
+        attention_width=attention_width,
+        norm_width=norm_width,
+        cache_width=cache_width,
         mlp_width=mlp,
         expert_width=each,
         num_experts=experts,
         num_chosen=size_in(config, "num_experts_per_tok") if num_sparse else 0,
-        layer_parameters=plain + _total(dense) + bias,
-        sparse_parameters=plain + _total(shared) + gate + experts * hidden,
+        layer_parameters=plain + num_weights(dense) + bias,
+        sparse_parameters=(
+            plain + num_weights(shared) + num_gate_weights(config) + experts * hidden
+        ),
         expert_parameters=experts * 3 * hidden * each,
         embedding_parameters=vocab * hidden,
         head_parameters=hidden + 1 if values else (0 if tied else vocab * hidden),
@@ -176,56 +179,25 @@ def _shape_of(whole: Mapping[str, Any], values: bool) -> ModelShape:
     )
 
 
-def _matrices(hidden: int, width: int) -> dict[str, tuple[int, int]]:
-    sizes = (hidden, width)
-    return {"gate_proj": sizes, "up_proj": sizes, "down_proj": (width, hidden)}
-
-
-def _total(linears: Mapping[str, tuple[int, int]]) -> int:
-    return sum(prod(sizes) for sizes in linears.values())
-
-
 def _attention(
-    config: Mapping[str, Any], model_type: str, hidden: int, heads: int, kv_heads: int
-) -> tuple[dict[str, tuple[int, int]], int, tuple[int, int, int]]:
-    """Return a layer's attention: matrices, parameters of biases and own norms, and widths.
+    config: Mapping[str, Any], model_type: str, attention: Matrices
+) -> tuple[int, int, int, int]:
+    """Return parameters of biases and own norms of a layer's attention, and its widths.
 
     The widths are `attention_width`, `norm_width` and `cache_width` of `ModelShape`.
     """
-    bias = bool(config.get("attention_bias"))
-    if config.get("kv_lora_rank"):
-        rotary, value = size_in(config, "qk_rope_head_dim"), size_in(config, "v_head_dim")
-        plain, latent = size_in(config, "qk_nope_head_dim"), size_in(config, "kv_lora_rank")
-        query, low = heads * (plain + rotary), int(config.get("q_lora_rank") or 0)
-        queries = {"q_a_proj": (hidden, low), "q_b_proj": (low, query)}
-        linears = {
-            **(queries if low else {"q_proj": (hidden, query)}),
-            "kv_a_proj_with_mqa": (hidden, latent + rotary),
-            "kv_b_proj": (latent, heads * (plain + value)),
-            "o_proj": (heads * value, hidden),
-        }
-        extra = low + latent + bias * (low + latent + rotary + hidden)
-        return linears, extra, (2 * query + 2 * heads * value, low + latent, latent + rotary)
-    head_dim = int(config.get("head_dim") or hidden // heads)
-    query, key = heads * head_dim, kv_heads * head_dim
-    linears = {
-        "q_proj": (hidden, query),
-        "k_proj": (hidden, key),
-        "v_proj": (hidden, key),
-        "o_proj": (query, hidden),
-    }
-    has_norm = model_type.startswith(_QK_NORM)
-    extra = 2 * head_dim * has_norm + bias * (query + 2 * key + hidden)
-    if model_type.startswith(_QKV_BIAS):
-        extra += query + 2 * key
-    return linears, extra, (2 * query + 2 * key, has_norm * (query + key), 2 * key)
-
-
-def _shared_width(config: Mapping[str, Any]) -> int:
-    """Return the width of the experts that every token uses, together."""
-    num_shared = int(config.get("n_shared_experts") or 0)
-    width = num_shared and num_shared * size_in(config, "moe_intermediate_size")
-    return width + int(config.get("shared_expert_intermediate_size") or 0)
+    query, bias = query_width(attention), bool(config.get("attention_bias"))
+    value, hidden = attention["o_proj"]
+    if "kv_b_proj" in attention:
+        joint, normed = attention["kv_a_proj_with_mqa"][1], attention["kv_b_proj"][0]
+        low = int(config.get("q_lora_rank") or 0)
+        extra = low + normed + bias * (low + joint + hidden)
+        return extra, 2 * (query + value), low + normed, joint
+    key, has_norm = attention["k_proj"][1], model_type.startswith(_QK_NORM)
+    num_biases = bias * (query + 2 * key + hidden)
+    num_biases += model_type.startswith(_QKV_BIAS) * (query + 2 * key)
+    norms = 2 * has_norm * query // size_in(config, "num_attention_heads")
+    return num_biases + norms, 2 * (query + key), has_norm * (query + key), 2 * key
 
 
 def _vision(whole: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:

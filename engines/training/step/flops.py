@@ -9,10 +9,13 @@ refused.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from engines.attention_needs import LAYER_TYPES, layer_windows
 
+Matrices = Mapping[str, tuple[int, int]]
+"""Names of matrices, with their inputs and outputs."""
 PLAIN_MLP = frozenset({"gpt_neox", "nemotron", "phi", "starcoder2"})
 """Model types whose feed-forward layer has two matrices, not three."""
 
@@ -40,17 +43,17 @@ class ModelFlops:
             ValueError: a size is absent or not a positive integer, or a layer type is unknown.
         """
         config = config.get("text_config") or config
-        hidden_size = size_in(config, "hidden_size")
+        hidden_size, attention = size_in(config, "hidden_size"), attention_matrices(config)
         num_layers = size_in(config, "num_hidden_layers")
-        projections, per_pair = _attention(config, hidden_size)
         sparse = num_sparse_layers(config, num_layers)
-        weights = num_layers * projections
+        weights = num_layers * num_weights(attention)
         if sparse < num_layers:
-            matrices = 2 if config.get("model_type") in PLAIN_MLP else 3
-            size = size_in(config, "intermediate_size")
-            weights += (num_layers - sparse) * matrices * hidden_size * size
+            dense = mlp_matrices(config, size_in(config, "intermediate_size"))
+            weights += (num_layers - sparse) * num_weights(dense)
         if sparse:
-            weights += sparse * _expert_mlp(config, hidden_size)
+            chosen = 3 * expert_width(config) * size_in(config, "num_experts_per_tok")
+            weights += sparse * hidden_size * (num_experts(config) + chosen)
+            weights += sparse * (num_weights(shared_matrices(config)) + num_gate_weights(config))
         head = size_in(config, "vocab_size") if num_outputs is None else num_outputs
         unknown = sorted({*(config.get("layer_types") or ())} - LAYER_TYPES)
         if unknown:
@@ -58,7 +61,7 @@ class ModelFlops:
         return ModelFlops(
             layers_per_token=2.0 * weights,
             head_per_token=2.0 * hidden_size * head,
-            attention_per_pair=2.0 * per_pair,
+            attention_per_pair=2.0 * (query_width(attention) + attention["o_proj"][0]),
             windows=tuple(Counter(layer_windows(config, num_layers)).items()),
         )
 
@@ -117,35 +120,68 @@ class TrainingFlops:
         return self.model_flops(lengths, num_predicted) + again
 
 
-def _attention(config: Mapping[str, Any], hidden_size: int) -> tuple[int, int]:
-    """Return one layer's projection weights, and multiply-adds per query-key pair."""
-    heads = size_in(config, "num_attention_heads")
+def attention_matrices(config: Mapping[str, Any]) -> Matrices:
+    """Return the matrices of one layer's attention; latent attention as in arXiv:2405.04434."""
+    hidden, heads = size_in(config, "hidden_size"), size_in(config, "num_attention_heads")
     if config.get("kv_lora_rank"):
-        rotary = size_in(config, "qk_rope_head_dim")
-        plain = size_in(config, "qk_nope_head_dim")
-        value, latent = size_in(config, "v_head_dim"), size_in(config, "kv_lora_rank")
-        query = heads * (plain + rotary)
-        weights = hidden_size * query
-        if config.get("q_lora_rank"):
-            weights = size_in(config, "q_lora_rank") * (hidden_size + query)
-        weights += hidden_size * (latent + rotary) + latent * heads * (plain + value)
-        return weights + heads * value * hidden_size, heads * (plain + rotary + value)
-    head_dim = size_in(config, "head_dim") if config.get("head_dim") else hidden_size // heads
-    kv_heads = (
-        size_in(config, "num_key_value_heads") if config.get("num_key_value_heads") else heads
-    )
-    return hidden_size * head_dim * 2 * (heads + kv_heads), heads * 2 * head_dim
+        rotary, value = size_in(config, "qk_rope_head_dim"), size_in(config, "v_head_dim")
+        plain, latent = size_in(config, "qk_nope_head_dim"), size_in(config, "kv_lora_rank")
+        query, low = heads * (plain + rotary), int(config.get("q_lora_rank") or 0)
+        queries = {"q_a_proj": (hidden, low), "q_b_proj": (low, query)}
+        return {
+            **(queries if low else {"q_proj": (hidden, query)}),
+            "kv_a_proj_with_mqa": (hidden, latent + rotary),
+            "kv_b_proj": (latent, heads * (plain + value)),
+            "o_proj": (heads * value, hidden),
+        }
+    head_dim = size_in(config, "head_dim") if config.get("head_dim") else hidden // heads
+    key = head_dim * num_kv_heads(config)
+    return {
+        "q_proj": (hidden, heads * head_dim),
+        "k_proj": (hidden, key),
+        "v_proj": (hidden, key),
+        "o_proj": (heads * head_dim, hidden),
+    }
 
 
-def _expert_mlp(config: Mapping[str, Any], hidden_size: int) -> int:
-    """Return the weights that one token uses: router, chosen experts, shared experts."""
-    expert_size = size_in(config, "moe_intermediate_size", "intermediate_size")
-    weights = hidden_size * num_experts(config)
-    weights += 3 * hidden_size * expert_size * size_in(config, "num_experts_per_tok")
-    weights += 3 * hidden_size * expert_size * int(config.get("n_shared_experts") or 0)
-    shared_size = int(config.get("shared_expert_intermediate_size") or 0)
-    # The shared expert of Qwen2-MoE has a gate of one output.
-    return weights + (hidden_size * (3 * shared_size + 1) if shared_size else 0)
+def num_kv_heads(config: Mapping[str, Any]) -> int:
+    """Return the heads of keys and values."""
+    heads = "num_key_value_heads" if config.get("num_key_value_heads") else "num_attention_heads"
+    return size_in(config, heads)
+
+
+def query_width(attention: Matrices) -> int:
+    """Return the numbers of one token's queries, over all heads."""
+    return attention["q_b_proj" if "q_b_proj" in attention else "q_proj"][1]
+
+
+def mlp_matrices(config: Mapping[str, Any], width: int) -> Matrices:
+    """Return the matrices of a feed-forward layer."""
+    hidden = size_in(config, "hidden_size")
+    gate = {} if config.get("model_type") in PLAIN_MLP else {"gate_proj": (hidden, width)}
+    return {**gate, "up_proj": (hidden, width), "down_proj": (width, hidden)}
+
+
+def num_weights(matrices: Matrices) -> int:
+    """Return the weights of matrices."""
+    return sum(prod(sizes) for sizes in matrices.values())
+
+
+def expert_width(config: Mapping[str, Any]) -> int:
+    """Return the width of one expert."""
+    return size_in(config, "moe_intermediate_size", "intermediate_size")
+
+
+def shared_matrices(config: Mapping[str, Any]) -> Matrices:
+    """Return the matrices of the experts that every token uses, together, without their gate."""
+    num_shared = int(config.get("n_shared_experts") or 0)
+    width = num_shared and num_shared * expert_width(config)
+    return mlp_matrices(config, width + int(config.get("shared_expert_intermediate_size") or 0))
+
+
+def num_gate_weights(config: Mapping[str, Any]) -> int:
+    """Return the weights of the gate that Qwen2-MoE's shared expert has."""
+    return size_in(config, "hidden_size") if config.get("shared_expert_intermediate_size") else 0
 
 
 def num_experts(config: Mapping[str, Any]) -> int:
