@@ -29,8 +29,9 @@ MAX_NUM_DEVICES = 1024
 _MIN_TOKENS = 256
 _TOKENS = "training.max_tokens_per_micro_batch"
 _WORKERS, _REPLICAS = "training.num_workers", "rollout.num_replicas"
+_FRACTION = "rollout.options.gpu_memory_utilization"
 _SIZES = (2, 4, 8)
-_FACTORS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_FACTORS = tuple(2**power for power in range(1, 31))
 _ENGINE_FRACTIONS = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 
 
@@ -89,11 +90,9 @@ class _Search:
         for name in reversed([*found.settings]):
             left = {path: value for path, value in found.settings.items() if path != name}
             found = self.fitting(left, found.machine) or found
-        if _TOKENS in found.settings:
-            for larger in _micro_batches(self.recipe):
-                if better := self.fitting({**found.settings, **larger}, found.machine):
-                    return better
-        return found
+        larger = _micro_batches(self.recipe) if _TOKENS in found.settings else ()
+        better = (self.fitting({**found.settings, **each}, found.machine) for each in larger)
+        return next((each for each in better if each), found)
 
 
 def first_change(recipe: Recipe, machine: Machine, costs_of: CostsOf) -> Change | None:
@@ -108,11 +107,10 @@ def first_change(recipe: Recipe, machine: Machine, costs_of: CostsOf) -> Change 
             return found
     for index in range(len(groups)):
         for settings, on in search.groups(added)[index]:
-            found = search.changed(settings, on)
-            if found and found.excess == (0, 0):
-                return search.reduced(found)
-            if found and found.excess < added.excess:
-                added = found
+            found = search.changed(settings, on) or added
+            added = min(added, found, key=lambda each: each.excess)
+            if added.excess == (0, 0):
+                return search.reduced(added)
     return None
 
 
@@ -147,14 +145,12 @@ def _groups(recipe: Recipe, machine: Machine) -> tuple[list[Candidate], ...]:
 
 def _micro_batches(recipe: Recipe) -> Iterator[Settings]:
     """Yield smaller micro-batches, and smaller fractions for a colocated engine."""
-    num_tokens, rollout = recipe.training.max_tokens_per_micro_batch // 2, recipe.rollout
-    while num_tokens >= _MIN_TOKENS:
-        yield {_TOKENS: str(num_tokens)}
-        num_tokens //= 2
+    rollout = recipe.rollout
+    sizes = (recipe.training.max_tokens_per_micro_batch // factor for factor in _FACTORS)
+    yield from ({_TOKENS: str(size)} for size in sizes if size >= _MIN_TOKENS)
     if not is_embedded(rollout) and rollout.placement == "colocated":
         taken = rollout.options.get("gpu_memory_utilization", 1.0)
-        for fraction in (each for each in _ENGINE_FRACTIONS if each < taken):
-            yield {"rollout.options.gpu_memory_utilization": str(fraction)}
+        yield from ({_FRACTION: str(each)} for each in _ENGINE_FRACTIONS if each < taken)
 
 
 def _layouts(recipe: Recipe, num_devices: int) -> Iterator[Settings]:
@@ -176,10 +172,9 @@ def _layouts(recipe: Recipe, num_devices: int) -> Iterator[Settings]:
 
 def _more_devices(recipe: Recipe, machine: Machine) -> Iterator[Candidate]:
     """Yield machines with twice as many devices, and so on; ranks and replicas grow or stay."""
+    is_apart = recipe.rollout.placement == "disaggregated"
     for factor in (each for each in _FACTORS if machine.num_devices * each <= MAX_NUM_DEVICES):
         bigger = machine.with_devices(machine.num_devices * factor)
-        more = {_WORKERS: str(recipe.training.num_workers * factor)}
-        if recipe.rollout.placement == "disaggregated":
-            more[_REPLICAS] = str(recipe.rollout.num_replicas * factor)
-        yield more, bigger
-        yield {}, bigger
+        workers = {_WORKERS: str(recipe.training.num_workers * factor)}
+        replicas = {_REPLICAS: str(recipe.rollout.num_replicas * factor)} if is_apart else {}
+        yield from (({**workers, **replicas}, bigger), ({}, bigger))

@@ -72,8 +72,7 @@ def device_shortage(recipe: Recipe, found: FoundPlatform) -> str:
     """
     if found.memory_bytes is None:
         return ""
-    num_devices = found.num_devices or 1
-    machine = machine_like(found.name, found.label, found.memory_bytes, num_devices)
+    machine = machine_like(found.name, found.label, found.memory_bytes, found.num_devices or 1)
     try:
         costs = costs_on(recipe, machine)
     except ConfigError:
@@ -83,9 +82,9 @@ def device_shortage(recipe: Recipe, found: FoundPlatform) -> str:
         return ""
     remedy, change = "take a smaller model", first_change(recipe, machine, costs_on)
     if change is not None:
-        more = change.machine.num_devices > num_devices
+        num_devices = change.machine.num_devices
         remedy = f"set {' '.join(change.arguments)}" if change.arguments else "take another machine"
-        remedy += f", with {change.machine.num_devices} devices" if more else ""
+        remedy += f", with {num_devices} devices" if num_devices > machine.num_devices else ""
     return (
         f"{largest.labels[0]} needs {largest.state_bytes / GB:.1f} GB on each rank for weights, "
         f"gradients and moments, {found.label} has {found.memory_bytes / GB:.1f} GB; {remedy}"
@@ -136,10 +135,8 @@ def parts_of(found: PhaseBytes) -> str:
 def verdict(plan: MachinePlan) -> str:
     """Return whether a recipe fits, or the first change with which it does, and its new peak."""
     change = plan.change
-    if plan.fits:
-        return "fits"
     if change is None:
-        return "does not fit, nor does any change that was tried"
+        return "fits" if plan.fits else "does not fit, nor does any change that was tried"
     peak = max(phase.bytes.total_bytes for cost in change.costs for phase in cost.phases)
     words = " ".join((*change.arguments, f"on {change.machine.name}"))
     return f"does not fit; the first change that does: {words} (then at most {peak / GB:.1f} GB)"

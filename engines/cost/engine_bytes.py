@@ -37,19 +37,17 @@ def engine_bytes(
     rollout, shape, number = sampled.rollout, sampled.shape, dtype_bytes(sampled.dtype)
     num_devices, embedded = rollout.num_workers_per_replica, is_embedded(rollout)
     num_engines = num_ranks or (1 if embedded else rollout.num_replicas)
-    tokens = sampled.prompt_tokens + sampled.answer_tokens
     # Key-value heads are not cut into pieces.
     width = -(-shape.cache_width // min(num_devices, shape.num_kv_heads))
-    sequence = tokens * width * shape.num_layers * number
+    per_token = width * shape.num_layers * number
+    sequence = (sampled.prompt_tokens + sampled.answer_tokens) * per_token
     weights = -(-shape.num_parameters * number // num_devices)
     own = -(-(sampled.num_sequences or rollout.max_num_sequences) // num_engines)
     wanted = min(own, rollout.max_num_sequences)
-    room = free_bytes - weights
-    if not embedded:
-        fraction = _FRACTIONS.get(rollout.engine, 0.9)
-        fraction = rollout.options.get("gpu_memory_utilization", fraction)
-        taken = int(fraction * memory_bytes) - weights
-        room = rollout.options.get("kv_cache_bytes") or taken
+    default = _FRACTIONS.get(rollout.engine, 0.9)
+    fraction = rollout.options.get("gpu_memory_utilization", default)
+    taken = rollout.options.get("kv_cache_bytes") or int(fraction * memory_bytes) - weights
+    room = free_bytes - weights if embedded else taken
     num_running = max(1, min(wanted, room // sequence))
     cache = num_running * sequence if embedded else max(room, sequence)
     return EngineBytes(weights, cache, sequence, num_running, num_engines, num_devices)

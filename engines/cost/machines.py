@@ -48,9 +48,8 @@ class Machine(StrictModel):
     @property
     def exchange_bytes_per_s(self) -> float:
         """Rate of a device in collectives of all devices."""
-        if self.num_devices > self.devices_per_node:
-            return self.network_bytes_per_s
-        return self.link_bytes_per_s
+        is_one_node = self.num_devices <= self.devices_per_node
+        return self.link_bytes_per_s if is_one_node else self.network_bytes_per_s
 
     def peak(self, dtype: str) -> float:
         """Return the peak of one device; the smallest known one for a dtype without a figure."""
@@ -140,5 +139,6 @@ def machine_like(platform: str, product: str, memory_bytes: int, num_devices: in
     Rates are those of the kind that the product name contains, else the H100's.
     """
     kind = next((each for each in KINDS.values() if each.name in product), KINDS["h100"])
-    found = {"platform": platform, "memory_bytes": memory_bytes, "name": product}
-    return kind.model_copy(update=found).with_devices(num_devices)
+    return kind.model_copy(
+        update={"platform": platform, "memory_bytes": memory_bytes, "name": product}
+    ).with_devices(num_devices)

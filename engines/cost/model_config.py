@@ -27,14 +27,14 @@ def shapes_of(recipe: Recipe) -> ShapeOf:
     It raises `ConfigError` if `config.json` is not found, is no JSON, or lacks a size.
     """
     paths = dict(recipe.models())
-    revisions = {"model.path": recipe.model.revision}
 
     @cache
     def shape_of(setting: str, values: bool) -> ModelShape:
         # A reward model without a path is trained from the recipe's own model.
         setting = setting if setting in paths else "model.path"
         path = paths.get(setting)
-        config = config_of(setting, path, revisions.get(setting)) if path else made(recipe.model)
+        revision = recipe.model.revision if setting == "model.path" else None
+        config = config_of(setting, path, revision) if path else made(recipe.model)
         try:
             return ModelShape.from_config(config, values=values)
         except ValueError as error:

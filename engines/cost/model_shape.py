@@ -105,9 +105,8 @@ class ModelShape:
     @property
     def largest_layer(self) -> int:
         """Parameters of the largest layer."""
-        if self.num_sparse_layers:
-            return self.sparse_parameters + self.expert_parameters
-        return self.layer_parameters
+        sparse = self.sparse_parameters + self.expert_parameters
+        return sparse if self.num_sparse_layers else self.layer_parameters
 
     @property
     def largest_tensor(self) -> int:
@@ -149,8 +148,7 @@ def _shape_of(whole: Mapping[str, Any], values: bool) -> ModelShape:
     tied = whole.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     plain = num_weights(attention) + extra + 2 * hidden
     vision, uncounted = _vision(whole)
-    if not model_type.startswith(_COUNTED):
-        uncounted = (*uncounted, f"biases and further norms of {model_type} are not counted")
+    further = f"biases and further norms of {model_type} are not counted"
     return ModelShape(
         flops=ModelFlops.from_config(config, num_outputs=1 if values else None),
         hidden_size=hidden,
@@ -175,7 +173,7 @@ def _shape_of(whole: Mapping[str, Any], values: bool) -> ModelShape:
         head_parameters=hidden + 1 if values else (0 if tied else vocab * hidden),
         vision_parameters=vision,
         linears={**attention, **(shared if num_sparse else dense)},
-        uncounted=uncounted,
+        uncounted=uncounted if model_type.startswith(_COUNTED) else (*uncounted, further),
     )
 
 

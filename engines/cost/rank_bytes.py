@@ -12,14 +12,14 @@ gated feed-forward layer two inner products, the activation and their product. F
 compiled layers keep less.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from engines.config.training import TrainingConfig
 from engines.cost.model_shape import ModelShape
 from engines.cost.phase_bytes import PhaseBytes
 from engines.cost.workload import RoleCost, Workload
 
-_FLOAT, _MOMENTS = 4, 8
+_FLOAT = 4
 SYNC_BUCKET_BYTES = 64 * 2**20
 """One of the two buckets of a weight sync."""
 PARTS_BYTES = 3 * 2**28
@@ -62,7 +62,7 @@ def role_bytes(role: RoleCost, training: TrainingConfig, *, on_cpu: bool = False
     held = RoleBytes(
         parameters=-(-(shape.num_parameters * base + is_frozen * trained * _FLOAT) // parts),
         gradients=-(-trained * _FLOAT // parts),
-        moments=-(-trained * _moment_bytes(role) // parts),
+        moments=-(-trained * _FLOAT * (2 + role.keeps_average) // parts),
     )
     if training.options.get("cpu_offload"):
         held = RoleBytes(0)
@@ -85,10 +85,6 @@ def role_bytes(role: RoleCost, training: TrainingConfig, *, on_cpu: bool = False
     )
 
 
-def _moment_bytes(role: RoleCost) -> int:
-    return _MOMENTS + _FLOAT * role.keeps_average
-
-
 def _megatron(role: RoleCost, training: TrainingConfig) -> RoleBytes:
     shape, number = role.shape, dtype_bytes(training.dtype)
     tensor, stages = training.tensor_parallel_size, training.pipeline_parallel_size
@@ -107,7 +103,7 @@ def _megatron(role: RoleCost, training: TrainingConfig) -> RoleBytes:
     return RoleBytes(
         parameters=int(number * held + main * trained[1]),
         gradients=int(_FLOAT * trained[0]),
-        moments=int(_moment_bytes(role) * trained[1]),
+        moments=int(_FLOAT * (2 + role.keeps_average) * trained[1]),
     )
 
 
@@ -160,10 +156,10 @@ def _head_bytes(shape: ModelShape, training: TrainingConfig) -> int:
     """Return the bytes of one token in the last norm and the output head."""
     number = dtype_bytes(training.dtype)
     norm = (_FLOAT + 2 * number) * shape.hidden_size
-    if shape.has_values:
-        return norm + _FLOAT * shape.hidden_size  # the head works in float32
     # Without tiles: logits, their copy in float32, and its gradient.
-    return norm + (0 if training.chunked_logprobs else (number + 2 * _FLOAT) * shape.vocab_size)
+    logits = 0 if training.chunked_logprobs else (number + 2 * _FLOAT) * shape.vocab_size
+    # A head of values works in float32.
+    return norm + (_FLOAT * shape.hidden_size if shape.has_values else logits)
 
 
 def train_bytes(work: Workload, *, on_cpu: bool = False) -> PhaseBytes:
@@ -252,5 +248,4 @@ def host_bytes(work: Workload, num_per_node: int) -> int:
 
 
 def _total(parts: list[PhaseBytes]) -> PhaseBytes:
-    names = PhaseBytes.__dataclass_fields__
-    return PhaseBytes(**{name: sum(getattr(each, name) for each in parts) for name in names})
+    return PhaseBytes(*(sum(numbers) for numbers in zip(*map(astuple, parts), strict=True)))

@@ -60,9 +60,9 @@ def _exchanging_s(role: RoleCost, work: Workload, machine: Machine) -> float:
     parts = training.num_workers // training.replicate_size
     whole = role.shape.num_parameters / training.tensor_parallel_size
     gathered = whole * dtype_bytes(training.dtype) * (parts - 1) / parts
-    per_pass = num_micro_batch_tokens(work) * training.data_parallel_size
-    per_pass *= training.num_sharing_ranks
-    num_micro_batches = -(-work.num_sequences * work.sequence_tokens // per_pass)
+    num_shares = training.data_parallel_size * training.num_sharing_ranks
+    num_tokens = work.num_sequences * work.sequence_tokens
+    num_micro_batches = -(-num_tokens // (num_micro_batch_tokens(work) * num_shares))
     # Twice forward and backward, and gradients of twice the width.
     num_passes = num_micro_batches * (role.num_passes + 4 * role.num_trained)
     return num_passes * gathered / (machine.exchange_bytes_per_s * COPY_SHARE)

@@ -78,8 +78,7 @@ class StageCost:
     @property
     def missing_bytes(self) -> int:
         """What the phases need beyond their room, together."""
-        over = (each.bytes.total_bytes - each.room_bytes for each in self.phases)
-        return sum(max(0, each) for each in over)
+        return sum(max(0, each.bytes.total_bytes - each.room_bytes) for each in self.phases)
 
     @property
     def seconds(self) -> float | None:
@@ -106,33 +105,29 @@ def stage_costs(
 
 def work_cost(work: Workload, labels: Iterable[str], machine: Machine) -> StageCost:
     """Return the cost of one workload; `labels` are its stages."""
-    sampled, num_ranks = work.sampled, work.training.num_workers if work.roles else 0
-    embedded = sampled is None or is_embedded(sampled.rollout)
-    is_colocated = sampled is None or sampled.rollout.placement == "colocated"
-    shares = bool(num_ranks) and is_colocated
-    processes = 2 if shares and not embedded else 1
-    room = int(machine.memory_bytes * (1 - FREE_SHARE)) - processes * PROCESS_BYTES
-    phases: list[PhaseCost] = []
+    sampled, num_devices = work.sampled, work.training.num_workers if work.roles else 0
+    shares = bool(work.roles) and (sampled is None or sampled.rollout.placement == "colocated")
+    is_apart = shares and sampled is not None and not is_embedded(sampled.rollout)
+    room = int(machine.memory_bytes * (1 - FREE_SHARE)) - (1 + is_apart) * PROCESS_BYTES
+    phases: list[tuple[Phase, PhaseBytes, float | None]] = []
     if work.roles:
-        phases.append(
-            PhaseCost("train", "rank", train_bytes(work), room, train_seconds(work, machine))
-        )
-    num_devices = num_ranks
+        phases.append(("train", train_bytes(work), train_seconds(work, machine)))
     if sampled is not None:
         resting = resting_bytes(work) if shares else PhaseBytes()
         free = room - resting.total_bytes
-        engine = engine_bytes(sampled, num_ranks * shares, machine.memory_bytes, free)
+        engine = engine_bytes(sampled, num_devices * shares, machine.memory_bytes, free)
         num_devices += 0 if shares else engine.num_engines * engine.num_devices
         if work.roles:
             sending = replace(sync_bytes(work), engine_bytes=engine.weights * shares)
-            seconds = sync_seconds(sampled, engine, machine)
-            phases.append(PhaseCost("sync", "rank", sending, room, seconds))
+            phases.append(("sync", sending, sync_seconds(sampled, engine, machine)))
         held = replace(resting, engine_bytes=engine.weights, cache_bytes=engine.cache)
-        seconds = sample_seconds(sampled, engine, machine)
-        phases.append(PhaseCost("sample", "rank" if shares else "engine", held, room, seconds))
+        phases.append(("sample", held, sample_seconds(sampled, engine, machine)))
     return StageCost(
         labels=tuple(labels),
-        phases=tuple(phases),
+        phases=tuple(
+            PhaseCost(name, "rank" if shares or name != "sample" else "engine", held, room, seconds)
+            for name, held, seconds in phases
+        ),
         num_devices=num_devices,
         state_bytes=state_bytes(work),
         notes=work.notes,
