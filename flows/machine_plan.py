@@ -60,6 +60,7 @@ def plan_on(recipe: Recipe, machine: Machine) -> MachinePlan:
 
 def costs_on(recipe: Recipe, machine: Machine) -> tuple[StageCost, ...]:
     """Return the costs of a recipe's stages; raises `ConfigError` as `shapes_of`."""
+    recipe = recipe.model_copy(update={"training": recipe.training.on(accelerator=True)})
     prompt = recipe.data.max_prompt_length if recipe.data else recipe.model.max_length
     return stage_costs(stages_of(recipe), prompt, shapes_of(recipe), machine)
 

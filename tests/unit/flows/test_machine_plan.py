@@ -180,6 +180,15 @@ def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["stages"][0]["problem"] == "needs 8 devices; a100x4 has 4"
 
 
+def test_auto_is_what_an_accelerator_takes() -> None:
+    auto = ("training.dtype=auto", "training.gradient_checkpointing=auto")
+    taken = ("training.dtype=bfloat16", "training.gradient_checkpointing=true")
+    plans = [
+        plan_on(recipe_of("sft_llama_7b", *each), machine_of("h100x8")) for each in (auto, taken)
+    ]
+    assert plans[0].costs == plans[1].costs
+
+
 def test_another_vendor_is_told() -> None:
     plan = plan_on(recipe_of("sft_llama_7b"), machine_of("mi300x8"))
     assert plan.fits

@@ -25,7 +25,8 @@ def shape_of(model: str = "", *, values: bool = False) -> ModelShape:
 
 
 def training_of(**settings: Any) -> TrainingConfig:
-    return TrainingConfig.model_validate({"dtype": "bfloat16", **settings})
+    plain = {"dtype": "bfloat16", "gradient_checkpointing": False}
+    return TrainingConfig.model_validate({**plain, **settings})
 
 
 def work_of(

@@ -25,6 +25,7 @@ from engines.cost.rank_bytes import (
 from engines.cost.workload import RoleCost
 
 GB = 1e9
+FLOAT32 = TrainingConfig().on(accelerator=False)
 KINDS: list[tuple[str, dict[str, Any], float]] = [
     ("llama", {}, 0.02),
     ("qwen3", {"head_dim": 32}, 0.02),
@@ -52,7 +53,7 @@ def test_copies_and_moving_averages() -> None:
 
 def test_one_rank_in_float32_has_no_buckets() -> None:
     role = RoleCost("policy", shape_of(), num_trained=1)
-    assert role_bytes(role, TrainingConfig()).gathered == 0
+    assert role_bytes(role, FLOAT32).gathered == 0
     assert role_bytes(role, training_of()).gathered > 0
 
 
@@ -196,7 +197,7 @@ def test_saved_tensors_of_autograd(kind: str, more: dict[str, Any], within: floa
     counted = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     del hidden
     shape = ModelShape.from_config(config.to_dict())
-    expected = saved_bytes(shape, TrainingConfig(), num_tokens)
+    expected = saved_bytes(shape, FLOAT32, num_tokens)
     assert expected == pytest.approx(counted, rel=within)
 
 
