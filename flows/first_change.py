@@ -129,8 +129,8 @@ def _ulysses(training: TrainingConfig, size: int) -> Settings:
 
 def _groups(recipe: Recipe, machine: Machine) -> tuple[list[Candidate], ...]:
     """Return candidates in the order of the module; all but the last group keep the machine."""
-    moments, weights = {"training.optimizer_offload": "true"}, {"training.param_offload": "true"}
     training = recipe.training
+    moments, weights = {"training.optimizer_offload": "true"}, {"training.param_offload": "true"}
     takes_adapter = training.lora is None and training.backend in backends_with("lora")
     kept: tuple[Iterable[Settings], ...] = (
         _micro_batches(recipe),

@@ -204,9 +204,8 @@ def _vision(whole: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
     if not tower or not kind.startswith("qwen2_5_vl"):
         return 0, (f"the vision tower of {kind} is not counted",) if tower else ()
     width, mlp = size_in(tower, "hidden_size"), size_in(tower, "intermediate_size")
-    # Two frames of three colours; the merger joins squares of patches.
-    patch = 3 * 2 * size_in(tower, "patch_size") ** 2
-    merged = width * size_in(tower, "spatial_merge_size") ** 2
+    patches = 3 * 2 * size_in(tower, "patch_size") ** 2 * width  # two frames of three colours
+    merged = width * size_in(tower, "spatial_merge_size") ** 2  # a square of patches
     block = 2 * width + 4 * width * (width + 1) + 3 * width * mlp + 2 * mlp + width
     merger = width + (merged + 1) * (merged + size_in(tower, "out_hidden_size"))
-    return patch * width + size_in(tower, "depth") * block + merger, ()
+    return patches + size_in(tower, "depth") * block + merger, ()

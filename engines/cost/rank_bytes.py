@@ -94,16 +94,15 @@ def _megatron(role: RoleCost, training: TrainingConfig) -> RoleBytes:
     layers = shape.num_parameters - shape.num_expert_parameters - shape.root_parameters
     dense = (layers / stages + (root if stages > 1 else shape.root_parameters)) / tensor
     # Ranks that hold the same weights share their main weights and moments.
-    share = dense * tensor * stages + experts * expert_ranks
-    held, share = dense + experts, share / training.num_workers
-    trained = (held, share) if role.num_trained else (0.0, 0.0)
+    share = (dense * tensor * stages + experts * expert_ranks) / training.num_workers
+    with_gradient, with_moments = (dense + experts, share) if role.num_trained else (0.0, 0.0)
     if role.lora:
-        trained = (role.num_trained_parameters / (tensor * stages),) * 2
+        with_gradient = with_moments = role.num_trained_parameters / (tensor * stages)
     main = _FLOAT if number < _FLOAT else 0
     return RoleBytes(
-        parameters=int(number * held + main * trained[1]),
-        gradients=int(_FLOAT * trained[0]),
-        moments=int(_FLOAT * (2 + role.keeps_average) * trained[1]),
+        parameters=int(number * (dense + experts) + main * with_moments),
+        gradients=int(_FLOAT * with_gradient),
+        moments=int(_FLOAT * (2 + role.keeps_average) * with_moments),
     )
 
 

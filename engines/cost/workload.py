@@ -50,9 +50,8 @@ class RoleCost:
     @property
     def num_trained_parameters(self) -> int:
         """Weights with gradients."""
-        shape, lora = self.shape, self.lora
-        weights = shape.adapter_parameters(lora) if lora else shape.num_parameters
-        return weights if self.num_trained else 0
+        adapter = self.lora and self.shape.adapter_parameters(self.lora)
+        return (adapter or self.shape.num_parameters) if self.num_trained else 0
 
 
 @dataclass(frozen=True)
@@ -148,8 +147,7 @@ def _rl_round(stage: RLRoundStageConfig, prompt_tokens: int, shape_of: ShapeOf) 
     shape, answer = roles[0].shape, rl.sampling.max_new_tokens
     lora = training.lora if adapter_travels(training, rollout) else None
     sent = shape.adapter_parameters(lora) if lora else shape.num_parameters
-    count = rl.batch_size_prompts * rl.group_size
-    dtype = rollout.dtype or training.dtype
+    count, dtype = rl.batch_size_prompts * rl.group_size, rollout.dtype or training.dtype
     sampled = SampledWork(shape, rollout, dtype, prompt_tokens, answer, count, sent)
     return Workload(
         roles=roles,
@@ -165,22 +163,21 @@ def _rl_round(stage: RLRoundStageConfig, prompt_tokens: int, shape_of: ShapeOf) 
 
 def _rl_roles(rl: RLConfig, training: TrainingConfig, shape_of: ShapeOf) -> Iterator[RoleCost]:
     """Yield the roles of `engines.jobs.rl_round`."""
-    parts, teacher = rl.algorithm, rl.distillation
+    parts, critic, teacher = rl.algorithm, rl.critic, rl.distillation
     columns = (
         *ADVANTAGES.find(parts.adv_estimator).columns,
         *POLICY_LOSSES.find(parts.loss_mode).columns,
     )
     is_repeated = rl.num_epochs > 1 or rl.prompts_per_update < rl.batch_size_prompts
     reads_old = is_repeated or parts.use_kl_in_reward or "old_logprobs" in columns
-    ema = rl.optimizer.ema is not None
-    shape = shape_of(_MODEL, False)
+    shape, ema = shape_of(_MODEL, False), rl.optimizer.ema is not None
     policy = RoleCost("policy", shape, int(reads_old), rl.num_epochs, training.lora, ema)
     policy, *reference = _with_reference(policy) if parts.needs_reference else (policy,)
     yield policy
-    if rl.critic is not None:
-        start = _REWARD if rl.critic.start == "reward_model" else _MODEL
-        epochs, ema = rl.critic.num_epochs or rl.num_epochs, rl.critic.optimizer.ema is not None
-        yield RoleCost("critic", shape_of(start, True), 1, epochs, None, ema)
+    if critic is not None:
+        shape = shape_of(_REWARD if critic.start == "reward_model" else _MODEL, True)
+        num_epochs, ema = critic.num_epochs or rl.num_epochs, critic.optimizer.ema is not None
+        yield RoleCost("critic", shape, 1, num_epochs, None, ema)
     yield from reference
     if rl.reward.model is not None:
         yield RoleCost("reward", shape_of(_REWARD, True), num_passes=1)
