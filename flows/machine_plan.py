@@ -42,11 +42,7 @@ class MachinePlan:
 
 
 def plan_on(recipe: Recipe, machine: Machine) -> MachinePlan:
-    """Compute what a recipe's stages need on a machine, and the first change that fits.
-
-    Raises:
-        ConfigError: a model's `config.json` is not found or lacks a size.
-    """
+    """Return a recipe's costs and the first change that fits; raises as `costs_on`."""
     with assumed_installed():
         costs = costs_on(recipe, machine)
         fits = all(each.fits for each in costs)

@@ -103,11 +103,7 @@ KINDS: Mapping[str, Machine] = {
 
 
 def machine_of(text: str) -> Machine:
-    """Return the machine of a name (`h100x8`) or of a JSON file with the fields of `Machine`.
-
-    Raises:
-        ConfigError: the name or the file is unknown or invalid.
-    """
+    """Return the machine of a name (`h100x8`) or JSON file; `ConfigError` if it is invalid."""
     if text.endswith(".json"):
         return read_machine(Path(text).expanduser())
     kind, _, number = text.lower().rpartition("x")

@@ -180,10 +180,7 @@ def _shape_of(whole: Mapping[str, Any], values: bool) -> ModelShape:
 def _attention(
     config: Mapping[str, Any], model_type: str, attention: Matrices
 ) -> tuple[int, int, int, int]:
-    """Return parameters of biases and own norms of a layer's attention, and its widths.
-
-    The widths are `attention_width`, `norm_width` and `cache_width` of `ModelShape`.
-    """
+    """Return parameters of biases and own norms, then the widths: attention, norm and cache."""
     query, bias = query_width(attention), bool(config.get("attention_bias"))
     value, hidden = attention["o_proj"]
     if "kv_b_proj" in attention:

@@ -137,8 +137,7 @@ def _layer_bytes(shape: ModelShape, training: TrainingConfig) -> float:
     attention = number * shape.attention_width + (norm - number) * shape.norm_width
     inner = number * num_inner * shape.mlp_width
     if shape.num_sparse_layers:
-        # Each chosen expert has its own copy of the token and its own result; the router works in
-        # float32.
+        # A chosen expert has its own copy of the token and its result; the router is float32.
         width = shape.num_chosen * (num_inner * shape.expert_width + 2 * hidden)
         width += num_inner * shape.linears["gate_proj"][1]
         inner = max(inner, number * width + 3 * _FLOAT * shape.num_experts)
