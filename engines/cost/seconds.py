@@ -42,7 +42,7 @@ def _computing_s(role: RoleCost, work: Workload, machine: Machine) -> float:
     flops = TrainingFlops(
         role.shape.flops,
         weights_frozen=role.lora is not None,
-        layers_recomputed=training.gradient_checkpointing,
+        layers_recomputed=bool(training.gradient_checkpointing),
         logits_recomputed=not role.shape.has_values,
     )
     passes = role.num_passes * flops.model.forward_flops(one)

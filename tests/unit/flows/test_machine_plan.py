@@ -65,7 +65,7 @@ TOKENS, CHECKPOINTING = "max_tokens_per_micro_batch", "gradient_checkpointing"
 ORDER: list[tuple[Callable[[Recipe, Machine], bool], list[str]]] = [
     (lambda r, m: r.training.max_tokens_per_micro_batch < 16384, [f"training.{TOKENS}=8192"]),
     (lambda r, m: r.training.max_tokens_per_micro_batch < 3000, [f"training.{TOKENS}=2048"]),
-    (lambda r, m: r.training.gradient_checkpointing, [f"training.{CHECKPOINTING}=true"]),
+    (lambda r, m: r.training.gradient_checkpointing is True, [f"training.{CHECKPOINTING}=true"]),
     (lambda r, m: r.training.optimizer_offload, ["training.optimizer_offload=true"]),
     (lambda r, m: r.training.param_offload, ["training.param_offload=true"]),
     (lambda r, m: r.training.param_offload and r.training.optimizer_offload,
