@@ -29,7 +29,6 @@ def planned_step(setup: Setup, training: TrainingConfig) -> Workload:
     config = json.loads((setup.hf_dir / "config.json").read_text(encoding="utf-8"))
     length = setup.shape.sequence_length
     return Workload(
-        label="sft",
         roles=(RoleCost("policy", ModelShape.from_config(config), num_trained=1),),
         training=training,
         num_sequences=setup.shape.num_sequences,
