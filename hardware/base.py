@@ -26,7 +26,7 @@ class Availability:
 
 
 class CopyStream(ABC):
-    """Queue of copies between device and host that run beside the computation."""
+    """Copies between device and host that run beside the computation."""
 
     @abstractmethod
     def copy(self, source: "torch.Tensor", target: "torch.Tensor") -> None:

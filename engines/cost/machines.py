@@ -85,9 +85,8 @@ def _kind(
     )
 
 
-# Memory bandwidth, link to other devices (NVLink, Infinity Fabric; half of the two-way figure),
-# link to the host (PCIe 4.0 or 5.0 x16). The network is one 400 Gb/s port for each device (A100:
-# 200). Host memory is that of the vendors' reference systems, DGX and HGX; 2 TB.
+# Memory bandwidth; link to other devices (half of the two-way figure) and to the host (PCIe x16).
+# The network is one 400 Gb/s port a device (A100: 200), host memory that of DGX and HGX, 2 TB.
 KINDS: Mapping[str, Machine] = {
     # NVIDIA A100 80GB data sheet (SXM4), 2022.
     "a100": _kind(NvidiaPlatform, "A100", 79.1, 2.039e12, 300e9, 32e9, network=25e9),

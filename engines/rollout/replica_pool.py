@@ -37,7 +37,7 @@ from infra.errors import DeadlineError, PipelineError
 
 T = TypeVar("T")
 NUM_LOOKS = 3
-"""Unanswered health checks in a row that fill `silence_s`; a replica is lost only after them."""
+"""Unanswered health checks in a row that fill `silence_s`."""
 END_DEADLINE_S = 10.0
 """Time for a cancelled restart to end."""
 SILENCE = (TimeoutError, DeadlineError)
@@ -327,8 +327,7 @@ class ReplicaPool:
             slot.num_unanswered += 1
             if slot.state is ReplicaState.HEALTHY:
                 self.move(slot, ReplicaState.SUSPECT)
-            # Time alone also passes while this process itself stands still.
-            was_asked = slot.num_unanswered >= NUM_LOOKS
+            was_asked = slot.num_unanswered >= NUM_LOOKS  # time passes for a stopped process too
             if restarts is not None and was_asked and silent_s > restarts.silence_s:
                 what = f"replica {slot.place}: no answer for {silent_s:.0f} s"
                 self.lose(slot, engine, silence(what, error))

@@ -36,10 +36,8 @@ class PhaseAudit:
     Attributes:
         largest: the largest value of each field; they need not be of one moment.
         counted_bytes: the largest sum of the fields at one moment.
-        system_bytes: memory in use at that moment, as the platform says: tensors of the device, or
-            resident memory of the process on a CPU.
-        free_bytes: device memory that the process could still allocate at that moment; None on a
-            CPU.
+        system_bytes: memory of the device's tensors at that moment; on a CPU, resident memory.
+        free_bytes: device memory that could still be allocated at that moment; None on a CPU.
     """
 
     largest: PhaseBytes = PhaseBytes()
@@ -55,14 +53,9 @@ class PhaseAudit:
 
 
 class MemoryAudit:
-    """Counts in the scope of `phase`.
+    """Counts in the scope of `phase`; `phases` is what was found since the last `take_metrics`.
 
-    Args:
-        engines: returns the models of this rank.
-        sampler: `held_bytes` of a rollout engine inside the process.
-
-    Attributes:
-        phases: what was found since the last `take_metrics`.
+    `sampler` returns `held_bytes` of a rollout engine inside the process.
     """
 
     def __init__(

@@ -66,10 +66,9 @@ KEY = "bucket {} {}"
 
 Bucket = tuple[list[Entry], Tensor]
 Turns = Sequence[tuple[int, int | None]]
-"""Sending ranks in the order of their broadcasts, each with its number of tensors in this turn.
+"""Sending ranks in order, each with its number of tensors in this turn.
 
-None: an empty message ends the turn, which has to be the last.
-"""
+None: an empty message ends the turn, which has to be the last."""
 RANK_0_SENDS_ALL: Turns = ((0, None),)
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -20,6 +20,7 @@ from engines.rollout.vllm.options import VllmOptions
 from flows.commands.cli import build_parser
 from flows.recipe.recipe import load_recipe
 from infra import env
+from infra.plugins import assumed_installed
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs" / "guides" / "gpu.md").read_text(encoding="utf-8")
@@ -116,7 +117,8 @@ def test_a_key_that_is_not_ours_is_seen() -> None:
 )
 def test_its_recipes_load(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(written(tmp_path))
-    recipe = load_recipe(name)
+    with assumed_installed():
+        recipe = load_recipe(name)
     assert recipe.rollout.engine == "vllm"
     num_ranks, num_replicas = recipe.training.num_workers, recipe.rollout.num_replicas
     if recipe.rollout.placement == "disaggregated":

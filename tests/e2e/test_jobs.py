@@ -92,7 +92,7 @@ def test_a_killed_stage_goes_on_under_another_fingerprint(stage: str, reference:
     store = open_storage(str(bench.root / "store"))
     work = find_adoptable(store, request)
     assert work is not None
-    assert "training.gradient_checkpointing False -> True" in work.differs
+    assert "training.gradient_checkpointing auto -> True" in work.differs
     Submission(
         request=request,
         storage=store,

@@ -50,7 +50,10 @@ OVERRIDES = [
         "training.num_workers: got '8 GPUs'; need an integer >= 1",
     ),
     (["rl.num_rounds=2.5"], "rl.num_rounds: got 2.5; need an integer >= 0"),
-    (["training.dtype=float16"], "training.dtype: got 'float16'; need one of float32, bfloat16"),
+    (
+        ["training.dtype=float16"],
+        "training.dtype: got 'float16'; need one of auto, float32, bfloat16",
+    ),
     (
         ["data.arithmetic.operations=[divide]"],
         "data.arithmetic.operations.0: got 'divide'; need one of add, subtract, multiply, modulo, "
@@ -123,7 +126,8 @@ OVERRIDES = [
     (
         ["rl.distillation={path: owner/teacher, served: {options: {max_prefill: 64}}}"],
         "rl.distillation.served.options.max_prefill: not an option of transformers: no "
-        "'max_prefill'; known: max_prefill_tokens; did you mean max_prefill_tokens?",
+        "'max_prefill'; known: kv_cache_bytes, max_prefill_tokens; "
+        "did you mean max_prefill_tokens?",
     ),
     (
         ["rl.reward.function=nowhere.py:score"],

@@ -134,6 +134,7 @@ def test_only_a_stage_that_is_to_train_needs_room(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 0, 1))
     storage = LocalStorage(tmp_path / "store")
     asked = recipe_in(storage, "model.init=pretrained", f"model.path={whole}")
+    asked = asked.model_copy(update={"training": asked.training.on(accelerator=False)})
     with pytest.raises(InterruptedError):
         run_stages(asked, Stages(storage, fails="rl_round_1"), lambda _: None)
     with pytest.raises(ConfigError, match="GB for checkpoints"):

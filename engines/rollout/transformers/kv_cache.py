@@ -22,9 +22,7 @@ LENGTH_STEP = 32
 class KVCache:
     """Keys and values of every layer, as growing (rows, G, positions, D) buffers.
 
-    Attributes:
-        length: positions allocated per row.
-        max_positions: limit of `num_positions`.
+    `length` positions are allocated per row; `max_positions` is the limit of all rows together.
     """
 
     def __init__(self, max_rows: int, max_length: int, max_positions: int = sys.maxsize) -> None:

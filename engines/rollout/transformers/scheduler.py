@@ -1,7 +1,6 @@
 """The queue of samples in front of a running batch.
 
-Promises: first come, first served; samples that were sent back go first. Samples wait for room in
-the cache.
+Promises: first come, first served; what was sent back goes first; samples wait for cache memory.
 """
 
 from collections import deque

@@ -19,11 +19,7 @@ _counting: "list[SavedTensors]" = []
 
 
 class SavedTensors:
-    """The bytes kept at the moment.
-
-    `is_left_out` tells the storages that do not count, such as weights; `on_growth` is called when
-    a storage was added.
-    """
+    """The bytes kept at the moment, without storages that `is_left_out` names, such as weights."""
 
     def __init__(
         self, is_left_out: Callable[[UntypedStorage], bool], on_growth: Callable[[], None]

@@ -1,6 +1,7 @@
 """Engines inside the ranks: what is handed over while the caller waits, and when."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +42,7 @@ def answer(name: str, index: int) -> Completion:
 
 def test_the_rank_of_this_process_hands_over_while_it_samples() -> None:
     service = Service()
-    worker: Any = SimpleNamespace(_served=lambda: service, close=lambda: None)
+    worker: Any = SimpleNamespace(_served=lambda: service, _phase=nullcontext, close=lambda: None)
     rows = RankRollout(InProcessGroup(worker)).generate(REQUESTS, service.receive)
     assert service.log == ["a0", "b0", "b1", "answered"]
     assert rows == RankRollout(InProcessGroup(worker)).generate(REQUESTS)
@@ -51,7 +52,7 @@ def test_ranks_of_their_own_processes_hand_over_behind_the_call() -> None:
     service = Service()
 
     def run(method: Any, *arguments: Any) -> Any:
-        return method(SimpleNamespace(_served=lambda: service), *arguments)
+        return method(SimpleNamespace(_served=lambda: service, _phase=nullcontext), *arguments)
 
     group: Any = SimpleNamespace(run=run)
     rows = RankRollout(group).generate(REQUESTS, service.receive)

@@ -245,6 +245,8 @@ def test_a_job_without_memory_is_told_with_what_needs_less(
         return str(caught.value)
 
     recipe = load_recipe("quickstart")
+    training = recipe.training.on(accelerator=False)
+    recipe = recipe.model_copy(update={"training": training})
     assert "X: m; no setting saves memory" in failure(REQUEST.config, "publish")
     said = failure(RLRoundStageConfig.from_recipe(recipe, 1), "gen")
     assert "X: m; to save memory: rollout.max_num_sequences: 512 instead of 1024, rollout." in said
