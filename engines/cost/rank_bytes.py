@@ -20,8 +20,8 @@ from engines.cost.phase_bytes import PhaseBytes
 from engines.cost.workload import RoleCost, Workload
 
 _FLOAT = 4
-SYNC_BUCKET_BYTES = 64 * 2**20
-"""One of the two buckets of a weight sync."""
+SYNC_BUCKET_BYTES = 256 * 2**20
+"""One of the two buckets of a weight sync on the sender's device."""
 PARTS_BYTES = 3 * 2**28
 """Offloaded moments on the device at a time: on their way in, in use, and on their way out."""
 
@@ -135,6 +135,10 @@ def _layer_bytes(shape: ModelShape, training: TrainingConfig) -> float:
     num_inner = 3 if is_fused else 4
     # The result of a norm of queries and keys is what attention keeps.
     attention = number * shape.attention_width + (norm - number) * shape.norm_width
+    if training.backend == "megatron":  # copies queries, keeps one more inner product and angles
+        num_inner += 1
+        head_dim = shape.cache_width // (2 * shape.num_kv_heads)
+        attention += number * (shape.linears["o_proj"][0] + 4 * head_dim)
     inner = number * num_inner * shape.mlp_width
     if shape.num_sparse_layers:
         # A chosen expert has its own copy of the token and its result; the router is float32.
