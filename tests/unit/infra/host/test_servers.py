@@ -84,7 +84,7 @@ def test_a_starter_killed_at_any_moment_leaves_what_down_ends(home: Path, point:
     with starter:
         assert starter.wait(timeout=60) == -9
     expected = {"before_start": 0, "before_record": 1, "recorded": 1}
-    assert len(_processes(home)) == expected[point]
+    wait_for(lambda: len(_processes(home)) == expected[point], "what the starter left", 60.0)
     state = status_of(home, NAME).state
     assert state in ({"up", "silent"} if point == "recorded" else {"starting"})
     ended, kept = down(home)
