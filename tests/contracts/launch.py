@@ -114,6 +114,10 @@ def in_groups_of_their_own(
             store.set(f"{place} done by {args.rank}", "")
             store.wait([f"{place} done by {rank}" for rank in range(args.world_size)])
         collectives.close_process_group()
+    if store is not None:
+        store.set(f"left by {args.rank}", "")
+        if args.rank == 0:  # it serves the store, and the others may still wait for an answer
+            store.wait([f"left by {rank}" for rank in range(args.world_size)])
 
 
 def _take_device(args: argparse.Namespace, platform_name: str) -> PlatformBase:
