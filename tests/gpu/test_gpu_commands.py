@@ -83,7 +83,7 @@ def test_the_checks_run_on_a_cpu() -> None:
     assert " 0 failed, " in rows[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.stacks
 def test_a_pipeline_promotes_a_model_that_loads() -> None:
     ended = subprocess.run(
         [sys.executable, str(HERE / "gpu_pipeline.py"), "--device", "cpu", "--limit-s", "560"],
