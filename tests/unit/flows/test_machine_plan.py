@@ -198,8 +198,8 @@ def test_another_vendor_is_told() -> None:
 def test_a_model_that_cannot_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    recipe = recipe_of("sft_llama_7b", "model.path=nobody/nothing")
-    with pytest.raises(ConfigError, match=r"model.path: got nobody/nothing, whose config.json"):
+    recipe = recipe_of("sft_llama_7b", "model.path=owner/absent")
+    with pytest.raises(ConfigError, match=r"model.path: got owner/absent, whose config.json"):
         plan_on(recipe, machine_of("h100x8"))
 
 
