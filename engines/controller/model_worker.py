@@ -45,7 +45,7 @@ from engines.types import (
     TrainMetrics,
 )
 from engines.weight_sync.base import SyncReport, Transport, WeightDigest
-from engines.weight_sync.collective import close_communicators
+from engines.weight_sync.communicator import close_communicators
 from engines.weight_sync.in_process import new_transport
 from engines.weight_sync.sharded import SendPlan, ShardedTransport
 from hardware.detection import check_planned, detect, planned

@@ -28,7 +28,8 @@ from engines.errors import WeightSyncError
 from engines.weight_places import WeightPlace, WeightShard
 from engines.weight_sync.base import ReceiverGoneError, WeightDigest
 from engines.weight_sync.buckets import Entry, Packer, in_step, received_dtype
-from engines.weight_sync.collective import Turns, receiving, sending
+from engines.weight_sync.collective import receiving, sending
+from engines.weight_sync.communicator import Turns
 from engines.weight_sync.rendezvous import (
     GRACE_S,
     RendezvousSource,

@@ -25,7 +25,8 @@ from engines.checksum import combine, tensor_checksum
 from engines.collectives import connect_store, open_store
 from engines.weight_sync import shared_memory
 from engines.weight_sync.base import Transport, WeightSource
-from engines.weight_sync.collective import BroadcastGroup, CollectiveTransport
+from engines.weight_sync.collective import CollectiveTransport
+from engines.weight_sync.communicator import BroadcastGroup
 
 GOAL = 0.8
 MIN_REPEATS = 7

@@ -22,12 +22,8 @@ from engines.errors import WeightSyncError
 from engines.rollout.served.weight_receiver import source_from_json, source_to_json
 from engines.weight_sync import buckets
 from engines.weight_sync.base import ReceiverGoneError
-from engines.weight_sync.collective import (
-    BroadcastGroup,
-    CollectiveSource,
-    CollectiveTransport,
-    close_communicators,
-)
+from engines.weight_sync.collective import CollectiveSource, CollectiveTransport
+from engines.weight_sync.communicator import BroadcastGroup, close_communicators
 from engines.weight_sync.shared_memory import open_transport as open_shared_memory
 from hardware.cpu import CPUPlatform
 from infra.errors import DeadlineError

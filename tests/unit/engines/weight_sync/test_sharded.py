@@ -20,7 +20,7 @@ from engines.collectives import open_store
 from engines.errors import WeightSyncError
 from engines.rollout.served.weight_receiver import source_from_json, source_to_json
 from engines.weight_places import WeightPlace, WeightShard
-from engines.weight_sync import collective
+from engines.weight_sync import communicator
 from engines.weight_sync.base import WeightDigest
 from engines.weight_sync.sharded import ShardedTransport
 from infra.errors import DeadlineError
@@ -88,13 +88,13 @@ def send(transport: ShardedTransport, results, rank: int, place: Path, damage: s
 
 
 def spoil_what_is_sent() -> None:
-    broadcast = collective.BroadcastGroup.broadcast
+    broadcast = communicator.BroadcastGroup.broadcast
 
     def flip(self, memory: Tensor, root: int) -> None:
         memory[3] ^= root == 1
         broadcast(self, memory, root)
 
-    collective.BroadcastGroup.broadcast = flip
+    communicator.BroadcastGroup.broadcast = flip
 
 
 def read(source, results, pause_s: float = 0.0) -> None:
@@ -129,13 +129,13 @@ def kill_oneself(source, results) -> None:
 
 def count_communicators() -> list[object]:
     made: list[object] = []
-    make = collective.BroadcastGroup.__init__
+    make = communicator.BroadcastGroup.__init__
 
     def counted(self, *arguments) -> None:
         made.append(self)
         make(self, *arguments)
 
-    collective.BroadcastGroup.__init__ = counted
+    communicator.BroadcastGroup.__init__ = counted
     return made
 
 
