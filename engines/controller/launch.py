@@ -86,7 +86,7 @@ def launch_policy_beside(
             return workers, RankRollout(workers), beside
         # Device collectives (NCCL) cannot join two processes on one device.
         has_device = not here and not replica.shares_devices
-        sender = Sender(pool.places(0, num_ranks)[0].node, has_device, num_ranks)
+        sender = Sender(tuple(place.node for place in pool.places(0, num_ranks)), has_device)
         # First, because it may raise.
         engines = launch_engines(replica, pool.places(first, num_replicas), sender)
         workers = _group_here(trained, pool) if here else _group_of_actors(trained, log_dir, pool)
@@ -203,7 +203,7 @@ def launch_engines(
 ) -> LaunchedEngines:
     """Start rollout engines without weights: one in this process, or replicas in `places`.
 
-    `sender` is the process that sends the weights; None means this one.
+    `sender` has the weights; None means this process.
     """
     rollout = spec.rollout
     if is_embedded(rollout):
@@ -217,7 +217,7 @@ def launch_engines(
             new_transport(spec.serving_dir, spec.dtype, rollout.timeout_s, platform.device_name),
             spec.shares_devices,
         )
-    sender = sender or Sender(this_node(), has_device=False)
+    sender = sender or Sender((this_node(),), has_device=False)
     interpreter = ROLLOUT_ENGINES.interpreter(rollout.engine, ROLLOUT_ENGINES.setting)
     if interpreter is not None:
         libraries = installed_distributions(interpreter)

@@ -5,6 +5,7 @@ beside the ranks, if one engine samples all; nothing is sampled from weights tha
 Knows nothing of rewards, data, or what is trained.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -33,18 +34,23 @@ from engines.weight_sync import device_ipc, shared_memory
 from engines.weight_sync.base import SyncReport
 from engines.weight_sync.collective import CollectiveTransport
 from engines.weight_sync.sharded import ShardedTransport
-from hardware.base import PlatformBase
+from engines.weight_sync.shared_memory import SharedMemoryTransport
 from hardware.detection import planned
 from infra.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Sender:
-    """The process that sends weights; `has_device` is True if it has a device of the platform."""
+    """The processes that have the weights.
 
-    node: str
+    `nodes` has the Ray node of each rank. `has_device` is True if they have devices of the
+    platform.
+    """
+
+    nodes: tuple[str, ...]
     has_device: bool
-    num_ranks: int = 1
 
 
 def choose_transport(
@@ -53,8 +59,10 @@ def choose_transport(
     """Return a factory of the weight transport to replicas. Ray must be connected.
 
     `auto` takes the first that is possible: device IPC if the weights are on an accelerator that
-    has it, shared memory, a communicator. An `adapter` is small and goes over the CPU. Device IPC
-    becomes shared memory for an adapter, and for a sender without a device.
+    has it, shared memory, a communicator. The first two need a rank on the node of each replica;
+    the lowest rank of a node sends there, so no weights go from node to node. An `adapter` is small
+    and goes over the CPU. Device IPC becomes shared memory for an adapter, and for a sender without
+    a device.
 
     Raises:
         ConfigError: the requested transport does not reach a replica, the platform has no device
@@ -62,37 +70,35 @@ def choose_transport(
     """
     rollout = spec.rollout
     names = served_float32_names(spec.serving_dir, getattr(torch, spec.dtype))
-    elsewhere = sorted({place.address for place in places if place.node != sender.node})
+    elsewhere = sorted({place.address for place in places if place.node not in sender.nodes})
     if rollout.transport in {"shared_memory", "device_ipc"} and elsewhere:
         raise ConfigError(
             "rollout.transport",
-            f"got {rollout.transport}, and replicas on {', '.join(elsewhere)}; need all of them on "
-            "the node that sends the weights; choose auto",
+            f"got {rollout.transport}, and replicas on {', '.join(elsewhere)}; need a rank with "
+            "the weights on the node of each; choose auto",
         )
-    if not elsewhere and (device := _ipc_device(spec, sender, adapter=adapter)) is not None:
+    if not elsewhere and rollout.transport != "collective":
         return partial(
-            device_ipc.open_transport,
-            device.name,
+            _open_within_nodes(spec, sender, adapter=adapter),
             spec.dtype,
             names,
             rollout.timeout_s,
             this_address(),
+            senders=[sender.nodes.index(place.node) for place in places],
         )
-    if not elsewhere and rollout.transport != "collective":
-        return partial(
-            shared_memory.open_transport, spec.dtype, names, rollout.timeout_s, this_address()
-        )
+    if elsewhere:
+        logger.info("weights go by broadcast: no rank has them on %s", ", ".join(elsewhere))
     own, theirs = torch.__version__, spec.libraries.get("torch", torch.__version__)
     if own.partition("+")[0] != theirs.partition("+")[0]:
         raise ConfigError(
             "rollout.transport",
             f"got {rollout.transport}, torch {own} in the ranks and {theirs} in the replicas; need "
-            "one version for a communicator; place all replicas on the node that sends the weights "
+            "one version for a communicator; place all replicas on nodes of ranks with the weights "
             "and choose shared_memory, or choose another rollout.engine",
         )
     platform = planned(spec.platform if sender.has_device and not adapter else "cpu")
     # The base weights under an adapter are sent only once.
-    num_senders = sender.num_ranks if spec.adapter is None else 1
+    num_senders = len(sender.nodes) if spec.adapter is None else 1
     transport = CollectiveTransport if num_senders == 1 else ShardedTransport
     return partial(
         transport.open,
@@ -108,8 +114,10 @@ def choose_transport(
     )
 
 
-def _ipc_device(spec: ReplicaSpec, sender: Sender, *, adapter: bool) -> PlatformBase | None:
-    """Return the platform whose memory carries weights within a node; None: the host's memory."""
+def _open_within_nodes(
+    spec: ReplicaSpec, sender: Sender, *, adapter: bool
+) -> Callable[..., SharedMemoryTransport]:
+    """Return the function that opens a transport through the memory of devices or of hosts."""
     platform, is_chosen = planned(spec.platform), spec.rollout.transport == "device_ipc"
     if is_chosen and not platform.supports_ipc:
         raise ConfigError(
@@ -118,10 +126,12 @@ def _ipc_device(spec: ReplicaSpec, sender: Sender, *, adapter: bool) -> Platform
             "choose auto",
         )
     if adapter or not (is_chosen or spec.rollout.transport == "auto"):
-        return None
+        return shared_memory.open_transport
     # On a CPU the host's memory is as fast, and its checksums are faster.
     is_useful = sender.has_device if platform.is_assigned_by_ray else is_chosen
-    return platform if is_useful and platform.supports_ipc else None
+    if is_useful and platform.supports_ipc:
+        return partial(device_ipc.open_transport, platform.name)
+    return shared_memory.open_transport
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ RESTART_DEADLINE_S = 900.0
 """Deadline for lost replicas to be up again."""
 
 NewTransport = Callable[[Sequence[int]], Delivery]
+"""Makes a delivery, given the number of workers of the replica in each place; 0 takes no part."""
 Send = Callable[[Any], WeightDigest]
 """Sends weights through a delivery that a `NewTransport` made; returns their digest."""
 MOVES = "the states of replicas"
@@ -58,7 +59,7 @@ class Probe(ABC):
 
 @dataclass(frozen=True)
 class WeightRoute:
-    """Functions that bring tensors to replicas; `new_transport` takes their numbers of workers."""
+    """Functions that bring tensors to replicas."""
 
     new_transport: NewTransport
     send: Send
@@ -163,7 +164,10 @@ class Publisher:
         self, transfer: "_Transfer", route: WeightRoute, expected: WeightDigest | None
     ) -> WeightDigest | None:
         """Send to all slots, compare digests; return the sent one, None if a replica was lost."""
-        transport = route.new_transport([slot.engine.num_workers for slot in transfer.slots])
+        num_workers = [0] * len(self._pool.slots)
+        for slot in transfer.slots:
+            num_workers[slot.place] = slot.engine.num_workers
+        transport = route.new_transport(num_workers)
         try:
             sent, failure = self._send(transfer, transport, route.send)
         finally:
@@ -303,8 +307,10 @@ class _Transfer:
 
     async def run(self, transport: Delivery) -> None:
         """Load the tensors into all replicas; the first failure stops the sender."""
-        pairs = zip(self.slots, transport.sources, strict=True)
-        await asyncio.gather(*(self._take(slot, source, transport) for slot, source in pairs))
+        sources = transport.sources
+        await asyncio.gather(
+            *(self._take(slot, sources[slot.place], transport) for slot in self.slots)
+        )
 
     async def _take(self, slot: ReplicaSlot, source: WeightSource, transport: Delivery) -> None:
         engine = slot.engine

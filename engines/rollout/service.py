@@ -239,7 +239,7 @@ class RolloutService:
         """Send new weights to every replica; they serve once all hold what was sent.
 
         Args:
-            new_transport: makes the delivery, from the number of workers of each replica.
+            new_transport: makes the delivery.
             send: has the trainer send; called in this thread, also for late replicas until the next
                 `sync`.
             adapter: sends an adapter alone; then the weights go only to replicas that lack them.

@@ -48,10 +48,11 @@ def open_transport(
     host: str,
     num_workers: Sequence[int],
     bucket_bytes: int = BUCKET_BYTES,
+    senders: Sequence[int] = (),
 ) -> "DeviceIpcTransport":
     """Return a transport between devices of a platform; see `shared_memory.open_transport`."""
     on_host = shared_memory.open_transport(
-        dtype, float32_names, timeout_s, host, num_workers, bucket_bytes
+        dtype, float32_names, timeout_s, host, num_workers, bucket_bytes, senders
     )
     return DeviceIpcTransport(**vars(on_host), platform=platform)
 
@@ -62,10 +63,9 @@ class DeviceIpcTransport(SharedMemoryTransport):
 
     platform: str
 
-    def source(self, reader: int) -> "DeviceIpcSource":
+    def source(self, reader: int, sender: int) -> "DeviceIpcSource":
         """See the base class."""
-        host, port = self.cancellation.host, self.cancellation.port
-        return DeviceIpcSource(host, port, self.token, reader, self.timeout_s, self.platform)
+        return DeviceIpcSource(**vars(super().source(reader, sender)), platform=self.platform)
 
     def buckets(self, directory: Path) -> Buckets:
         """See the base class."""

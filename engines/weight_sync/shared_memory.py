@@ -1,12 +1,12 @@
-"""Passes weights from a trainer to rollout engines in other processes of its machine.
+"""Passes weights from a trainer to rollout engines in other processes of the same nodes.
 
 Two buckets of shared memory are used in turn. A small file that appears when a bucket is full
 describes it; the bucket is free when every receiver has created a file for it. The sending rank
-makes and removes the directory of these files; the process that opens the transport may be on
-another node.
-Promises: if one side fails or does not come, the others end with an error by the deadline. Memory
-of a killed sender is freed by its receivers, or else by the next sender in its pid namespace.
-Device tensors are copied to the host.
+makes and removes the directory of these files. On each node with receivers one rank sends, and
+memory is shared within a node only; the process that opens the transport may be on another node.
+Promises: no weights go from node to node. If one side fails or does not come, the others end with
+an error by the deadline. Memory of a killed sender is freed by its receivers, or else by the next
+sender in its pid namespace. Device tensors are copied to the host.
 """
 
 import itertools
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Self
 
@@ -38,6 +39,7 @@ from engines.weight_sync.buckets import (
     settle,
 )
 from engines.weight_sync.cancellation import Cancellation
+from engines.weight_sync.rendezvous import GRACE_S
 from infra.errors import DeadlineError
 from infra.faults import fault
 
@@ -55,8 +57,12 @@ def open_transport(
     host: str,
     num_workers: Sequence[int],
     bucket_bytes: int = BUCKET_BYTES,
+    senders: Sequence[int] = (),
 ) -> "SharedMemoryTransport":
-    """Return a transport that this process may cancel, at an address that all its others reach."""
+    """Return a transport that this process may cancel, at an address that all its others reach.
+
+    `senders` has for each receiver the rank on its node that sends; by default rank 0 for all.
+    """
     return SharedMemoryTransport(
         dtype,
         float32_names,
@@ -65,15 +71,16 @@ def open_transport(
         bucket_bytes,
         secrets.token_hex(8),
         Cancellation.open(host),
+        tuple(senders or [0] * len(num_workers)),
     )
 
 
 @dataclass(frozen=True)
 class SharedMemoryTransport:
-    """Transport through shared memory; plain data, so that it can be sent to the sending rank.
+    """Transport through shared memory; plain data, so that it can be sent to the ranks.
 
-    `num_workers` has one number per receiver. A tensor larger than `bucket_bytes` enlarges its
-    bucket. The name of the directory ends with `token`.
+    `num_workers` has one number per receiver, and `senders` its sending rank. A tensor larger than
+    `bucket_bytes` enlarges its bucket. `token` is a part of the names of all directories.
     """
 
     dtype: str
@@ -83,35 +90,50 @@ class SharedMemoryTransport:
     bucket_bytes: int
     token: str
     cancellation: Cancellation
+    senders: tuple[int, ...]
 
     @property
     def sources(self) -> "tuple[SharedMemorySource, ...]":
         """See `Transport`."""
-        return tuple(self.source(first) for first in first_of_each(self.num_workers))
+        return tuple(map(self.source, first_of_each(self.num_workers), self.senders))
 
-    def source(self, reader: int) -> "SharedMemorySource":
+    def source(self, reader: int, sender: int) -> "SharedMemorySource":
         """Return the source of one reader; the workers of all receivers are readers."""
         host, port = self.cancellation.host, self.cancellation.port
-        return SharedMemorySource(host, port, self.token, reader, self.timeout_s)
+        timeout_s = self.timeout_s
+        if len(set(self.senders)) > 1:
+            # Ranks wait for each other, so for the readers of all: the one that waits for a reader
+            # gives up first, and its error names that reader.
+            timeout_s += GRACE_S
+        return SharedMemorySource(host, port, self.directory_token(sender), reader, timeout_s)
+
+    def directory_token(self, sender: int) -> str:
+        """Return the end of a directory's name; containers that are two nodes may share memory."""
+        return f"{self.token}.{sender}"
+
+    def readers(self, sender: int) -> list[int]:
+        """Return the readers to which a rank sends."""
+        served = chain.from_iterable(map(repeat, self.senders, self.num_workers))
+        return [reader for reader, rank in enumerate(served) if rank == sender]
 
     def buckets(self, directory: Path) -> "Buckets":
         """Return the sender's buckets of a transfer."""
         return HostBuckets(directory)
 
     def send(self, tensors: Iterator[tuple[str, Tensor]]) -> WeightDigest:
-        """See `Transport`; rank 0 sends, the other ranks only compute the digest."""
+        """See `Transport`; one rank per node sends, the other ranks only compute the digest."""
         stream = CastStream(
             tensors,
             getattr(torch, self.dtype),
             self.float32_names,
-            self.source(0).checksum_method,
+            self.sources[0].checksum_method,
         )
         with in_step(stream):
-            if rank() == 0:
+            if self.readers(rank()):
                 gone = ReceiverGoneError("a rollout engine gave up while it took weights")
                 with (
                     self.cancellation.watch() as is_cancelled,
-                    _own_directory(self.token) as directory,
+                    _own_directory(self.directory_token(rank())) as directory,
                     _present(directory, gone),
                 ):
                     self._write(stream, TransferFiles(directory, is_cancelled, gone))
@@ -122,9 +144,9 @@ class SharedMemoryTransport:
         self.cancellation.cancel()
 
     def await_readers(self, files: "TransferFiles", key: str, what: str) -> None:
-        """Wait for the file `key` of every reader; `what` completes the error text."""
+        """Wait for the file `key` of this rank's readers; `what` completes the error text."""
         end = time.monotonic() + self.timeout_s
-        for reader in range(sum(self.num_workers)):
+        for reader in self.readers(rank()):
             late = DeadlineError(f"rollout engine {reader} to {what}", self.timeout_s)
             files.wait(f"{key}-{reader}", end, late)
 
