@@ -90,7 +90,7 @@ def transport(platform: PlatformBase) -> Iterator[Callable[[Sequence[int]], Devi
     yield make
     for each in opened:
         each.stop()
-        assert not list(SHARED_MEMORY.glob(f"{PREFIX}*-{each.token}"))
+        assert not list(SHARED_MEMORY.glob(f"{PREFIX}*-{each.token}.*"))
 
 
 def start(sources: Sequence[SharedMemorySource], work: Callable = receive):

@@ -1,5 +1,9 @@
 """Which way weights take to replicas, by where those are."""
 
+import json
+import logging
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +19,15 @@ from engines.weight_sync.collective import CollectiveTransport
 from engines.weight_sync.device_ipc import DeviceIpcTransport
 from engines.weight_sync.sharded import ShardedTransport
 from engines.weight_sync.shared_memory import SharedMemoryTransport
+from infra import env
 from infra.errors import ConfigError
 
 HERE, ELSEWHERE = (Place(n, f"node {n}", f"10.0.0.{n}", 1, {}) for n in (1, 2))
-SENDER = Sender(HERE.node, has_device=True)
+SENDER = Sender((HERE.node,), has_device=True)
+NODES = ["unshare", "--user", "--map-root-user", "--net", "--pid", "--mount", "--fork"]
+NODES += ["--kill-child", "--mount-proc"]
+TRANSFERS = Path(__file__).with_name("transfers_between_nodes.py")
+HANG_S = 300.0
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +60,7 @@ def test_shared_memory_needs_all_replicas_on_the_senders_node(
 
 
 def test_ranks_that_share_the_weights_each_send_their_part(model_dir: Path) -> None:
-    of_two = replace(SENDER, num_ranks=2)
+    of_two = replace(SENDER, nodes=(HERE.node, HERE.node))
     whole = spec(model_dir, "collective")
     made = choose_transport(whole, (HERE, ELSEWHERE), of_two)([1, 2])
     assert isinstance(made, ShardedTransport)
@@ -88,10 +97,80 @@ def test_device_memory_is_used_where_devices_share_it(
     monkeypatch.setattr(rollout, "this_address", lambda: "127.0.0.1")
     own = spec(model_dir, transport)
     on_devices = replace(own, platform=platform, libraries={"torch": "99.1"})
-    sender = Sender(HERE.node, has_device)
+    sender = Sender((HERE.node,), has_device)
     made = choose_transport(on_devices, (HERE,), sender, adapter=adapter)([2])
     assert type(made) is kind
     made.stop()
+
+
+@pytest.mark.parametrize(
+    ("places", "senders"),
+    [
+        ((HERE, HERE, ELSEWHERE, ELSEWHERE), (0, 0, 2, 2)),  # beside the ranks
+        ((ELSEWHERE, HERE, ELSEWHERE), (2, 0, 2)),
+        ((ELSEWHERE,), (2,)),
+    ],
+)
+@pytest.mark.parametrize(
+    ("transport", "kind"),
+    [
+        ("auto", SharedMemoryTransport),
+        ("shared_memory", SharedMemoryTransport),
+        ("device_ipc", DeviceIpcTransport),
+    ],
+)
+def test_the_lowest_rank_of_each_node_sends_there(
+    model_dir: Path, transport: TransportName, kind, places, senders
+) -> None:
+    of_two_nodes = Sender((HERE.node, HERE.node, ELSEWHERE.node, ELSEWHERE.node), False)
+    for adapter in (False, True):
+        new = choose_transport(spec(model_dir, transport), places, of_two_nodes, adapter=adapter)
+        made = new([1] * len(places))
+        assert type(made) is (SharedMemoryTransport if adapter else kind)
+        assert made.senders == senders
+        made.stop()
+
+
+def test_a_replica_without_a_rank_on_its_node_is_told(model_dir: Path, caplog) -> None:
+    of_two_nodes = Sender((HERE.node, ELSEWHERE.node), has_device=False)
+    third = Place(3, "node 3", "10.0.0.3", 1, {})
+    with caplog.at_level(logging.INFO):
+        made = choose_transport(spec(model_dir, "auto"), (HERE, third), of_two_nodes)([1, 1])
+    assert isinstance(made, ShardedTransport)
+    assert "weights go by broadcast: no rank has them on 10.0.0.3" in caplog.text
+    made.stop()
+
+
+@pytest.mark.slow
+def test_no_weights_go_from_node_to_node(model_dir: Path) -> None:
+    """Two nodes with two ranks and two replicas each; a broadcast shows what is counted."""
+    probe = ["sh", "-c", "mount -t tmpfs tmpfs /dev/shm && ip link set lo up"]
+    try:
+        subprocess.run([*NODES, *probe], check=True, capture_output=True, timeout=HANG_S)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"needs namespaces of users, mounts and networks, and ip: {error}")
+    ended = subprocess.run(
+        [*NODES, sys.executable, str(TRANSFERS), str(model_dir)],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        env=env.child_environment(PYTHONPATH=str(Path(__file__).parents[4])),
+    )
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout)
+    weight_bytes, ways = 8 * 2**20, told["ways"]
+    kinds = [ways[name]["kind"] for name in ("auto", "device_ipc")]
+    assert kinds == ["SharedMemoryTransport", "DeviceIpcTransport"]
+    for name, way in ways.items():
+        assert way["held"] == way["sent"] == [way["sent"][0]] * 4
+        if name == "collective":
+            assert way["network_bytes"] > 4 * weight_bytes
+            continue
+        assert way["network_bytes"] < weight_bytes / 20
+        # Each node's replicas read that node's memory; the driver has another.
+        one, two = (set(devices) for devices in way["devices"])
+        assert len(one) == len(two) == 1
+        assert len({*one, *two, told["own device"]}) == 3
 
 
 def test_device_memory_is_refused_where_it_cannot_be_shared(model_dir: Path) -> None:
@@ -113,6 +192,6 @@ def test_no_communicator_joins_two_versions_of_torch(model_dir: Path) -> None:
 def test_devices_broadcast_among_themselves(model_dir: Path) -> None:
     on_devices = replace(spec(model_dir, "collective"), platform="nvidia")
     for has_device, expected in ((True, ("nccl", "cuda")), (False, ("gloo", "cpu"))):
-        made = choose_transport(on_devices, (HERE,), Sender(HERE.node, has_device))([2])
+        made = choose_transport(on_devices, (HERE,), Sender((HERE.node,), has_device))([2])
         (source,) = made.sources
         assert (source.backend, source.device_name) == expected

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engines.checksum import combine, tensor_checksum
 from engines.errors import WeightSyncError
-from engines.weight_sync import device_ipc, shared_memory
+from engines.weight_sync import buckets, device_ipc, shared_memory
 from engines.weight_sync.base import ReceiverGoneError
 from engines.weight_sync.shared_memory import (
     PREFIX,
@@ -39,7 +39,7 @@ HANG_S = 60.0
 
 
 def directories(transport: SharedMemoryTransport) -> list[Path]:
-    return list(SHARED_MEMORY.glob(f"{PREFIX}*-{transport.token}"))
+    return list(SHARED_MEMORY.glob(f"{PREFIX}*-{transport.token}.*"))
 
 
 def weights() -> list[tuple[str, Tensor]]:
@@ -51,8 +51,8 @@ def weights() -> list[tuple[str, Tensor]]:
     return [*named, ("steps", torch.arange(9)), ("mask", torch.arange(70) % 3 == 0)]
 
 
-def on_device(*arguments) -> device_ipc.DeviceIpcTransport:
-    return device_ipc.open_transport("cpu", *arguments)
+def on_device(*arguments, **more) -> device_ipc.DeviceIpcTransport:
+    return device_ipc.open_transport("cpu", *arguments, **more)
 
 
 @pytest.fixture(params=[shared_memory.open_transport, on_device], ids=["host", "device"])
@@ -234,6 +234,92 @@ def test_the_opener_ends_a_transfer_that_it_cannot_see(transport, is_before: boo
     for thread in threads:
         thread.join(timeout=HANG_S)
     assert sorted(failures) == ["reader", "sender"]
+
+
+def on_two_nodes(open_transport, timeout_s: float, *num_workers: int) -> SharedMemoryTransport:
+    """As of two replicas, each beside a rank."""
+    return open_transport(
+        "bfloat16", frozenset(), timeout_s, HOST, num_workers, BUCKET_BYTES, senders=[0, 1]
+    )
+
+
+def send_as(rank: int, sending: SharedMemoryTransport, gathered, results, late_s: float) -> None:
+    """Each tensor waits for the other rank, as when ranks gather it together."""
+
+    def tensors():
+        for named in weights():
+            gathered.wait(HANG_S)
+            yield named
+
+    shared_memory.rank, buckets.world_size = lambda: rank, lambda: 2
+    time.sleep(late_s)
+    try:
+        sent = sending.send(tensors())
+    except (ReceiverGoneError, DeadlineError) as error:
+        results.put((rank, f"{type(error).__name__}: {error}"))
+    else:
+        results.put((rank, sent.digest))
+
+
+def two_ranks(sending: SharedMemoryTransport, late_s: float = 0.0) -> Callable[[], dict[int, str]]:
+    context = multiprocessing.get_context("fork")
+    results, gathered = context.Queue(), context.Barrier(2)
+    for rank in (0, 1):
+        context.Process(
+            target=send_as, args=(rank, sending, gathered, results, late_s * rank), daemon=True
+        ).start()
+    return lambda: dict(results.get(timeout=HANG_S) for _ in range(2))
+
+
+def test_a_rank_of_each_node_sends_to_its_own_readers(open_transport) -> None:
+    sending = on_two_nodes(open_transport, 600.0, 2, 1)
+    first, second = sending.sources
+    readers, results = in_processes([first, first.of_worker(1), second])
+    sent = two_ranks(sending)()
+    found = sorted(results.get(timeout=HANG_S) for _ in readers)
+    sending.stop()
+    assert sent[0] == sent[1]
+    assert found == [(n, sent[0], len(weights())) for n in range(3)]
+    assert not directories(sending)
+
+
+def test_a_rank_whose_replicas_take_no_part_sends_nothing(open_transport) -> None:
+    """As when one replica was lost and gets the weights late."""
+    sending = on_two_nodes(open_transport, 600.0, 0, 1)
+    _, results = in_processes(sending.sources[1:])
+    sent = two_ranks(sending)()
+    sending.stop()
+    assert sent[0] == sent[1] == results.get(timeout=HANG_S)[1]
+
+
+def test_a_reader_that_gives_up_does_not_stop_the_other_node(open_transport) -> None:
+    sending = on_two_nodes(open_transport, 600.0, 1, 1)
+    _, results = in_processes(sending.sources[:1])
+    in_processes(sending.sources[1:], _give_up)
+    sent = two_ranks(sending)()
+    assert sent[1] == "ReceiverGoneError: a rollout engine gave up while it took weights"
+    assert results.get(timeout=HANG_S) == (0, sent[0], len(weights()))
+    sending.stop()
+    assert not directories(sending)
+
+
+def test_a_reader_waits_for_the_deadline_of_another_node() -> None:
+    """The ranks gather together, so its own rank waits for the other's, and that for a reader."""
+    sending = on_two_nodes(shared_memory.open_transport, 1.0, 1, 1)
+    _, results = in_processes(sending.sources[:1])
+    sent = two_ranks(sending, late_s=0.5)()
+    assert sent[1] == "DeadlineError: gave up after 1 s waiting for rollout engine 1 to come"
+    assert results.get(timeout=HANG_S) == (0, sent[0], len(weights()))
+    sending.stop()
+
+
+def test_the_opener_ends_the_senders_of_all_nodes(open_transport) -> None:
+    sending = on_two_nodes(open_transport, 600.0, 1, 1)
+    ranks = two_ranks(sending)
+    wait_for(lambda: len(directories(sending)) == 2, "senders", HANG_S, poll_s=0.01)
+    sending.stop()
+    assert all(text.startswith("ReceiverGoneError") for text in ranks().values())
+    assert not directories(sending)
 
 
 def test_what_a_killed_sender_left_goes_with_the_next(transport) -> None:
