@@ -1,5 +1,7 @@
 """The root of the exception tree, and the errors of `infra`; `engines.errors` continues it.
 
+`on_failure` undoes or records what an exception interrupts.
+
     PipelineError                     base of the errors here and in `engines.errors`
     ├── ConfigError                   invalid user input: one line, exit code 2
     │   └── UnknownPluginError        no plugin of that name; lists the known names
@@ -24,6 +26,8 @@ must not look like a missing file.
 """
 
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 EXIT_USER_ERROR = 2
 """Exit code of a process that stops because of a `ConfigError`."""
@@ -121,3 +125,16 @@ class DeadlineError(PipelineError):
 
     def __reduce__(self) -> tuple[type["DeadlineError"], tuple[str, float]]:
         return (DeadlineError, (self.waited_for, self.deadline_s))
+
+
+@contextmanager
+def on_failure(act: Callable[[BaseException], object]) -> Iterator[None]:
+    """Scope that calls `act` with any exception that leaves it; the exception goes on."""
+
+    def left(kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            act(error)
+
+    with ExitStack() as stack:
+        stack.push(left)
+        yield

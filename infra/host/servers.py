@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from infra import env
-from infra.errors import ServiceError
+from infra.errors import ServiceError, on_failure
 from infra.faults import fault
 from infra.frozen_model import FrozenModel
 from infra.host.ports import answers_ok
@@ -122,15 +122,13 @@ def start(home: Path, command: ServerCommand, *, persistent: bool) -> ServerReco
     path = record_path(home, command.name)
     save_record(path, record)
     fault("server.before_start")
-    with contextlib.ExitStack() as undo:
-        undo.callback(lambda: stop(home, record))
+    with on_failure(lambda _: stop(home, record)):
         environment = {**command.environment}
         environment.pop(env.RLHF_FAULTS.name, None)
         process = start_detached(command.argv, record.log_path, environment, mark=record.mark)
         fault("server.before_record")
         record = record.model_copy(update={"process": process})
         save_record(path, record)
-        undo.pop_all()
     fault("server.recorded")
     return record
 

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from infra import env
-from infra.errors import ConfigError, DeadlineError, JobSubmitError, ServiceError
+from infra.errors import ConfigError, DeadlineError, JobSubmitError, ServiceError, on_failure
 from infra.faults import fault
 from infra.host import servers
 from infra.host.ports import answers_ok, pick_port, pick_ports
@@ -165,11 +165,9 @@ def _start(
     # more than about 30 s to load on a busy machine.
     for remaining in reversed(range(NUM_STARTS)):
         try:
-            with contextlib.ExitStack() as undo:
-                record = servers.start(home, command(), persistent=persistent)
-                undo.callback(servers.stop, home, record)
+            record = servers.start(home, command(), persistent=persistent)
+            with on_failure(lambda _, record=record: servers.stop(home, record)):
                 servers.wait_until_ready(record, partial(is_ready, record), given_up=given_up)
-                undo.pop_all()
                 return record
         except (ServiceError, DeadlineError) as error:
             if given_up() or not remaining:

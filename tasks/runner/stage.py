@@ -9,7 +9,6 @@ Does not promise: a retry of a failed job. The next run resumes from its newest 
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
 
@@ -19,6 +18,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from engines.config.stages.base import Runtime
+from infra.errors import on_failure
 from infra.ray.jobs import RayJobs
 from infra.store.stage_log import LogEntry, current_generation
 from infra.store.stage_spec import CommitRecord
@@ -193,9 +193,7 @@ class StageContext:
             ours=ours,
         )
 
-        def on_failure(kind: object, error: BaseException | None, traceback: object) -> None:
-            if error is None:
-                return
+        def record_failure(error: BaseException) -> None:
             if follower.ray_job and not follower.others_wait:
                 self.followed.add(follower.ray_job)
             committed = StageHistory(self._storage).commit(request.fingerprint, of)
@@ -205,10 +203,8 @@ class StageContext:
                 self._recorder.stage_finished(request, committed, of)
             error.add_note(request.label)
 
-        with ExitStack() as stack:
-            stack.push(on_failure)
+        with on_failure(record_failure):
             record = follower.follow(self._ray_jobs(), on_record)
-            stack.pop_all()
         log = self._storage.attempts.entries(request.fingerprint)[: record.attempt + 1]
         self.followed.add(log[-1].holder.ray_job)
         self._recorder.stage_finished(request, record, current_generation(log))

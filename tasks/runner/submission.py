@@ -8,14 +8,13 @@ import logging
 import sys
 import uuid
 from collections.abc import Mapping
-from contextlib import ExitStack
 
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
 
 from engines.config.stages.base import Runtime
 from infra import env
-from infra.errors import ArtifactError, JobSubmitError
+from infra.errors import ArtifactError, JobSubmitError, on_failure
 from infra.ray.api import JobRequest
 from infra.ray.jobs import RayJobs
 from infra.redact import redact
@@ -103,17 +102,15 @@ class Submission:
             adopted = link_adopted(self._adopts, storage, fingerprint, attempt)
         storage.attempts.hold(fingerprint, holder, attempt, force, adopted)
 
-        def on_failure(kind: object, error: BaseException | None, traceback: object) -> None:
-            if error is not None:
-                problem = JobProblem(
-                    type=type(error).__name__,
-                    message=f"was not submitted: {redact(str(error))}",
-                    exit_code=1,
-                )
-                self.channel.write_error(attempt, problem)
+        def record(error: BaseException) -> None:
+            problem = JobProblem(
+                type=type(error).__name__,
+                message=f"was not submitted: {redact(str(error))}",
+                exit_code=1,
+            )
+            self.channel.write_error(attempt, problem)
 
-        with ExitStack() as stack:
-            stack.push(on_failure)
+        with on_failure(record):
             first = storage.attempts.generation(fingerprint, attempt)[0]
             if adopted := first.adopted:
                 copy_adopted_steps(storage, request, adopted, attempt, attempt == first.number)
@@ -127,7 +124,6 @@ class Submission:
             )
             if not jobs.submit(name, job):
                 raise JobSubmitError(f"a job {name} already exists")
-            stack.pop_all()
 
     def _specification(self, request: StageRequest, attempt: int, holder: str) -> StageSpec:
         after = request.then

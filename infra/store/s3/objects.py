@@ -27,7 +27,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple, Self
@@ -55,6 +55,7 @@ from infra.errors import (
     StoreDeniedError,
     StoreError,
     StoreUnreachableError,
+    on_failure,
 )
 from infra.store.artifacts import MANIFEST_NAME, FileEntry, Manifest, parse_manifest
 from infra.store.files import Files, Found
@@ -375,12 +376,11 @@ class Objects(Files):
         at, client = self._at(name), self._client
         upload = client.create_multipart_upload(**at, ChecksumAlgorithm="SHA256")["UploadId"]
 
-        def abandon() -> None:
+        def abandon(_: BaseException) -> None:
             with suppress(BotoCoreError, ClientError):
                 client.abort_multipart_upload(**at, UploadId=upload)
 
-        with ExitStack() as undo:
-            undo.callback(abandon)
+        with on_failure(abandon):
             whole, parts = hashlib.sha256(), []
             size_bytes = max(PART_BYTES, -(-entry.size_bytes // MAX_PARTS))
             while data := file.read(size_bytes):
@@ -392,7 +392,6 @@ class Objects(Files):
             client.complete_multipart_upload(
                 **at, UploadId=upload, MultipartUpload={"Parts": parts}
             )
-            undo.pop_all()
 
     def _told(self, name: str) -> AbstractContextManager[None]:
         return told(self.place(name), self.endpoint)
