@@ -12,14 +12,14 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 
 from infra import env
-from infra.errors import DeadlineError
+from infra.errors import DeadlineError, on_failure
 
 Options = Mapping[str, Any]
 """Keyword arguments of `ray.remote` that reserve resources."""
@@ -93,10 +93,8 @@ class Pool:
     @contextmanager
     def closed_on_error(self) -> Iterator["Pool"]:
         """Yield the pool, and close it if the block raises."""
-        with ExitStack() as undo:
-            undo.callback(self.close)
+        with on_failure(lambda _: self.close()):
             yield self
-            undo.pop_all()
 
     def close(self) -> None:
         """Release everything and kill what still runs there; may be called again."""

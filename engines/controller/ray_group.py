@@ -13,7 +13,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -49,7 +49,7 @@ from engines.controller.worker_group import (
 from engines.errors import WorkerError
 from engines.remote_files import DiskAccess, access_for
 from engines.types import TokenBatch
-from infra.errors import DeadlineError, PipelineError
+from infra.errors import DeadlineError, PipelineError, on_failure
 from infra.host.stacks import ask_for_stacks
 from infra.plugins import import_external_modules
 from infra.store.heartbeat import BeatWatch, Heartbeat, read_beat
@@ -122,10 +122,8 @@ class RayWorkerGroup(WorkerGroup):
             for rank in range(options.world_size)
         ]
         options.log_dir.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as undo:
-            undo.callback(self._kill)
+        with on_failure(lambda _: self._kill()):
             self._start(factory)
-            undo.pop_all()
 
     def run(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a `@dispatch` method on the ranks and return its collected result."""

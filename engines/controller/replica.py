@@ -43,7 +43,7 @@ from engines.rollout.replica_pool import SILENCE
 from engines.types import Completion, RolloutRequest
 from engines.weight_sync.base import WeightDigest, WeightSource
 from hardware.detection import check_planned, detect
-from infra.errors import ConfigError, DeadlineError, PipelineError
+from infra.errors import ConfigError, DeadlineError, PipelineError, on_failure
 from infra.host.processes import ProcessIdentity, is_alive, own_identity
 from infra.identity.fingerprint import refuse_other_libraries
 from infra.plugins import import_external_modules
@@ -334,10 +334,8 @@ class RayReplicas:
         """Kill a lost replica and start another in its place."""
         cast(RemoteReplica, lost).kill()
         replica = self._create(place)
-        with ExitStack() as undo:
-            undo.callback(replica.kill)
+        with on_failure(lambda _: replica.kill()):
             await replica.build()
-            undo.pop_all()
         logger.info("replica %d is up again", place)
         return replica
 

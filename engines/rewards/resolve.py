@@ -10,7 +10,6 @@ per sample.
 import ast
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
@@ -31,7 +30,7 @@ from engines.rewards.base import (
     is_correct,
     judge,
 )
-from infra.errors import ConfigError
+from infra.errors import ConfigError, on_failure
 from infra.identity.fingerprint import parsed_file
 from infra.plugins import load_target
 
@@ -108,12 +107,10 @@ def load(target: str) -> ComputeScore:
         raise ConfigError(_FIELD, f"got {target!r}; need a Python file")
     module = module_from_spec(spec)
     sys.path.insert(0, str(Path(path).parent))
-    with ExitStack() as failed:
-        # Dataclasses look their module up in sys.modules while its code runs.
-        sys.modules[module_name] = module
-        failed.callback(sys.modules.pop, module_name)
+    # Dataclasses look their module up in sys.modules while its code runs.
+    sys.modules[module_name] = module
+    with on_failure(lambda _: sys.modules.pop(module_name)):
         spec.loader.exec_module(module)
-        failed.pop_all()
     return getattr(module, name)
 
 

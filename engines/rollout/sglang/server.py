@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
-from contextlib import ExitStack, aclosing
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import aiohttp
 from engines.errors import ReplicaLostError, RolloutError
 from engines.rollout.sglang.server_main import ARGUMENTS, REFUSAL, remove, shared_memory_of
 from infra import env
-from infra.errors import ConfigError, DeadlineError
+from infra.errors import ConfigError, DeadlineError, on_failure
 from infra.host.ports import answers_ok, pick_ports
 from infra.host.processes import is_alive, start_detached, stop_all
 from infra.host.records import log_tail
@@ -113,10 +113,8 @@ class Server:
 def start(arguments: Mapping[str, Any], environment: Mapping[str, str | None]) -> Server:
     """Start a server and wait until it takes requests, or stop it and raise a PipelineError."""
     server = Server(arguments, environment)
-    with ExitStack() as undo:
-        undo.callback(server.stop)
+    with on_failure(lambda _: server.stop()):
         server.await_ready()
-        undo.pop_all()
     return server
 
 
