@@ -13,9 +13,6 @@ from pathlib import Path
 from pydantic import Field
 
 from engines.config.base import StrictModel
-from hardware.accelerator import AcceleratorPlatform
-from hardware.amd import AMDPlatform
-from hardware.nvidia import NvidiaPlatform
 from infra.errors import ConfigError
 
 _OPTION = "--on"
@@ -67,38 +64,18 @@ class Machine(StrictModel):
         )
 
 
-def _kind(
-    platform: type[AcceleratorPlatform], product: str, memory_gib: float, memory: float,
-    link: float, host_link: float = 64e9, network: float = 50e9,
-) -> Machine:  # fmt: skip
-    return Machine(
-        name=product,
-        platform=platform.vendor_name,
-        num_devices=8,
-        memory_bytes=int(memory_gib * 2**30),
-        peak_flops_per_s=dict(dict(platform.peaks)[product]),
-        memory_bytes_per_s=memory,
-        link_bytes_per_s=link,
-        network_bytes_per_s=network,
-        host_link_bytes_per_s=host_link,
-        host_memory_bytes=2048 * 10**9,
-    )
-
-
-# Memory bandwidth; link to other devices (half of the two-way figure) and to the host (PCIe x16).
-# The network is one 400 Gb/s port a device (A100: 200), host memory that of DGX and HGX, 2 TB.
 KINDS: Mapping[str, Machine] = {
-    # NVIDIA A100 80GB data sheet (SXM4), 2022.
-    "a100": _kind(NvidiaPlatform, "A100", 79.1, 2.039e12, 300e9, 32e9, network=25e9),
-    # NVIDIA H100 data sheet (SXM5), 2023.
-    "h100": _kind(NvidiaPlatform, "H100", 79.1, 3.35e12, 450e9),
-    # NVIDIA H200 data sheet (SXM5), 2024.
-    "h200": _kind(NvidiaPlatform, "H200", 139.8, 4.8e12, 450e9),
-    # NVIDIA HGX B200 data sheet, 2025.
-    "b200": _kind(NvidiaPlatform, "B200", 178.3, 7.7e12, 900e9),
-    # AMD Instinct MI300X data sheet, 2023: seven links of 64 GB/s.
-    "mi300": _kind(AMDPlatform, "MI300X", 191.9, 5.3e12, 448e9),
+    name: Machine.model_validate(values)
+    for name, values in json.loads(
+        Path(__file__).with_name("machines.json").read_text(encoding="utf-8")
+    ).items()
 }
+"""Nodes of eight devices by name, as files describe them; peaks are those of `hardware`.
+
+Data sheets: A100 80GB (SXM4, 2022), H100 (SXM5, 2023), H200 (SXM5, 2024), HGX B200 (2025), MI300X
+(2023, seven links of 64 GB/s). Links to devices are half of the two-way figure, those to the host
+PCIe x16. The network is one 400 Gb/s port a device (A100: 200), host memory that of DGX and HGX.
+"""
 
 
 def machine_of(text: str) -> Machine:

@@ -17,7 +17,10 @@ from engines.cost.model_shape import ModelShape
 from engines.cost.workload import ShapeOf
 from infra.errors import ConfigError
 
-PUBLISHED = Path(__file__).with_name("published_models.json")
+PUBLISHED_MODELS: Mapping[str, Mapping[str, Any]] = json.loads(
+    Path(__file__).with_name("published_models.json").read_text(encoding="utf-8")
+)
+"""Sizes of published models by hub id."""
 _CONFIG = "config.json"
 
 
@@ -55,17 +58,11 @@ def made(model: ModelConfig) -> Mapping[str, Any]:
     }
 
 
-@cache
-def published_models() -> Mapping[str, Mapping[str, Any]]:
-    """Return the sizes of published models by hub id."""
-    return json.loads(PUBLISHED.read_text(encoding="utf-8"))
-
-
 def config_of(setting: str, path: str, revision: str | None = None) -> Mapping[str, Any]:
     """Return a model's `config.json`: of a directory, a published model, or the hub."""
     directory = local_path(path)
-    if directory is None and revision is None and path in published_models():
-        return published_models()[path]
+    if directory is None and revision is None and path in PUBLISHED_MODELS:
+        return PUBLISHED_MODELS[path]
     try:
         file = directory / _CONFIG if directory else _downloaded(path, revision)
         return json.loads(file.read_text(encoding="utf-8"))

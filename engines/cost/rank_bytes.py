@@ -189,18 +189,11 @@ def _peaks_of(role: RoleCost, held: RoleBytes, work: Workload) -> list[PhaseByte
         bucket_bytes=held.gathered + held.reduced,
     )
     at_root = replace(backward, saved_bytes=0, bucket_bytes=held.root_step)
-    step = replace(at_root, bucket_bytes=0, moment_bytes=_step_moments(role, held, training))
-    return [backward, at_root, step]
-
-
-def _step_moments(role: RoleCost, held: RoleBytes, training: TrainingConfig) -> int:
-    """Return the moments on the device during an optimizer step."""
-    is_whole = training.backend == "megatron" or role.keeps_average
-    return (
-        held.moments
-        if is_whole or not training.optimizer_offload
-        else min(held.moments, PARTS_BYTES)
+    comes_in_parts = training.optimizer_offload and not (
+        training.backend == "megatron" or role.keeps_average
     )
+    moments = min(held.moments, PARTS_BYTES) if comes_in_parts else held.moments
+    return [backward, at_root, replace(at_root, bucket_bytes=0, moment_bytes=moments)]
 
 
 def _idle(held: RoleBytes, training: TrainingConfig) -> PhaseBytes:

@@ -5,7 +5,7 @@ from typing import Any
 from engines.config.rollout import RolloutConfig
 from engines.config.training import TrainingConfig
 from engines.cost.machines import machine_of
-from engines.cost.model_config import published_models
+from engines.cost.model_config import PUBLISHED_MODELS
 from engines.cost.model_shape import ModelShape
 from engines.cost.workload import RoleCost, SampledWork, Workload
 
@@ -20,7 +20,7 @@ H100X8 = machine_of("h100x8")
 
 
 def shape_of(model: str = "", *, values: bool = False) -> ModelShape:
-    config = published_models()[model] if model else QWEN3_06B
+    config = PUBLISHED_MODELS[model] if model else QWEN3_06B
     return ModelShape.from_config(config, values=values)
 
 

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from engines.config.training import LoraConfig
-from engines.cost.model_config import published_models
+from engines.cost.model_config import PUBLISHED_MODELS
 from engines.cost.model_shape import ModelShape
 
 SIZES: dict[str, Any] = {
@@ -115,12 +115,12 @@ def test_parameters_of_an_adapter() -> None:
     ],
 )
 def test_sizes_of_published_models(model: str, billions: float) -> None:
-    shape = ModelShape.from_config(published_models()[model])
+    shape = ModelShape.from_config(PUBLISHED_MODELS[model])
     assert shape.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_decoding_reads_the_chosen_experts() -> None:
-    shape = ModelShape.from_config(published_models()["Qwen/Qwen3-30B-A3B-Base"])
+    shape = ModelShape.from_config(PUBLISHED_MODELS["Qwen/Qwen3-30B-A3B-Base"])
     # 3.3 B are active per token, of which 0.3 B are the embedding, which is not read.
     assert shape.num_read(1) / 1e9 == pytest.approx(3.3 - 0.31, rel=0.03)
     everything = shape.num_parameters - shape.embedding_parameters
