@@ -1,8 +1,9 @@
-"""Names in error texts: unknown names, and sections under the user's own names."""
+"""Names of settings: unknown ones and the user's own in error texts, and dotted paths."""
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from infra.errors import ConfigError
 
@@ -33,3 +34,12 @@ def renamed_sections(actual: Mapping[str, str]) -> Iterator[None]:
             if error.path.startswith(section) and rest[:1] in {"", "."}:
                 raise type(error)(f"{actual[section]}{rest}", error.problem) from None
         raise
+
+
+def flattened(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Flatten nested mappings to one with dotted paths; an empty mapping stays a value."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        nested = isinstance(value, Mapping) and value
+        flat |= flattened(value, f"{path}{name}.") if nested else {f"{path}{name}": value}
+    return flat

@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from infra.field_errors import to_config_error
 from infra.frozen_model import FrozenModel
 from infra.identity.fingerprint import module_file
 from infra.identity.imported_code import SCRIPT_KIND
+from infra.names import flattened
 from infra.store.artifacts import EXTERNAL_KIND
 from infra.store.atomic import atomic_write_bytes
 from infra.store.canonical import sha256_json
@@ -154,15 +155,6 @@ def accepted(baseline: Measurement | None, tonight: Measurement) -> Measurement:
         return tonight
     nights = {run.night: run for run in (*baseline.runs, *tonight.runs)}
     return tonight.model_copy(update={"runs": tuple(nights.values())[-MAX_RUNS:]})
-
-
-def flattened(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to one with dotted paths."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        inner = flattened(value, f"{path}{name}.") if isinstance(value, dict) and value else None
-        flat |= inner or {f"{path}{name}": value}
-    return flat
 
 
 ROOT = Path(__file__).resolve().parents[2]

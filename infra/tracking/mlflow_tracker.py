@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infra import env
+from infra.names import flattened
 from infra.redact import redact
 from infra.tracking.mlflow_database import database_lock, ensure_whole
 from infra.tracking.mlflow_lineage import (
@@ -279,13 +280,9 @@ class MlflowTracker:
         return found[0] if found else None
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flatten(values: Mapping[str, Any]) -> dict[str, str]:
     """Flatten nested settings to dotted keys and short texts, secrets masked."""
-    flat: dict[str, str] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, f"{name}."))
-        else:
-            flat[metric_key(name)] = redact(str(value))[:MAX_PARAM_CHARS]
-    return flat
+    return {
+        metric_key(name): redact(str(value))[:MAX_PARAM_CHARS]
+        for name, value in flattened(values).items()
+    }
