@@ -317,24 +317,18 @@ FAILED = "Flow run encountered an exception: "
 OF_THE_USER = {ConfigError.__name__, UnknownPluginError.__name__}
 
 
-def find_deployment(checkout: Path = CHECKOUT) -> UUID | None:
-    """Return the id of the deployment whose workers read the code from `checkout`, or None."""
-    with get_client(sync_client=True) as client:
-        try:
-            found = client.read_deployment_by_name(DEPLOYMENT)
-        except ObjectNotFound:
-            return None
-    steps = [arguments for step in found.pull_steps or [] for arguments in step.values()]
-    is_ours = [{"directory": str(checkout)}] == steps and found.work_pool_name == WORK_POOL
-    return found.id if is_ours else None
-
-
 def find_or_hint(console: Console, checkout: Path = CHECKOUT) -> UUID | None:
-    """Return the id of the deployment; without one, print how to register it and return None."""
-    found = find_deployment(checkout)
-    if found is None:
-        _print_lines(console, HINT.format(checkout=checkout, url=PREFECT_API_URL.value()))
-    return found
+    """Return the id of the deployment whose workers read the code from `checkout`.
+
+    Without one, print how to register it and return None.
+    """
+    with get_client(sync_client=True) as client, suppress(ObjectNotFound):
+        found = client.read_deployment_by_name(DEPLOYMENT)
+        steps = [arguments for step in found.pull_steps or [] for arguments in step.values()]
+        if steps == [{"directory": str(checkout)}] and found.work_pool_name == WORK_POOL:
+            return found.id
+    _print_lines(console, HINT.format(checkout=checkout, url=PREFECT_API_URL.value()))
+    return None
 
 
 def run_served(asked: AskedRun, deployment: UUID, console: Console) -> Report:

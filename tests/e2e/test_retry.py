@@ -227,8 +227,10 @@ def test_a_deployment_of_another_checkout_or_home_is_not_used(
 ) -> None:
     code = """
 from pathlib import Path
-from flows.local.local_run import find_deployment
-print(find_deployment(), find_deployment(Path("/elsewhere")))
+from rich.console import Console
+from flows.local.local_run import find_or_hint
+quiet = Console(quiet=True)
+print(find_or_hint(quiet), find_or_hint(quiet, Path("/elsewhere")))
 """
     url = running_url(home.path, "prefect")
     found = subprocess.run(
