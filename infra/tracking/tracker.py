@@ -7,6 +7,7 @@ nothing; any process may repeat any call, and the repetition changes nothing; re
 failed half way completes it.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,30 +105,31 @@ class Tracker(Protocol):
     """A tracking server, an embedded database, or a file."""
 
     @property
+    @abstractmethod
     def address(self) -> str:
         """Resolved name of the service, equal for two trackers that show the same runs."""
-        ...
 
+    @abstractmethod
     def is_absent(self) -> bool:
         """True if it is known, without contacting the service, that nothing was ever sent to it."""
-        ...
 
+    @abstractmethod
     def origin(self) -> str:
         """Return the identity of the storage behind the address; a new one lacks earlier runs."""
-        ...
 
+    @abstractmethod
     def open_run(self, run: TrackedRun) -> str:
         """Return the id of the run with this key; creates it as RUNNING if there is none."""
-        ...
 
+    @abstractmethod
     def position(self, run_id: str) -> str:
         """Return the position of the last `log_metrics`; empty if there was none."""
-        ...
 
+    @abstractmethod
     def log_metrics(self, run_id: str, points: Sequence[MetricPoint], position: str) -> None:
         """Add points that the run does not have, then store the position of its source."""
-        ...
 
+    @abstractmethod
     def set_state(
         self,
         run_id: str,
@@ -136,12 +138,12 @@ class Tracker(Protocol):
         metrics: Mapping[str, float],
     ) -> None:
         """Set state and tags of a run; `RUNNING` reopens an ended run. Existing metrics stay."""
-        ...
 
+    @abstractmethod
     def log_output(self, run_id: str, output: TrackedOutput) -> None:
         """Show the output of a run; `set_state` sends its digest, kind and location as tags too."""
-        ...
 
+    @abstractmethod
     def log_samples(
         self,
         run_id: str,
@@ -152,20 +154,19 @@ class Tracker(Protocol):
 
         The samples are bounded in number and bytes. Times are in milliseconds since the epoch.
         """
-        ...
 
+    @abstractmethod
     def log_files(self, run_id: str, directory: Path, path: str) -> None:
         """Store the files of a local directory with a run, under `path`."""
-        ...
 
+    @abstractmethod
     def register(self, candidate: ModelCandidate) -> str:
         """Register a model as a version, once per digest; set the alias; return the version."""
-        ...
 
+    @abstractmethod
     def incumbent(self, name: str, alias: str) -> Incumbent | None:
         """Return the version that an alias points to; None without a version."""
-        ...
 
+    @abstractmethod
     def aliased(self) -> Mapping[str, str]:
         """Return `name@alias` of the models that an alias points to, by digest."""
-        ...

@@ -6,6 +6,7 @@ and vendor, libraries, named plugins and the imports of a user's scripts. Projec
 imports counts, except what `UNCOUNTED` lists with its reason.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -257,13 +258,13 @@ class StageRunner(Protocol):
     """Runs stages, or only plans them."""
 
     @property
+    @abstractmethod
     def seed(self) -> int:
         """Seed of the run, from which all randomness of every stage derives."""
-        ...
 
+    @abstractmethod
     def run(self, request: StageRequest) -> StageResult:
         """Run one stage, or return its existing result."""
-        ...
 
 
 def run_stage(
