@@ -19,7 +19,7 @@ from infra.names import unknown_name
 from infra.store.stage_log import latest_commit
 from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import Storage, open_storage
-from infra.tracking.history import StageHistory
+from infra.tracking.journal import StageHistory
 from tasks.runner.earlier_work import DIGITS, EarlierRuns, find_adoptable, half_trained, own_step
 from tasks.runner.run import StageRequest, StageResult
 

@@ -22,7 +22,7 @@ from infra.store.atomic import atomic_write_bytes, make_directories
 from infra.store.canonical import sha256_json
 from infra.store.runs import KnownRun
 from infra.store.storage import Storage, open_storage
-from infra.tracking.history import StageHistory
+from infra.tracking.journal import StageHistory
 from infra.tracking.ledger import told_runs
 
 ROUND = "rl_round"

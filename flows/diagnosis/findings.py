@@ -13,7 +13,7 @@ from infra.store.process_stamp import is_dead
 from infra.store.runs import KnownRun
 from infra.store.stage_log import latest_commit
 from infra.store.work_channel import JobProblem
-from infra.tracking.history import StageHistory
+from infra.tracking.journal import StageHistory
 
 Area = Literal["resources", "communication", "algorithm"]
 """Areas in the order of diagnosis, in which causes come before their symptoms."""

@@ -33,8 +33,7 @@ from infra.store.atomic import atomic_write_bytes
 from infra.store.canonical import sha256_json
 from infra.store.stage_spec import CommitRecord
 from infra.store.storage import open_storage
-from infra.tracking.history import StageHistory
-from infra.tracking.journal import JournalRecord
+from infra.tracking.journal import JournalRecord, StageHistory
 from tasks.runner.run import StageRequest, StageResult
 
 MAX_RUNS = 10

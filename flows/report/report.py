@@ -32,8 +32,7 @@ from infra.tracking.comparison import (
     PAIR_MARGIN,
     verdicts,
 )
-from infra.tracking.history import StageHistory
-from infra.tracking.journal import JournalRecord
+from infra.tracking.journal import JournalRecord, StageHistory
 from tasks.runner.run import StageResult, headline_metric
 
 REPORT_JSON = "report.json"

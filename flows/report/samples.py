@@ -15,7 +15,7 @@ from pathlib import Path
 
 from flows.diagnosis.findings import finite_points
 from flows.diagnosis.rules import CURVES
-from infra.tracking.history import StageHistory
+from infra.tracking.journal import StageHistory
 from infra.tracking.samples import KeptSample, read_samples, within
 
 PAGE_NAME = "samples.html"

@@ -34,7 +34,7 @@ from infra.redact import redact
 from infra.store.artifacts import digest_in_path
 from infra.store.canonical import sha256_json
 from infra.store.storage import open_storage
-from infra.tracking.history import StageHistory
+from infra.tracking.journal import StageHistory
 from infra.tracking.ledger import Ledger
 from infra.tracking.mirrors.fan_out import FanOut
 from infra.tracking.shipper import Shipper

@@ -23,7 +23,7 @@ from infra.redact import redact
 from infra.services.stack import tracking_address
 from infra.store.stage_spec import Artifact
 from infra.store.storage import Storage
-from infra.tracking.history import StageHistory
+from infra.tracking.journal import StageHistory
 from infra.tracking.tracker import Incumbent, Tracker, TrackerSettings
 from tasks.runner.run import StageResult
 

@@ -17,7 +17,6 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self
 
 from pydantic import BaseModel, ValidationError
@@ -172,12 +171,7 @@ class Heartbeat:
         self._beats = Repeated(self._look, self._every_s, "heartbeat")
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._beats.end(10 * self._every_s)
         self._beat_or_warn()
         if self._on_stall is not None:

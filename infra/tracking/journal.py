@@ -1,7 +1,8 @@
 """A stage's append-only journal of metrics, progress and log lines: one strict JSON line each.
 
 Each attempt of a stage appends to its own segment; `read_journal` returns the valid records of a
-generation's segments, as the stage's log defines them, to any number of readers.
+generation's segments, as the stage's log defines them, to any number of readers. `StageHistory`
+reads specifications and commits, too.
 Promises: a record survives any kill and power loss once its method returns (fsync); opening cuts an
 incomplete tail; a metric of a step is recorded once, so steps that are repeated after a resume add
 no duplicates; times never decrease; a full disk delays a record and does not end the job.
@@ -13,20 +14,19 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from pydantic import ValidationError, field_serializer
 
-from infra.errors import JournalError
+from infra.errors import ConfigError, JournalError
 from infra.faults import fault
 from infra.frozen_model import FrozenModel
 from infra.store.atomic import fsync_directory
 from infra.store.canonical import canonical_json
 from infra.store.files import read_stretch
-from infra.store.stage_spec import Adoption
+from infra.store.stage_spec import Adoption, CommitRecord, StageSpec
 from infra.store.storage import Storage
 from infra.waiting import when_there_is_room
 
@@ -130,12 +130,7 @@ class Journal(AbstractContextManager["Journal"]):
         """Close the file; a second call has no effect."""
         self._file.close()
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _append(self, *records: JournalRecord) -> None:
@@ -215,6 +210,44 @@ def read_journal(
         if storage.attempts.journal_segments(fingerprint, attempt) == segments:
             return records, new
         records, new = [], dict(positions)
+
+
+class StageHistory:
+    """Reads journals, specifications and commits of the stages of one store."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+
+    def records(
+        self, fingerprint: str, position: str, generation: int | None = None
+    ) -> tuple[list[JournalRecord], str]:
+        """Return the journal records of a stage after a position, and the new position.
+
+        An empty position is the start. `generation` is its first attempt's number; None: the
+        newest.
+
+        Raises:
+            JournalError: the journal is damaged, or the position does not belong to it.
+        """
+        try:
+            read = {int(number): end for number, end in json.loads(position or "{}").items()}
+        except (ValueError, AttributeError):
+            raise JournalError(f"{position!r} is no position of a journal") from None
+        records, new = read_journal(self.storage, fingerprint, read, generation)
+        return records, json.dumps(new, sort_keys=True)
+
+    def specification(self, fingerprint: str) -> StageSpec | None:
+        """Return the newest readable specification of a stage; None if there is none."""
+        for entry in reversed(self.storage.attempts.entries(fingerprint)):
+            if entry.kind == "held":
+                with suppress(ConfigError):
+                    return self.storage.channel(fingerprint).read_specification(entry.number)
+        return None
+
+    def commit(self, fingerprint: str, generation: int) -> CommitRecord | None:
+        """Return the commit of a generation (number of its first attempt); None without one."""
+        members = self.storage.attempts.generation(fingerprint, generation)
+        return members[-1].record if members else None
 
 
 def _records(data: bytes, offset: int, where: str) -> tuple[list[JournalRecord], int]:

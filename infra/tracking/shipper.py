@@ -19,8 +19,7 @@ from functools import partial
 from infra.errors import JournalError, PipelineError
 from infra.host.processes import num_bytes_read
 from infra.redact import redact
-from infra.tracking.history import StageHistory
-from infra.tracking.journal import JournalRecord
+from infra.tracking.journal import JournalRecord, StageHistory
 from infra.tracking.ledger import Ledger, RunEntry
 from infra.tracking.promotion import PROMOTION
 from infra.tracking.shown_stage import register, show_stage

@@ -15,7 +15,7 @@ from functools import partial
 from infra.errors import ArtifactError
 from infra.redact import redact
 from infra.store.artifacts import Manifest
-from infra.tracking.history import StageHistory
+from infra.tracking.journal import StageHistory
 from infra.tracking.ledger import RunEntry
 from infra.tracking.promotion import CHALLENGER, INCUMBENT, Decision
 from infra.tracking.samples import read_samples, within

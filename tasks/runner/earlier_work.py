@@ -32,8 +32,7 @@ from infra.store.stage_log import latest_commit
 from infra.store.stage_spec import Adoption, Artifact, StageSpec, some
 from infra.store.step_directories import link_checkpoint, newest_valid
 from infra.store.storage import Storage
-from infra.tracking.history import StageHistory
-from infra.tracking.journal import Journal, num_done, read_journal
+from infra.tracking.journal import Journal, StageHistory, num_done, read_journal
 from tasks.runner.run import STAGE_SCHEMA_VERSION, StageRequest
 
 REFUSED = "a value that this version refuses"

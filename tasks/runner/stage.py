@@ -23,8 +23,7 @@ from infra.ray.jobs import RayJobs
 from infra.store.stage_log import LogEntry, current_generation
 from infra.store.stage_spec import CommitRecord
 from infra.store.storage import Storage
-from infra.tracking.history import StageHistory
-from infra.tracking.journal import JournalRecord
+from infra.tracking.journal import JournalRecord, StageHistory
 from tasks.runner.earlier_work import find_adoptable
 from tasks.runner.following import JobFollower
 from tasks.runner.recorder import Recorder, RunPage, end_status

@@ -12,7 +12,7 @@ from flows.local.local_run import load_own_flow
 from flows.report.report import Report, plot_data
 from infra.errors import ConfigError
 from infra.store.storage import open_storage
-from infra.tracking.history import StageHistory
+from infra.tracking.journal import StageHistory
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "chain-your-own-flow.md"
 TINY = (

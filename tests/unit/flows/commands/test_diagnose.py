@@ -17,8 +17,7 @@ from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact, StageSpec
 from infra.store.storage import LocalStorage, open_storage
 from infra.store.work_channel import JobProblem
-from infra.tracking.history import StageHistory
-from infra.tracking.journal import Journal
+from infra.tracking.journal import Journal, StageHistory
 from tasks.runner.run import StageResult
 
 ONE, TWO = "1a" * 32, "2b" * 32

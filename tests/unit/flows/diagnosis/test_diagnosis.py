@@ -30,7 +30,7 @@ from infra.store.stage_log import Holder
 from infra.store.stage_spec import StageSpec
 from infra.store.storage import LocalStorage
 from infra.store.work_channel import Cause, JobProblem
-from infra.tracking.history import StageHistory
+from infra.tracking.journal import StageHistory
 from tasks.runner.memory_knobs import memory_knobs
 
 DEFAULTS = DiagnosisConfig()

@@ -9,8 +9,7 @@ from flows.report.plots import Curve, PairCurves, median_step, pair_curves, run_
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Adoption
 from infra.store.storage import LocalStorage
-from infra.tracking.history import StageHistory
-from infra.tracking.journal import Journal, JournalRecord, read_journal
+from infra.tracking.journal import Journal, JournalRecord, StageHistory, read_journal
 
 LOOKS = {0: (0.5, 0.4, 0.6), 2: (0.75, 0.6, 0.9)}
 """Held-out pair accuracy with its interval, after a step."""

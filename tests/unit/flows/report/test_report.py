@@ -21,8 +21,7 @@ from flows.report.report import (
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact
 from infra.store.storage import LocalStorage, open_storage
-from infra.tracking.history import StageHistory
-from infra.tracking.journal import Journal
+from infra.tracking.journal import Journal, StageHistory
 from tasks.runner.run import StageResult, headline_metric
 
 

@@ -13,8 +13,7 @@ from flows.stage_order import run_stages
 from infra.errors import SickRunError
 from infra.store.stage_spec import CommitRecord
 from infra.store.storage import LocalStorage
-from infra.tracking.history import StageHistory
-from infra.tracking.journal import Journal
+from infra.tracking.journal import Journal, StageHistory
 from tasks.runner.run import StageRequest, StageResult
 from tests.unit.flows.test_plan import Stages, recipe
 

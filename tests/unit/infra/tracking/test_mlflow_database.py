@@ -19,7 +19,7 @@ from tracked_world import PARENT, told
 from infra.errors import ServiceError
 from infra.store.storage import LocalStorage
 from infra.tracking import mlflow_database
-from infra.tracking.history import StageHistory
+from infra.tracking.journal import StageHistory
 from infra.tracking.ledger import Ledger
 from infra.tracking.mlflow_database import ensure_whole
 from infra.tracking.mlflow_tracker import MlflowTracker

@@ -23,8 +23,7 @@ from infra.services.stack import mlflow_server
 from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact
 from infra.store.storage import LocalStorage
-from infra.tracking.history import StageHistory
-from infra.tracking.journal import Journal
+from infra.tracking.journal import Journal, StageHistory
 from infra.tracking.ledger import Ledger, Owner, RunEntry
 from infra.tracking.mlflow_tracker import MlflowTracker, flatten, metric_key
 from infra.tracking.shipper import Shipper

@@ -205,7 +205,7 @@ def test_process_killed_while_shipping_leaves_rest_to_the_next(world: World) -> 
         from pathlib import Path
         from rlhf.testing.json_lines_tracker import JsonLinesTracker
         from infra.store.storage import open_storage
-        from infra.tracking.history import StageHistory
+        from infra.tracking.journal import StageHistory
         from infra.tracking.ledger import Ledger, Owner, RunEntry
         from infra.tracking.shipper import Shipper
         from infra.tracking.tracker import TrackerSettings

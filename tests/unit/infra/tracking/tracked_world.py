@@ -14,8 +14,7 @@ from infra.store.stage_log import Holder
 from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import LocalStorage
 from infra.tracking import shipper as shipper_module
-from infra.tracking.history import StageHistory
-from infra.tracking.journal import Journal
+from infra.tracking.journal import Journal, StageHistory
 from infra.tracking.ledger import Ledger, Owner, RunEntry
 from infra.tracking.shipper import Shipper
 from infra.tracking.tracker import (

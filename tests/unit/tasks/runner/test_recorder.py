@@ -13,7 +13,7 @@ from engines.config.sections import PromoteConfig
 from engines.config.stages.final import PromoteStageConfig
 from infra.store.stage_spec import Artifact, CommitRecord
 from infra.store.storage import open_storage
-from infra.tracking.history import StageHistory
+from infra.tracking.journal import StageHistory
 from infra.tracking.ledger import Ledger
 from infra.tracking.shipper import Shipper
 from infra.tracking.tracker import RunState, TrackerSettings

@@ -13,7 +13,7 @@ from infra.ray.api import JobRequest, JobState, JobStatus
 from infra.store.stage_log import Attempt, Holder
 from infra.store.stage_spec import Artifact, CommitRecord, StageSpec
 from infra.store.storage import LocalStorage
-from infra.tracking.history import StageHistory
+from infra.tracking.journal import StageHistory
 from infra.tracking.ledger import Ledger
 from infra.tracking.shipper import Shipper
 from infra.tracking.tracker import TrackerSettings

@@ -9,8 +9,7 @@ from rlhf.testing.json_lines_tracker import JsonLinesTracker
 
 from infra.store.stage_log import Holder
 from infra.store.storage import LocalStorage
-from infra.tracking.history import StageHistory
-from infra.tracking.journal import Journal
+from infra.tracking.journal import Journal, StageHistory
 from infra.tracking.ledger import Ledger, Owner, RunEntry
 from infra.tracking.mirrors.fan_out import FanOut
 from infra.tracking.shipper import Shipper
