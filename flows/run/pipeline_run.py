@@ -36,10 +36,9 @@ from infra.store.canonical import sha256_json
 from infra.store.storage import open_storage
 from infra.tracking.journal import StageHistory
 from infra.tracking.ledger import Ledger
-from infra.tracking.mirrors.fan_out import FanOut
 from infra.tracking.shipper import Shipper
 from infra.waiting import in_thread, result_within
-from tasks.runner.recorder import Recorder, end_status
+from tasks.runner.recorder import FanOut, Recorder, end_status
 from tasks.runner.stage import StageContext, StageObserver
 
 

@@ -11,10 +11,10 @@ from infra.store.stage_log import Holder
 from infra.store.storage import LocalStorage
 from infra.tracking.journal import Journal, StageHistory
 from infra.tracking.ledger import Ledger, Owner, RunEntry
-from infra.tracking.mirrors.fan_out import FanOut
 from infra.tracking.shipper import Shipper
 from infra.tracking.tracker import MetricPoint, TrackedRun, TrackerSettings
 from infra.waiting import wait_for
+from tasks.runner.recorder import FanOut
 
 FINGERPRINT = "f" * 64
 OWNER = Owner.this_process()
