@@ -75,9 +75,9 @@ class RolloutConfig(StrictModel):
     num_replicas: Annotated[int, Execution] = Field(default=1, ge=1)
     """Engines on devices of their own; `colocated` has one per rank."""
     transport: Annotated[TransportName, NotIdentity] = "auto"
-    """How weights reach engines outside the ranks: memory of the sending rank's device, shared
-    memory of the machine, or broadcast. `auto` broadcasts if an engine is on another machine than
-    the sending rank, and else takes the device's memory on NVIDIA and AMD accelerators."""
+    """How weights reach engines outside the ranks: memory of a rank's device on the same machine,
+    shared memory of the machine, or broadcast. `auto` broadcasts if an engine is on a machine
+    without a rank, and else takes the device's memory on NVIDIA and AMD accelerators."""
     timeout_s: Annotated[float, NotIdentity] = Field(default=1800.0, gt=0)
     """Seconds after which the unfinished samples of a batch of requests are aborted. It counts for
     the fingerprint of an RL round, where they do not train; elsewhere they are an error."""
