@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from pydantic import ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from engines.config.recipe import NOT_IDENTITY, Recipe
 from flows.run.registry import RoundGate
@@ -74,10 +74,8 @@ class Made(FrozenModel):
     """Digests of inputs from outside the pipeline."""
 
 
-class Observed(FrozenModel):
+class Observed(FrozenModel, ser_json_inf_nan="strings"):
     """Measured values of a stage in one run; missing ones are empty, None or 0."""
-
-    model_config = ConfigDict(ser_json_inf_nan="strings")
 
     curve: tuple[float, ...] = ()
     """Mean reward of each RL step, or loss of each supervised step."""
