@@ -9,6 +9,7 @@ XGMI, PCIe), but not that both are visible. Owners free memory after the others 
 import ctypes
 import mmap
 import os
+from abc import abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,25 +27,25 @@ class IpcMemory(Protocol):
     Every method raises RuntimeError, with the cause, if the device or the system refuses.
     """
 
+    @abstractmethod
     def allocate(self, num_bytes: int) -> "Tensor":
         """Return new memory; its contents are undefined."""
-        ...
 
+    @abstractmethod
     def handle(self, memory: "Tensor") -> bytes:
         """Return the handle of allocated memory, for `open` in another process."""
-        ...
 
+    @abstractmethod
     def open(self, handle: bytes, num_bytes: int) -> "Tensor":
         """Return the memory of a handle."""
-        ...
 
+    @abstractmethod
     def close(self, memory: "Tensor") -> None:
         """Close memory that was opened; it must not be used afterwards."""
-        ...
 
+    @abstractmethod
     def free(self, memory: "Tensor") -> None:
         """Free memory that was allocated; no process may use it afterwards."""
-        ...
 
 
 class HostIpcMemory:
