@@ -21,6 +21,7 @@ import asyncio
 import hashlib
 import inspect
 import math
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -110,17 +111,17 @@ def is_correct(score: Score) -> bool:
 class Judging(Protocol):
     """Judges a batch's requests as they are added, until `results` or `close`; for one thread."""
 
+    @abstractmethod
     def add(self, request: ScoreRequest) -> int:
         """Submit a request; return its number in the batch: 0, 1, ..."""
-        ...
 
+    @abstractmethod
     def results(self) -> list[Score | Unscored]:
         """Wait for all results, end the batch, and return one result per request, by number."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Drop requests that are not judged yet; callable repeatedly, and after `results`."""
-        ...
 
 
 def interpret(returned: object) -> Score | Unscored:

@@ -6,6 +6,7 @@ version and digest; else an error is raised, and the receiver samples nothing un
 """
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -21,10 +22,11 @@ class WeightSource(Protocol):
     """Source from which a receiver reads weights; plain data if it is read in another process."""
 
     @property
+    @abstractmethod
     def checksum_method(self) -> ChecksumMethod:
         """Method of the sender's checksums, with which a receiver has to compute its own."""
-        ...
 
+    @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) of every parameter and persistent buffer.
 
@@ -32,11 +34,10 @@ class WeightSource(Protocol):
         `hub_names.served_float32_names`. A tensor may be overwritten when the next is requested.
         Raises `WeightSyncError` if the sender failed, `DeadlineError` if nothing came in time.
         """
-        ...
 
+    @abstractmethod
     def of_worker(self, worker: int) -> "WeightSource":
         """Return the source for worker number `worker`, from 0, of this receiver."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -66,18 +67,19 @@ class Delivery(Protocol):
     """The transfer of one set of weights to every receiver."""
 
     @property
+    @abstractmethod
     def sources(self) -> Sequence[WeightSource]:
         """One source per receiver, for its worker 0; `WeightSource.of_worker` is for the others."""
-        ...
 
+    @abstractmethod
     def stop(self) -> None:
         """Stop sending and free everything; callable from any thread, and repeatedly."""
-        ...
 
 
 class Transport(Delivery, Protocol):
     """A delivery whose sender has every weight as a full tensor."""
 
+    @abstractmethod
     def send(self, tensors: Iterator[tuple[str, Tensor]]) -> WeightDigest:
         """Send (name, full tensor) pairs in the trainer's thread; called on each rank with weights.
 
@@ -85,7 +87,6 @@ class Transport(Delivery, Protocol):
             ReceiverGoneError: a receiver gave up.
             DeadlineError: a receiver did not come, or stopped reading.
         """
-        ...
 
 
 @dataclass(frozen=True)
