@@ -76,9 +76,29 @@ class _Search:
         return Change(settings, machine, self.costs_of(recipe, machine))
 
     def groups(self, before: Change) -> list[list[Candidate]]:
-        """Return the groups of candidates, over the settings of `before`."""
-        groups = _groups(self.with_settings(before.settings), before.machine)
-        return [[({**before.settings, **more}, on) for more, on in group] for group in groups]
+        """Return candidates over the settings of `before`, in the order of the module.
+
+        All but the last group keep the machine.
+        """
+        recipe, machine = self.with_settings(before.settings), before.machine
+        training = recipe.training
+        moments, weights = (
+            {"training.optimizer_offload": "true"},
+            {"training.param_offload": "true"},
+        )
+        takes_adapter = training.lora is None and training.backend in backends_with("lora")
+        kept: tuple[Iterable[Settings], ...] = (
+            _micro_batches(recipe),
+            [{"training.gradient_checkpointing": "true"}],
+            [moments, weights, {**moments, **weights}],
+            [{"training.lora.rank": "16"}] if takes_adapter else [],
+            _layouts(recipe, machine.num_devices),
+        )
+        same = ([(settings, machine) for settings in group] for group in kept)
+        return [
+            [({**before.settings, **more}, on) for more, on in group]
+            for group in (*same, _more_devices(recipe, machine))
+        ]
 
     def fitting(self, settings: Settings, machine: Machine) -> Change | None:
         """Return a change if it fits."""
@@ -125,22 +145,6 @@ def _ulysses(training: TrainingConfig, size: int) -> Settings:
     """Return the settings that split the same micro-batch over another number of ranks."""
     num_tokens = training.shared_tokens_per_micro_batch // size
     return {"training.ulysses_size": str(size), _TOKENS: str(num_tokens)}
-
-
-def _groups(recipe: Recipe, machine: Machine) -> tuple[list[Candidate], ...]:
-    """Return candidates in the order of the module; all but the last group keep the machine."""
-    training = recipe.training
-    moments, weights = {"training.optimizer_offload": "true"}, {"training.param_offload": "true"}
-    takes_adapter = training.lora is None and training.backend in backends_with("lora")
-    kept: tuple[Iterable[Settings], ...] = (
-        _micro_batches(recipe),
-        [{"training.gradient_checkpointing": "true"}],
-        [moments, weights, {**moments, **weights}],
-        [{"training.lora.rank": "16"}] if takes_adapter else [],
-        _layouts(recipe, machine.num_devices),
-    )
-    same = ([(settings, machine) for settings in group] for group in kept)
-    return (*same, [*_more_devices(recipe, machine)])
 
 
 def _micro_batches(recipe: Recipe) -> Iterator[Settings]:
