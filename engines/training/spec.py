@@ -19,8 +19,7 @@ LossFn = Callable[[ModelOutputs, TokenBatch, GlobalCounts], LossOutput]
 An optional method `extras(batch, gather) -> Mapping[str, float]` returns `GlobalCounts.extras`,
 computed from this rank's share before it is cut, so that statistics do not depend on the cut.
 `gather` takes this rank's (N,) tensor and returns those of all ranks concatenated, in float64. The
-result has to be equal on every rank; a sequence with a zero loss mask may be a filler.
-"""
+result has to be equal on every rank; a sequence with a zero loss mask may be a filler."""
 
 ScaledLoss = Callable[[ModelOutputs, TokenBatch], Tensor]
 """Returns the scalar to run backward from, given the outputs of a micro-batch."""

@@ -53,12 +53,10 @@ _FAILURES = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeErr
 """Exceptions that a template may raise."""
 _NULLS: tuple[dict[str, Any], ...] = ({}, {"content": None}, {"content": ""})
 """Forms of the content of a message that has only calls: absent (transformers), null (DeepSeek's
-templates), or empty text (templates that append to it).
-"""
+templates), or empty text (templates that append to it)."""
 _ARGUMENTS: tuple[Callable[[str], Any], ...] = (json.loads, str)
 """Forms of a call's arguments: an object (transformers), or JSON text (DeepSeek's templates append
-it).
-"""
+it)."""
 
 
 @dataclass(frozen=True)
@@ -391,5 +389,4 @@ _PARTS: tuple[tuple[Callable[[Message], Message], str, str], ...] = (
     ),
 )
 """Parts that a template may leave out, since many know only three roles and text. Each entry: a
-function that removes the part from a message, its description, and what a template must write.
-"""
+function that removes the part from a message, its description, and what a template must write."""

@@ -33,8 +33,7 @@ Choose = Callable[[Sequence[int]], Sequence[int]]
 """Given the length of each sequence in tokens, returns the indices to keep, ascending."""
 Expanded = Callable[[RLRow, Sequence[int]], tuple[int, ...]]
 """Returns the prompt's token ids with each image placeholder repeated as often as the model needs;
-raises `RowError` if the placeholders do not match the row's images.
-"""
+raises `RowError` if the placeholders do not match the row's images."""
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,7 @@ class PairsOptions(StrictModel):
 
     score_columns: tuple[str, str] | None = None
     """Score columns of the chosen and the rejected answer (`score_chosen`, `score_rejected`), whose
-    difference is the margin; null reads the column `margin`, if there is one.
-    """
+    difference is the margin; null reads the column `margin`, if there is one."""
     data_source: str | None = None
     """Replaces the column `data_source`."""
 

@@ -57,8 +57,7 @@ class ShareGPTOptions(StrictModel):
     parse_calls: bool = False
     """Parse `<tool_call>` in answers and `<tool_response>` in tool results, and replace a system
     message that has `<tools>` by the column `tools`; the chat template writes all of them in the
-    model's own form. If false, they remain text.
-    """
+    model's own form. If false, they remain text."""
 
 
 class ShareGPT(Preprocessor[ShareGPTOptions]):
