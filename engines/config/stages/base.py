@@ -70,6 +70,14 @@ def reward_inputs(reward: RewardConfig) -> dict[str, ExternalInput]:
 
 
 InputT = TypeVar("InputT")
+SectionT = TypeVar("SectionT")
+
+
+def needed(section: SectionT | None, what: str) -> SectionT:
+    """Return a section of a recipe; raise ValueError if it is None."""
+    if section is None:
+        raise ValueError(f"the recipe has no {what}")
+    return section
 
 
 class Runtime(StrictModel):

@@ -10,7 +10,7 @@ from engines.config.plugins import (
     PluginKind,
     recognised_layouts,
 )
-from engines.config.stages.base import ExternalInput, InputT, StageConfig, model_input
+from engines.config.stages.base import ExternalInput, InputT, StageConfig, model_input, needed
 
 if TYPE_CHECKING:
     from engines.config.recipe import Recipe
@@ -40,9 +40,7 @@ class PreprocessStageConfig(StageConfig):
     @classmethod
     def from_recipe(cls, recipe: "Recipe") -> Self:
         """Configure preprocessing of the recipe's data; raises ValueError if it has none."""
-        if recipe.data is None:
-            raise ValueError("the recipe has no data")
-        return cls(data=recipe.data, model=recipe.model)
+        return cls(data=needed(recipe.data, "data"), model=recipe.model)
 
     @classmethod
     def of_suite(cls, recipe: "Recipe", name: str) -> Self:

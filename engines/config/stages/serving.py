@@ -20,6 +20,7 @@ from engines.config.stages.base import (
     ExternalInput,
     InputT,
     interpreter_of,
+    needed,
     reward_inputs,
 )
 from infra.errors import ConfigError
@@ -109,9 +110,7 @@ class SelfPlayStageConfig(ServingStageConfig):
     @classmethod
     def from_recipe(cls, recipe: "Recipe", iteration: int) -> Self:
         """Configure an iteration, counted from 1; raises ValueError without self-play."""
-        if recipe.preference is None or recipe.preference.self_play is None:
-            raise ValueError("the recipe has no self-play")
-        section = recipe.preference.self_play
+        section = needed(recipe.preference and recipe.preference.self_play, "self-play")
         return cls(
             iteration=iteration,
             max_length=recipe.model.max_length,

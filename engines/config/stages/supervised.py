@@ -16,7 +16,7 @@ from engines.config.sections import (
     RewardTrainingConfig,
     SFTConfig,
 )
-from engines.config.stages.base import TrainingStageConfig
+from engines.config.stages.base import TrainingStageConfig, needed
 
 if TYPE_CHECKING:
     from engines.config.recipe import Recipe
@@ -32,12 +32,10 @@ class SFTStageConfig(TrainingStageConfig):
     @classmethod
     def from_recipe(cls, recipe: "Recipe") -> Self:
         """Configure the stage by the section `sft`; raises ValueError if the recipe has none."""
-        if recipe.sft is None:
-            raise ValueError("the recipe has no SFT stage")
         return cls(
             model=recipe.model,
             training=recipe.training,
-            sft=recipe.sft,
+            sft=needed(recipe.sft, "SFT stage"),
             checkpoint=recipe.checkpoint,
             hardware=recipe.hardware,
         )
@@ -66,13 +64,11 @@ class RewardModelStageConfig(TrainingStageConfig):
     @classmethod
     def from_recipe(cls, recipe: "Recipe") -> Self:
         """Configure the stage by `reward_model`; raises ValueError if the recipe has none."""
-        if recipe.reward_model is None:
-            raise ValueError("the recipe has no reward model stage")
         return cls(
             model=recipe.model,
             # LoRA is for the policy; all weights of a reward model are trained.
             training=recipe.training.model_copy(update={"lora": None}),
-            reward_model=recipe.reward_model,
+            reward_model=needed(recipe.reward_model, "reward model stage"),
             max_shard_bytes=recipe.merge.max_shard_bytes,
             checkpoint=recipe.checkpoint,
             hardware=recipe.hardware,
@@ -105,14 +101,13 @@ class PreferenceStageConfig(TrainingStageConfig):
     @classmethod
     def from_recipe(cls, recipe: "Recipe", iteration: int | None = None) -> Self:
         """Configure the stage by `preference`; raises ValueError if the recipe has none."""
-        if recipe.preference is None:
-            raise ValueError("the recipe has no preference stage")
+        section = needed(recipe.preference, "preference stage")
         return cls(
             iteration=iteration,
             model=recipe.model,
             training=recipe.training,
             # Self-play settings are part of the fingerprint of the pairs.
-            preference=recipe.preference.model_copy(update={"self_play": None}),
+            preference=section.model_copy(update={"self_play": None}),
             checkpoint=recipe.checkpoint,
             hardware=recipe.hardware,
         )
