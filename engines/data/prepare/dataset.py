@@ -191,8 +191,8 @@ def _read_splits(
         for name, kind in ROW_KINDS.items()
     }
     return (
-        {name: each.rows for name, each in loaded.items()},
-        {name: each.reports for name, each in loaded.items()},
+        {name: rows for name, (rows, _) in loaded.items()},
+        {name: reports for name, (_, reports) in loaded.items()},
     )
 
 

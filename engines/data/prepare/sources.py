@@ -112,14 +112,6 @@ class SourceReport:
     passed_over: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class LoadedRows(Generic[RowT]):
-    """Rows of one split from all its sources, with a report per source."""
-
-    rows: StoredRows[RowT]
-    reports: tuple[SourceReport, ...]
-
-
 def load_rows(
     sources: Sequence[SourceConfig],
     name: str,
@@ -127,8 +119,8 @@ def load_rows(
     seed: int,
     scratch: Path,
     kind: RowKind[RowT],
-) -> LoadedRows[RowT]:
-    """Load the rows of all sources of a split, in order.
+) -> tuple[StoredRows[RowT], tuple[SourceReport, ...]]:
+    """Load the rows of all sources of a split, in order; return them with a report per source.
 
     Args:
         name: the split, for errors (`rl`).
@@ -154,7 +146,7 @@ def load_rows(
             stored.path.unlink()  # the sample is a copy
             num_over_limit = report.num_rows - len(order)
             reports.append(replace(report, num_rows=len(order), num_over_limit=num_over_limit))
-    return LoadedRows(writer.stored(), tuple(reports))
+    return writer.stored(), tuple(reports)
 
 
 def first_usable_row(source: SourceConfig, path: str, kind: RowKind[RowT]) -> RowT:

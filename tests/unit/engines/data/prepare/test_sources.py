@@ -12,7 +12,7 @@ import pytest
 
 from engines.config.data import SourceConfig
 from engines.data.prepare.readers import RawRow
-from engines.data.prepare.sources import PREFERENCE_ROWS, RL_ROWS, SFT_ROWS, LoadedRows, layout_of
+from engines.data.prepare.sources import PREFERENCE_ROWS, RL_ROWS, SFT_ROWS, layout_of
 from infra.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def write(path: Path, *rows: object) -> SourceConfig:
     return SourceConfig(format="rows", path=str(path))
 
 
-def load(source: SourceConfig, **data: Any) -> LoadedRows[Any]:
+def load(source: SourceConfig, **data: Any) -> loaded_rows.LoadedRows:
     return loaded_rows.load("rl", source, **data)
 
 
