@@ -28,11 +28,10 @@ from engines.config.stages.supervised import RewardModelStageConfig
 from engines.controller.model_worker import role_checkpoint
 from engines.data.read.examples import as_reward_model, read_pairs
 from engines.errors import CheckpointError
-from engines.jobs.process.exported_policy import exported_policy
 from engines.jobs.process.runtime import JobContext, JobOutput, run_job
 from engines.jobs.supervised_stage import start_of, train, training_pairs
 from engines.trainers.supervised.preference import RewardPairs
-from engines.training.backends.merging import checkpoint_weights
+from engines.training.backends.merging import checkpoint_weights, exported_policy
 from engines.training.spec import REWARD, VALUE_HEAD, RoleSpec
 from infra.errors import ConfigError
 

@@ -25,7 +25,6 @@ from engines.controller.worker_group import WorkerGroup
 from engines.data.read.dataset import load_dataset
 from engines.data.read.lazy_sequence import MappedRows
 from engines.data.read.tokenizer import ChatTokenizer, check_same_tokens, text_config
-from engines.jobs.process.exported_policy import exported_policy
 from engines.jobs.process.policy import (
     CHECKPOINT_DIR,
     HF_DIR,
@@ -54,6 +53,7 @@ from engines.trainers.prompts import PromptSource
 from engines.trainers.rl import RLTrainer
 from engines.trainers.scoring import CompletionScorer
 from engines.trainers.teacher import ServedTeacher
+from engines.training.backends.merging import exported_policy
 from engines.training.spec import (
     CRITIC,
     POLICY,

@@ -5,6 +5,7 @@ group and no accelerator.
 Does not promise atomic writes: the caller publishes the directory.
 """
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from engines.training.backends.transformers.adapters import (
     is_adapter_name,
     save_peft_adapter,
 )
-from engines.training.spec import VALUE_HEAD
+from engines.training.spec import VALUE_HEAD, ModelSource
 from infra.plugins import load_row
 
 HF_DIR = "hf"
@@ -37,6 +38,13 @@ def merge_checkpoint(policy_dir: Path, out_dir: Path, dtype: str, max_shard_byte
         ConfigError: the backend that wrote the checkpoint is not installed here.
     """
     write_model(policy_weights(policy_dir), policy_dir / HF_DIR, out_dir, dtype, max_shard_bytes)
+
+
+def exported_policy(policy_dir: Path, target: Path, max_shard_bytes: int = 2**30) -> ModelSource:
+    """Write a `policy` artifact's merged float32 weights to `target`, which is replaced."""
+    shutil.rmtree(target, ignore_errors=True)
+    merge_checkpoint(policy_dir, target, "float32", max_shard_bytes)
+    return ModelSource(target)
 
 
 def policy_weights(policy_dir: Path) -> Iterator[tuple[str, Tensor]]:
