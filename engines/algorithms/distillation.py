@@ -46,7 +46,6 @@ def forward_kl_topk(
     teacher_logprobs_TK: Tensor,
     *,
     tail: Tail = "bucket",
-    log_prob_min_clamp: float | None = None,
     tail_mass_eps: float = TAIL_MASS_EPS,
 ) -> Tensor:
     """Return KL(teacher || student) of each token over the teacher's K most likely, (T,) in nats.
@@ -70,13 +69,8 @@ def forward_kl_topk(
         logprobs_TK: (T, K) of the student, with gradient.
         teacher_logprobs_TK: (T, K) of the teacher for the same tokens, distinct in each row; -inf
             is probability 0.
-        log_prob_min_clamp: minimum of both logprobs; the student's have no gradient below it.
-            None: no clamp.
         tail_mass_eps: minimum of 1 - P and 1 - Q; for `bucket`.
     """
-    if log_prob_min_clamp is not None:
-        logprobs_TK = logprobs_TK.clamp(min=log_prob_min_clamp)
-        teacher_logprobs_TK = teacher_logprobs_TK.clamp(min=log_prob_min_clamp)
     if tail == "renormalise":
         logprobs_TK = logprobs_TK.log_softmax(dim=1)
         teacher_logprobs_TK = teacher_logprobs_TK.log_softmax(dim=1)
