@@ -161,6 +161,11 @@ def gather_texts(text: str | None) -> list[str | None]:
     return texts
 
 
+def gather_values(value: Any) -> list[Any]:
+    """Return the JSON values of all ranks of the default group in rank order, on every rank."""
+    return [json.loads(text or "null") for text in gather_texts(json.dumps(value))]
+
+
 def raise_together(problem: Exception | None, what: str) -> None:
     """Raise OSError on all ranks if one has a `problem`; a lone rank raises that. Collective."""
     if problem is not None and world_size() == 1:

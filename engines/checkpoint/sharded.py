@@ -59,9 +59,9 @@ def own_regions(tensors: Mapping[str, Tensor]) -> Iterator[Region]:
         if place.num_values:
             own[f"{name} {place.offsets}"] = Region(name, place.offsets, local_values(tensor))
     holders: dict[tuple[str, int], list[int]] = {}
-    sizes = json.dumps({key: region.values.nbytes for key, region in own.items()})
-    for rank, text in enumerate(collectives.gather_texts(sizes)):
-        for key_and_bytes in json.loads(text or "{}").items():
+    sizes = {key: region.values.nbytes for key, region in own.items()}
+    for rank, of_rank in enumerate(collectives.gather_values(sizes)):
+        for key_and_bytes in of_rank.items():
             holders.setdefault(key_and_bytes, []).append(rank)
     num_bytes_of = Counter[int]()
     for (key, num_bytes), ranks in sorted(holders.items()):

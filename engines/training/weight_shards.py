@@ -4,7 +4,6 @@ Used by weight syncs without an all-gather. The owned parts of all ranks cover e
 once; a part is a rectangle of a hub weight.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -56,8 +55,8 @@ def owned_parts(parts: Iterable[HeldPart]) -> list[tuple[HeldPart, bool]]:
     held = list(parts)
     keys = [f"{part.place.name} {part.place.offsets}" for part in held]
     real = [key for key, part in zip(keys, held, strict=True) if 0 not in part.place.shape]
-    lists = collectives.gather_texts(json.dumps(real))
-    earlier = {key for text in lists[: collectives.rank()] for key in json.loads(text or "[]")}
+    lists = collectives.gather_values(real)
+    earlier = {key for keys in lists[: collectives.rank()] for key in keys}
     owned = set(real) - earlier
     return [(part, key in owned) for key, part in zip(keys, held, strict=True)]
 

@@ -8,7 +8,6 @@ Promises: each rank reads only its blocks of the files; a missing weight is an e
 head may be absent and starts at 0. Streaming holds one whole tensor at a time.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
@@ -236,11 +235,11 @@ class WeightStream:
             for part in parts
             for block in (part.hub if part.is_primary else ())
         }
-        mine = json.dumps([astuple(place) for place in self._own])
         # By name: the blocks of each weight and their sending rank.
         self._plan: dict[str, dict[WeightPlace, int]] = {}
-        for rank, rows in enumerate(collectives.gather_texts(mine)):
-            for name, *sizes in json.loads(rows or "[]"):
+        places = [astuple(place) for place in self._own]
+        for rank, rows in enumerate(collectives.gather_values(places)):
+            for name, *sizes in rows:
                 # Data-parallel ranks hold the same blocks: the first one sends.
                 self._plan.setdefault(name, {}).setdefault(WeightPlace.of(name, *sizes), rank)
 

@@ -11,7 +11,6 @@ cannot load its state: it raises KeyError for `step`, and `load_state_dict` give
 `step` tensor, which breaks Adam's bias correction. `ShardedAdamW` and `checkpoint` avoid both.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -151,9 +150,9 @@ class Replica:
 
     def _freeze(self, patterns: Sequence[str]) -> None:
         """Exclude parameters from training by shell patterns of transformers names."""
-        own = json.dumps([block.name for part in self.parts for block in part.stored])
-        texts = collectives.gather_texts(own) if patterns else ()
-        names = {name for text in texts for name in json.loads(text or "[]")}
+        own = [block.name for part in self.parts for block in part.stored]
+        lists = collectives.gather_values(own) if patterns else ()
+        names = {name for names in lists for name in names}
         for pattern in patterns:
             if not any(fnmatch(base_name(name), pattern) for name in names):
                 raise ConfigError("training.frozen_parameters", f"{pattern!r} fits no parameter")
