@@ -5,7 +5,7 @@ cut short; answers hold their tokens in arrays, whose lengths and dtypes are che
 Letters: N tokens of a sample or segment, K values per token.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -298,3 +298,7 @@ class Completion:
             np.concatenate([self.policy_versions, rest.policy_versions]),
             rest.finish_reason,
         )
+
+
+Generate = Callable[[Sequence[RolloutRequest]], list[list[Completion]]]
+"""Returns the completions of requests, those of a request in the order of its seeds."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from engines.images import ImagePatches
 from engines.requests import (  # noqa: F401  plugins import them from here
     Completion,
+    Generate,
     RolloutRequest,
     SamplingParams,
     StructuredOutput,

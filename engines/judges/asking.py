@@ -21,9 +21,7 @@ from engines.data.read.rows import Message
 from engines.data.read.tokenizer import ChatTokenizer
 from engines.judges.judgement import question
 from engines.rewards.base import ScoreRequest
-from engines.types import Completion, RolloutRequest, SamplingParams, TokenBatch
-
-Generate = Callable[[Sequence[RolloutRequest]], list[list[Completion]]]
+from engines.types import Generate, RolloutRequest, SamplingParams, TokenBatch
 
 
 class GenerativeJudge:

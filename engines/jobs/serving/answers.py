@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from engines.config.plugins import named_rows, plugin_modules
 from engines.config.stages.serving import ServingStageConfig
 from engines.jobs.process.runtime import JobContext
-from engines.types import Completion, RolloutRequest
+from engines.types import Completion, Generate, RolloutRequest
 from infra import env
 from infra.errors import PipelineError
 from infra.identity.fingerprint import outside_code, source_closure
@@ -50,8 +50,6 @@ _SCHEMA = pa.schema(
         ("finish_reason", pa.string()),
     ]
 )
-
-Generate = Callable[[Sequence[RolloutRequest]], list[list[Completion]]]
 
 _log = logging.getLogger(__name__)
 

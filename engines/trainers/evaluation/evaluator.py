@@ -28,13 +28,11 @@ from engines.trainers.evaluation.accuracy import (
 )
 from engines.trainers.prompts import sample_seeds, sampling_params
 from engines.trainers.scoring import CompletionScorer
-from engines.types import Completion, RolloutRequest
+from engines.types import Completion, Generate, RolloutRequest
 from engines.vision.processor import PromptImages
 
 PROBLEMS_PER_CALL = 1024
 """Problems per generation call: enough to keep the batch full, few enough to report progress."""
-
-Generate = Callable[[Sequence[RolloutRequest]], list[list[Completion]]]
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,13 @@ from transformers import PreTrainedTokenizerBase
 from engines.config.suite import HarnessConfig
 from engines.trainers.evaluation.documents import Document, metric_name
 from engines.trainers.prompts import sample_seeds
-from engines.types import Completion, ModelOutputs, RolloutRequest, SamplingParams, TokenBatch
+from engines.types import (
+    Generate,
+    ModelOutputs,
+    RolloutRequest,
+    SamplingParams,
+    TokenBatch,
+)
 from infra import env
 from infra.errors import ConfigError
 
@@ -51,7 +57,6 @@ SAMPLING_FIELDS = frozenset({"until", "max_gen_toks", "do_sample", "temperature"
 
 Infer = Callable[[TokenBatch], ModelOutputs]
 """Returns logprobs and the most likely token where the column `loss_mask` is not 0."""
-Generate = Callable[[Sequence[RolloutRequest]], list[list[Completion]]]
 Report = Callable[[int, int, str], None]
 """Called with the number done, the total, and the kind of request."""
 Encoded = tuple[Any, list[int], list[int]]
