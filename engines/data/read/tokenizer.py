@@ -6,6 +6,7 @@ slow (sentencepiece-only) tokenizers need transformers. Both kinds satisfy `Chat
 """
 
 import json
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,37 +23,37 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 class ChatTokenizer(Protocol):
     """The tokenizer interface of this package; transformers' fast tokenizers satisfy it."""
 
+    @abstractmethod
     def __len__(self) -> int:
         """Number of tokens, added ones included."""
-        ...
 
     @property
+    @abstractmethod
     def chat_template(self) -> Any:
         """Jinja source, a mapping of name to source, or None."""
-        ...
 
     @property
+    @abstractmethod
     def special_tokens_map(self) -> Mapping[str, Any]:
         """`eos_token` and others that the chat template may use."""
-        ...
 
     @property
+    @abstractmethod
     def all_special_ids(self) -> Sequence[int]:
         """Ids of the special tokens."""
-        ...
 
     @property
+    @abstractmethod
     def eos_token_id(self) -> Any:
         """Id of the end-of-sequence token, or None."""
-        ...
 
+    @abstractmethod
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
-        ...
 
+    @abstractmethod
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids."""
-        ...
 
 
 class DirectoryTokenizer:
