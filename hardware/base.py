@@ -5,7 +5,7 @@ Platforms import torch inside methods, so they can be listed without it. To add 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,6 +15,16 @@ if TYPE_CHECKING:
 
     from hardware.ipc_memory import IpcMemory
     from infra.survey_report import DeviceFacts
+
+
+GraphCapture = Callable[[Callable[[], None]], Callable[[], None]]
+"""Records the kernels that a function launches, which do not run; returns their launch as a whole.
+
+A launch has the addresses and sizes of the recording, so tensors made outside of the function must
+stay in place. The function must not wait for the device. Launches of one `GraphCapture` share the
+memory of intermediate results and run one after the other. Their memory is given back by
+`empty_cache` when all of them are dropped; then a new `GraphCapture` is needed.
+"""
 
 
 @dataclass(frozen=True)
@@ -165,6 +175,10 @@ class PlatformBase(ABC):
 
     def copy_stream(self) -> CopyStream | None:
         """Return a new stream for copies; None: the device has no memory apart from the host's."""
+        return None
+
+    def graph_capture(self, device: "torch.device") -> GraphCapture | None:
+        """Return a recorder for work on `device`, for any thread; None: kernels run one by one."""
         return None
 
     def ipc_memory(self) -> "IpcMemory":

@@ -1,10 +1,16 @@
 """NVIDIA GPUs through CUDA and NCCL; builds for CUDA lookalikes (ROCm, MACA) are excluded."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from hardware import nvidia_smi
 from hardware.accelerator import AcceleratorPlatform
+from hardware.base import GraphCapture
 from hardware.ipc_memory import IpcMemory, RuntimeIpcMemory
+
+if TYPE_CHECKING:
+    import torch
 
 
 class NvidiaPlatform(AcceleratorPlatform):
@@ -56,6 +62,31 @@ class NvidiaPlatform(AcceleratorPlatform):
     def links(self) -> str | None:
         """See the base class."""
         return nvidia_smi.links()
+
+    def graph_capture(self, device: "torch.device") -> GraphCapture:
+        """Return a recorder of CUDA graphs, with a memory pool of its own.
+
+        A recording raises torch.OutOfMemoryError as other work does.
+        """
+        import torch
+
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+
+        def capture(work: Callable[[], None]) -> Callable[[], None]:
+            graph = torch.cuda.CUDAGraph()
+            # torch keeps cuBLAS's workspace of a stream. One that was made while recording lies in
+            # the pool: it would keep that memory, or be used after the pool is gone.
+            torch._C._cuda_clearCublasWorkspaces()
+            # The mode allows other threads to allocate meanwhile.
+            with (
+                torch.cuda.device(device),
+                torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
+            ):
+                work()
+            torch._C._cuda_clearCublasWorkspaces()
+            return graph.replay
+
+        return capture
 
     def ipc_memory(self) -> IpcMemory:
         """Return memory through the CUDA runtime."""

@@ -113,7 +113,7 @@ class PrefillStep:
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """One token per cache row, at `position_B` (B,) int64; `length` is that of the longest row."""
+    """One token per cache row, at `position_B` (B,) int64; no row is longer than `length`."""
 
     cache: KVCache
     position_B: Tensor

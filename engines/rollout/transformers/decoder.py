@@ -49,19 +49,25 @@ class Decoder:
 
     def logits(self, input_ids_B: Tensor, step: DecodeStep) -> Tensor:
         """Return (B, V) logits after one more token of each row; caches its keys and values."""
-        if self._angles_2LD.shape[1] < step.length:
-            # Bounded: a position beyond the context would change the angles of all positions.
-            num_angles = min(self._context_length, max(MIN_ANGLES, 2 * step.length))
-            position_L = torch.arange(num_angles, device=step.position_B.device)
-            cos_1LD, sin_1LD = self._rotary(self._embedding, position_L[None])
-            first, second = sin_1LD.chunk(2, -1)
-            # The first half of the sines is negated, for the rotation in `_Layer`.
-            self._angles_2LD = torch.cat([cos_1LD, torch.cat([-first, second], -1)])
+        self.extend(step.length)
         cos_B1D, sin_B1D = self._angles_2LD.index_select(1, step.position_B)[:, :, None]
         hidden_BC = functional.embedding(input_ids_B, self._embedding)
         for number, layer in enumerate(self._layers):
             hidden_BC = layer(number, hidden_BC, cos_B1D, sin_B1D, step)
         return functional.linear(self._norm(hidden_BC), self._head)
+
+    def extend(self, length: int) -> bool:
+        """Look up angles for `length` positions; return True if the table moved for that."""
+        if self._angles_2LD.shape[1] >= min(self._context_length, length):
+            return False
+        # Bounded: a position beyond the context would change the angles of all positions.
+        num_angles = min(self._context_length, max(MIN_ANGLES, 2 * length))
+        position_L = torch.arange(num_angles, device=self._embedding.device)
+        cos_1LD, sin_1LD = self._rotary(self._embedding, position_L[None])
+        first, second = sin_1LD.chunk(2, -1)
+        # The first half of the sines is negated, for the rotation in `_Layer`.
+        self._angles_2LD = torch.cat([cos_1LD, torch.cat([-first, second], -1)])
+        return True
 
 
 def _norm(module: Any) -> Callable[[Tensor], Tensor]:

@@ -31,7 +31,7 @@ from hardware.base import PlatformBase
 from infra.errors import DeadlineError
 
 FREE_SHARE = 0.8
-"""Share of the free device memory for the cache; prefills and logits need the rest."""
+"""Share of the free device memory for the cache; prefills, logits and graphs need the rest."""
 logger = logging.getLogger(__name__)
 
 
@@ -58,7 +58,10 @@ class TransformersEngine(StatefulEngine):
         self._max_prefill_tokens = options.max_prefill_tokens
         self._cache_bytes = options.kv_cache_bytes
         self._batch = RunningBatch(
-            self._model, rollout.max_num_sequences, options.max_prefill_tokens
+            self._model,
+            rollout.max_num_sequences,
+            options.max_prefill_tokens,
+            lambda: None if options.enforce_eager else platform.graph_capture(self._model.device),
         )
         self._scheduler = Scheduler(rollout.max_num_sequences)
         self._stop_strings = StopStrings(hf_dir)
@@ -243,7 +246,7 @@ class TransformersEngine(StatefulEngine):
     def _report_failure(self, driver: "asyncio.Task[None]") -> None:
         if driver.cancelled() or (error := driver.exception()) is None:
             return
-        self._batch.clear()
+        self._batch.free()
         self._scheduler.remove(lambda _: True)
         for call in self._calls:
             failure = RolloutError(f"sampling failed: {error}")

@@ -202,6 +202,15 @@ class InferenceModel:
             position_B1 = (position_B1 + ahead_B[:, None]).expand(3, -1, -1)
         return self._logits(input_ids_B[:, None], position_B1, step, 0)[:, -1]
 
+    @property
+    def can_be_recorded(self) -> bool:
+        """True if `decode` launches the same kernels for equal sizes, and never waits for them."""
+        return self._decoder is not None
+
+    def extend(self, num_tokens: int) -> bool:
+        """Prepare for sequences of so many tokens; True: tensors that `decode` reads have moved."""
+        return self._decoder is not None and self._decoder.extend(num_tokens)
+
     @torch.inference_mode()
     def score(
         self, sequences: Sequence[Sequence[int]], temperature: float

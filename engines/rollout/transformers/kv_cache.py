@@ -9,7 +9,7 @@ Letters: B cache rows, G KV heads, L positions, D head width.
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -23,15 +23,23 @@ class KVCache:
     """Keys and values of every layer, as growing (rows, G, positions, D) buffers.
 
     `length` positions are allocated per row; `max_positions` is the limit of all rows together.
+    `before_replacing` is called before buffers are replaced or dropped.
     """
 
-    def __init__(self, max_rows: int, max_length: int, max_positions: int = sys.maxsize) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        max_length: int,
+        max_positions: int = sys.maxsize,
+        before_replacing: Callable[[], None] = lambda: None,
+    ) -> None:
         self._max_rows = max_rows
         self._max_length = max_length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._num_rows = self._largest_bytes = 0
         self.length = 0
         self.max_positions = max_positions
+        self._before_replacing = before_replacing
 
     @property
     def num_positions(self) -> int:
@@ -56,6 +64,7 @@ class KVCache:
         """Make room for `num_rows` rows of `length` positions; keeps what is stored in them."""
         if num_rows <= self._num_rows and length <= self.length:
             return
+        self._before_replacing()
         rows, positions = self._num_rows, self.length
         if num_rows > rows:
             rows = max(num_rows, min(rows * 3 // 2, self._max_rows))
@@ -99,16 +108,16 @@ class KVCache:
     def slots(self, position_B: Tensor, num_kv_heads: int) -> Tensor:
         """Return (B * G,) int64: where `append` puts position `position_B` of each row and head."""
         row_head = torch.arange(position_B.numel() * num_kv_heads, device=position_B.device)
-        return row_head * self.length + position_B.repeat_interleave(num_kv_heads)
+        return torch.add(position_B.repeat_interleave(num_kv_heads), row_head, alpha=self.length)
 
     def move(self, source_rows: Sequence[int], target_rows: Sequence[int], length: int) -> None:
         """Copy the first `length` positions of some rows over others."""
         if not source_rows:
             return
+        rows = torch.tensor([source_rows, target_rows])
         for buffer in self._buffers():
-            view = buffer[:, :, :length]
-            source, target = torch.tensor([source_rows, target_rows], device=buffer.device)
-            view.index_copy_(0, target, view.index_select(0, source))
+            view, rows = buffer[:, :, :length], rows.to(buffer.device)
+            view.index_copy_(0, rows[1], view.index_select(0, rows[0]))
 
     def read_row(self, row: int, length: int) -> list[tuple[Tensor, Tensor]]:
         """Return a copy of one row's first positions, (1, G, length, D) per layer."""
@@ -125,6 +134,7 @@ class KVCache:
 
     def free(self) -> None:
         """Drop all buffers."""
+        self._before_replacing()
         self._largest_bytes = max(self._largest_bytes, self.size_bytes)
         self._layers.clear()
         self._num_rows = self.length = 0

@@ -20,6 +20,8 @@ class TransformersOptions(StrictModel):
     kv_cache_bytes: int | None = Field(default=None, ge=1)
     """Memory for keys and values in bytes; null: no limit on a CPU, else 80 % of what is free when
     sampling begins. Samples that find no room wait."""
+    enforce_eager: bool = False
+    """Launch the kernels of a decode step one by one; else NVIDIA GPUs replay recorded steps."""
 
 
 def refusal(config: Mapping[str, Any]) -> str | None:

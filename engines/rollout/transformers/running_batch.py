@@ -6,14 +6,17 @@ sample. A sample leaves in the call that finished it. A bare prompt is computed 
 of its request, also of later joins, until `clear`. Logits of given tokens exist only in tiles,
 computed by the head of the training engine: equal hidden states and weights give bitwise equal
 logprobs. If the cache has a limit, the shortest samples give way to the longer.
-Letters: B rows, P sequences, T tokens, V vocabulary; N requested tokens, K likeliest tokens.
+A decode step works on fixed places in memory, so that it can be recorded. Where sizes are padded
+for that, rows behind the running ones compute a token at position 0, which nobody reads.
+Letters: B rows, M rows at most, P sequences, T tokens, V vocabulary; N requested tokens, K
+likeliest tokens.
 """
 
 import math
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 
 import torch
@@ -22,8 +25,9 @@ from torch import Tensor
 from engines.errors import RolloutError
 from engines.rollout.prompt_logprobs import PromptLogprobs, PromptRequest
 from engines.rollout.transformers.attention import DecodeStep, PrefillStep
+from engines.rollout.transformers.decode_graphs import DecodeGraphs
 from engines.rollout.transformers.inference_model import InferenceModel
-from engines.rollout.transformers.kv_cache import KVCache
+from engines.rollout.transformers.kv_cache import LENGTH_STEP, KVCache
 from engines.rollout.transformers.sampling import (
     SamplingColumns,
     sample_tokens,
@@ -34,6 +38,7 @@ from engines.rollout.transformers.scheduler import Prefix, Sample
 from engines.training.model.linear_logprobs import targets_of
 from engines.training.outputs import model_outputs, read_positions
 from engines.types import ModelOutputs, Readouts, RolloutRequest, TokenBatch
+from hardware.base import GraphCapture
 
 
 @dataclass(frozen=True)
@@ -50,22 +55,35 @@ class HeldPrompt:
 
 
 class RunningBatch:
-    """The samples that are decoded together. The weights may change only after `clear`."""
+    """The samples that are decoded together. The weights may change only after `clear`.
+
+    `new_capture` returns a recorder of decode steps, or None; the weights must stay in place
+    between `join` and `free`.
+    """
 
     def __init__(
-        self, model: InferenceModel, max_num_sequences: int, max_prefill_tokens: int
+        self,
+        model: InferenceModel,
+        max_num_sequences: int,
+        max_prefill_tokens: int,
+        new_capture: Callable[[], GraphCapture | None] = lambda: None,
     ) -> None:
         self._model = model
+        self._max_num_rows = max_num_sequences
         self._max_prefill_tokens = max_prefill_tokens
-        self._cache = KVCache(max_num_sequences, model.context_length)
+        self._graphs = DecodeGraphs(new_capture if model.can_be_recorded else lambda: None)
+        self._cache = KVCache(
+            max_num_sequences, model.context_length, before_replacing=self._graphs.clear
+        )
         self.samples: Sequence[Sample] = ()
         """The running samples, in row order."""
         self._held: HeldPrompt | None = None
-        # Per row: last token, its position, origin of the random stream, the stream, top-k, and
-        # the offset of its rotary position.
-        self._ints_6B = torch.empty((6, 0), dtype=torch.int64, device=model.device)
-        # Per row: temperature, top-p.
-        self._floats_2B = torch.empty((2, 0), dtype=torch.float64, device=model.device)
+        # Per row: offset of the rotary position, last token, its position, positions that a step
+        # adds, origin of the random stream, the stream, top-k. Unused rows are 0.
+        self._ints_7M = self._columns(7, torch.int64)
+        # Per row: temperature, top-p, logprob of the last token.
+        self._floats_3M = self._columns(3, torch.float64)
+        self._token_M, self._logprob_M = self._ints_7M[1], self._floats_3M[2]
         self._longest = 0
         self._any_greedy = self._any_filter = False
 
@@ -104,13 +122,15 @@ class RunningBatch:
 
     def fits(self, num_rows: int, num_tokens: int) -> bool:
         """See `Fits`; the rows include the running ones."""
-        return self._cache.fits(num_rows, max(num_tokens, self._longest))
+        return self._cache.fits(*self._padded(num_rows, max(num_tokens, self._longest)))
 
     def without_room(self) -> list[Sample]:
         """Remove and return the shortest samples that leave the others no room for a token."""
         num_kept = len(self.samples)
         while num_kept > 1 and not self.fits(num_kept, self._longest):
             num_kept -= 1
+        if num_kept == len(self.samples):
+            return []
         rows = sorted(range(len(self.samples)), key=lambda row: -self.samples[row].num_tokens)
         return self.remove(rows[num_kept:])
 
@@ -124,10 +144,12 @@ class RunningBatch:
     @torch.inference_mode()
     def decode(self) -> list[Sample]:
         """Sample one more token per row; return the finished samples."""
-        self._cache.reserve(len(self.samples), self._longest)
-        step = DecodeStep(self._cache, self._ints_6B[1], self._longest)
-        ahead_B = self._ints_6B[5] if self._model.sees else None
-        return self._draw(self._model.decode(self._ints_6B[0], step, ahead_B), first_row=0)
+        num_rows, length = self._reserve(len(self.samples), self._longest)
+        if self._model.extend(length):
+            self._graphs.clear()
+        size = num_rows, length, self._any_greedy, self._any_filter
+        self._graphs.run(size, partial(self._step, num_rows, length))
+        return self._take_drawn(first_row=0)
 
     @torch.inference_mode()
     def remove(self, rows: Collection[int]) -> list[Sample]:
@@ -138,8 +160,9 @@ class RunningBatch:
         order, movers, holes = fill_holes(len(self.samples), set(rows))
         self._cache.move(movers, holes, self._longest)
         index = torch.tensor(order, dtype=torch.int64, device=self._model.device)
-        self._ints_6B = self._ints_6B.index_select(1, index)
-        self._floats_2B = self._floats_2B.index_select(1, index)
+        for columns in (self._ints_7M, self._floats_3M):
+            columns[:, : len(order)] = columns.index_select(1, index)
+            columns[:, len(order) : len(self.samples)] = 0
         self.samples = [self.samples[row] for row in order]
         self._longest = max((sample.num_tokens for sample in self.samples), default=0)
         return removed
@@ -170,7 +193,7 @@ class RunningBatch:
         first_row = len(self.samples)
         samples = [sample for prefix in prefixes for sample in prefix.samples]
         lengths = [len(prefix.token_ids) for prefix in prefixes]
-        self._cache.reserve(first_row + len(samples), max(self._longest, *lengths) + 1)
+        self._reserve(first_row + len(samples), max(self._longest, *lengths) + 1)
         num_samples = [len(prefix.samples) for prefix in prefixes]
         step = PrefillStep.build(self._cache, first_row, lengths, num_samples, self._model.device)
         logits_PV, ahead_P = self._model.prefill(
@@ -186,12 +209,14 @@ class RunningBatch:
                     wanted, layers, logits_PV[only].clone(), ahead_P[only].clone()
                 )
         self._add_rows(samples, ahead_P.index_select(0, step.sequence_B))
-        return self._draw(logits_PV.index_select(0, step.sequence_B), first_row)
+        rows = self._rows(first_row, len(self.samples))
+        self._draw(logits_PV.index_select(0, step.sequence_B), rows)
+        return self._take_drawn(first_row)
 
     def _continue_held(self, held: HeldPrompt, samples: Sequence[Sample]) -> list[Sample]:
         first_row, num_rows = len(self.samples), len(samples)
         num_tokens = max(self._longest, len(held.request.prompt_ids))
-        self._cache.reserve(first_row + num_rows, num_tokens + 1)
+        self._reserve(first_row + num_rows, num_tokens + 1)
         for layer, (keys, values) in enumerate(held.layers):
             self._cache.write_prefixes(
                 layer,
@@ -200,7 +225,9 @@ class RunningBatch:
                 values.expand(num_rows, -1, -1, -1),
             )
         self._add_rows(samples, held.ahead_1.expand(num_rows))
-        return self._draw(held.logits_1V.expand(num_rows, -1), first_row)
+        rows = self._rows(first_row, len(self.samples))
+        self._draw(held.logits_1V.expand(num_rows, -1), rows)
+        return self._take_drawn(first_row)
 
     def _add_rows(self, samples: Sequence[Sample], ahead_B: Tensor) -> None:
         device = self._model.device
@@ -209,6 +236,7 @@ class RunningBatch:
             [
                 [0] * len(samples),
                 [sample.num_tokens - 1 for sample in samples],
+                [1] * len(samples),
                 [sample.stream_origin for sample in samples],
                 stream_starts([sample.request.seeds[sample.place] for sample in samples]).tolist(),
                 [params.top_k for params in sampling],
@@ -217,12 +245,17 @@ class RunningBatch:
             device=device,
         )
         floats = torch.tensor(
-            [[params.temperature for params in sampling], [params.top_p for params in sampling]],
+            [
+                [params.temperature for params in sampling],
+                [params.top_p for params in sampling],
+                [0] * len(samples),
+            ],
             dtype=torch.float64,
             device=device,
         )
-        self._ints_6B = torch.cat([self._ints_6B, torch.cat([ints, ahead_B[None]])], dim=1)
-        self._floats_2B = torch.cat([self._floats_2B, floats], dim=1)
+        rows = slice(len(self.samples), len(self.samples) + len(samples))
+        self._ints_7M[:, rows] = torch.cat([ahead_B[None], ints])
+        self._floats_3M[:, rows] = floats
         self.samples = [*self.samples, *samples]
         self._longest = max(sample.num_tokens for sample in self.samples)
         running = [sample.request.sampling for sample in self.samples]
@@ -231,23 +264,56 @@ class RunningBatch:
             params.temperature > 0 and (params.top_k > 0 or params.top_p < 1) for params in running
         )
 
-    def _draw(self, logits_BV: Tensor, first_row: int) -> list[Sample]:
-        """Sample a token for the rows from `first_row` on; return the finished samples."""
-        token_B, position_B, origin_B, stream_B, top_k_B, _ = self._ints_6B[:, first_row:]
-        temperature_B, top_p_B = self._floats_2B[:, first_row:]
+    def _columns(self, num_values: int, dtype: torch.dtype) -> Tensor:
+        shape = num_values, self._max_num_rows
+        return torch.zeros(shape, dtype=dtype, device=self._model.device)
+
+    def _padded(self, num_rows: int, num_tokens: int) -> tuple[int, int]:
+        rows = min(self._graphs.padded(num_rows), self._max_num_rows)
+        return rows, self._graphs.padded(num_tokens, LENGTH_STEP)
+
+    def _reserve(self, num_rows: int, num_tokens: int) -> tuple[int, int]:
+        """Make room in the cache; return rows and positions, not padded if the limit is below."""
+        sizes = self._padded(num_rows, num_tokens)
+        if not self._cache.fits(*sizes):
+            sizes = num_rows, num_tokens
+        self._cache.reserve(*sizes)
+        return sizes
+
+    def _step(self, num_rows: int, length: int) -> None:
+        """Compute and sample a token in each of the first rows; may be recorded."""
+        rows = self._rows(0, num_rows)
+        ahead_B, token_B, position_B, *_ = rows
+        step = DecodeStep(self._cache, position_B, length)
+        logits_BV = self._model.decode(token_B, step, ahead_B if self._model.sees else None)
+        self._draw(logits_BV, rows)
+
+    def _rows(self, first_row: int, end_row: int) -> list[Tensor]:
+        """Return (B,) views of all columns."""
+        rows = slice(first_row, end_row)
+        return [*self._ints_7M[:, rows], *self._floats_3M[:, rows]]
+
+    def _draw(self, logits_BV: Tensor, rows: Sequence[Tensor]) -> None:
+        """Sample a token for `_rows`, for the next step and for `_take_drawn`."""
+        _, token_B, position_B, added_B, origin_B, stream_B, top_k_B, *floats = rows
+        temperature_B, top_p_B, logprob_B = floats
         columns = SamplingColumns(
             temperature_B, top_k_B, top_p_B, self._any_greedy, self._any_filter
         )
         uniform_B = uniforms(stream_B, position_B + 1 - origin_B)
-        ids_B, logprobs_B = sample_tokens(logits_BV, uniform_B, columns)
-        token_B.copy_(ids_B)
-        position_B.add_(1)
-        logprobs = logprobs_B.tolist()
+        drawn_B, drawn_logprob_B = sample_tokens(logits_BV, uniform_B, columns)
+        token_B.copy_(drawn_B)
+        logprob_B.copy_(drawn_logprob_B)
+        position_B.add_(added_B)
+
+    def _take_drawn(self, first_row: int) -> list[Sample]:
+        """Append what was drawn from `first_row` on; return the finished samples."""
+        drawn, rows = self.samples[first_row:], slice(first_row, len(self.samples))
+        logprobs = self._logprob_M[rows].tolist()
         if not math.isfinite(sum(logprobs)):
             raise RolloutError("the model's logits are not finite; its weights are damaged")
-        drawn = self.samples[first_row:]
-        rows = zip(drawn, ids_B.tolist(), logprobs, strict=True)
-        has_ended = [sample.append(token, logprob) for sample, token, logprob in rows]
+        found = zip(drawn, self._token_M[rows].tolist(), logprobs, strict=True)
+        has_ended = [sample.append(token, logprob) for sample, token, logprob in found]
         grown = (sample.num_tokens for sample in drawn)
         # After a decode step every row has one token more.
         self._longest = max(self._longest, *grown) if first_row else self._longest + 1

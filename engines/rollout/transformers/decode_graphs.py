@@ -1,0 +1,76 @@
+"""Decode steps that are recorded, and then launched as a whole.
+
+A decode step is hundreds of small kernels, and the device waits for the host that launches them one
+by one. A platform with `graph_capture` launches a recorded step at one call, but with the sizes and
+addresses of the recording: sizes are rounded up to few, and `clear` is called before tensors move.
+Without it, sizes are exact and each step runs as it is.
+Promises: a step of a new size runs as it is, which prepares what is made once (tables, handles). It
+is recorded when the next step has the same size. What cannot be recorded for lack of memory runs
+as it is, and is said once.
+"""
+
+import logging
+from collections.abc import Callable, Hashable
+
+import torch
+
+from hardware.base import GraphCapture
+
+MAX_NUM_GRAPHS = 64
+"""Recorded steps that are kept; the one that was not used for longest makes room."""
+SIZES_PER_DOUBLING = 4
+"""Sizes between one power of two and the next: at most a quarter of a step is padding."""
+logger = logging.getLogger(__name__)
+
+
+class DecodeGraphs:
+    """Recorded decode steps by size; `new_capture` returns the platform's recorder, or None."""
+
+    def __init__(self, new_capture: Callable[[], GraphCapture | None]) -> None:
+        self._new_capture = new_capture
+        self._capture = new_capture()
+        self._has_warned = False
+        self._launches: dict[Hashable, Callable[[], None]] = {}
+        self._last_size: Hashable = None
+
+    def padded(self, number: int, multiple: int = 1) -> int:
+        """Return the next size that is recorded, a multiple of a number; without graphs `number`."""
+        if self._capture is None:
+            return number
+        below = 2 ** (number - 1).bit_length() // 2
+        step = max(multiple, below // SIZES_PER_DOUBLING)
+        return -(-number // step) * step
+
+    def run(self, size: Hashable, step: Callable[[], None]) -> None:
+        """Run a step; `size` names all that its kernels depend on, values in tensors apart."""
+        launch = self._launches.pop(size, None)
+        if launch is None and size == self._last_size:
+            launch = self._recorded(step)
+        self._last_size = size
+        if launch is None:
+            step()
+            return
+        launch()
+        self._launches[size] = launch  # as the last: the dictionary is in the order of use
+        if len(self._launches) > MAX_NUM_GRAPHS:
+            del self._launches[next(iter(self._launches))]
+
+    def clear(self) -> None:
+        """Forget all recorded steps; their memory can be returned by `empty_cache`."""
+        self._launches.clear()
+        self._last_size = None
+        self._capture = self._new_capture()
+
+    def _recorded(self, step: Callable[[], None]) -> Callable[[], None] | None:
+        """Return the launch of a step; None without graphs, and without memory until `clear`."""
+        if self._capture is None:
+            return None
+        try:
+            return self._capture(step)
+        except torch.OutOfMemoryError as error:
+            self._launches.clear()
+            self._capture = None
+            if not self._has_warned:
+                logger.warning("decode steps are launched kernel by kernel: %s", error)
+            self._has_warned = True
+            return None
