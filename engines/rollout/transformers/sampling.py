@@ -111,7 +111,7 @@ def filter_logits(logits_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor
     tail_BV = sorted_BV.softmax(-1).flip(-1).cumsum(-1).flip(-1)
     limit_B1 = torch.where(top_p_B < 1, 1 - top_p_B, -1.0).to(tail_BV.dtype)[:, None]
     removed_BV = (tail_BV <= limit_B1) | sorted_BV.isneginf()
-    removed_BV[:, 0] = False
+    removed_BV.select(1, 0).fill_(False)
     return logits_BV.masked_fill(
         torch.zeros_like(removed_BV).scatter_(1, order_BV, removed_BV), -torch.inf
     )
