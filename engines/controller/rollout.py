@@ -111,6 +111,8 @@ def choose_transport(
         device_name=platform.device_name,
         # Of all transfers, so that they keep their communicator.
         server=open_store(len(places) + num_senders, rollout.timeout_s, this_address()),
+        # The base weights under an adapter have no next transfer, and adapters are small.
+        delta_sync=rollout.delta_sync and spec.adapter is None,
     )
 
 
@@ -270,6 +272,7 @@ def replica_beside(
         "num_replicas": num_replicas,
         "options": dict(options),
         "openai_endpoint": False,
+        "delta_sync": False,  # its weights are sent once
     }
     return replace(
         like,

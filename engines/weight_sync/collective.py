@@ -5,11 +5,12 @@ sender fills one while the other is sent, and a reader takes tensors out of one 
 arrives. A message before each bucket describes it. `communicator` has the processes and their
 thread.
 Promises: extra memory is two buckets on each side, a third on a sender beside others, and a
-sender's cast of one tensor.
+sender's cast of one tensor; delta sync takes more, see `delta`.
 Does not promise encryption. Checksums of entries are passed on, not verified.
 """
 
 import itertools
+import json
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ from engines.weight_sync.communicator import (
     joined,
     senders_of,
 )
+from engines.weight_sync.delta import Sizes, num_bytes_sent
 from engines.weight_sync.rendezvous import Rendezvous, RendezvousSource, RendezvousTransport
 
 NUM_BUCKETS = 2
@@ -106,11 +108,15 @@ def sending(rendezvous: Rendezvous, bucket_bytes: int, turns: Turns) -> Iterator
             yield packer
             packer.flush()
             sender.finish()
+            member.finish()
             if member.number == 0:
-                rendezvous.await_readers("taken", "read on")
-                rendezvous.say(ALL_TAKEN)
+                rebuilt = rendezvous.await_readers("taken", "read on")[0]
+                member.confirm(rebuilt)
+                rendezvous.say(ALL_TAKEN, rebuilt)
             else:
-                rendezvous.wait(ALL_TAKEN, "every rollout engine to read on", member.patience_s)
+                member.confirm(
+                    rendezvous.wait(ALL_TAKEN, "every rollout engine to read on", member.patience_s)
+                )
         finally:
             sender.thread.put(None)
         sender.thread.join(member.patience_s)
@@ -133,11 +139,12 @@ def receiving(rendezvous: Rendezvous, turns: Turns) -> Iterator[Iterator[tuple[E
             for _ in range(NUM_BUCKETS):
                 thread.put(_memory(0, member.device))
             yield _entries(thread, source.timeout_s)
-            rendezvous.say(f"taken {source.reader}")
+            rendezvous.say(f"taken {source.reader}", member.finish())
             # A reader that ended before the others are done would break their connections.
-            rendezvous.wait(
+            rebuilt = rendezvous.wait(
                 ALL_TAKEN, "every rollout engine to take the weights", member.patience_s
             )
+            member.confirm(rebuilt)
         finally:
             thread.put(None)
         thread.join(member.patience_s)
@@ -171,11 +178,11 @@ class _BucketSender:
         for _ in range(NUM_BUCKETS):
             self._free_bucket()
         if (self._sender, None) in self._member.turns:
-            self._announce([])
+            self._announce([], None)
 
-    def _announce(self, entries: Sequence[Entry]) -> None:
+    def _announce(self, entries: Sequence[Entry], sizes: Sizes | None) -> None:
         key = KEY.format(self._sender, next(self._numbers[self._sender]))
-        self._member.rendezvous.say(key, entries_to_json(entries))
+        self._member.rendezvous.say(key, json.dumps([entries_to_json(entries), sizes]))
 
     def _free_bucket(self) -> Tensor:
         timeout_s = self._member.rendezvous.source.timeout_s
@@ -210,10 +217,13 @@ class _BucketSender:
             if bucket is None:
                 return
             entries, memory = bucket
-            self._announce(entries)
-            group.broadcast(memory[: entries[-1].end_bytes], self._member.number)
+            parts, sizes = memory[: entries[-1].end_bytes], None
+            if self._member.bases is not None:
+                parts, sizes = self._member.bases.encode(self._sender, parts)
+            self._announce(entries, sizes)
+            group.broadcast(parts, self._member.number)
             yield memory
-            del bucket, memory
+            del bucket, memory, parts
             if num_left is not None:
                 num_left -= len(entries)
 
@@ -243,14 +253,22 @@ def _take(
         if memory is None:
             return
         key, timeout_s = KEY.format(sender, next(numbers)), member.rendezvous.source.timeout_s
-        entries = entries_from_json(member.rendezvous.wait(key, WEIGHTS_TO_COME, timeout_s))
+        text, sizes = json.loads(member.rendezvous.wait(key, WEIGHTS_TO_COME, timeout_s))
+        entries = entries_from_json(text)
         if not entries:
             return
         num_bytes = entries[-1].end_bytes
         if memory.numel() < num_bytes:
             del memory  # free the old one first
             memory = _memory(num_bytes, member.device)
-        group.broadcast(memory[:num_bytes], root)
+        parts = memory[:num_bytes]
+        if sizes is not None:
+            parts = _memory(num_bytes_sent(num_bytes, sizes), member.device)
+        group.broadcast(parts, root)
+        if member.bases is not None and member.is_reader:
+            member.bases.rebuild(sender, parts, sizes, memory[:num_bytes])
+            settle(memory)
+        del parts
         yield entries, memory
         if num_left is not None:
             num_left -= len(entries)

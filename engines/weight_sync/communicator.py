@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import (
 from torch.distributed import distributed_c10d
 
 from engines.weight_sync.buckets import settle
+from engines.weight_sync.delta import DeltaBases
 from engines.weight_sync.rendezvous import (
     GRACE_S,
     WATCH_S,
@@ -51,20 +52,24 @@ Result = TypeVar("Result")
 
 
 def close_communicators() -> None:
-    """Free the communicators that this process keeps."""
+    """Free the communicators that this process keeps, and what it keeps for delta sync."""
     _kept.clear()
+    _bases.clear()
 
 
 @contextmanager
 def joined(rendezvous: Rendezvous, turns: Turns, sender: int | None) -> Iterator["Member"]:
     """Wait for all processes and agree on a communicator; forget it if the block fails.
 
-    `sender` is this process's rank if it sends, None if it reads.
+    Bases of delta sync are used only with a communicator that was agreed on, and if all processes
+    confirmed their digest. `sender` is this process's rank if it sends, None if it reads.
     """
     source, senders = rendezvous.source, senders_of(turns)
     number = len(senders) + source.reader if sender is None else senders.index(sender)
     seat = (source.host, source.port, number)
-    held = _kept[seat][0] if seat in _kept else ""
+    # A failed block leaves no bases: they are partly those of the transfer that failed.
+    bases = _bases.pop(seat, DeltaBases(source.checksum_method)) if source.delta_sync else None
+    held = f"{_kept[seat][0] if seat in _kept else ''} {bases.confirmed if bases else ''}"
     if number == 0:
         agreed = _agreed(rendezvous, len(senders), held)
     else:
@@ -75,14 +80,18 @@ def joined(rendezvous: Rendezvous, turns: Turns, sender: int | None) -> Iterator
         agreed = rendezvous.wait(
             ALL_CAME, "every rollout engine to connect", source.timeout_s + GRACE_S
         )
+    if bases is not None and agreed != held:
+        bases = DeltaBases(source.checksum_method)
     with ExitStack() as failed:
         failed.callback(_kept.pop, seat, None)
-        yield Member(rendezvous, turns, number, _device(source), agreed)
+        yield Member(rendezvous, turns, number, _device(source), agreed.partition(" ")[0], bases)
         failed.pop_all()
+    if bases is not None:
+        _bases[seat] = bases
 
 
 def _agreed(rendezvous: Rendezvous, num_senders: int, held: str) -> str:
-    """Wait for all processes; return the communicator that each holds, or the name of a new one."""
+    """Wait for all processes; return what each holds, or the name of a new communicator."""
     source = rendezvous.source
     size = num_senders + source.num_readers
     rendezvous.await_readers("reader", "come")
@@ -113,11 +122,26 @@ class Member:
     number: int
     device: torch.device
     agreed: str
+    bases: DeltaBases | None
 
     @property
     def patience_s(self) -> float:
         """Deadline of what has to end after the first sender, whose error names the cause."""
         return self.rendezvous.source.timeout_s + GRACE_S
+
+    @property
+    def is_reader(self) -> bool:
+        """False if this process sends."""
+        return self.number >= len(senders_of(self.turns))
+
+    def finish(self) -> str:
+        """Return the digests of the buckets that are kept for delta sync; see `DeltaBases`."""
+        return "" if self.bases is None else self.bases.finish()
+
+    def confirm(self, rebuilt: str) -> None:
+        """Compare them with those of reader 0; raises WeightSyncError."""
+        if self.bases is not None:
+            self.bases.confirm(rebuilt)
 
     def communicator(self) -> "BroadcastGroup":
         """Return the kept communicator, or make it together with the other members."""
@@ -252,3 +276,4 @@ class BroadcastGroup:
 
 _kept: dict[tuple[str, int, int], tuple[str, BroadcastGroup]] = {}
 """Communicators with their names, by store and number of this process in them."""
+_bases: dict[tuple[str, int, int], DeltaBases] = {}

@@ -65,11 +65,13 @@ class RendezvousTransport:
         device_name: str = "cpu",
         bucket_bytes: int = BUCKET_BYTES,
         server: TCPStore | None = None,
+        delta_sync: bool = False,
     ) -> Self:
         """Return a transport whose store is served by this process at `host`, reachable by all.
 
         `num_workers` has one number per receiver; `num_senders` ranks may send. Transfers with the
-        same `server`, a store at `host`, keep their communicator; None: a store for this one.
+        same `server`, a store at `host`, keep their communicator, and with `delta_sync` the buckets
+        to which the next transfer sends the difference. None: a store for this transfer.
 
         Raises:
             OSError: `host` is not an address of this machine.
@@ -77,12 +79,10 @@ class RendezvousTransport:
         num_readers = sum(num_workers)
         server = server or open_store(num_readers + num_senders, timeout_s, host)
         token = secrets.token_hex(16)
-        sources = tuple(
-            cls.source_type(
-                host, server.port, token, first, num_readers, timeout_s, backend, device_name
-            )
-            for first in first_of_each(num_workers)
+        source = cls.source_type(
+            host, server.port, token, 0, num_readers, timeout_s, backend, device_name, delta_sync
         )
+        sources = tuple(source.of_worker(first) for first in first_of_each(num_workers))
         return cls(dtype, frozenset(float32_names), bucket_bytes, sources, server)
 
     def stop(self) -> None:
@@ -112,6 +112,7 @@ class RendezvousSource(ABC):
     timeout_s: float
     backend: str
     device_name: str
+    delta_sync: bool = False
 
     @property
     def checksum_method(self) -> ChecksumMethod:

@@ -1,0 +1,143 @@
+"""Sends a bucket as its difference from the bytes that both ends kept of the last transfer.
+
+A bucket and its base are XORed as 16-bit words, so any bytes are rebuilt exactly. The words that
+are not zero follow each other; a bitmap marks their places, and a second bitmap marks the bytes of
+the first that are not zero. All of it is torch operations on the bucket's own device.
+Promises: N unchanged bytes become N / 128, and a share s of changed words adds at most
+N * (s + min(s / 2, 1 / 16)). A difference is sent only if it is smaller than the bucket. Bases are
+used only if all ends confirmed the digest of their bytes; else all buckets are sent whole.
+Bytes: each end keeps its buckets in host memory, pinned if they come from a device. A reader keeps
+all weights in the dtype that is sent, a sender those that it sends. Torch rounds pinned blocks up
+to a power of two. Beside the bucket, its base and their difference take up to three times its bytes
+on its device.
+Does not promise that machines of different byte order understand each other.
+"""
+
+from collections import defaultdict, deque
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engines.checksum import ChecksumMethod, TensorChecksums
+from engines.errors import WeightSyncError
+
+BLOCK_BYTES = 128
+"""What one byte of the second bitmap stands for: 8 bytes of the first, 64 words."""
+_GATHER = 0x0102040810204080
+"""Times 8 bytes of 0 or 1 as an int64: has them as the bits of its highest byte, in order."""
+
+Sizes = tuple[int, int]
+"""Numbers of words, and of bytes of the first bitmap, that are not zero."""
+
+
+def encode(bucket: Tensor, base: Tensor) -> tuple[Tensor, Sizes] | None:
+    """Return the difference of a bucket, (N,) uint8, from its base, as (M,) uint8, and its sizes.
+
+    `base` has the bytes of another bucket and zeros up to a multiple of `BLOCK_BYTES`. None if the
+    difference would not be smaller than the bucket.
+    """
+    difference = base.to(bucket.device, copy=True)
+    difference[: bucket.numel()] ^= bucket
+    words = difference.view(torch.int16)
+    marks = _marks(words)
+    touched = words.view(-1, 8)[marks != 0]
+    changed, marked = touched[touched != 0], marks[marks != 0]
+    parts = torch.cat([changed.view(torch.uint8), marked, _marks(marks)])
+    if parts.numel() >= bucket.numel():
+        return None
+    return parts, (changed.numel(), marked.numel())
+
+
+def num_bytes_sent(num_bytes: int, sizes: Sizes) -> int:
+    """Return M of `encode` for a bucket of `num_bytes`."""
+    num_words, num_marked = sizes
+    return 2 * num_words + num_marked + _padded(num_bytes) // BLOCK_BYTES
+
+
+def apply(parts: Tensor, sizes: Sizes, base: Tensor) -> None:
+    """Turn a base into the bucket whose difference is `parts`, in place; see `encode`."""
+    num_words, num_marked = sizes
+    changed, marked, outline = parts.tensor_split([2 * num_words, 2 * num_words + num_marked])
+    difference = torch.zeros(8 * num_marked, dtype=torch.int16, device=parts.device)
+    difference.masked_scatter_(_places(marked), changed.view(torch.int16))
+    blocks = base.view(torch.int16).view(-1, 8)
+    blocks[_places(outline)] ^= difference.view(-1, 8)
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _marks(values: Tensor) -> Tensor:
+    """Return one bit per value, set unless it is zero, as (N / 8,) uint8."""
+    marks = (values != 0).view(torch.int64)
+    return marks.mul_(_GATHER).bitwise_right_shift_(56).to(torch.uint8)
+
+
+def _places(marks: Tensor) -> Tensor:
+    """Return the bits of `_marks`, (N,) bool."""
+    bits = torch.arange(8, dtype=torch.uint8, device=marks.device)
+    return (marks[:, None] >> bits & 1).bool().view(-1)
+
+
+class DeltaBases:
+    """The buckets of the last transfer in one process; those of this transfer take their places.
+
+    Each sender's buckets come in one order. `confirmed` has the digests that all ends confirmed, or
+    is empty.
+    """
+
+    def __init__(self, method: ChecksumMethod) -> None:
+        self.confirmed = ""
+        self._held = ""
+        self._bases = defaultdict[int, deque[Tensor]](deque)
+        self._renewed = defaultdict[int, deque[Tensor]](deque)
+        self._checksums = defaultdict[int, TensorChecksums](partial(TensorChecksums, method))
+
+    def encode(self, sender: int, bucket: Tensor) -> tuple[Tensor, Sizes | None]:
+        """Return the bytes to send for a bucket, and None if they are the bucket's own."""
+        base, encoded = self._next_base(sender), None
+        if base.numel() == _padded(bucket.numel()):
+            encoded = encode(bucket, base)
+        del base  # freed first
+        self._keep(sender, bucket)
+        return encoded or (bucket, None)
+
+    def rebuild(self, sender: int, parts: Tensor, sizes: Sizes | None, bucket: Tensor) -> None:
+        """Fill a bucket from the bytes that were sent for it, unless they are its own."""
+        base = self._next_base(sender)
+        if sizes is not None:
+            base = base.to(bucket.device)
+            apply(parts, sizes, base)
+            bucket.copy_(base[: bucket.numel()])
+        del base  # freed first
+        self._keep(sender, bucket)
+
+    def finish(self) -> str:
+        """Make this transfer's buckets the bases; return the digest of each sender's, in order."""
+        self.confirmed = ""
+        self._held = " ".join(found.digest() for _, found in sorted(self._checksums.items()))
+        self._checksums.clear()
+        self._bases, self._renewed = self._renewed, defaultdict(deque)
+        return self._held
+
+    def confirm(self, rebuilt: str) -> None:
+        """Compare with the digests of reader 0; WeightSyncError if its buckets are others."""
+        if not set(self._held.split()) <= set(rebuilt.split()):
+            raise WeightSyncError(
+                f"this process holds buckets {self._held}, rollout engine 0 holds {rebuilt}"
+            )
+        self.confirmed = rebuilt
+
+    def _next_base(self, sender: int) -> Tensor:
+        """Return the base of a sender's next bucket; without bytes if there is none."""
+        left = self._bases[sender]
+        return left.popleft() if left else torch.empty(0, dtype=torch.uint8)
+
+    def _keep(self, sender: int, bucket: Tensor) -> None:
+        size, pinned = _padded(bucket.numel()), bucket.device.type != "cpu"
+        copy = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
+        copy[: bucket.numel()].copy_(bucket)
+        self._checksums[sender].add(f"bucket {sender} {len(self._renewed[sender])}", bucket)
+        self._renewed[sender].append(copy)
