@@ -111,7 +111,6 @@ def choose_transport(
         device_name=platform.device_name,
         # Of all transfers, so that they keep their communicator.
         server=open_store(len(places) + num_senders, rollout.timeout_s, this_address()),
-        # The base weights under an adapter have no next transfer, and adapters are small.
         delta_sync=rollout.delta_sync and spec.adapter is None,
     )
 

@@ -110,9 +110,10 @@ def sending(rendezvous: Rendezvous, bucket_bytes: int, turns: Turns) -> Iterator
             sender.finish()
             member.finish()
             if member.number == 0:
-                rebuilt = rendezvous.await_readers("taken", "read on")[0]
-                member.confirm(rebuilt)
-                rendezvous.say(ALL_TAKEN, rebuilt)
+                taken = rendezvous.await_readers("taken", "read on")
+                for rebuilt in taken:
+                    member.confirm(rebuilt)
+                rendezvous.say(ALL_TAKEN, taken[0])
             else:
                 member.confirm(
                     rendezvous.wait(ALL_TAKEN, "every rollout engine to read on", member.patience_s)

@@ -139,7 +139,7 @@ class Member:
         return "" if self.bases is None else self.bases.finish()
 
     def confirm(self, rebuilt: str) -> None:
-        """Compare them with those of reader 0; raises WeightSyncError."""
+        """Compare them with those of a reader; raises WeightSyncError if they differ."""
         if self.bases is not None:
             self.bases.confirm(rebuilt)
 

@@ -13,6 +13,7 @@ on its device.
 Does not promise that machines of different byte order understand each other.
 """
 
+import logging
 from collections import defaultdict, deque
 from functools import partial
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from engines.checksum import ChecksumMethod, TensorChecksums
 from engines.errors import WeightSyncError
 
+logger = logging.getLogger(__name__)
 BLOCK_BYTES = 128
 """What one byte of the second bitmap stands for: 8 bytes of the first, 64 words."""
 _GATHER = 0x0102040810204080
@@ -91,6 +93,7 @@ class DeltaBases:
     def __init__(self, method: ChecksumMethod) -> None:
         self.confirmed = ""
         self._held = ""
+        self._num_sent_bytes = 0
         self._bases = defaultdict[int, deque[Tensor]](deque)
         self._renewed = defaultdict[int, deque[Tensor]](deque)
         self._checksums = defaultdict[int, TensorChecksums](partial(TensorChecksums, method))
@@ -102,7 +105,9 @@ class DeltaBases:
             encoded = encode(bucket, base)
         del base  # freed first
         self._keep(sender, bucket)
-        return encoded or (bucket, None)
+        encoded = encoded or (bucket, None)
+        self._num_sent_bytes += encoded[0].numel()
+        return encoded
 
     def rebuild(self, sender: int, parts: Tensor, sizes: Sizes | None, bucket: Tensor) -> None:
         """Fill a bucket from the bytes that were sent for it, unless they are its own."""
@@ -115,18 +120,24 @@ class DeltaBases:
         self._keep(sender, bucket)
 
     def finish(self) -> str:
-        """Make this transfer's buckets the bases; return the digest of each sender's, in order."""
-        self.confirmed = ""
+        """Make this transfer's buckets the bases; return the digest of each sender's, in order.
+
+        Logs how much a sender sent.
+        """
+        if self._num_sent_bytes:
+            num_bytes = sum(found.num_bytes for found in self._checksums.values())
+            logger.info("delta sync sent %d of %d bytes", self._num_sent_bytes, num_bytes)
+        self._num_sent_bytes, self.confirmed = 0, ""
         self._held = " ".join(found.digest() for _, found in sorted(self._checksums.items()))
         self._checksums.clear()
         self._bases, self._renewed = self._renewed, defaultdict(deque)
         return self._held
 
     def confirm(self, rebuilt: str) -> None:
-        """Compare with the digests of reader 0; WeightSyncError if its buckets are others."""
+        """Compare with a reader's digests, of all senders; WeightSyncError if they differ."""
         if not set(self._held.split()) <= set(rebuilt.split()):
             raise WeightSyncError(
-                f"this process holds buckets {self._held}, rollout engine 0 holds {rebuilt}"
+                f"this process holds buckets {self._held}, a rollout engine rebuilt {rebuilt}"
             )
         self.confirmed = rebuilt
 

@@ -71,6 +71,33 @@ def test_ranks_that_share_the_weights_each_send_their_part(model_dir: Path) -> N
     assert isinstance(choose_transport(adapted, (HERE,), of_two)([1]), CollectiveTransport)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_differences_are_sent_where_weights_are_broadcast(model_dir: Path, num_ranks: int) -> None:
+    plain = spec(model_dir, "auto")
+    wanted = replace(plain, rollout=plain.rollout.model_copy(update={"delta_sync": True}))
+    sender = replace(SENDER, num_ranks=num_ranks)
+
+    def is_delta(of: ReplicaSpec, place: Place) -> bool:
+        made = choose_transport(of, (place,), sender)([1])
+        made.stop()
+        return getattr(made.sources[0], "delta_sync", False)
+
+    assert is_delta(wanted, ELSEWHERE)
+    assert not is_delta(plain, ELSEWHERE)
+    assert not is_delta(wanted, HERE)
+    # Base weights have no next transfer, and a judge's weights neither.
+    assert not is_delta(replace(wanted, adapter=LoraConfig(rank=2)), ELSEWHERE)
+    beside = rollout.replica_beside(wanted, model_dir, 1, {}, embedded=False)
+    assert not is_delta(beside, ELSEWHERE)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "device_ipc"])
+def test_delta_sync_is_refused_without_broadcast(transport: TransportName) -> None:
+    with pytest.raises(ValueError, match=f"delta_sync: got true with transport {transport}"):
+        RolloutConfig(transport=transport, delta_sync=True)
+    assert RolloutConfig(transport="collective", delta_sync=True).delta_sync
+
+
 @pytest.mark.parametrize("transport", ["shared_memory", "device_ipc"])
 def test_memory_of_a_node_is_refused_where_it_does_not_reach(model_dir, transport) -> None:
     message = rf"rollout\.transport: got {transport}, and replicas on 10\.0\.0\.2"

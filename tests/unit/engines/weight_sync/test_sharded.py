@@ -127,20 +127,27 @@ def kill_oneself(source, results) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def count_communicators() -> list[object]:
+def count_communicators() -> tuple[list[object], list[int]]:
+    """Communicators that this process makes from here, and the sizes of their broadcasts."""
     made: list[object] = []
-    make = communicator.BroadcastGroup.__init__
+    num_bytes: list[int] = []
+    make, broadcast = communicator.BroadcastGroup.__init__, communicator.BroadcastGroup.broadcast
 
     def counted(self, *arguments) -> None:
         made.append(self)
         make(self, *arguments)
 
+    def measured(self, memory: Tensor, root: int = 0) -> None:
+        num_bytes.append(memory.numel())
+        broadcast(self, memory, root)
+
     communicator.BroadcastGroup.__init__ = counted
-    return made
+    communicator.BroadcastGroup.broadcast = measured
+    return made, num_bytes
 
 
 def send_each(transports, results, rank: int, place: Path) -> None:
-    made = count_communicators()
+    made, num_bytes = count_communicators()
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(place), NUM_RANKS), rank=rank, world_size=NUM_RANKS,
         timeout=timedelta(seconds=60),
@@ -148,23 +155,24 @@ def send_each(transports, results, rank: int, place: Path) -> None:
     plan = transports[0].plan(shards(rank))
     for each in transports:
         sent = each.send_parts(shards(rank), plan)
-        results.put(("rank", rank, (sent.digest, len(made))))
+        results.put(("rank", rank, (sent.digest, len(made), sum(num_bytes))))
 
 
 def read_each(sources, results) -> None:
-    made = count_communicators()
+    made, num_bytes = count_communicators()
     for each in sources:
         digest = combine((name, tensor_checksum(tensor)) for name, tensor in each.tensors())
-        results.put(("reader", each.reader, (digest, len(made))))
+        results.put(("reader", each.reader, (digest, len(made), sum(num_bytes))))
 
 
-def test_all_ranks_and_readers_share_one_communicator(tmp_path: Path) -> None:
-    """Also in the next transfer."""
+@pytest.mark.parametrize("delta_sync", [False, True])
+def test_all_ranks_and_readers_share_one_communicator(tmp_path: Path, delta_sync: bool) -> None:
+    """Also in the next transfer, in which delta sync sends no unchanged part."""
     server = open_store(4, 600.0, HOST)
     transports = [
         ShardedTransport.open(
             "bfloat16", {"rows"}, 600.0, HOST, [1, 1], num_senders=NUM_RANKS,
-            bucket_bytes=BUCKET_BYTES, server=server,
+            bucket_bytes=BUCKET_BYTES, server=server, delta_sync=delta_sync,
         )
         for _ in range(2)
     ]  # fmt: skip
@@ -181,8 +189,10 @@ def test_all_ranks_and_readers_share_one_communicator(tmp_path: Path) -> None:
     for process in processes:
         process.join(timeout=HANG_S)
         assert process.exitcode == 0
-    assert len({digest for _, _, (digest, _) in found}) == 1
-    assert {num_made for _, _, (_, num_made) in found} == {1}
+    assert len({digest for _, _, (digest, _, _) in found}) == 1
+    assert {num_made for _, _, (_, num_made, _) in found} == {1}
+    whole, both = sorted({num_bytes for _, _, (_, _, num_bytes) in found})
+    assert both < whole * 1.02 if delta_sync else both == 2 * whole
 
 
 @pytest.fixture
