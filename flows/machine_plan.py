@@ -4,6 +4,7 @@ Promises: no device is probed, no job or store is opened; of models only `config
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ from infra.plugins import assumed_installed
 from infra.survey_report import FoundPlatform
 
 GB = 1e9
+MARGIN_SHARE = 0.1
+"""Part of a device, beside `FREE_SHARE`, that training has to leave free without recomputation."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,10 @@ class MachinePlan:
 def plan_on(recipe: Recipe, machine: Machine) -> MachinePlan:
     """Return a recipe's costs and the first change that fits; raises as `costs_on`."""
     with assumed_installed():
-        costs = costs_on(recipe, machine)
+        costs, choices = costs_on(recipe, machine), resolved_on(recipe, machine)[1]
         fits = all(each.fits for each in costs)
         change = None if fits else first_change(recipe, machine, costs_on)
-    notes = dict.fromkeys(note for each in costs for note in each.notes)
+    notes = dict.fromkeys([*choices, *(note for each in costs for note in each.notes)])
     platform = recipe.hardware.platform
     if platform not in {"auto", machine.platform}:
         notes[f"hardware.platform is {platform}; set it to {machine.platform} there"] = None
@@ -56,9 +59,55 @@ def plan_on(recipe: Recipe, machine: Machine) -> MachinePlan:
 
 def costs_on(recipe: Recipe, machine: Machine) -> tuple[StageCost, ...]:
     """Return the costs of a recipe's stages; raises `ConfigError` as `shapes_of`."""
-    recipe = recipe.model_copy(update={"training": recipe.training.on(accelerator=True)})
+    recipe, _ = resolved_on(recipe, machine)
     prompt = recipe.data.max_prompt_length if recipe.data else recipe.model.max_length
     return stage_costs(stages_of(recipe), prompt, shapes_of(recipe), machine)
+
+
+def resolved_on(recipe: Recipe, machine: Machine) -> tuple[Recipe, tuple[str, ...]]:
+    """Return a recipe without `auto` in `training`, and the reasons of what is not obvious.
+
+    Raises `ConfigError` as `shapes_of`.
+    """
+    training, reasons = recipe.training, []
+    if training.gradient_checkpointing == "auto":
+        recomputes, why = _recomputes(recipe, machine)
+        reasons.append(f"training.gradient_checkpointing is {'on' if recomputes else 'off'}: {why}")
+        training = training.model_copy(update={"gradient_checkpointing": recomputes})
+    if training.use_torch_compile == "auto" and not training.can_compile:
+        reasons.append(f"training.use_torch_compile is off: {training.backend} compiles no layers")
+    resolved = training.on(accelerator=True)
+    return recipe.model_copy(update={"training": resolved}), tuple(reasons)
+
+
+def _recomputes(recipe: Recipe, machine: Machine) -> tuple[bool, str]:
+    """Return False if training fits without recomputation, with a margin; and the reason."""
+    shape = shapes_of(recipe)("model.path", False)
+    kept = recipe.training.model_copy(update={"gradient_checkpointing": False})
+    costs = costs_on(recipe.model_copy(update={"training": kept}), machine)
+    trained = [phase for cost in costs for phase in cost.phases if phase.phase == "train"]
+    fullest = max(trained, key=lambda it: it.bytes.total_bytes - it.room_bytes, default=None)
+    if fullest is None or shape.vision_parameters or shape.uncounted:
+        return True, "what training keeps without it is not wholly counted"
+    needed, room = fullest.bytes.total_bytes, fullest.room_bytes
+    room -= int(MARGIN_SHARE * machine.memory_bytes)
+    why = f"without it training needs {needed / GB:.1f} GB, and {room / GB:.1f} may be used"
+    return needed > room, why
+
+
+def resolved_here(recipe: Recipe, found: FoundPlatform) -> Recipe:
+    """Return a recipe without `auto` in `training`, for this machine's devices.
+
+    Layers are recomputed if the devices' memory or the model's sizes are unknown.
+    """
+    with suppress(ConfigError):
+        if found.memory_bytes is not None:
+            return resolved_on(recipe, _machine_of(found, found.memory_bytes))[0]
+    return recipe.model_copy(update={"training": recipe.training.on(accelerator=True)})
+
+
+def _machine_of(found: FoundPlatform, memory_bytes: int) -> Machine:
+    return machine_like(found.name, found.label, memory_bytes, found.num_devices or 1)
 
 
 def device_shortage(recipe: Recipe, found: FoundPlatform) -> str:
@@ -69,7 +118,7 @@ def device_shortage(recipe: Recipe, found: FoundPlatform) -> str:
     """
     if found.memory_bytes is None:
         return ""
-    machine = machine_like(found.name, found.label, found.memory_bytes, found.num_devices or 1)
+    machine = _machine_of(found, found.memory_bytes)
     try:
         costs = costs_on(recipe, machine)
     except ConfigError:

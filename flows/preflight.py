@@ -33,7 +33,7 @@ from engines.config.preflight_request import PreflightAnswer, PreflightRequest
 from engines.config.recipe import Recipe
 from engines.config.stages.final import EvaluateStageConfig
 from engines.config.training import HardwareConfig, TrainingConfig
-from flows.machine_plan import device_shortage
+from flows.machine_plan import device_shortage, resolved_here
 from flows.plan import plan_run
 from flows.recipe.source import registered_model
 from flows.run.registry import find_registered, open_tracker
@@ -140,12 +140,32 @@ def preflight(recipe: Recipe, force: Mapping[str, str] = {}) -> Recipe:
     is_here = hardware != recipe.hardware  # a complete setting may be for another machine
     if is_here:
         check_devices(recipe.training.num_workers, hardware, recipe.home)
-    training = recipe.training.on(accelerator=hardware.is_accelerator)
+    on_device = is_here and hardware.is_accelerator
+    found = _surveyed(hardware.platform, recipe.home) if on_device else None
+    asked = recipe.training
+    training = asked.on(
+        accelerator=hardware.is_accelerator, has_compiler=found is None or found.has_compiler
+    )
     recipe = recipe.model_copy(update={"hardware": hardware, "training": training})
     _check_parts(recipe)
-    request = request_of(recipe)
-    if request is None:
-        return recipe
+    request, checkpoint_bytes = request_of(recipe), None
+    if request is not None:
+        recipe, checkpoint_bytes = _answered(recipe, request)
+    if found is not None:
+        own = {"gradient_checkpointing": asked.gradient_checkpointing}
+        recipe = recipe.model_copy(update={"training": training.model_copy(update=own)})
+        recipe = resolved_here(recipe, found)
+    if checkpoint_bytes is not None:
+        check_room(recipe, checkpoint_bytes, force)
+    if found is not None and not env.RAY_ADDRESS.get():
+        shortage = device_shortage(recipe, found)
+        if shortage and _trains(recipe, force):
+            raise ConfigError("model.path", f"got {recipe.model.path}: {shortage}")
+    return recipe
+
+
+def _answered(recipe: Recipe, request: PreflightRequest) -> tuple[Recipe, int | None]:
+    """Return the recipe with what the child process found, and the bytes of a checkpoint."""
     answer = ask(
         PreflightAnswer,
         "the preflight of models, data and rewards",
@@ -159,14 +179,7 @@ def preflight(recipe: Recipe, force: Mapping[str, str] = {}) -> Recipe:
     reward = recipe.rl.reward.model_copy(update={"model": found.reward_model, "judge": found.judge})
     rl = recipe.rl.model_copy(update={"reward": reward, "distillation": found.teacher})
     sections = {name: getattr(found, name) for name in ("model", "against", "data", "suites")}
-    recipe = recipe.model_copy(update={**sections, "rl": rl})
-    if found.checkpoint_bytes is not None:
-        check_room(recipe, found.checkpoint_bytes, force)
-    if is_here and hardware.platform != "cpu" and not env.RAY_ADDRESS.get():
-        shortage = device_shortage(recipe, _surveyed(hardware.platform, recipe.home))
-        if shortage and _trains(recipe, force):
-            raise ConfigError("model.path", f"got {recipe.model.path}: {shortage}")
-    return recipe
+    return recipe.model_copy(update={**sections, "rl": rl}), found.checkpoint_bytes
 
 
 def with_registered_models(recipe: Recipe, storage: Storage) -> Recipe:

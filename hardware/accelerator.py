@@ -7,8 +7,10 @@ device and never raises. A device that is counted may still not work.
 import importlib
 import importlib.util
 import re
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -118,6 +120,7 @@ class AcceleratorPlatform(PlatformBase):
             communication=version
             and f"{self.communication_backend.upper()} {'.'.join(map(str, version()))}",
             links=self.links(),
+            attention=self.choose_attention(),
             devices=tuple(self._found(number) for number in range(module.device_count())),
         )
 
@@ -230,6 +233,13 @@ def is_installed(package: str) -> bool:
     if package in sys.modules:
         return sys.modules[package] is not None
     return importlib.util.find_spec(package) is not None
+
+
+@cache
+def has_kernel_compiler() -> bool:
+    """True if Triton and a C compiler, which Triton calls, are installed."""
+    compilers = ("cc", "gcc", "clang")
+    return is_installed("triton") and any(shutil.which(each) for each in compilers)
 
 
 def torch_build(torch: ModuleType) -> str:

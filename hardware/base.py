@@ -185,6 +185,13 @@ class PlatformBase(ABC):
         """Return access to shareable memory of this process's device; RuntimeError without it."""
         raise RuntimeError(f"processes cannot share the memory of {self.vendor_name} devices")
 
+    def choose_attention(self) -> str:
+        """Let torch use the fastest kernels of packed attention in this process; name them.
+
+        Opens the device; may be repeated.
+        """
+        return "torch's own kernels"
+
     def rollout_env_vars(self) -> dict[str, str]:
         """Return environment variables that a rollout engine's process needs on this platform."""
         return {}

@@ -1,16 +1,30 @@
 """NVIDIA GPUs through CUDA and NCCL; builds for CUDA lookalikes (ROCm, MACA) are excluded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from hardware import nvidia_smi
-from hardware.accelerator import AcceleratorPlatform
+from hardware.accelerator import AcceleratorPlatform, is_installed
 from hardware.base import GraphCapture
 from hardware.ipc_memory import IpcMemory, RuntimeIpcMemory
+from infra.plugins import reason_of
 
 if TYPE_CHECKING:
     import torch
+
+FA3 = "FA3"
+"""Name of FlashAttention 3 (arXiv:2407.08608) in `torch.nn.attention`."""
+FA3_MODULE = "flash_attn_interface"
+"""Module with its kernels, which torch imports."""
+
+
+def attention_implementation(major: int, offered: Collection[str]) -> str | None:
+    """Return what to activate on a device of compute capability `major`; None: torch's own.
+
+    FlashAttention 3 has kernels for Hopper (9) alone. `offered` is what torch can activate.
+    """
+    return FA3 if major == 9 and FA3 in offered and is_installed(FA3_MODULE) else None
 
 
 class NvidiaPlatform(AcceleratorPlatform):
@@ -87,6 +101,24 @@ class NvidiaPlatform(AcceleratorPlatform):
             return graph.replay
 
         return capture
+
+    def choose_attention(self) -> str:
+        """Activate FlashAttention 3 if it is installed for this device and loads; else torch's 2.
+
+        It takes the place of FlashAttention 2 in all of torch's operators.
+        """
+        from torch.nn import attention
+
+        offered: list[str] = getattr(attention, "list_flash_attention_impls", list)()
+        found = attention_implementation(self.device_module.get_device_capability()[0], offered)
+        if found is None:
+            return "FlashAttention 2"
+        if attention.current_flash_attention_impl() != found:
+            try:
+                attention.activate_flash_attention_impl(found)
+            except (ImportError, OSError, RuntimeError) as error:  # built for another torch
+                return f"FlashAttention 2 ({FA3_MODULE} does not load: {reason_of(error)})"
+        return "FlashAttention 3"
 
     def ipc_memory(self) -> IpcMemory:
         """Return memory through the CUDA runtime."""

@@ -9,6 +9,7 @@ Promises: a plugin that does not load is reported and affects nothing else.
 import sys
 
 from hardware import nvidia_smi
+from hardware.accelerator import has_kernel_compiler
 from hardware.detection import availability, create, detect
 from infra.errors import ConfigError
 from infra.plugins import load_row, outside_rows, reason_of
@@ -48,6 +49,7 @@ def find_platform(requested: str, *, with_facts: bool = False) -> SurveyReport:
             label=label,
             num_devices=platform.device_count(),
             memory_bytes=memory_bytes,
+            has_compiler=has_kernel_compiler(),
         ),
         devices=facts,
     )

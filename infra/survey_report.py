@@ -7,7 +7,8 @@ class FoundPlatform(FrozenModel):
     """The accelerator that jobs on this machine would use, and the reason in one line.
 
     `device` is the torch device type, `label` the product name, `num_devices` None if unknown.
-    `memory_bytes` is the memory of one device; None for a CPU.
+    `memory_bytes` is the memory of one device; None for a CPU. `has_compiler` is True if Triton and
+    a C compiler are installed.
     """
 
     name: str
@@ -16,6 +17,7 @@ class FoundPlatform(FrozenModel):
     label: str
     num_devices: int | None = None
     memory_bytes: int | None = None
+    has_compiler: bool = True
 
 
 class FoundDevice(FrozenModel):
@@ -31,13 +33,14 @@ class DeviceFacts(FrozenModel):
     """Driver, libraries and devices of an accelerator; None is unknown.
 
     `runtime` is like `CUDA 13.0`, `communication` like `NCCL 2.29.7`, `links` has the number of
-    device pairs per kind of link.
+    device pairs per kind of link, `attention` names the kernels of packed attention.
     """
 
     runtime: str
     driver: str | None
     communication: str | None
     links: str | None
+    attention: str | None = None
     devices: tuple[FoundDevice, ...]
 
 

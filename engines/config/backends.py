@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from engines.config.training import TrainingConfig
-from infra.errors import ConfigError
 from infra.plugins import PluginTable, Row
 
 
@@ -28,20 +26,6 @@ class Tested(Enum):
     """Contract tests of the same code on CPU process groups; not on the device itself."""
     REGISTRY = "registry"
     """Only that it is found and reports what is missing; no such device was available."""
-
-
-_LAYOUT_FIELDS = {
-    "hybrid": "replicate_size",
-    "tensor": "tensor_parallel_size",
-    "pipeline": "pipeline_parallel_size",
-    "virtual pipeline": "virtual_pipeline_parallel_size",
-    "context": "context_parallel_size",
-    "ulysses": "ulysses_size",
-    "expert": "expert_parallel_size",
-}
-"""Dimension of parallelism -> setting under `training.`; `data` needs none."""
-_FEATURE_FIELDS = {"lora": "lora", "compile": "use_torch_compile", "liger": "use_liger"}
-"""Feature -> setting under `training.`; the others depend on the model."""
 
 
 @dataclass(frozen=True)
@@ -226,37 +210,6 @@ def _rows() -> Iterator[BackendRow]:
 
 
 ENGINES = PluginTable("backend", "training.backend", list(_rows()), BackendRow)
-
-
-def check_layout(training: TrainingConfig) -> None:
-    """Refuse a layout or feature that the built-in backend lacks; raises `ConfigError`."""
-    backend = BACKENDS.get(training.backend)
-    if backend is None:
-        return
-    sizes = {each: getattr(training, setting) for each, setting in _LAYOUT_FIELDS.items()}
-    for dimension, size in sizes.items():
-        if size > 1 and dimension not in backend.parallelism:
-            able = [name for name, other in BACKENDS.items() if dimension in other.parallelism]
-            raise ConfigError(
-                f"training.{_LAYOUT_FIELDS[dimension]}",
-                f"got {size}; {training.backend} has no {dimension} parallelism; set it to 1, or "
-                f"training.backend to {' or '.join(able) or 'a plugin that has it'}",
-            )
-    features = {name for name, setting in _FEATURE_FIELDS.items() if getattr(training, setting)}
-    for feature in sorted(features - backend.features.keys()):
-        raise ConfigError(
-            f"training.{_FEATURE_FIELDS[feature]}",
-            f"{training.backend} has no {feature}; remove it, or set training.backend to "
-            f"{' or '.join(backends_with(feature))}",
-        )
-    used = features | {dimension for dimension, size in sizes.items() if size > 1}
-    for first in sorted(used & excluded_by(training.backend, used)):
-        raise ConfigError(
-            f"training.{_LAYOUT_FIELDS.get(first, first)}",
-            f"{training.backend} has no {first} together with "
-            f"{' and '.join(sorted(used & excluded_by(training.backend, {first})))}; "
-            "leave one of them out, or choose another training.backend",
-        )
 
 
 def backends_with(feature: str) -> list[str]:

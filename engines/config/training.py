@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from engines.config.backends import BACKENDS, backends_with, excluded_by
 from engines.config.base import Execution, NotIdentity, Refusals, StrictModel
 from hardware.detection import create
 from infra.errors import ConfigError
@@ -101,7 +102,7 @@ class TrainingConfig(StrictModel):
     """Token budget of one forward and backward pass on one rank: the main memory setting."""
     gradient_checkpointing: Annotated[bool | Literal["auto"], Execution] = "auto"
     """Recompute each layer in the backward pass instead of keeping its activations; `auto`: on
-    accelerators."""
+    accelerators, unless the plan finds room for the activations."""
     activation_offload: Annotated[bool, Execution] = False
     """Keep the activations that the backward pass needs in host memory."""
     param_offload: Annotated[bool, Execution] = False
@@ -114,8 +115,9 @@ class TrainingConfig(StrictModel):
     """Shell-style patterns of parameter names that are not trained (`model.embed_tokens.*`)."""
     lora: LoraConfig | None = None
     """Train a low-rank adapter instead of the weights; null: train the weights."""
-    use_torch_compile: Annotated[bool, Execution] = False
-    """Compile each decoder layer; the first steps are slow."""
+    use_torch_compile: Annotated[bool | Literal["auto"], Execution] = "auto"
+    """Compile each decoder layer; the first steps are slow. `auto`: on accelerators, if the backend
+    can, and Triton and a C compiler are installed."""
     torch_compile_backend: Annotated[Literal["inductor", "aot_eager", "cudagraphs"], Execution] = (
         "inductor"
     )
@@ -153,13 +155,19 @@ class TrainingConfig(StrictModel):
             f"use {product * max(1, round(self.num_workers / product))}",
         )
 
-    def on(self, *, accelerator: bool) -> "TrainingConfig":
-        """Return the configuration for a kind of device, without `auto`."""
+    def on(self, *, accelerator: bool, has_compiler: bool = True) -> "TrainingConfig":
+        """Return the configuration for a kind of device, without `auto`.
+
+        Args:
+            has_compiler: its machines have Triton and a C compiler.
+        """
         chosen: dict[str, Any] = {}
         if self.dtype == "auto":
             chosen["dtype"] = "bfloat16" if accelerator else "float32"
         if self.gradient_checkpointing == "auto":
             chosen["gradient_checkpointing"] = accelerator
+        if self.use_torch_compile == "auto":
+            chosen["use_torch_compile"] = accelerator and has_compiler and self.can_compile
         return self.model_copy(update=chosen) if chosen else self
 
     @property
@@ -171,6 +179,16 @@ class TrainingConfig(StrictModel):
     def recomputes_layers(self) -> bool:
         """`gradient_checkpointing`; `auto`, which preflight replaces, counts as False."""
         return self.gradient_checkpointing is True
+
+    @property
+    def can_compile(self) -> bool:
+        """True if the backend is a built-in one that compiles layers."""
+        return self.backend in backends_with("compile")
+
+    @property
+    def compiles_layers(self) -> bool:
+        """`use_torch_compile`; `auto`, which preflight replaces, counts as False."""
+        return self.use_torch_compile is True
 
     @property
     def data_parallel_size(self) -> int:
@@ -199,6 +217,52 @@ class TrainingConfig(StrictModel):
                 f"got {self.max_tokens_per_micro_batch}{each}; need {-(-num_tokens // num)}, for "
                 f"{num_tokens} tokens of {what}, which no micro-batch cuts; raise it",
             )
+
+
+_LAYOUT_FIELDS = {
+    "hybrid": "replicate_size",
+    "tensor": "tensor_parallel_size",
+    "pipeline": "pipeline_parallel_size",
+    "virtual pipeline": "virtual_pipeline_parallel_size",
+    "context": "context_parallel_size",
+    "ulysses": "ulysses_size",
+    "expert": "expert_parallel_size",
+}
+"""Dimension of parallelism -> setting under `training.`; `data` needs none."""
+_FEATURE_FIELDS = {"lora": "lora", "compile": "use_torch_compile", "liger": "use_liger"}
+"""Feature -> setting under `training.`; the others depend on the model."""
+
+
+def check_layout(training: TrainingConfig) -> None:
+    """Refuse a layout or feature that the built-in backend lacks; raises `ConfigError`."""
+    backend = BACKENDS.get(training.backend)
+    if backend is None:
+        return
+    sizes = {each: getattr(training, setting) for each, setting in _LAYOUT_FIELDS.items()}
+    for dimension, size in sizes.items():
+        if size > 1 and dimension not in backend.parallelism:
+            able = [name for name, other in BACKENDS.items() if dimension in other.parallelism]
+            raise ConfigError(
+                f"training.{_LAYOUT_FIELDS[dimension]}",
+                f"got {size}; {training.backend} has no {dimension} parallelism; set it to 1, or "
+                f"training.backend to {' or '.join(able) or 'a plugin that has it'}",
+            )
+    asked = {name: getattr(training, setting) for name, setting in _FEATURE_FIELDS.items()}
+    features = {name for name, value in asked.items() if value and value != "auto"}
+    for feature in sorted(features - backend.features.keys()):
+        raise ConfigError(
+            f"training.{_FEATURE_FIELDS[feature]}",
+            f"{training.backend} has no {feature}; remove it, or set training.backend to "
+            f"{' or '.join(backends_with(feature))}",
+        )
+    used = features | {dimension for dimension, size in sizes.items() if size > 1}
+    for first in sorted(used & excluded_by(training.backend, used)):
+        raise ConfigError(
+            f"training.{_LAYOUT_FIELDS.get(first, first)}",
+            f"{training.backend} has no {first} together with "
+            f"{' and '.join(sorted(used & excluded_by(training.backend, {first})))}; "
+            "leave one of them out, or choose another training.backend",
+        )
 
 
 class HardwareConfig(StrictModel):

@@ -101,6 +101,7 @@ class ModelWorker:
             index = int(env.LOCAL_RANK.get() or 0)
             self._platform.set_device(index % self._platform.device_count())
         check_planned(self._platform, spec.platform, spec.device_kind)
+        self._platform.choose_attention()
         self._engines: dict[RoleName, BaseEngine] = {
             spec.leading: self._create_engine(spec.roles[spec.leading])
         }

@@ -130,7 +130,7 @@ def saved_bytes(shape: ModelShape, training: TrainingConfig, num_tokens: int) ->
 def _layer_bytes(shape: ModelShape, training: TrainingConfig) -> float:
     """Return the bytes of one token in the largest layer."""
     number, hidden = dtype_bytes(training.dtype), shape.hidden_size
-    is_fused = training.use_liger or training.use_torch_compile
+    is_fused = training.use_liger or training.compiles_layers
     norm = 2 * number if is_fused else _FLOAT + 2 * number
     num_inner = 3 if is_fused else 4
     # The result of a norm of queries and keys is what attention keeps.

@@ -47,7 +47,7 @@ def _computing_s(role: RoleCost, work: Workload, machine: Machine) -> float:
     )
     passes = role.num_passes * flops.model.forward_flops(one)
     passes += role.num_trained * flops.hardware_flops(one, work.sequence_tokens)
-    share = COMPILED_SHARE if training.use_torch_compile else TRAIN_SHARE
+    share = COMPILED_SHARE if training.compiles_layers else TRAIN_SHARE
     rate = machine.peak(training.dtype) * share * training.num_workers
     return work.num_sequences * passes / rate
 

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from engines import collectives
 from engines.checkpoint.engine_state import AVERAGE, MOMENTS, EngineScalars
-from engines.config.backends import ENGINES, check_layout, engine_name
+from engines.config.backends import ENGINES, engine_name
 from engines.config.options import check_options
-from engines.config.training import EmaConfig, OptimizerConfig, TrainingConfig
+from engines.config.training import EmaConfig, OptimizerConfig, TrainingConfig, check_layout
 from engines.errors import EngineError, NonFiniteError
 from engines.training.engine_backend import EngineBackend
 from engines.training.outputs import from_columns, num_columns, num_others, to_columns

@@ -22,6 +22,7 @@ def device_checks(facts: DeviceFacts | None) -> Iterator[Check]:
         f"driver {facts.driver or 'unknown'}",
         facts.runtime,
         *filter(None, [facts.communication, facts.links and f"links {facts.links}"]),
+        *([f"attention by {facts.attention}"] if facts.attention else []),
     ]
     yield Check("devices", "ok", ", ".join(parts))
     for number, device in enumerate(facts.devices):

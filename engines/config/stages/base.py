@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from pydantic import Field
 
 from engines.config.algorithm import RewardConfig
-from engines.config.backends import ENGINES, check_layout
+from engines.config.backends import ENGINES
 from engines.config.base import StrictModel, local_path
 from engines.config.model import ModelConfig
 from engines.config.plugins import (
@@ -23,7 +23,7 @@ from engines.config.plugins import (
 )
 from engines.config.rollout import RolloutConfig
 from engines.config.sections import CheckpointConfig
-from engines.config.training import HardwareConfig, TrainingConfig
+from engines.config.training import HardwareConfig, TrainingConfig, check_layout
 from hardware.detection import create
 from hardware.platforms import repair_modules
 

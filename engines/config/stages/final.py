@@ -275,7 +275,10 @@ class HarnessStageConfig(BackendStageConfig, AnsweringStageConfig):
     @property
     def training(self) -> TrainingConfig:
         """Settings of the rank that computes log-likelihoods of given texts."""
-        return TrainingConfig(num_threads=self.num_threads, dtype=self.dtype)
+        # A few forward passes take less time than compilation.
+        return TrainingConfig(
+            num_threads=self.num_threads, dtype=self.dtype, use_torch_compile=False
+        )
 
     @property
     def training_backend(self) -> str:

@@ -9,8 +9,6 @@ Letters: N predicting positions, R of them in a tile, D model width, V vocabular
 K tokens of each row.
 """
 
-import importlib.util
-import shutil
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import FunctionType
@@ -21,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines import collectives
+from hardware.accelerator import has_kernel_compiler
 
 
 class SoftmaxSums(NamedTuple):
@@ -67,7 +66,7 @@ def scaled(logits: Tensor, scale: Tensor | None) -> Tensor:
 
 def is_fused(x: Tensor) -> bool:
     """True if the functions of this module are compiled for the device and dtype of `x`."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and _can_compile()
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and has_kernel_compiler()
 
 
 def _add_columns(
@@ -143,14 +142,6 @@ def _fused(function: Callable[..., Any], form: tuple[bool, ...]) -> Callable[...
     name = f"{function.__name__}_{''.join(str(int(flag)) for flag in form)}"
     own = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
     return torch.compile(own, dynamic=True)
-
-
-@cache
-def _can_compile() -> bool:
-    """True if Triton and a C compiler are installed."""
-    return importlib.util.find_spec("triton") is not None and any(
-        shutil.which(compiler) for compiler in ("cc", "gcc", "clang")
-    )
 
 
 DEFAULT_CHUNK_ELEMENTS = 1 << 24

@@ -12,7 +12,7 @@ given model changes, not transformers' classes.
 Does not cover: attention (see `attention`), the output head (see `head`), rotary embeddings.
 """
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
@@ -67,6 +67,9 @@ _PLAIN_NORMS = frozenset(
     {"llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
 )
 """Model types whose RMS norm scales by weight, as the kernel does, not by 1 + weight."""
+NUM_VARIANTS = 64
+"""Graphs of one kind of layer, beyond which torch runs it uncompiled. Models of one process, with
+and without gradients, share its code; torch's own limit, 8, can be too few."""
 
 
 @dataclass(frozen=True)
@@ -305,10 +308,26 @@ def enable_activation_checkpointing(model: PreTrainedModel) -> None:
             )  # fmt: skip
 
 
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers (of a vision tower too) that the architecture declares not to be split."""
+def decoder_layers(model: PreTrainedModel, inside: str = "") -> list[nn.Module]:
+    """Return the layers (of a vision tower too) that the architecture declares not to be split.
+
+    `inside` is a prefix of their names.
+    """
     wanted = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in wanted]
+    layers = ((name, m) for name, m in model.named_modules() if type(m).__name__ in wanted)
+    return [layer for name, layer in layers if name.startswith(inside)]
+
+
+def compile_layers(layers: Iterable[nn.Module], backend: str) -> None:
+    """Compile each layer around its attention, for packed rows of any length.
+
+    All layers of a model share one graph. Recomputation has to wrap the compiled layer: traced into
+    it, it would prevent compilation. A vision tower's layers cut their input into images, which
+    would compile a graph for each number of them.
+    """
+    torch._dynamo.config.recompile_limit = NUM_VARIANTS
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, backend=backend, dynamic=True)
 
 
 def _prepare(model: PreTrainedModel, spec: EngineSpec) -> None:
@@ -316,18 +335,15 @@ def _prepare(model: PreTrainedModel, spec: EngineSpec) -> None:
     training = spec.training
     if training.use_liger:
         use_kernels(model, liger_kernels(spec.platform.device()))
-    for layer in decoder_layers(model) if training.use_torch_compile else ():
-        # All layers share one graph, for inputs of any length. Recomputation wraps the compiled
-        # layer: traced into it, it would prevent compilation.
-        layer.forward = torch.compile(
-            layer.forward, backend=training.torch_compile_backend, dynamic=True
-        )
+    inside = language_model_prefix(model)
+    if training.compiles_layers:
+        compile_layers(decoder_layers(model, inside), training.torch_compile_backend)
     if spec.optimizer is None:
         # No adapter without an optimizer: it is merged when a checkpoint is loaded.
         model.requires_grad_(False)
         return
     if training.lora is not None:
-        add_adapter(model, training.lora, inside=language_model_prefix(model))
+        add_adapter(model, training.lora, inside=inside)
     for pattern in training.frozen_parameters:
         frozen = [p for name, p in model.named_parameters() if fnmatch(base_name(name), pattern)]
         if not frozen:

@@ -5,8 +5,8 @@ import importlib.util
 
 import pytest
 
-from engines.config.backends import BACKENDS, check_layout
-from engines.config.training import TrainingConfig
+from engines.config.backends import BACKENDS
+from engines.config.training import TrainingConfig, check_layout
 from infra.errors import ConfigError
 
 
