@@ -74,8 +74,8 @@ def resolved_on(recipe: Recipe, machine: Machine) -> tuple[Recipe, tuple[str, ..
         recomputes, why = _recomputes(recipe, machine)
         reasons.append(f"training.gradient_checkpointing is {'on' if recomputes else 'off'}: {why}")
         training = training.model_copy(update={"gradient_checkpointing": recomputes})
-    if training.use_torch_compile == "auto" and not training.can_compile:
-        reasons.append(f"training.use_torch_compile is off: {training.backend} compiles no layers")
+    if training.use_torch_compile == "auto" and training.compile_hindrance is not None:
+        reasons.append(f"training.use_torch_compile is off: {training.compile_hindrance}")
     resolved = training.on(accelerator=True)
     return recipe.model_copy(update={"training": resolved}), tuple(reasons)
 

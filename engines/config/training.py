@@ -116,8 +116,8 @@ class TrainingConfig(StrictModel):
     lora: LoraConfig | None = None
     """Train a low-rank adapter instead of the weights; null: train the weights."""
     use_torch_compile: Annotated[bool | Literal["auto"], Execution] = "auto"
-    """Compile each decoder layer; the first steps are slow. `auto`: on accelerators, if the backend
-    can, and Triton and a C compiler are installed."""
+    """Compile each decoder layer; the first steps are slow. `auto`: on accelerators with Triton and
+    a C compiler, if the backend can, and without `lora.use_dora`."""
     torch_compile_backend: Annotated[Literal["inductor", "aot_eager", "cudagraphs"], Execution] = (
         "inductor"
     )
@@ -167,7 +167,9 @@ class TrainingConfig(StrictModel):
         if self.gradient_checkpointing == "auto":
             chosen["gradient_checkpointing"] = accelerator
         if self.use_torch_compile == "auto":
-            chosen["use_torch_compile"] = accelerator and has_compiler and self.can_compile
+            chosen["use_torch_compile"] = (
+                accelerator and has_compiler and self.compile_hindrance is None
+            )
         return self.model_copy(update=chosen) if chosen else self
 
     @property
@@ -181,9 +183,13 @@ class TrainingConfig(StrictModel):
         return self.gradient_checkpointing is True
 
     @property
-    def can_compile(self) -> bool:
-        """True if the backend is a built-in one that compiles layers."""
-        return self.backend in backends_with("compile")
+    def compile_hindrance(self) -> str | None:
+        """Why `use_torch_compile: auto` is off on every device; None if it is not."""
+        if self.backend not in backends_with("compile"):
+            return f"{self.backend} compiles no layers"
+        if self.lora is not None and self.lora.use_dora:
+            return "training.lora.use_dora breaks each layer into many graphs"
+        return None
 
     @property
     def compiles_layers(self) -> bool:

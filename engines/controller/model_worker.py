@@ -85,9 +85,9 @@ class WorkerSpec:
 
     @property
     def training(self) -> TrainingConfig:
-        """Training configuration of the leading role, without `auto`."""
-        training = self.roles[self.leading].training
-        return training.on(accelerator=planned(self.platform).is_accelerator)
+        """Training configuration of the leading role, as its `EngineSpec` has it."""
+        training, platform = self.roles[self.leading].training, planned(self.platform)
+        return training.on(accelerator=platform.is_accelerator, has_compiler=False)
 
 
 class ModelWorker:

@@ -34,7 +34,8 @@ class EngineSpec:
     """Settings from which one engine is created.
 
     Attributes:
-        training: `auto` is replaced by what it means on `platform`.
+        training: `auto` is replaced by what it means on `platform`, but layers are compiled only
+            if that was chosen before: only preflight knows of a compiler.
         optimizer: None makes an engine that only infers.
         total_steps: optimizer steps of the run, for the schedule.
         temperature: logprobs are those of softmax(logits / temperature), the sampled distribution.
@@ -51,7 +52,7 @@ class EngineSpec:
     model_type: ModelType = "language_model"
 
     def __post_init__(self) -> None:
-        training = self.training.on(accelerator=self.platform.is_accelerator)
+        training = self.training.on(accelerator=self.platform.is_accelerator, has_compiler=False)
         object.__setattr__(self, "training", training)
 
 

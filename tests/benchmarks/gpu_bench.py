@@ -68,13 +68,13 @@ class Row:
 
 
 MEASUREMENTS = (
-    Row("sft", sft, (15, 1)),
-    Row("policy_update", policy_update, (20, 1)),
-    Row("memory", memory, (20, 1)),
+    Row("sft", sft, (35, 1)),
+    Row("policy_update", policy_update, (40, 1)),
+    Row("memory", memory, (40, 1)),
     Row("weight_sync", weight_sync, (15, 1)),
     Row("embedded_rollout", embedded_rollout, (30, 1)),
     Row("checksum", checksum, (5, 1)),
-    Row("plan", plan, (20, 1)),
+    Row("plan", plan, (50, 1)),
     Row("vllm", vllm, (150, 90)),
 )
 

@@ -27,6 +27,7 @@ from engines.training.base import create_engine
 from engines.training.spec import POLICY, ModelSource, RoleSpec
 from engines.trajectory import Prompt, Trajectory
 from engines.types import Completion, RolloutRequest, SamplingParams, TokenBatch
+from hardware.accelerator import has_kernel_compiler
 from hardware.base import PlatformBase
 
 SFT_GOAL, UPDATE_GOAL, RESERVED_GOAL = Goal(0.4), Goal(0.35), Goal(1.3, at_most=True)
@@ -62,7 +63,7 @@ def policy_spec(setup: Setup, hf_dir: Path, **training: bool) -> WorkerSpec:
         dtype=setup.dtype,  # pyright: ignore[reportArgumentType]
         max_tokens_per_micro_batch=tokens,
         **training,
-    )
+    ).on(accelerator=setup.platform != "cpu", has_compiler=has_kernel_compiler())
     role = RoleSpec(ModelSource(hf_dir), config, OptimizerConfig(lr=LR), total_num_steps=10_000)
     return WorkerSpec(
         roles={POLICY: role},
@@ -117,10 +118,13 @@ def rates(
 
 
 def sft(setup: Setup) -> Iterator[Figure]:
-    """Steps of SFT on full rows in one micro-batch, by the defaults of `training`."""
+    """Steps of SFT on full rows in one micro-batch, by the defaults of `training`.
+
+    Without recomputation, as the plan chooses for this model on a device with 40 GB or more.
+    """
     platform, shape = setup.open_platform(), setup.shape
     num_tokens = shape.sequence_length * shape.num_sequences
-    training = policy_spec(setup, setup.hf_dir).training
+    training = policy_spec(setup, setup.hf_dir, gradient_checkpointing=False).training
     engine = create_engine(
         "language_model", setup.hf_dir, training, OptimizerConfig(lr=LR), 10_000, platform, seed=0
     )

@@ -275,10 +275,7 @@ class HarnessStageConfig(BackendStageConfig, AnsweringStageConfig):
     @property
     def training(self) -> TrainingConfig:
         """Settings of the rank that computes log-likelihoods of given texts."""
-        # A few forward passes take less time than compilation.
-        return TrainingConfig(
-            num_threads=self.num_threads, dtype=self.dtype, use_torch_compile=False
-        )
+        return TrainingConfig(num_threads=self.num_threads, dtype=self.dtype)
 
     @property
     def training_backend(self) -> str:

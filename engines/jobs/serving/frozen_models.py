@@ -155,7 +155,7 @@ def serve(
     role = reward_role(
         context,
         config.reward.model,
-        TrainingConfig(num_threads=config.num_threads, dtype=config.dtype, use_torch_compile=False),
+        TrainingConfig(num_threads=config.num_threads, dtype=config.dtype),
     )
     judge = judge_source(context, config.reward.judge, replica, embedded=config.driver_computes)
     ranks = role and WorkerSpec(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,14 @@ from engines.cost.phase_bytes import PhaseBytes
 from engines.cost.stage_cost import PhaseCost, StageCost
 from flows.commands.cli import main
 from flows.first_change import Change, CostsOf, first_change
-from flows.machine_plan import as_json, costs_on, device_shortage, lines_of, plan_on
+from flows.machine_plan import (
+    as_json,
+    costs_on,
+    device_shortage,
+    lines_of,
+    plan_on,
+    resolved_on,
+)
 from flows.recipe.recipe import Recipe, load_recipe
 from flows.recipe.source import RECIPES_DIR, shipped_names
 from infra.errors import ConfigError
@@ -182,11 +190,62 @@ def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_auto_is_what_an_accelerator_takes() -> None:
     auto = ("training.dtype=auto", "training.gradient_checkpointing=auto")
-    taken = ("training.dtype=bfloat16", "training.gradient_checkpointing=true")
+    taken = (
+        "training.dtype=bfloat16", "training.gradient_checkpointing=true",
+        "training.use_torch_compile=true",
+    )  # fmt: skip
     plans = [
         plan_on(recipe_of("sft_llama_7b", *each), machine_of("h100x8")) for each in (auto, taken)
     ]
     assert plans[0].costs == plans[1].costs
+
+
+def without_recomputation(name: str, on: str, *overrides: str) -> tuple[bool | str, str]:
+    """What `auto` became, and the reason that the plan gives."""
+    recipe, machine = recipe_of(name, *overrides), machine_of(on)
+    with assumed_installed():
+        resolved, reasons = resolved_on(recipe, machine)
+    assert set(reasons) <= set(plan_on(recipe, machine).notes)
+    return resolved.training.gradient_checkpointing, "; ".join(reasons)
+
+
+def test_layers_are_recomputed_only_without_room() -> None:
+    keeps, why = without_recomputation("gsm8k_qwen2.5_0.5b", "h200x1")
+    assert keeps is False
+    assert re.search(r"checkpointing is off: without it training needs [0-9.]+ GB, and 126", why)
+    recomputes, why = without_recomputation("sft_llama_7b", "a100x8")
+    assert recomputes is True
+    assert "training.gradient_checkpointing is on: without it training needs" in why
+    for choice in (True, False):
+        override = f"training.gradient_checkpointing={choice}"
+        assert without_recomputation("sft_llama_7b", "a100x8", override) == (choice, "")
+
+
+def test_room_without_recomputation_has_a_margin() -> None:
+    """A tenth of the device, beside what the cost model keeps free by itself."""
+    recipe = recipe_of("gsm8k_qwen2.5_0.5b", "training.gradient_checkpointing=false")
+    machine = machine_of("h200x1")
+    phases = [phase for cost in costs_on(recipe, machine) for phase in cost.phases]
+    needed = max(each.bytes.total_bytes for each in phases if each.phase == "train")
+    reserved = max(0.95 * machine.memory_bytes - each.room_bytes for each in phases)
+    asked = recipe_of("gsm8k_qwen2.5_0.5b")
+    for share, expected in ((0.84, False), (0.86, True)):
+        small = machine.model_copy(update={"memory_bytes": int((needed + reserved) / share)})
+        assert costs_on(recipe, small)[0].fits
+        with assumed_installed():
+            resolved, _ = resolved_on(asked, small)
+        assert resolved.training.gradient_checkpointing is expected
+
+
+def test_what_cannot_be_counted_is_recomputed() -> None:
+    _, why = without_recomputation("sft_llama_7b", "h100x8", "training.backend=megatron")
+    assert "training.use_torch_compile is off: megatron compiles no layers" in why
+    sees_images = [n for n in shipped_names(RECIPES_DIR) if "_vl_" in n]
+    assert sees_images
+    for name in sees_images:
+        found = without_recomputation(name, "b200x8")
+        assert found[0] is True
+        assert found[1].endswith("what training keeps without it is not wholly counted")
 
 
 def test_another_vendor_is_told() -> None:
