@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from engines.config.recipe import Recipe
+from engines.config.rollout import NEEDS_FP8
+from engines.config.rules.models import check_quantization
 from engines.cost.machines import Machine, machine_like
 from engines.cost.model_config import shapes_of
 from engines.cost.phase_bytes import PhaseBytes
@@ -135,6 +137,18 @@ def device_shortage(recipe: Recipe, found: FoundPlatform) -> str:
         f"{largest.labels[0]} needs {largest.state_bytes / GB:.1f} GB on each rank for weights, "
         f"gradients and moments, {found.label} has {found.memory_bytes / GB:.1f} GB; {remedy}"
     )
+
+
+def check_quantization_on(recipe: Recipe, found: FoundPlatform) -> None:
+    """Refuse 8-bit floats that this machine's device or the dtype chosen for it does not have.
+
+    Raises:
+        ConfigError: names `rollout.quantization`.
+    """
+    training = recipe.training.on(accelerator=found.device != "cpu")
+    check_quantization(recipe.rollout, training)
+    if recipe.rollout.quantization and not found.supports_fp8:
+        raise ConfigError(*NEEDS_FP8)
 
 
 def as_json(plan: MachinePlan) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from engines.config.preflight_request import PreflightAnswer, PreflightRequest
 from engines.config.recipe import Recipe
 from engines.config.stages.final import EvaluateStageConfig
 from engines.config.training import HardwareConfig, TrainingConfig
-from flows.machine_plan import device_shortage, resolved_here
+from flows.machine_plan import check_quantization_on, device_shortage, resolved_here
 from flows.plan import plan_run
 from flows.recipe.source import registered_model
 from flows.run.registry import find_registered, open_tracker
@@ -140,6 +140,7 @@ def preflight(recipe: Recipe, force: Mapping[str, str] = {}) -> Recipe:
     is_here = hardware != recipe.hardware  # a complete setting may be for another machine
     if is_here:
         check_devices(recipe.training.num_workers, hardware, recipe.home)
+        check_quantization_on(recipe, _surveyed(hardware.platform, recipe.home))
     on_device = is_here and hardware.is_accelerator
     found = _surveyed(hardware.platform, recipe.home) if on_device else None
     asked = recipe.training

@@ -47,6 +47,14 @@ class _DeviceStream(CopyStream):
         self._stream.synchronize()
 
 
+def _architecture(properties: Any) -> str | None:
+    # AMD's has the first, NVIDIA's the second.
+    name = getattr(properties, "gcnArchName", None)
+    if name is None and hasattr(properties, "major"):
+        return f"sm_{properties.major}{properties.minor}"
+    return name
+
+
 class AcceleratorPlatform(PlatformBase):
     """Devices behind a torch device module.
 
@@ -54,11 +62,13 @@ class AcceleratorPlatform(PlatformBase):
         vendor_package: package with the device module; None: torch itself provides the module.
         built_for: first word of `torch_build` that this vendor needs; None accepts every build.
         peaks: dense FLOP/s by product and dtype, see `PeakTable`.
+        fp8_architectures: beginnings of the architectures that multiply 8-bit floats.
     """
 
     vendor_package: ClassVar[str | None] = None
     built_for: ClassVar[str | None] = None
     peaks: ClassVar[PeakTable] = ()
+    fp8_architectures: ClassVar[tuple[str, ...]] = ()
 
     @property
     def device_module(self) -> Any:
@@ -135,17 +145,19 @@ class AcceleratorPlatform(PlatformBase):
     def _found(self, number: int) -> FoundDevice:
         module = self.device_module
         properties = module.get_device_properties(number)
-        # AMD's has the first, NVIDIA's the second.
-        architecture = getattr(properties, "gcnArchName", None)
-        if architecture is None and hasattr(properties, "major"):
-            architecture = f"sm_{properties.major}{properties.minor}"
         ask = getattr(module, "mem_get_info", None)
         return FoundDevice(
             label=properties.name,
-            architecture=architecture,
+            architecture=_architecture(properties),
             total_bytes=properties.total_memory,
             free_bytes=None if ask is None else ask(number)[0],
         )
+
+    def supports_fp8(self) -> bool:
+        """See the base class."""
+        module = self.device_module
+        found = _architecture(module.get_device_properties(module.current_device()))
+        return (found or "").startswith(self.fp8_architectures)
 
     def device_uuid(self) -> str | None:
         """Return the driver's identifier of the current device, or None; opens the device."""

@@ -19,6 +19,7 @@ class AMDPlatform(AcceleratorPlatform):
     ray_noset_env = "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES"
     supports_ipc = True
     built_for = "rocm"
+    fp8_architectures = ("gfx942", "gfx950", "gfx12")
 
     # AMD Instinct data sheets, dense matrix figures. MI250 and MI250X expose each of their two
     # dies as a device, so their figures are half of the card's.

@@ -129,6 +129,10 @@ class PlatformBase(ABC):
     def peak_flops_per_s(self, dtype: str) -> float | None:
         """Return the dense peak in FLOP/s for operands of a torch dtype name; None if unknown."""
 
+    def supports_fp8(self) -> bool:
+        """Return True if this process's device, which it opens, multiplies 8-bit floats (E4M3)."""
+        return False
+
     @abstractmethod
     def set_device(self, index: int) -> None:
         """Choose the device of this process."""

@@ -52,6 +52,10 @@ class CPUPlatform(PlatformBase):
         """Return None: the peak depends on clocks and cores that other processes share."""
         return None
 
+    def supports_fp8(self) -> bool:
+        """Return True: torch computes them on every CPU, slowly."""
+        return True
+
     def set_device(self, index: int) -> None:
         """Do nothing for any index: ranks of one host share the CPU."""
 

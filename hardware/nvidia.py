@@ -38,6 +38,7 @@ class NvidiaPlatform(AcceleratorPlatform):
     ray_noset_env = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
     supports_ipc = True
     built_for = "CUDA"
+    fp8_architectures = ("sm_89", "sm_9", "sm_10", "sm_11", "sm_12")
 
     # Vendor data sheets: dense tensor-core figures, half of those "with sparsity". float32 is the
     # rate outside the tensor cores, which torch uses unless TF32 is on.

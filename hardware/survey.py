@@ -37,6 +37,7 @@ def find_platform(requested: str, *, with_facts: bool = False) -> SurveyReport:
         return SurveyReport(refusal=Refusal(path=error.path, problem=error.problem))
     try:
         label, memory_bytes = platform.device_label(), platform.total_memory_bytes()
+        supports_fp8 = platform.supports_fp8()
         facts = platform.device_facts() if with_facts else None
     except Exception as error:  # noqa: BLE001  driver boundary: any reason is the answer
         problem = f"{reason}; the device does not open: {reason_of(error)}"
@@ -50,6 +51,7 @@ def find_platform(requested: str, *, with_facts: bool = False) -> SurveyReport:
             num_devices=platform.device_count(),
             memory_bytes=memory_bytes,
             has_compiler=has_kernel_compiler(),
+            supports_fp8=supports_fp8,
         ),
         devices=facts,
     )

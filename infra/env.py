@@ -157,6 +157,9 @@ WANDB_ERROR_REPORTING = EnvVar(
     "WANDB_ERROR_REPORTING", None, "false keeps Weights & Biases from reporting its own errors"
 )
 OMP_NUM_THREADS = EnvVar("OMP_NUM_THREADS", None, "threads of OpenMP, read when torch loads")
+TRITON_CACHE_DIR = EnvVar(
+    "TRITON_CACHE_DIR", None, "Triton's kernels; vLLM's are by default in VLLM_CACHE_ROOT"
+)
 TORCHDYNAMO_DISABLE = EnvVar(
     "TORCHDYNAMO_DISABLE", None, "1 spares a rollout engine the compilation of its sampler"
 )
@@ -175,6 +178,9 @@ VLLM_WORKER_MULTIPROC_METHOD = EnvVar(
 VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS = EnvVar(
     "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", None, "1: a worker on a CPU waits for its end in vain"
 )
+VLLM_CACHE_ROOT = EnvVar(
+    "VLLM_CACHE_ROOT", None, "what vLLM compiled; by default compiled/vllm in the home"
+)
 VLLM_ASCEND_ENABLE_NZ = EnvVar(
     "VLLM_ASCEND_ENABLE_NZ", None, "0 keeps weights on Ascend in a layout that can be reloaded"
 )
@@ -183,6 +189,9 @@ RLHF_SGLANG_KEY = EnvVar(
 )
 DISABLE_MULTIPROC = EnvVar(
     "DISABLE_MULTIPROC", None, "set by us: 1, lm-evaluation-harness computes in one process"
+)
+SGLANG_CACHE_DIR = EnvVar(
+    "SGLANG_CACHE_DIR", None, "what SGLang compiled; by default compiled/sglang in the home"
 )
 SGLANG_PLUGINS = EnvVar("SGLANG_PLUGINS", None, "set by us: rlhf, the one plugin that is loaded")
 SGLANG_USE_CPU_ENGINE = EnvVar("SGLANG_USE_CPU_ENGINE", None, "set by us: 1, SGLang on a CPU")

@@ -8,7 +8,7 @@ class FoundPlatform(FrozenModel):
 
     `device` is the torch device type, `label` the product name, `num_devices` None if unknown.
     `memory_bytes` is the memory of one device; None for a CPU. `has_compiler` is True if Triton and
-    a C compiler are installed.
+    a C compiler are installed. `supports_fp8`: see `PlatformBase`.
     """
 
     name: str
@@ -18,6 +18,7 @@ class FoundPlatform(FrozenModel):
     num_devices: int | None = None
     memory_bytes: int | None = None
     has_compiler: bool = True
+    supports_fp8: bool = False
 
 
 class FoundDevice(FrozenModel):

@@ -143,6 +143,7 @@ ROLLOUT_ENGINES = PluginTable(
                 "shared_memory",
                 "adapters",
                 "prompt_logprobs",
+                "fp8",
             ),
             num_spare_tokens=1,
         ),

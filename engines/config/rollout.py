@@ -61,6 +61,14 @@ class SamplingConfig(StrictModel):
     """Form that answers must have, if the rollout engine supports it; null: any form."""
 
 
+NEEDS_FP8 = (
+    "rollout.quantization",
+    "got fp8; need a device that multiplies 8-bit floats (NVIDIA from compute capability 8.9 on, "
+    "AMD from MI300 on, or a CPU); set it to null, or choose another device",
+)
+"""Path and problem of a `ConfigError`."""
+
+
 class RolloutConfig(StrictModel):
     """The rollout engine and its capacity."""
 
@@ -68,6 +76,10 @@ class RolloutConfig(StrictModel):
     """Name of a rollout engine."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """dtype of the model in the engine; null uses `training.dtype`."""
+    quantization: Literal["fp8"] | None = None
+    """`fp8`: in RL rounds the engine multiplies 8-bit floats (E4M3), with a scale for each output
+    channel and each token. Weights are sent in bfloat16; each sync quantizes all of them. The head,
+    embeddings and cache keep their dtype, and so do teachers, judges and evaluations."""
     max_num_sequences: Annotated[int, Execution] = Field(default=256, ge=1)
     """Largest number of sequences that one engine decodes at the same time."""
     placement: Annotated[Literal["colocated", "disaggregated"], Execution] = "colocated"
@@ -105,6 +117,11 @@ class RolloutConfig(StrictModel):
             f"delta_sync: got true with transport {self.transport}, which copies within a node; "
             "need a broadcast; choose transport collective or auto",
         )
+
+    @property
+    def unquantized(self) -> "RolloutConfig":
+        """The configuration for a model whose logprobs or answers are measured."""
+        return self.model_copy(update={"quantization": None})
 
     @property
     def num_workers_per_replica(self) -> int:

@@ -276,7 +276,7 @@ def replica_beside(
     return replace(
         like,
         serving_dir=serving_dir,
-        rollout=like.rollout.model_copy(update=changes),
+        rollout=like.rollout.unquantized.model_copy(update=changes),
         log_dir=serving_dir,
         shares_devices=False,
         adapter=None,

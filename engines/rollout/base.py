@@ -55,6 +55,8 @@ class Capability(Enum):
     """Implements `prompt_logprobs`, so it can serve a teacher."""
     PROMPT_LOGPROBS_AT_ANY_TEMPERATURE = "prompt_logprobs_at_any_temperature"
     """Implements `prompt_logprobs` at temperatures other than 1, too."""
+    FP8 = "fp8"
+    """Multiplies 8-bit floats if `rollout.quantization` is `fp8`; every update quantizes anew."""
     IMAGES = "images"
     """Passes `RolloutRequest.images` to the model. Also stated in the engine's plugin row."""
 

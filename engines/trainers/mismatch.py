@@ -37,10 +37,11 @@ from engines.types import (
 LOGPROB_MEAN = "mismatch/logprob_abs_mean"
 LOGPROB_MAX = "mismatch/logprob_abs_max"
 
-BOUNDS = {"float32": (1e-4, 1e-2), "bfloat16": (0.1, 10.0)}
+BOUNDS = {"float32": (1e-4, 1e-2), "bfloat16": (0.1, 10.0), "fp8": (0.5, 20.0)}
 """Bounds of mean and maximum in nats, by the coarser dtype of sampler and trainer. In float32 the
 engines agree to about 1e-6. A bfloat16 has 8 significant bits, so rounding moves a logit of 20 by
 up to 0.06 in each engine: in healthy runs single tokens differ by nats, the mean by hundredths.
+An E4M3 has 4 significant bits, so a layer's outputs are off by some hundredths of their size.
 """
 
 
@@ -108,7 +109,7 @@ class MismatchGate:
         """Return the configured bounds, else those of the coarsest dtype; infinite if disabled."""
         if not config.enable:
             return MismatchGate(math.inf, math.inf)
-        mean, largest = BOUNDS["bfloat16" if "bfloat16" in dtypes else "float32"]
+        mean, largest = max(BOUNDS[dtype] for dtype in dtypes)
         return MismatchGate(config.mean or mean, config.max or largest)
 
     def check(self, found: Sequence[Mapping[str, float]]) -> None:

@@ -77,7 +77,8 @@ class RLTrainer:
     teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
-        rl, run, training_dtype = self.config.rl, self.workers.run, self.config.training.dtype
+        rl, run, rollout = self.config.rl, self.workers.run, self.config.rollout
+        training_dtype = self.config.training.compute_dtype
         self.start = LoopState.at_start(rl, self.config.round, self.before)
         self._algorithm = resolved_algorithm(rl)
         estimator = find_part(ADVANTAGES, self._algorithm.adv_estimator)
@@ -86,7 +87,7 @@ class RLTrainer:
         self._prompts_per_update = rl.prompts_per_update
         self._loss_fn = MeasuredObjective(round_loss_fn(rl))
         self._gate = MismatchGate.of(
-            rl.mismatch, training_dtype, self.config.rollout.dtype or training_dtype
+            rl.mismatch, training_dtype, rollout.quantization or rollout.dtype or training_dtype
         )
         self._probe = WeightProbe(
             self.probe_prompt,

@@ -38,7 +38,6 @@ FORWARDED = (
     env.RLHF_ENGINE_DEVICE,
     env.RLHF_ENGINE_VENDOR,
     env.RLHF_FAULTS,
-    env.RLHF_HOME,
     env.RLHF_USE_EXTERNAL_MODULES,
     env.HF_DATASETS_CACHE,
     env.HF_DATASETS_OFFLINE,
@@ -46,7 +45,7 @@ FORWARDED = (
     env.HF_HOME,
     env.HF_HUB_OFFLINE,
 )
-"""Environment variables that a job gets from the process that submits it."""
+"""Environment variables that a job gets from the process that submits it, besides RLHF_HOME."""
 
 
 class Submission:
@@ -158,9 +157,11 @@ class Submission:
 def forwarded_environment() -> dict[str, str]:
     """Return variables of this process that a job needs but the cluster may not have.
 
-    Secrets are left out, because every client that can list jobs can read a job's environment.
+    The home is absolute: ranks and replicas run in directories of their own. Secrets are left out,
+    because every client that can list jobs can read a job's environment.
     """
     values = {variable.name: variable.get() for variable in FORWARDED}
+    values[env.RLHF_HOME.name] = str(env.home())
     return {name: value for name, value in values.items() if value is not None}
 
 

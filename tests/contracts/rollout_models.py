@@ -1,12 +1,13 @@
 """Tiny models for the contract of rollout engines, and what a plain forward pass says of them."""
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     PretrainedConfig,
@@ -146,6 +147,44 @@ def reference_logprobs(made, request: RolloutRequest, token_ids: Sequence[int]) 
         top_p = torch.full((len(logits),), sampling.top_p, dtype=torch.float64)
         logits = filter_logits(logits, top_k, top_p)
     return logits.log_softmax(-1).gather(1, ids[0, len(request.prompt_ids) :, None])[:, 0]
+
+
+E4M3_MAX = 448.0
+
+
+class Quantized(nn.Linear):
+    """A linear layer whose weights and inputs are rounded to 8-bit floats."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
+        return (rounded(input) @ rounded(self.weight).T).to(input.dtype)
+
+
+def rounded(rows: Tensor) -> Tensor:
+    """Each row divided by its scale, rounded to E4M3 and multiplied again, in float32."""
+    scale = rows.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / E4M3_MAX
+    return (rows.float() / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def quantized(made):
+    """A copy of a model; each layer but the head has a scale for each output and each token."""
+    own = copy.deepcopy(made)
+    for name, layer in own.named_modules():
+        if isinstance(layer, nn.Linear) and name != "lm_head":
+            layer.__class__ = Quantized
+    return own
+
+
+def mean_difference(
+    made, asked: Iterable[RolloutRequest], completions: Iterable[Completion]
+) -> float:
+    """The mean of what `largest_difference` takes the largest of."""
+    by_id = {request.request_id: request for request in asked}
+    rows = [
+        reference_logprobs(made, by_id[c.request_id], c.token_ids.tolist())
+        - torch.tensor(c.logprobs)
+        for c in completions
+    ]
+    return float(torch.cat(rows).abs().mean())
 
 
 def largest_difference(

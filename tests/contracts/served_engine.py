@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -23,6 +23,7 @@ from engines.config.rollout import RolloutConfig
 from engines.config.training import LoraConfig
 from engines.rollout.base import create_rollout_engine
 from engines.types import Completion, RolloutRequest, SamplingParams
+from hardware.base import PlatformBase
 from hardware.cpu import CPUPlatform
 
 TIMEOUT_S = 120.0
@@ -47,6 +48,9 @@ class Served:
         adapter: LoraConfig | None = None,
         model_config: PretrainedConfig | None = None,
         options: Mapping[str, Any] = {},
+        dtype: str = "float32",
+        quantization: Literal["fp8"] | None = None,
+        platform: PlatformBase | None = None,
     ) -> None:
         self.name, self.tied, self.timeout_s = name, tied, timeout_s
         self._directory = directory
@@ -56,11 +60,12 @@ class Served:
             engine=name,
             timeout_s=timeout_s,
             max_num_sequences=max_num_sequences,
+            quantization=quantization,
             options={**OPTIONS.get(name, {}), **options},
         )
         self.processes_before = set(psutil.Process().children(recursive=True))
         self.engine = create_rollout_engine(
-            name, directory, rollout, "float32", CPUPlatform(), adapter
+            name, directory, rollout, dtype, platform or CPUPlatform(), adapter
         )
         self._loop = asyncio.Runner()
         # The loop's own would begin with, and seem to be left by, the first test that needs it.

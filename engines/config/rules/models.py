@@ -22,6 +22,24 @@ from engines.config.training import TrainingConfig
 from infra.errors import ConfigError
 
 
+def check_quantization(rollout: RolloutConfig, training: TrainingConfig) -> None:
+    """Refuse 8-bit floats that the rollout engine does not compute; raises `ConfigError`."""
+    quantization, path = rollout.quantization, "rollout.quantization"
+    if quantization is None:
+        return
+    if quantization not in ROLLOUT_ENGINES.place(rollout.engine).capabilities:
+        raise ConfigError(
+            path,
+            f"got {quantization} with rollout.engine {rollout.engine}; need "
+            f"{' or '.join(engines_with(quantization))}; set rollout.engine to it, or this to null",
+        )
+    if (rollout.dtype or training.dtype) == "float32":
+        raise ConfigError(
+            path,
+            f"got {quantization} with a model in float32; need bfloat16; set rollout.dtype to it",
+        )
+
+
 def check_structured_output(
     path: str, form: StructuredOutputConfig | None, rollout: RolloutConfig
 ) -> None:

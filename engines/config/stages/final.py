@@ -147,7 +147,7 @@ class EvaluateStageConfig(ServingStageConfig):
             evaluation=evaluation.model_copy(
                 update={name: getattr(recipe.rl.sampling, name) for name in unset}
             ),
-            rollout=recipe.rollout,
+            rollout=recipe.rollout.unquantized,
             reward=reward,
         )
 
@@ -251,7 +251,7 @@ class HarnessStageConfig(BackendStageConfig, AnsweringStageConfig):
             hardware=recipe.hardware,
             num_threads=recipe.training.num_threads,
             dtype=recipe.training.compute_dtype,
-            rollout=recipe.rollout,
+            rollout=recipe.rollout.unquantized,
             model=model.measured if model else None,
             harness=recipe.harness_suites[name],
             confidence=recipe.evaluation.confidence,

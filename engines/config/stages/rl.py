@@ -29,6 +29,7 @@ from engines.config.rules.batches import (
 )
 from engines.config.rules.models import (
     check_judge,
+    check_quantization,
     check_reward_models,
     check_structured_output,
     check_value_models,
@@ -150,6 +151,7 @@ class RLRoundStageConfig(TrainingStageConfig):
         check_structured_output(
             "rl.sampling.structured_output", self.rl.sampling.structured_output, self.rollout
         )
+        check_quantization(self.rollout, self.training)
         adapter_travels(self.training, self.rollout)
         check_sampling(self.rl)
         check_algorithm(self.rl)

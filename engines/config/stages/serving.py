@@ -119,7 +119,7 @@ class SelfPlayStageConfig(ServingStageConfig):
             backend=recipe.training.backend,
             num_threads=recipe.training.num_threads,
             dtype=recipe.training.compute_dtype,
-            rollout=recipe.rollout,
+            rollout=recipe.rollout.unquantized,
             reward=recipe.rl.reward if section.source == "best_worst" else RewardConfig(),
             hardware=recipe.hardware,
         )

@@ -64,6 +64,9 @@ def start_server(
     }
     environment = {
         **platform.rollout_env_vars(),
+        env.SGLANG_CACHE_DIR.name: (
+            env.SGLANG_CACHE_DIR.get() or str(env.home() / "compiled" / "sglang")
+        ),
         env.SGLANG_USE_CPU_ENGINE.name: "1" if on_cpu else None,
         env.SGLANG_PLUGINS.name: "rlhf",
         env.SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION.name: "0",

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from engines.checkpoint.peft_adapter import write_peft_adapter
-from engines.config.rollout import RolloutConfig
+from engines.config.rollout import NEEDS_FP8, RolloutConfig
 from engines.config.training import LoraConfig
 from engines.errors import WeightSyncError
 from engines.rollout.base import Capability, MemoryTag, SleepLevel
@@ -70,12 +70,32 @@ def start_llm(
     Raises:
         ConfigError: the options, or the installed vLLM, do not fit the model or the platform.
     """
-    options = VllmOptions.model_validate(rollout.options)
-    _set_environment(platform)
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.platforms import current_platform
+    config = vllm_config(hf_dir, rollout, dtype, platform, layout, adapter)
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+
+def vllm_config(
+    hf_dir: Path,
+    rollout: RolloutConfig,
+    dtype: str,
+    platform: PlatformBase,
+    layout: ModelLayout,
+    adapter: LoraConfig | None,
+) -> Any:
+    """Return the `VllmConfig` of an engine, and set the environment of its processes.
+
+    Raises:
+        ConfigError: see `start_llm`.
+    """
+    options = VllmOptions.model_validate(rollout.options)
+    cache = _set_environment(platform)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    if rollout.quantization and not platform.supports_fp8():
+        raise ConfigError(*NEEDS_FP8)
     if current_platform.device_type != platform.device_name:
         raise ConfigError(
             "rollout.engine",
@@ -83,8 +103,13 @@ def start_llm(
             f"platform is {platform.device_name}; install the build for it",
         )
     arguments = {
-        **engine_arguments(options, rollout.max_num_sequences, layout, dtype),
+        **engine_arguments(options, rollout, layout, dtype),
         **adapter_arguments(adapter),
+        # vLLM finds what it compiled by `model` and the content of the configuration, while the
+        # model's directory is another one in each stage. Weights never come from `model`.
+        "model": str(cache),
+        "hf_config_path": str(hf_dir),
+        "tokenizer": str(hf_dir),
         # Only structured output needs the tokenizer.
         "skip_tokenizer_init": not (hf_dir / "tokenizer.json").is_file(),
     }
@@ -95,27 +120,29 @@ def start_llm(
     if current_platform.is_cpu() and arguments["enforce_eager"]:
         env.set_for_process(env.TORCHDYNAMO_DISABLE.name, "1")
     try:
-        config = AsyncEngineArgs(
-            model=str(hf_dir), dtype=dtype, **(arguments | options.engine_args)
-        ).create_engine_config()
+        config = AsyncEngineArgs(**(arguments | options.engine_args)).create_engine_config()
     except (ValueError, NotImplementedError) as error:
         raise ConfigError("rollout.options", f"vLLM refuses: {error}") from error
     if current_platform.is_cpu():
         _check_latent(config.model_config)
-    return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+    return config
 
 
 def engine_arguments(
-    options: VllmOptions, max_num_sequences: int, layout: ModelLayout, dtype: str
+    options: VllmOptions, rollout: RolloutConfig, layout: ModelLayout, dtype: str
 ) -> dict[str, Any]:
-    """Return the arguments of `AsyncEngineArgs` by name, without model, dtype and adapter."""
+    """Return the arguments of `AsyncEngineArgs` by name, without model and adapter."""
     from vllm.platforms import current_platform
 
     on_cpu = current_platform.is_cpu()
     max_model_len = min(options.max_model_len or layout.context_length, layout.context_length)
     return {
-        # vLLM selects by class name, which a bare configuration lacks.
-        "hf_overrides": {"architectures": [layout.architecture]},
+        # vLLM selects by class name, which a bare configuration lacks. The dtype of the files is
+        # not that of the policy's, and would count for what vLLM compiled.
+        "hf_overrides": {"architectures": [layout.architecture], "dtype": dtype},
+        "dtype": dtype,
+        # The finest scales that vLLM has on every platform.
+        "quantization": "fp8_per_channel" if rollout.quantization else None,
         "runner": "generate",
         "load_format": "dummy",
         "trust_remote_code": False,
@@ -127,7 +154,7 @@ def engine_arguments(
         "seed": 0,
         "worker_extension_cls": WORKER_EXTENSION,
         "max_model_len": max_model_len,
-        "max_num_seqs": max_num_sequences,
+        "max_num_seqs": rollout.max_num_sequences,
         # A split prefill rewinds the random generator after a discarded token, which fails on
         # a CPU and kills the engine.
         "enable_chunked_prefill": not on_cpu,
@@ -187,8 +214,14 @@ def sleep_frees_memory() -> bool:
     return current_platform.is_sleep_mode_available()
 
 
-def _set_environment(platform: PlatformBase) -> None:
-    """Set environment variables for this process and vLLM's; the user's for logging are kept."""
+def _set_environment(platform: PlatformBase) -> Path:
+    """Set environment variables for this process and vLLM's; return the directory of its cache.
+
+    The user's variables for logging and caches are kept. Engines share the cache, as vLLM's format
+    of compiled graphs and Triton's allow.
+    """
+    cache = Path(env.VLLM_CACHE_ROOT.get() or env.home() / "compiled" / "vllm")
+    cache.mkdir(parents=True, exist_ok=True)
     env.set_for_platform(platform.rollout_env_vars())
     env.set_for_process(env.VLLM_CPU_KVCACHE_SPACE.name, None)
     for variable, value in (
@@ -196,10 +229,14 @@ def _set_environment(platform: PlatformBase) -> None:
         (env.VLLM_NO_USAGE_STATS, "1"),
         (env.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS, "1"),
         (env.HF_HUB_OFFLINE, "1"),
+        (env.VLLM_CACHE_ROOT, str(cache)),
+        # By itself vLLM sets it only once a graph is compiled anew.
+        (env.TRITON_CACHE_DIR, env.TRITON_CACHE_DIR.get() or str(cache / "triton")),
         (env.VLLM_LOGGING_LEVEL, env.VLLM_LOGGING_LEVEL.get() or "WARNING"),
         (env.VLLM_LOGGING_STREAM, env.VLLM_LOGGING_STREAM.get() or "ext://sys.stderr"),
     ):
         env.set_for_process(variable.name, value)
+    return cache
 
 
 def receive_adapter(
@@ -244,7 +281,7 @@ class VllmEngine(ServedEngine):
     `adapter` is the shape of the adapter beside the weights; None: weights without an adapter.
     """
 
-    capabilities = frozenset({Capability.SHARED_MEMORY, Capability.PROMPT_LOGPROBS})
+    capabilities = frozenset({Capability.SHARED_MEMORY, Capability.PROMPT_LOGPROBS, Capability.FP8})
 
     def __init__(
         self,

@@ -10,9 +10,9 @@ SET_BY_US = frozenset({
     "block_size", "disable_log_stats", "distributed_executor_backend", "dtype",
     "enable_chunked_prefill", "enable_lora", "enable_prefix_caching", "enable_sleep_mode",
     "enforce_eager", "generation_config", "gpu_memory_utilization",
-    "hf_overrides", "kv_cache_memory_bytes", "load_format", "logprobs_mode", "max_logprobs",
-    "max_lora_rank", "max_loras", "max_model_len", "max_num_batched_tokens", "max_num_seqs",
-    "model", "runner", "seed",
+    "hf_config_path", "hf_overrides", "kv_cache_memory_bytes", "load_format", "logprobs_mode",
+    "max_logprobs", "max_lora_rank", "max_loras", "max_model_len", "max_num_batched_tokens",
+    "max_num_seqs", "model", "quantization", "runner", "seed",
     "skip_tokenizer_init", "tensor_parallel_size", "tokenizer", "trust_remote_code", "worker_cls",
     "worker_extension_cls",
 })  # fmt: skip

@@ -226,3 +226,31 @@ def test_launch_order_is_for_megatron_alone() -> None:
     assert nvidia.training_env_vars("megatron") == {**segments, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     # vLLM's sleep refuses segments that grow.
     assert segments.keys().isdisjoint(nvidia.rollout_env_vars())
+
+
+@pytest.mark.parametrize(
+    ("platform", "properties", "expected"),
+    [
+        (NvidiaPlatform(), {"major": 8, "minor": 0}, False),  # A100
+        (NvidiaPlatform(), {"major": 8, "minor": 9}, True),  # L40S
+        (NvidiaPlatform(), {"major": 9, "minor": 0}, True),  # H100
+        (NvidiaPlatform(), {"major": 10, "minor": 0}, True),  # B200
+        (NvidiaPlatform(), {"major": 12, "minor": 0}, True),  # RTX 5090
+        (AMDPlatform(), {"gcnArchName": "gfx90a:sramecc+:xnack-"}, False),  # MI250
+        (AMDPlatform(), {"gcnArchName": "gfx942:sramecc+:xnack-"}, True),  # MI300X
+        (MetaXPlatform(), {"major": 9, "minor": 0}, False),
+    ],
+    ids=str,
+)
+def test_which_devices_multiply_8_bit_floats(
+    platform: AcceleratorPlatform,
+    properties: dict[str, object],
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda number: SimpleNamespace(**properties)
+    )
+    assert platform.supports_fp8() is expected
+    assert CPUPlatform().supports_fp8()

@@ -80,6 +80,7 @@ def test_the_bounds_are_those_of_the_coarser_dtype() -> None:
     default = MismatchConfig()
     assert MismatchGate.of(default, "float32", "float32") == MismatchGate(1e-4, 1e-2)
     assert MismatchGate.of(default, "float32", "bfloat16") == MismatchGate(0.1, 10)
+    assert MismatchGate.of(default, "bfloat16", "fp8") == MismatchGate(0.5, 20)
     assert MismatchGate.of(MismatchConfig(mean=0.2), "bfloat16") == MismatchGate(0.2, 10)
 
 
