@@ -29,7 +29,8 @@ ROLLOUT_ENVIRONMENTS ?= vllm sglang
 BACKEND_CONTRACT := rlhf.testing.test_backend rlhf.testing.test_checkpoint_kill
 ROLLOUT_CONTRACT := rlhf.testing.test_rollout_engine rlhf.testing.test_rollout_requests \
 	rlhf.testing.test_rollout_adapters rlhf.testing.test_rollout_workers \
-	rlhf.testing.test_rollout_prompts rlhf.testing.test_rollout_experts
+	rlhf.testing.test_rollout_prompts rlhf.testing.test_rollout_experts \
+	rlhf.testing.test_rollout_quantization rlhf.testing.test_rollout_compiled
 # Tests that give a figure of the fault matrix and lie beside what they test.
 CONTROLLER := tests/unit/engines/controller/test_ray_group.py
 FIGURES_ELSEWHERE := \
