@@ -27,6 +27,7 @@ BACKENDS     ?= fsdp fsdp2 megatron
 ENVIRONMENTS ?= veomni automodel torchtitan
 ROLLOUT_ENVIRONMENTS ?= vllm sglang
 BACKEND_CONTRACT := rlhf.testing.test_backend rlhf.testing.test_checkpoint_kill
+MEMORY_CONTRACT := rlhf.testing.test_memory
 ROLLOUT_CONTRACT := rlhf.testing.test_rollout_engine rlhf.testing.test_rollout_requests \
 	rlhf.testing.test_rollout_adapters rlhf.testing.test_rollout_workers \
 	rlhf.testing.test_rollout_prompts rlhf.testing.test_rollout_experts \
@@ -122,11 +123,12 @@ contracts: $(STAMP)  ## every training backend and the other plugins against the
 	  $(BIN)/python -m pytest -n 2 $(SPREAD) --pyargs $(BACKEND_CONTRACT) --backend $$backend \
 	    -m "$(BACKEND_TIER)" $(ARGS); done
 	$(BIN)/python -m pytest -n 2 $(SPREAD) --pyargs rlhf.testing \
-	  --ignore tests/contracts/test_backend.py --ignore tests/contracts/test_checkpoint_kill.py $(ARGS)
+	  --ignore tests/contracts/test_backend.py --ignore tests/contracts/test_checkpoint_kill.py \
+	  --ignore tests/contracts/test_memory.py $(ARGS)
 	set -e; for name in $(ENVIRONMENTS); do \
 	  $(MAKE) env-$$name; \
-	  .envs/$$name/bin/python -m pytest --pyargs $(BACKEND_CONTRACT) --backend $$name \
-	    -m "$(ENVIRONMENT_TIER)" $(ARGS); done
+	  .envs/$$name/bin/python -m pytest --pyargs $(BACKEND_CONTRACT) $(MEMORY_CONTRACT) \
+	    --backend $$name -m "$(ENVIRONMENT_TIER)" $(ARGS); done
 
 contracts-rollout: $(STAMP)  ## every rollout engine against its contract, in its own environment
 	$(BIN)/python -m pytest --pyargs $(ROLLOUT_CONTRACT) --engine transformers $(ARGS)

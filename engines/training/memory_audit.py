@@ -4,9 +4,10 @@
 autograd's hooks, and buckets by module hooks and, on a CPU, by looking at the collectives.
 
 Promises: engines compute the same numbers with and without it. A storage counts in one field.
-Does not count: tensors between two operations, gradients of gathered weights, buffers of
-transports other than collectives and, on an accelerator, of collectives inside a backend. Layers
-of `use_torch_compile` run uncompiled under it on a CPU.
+Gradients that a collective reduced count as buckets until the first micro-batch of a step ends.
+Does not count: tensors between two operations, buffers of transports other than collectives and, on
+an accelerator, of collectives inside a backend. Layers of `use_torch_compile` run uncompiled under
+it on a CPU.
 """
 
 import weakref
@@ -16,7 +17,10 @@ from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 from torch import Tensor, UntypedStorage, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,7 +30,7 @@ from engines.training.engine_backend import EngineBackend
 from engines.training.step.saved_tensors import SavedTensors, storage_of
 from hardware.base import PlatformBase
 
-_COLLECTIVES = ("c10d", "_c10d_functional")
+_COLLECTIVES = ("c10d", "_c10d_functional", "fsdp")
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class MemoryAudit:
         self._walked = PhaseBytes()
         self._own = weakref.WeakSet[UntypedStorage]()
         self._gathered = weakref.WeakSet[UntypedStorage]()
+        self._entered: list[nn.Module] = []
         self._sent = weakref.WeakSet[UntypedStorage]()
         self._bucket_bytes = 0
         self._roots: set[nn.Module] = set()
@@ -106,6 +111,7 @@ class MemoryAudit:
     def _hooks(self) -> Iterator[None]:
         with ExitStack() as hooks:
             hooks.callback(register_module_forward_pre_hook(self._on_module).remove)
+            hooks.callback(register_module_forward_hook(lambda *_: self._observe()).remove)
             hooks.callback(register_optimizer_step_pre_hook(lambda *_: self._walk()).remove)
             hooks.enter_context(self._saved.counted())
             if self._device.type == "cpu":
@@ -115,10 +121,16 @@ class MemoryAudit:
     def _on_module(self, module: nn.Module, inputs: object) -> None:
         if module in self._roots:
             self._walk()  # between two passes, so no weight is gathered
-        weights = {storage_of(weight) for weight in module.parameters(recurse=False)}
-        self._gathered.update(each for each in weights if each not in self._own)
-        if weights:
+        if next(module.parameters(recurse=False), None) is not None:
+            self._entered.append(module)
             self._observe()
+
+    def _find_gathered(self, modules: Iterable[nn.Module]) -> None:
+        """Find weights of modules that are not the engine's own, and gradients of those."""
+        weights = [weight for module in modules for weight in module.parameters(recurse=False)]
+        gathered = [weight for weight in weights if storage_of(weight) not in self._own]
+        gradients = [weight.grad for weight in gathered if weight.grad is not None]
+        self._gathered.update(map(storage_of, [*gathered, *gradients]))
 
     def _on_collective(self, tensors: Iterable[Tensor]) -> None:
         self._sent.update(map(storage_of, tensors))
@@ -126,10 +138,12 @@ class MemoryAudit:
 
     def _is_weight(self, storage: UntypedStorage) -> bool:
         is_here = storage.device.type == self._device.type
+        self._find_gathered(self._entered[-1:])  # FSDP may have gathered since it was entered
         return not is_here or storage in self._own or storage in self._gathered
 
     def _walk(self) -> None:
         self._roots.clear()
+        self._entered.clear()
         held: tuple[set[UntypedStorage], ...] = set(), set(), set()
         for engine in self._engines():
             tensors = engine.held_tensors()
@@ -157,6 +171,7 @@ class MemoryAudit:
         )
 
     def _observe(self) -> None:
+        self._find_gathered(self._entered)
         buckets = {*self._gathered, *self._sent}.difference(self._own)
         self._bucket_bytes = self._size_of(each for each in buckets if each not in self._saved)
         self._compare()

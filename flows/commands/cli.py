@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from flows.recipe.source import SUITES_DIR, shipped_names
@@ -161,6 +162,12 @@ COMMANDS: Mapping[str, tuple[str, *tuple[Argument, ...]]] = {
         "check this machine from end to end",
         JSON,
         _argument("--store", "URI", "also check this store, which a recipe names"),
+        _argument(
+            "--survey",
+            "FILE.json",
+            "also describe this machine in a file, for `rlhf plan --on` on any machine",
+            type=Path,
+        ),
     ),
     "up": ("start Prefect server, worker, Ray and MLflow on this machine",),
     "down": ("stop every server of this home that no living run uses",),

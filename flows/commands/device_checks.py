@@ -5,9 +5,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
+from engines.cost.machines import machine_like
 from flows.commands.check import Check
+from infra.errors import ConfigError
 from infra.job_environments import EnvironmentBuild, build_of, environments
-from infra.survey_report import DeviceFacts
+from infra.store.atomic import atomic_write_bytes
+from infra.survey_report import DeviceFacts, FoundPlatform
 
 CUDA_13_DRIVER = 580
 """First major version of a driver that runs CUDA 13; `make` installs for it."""
@@ -60,6 +65,20 @@ def environment_checks(nvidia_driver: str | None) -> Iterator[Check]:
             what_to_do = f"run make DEVICE={device} env-{name}" if device else "install it anew"
             detail = f"{build}; the project's own is for {own.built_for}; {what_to_do}"
             yield Check(f"environment {name}", "warning", detail)
+
+
+def write_survey(found: FoundPlatform, path: Path) -> str:
+    """Write a file for `rlhf plan --on` that describes this machine; return the line of its check.
+
+    Raises:
+        ConfigError: the devices have no memory of their own.
+    """
+    if found.memory_bytes is None:
+        raise ConfigError("--survey", f"got {path}; need an accelerator; this machine has none")
+    machine = machine_like(found.name, found.label, found.memory_bytes, found.num_devices or 1)
+    here = machine.model_copy(update={"host_memory_bytes": psutil.virtual_memory().total})
+    atomic_write_bytes(path, here.model_dump_json(indent=2).encode())
+    return f"{path} describes {here.name} for rlhf plan --on; its rates are those of data sheets"
 
 
 def _own_build() -> EnvironmentBuild | None:

@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 from engines.config.backends import ENGINES
 from engines.config.plugins import ROLLOUT_ENGINES, TABLES
 from flows.commands.check import Check, tried
-from flows.commands.device_checks import device_checks, environment_checks
+from flows.commands.device_checks import device_checks, environment_checks, write_survey
 from flows.preflight import platform_of, survey_machine
 from infra import env
 from infra.errors import ConfigError, PipelineError
@@ -43,7 +43,7 @@ MARKS = {"ok": "ok  ", "warning": "warn", "error": "FAIL"}
 def main(arguments: argparse.Namespace) -> int:
     """Run all checks; the exit code is 1 if a required part is broken."""
     checks: list[Check] = []
-    for check in _all_checks(arguments.store):
+    for check in _all_checks(arguments.store, arguments.survey):
         checks.append(check)
         if not arguments.json:
             sys.stdout.write(f"{MARKS[check.status]}  {check.name:<22} {check.detail}\n")
@@ -57,8 +57,11 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if broken else 0
 
 
-def _all_checks(store: str | None) -> Iterator[Check]:
-    """Yield all checks, causes before consequences; `store` is checked besides the home."""
+def _all_checks(store: str | None, survey: Path | None) -> Iterator[Check]:
+    """Yield all checks, causes before consequences; `store` is checked besides the home.
+
+    The machine is described in the file `survey`.
+    """
     good = (3, 11) <= sys.version_info[:2] < (3, 13)
     yield Check(
         "python", "ok" if good else "error", f"{platform.python_version()} at {sys.executable}"
@@ -69,7 +72,7 @@ def _all_checks(store: str | None) -> Iterator[Check]:
     for name, owner in external_modules().items():
         detail = str(broken.get(name, f"imported for {owner.removeprefix('environment.')}"))
         yield Check(f"module {name}", "error" if name in broken else "ok", detail)
-    yield from _platform_and_plugins()
+    yield from _platform_and_plugins(survey)
     # Finds names that several plugins or packages register; platforms were checked above.
     for kind, table in TABLES.items():
         for name in sorted({row.name for row in table.outside()} if kind != "platform" else ()):
@@ -114,7 +117,7 @@ def _packages() -> Iterator[Check]:
         )
 
 
-def _platform_and_plugins() -> Iterator[Check]:
+def _platform_and_plugins(survey: Path | None) -> Iterator[Check]:
     try:
         report = survey_machine()
     except PipelineError as error:
@@ -128,6 +131,8 @@ def _platform_and_plugins() -> Iterator[Check]:
     yield tried("platform", chosen)
     if report.platform is not None:
         yield from device_checks(report.devices)
+    if survey is not None:
+        yield tried("survey", lambda: write_survey(platform_of(report), survey))
     yield from environment_checks(report.nvidia_driver)
     checks = (
         Check(f"plugin {each.name}", "error" if each.problem else "ok", each.problem or each.detail)

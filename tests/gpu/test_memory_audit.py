@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from memory_formulas import Shape, state_bytes
-from memory_ranks import TOKENS, draw_batch, likelihood
+from rlhf.testing.memory_formulas import Shape, state_bytes
+from rlhf.testing.memory_ranks import TOKENS, draw_batch, likelihood
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engines.config.training import OptimizerConfig, TrainingConfig

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engines.cost.machines import machine_of
 from flows.preflight import platform_of, survey_machine
 from infra import env
 from infra.errors import ConfigError, ServiceError
@@ -24,11 +25,13 @@ def install(site: Path, distribution: str, entries: str) -> None:
     (info / "entry_points.txt").write_text(f"[rlhf.plugins]\n{entries}")
 
 
-def doctor(site: Path, home: Path, **variables: str | None) -> tuple[int, dict[str, list[str]]]:
+def doctor(
+    site: Path, home: Path, *options: str, **variables: str | None
+) -> tuple[int, dict[str, list[str]]]:
     """Exit code, and by name of the check its status and details."""
     variables = {"PYTHONPATH": str(site), "RLHF_HOME": str(home), VARIABLE: None, **variables}
     ended = subprocess.run(
-        [sys.executable, "-m", "flows.commands.cli", "doctor", "--json"],
+        [sys.executable, "-m", "flows.commands.cli", "doctor", "--json", *options],
         capture_output=True, text=True, timeout=180, check=False,
         env=env.child_environment(RLHF_PLATFORM=None, **variables),
     )  # fmt: skip
@@ -47,6 +50,7 @@ def test_plugins_of_distributions(tmp_path: Path) -> None:
         "from infra.survey_report import DeviceFacts, FoundDevice\n"
         "class Chip(CPUPlatform):\n"
         "    vendor_name = 'a'\n"
+        "    def total_memory_bytes(self): return 2**30\n"
         "    def device_facts(self):\n"
         "        return DeviceFacts(runtime='chips 1', driver=None, communication=None, links=None,"
         " devices=(FoundDevice(label='A', architecture='a1', total_bytes=2**30, free_bytes=0),))\n"
@@ -63,8 +67,11 @@ def test_plugins_of_distributions(tmp_path: Path) -> None:
     install(site, "wheel_b", "platform.broken = wheel_b_chip:Chip\nbackend.mine = json:dumps\n")
     (site / "nvidia-smi").write_text("#!/bin/sh\necho 580.95.05\n")
     (site / "nvidia-smi").chmod(0o755)
-    code, found = doctor(site, tmp_path / "home", PATH=f"{site}:{os.environ['PATH']}")
+    path, file = f"{site}:{os.environ['PATH']}", tmp_path / "own.json"
+    code, found = doctor(site, tmp_path / "home", "--survey", str(file), PATH=path)
     assert code == 1
+    assert found["survey"][0] == "ok"
+    assert (machine_of(str(file)).platform, machine_of(str(file)).memory_bytes) == ("chip", 2**30)
     status, detail = found["platform"]
     assert status == "ok"
     assert "(chip: a CPU is always there (not broken: broken cannot be loaded from" in detail

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear
@@ -32,6 +31,7 @@ from torchtitan.protocols.module import Module
 from transformers import AutoConfig
 
 from engines.architecture import text_settings
+from engines.training.backends.transformers.build import recompute
 from engines.training.model.attention import Packing, packed_attention
 from engines.training.spec import EngineSpec
 from engines.training.supported_models import TITAN_HEAD_NORMS, check_torchtitan
@@ -154,10 +154,12 @@ def sharded_decoder(spec: EngineSpec, reshard_after_forward: str) -> tuple[nn.Mo
         training=TrainingConfig(),
         parallelism=parallelism,
         compile_config=CompileConfig(),
-        ac_config=FullAC.Config() if training.recomputes_layers else None,
+        ac_config=None,
         dump_folder="",
         skip_dp=True,
     )
+    for layer in model.layers.values() if training.recomputes_layers else ():
+        recompute(layer)
     # Tensor parallelism unties tied weights. FSDP would treat them as two, and update only one
     # of them if the shards are uneven.
     _tie(model)

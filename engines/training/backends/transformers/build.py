@@ -302,10 +302,15 @@ def enable_activation_checkpointing(model: PreTrainedModel) -> None:
     # transformers' own checkpointing needs training mode, which enables dropout.
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            layer.forward = partial(
-                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False,
-                context_fn=recomputation_contexts,
-            )  # fmt: skip
+            recompute(layer)
+
+
+def recompute(layer: nn.Module) -> None:
+    """Recompute one layer; the memory audit counts what the recomputation keeps."""
+    layer.forward = partial(
+        checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False,
+        context_fn=recomputation_contexts,
+    )  # fmt: skip
 
 
 def decoder_layers(model: PreTrainedModel, inside: str = "") -> list[nn.Module]:

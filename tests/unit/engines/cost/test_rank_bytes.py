@@ -3,12 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
-import memory_formulas
 import pytest
 import torch
 from cost_inputs import A3B, B8, B32, shape_of, training_of, work_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rlhf.testing import memory_formulas
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engines.config.training import LoraConfig, TrainingConfig

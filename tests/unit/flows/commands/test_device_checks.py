@@ -2,13 +2,16 @@
 
 from pathlib import Path
 
+import psutil
 import pytest
 
+from engines.cost.machines import machine_of
 from flows.commands import device_checks
 from flows.commands.check import Check
 from infra import job_environments
+from infra.errors import ConfigError
 from infra.job_environments import EnvironmentBuild
-from infra.survey_report import DeviceFacts, FoundDevice
+from infra.survey_report import DeviceFacts, FoundDevice, FoundPlatform
 
 FACTS = DeviceFacts(
     runtime="CUDA 13.0",
@@ -88,3 +91,19 @@ def test_torch_for_the_cpu_beside_a_driver_is_a_warning(
     (check,) = device_checks.environment_checks(driver)
     assert check.status == status
     assert check.detail.endswith(end)
+
+
+def test_a_plan_reads_the_machine_that_was_surveyed(tmp_path: Path) -> None:
+    found = FoundPlatform(
+        name="nvidia", device="cuda", reason="", label="NVIDIA H200", num_devices=2,
+        memory_bytes=150 * 10**9,
+    )  # fmt: skip
+    file = tmp_path / "own.json"
+    assert device_checks.write_survey(found, file).startswith(f"{file} describes NVIDIA H200x2")
+    machine = machine_of(str(file))
+    assert (machine.platform, machine.num_devices) == ("nvidia", 2)
+    assert machine.memory_bytes == 150 * 10**9
+    assert machine.memory_bytes_per_s == machine_of("h200x1").memory_bytes_per_s
+    assert machine.host_memory_bytes == psutil.virtual_memory().total
+    with pytest.raises(ConfigError, match=r"--survey: got .*; need an accelerator"):
+        device_checks.write_survey(found.model_copy(update={"memory_bytes": None}), file)

@@ -97,6 +97,20 @@ def megatron_layer_bytes(shape: Shape) -> int:
     return FLOAT * (norms + of_heads + attention + 5 * shape.inner)
 
 
+def torchtitan_layer_bytes(shape: Shape) -> int:
+    """Saved per token by a layer of TorchTitan in float32.
+
+    As of transformers, and the cosines and sines that each layer takes from its own table.
+    """
+    return layer_bytes(shape, FLOAT) + 2 * FLOAT * shape.head_dim
+
+
+LAYER_BYTES = {"megatron": megatron_layer_bytes, "torchtitan": torchtitan_layer_bytes}
+"""Backends whose layers are not those of transformers, in float32."""
+KNOWN = ("fsdp2", "fsdp", "megatron", "veomni", "automodel", "torchtitan")
+"""Backends that the formulas describe."""
+
+
 def saved_bytes(
     shape: Shape, backend: str, *, tokens: int, predicted: int, recompute: bool, num_bytes: int = 4
 ) -> int:
@@ -107,16 +121,17 @@ def saved_bytes(
     mask; the loss keeps the mask. With recomputation, either the inputs of all layers and this, or
     the inputs and all of the last layer, whose own input is among the inputs.
     """
-    is_megatron = backend == "megatron"
-    layer = megatron_layer_bytes(shape) if is_megatron else layer_bytes(shape, num_bytes)
-    rotation = 0 if is_megatron else 2 * num_bytes * shape.head_dim
+    if backend in LAYER_BYTES:
+        layer, rotation = LAYER_BYTES[backend](shape), 0
+    else:
+        layer, rotation = layer_bytes(shape, num_bytes), 2 * num_bytes * shape.head_dim
     behind = tokens * ((FLOAT + num_bytes) * shape.width + FLOAT + FLOAT)
     behind += predicted * (num_bytes * shape.width + 3 * INDEX + 2 * FLOAT)
     if not recompute:
         return tokens * (INDEX + rotation + shape.layers * layer) + behind
     inputs = tokens * (INDEX + shape.layers * num_bytes * shape.width)
-    if is_megatron:
-        inputs += tokens * FLOAT * shape.head_dim  # angles, an input of each layer
+    # Further inputs of each layer: Megatron's angles, TorchTitan's places.
+    inputs += tokens * {"megatron": FLOAT * shape.head_dim, "torchtitan": INDEX}.get(backend, 0)
     return inputs + max(behind, tokens * (rotation + layer - num_bytes * shape.width))
 
 
@@ -133,12 +148,16 @@ def state_bytes(shape: Shape, backend: str, num_ranks: int) -> Mapping[str, int]
     return {"parameter_bytes": buffer, "gradient_bytes": buffer, "moment_bytes": moments}
 
 
-def fsdp2_bucket_bytes(shape: Shape, num_ranks: int) -> int:
-    """Return the largest buckets of a step in float32: while a layer's gradients are reduced.
+def bucket_bytes(shape: Shape, backend: str, num_ranks: int) -> int:
+    """Return the largest buckets of a step in float32 on 2 ranks or more that shard by FSDP2.
 
-    The embedding, last norm and head stay gathered. The layer before is gathered already: the
-    collective's output and the weights copied out of it. The reduced layer has the collective's
-    input and this rank's part of the result.
+    They are the largest in the backward pass, while the first layer's weights are copied out of
+    what was gathered: both are there, and the input of the collective that reduced the gradients of
+    the layer behind. What was reduced counts here until the first micro-batch ends. Embedding, last
+    norm and head are one unit: the weights stay gathered, and the gradients of norm and head wait
+    for the embedding's. TorchTitan's norm and head are a unit, which was reduced at once.
     """
-    layer = FLOAT * shape.layer_weights
-    return FLOAT * shape.root_weights + 3 * layer + layer // num_ranks
+    reduced = (shape.layers - 1) * shape.layer_weights // num_ranks
+    head = shape.vocabulary * shape.width + shape.width
+    root = head // num_ranks if backend == "torchtitan" else shape.root_weights + head
+    return FLOAT * (3 * shape.layer_weights + reduced + root)
