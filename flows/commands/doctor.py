@@ -25,7 +25,7 @@ from engines.config.backends import ENGINES
 from engines.config.plugins import ROLLOUT_ENGINES, TABLES
 from flows.commands.check import Check, tried
 from flows.commands.device_checks import device_checks, environment_checks, write_survey
-from flows.preflight import platform_of, survey_machine
+from flows.machine_survey import platform_of, survey_machine
 from infra import env
 from infra.errors import ConfigError, PipelineError
 from infra.host.ports import NO_ANSWER

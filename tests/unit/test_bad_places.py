@@ -25,14 +25,10 @@ from engines.data.prepare.tokenizer_training import train_tokenizer
 from engines.errors import CheckpointError
 from engines.jobs.preflight.models import BYTES_PER_PARAMETER, checkpoint_bytes
 from engines.jobs.process.policy import initial_source
-from flows import preflight as machine
-from flows.preflight import (
-    check_devices,
-    check_tracking_database,
-    memory_shortage,
-    preflight,
-    request_of,
-)
+from flows import machine_survey
+from flows import preflight as checks
+from flows.machine_survey import check_devices, memory_shortage
+from flows.preflight import check_tracking_database, preflight, request_of
 from flows.recipe.recipe import load_recipe
 from flows.stage_order import run_stages
 from infra.errors import ArtifactError, ConfigError
@@ -154,7 +150,7 @@ def test_bad_input_row_43_too_little_memory(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     need = num_parameters(whole) * BYTES_PER_PARAMETER
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(machine, "_MEMORY_LIMITS", (tmp_path / "absent", limit))
+    monkeypatch.setattr(machine_survey, "_MEMORY_LIMITS", (tmp_path / "absent", limit))
     asked = recipe_in(
         LocalStorage(tmp_path / "store"), "model.init=pretrained", f"model.path={whole}"
     )
@@ -192,9 +188,10 @@ def test_bad_input_row_43_a_device_too_small(
             memory_bytes=num_bytes,
         )  # fmt: skip
 
-    monkeypatch.setattr(machine, "_surveyed", lambda *arguments: surveyed(need))
+    monkeypatch.setattr(machine_survey, "surveyed", lambda *_: surveyed(need))
+    monkeypatch.setattr(checks, "surveyed", lambda *_: surveyed(need))
     preflight(asked)
-    monkeypatch.setattr(machine, "_surveyed", lambda *arguments: surveyed(need - 1))
+    monkeypatch.setattr(checks, "surveyed", lambda *_: surveyed(need - 1))
     with pytest.raises(ConfigError, match=r"model.path: got .* needs 0.0 GB on each rank for"):
         preflight(asked)
     complete = {"hardware": HardwareConfig(platform="nvidia", device_kind="H100")}
@@ -217,7 +214,7 @@ def test_bad_input_row_43_too_few_devices(tmp_path: Path, monkeypatch: pytest.Mo
     surveyed = FoundPlatform(
         name="nvidia", device="cuda", reason="here", label="H100", num_devices=4
     )
-    monkeypatch.setattr(machine, "_surveyed", lambda *arguments: surveyed)
+    monkeypatch.setattr(machine_survey, "surveyed", lambda *_: surveyed)
     nvidia = HardwareConfig(platform="nvidia", device_kind="H100")
     check_devices(4, nvidia, tmp_path)
     with pytest.raises(ConfigError, match=r"got 8; this machine has 4 \(H100\)"):
@@ -229,14 +226,14 @@ def test_bad_input_row_43_too_few_devices(tmp_path: Path, monkeypatch: pytest.Mo
 def test_bad_input_row_44_a_database_of_runs_on_a_network_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert machine.file_system_of(Path("/proc/self")) == "proc"
+    assert checks.file_system_of(Path("/proc/self")) == "proc"
     mounts = tmp_path / "mounts"
     mounts.write_text(
         "/dev/a / ext4 rw 0 0\n"
         f"server:/x {tmp_path}/with\\040blank nfs4 rw 0 0\n"
         f"tmpfs {tmp_path}/with\\040blank/fast tmpfs rw 0 0\n"
     )
-    monkeypatch.setattr(machine, "MOUNTS", mounts)
+    monkeypatch.setattr(checks, "MOUNTS", mounts)
     shared = f"sqlite:///{tmp_path}/with blank/mlflow.db"
     with pytest.raises(ConfigError) as refused:
         check_tracking_database(shared)

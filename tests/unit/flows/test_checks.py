@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engines.cost.machines import machine_of
-from flows.preflight import platform_of, survey_machine
+from flows.machine_survey import platform_of, survey_machine
 from infra import env
 from infra.errors import ConfigError, ServiceError
 from infra.survey_report import SurveyReport

@@ -5,9 +5,9 @@ from platform import machine
 
 import pytest
 
-import flows.preflight as platform_probe
+import flows.machine_survey as platform_probe
 from engines.config.training import HardwareConfig
-from flows.preflight import resolve_hardware, survey_machine
+from flows.machine_survey import resolve_hardware, survey_machine
 from infra.errors import ConfigError
 from infra.survey_report import SurveyReport
 

@@ -18,7 +18,7 @@ from engines.config.training import (
 )
 from engines.controller.model_worker import WorkerSpec
 from engines.training.spec import POLICY, EngineSpec, ModelSource, RoleSpec
-from flows import preflight
+from flows import machine_survey, preflight
 from flows.recipe.recipe import load_recipe
 from hardware.cpu import CPUPlatform
 from hardware.nvidia import NvidiaPlatform
@@ -81,7 +81,8 @@ def test_this_machines_devices_decide(
         name="nvidia", device="cuda", reason="here", label="NVIDIA H100", num_devices=1,
         memory_bytes=memory_bytes, has_compiler=has_compiler,
     )  # fmt: skip
-    monkeypatch.setattr(preflight, "_surveyed", lambda *_: found)
+    for module in (machine_survey, preflight):
+        monkeypatch.setattr(module, "surveyed", lambda *_: found)
     monkeypatch.setattr(preflight, "_check_parts", lambda recipe: None)
     monkeypatch.setattr(preflight, "_trains", lambda *_: False)
     monkeypatch.delenv("RLHF_PLATFORM", raising=False)

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-import flows.preflight as machine
 from engines.config.rollout import RolloutConfig
 from engines.config.stages.final import EvaluateStageConfig, HarnessStageConfig
 from engines.config.stages.rl import RLRoundStageConfig
@@ -12,6 +11,8 @@ from engines.config.stages.serving import SelfPlayStageConfig
 from engines.config.training import HardwareConfig
 from engines.controller.replica import ReplicaSpec
 from engines.controller.rollout import replica_beside
+from flows import machine_survey
+from flows import preflight as checks
 from flows.preflight import preflight
 from flows.recipe.recipe import load_recipe
 from flows.stage_order import stages_of
@@ -77,7 +78,8 @@ def test_a_device_is_refused_before_a_model_loads(
     found = FoundPlatform(
         name="cpu", device="cpu", reason="here", label="x86", supports_fp8=supports_fp8
     )
-    monkeypatch.setattr(machine, "_surveyed", lambda *arguments: found)
+    for module in (machine_survey, checks):
+        monkeypatch.setattr(module, "surveyed", lambda *_: found)
     asked = load_recipe("quickstart", [*FP8, f"rollout.dtype={dtype}"])
     asked = asked.model_copy(update={"hardware": HardwareConfig(platform="cpu")})
     if problem is None:

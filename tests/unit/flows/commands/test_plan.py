@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engines.config.stages.data import PreprocessStageConfig
-from flows.preflight import resolve_hardware
+from flows.machine_survey import resolve_hardware
 from flows.recipe.recipe import load_recipe
 from infra import env
 from infra.store.stage_log import Holder
