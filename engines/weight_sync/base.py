@@ -1,8 +1,9 @@
 """Interfaces and data types of the weight sync from a trainer to its rollout engines.
 
-Promises of every sync: tensors are streamed, never a second full copy. Each tensor has a checksum
-on both sides. A `SyncReport` exists only after every receiver that is not lost has confirmed
-version and digest; else an error is raised, and the receiver samples nothing until a sync succeeds.
+Promises of every sync: tensors are streamed, never a second full copy, but for what delta sync
+keeps in host memory. Each tensor has a checksum on both sides. A `SyncReport` exists only after
+every receiver that is not lost has confirmed version and digest; else an error is raised, and the
+receiver samples nothing until a sync succeeds.
 """
 
 import warnings

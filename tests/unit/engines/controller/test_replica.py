@@ -122,6 +122,7 @@ def test_weights_that_are_broadcast_are_those_of_shared_memory(
         replace(policy_spec, roles={POLICY: replace(policy_spec.policy, training=training)}),
         tmp_path / "beside",
         **options,
+        delta_sync=True,
     ) as parts:
         found = two_versions(*parts)
     assert found[0] == expected[0]
