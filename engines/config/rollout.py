@@ -91,9 +91,8 @@ class RolloutConfig(StrictModel):
     shared memory of the machine, or broadcast. `auto` broadcasts if an engine is on a machine
     without a rank, and else takes the device's memory on NVIDIA and AMD accelerators."""
     delta_sync: Annotated[bool, NotIdentity] = False
-    """Broadcast what changed since the last sync, exactly. Takes host memory of the size of the
-    weights in every process that receives them, and as much in all senders together. No effect on
-    engines that `auto` reaches without a broadcast, inside the ranks, or that get an adapter."""
+    """Broadcast only what changed since the last sync, exactly; takes host memory of the weights'
+    size in each receiving process, as much in all senders. No effect where nothing is broadcast."""
     timeout_s: Annotated[float, NotIdentity] = Field(default=1800.0, gt=0)
     """Seconds after which the unfinished samples of a batch of requests are aborted. It counts for
     the fingerprint of an RL round, where they do not train; elsewhere they are an error."""
@@ -111,7 +110,7 @@ class RolloutConfig(StrictModel):
     """Options of the chosen engine."""
 
     def _refusals(self) -> Refusals:
-        # `auto` is not refused: the machine decides whether it broadcasts.
+        # `auto` is not refused: the machine decides.
         yield (
             self.delta_sync and self.transport in {"device_ipc", "shared_memory"},
             f"delta_sync: got true with transport {self.transport}, which copies within a node; "

@@ -266,7 +266,8 @@ def _take(
         if sizes is not None:
             parts = _memory(num_bytes_sent(num_bytes, sizes), member.device)
         group.broadcast(parts, root)
-        if member.bases is not None and member.is_reader:
+        is_reader = member.number >= len(senders_of(member.turns))
+        if member.bases is not None and is_reader:
             member.bases.rebuild(sender, parts, sizes, memory[:num_bytes])
             settle(memory)
         del parts

@@ -61,8 +61,8 @@ def close_communicators() -> None:
 def joined(rendezvous: Rendezvous, turns: Turns, sender: int | None) -> Iterator["Member"]:
     """Wait for all processes and agree on a communicator; forget it if the block fails.
 
-    Bases of delta sync are used only with a communicator that was agreed on, and if all processes
-    confirmed their digest. `sender` is this process's rank if it sends, None if it reads.
+    Bases of delta sync are used if all confirmed them. `sender` is this process's rank if it sends,
+    None if it reads.
     """
     source, senders = rendezvous.source, senders_of(turns)
     number = len(senders) + source.reader if sender is None else senders.index(sender)
@@ -128,11 +128,6 @@ class Member:
     def patience_s(self) -> float:
         """Deadline of what has to end after the first sender, whose error names the cause."""
         return self.rendezvous.source.timeout_s + GRACE_S
-
-    @property
-    def is_reader(self) -> bool:
-        """False if this process sends."""
-        return self.number >= len(senders_of(self.turns))
 
     def finish(self) -> str:
         """Return the digests of the buckets that are kept for delta sync; see `DeltaBases`."""

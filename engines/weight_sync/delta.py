@@ -1,16 +1,11 @@
 """Sends a bucket as its difference from the bytes that both ends kept of the last transfer.
 
-A bucket and its base are XORed as 16-bit words, so any bytes are rebuilt exactly. The words that
-are not zero follow each other; a bitmap marks their places, and a second bitmap marks the bytes of
-the first that are not zero. All of it is torch operations on the bucket's own device.
-Promises: N unchanged bytes become N / 128, and a share s of changed words adds at most
-N * (s + min(s / 2, 1 / 16)). A difference is sent only if it is smaller than the bucket. Bases are
-used only if all ends confirmed the digest of their bytes; else all buckets are sent whole.
-Bytes: each end keeps its buckets in host memory, pinned if they come from a device. A reader keeps
-all weights in the dtype that is sent, a sender those that it sends. Torch rounds pinned blocks up
-to a power of two. Beside the bucket, its base and their difference take up to three times its bytes
-on its device.
-Does not promise that machines of different byte order understand each other.
+Both are XORed as 16-bit words. The words that are not zero follow each other; a bitmap marks their
+places, and a second one the bytes of the first that are not zero.
+Promises: any bytes are rebuilt exactly. N bytes become N * (1 / 128 + s + min(s / 2, 1 / 16)) at
+most for a share s of changed words, and never more than N. All is sent whole if an end does not
+hold the confirmed digest. Each end keeps its buckets in host memory, pinned for a device: a reader
+all weights, a sender its part. Torch rounds pinned blocks up to a power of two.
 """
 
 import logging
@@ -27,17 +22,16 @@ logger = logging.getLogger(__name__)
 BLOCK_BYTES = 128
 """What one byte of the second bitmap stands for: 8 bytes of the first, 64 words."""
 _GATHER = 0x0102040810204080
-"""Times 8 bytes of 0 or 1 as an int64: has them as the bits of its highest byte, in order."""
+"""Multiplied by an int64 of 8 bytes 0 or 1, has these as the bits of its highest byte."""
 
 Sizes = tuple[int, int]
 """Numbers of words, and of bytes of the first bitmap, that are not zero."""
 
 
 def encode(bucket: Tensor, base: Tensor) -> tuple[Tensor, Sizes] | None:
-    """Return the difference of a bucket, (N,) uint8, from its base, as (M,) uint8, and its sizes.
+    """Return the difference of a bucket, (N,) uint8, from its base, as (M,) uint8; None if M >= N.
 
-    `base` has the bytes of another bucket and zeros up to a multiple of `BLOCK_BYTES`. None if the
-    difference would not be smaller than the bucket.
+    `base` has the bytes of another bucket, and zeros up to a multiple of `BLOCK_BYTES`.
     """
     difference = base.to(bucket.device, copy=True)
     difference[: bucket.numel()] ^= bucket
@@ -84,10 +78,9 @@ def _places(marks: Tensor) -> Tensor:
 
 
 class DeltaBases:
-    """The buckets of the last transfer in one process; those of this transfer take their places.
+    """The buckets of the last transfer in one process, which those of this transfer replace.
 
-    Each sender's buckets come in one order. `confirmed` has the digests that all ends confirmed, or
-    is empty.
+    `confirmed` has the digests that all ends confirmed, or is empty.
     """
 
     def __init__(self, method: ChecksumMethod) -> None:
@@ -103,7 +96,7 @@ class DeltaBases:
         base, encoded = self._next_base(sender), None
         if base.numel() == _padded(bucket.numel()):
             encoded = encode(bucket, base)
-        del base  # freed first
+        del base
         self._keep(sender, bucket)
         encoded = encoded or (bucket, None)
         self._num_sent_bytes += encoded[0].numel()
@@ -120,10 +113,7 @@ class DeltaBases:
         self._keep(sender, bucket)
 
     def finish(self) -> str:
-        """Make this transfer's buckets the bases; return the digest of each sender's, in order.
-
-        Logs how much a sender sent.
-        """
+        """Make this transfer's buckets the bases, log sent bytes; return each sender's digest."""
         if self._num_sent_bytes:
             num_bytes = sum(found.num_bytes for found in self._checksums.values())
             logger.info("delta sync sent %d of %d bytes", self._num_sent_bytes, num_bytes)
@@ -142,7 +132,6 @@ class DeltaBases:
         self.confirmed = rebuilt
 
     def _next_base(self, sender: int) -> Tensor:
-        """Return the base of a sender's next bucket; without bytes if there is none."""
         left = self._bases[sender]
         return left.popleft() if left else torch.empty(0, dtype=torch.uint8)
 

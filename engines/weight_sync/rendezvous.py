@@ -37,8 +37,7 @@ class RendezvousTransport:
     """A `Delivery` through a rendezvous; plain data except the store, which is not pickled.
 
     Receivers hold weights in `dtype`, except `float32_names`. Each side has two buckets of
-    `bucket_bytes`, which are its extra memory without delta sync. `server` is None outside the
-    store's process.
+    `bucket_bytes` as extra memory, or see `delta`. `server` is None outside the store's process.
     """
 
     source_type: ClassVar[type["RendezvousSource"]]
