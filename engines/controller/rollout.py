@@ -43,11 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sender:
-    """The processes that have the weights.
-
-    `nodes` has the Ray node of each rank. `has_device` is True if they have devices of the
-    platform.
-    """
+    """The Ray node of each rank with the weights; `has_device` if they are on the platform's."""
 
     nodes: tuple[str, ...]
     has_device: bool
@@ -60,9 +56,8 @@ def choose_transport(
 
     `auto` takes the first that is possible: device IPC if the weights are on an accelerator that
     has it, shared memory, a communicator. The first two need a rank on the node of each replica;
-    the lowest rank of a node sends there, so no weights go from node to node. An `adapter` is small
-    and goes over the CPU. Device IPC becomes shared memory for an adapter, and for a sender without
-    a device.
+    the lowest rank there sends. An `adapter` is small and goes over the CPU. Device IPC becomes
+    shared memory for an adapter, and for a sender without a device.
 
     Raises:
         ConfigError: the requested transport does not reach a replica, the platform has no device

@@ -2,10 +2,9 @@
 
 Senders broadcast in turns, in an order that all processes know. Two buckets are used alternately: a
 sender fills one while the other is sent, and a reader takes tensors out of one while the other
-arrives. A message before each bucket describes it. `communicator` has the processes and their
-thread.
-Promises: extra memory is two buckets on each side, a third on a sender beside others, and a
-sender's cast of one tensor; delta sync takes more, see `delta`.
+arrives. A message before each bucket describes it.
+Promises: those of `communicator`; extra memory is two buckets on each side, a third on a sender
+beside others, and a sender's cast of one tensor; delta sync takes more, see `delta`.
 Does not promise encryption. Checksums of entries are passed on, not verified.
 """
 

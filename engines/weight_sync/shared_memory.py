@@ -1,9 +1,9 @@
 """Passes weights from a trainer to rollout engines in other processes of the same nodes.
 
 Two buckets of shared memory are used in turn. A small file that appears when a bucket is full
-describes it; the bucket is free when every receiver has created a file for it. The sending rank
-makes and removes the directory of these files. On each node with receivers one rank sends, and
-memory is shared within a node only; the process that opens the transport may be on another node.
+describes it; the bucket is free when every receiver has created a file for it. On each node with
+receivers one rank sends, and makes and removes the directory of these files; the process that opens
+the transport may be on another node.
 Promises: no weights go from node to node. If one side fails or does not come, the others end with
 an error by the deadline. Memory of a killed sender is freed by its receivers, or else by the next
 sender in its pid namespace. Device tensors are copied to the host.
@@ -59,10 +59,7 @@ def open_transport(
     bucket_bytes: int = BUCKET_BYTES,
     senders: Sequence[int] = (),
 ) -> "SharedMemoryTransport":
-    """Return a transport that this process may cancel, at an address that all its others reach.
-
-    `senders` has for each receiver the rank on its node that sends; by default rank 0 for all.
-    """
+    """Return a transport that this process may cancel, at an address that all its others reach."""
     return SharedMemoryTransport(
         dtype,
         float32_names,
@@ -79,8 +76,9 @@ def open_transport(
 class SharedMemoryTransport:
     """Transport through shared memory; plain data, so that it can be sent to the ranks.
 
-    `num_workers` has one number per receiver, and `senders` its sending rank. A tensor larger than
-    `bucket_bytes` enlarges its bucket. `token` is a part of the names of all directories.
+    `num_workers` has one number per receiver, `senders` the rank on its node that sends (rank 0 by
+    default). A tensor larger than `bucket_bytes` enlarges its bucket. `token` is a part of the
+    names of all directories.
     """
 
     dtype: str
@@ -102,8 +100,7 @@ class SharedMemoryTransport:
         host, port = self.cancellation.host, self.cancellation.port
         timeout_s = self.timeout_s
         if len(set(self.senders)) > 1:
-            # Ranks wait for each other, so for the readers of all: the one that waits for a reader
-            # gives up first, and its error names that reader.
+            # Ranks wait for each other; the one whose reader is late gives up first and names it.
             timeout_s += GRACE_S
         return SharedMemorySource(host, port, self.directory_token(sender), reader, timeout_s)
 
