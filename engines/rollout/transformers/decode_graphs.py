@@ -34,7 +34,7 @@ class DecodeGraphs:
         self._last_size: Hashable = None
 
     def padded(self, number: int, multiple: int = 1) -> int:
-        """Return the next recorded size, a multiple of `multiple`; without graphs `number`."""
+        """Return the next size to record, a multiple of a number; `number` without graphs."""
         if self._capture is None:
             return number
         below = 2 ** (number - 1).bit_length() // 2
