@@ -140,11 +140,7 @@ def device_shortage(recipe: Recipe, found: FoundPlatform) -> str:
 
 
 def check_quantization_on(recipe: Recipe, found: FoundPlatform) -> None:
-    """Refuse 8-bit floats that this machine's device or the dtype chosen for it does not have.
-
-    Raises:
-        ConfigError: names `rollout.quantization`.
-    """
+    """Refuse 8-bit floats that this machine, or the dtype chosen for it, lacks (`ConfigError`)."""
     training = recipe.training.on(accelerator=found.device != "cpu")
     check_quantization(recipe.rollout, training)
     if recipe.rollout.quantization and not found.supports_fp8:

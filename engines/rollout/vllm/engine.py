@@ -84,11 +84,7 @@ def vllm_config(
     layout: ModelLayout,
     adapter: LoraConfig | None,
 ) -> Any:
-    """Return the `VllmConfig` of an engine, and set the environment of its processes.
-
-    Raises:
-        ConfigError: see `start_llm`.
-    """
+    """Return an engine's `VllmConfig`, and set its environment; raises as `start_llm`."""
     options = VllmOptions.model_validate(rollout.options)
     cache = _set_environment(platform)
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -215,10 +211,9 @@ def sleep_frees_memory() -> bool:
 
 
 def _set_environment(platform: PlatformBase) -> Path:
-    """Set environment variables for this process and vLLM's; return the directory of its cache.
+    """Set this process's environment and vLLM's, but for the user's logging and caches.
 
-    The user's variables for logging and caches are kept. Engines share the cache, as vLLM's format
-    of compiled graphs and Triton's allow.
+    Returns the cache, which engines may share: vLLM and Triton write for several processes.
     """
     cache = Path(env.VLLM_CACHE_ROOT.get() or env.home() / "compiled" / "vllm")
     cache.mkdir(parents=True, exist_ok=True)
