@@ -121,11 +121,9 @@ class MismatchConfig(StrictModel):
     enable: bool = True
     """false sets no bounds; for sampling cut by `top_p`, `top_k` or structured output."""
     mean: float | None = Field(default=None, gt=0)
-    """Largest mean over the sampled tokens of a step; null: 1e-4 in float32, 0.1 in bfloat16,
-    0.5 with `rollout.quantization`."""
+    """Largest mean over a step's tokens; null: 1e-4 in float32, 0.1 in bfloat16, 0.5 in fp8."""
     max: float | None = Field(default=None, gt=0)
-    """Largest difference of one token; null: 0.01 in float32, 10 in bfloat16, 20 with
-    `rollout.quantization`."""
+    """Largest difference of one token; null: 0.01 in float32, 10 in bfloat16, 20 in fp8."""
 
 
 class RewardFunction(StrictModel):
