@@ -68,11 +68,7 @@ def environment_checks(nvidia_driver: str | None) -> Iterator[Check]:
 
 
 def write_survey(found: FoundPlatform, path: Path) -> str:
-    """Write a file for `rlhf plan --on` that describes this machine; return the line of its check.
-
-    Raises:
-        ConfigError: the devices have no memory of their own.
-    """
+    """Describe this machine in a file, unless it has no accelerator; return what was written."""
     if found.memory_bytes is None:
         raise ConfigError("--survey", f"got {path}; need an accelerator; this machine has none")
     machine = machine_like(found.name, found.label, found.memory_bytes, found.num_devices or 1)

@@ -58,10 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _all_checks(store: str | None, survey: Path | None) -> Iterator[Check]:
-    """Yield all checks, causes before consequences; `store` is checked besides the home.
-
-    The machine is described in the file `survey`.
-    """
+    """Yield all checks, causes before consequences; `store` is checked besides the home."""
     good = (3, 11) <= sys.version_info[:2] < (3, 13)
     yield Check(
         "python", "ok" if good else "error", f"{platform.python_version()} at {sys.executable}"
