@@ -69,17 +69,15 @@ class PlotData:
     """Everything that is drawn; an empty part is left out.
 
     Attributes:
+        curves: one for each name of `CURVES`.
         preference: curves of preference training, in all iterations of self-play.
         step: seconds by phase of the median RL step, in the order of the loop.
         seconds: wall seconds by phase, per stage.
     """
 
-    loss: Curve | None = None
+    curves: Mapping[str, Curve] = field(default_factory=dict)
     reward_model: PairCurves = PairCurves()
     preference: PairCurves = PairCurves()
-    reward: Curve | None = None
-    distillation: Curve | None = None
-    lengths: Curve | None = None
     accuracy: Sequence[Bar] = ()
     step: Mapping[str, float] = field(default_factory=dict)
     seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -95,6 +93,22 @@ MAX_LINE_LABELS, MAX_LEVEL_LABELS = 5, 8
 """Numbers of bars above which labels have one word per line, and above which they are vertical."""
 BAR_INCHES, AROUND_BARS_INCHES = 0.17, 1.2
 """Minimum height of a horizontal bar, and of the space around all bars."""
+CURVES = {
+    "reward": (
+        *("rl_round", "critic/score/mean"),
+        *("Reward while RL runs", "mean reward of a step", BLUE),
+    ),
+    "loss": ("sft", "train/loss", "Supervised loss", "loss per token", ORANGE),
+    "distillation": (
+        *("rl_round", "distillation/loss"),
+        *("Distillation while RL runs", "loss", ORANGE),
+    ),
+    "lengths": (
+        *("rl_round", "response_length/mean"),
+        *("Response length while RL runs", "tokens", GREEN),
+    ),
+}
+"""Label of the stages, metric, title, unit and colour of a curve over consecutive stages."""
 STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -120,13 +134,9 @@ def draw_plots(data: PlotData, directory: Path) -> list[Path]:
     drawings: dict[str, Drawing] = {}
     if data.accuracy:
         drawings["accuracy"] = partial(_draw_accuracy, bars=data.accuracy)
-    for name, curve, title, ylabel, color in (
-        ("reward", data.reward, "Reward while RL runs", "mean reward of a step", BLUE),
-        ("loss", data.loss, "Supervised loss", "loss per token", ORANGE),
-        ("distillation", data.distillation, "Distillation while RL runs", "loss", ORANGE),
-        ("lengths", data.lengths, "Response length while RL runs", "tokens", GREEN),
-    ):
-        if curve and curve.steps:
+    for name, curve in data.curves.items():
+        if curve.steps:
+            _, _, title, ylabel, color = CURVES[name]
             drawings[name] = partial(
                 _draw_curves, curves=[curve], title=title, ylabel=ylabel, color=color
             )

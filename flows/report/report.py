@@ -18,7 +18,15 @@ from pydantic import BaseModel, ValidationError
 from flows.diagnosis.diagnosis import DIAGNOSIS_PAGE, diagnose, told_verdict, write_diagnosis
 from flows.diagnosis.findings import stage_views
 from flows.recipe.recipe import Recipe
-from flows.report.plots import Bar, PlotData, draw_plots, median_step, pair_curves, run_on
+from flows.report.plots import (
+    CURVES,
+    Bar,
+    PlotData,
+    draw_plots,
+    median_step,
+    pair_curves,
+    run_on,
+)
 from flows.report.samples import PAGE_NAME, samples_page, shown_run
 from infra.store.atomic import atomic_write_bytes, make_directories
 from infra.store.canonical import canonical_json
@@ -201,14 +209,10 @@ def plot_data(report: Report, history: StageHistory) -> PlotData:
     def of(label: str) -> list[Sequence[JournalRecord]]:
         return [journal for name, journal in journals.items() if name.startswith(label)]
 
-    rounds = of("rl_round")
     return PlotData(
-        loss=run_on(of("sft"), "train/loss"),
+        curves={name: run_on(of(label), metric) for name, (label, metric, *_) in CURVES.items()},
         reward_model=pair_curves(of("reward_model"), "reward_model"),
         preference=pair_curves(of("preference"), "preference"),
-        reward=run_on(rounds, "critic/score/mean"),
-        distillation=run_on(rounds, "distillation/loss"),
-        lengths=run_on(rounds, "response_length/mean"),
         accuracy=[
             Bar(
                 evaluated_name(stage.name).replace("rl_round_", "round ").replace("_", " "),
@@ -219,7 +223,7 @@ def plot_data(report: Report, history: StageHistory) -> PlotData:
             for stage in report.stages
             if stage.name.startswith("evaluate") and "accuracy" in stage.metrics
         ],
-        step=median_step(rounds),
+        step=median_step(of("rl_round")),
         seconds={stage.name: _phases(stage) for stage in report.stages if stage.job_seconds},
     )
 

@@ -211,8 +211,8 @@ def test_a_table_for_each_evaluation_of_several_sources() -> None:
 
 def test_curves_run_on_from_round_to_round(recipe: Recipe, history: StageHistory) -> None:
     data = plot_data(build_report(recipe, RESULTS, 1.0), history)
-    assert data.reward == Curve([1, 2, 3], [0.2, 0.4, 0.6], [3])
-    assert data.loss == Curve([1, 2], [3.0, 2.0], [])
+    assert data.curves["reward"] == Curve([1, 2, 3], [0.2, 0.4, 0.6], [3])
+    assert data.curves["loss"] == Curve([1, 2], [3.0, 2.0], [])
     assert [(bar.label, bar.low) for bar in data.accuracy] == [
         ("sft", 0.3),
         ("round 1", None),
@@ -245,7 +245,7 @@ def test_fully_reused_run_keeps_the_report_of_the_work(
 
 
 def test_equal_data_is_drawn_into_equal_files(tmp_path: Path) -> None:
-    data = PlotData(reward=Curve([1, 2, 3], [0.1, 0.2, 0.3]))
+    data = PlotData({"reward": Curve([1, 2, 3], [0.1, 0.2, 0.3])})
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         assert [path.name for path in draw_plots(data, tmp_path / name)] == ["reward.svg"]
