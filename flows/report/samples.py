@@ -42,8 +42,7 @@ def shown_run(name: str, rounds: Sequence[str], history: StageHistory) -> ShownR
         for record in history.records(fingerprint, "")[0]:
             if record.step is not None:
                 values[record.step] = {**values.get(record.step, {}), **record.values}
-        kept = read_samples(history.storage, fingerprint)
-        steps |= {step: each.samples for step, each in kept.items()}
+        steps |= read_samples(history.storage, fingerprint)
     return ShownRun(
         name,
         {title: finite_points(values, metrics)[1] for title, metrics in CURVES.items()},

@@ -61,7 +61,7 @@ def write_samples(attempt_dir: Path, kept: KeptStep) -> None:
 
 def read_samples(
     storage: Storage, fingerprint: str, attempt: int | None = None
-) -> dict[int, KeptStep]:
+) -> dict[int, Sequence[KeptSample]]:
     """Return the samples of a generation of a stage, in step order; skips damaged files.
 
     `attempt` is any attempt of the generation; None means the newest generation.
@@ -70,10 +70,10 @@ def read_samples(
     for entry in storage.attempts.generation(fingerprint, attempt):
         if entry.kind == "held":
             files |= storage.channel(fingerprint).read_samples(entry.number)
-    steps: dict[int, KeptStep] = {}
+    steps: dict[int, Sequence[KeptSample]] = {}
     for step, data in sorted(files.items()):
         try:
-            steps[step] = KeptStep.model_validate_json(data)
+            steps[step] = KeptStep.model_validate_json(data).samples
         except ValidationError as error:
             _log.warning("samples of step %d are damaged: %s", step, str(error).splitlines()[0])
     return steps

@@ -42,7 +42,7 @@ def show_stage(tracker: Tracker, history: StageHistory, entry: RunEntry, run_id:
         output = TrackedOutput(entry.name, entry.output, manifest, entry.metrics)
         _try(f"show what {entry.name} made", partial(tracker.log_output, run_id, output))
     kept = read_samples(history.storage, entry.fingerprint, entry.generation)
-    first = {step: each.samples[:MAX_SAMPLES] for step, each in kept.items()}
+    first = {step: samples[:MAX_SAMPLES] for step, samples in kept.items()}
     if steps := within(first, MAX_SAMPLES_BYTES, MAX_SAMPLES):
         records, _ = history.records(entry.fingerprint, "", entry.generation)
         times_ms = {each.step: each.time_ms for each in records if each.step is not None}

@@ -291,9 +291,9 @@ def test_samples_of_steps_are_read_once_and_outlive_the_commit(
             commit(store, tmp_path, last, "done")
             store.channel(fingerprint).prune([0, 1], store.channel(fingerprint).steps_dir(0))
         found = read_samples(open_storage(uri), fingerprint)
-        names = {step: kept.samples[0].name for step, kept in found.items()}
+        names = {step: kept[0].name for step, kept in found.items()}
         assert names == {1: "attempt 0", 2: "attempt 1", 3: "attempt 1"}
-        assert found[3].samples == (sample,)
+        assert found[3] == (sample,)
 
 
 def test_followers_join_and_leave(store: Storage, uri: str, fingerprint: str) -> None:
