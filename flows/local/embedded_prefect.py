@@ -79,11 +79,7 @@ def embedded_prefect(home: Path) -> Iterator[PrefectServer]:
 
 
 def check_answers(api_url: str) -> None:
-    """Check that a server answers, before anything else is started.
-
-    Raises:
-        ServiceError: it does not answer.
-    """
+    """Raise `ServiceError` unless a server answers, before anything else is started."""
     try:
         with urllib.request.urlopen(f"{api_url}/health", timeout=10.0):  # noqa: S310  the user's own address
             return

@@ -173,11 +173,7 @@ def run_own_flow(
 
 
 def load_own_flow(entrypoint: str) -> Flow[..., Any]:
-    """Load the flow of a Python file with one flow, or of `FILE:FLOW`.
-
-    Raises:
-        ConfigError: there is no such file or flow.
-    """
+    """Load the flow of a Python file with one flow, or of `FILE:FLOW`; else `ConfigError`."""
     path, _, name = entrypoint.partition(":")
     file = Path(path).resolve()
     if not file.is_file():

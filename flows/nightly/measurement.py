@@ -115,11 +115,7 @@ class Measurement(FrozenModel):
 
 
 def read_baseline(directory: Path, recipe: str) -> Measurement | None:
-    """Read the baseline of a recipe; None if it does not exist.
-
-    Raises:
-        ConfigError: it is damaged.
-    """
+    """Read the baseline of a recipe; None if there is none, `ConfigError` if it is damaged."""
     path = directory / f"{recipe}.json"
     try:
         return Measurement.model_validate(json.loads(path.read_bytes()))
@@ -225,11 +221,7 @@ class _Reader:
     sources: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def run(self, request: StageRequest) -> StageResult:
-        """Read one stage.
-
-        Raises:
-            StoppedError: the stage has no output.
-        """
+        """Read one stage; `StoppedError` if it has no output."""
         record = self.history.storage.lookup(request.fingerprint)
         self.made[request.label] = self._made(request, record)
         if record is None:

@@ -125,11 +125,7 @@ def build_report(
     seconds: float,
     rejected: Mapping[str, str] = {},
 ) -> Report:
-    """Build the report of a finished run.
-
-    Args:
-        rejected: symptoms by label of a rejected round.
-    """
+    """Build the report of a finished run; `rejected` has symptoms by label of a rejected round."""
     names = distinct_names([result.label for result in results])
     return Report(
         run=recipe.run_name,

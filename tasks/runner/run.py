@@ -98,11 +98,7 @@ class StageRequest:
 
     @cached_property
     def inputs(self) -> Mapping[str, Artifact]:
-        """Given artifacts, and external inputs identified by their bytes.
-
-        Raises:
-            ConfigError: an external input is missing.
-        """
+        """Given artifacts, and external inputs by their bytes; `ConfigError` if one is missing."""
         outside = {
             name: (script_artifact if source.is_script else external_artifact)(
                 source.path, source.setting
