@@ -14,7 +14,6 @@ Does not import torch, which some stages never need. Does not know the peak memo
 that of this process and its children.
 """
 
-import contextlib
 import errno
 import gc
 import importlib
@@ -28,7 +27,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -118,7 +117,7 @@ class JobContext(Generic[Config]):
         """Return the path of an input, or None if it was not given."""
         return self.input(name) if name in self.spec.inputs else None
 
-    @contextlib.contextmanager
+    @contextmanager
     def reading(self, names: Iterable[str]) -> Iterator[None]:
         """Check before and after the block that external inputs are as planned.
 
@@ -257,7 +256,7 @@ def _run(
     return claimed
 
 
-@contextlib.contextmanager
+@contextmanager
 def _fenced_before_failed(storage: Storage, attempt: Attempt) -> Iterator[None]:
     """Raise `FencedError` in place of an error if the attempt was replaced.
 
@@ -354,7 +353,7 @@ def _end_stalled(channel: WorkChannel, attempt: int, stall: Stall) -> None:
     at = f" after step {stall.step}" if stall.step is not None else ""
     directory = channel.local_dir(attempt)
     with (
-        contextlib.suppress(OSError),
+        suppress(OSError),
         (directory / "stacks.txt").open("a", encoding="utf-8") as file,
     ):
         file.write(f"\n{ask_for_stacks(directory)}")
@@ -367,12 +366,12 @@ def _end_stalled(channel: WorkChannel, attempt: int, stall: Stall) -> None:
         cause="hang",
         phase=stall.phase,
     )
-    with contextlib.suppress(OSError):  # a full disk must not keep it alive
+    with suppress(OSError):  # a full disk must not keep it alive
         channel.write_error(attempt, problem)
     sys.stderr.write(f"{problem.message}\n")
     sys.stderr.flush()
     for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
+        with suppress(psutil.Error):
             child.kill()
     os._exit(EXIT_FAILURE)
 
