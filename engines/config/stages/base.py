@@ -194,6 +194,23 @@ class ComputingStageConfig(StageConfig):
         yield "platform", self.hardware.platform
 
 
+class RolloutStageConfig(ComputingStageConfig):
+    """Base of stages with rollout engines."""
+
+    rollout: RolloutConfig
+
+    @property
+    def rollout_interpreter(self) -> Path | None:
+        """Path of the Python that runs rollout replicas; None: the job's, or no replicas."""
+        engine = self.rollout.engine
+        return None if is_embedded(self.rollout) else ROLLOUT_ENGINES.interpreter(engine)
+
+    def plugins(self) -> Iterator[tuple[PluginKind, str]]:
+        """Also yield the rollout engine."""
+        yield from super().plugins()
+        yield "rollout", self.rollout.engine
+
+
 class BackendStageConfig(ComputingStageConfig):
     """Base of stages that use a training backend or read its checkpoints."""
 
@@ -245,8 +262,3 @@ class TrainingStageConfig(BackendStageConfig):
     def check(self) -> None:
         """Check that the backend supports the layout."""
         check_layout(self.training)
-
-
-def interpreter_of(rollout: RolloutConfig) -> Path | None:
-    """Return the path of the Python that runs rollout replicas; None: the job's, or no replicas."""
-    return None if is_embedded(rollout) else ROLLOUT_ENGINES.interpreter(rollout.engine)

@@ -1,7 +1,6 @@
 """Configuration of the stage that runs one round of RL."""
 
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import Field
@@ -13,7 +12,6 @@ from engines.config.plugins import (
     PluginKind,
     is_embedded,
 )
-from engines.config.rollout import RolloutConfig
 from engines.config.rules.algorithm import (
     check_algorithm,
     check_critic,
@@ -41,8 +39,8 @@ from engines.config.stages.base import (
     REWARD_MODEL,
     ExternalInput,
     InputT,
+    RolloutStageConfig,
     TrainingStageConfig,
-    interpreter_of,
     model_input,
     reward_inputs,
 )
@@ -51,7 +49,7 @@ if TYPE_CHECKING:
     from engines.config.recipe import Recipe
 
 
-class RLRoundStageConfig(TrainingStageConfig):
+class RLRoundStageConfig(TrainingStageConfig, RolloutStageConfig):
     """Trains a policy for one round of RL."""
 
     stage = "rl_round"
@@ -59,7 +57,6 @@ class RLRoundStageConfig(TrainingStageConfig):
     needs = ("dataset",)
     takes = ("policy", "reference", REWARD_MODEL)
     round: int = Field(ge=1)
-    rollout: RolloutConfig
     rl: RLConfig
 
     @classmethod
@@ -112,16 +109,10 @@ class RLRoundStageConfig(TrainingStageConfig):
         """Steps of the rounds before this one."""
         return self.rl.num_steps_before(self.round)
 
-    @property
-    def rollout_interpreter(self) -> Path | None:
-        """Path of the Python that runs rollout replicas; None: the job's, or no replicas."""
-        return interpreter_of(self.rollout)
-
     def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """Also yield the rollout engine, the reward and the parts of the algorithm."""
+        """Also yield the reward and the parts of the algorithm."""
         algorithm = self.rl.algorithm
         yield from super().plugins()
-        yield "rollout", self.rollout.engine
         for name in self.rl.reward.functions:
             yield "reward", name
         yield "adv_estimator", algorithm.adv_estimator

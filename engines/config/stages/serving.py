@@ -9,17 +9,16 @@ from pydantic import Field
 from engines.config.algorithm import RewardConfig
 from engines.config.backends import ENGINES
 from engines.config.plugins import PluginKind, is_embedded
-from engines.config.rollout import RolloutConfig, SamplingConfig
+from engines.config.rollout import SamplingConfig
 from engines.config.rules.batches import check_answer_length
 from engines.config.rules.models import check_judge, check_reward_models, check_structured_output
 from engines.config.sections import SelfPlayConfig
 from engines.config.stages.base import (
     REWARD_MODEL,
     BackendStageConfig,
-    ComputingStageConfig,
     ExternalInput,
     InputT,
-    interpreter_of,
+    RolloutStageConfig,
     needed,
     reward_inputs,
 )
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from engines.config.recipe import Recipe
 
 
-class AnsweringStageConfig(ComputingStageConfig):
+class AnsweringStageConfig(RolloutStageConfig):
     """Base of stages in which rollout engines serve a model."""
 
     num_threads: int = Field(default=1, ge=1)
@@ -37,22 +36,11 @@ class AnsweringStageConfig(ComputingStageConfig):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of models beside the engines, and of the served model unless `rollout.dtype` is set; in
     a recipe `training.dtype`."""
-    rollout: RolloutConfig
 
     @property
     def driver_computes(self) -> bool:
         """True for the embedded engine; replicas have processes of their own."""
         return is_embedded(self.rollout)
-
-    @property
-    def rollout_interpreter(self) -> Path | None:
-        """Path of the Python that runs rollout replicas; None: the job's, or no replicas."""
-        return interpreter_of(self.rollout)
-
-    def plugins(self) -> Iterator[tuple[PluginKind, str]]:
-        """Also yield the rollout engine."""
-        yield from super().plugins()
-        yield "rollout", self.rollout.engine
 
 
 class ServingStageConfig(BackendStageConfig, AnsweringStageConfig):
