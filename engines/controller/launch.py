@@ -84,9 +84,8 @@ def launch_policy_beside(
         if not num_replicas:
             workers = _group_of_actors(spec, log_dir, pool)
             return workers, RankRollout(workers), beside
-        # Device collectives (NCCL) cannot join two processes on one device.
-        has_device = not here and not replica.shares_devices
-        sender = Sender(tuple(place.node for place in pool.places(0, num_ranks)), has_device)
+        nodes = tuple(place.node for place in pool.places(0, num_ranks))
+        sender = Sender(nodes, has_device=not here)
         # First, because it may raise.
         engines = launch_engines(replica, pool.places(first, num_replicas), sender)
         workers = _group_here(trained, pool) if here else _group_of_actors(trained, log_dir, pool)

@@ -91,7 +91,9 @@ def choose_transport(
             "one version for a communicator; place all replicas on nodes of ranks with the weights "
             "and choose shared_memory, or choose another rollout.engine",
         )
-    platform = planned(spec.platform if sender.has_device and not adapter else "cpu")
+    # Device collectives (NCCL) cannot join two processes on one device.
+    has_device = sender.has_device and not spec.shares_devices
+    platform = planned(spec.platform if has_device and not adapter else "cpu")
     # The base weights under an adapter are sent only once.
     num_senders = len(sender.nodes) if spec.adapter is None else 1
     transport = CollectiveTransport if num_senders == 1 else ShardedTransport

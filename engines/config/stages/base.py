@@ -70,10 +70,10 @@ def reward_inputs(reward: RewardConfig) -> dict[str, ExternalInput]:
 
 
 InputT = TypeVar("InputT")
-SectionT = TypeVar("SectionT")
+ConfigT = TypeVar("ConfigT")
 
 
-def needed(section: SectionT | None, what: str) -> SectionT:
+def needed(section: ConfigT | None, what: str) -> ConfigT:
     """Return a section of a recipe; raise ValueError if it is None."""
     if section is None:
         raise ValueError(f"the recipe has no {what}")

@@ -75,7 +75,7 @@ def test_ranks_that_share_the_weights_each_send_their_part(model_dir: Path) -> N
 def test_differences_are_sent_where_weights_are_broadcast(model_dir: Path, num_ranks: int) -> None:
     plain = spec(model_dir, "auto")
     wanted = replace(plain, rollout=plain.rollout.model_copy(update={"delta_sync": True}))
-    sender = replace(SENDER, num_ranks=num_ranks)
+    sender = Sender((HERE.node,) * num_ranks, has_device=True)
 
     def is_delta(of: ReplicaSpec, place: Place) -> bool:
         made = choose_transport(of, (place,), sender)([1])
@@ -117,13 +117,16 @@ def test_memory_of_a_node_is_refused_where_it_does_not_reach(model_dir, transpor
         ("auto", "cpu", True, False, SharedMemoryTransport),
     ],
 )
+@pytest.mark.parametrize("shares_devices", [False, True])
 def test_device_memory_is_used_where_devices_share_it(
-    model_dir, monkeypatch, transport, platform, has_device, adapter, kind
+    model_dir, monkeypatch, transport, platform, has_device, adapter, kind, shares_devices
 ) -> None:
     """Raw handles do not depend on torch, so that versions may differ."""
     monkeypatch.setattr(rollout, "this_address", lambda: "127.0.0.1")
     own = spec(model_dir, transport)
-    on_devices = replace(own, platform=platform, libraries={"torch": "99.1"})
+    on_devices = replace(
+        own, platform=platform, libraries={"torch": "99.1"}, shares_devices=shares_devices
+    )
     sender = Sender((HERE.node,), has_device)
     made = choose_transport(on_devices, (HERE,), sender, adapter=adapter)([2])
     assert type(made) is kind
@@ -218,7 +221,12 @@ def test_no_communicator_joins_two_versions_of_torch(model_dir: Path) -> None:
 
 def test_devices_broadcast_among_themselves(model_dir: Path) -> None:
     on_devices = replace(spec(model_dir, "collective"), platform="nvidia")
-    for has_device, expected in ((True, ("nccl", "cuda")), (False, ("gloo", "cpu"))):
-        made = choose_transport(on_devices, (HERE,), Sender((HERE.node,), has_device))([2])
+    for has_device, shares_devices, expected in (
+        (True, False, ("nccl", "cuda")),
+        (False, False, ("gloo", "cpu")),
+        (True, True, ("gloo", "cpu")),  # NCCL joins no two processes on one device
+    ):
+        asked = replace(on_devices, shares_devices=shares_devices)
+        made = choose_transport(asked, (HERE,), Sender((HERE.node,), has_device))([2])
         (source,) = made.sources
         assert (source.backend, source.device_name) == expected
