@@ -24,8 +24,7 @@ BLOCK_BYTES = 128
 _GATHER = 0x0102040810204080
 """Multiplied by an int64 of 8 bytes 0 or 1, has these as the bits of its highest byte."""
 
-Sizes = tuple[int, int]
-"""Numbers of words, and of bytes of the first bitmap, that are not zero."""
+Sizes = tuple[int, int]  # of words, and of bytes of the first bitmap, that are not zero
 
 
 def encode(bucket: Tensor, base: Tensor) -> tuple[Tensor, Sizes] | None:
